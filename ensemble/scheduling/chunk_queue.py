@@ -1,4 +1,4 @@
-"""The chunks of a member on their way: pending, in workers' hands, done."""
+"""The chunks of a member: pending, in workers' hands, or done."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from ensemble.planning.chunks import Chunk
 
 
 class ChunkQueue:
-    """Chunks in the order of dispatch; those of a view come before those of the next.
+    """The chunks of a member; those of a view come before those of the next.
 
     Args:
         chunks: what is left to do.
-        views: of each row.
+        views: how many views each row has.
 
     Attributes:
+        pending: in the order of dispatch.
         in_hand: chunks that workers have, by number; ``progress`` is how far they are.
-        numbers: indices that no chunk of the member has yet.
+        numbers: yields numbers that no chunk of the member has yet.
         done_cost: what this run has done, as a share of all the member's work.
     """
 
@@ -31,30 +32,26 @@ class ChunkQueue:
         self.done_cost = 0.0
         self._views = views
         self._is_abandoned = False
-        # By view: the share of all the work that is done, by this run or before.
+        # By view: the share of the member's work that is done, by this run or before.
         self._done_costs = [1 / views] * views
         for chunk in self.pending:
             self._done_costs[chunk.view] -= chunk.cost
 
     def take(self, chunk: Chunk, start: int | None = None) -> Chunk:
         """Move a pending chunk, or its rows from ``start`` on, to those in workers' hands."""
-        place = self.pending.index(chunk)
+        index = self.pending.index(chunk)
         if start is None or start == chunk.start:
-            del self.pending[place]
+            del self.pending[index]
         else:
-            self.pending[place], chunk = chunk.split(self.numbers, start)
+            self.pending[index], chunk = chunk.split(self.numbers, start)
         self.in_hand[chunk.index] = chunk
         return chunk
 
     def put_back(self, *chunks: Chunk) -> None:
         """Make these the next chunks of their view."""
         for chunk in reversed(chunks):
-            place = 0
-            for earlier in self.pending:
-                if earlier.view >= chunk.view:
-                    break
-                place += 1
-            self.pending.insert(place, chunk)
+            index = sum(other.view < chunk.view for other in self.pending)
+            self.pending.insert(index, chunk)
 
     def drop(self, chunk: Chunk) -> None:
         """Note that no worker has this chunk any more."""
@@ -73,7 +70,7 @@ class ChunkQueue:
 
     @property
     def has_first_view(self) -> bool:
-        """Whether rows in the first view are pending; a member without views has only this one."""
+        """Whether rows in the first view are pending; a member without views has only this view."""
         return bool(self.pending) and self.pending[0].view == 0
 
     @property
@@ -98,5 +95,5 @@ class ChunkQueue:
             if number in self.progress:
                 cost += chunk.cost * self.progress[number].rows / chunk.rows
         if not is_left and not self._is_abandoned:
-            return 1.0  # whatever rounding makes of the sum
+            return 1.0  # the sum may be rounded
         return min(1.0, max(0.0, cost / whole))

@@ -1,4 +1,4 @@
-"""Under a time limit: whose turn it is, what still fits, and when it is over."""
+"""Decides under a time limit whose turn it is, what still fits, and when to stop."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import calibrated
 from ensemble.scheduling.state import MemberState
 
-# A chunk counts as fitting where it would still fit if it took this much longer than foreseen: its cost is known in
-# bytes of text, and what a byte costs changes with the length of the rows and with what else the machine does.
+# A chunk fits if it would still fit when it took this much longer than predicted: its cost is known in bytes of
+# text, and the time for a byte changes with the length of the rows and with other load on the machine.
 SAFETY = 1.25
-# A batch or two; smaller chunks pay more for going to and fro than they bring in.
+# A batch or two; smaller chunks cost more in overhead than they bring in.
 MIN_ROWS = 16
-# Of the whole limit at most; in a very short run half-done work counts for more than a margin.
+# The reserve takes at most this share of the limit: in a very short run rows count for more than a margin.
 RESERVE_MAX_SHARE = 0.2
-# Workers that are in the midst of something when it is over get these to end.
+# How long workers that still compute at the deadline have to end.
 SHUTDOWN_SECONDS = 5.0
-# In units of the first submission, whose few digits are soon written.  Measured with 20,000 to 500,000 rows of 3 or
-# 20 labels: ensemble and submission take 0.6 to 3.2 in the end; a member's shards read, written as a CSV and read
-# again take 0.8 to 2.9, or 1.7 to 6.3 where there is no submission to write at the start.
+# In units of the time for the first submission.  Measured with 20,000 to 500,000 rows of 3 or 20 labels: ensemble
+# and submission take 0.6 to 3.2 at the end; to gather a member's shards into a CSV and read it again takes 0.8 to
+# 2.9, or 1.7 to 6.3 where no submission is written at the start.
 _RESERVE_AT_END = 3.0
 _RESERVE_PER_MEMBER = 6.0
-# Disks that others use as well.
+# A margin, as others may use the disk.
 _RESERVE_FACTOR = 1.5
-# A member that has not been measured yet starts with rows that would fit if it were four times slower than guessed.
+# A member whose speed is a guess starts with rows that would fit if it were four times slower.
 _TRUST_IN_GUESSES = 0.25
 
 
@@ -34,9 +34,10 @@ _TRUST_IN_GUESSES = 0.25
 class Share:
     """A member's share of the time; a replica on two GPUs takes two device-seconds in a second.
 
-    ``seconds_per_member`` are the device-seconds of all its work, done or not; None: not even guessed.
-    ``startup_seconds`` is until a worker of it computes, 0 if one does already.  ``gpus`` are the devices of a
-    replica; 0 is the CPU, which counts as one device.
+    Attributes:
+        seconds_per_member: device-seconds of all its work, done or not; None: not even guessed.
+        startup_seconds: until a worker of the member computes; 0 if one does already.
+        gpus: of a replica; 0 is the CPU, which counts as one device.
     """
 
     name: str
@@ -51,17 +52,17 @@ class Share:
 
 
 def reachable_fraction(shares: Sequence[Share], devices: int, seconds_left: float) -> float:
-    """Return the largest fraction of their work that all members can be brought to, or have reached, in time.
+    """Return the largest fraction of its work that each member can reach, or has reached, in time.
 
-    All of it together takes at most ``devices * seconds_left`` device-seconds.  A member that is there already
-    needs neither time nor a start.  A member of unknown speed counts as the slowest of the others, so that they
-    leave it time until it is measured.
+    All members together have ``devices * seconds_left`` device-seconds.  A member that has reached the fraction
+    needs no time.  A member of unknown speed counts as the slowest of the others, so that they leave it time until
+    it is measured.
 
     Args:
         devices: how many workers of one device can run at the same time.
 
     Returns:
-        from 0 to 1; 1 if no speed is known and there is time for all to start.
+        From 0 to 1; 1 if no speed is known and there is time for all to start.
     """
     slowest = max(
         (share.seconds_per_member for share in shares if share.seconds_per_member is not None), default=0.0
@@ -70,7 +71,7 @@ def reachable_fraction(shares: Sequence[Share], devices: int, seconds_left: floa
     fractions = [min(max(share.fraction_done, 0.0), 1.0) for share in by_fraction]
     budget = devices * max(seconds_left, 0.0)
     rate = 0.0  # device-seconds for all the work of the members that go on
-    # From the least fraction up: at each next one another member joins those that go on.
+    # From the smallest fraction up: at the fraction of each member it joins those that go on.
     for share, fraction, following in zip(by_fraction, fractions, [*fractions[1:], 1.0], strict=False):
         if fraction == 1.0 or share.startup_device_seconds > budget:
             return fraction
@@ -84,21 +85,21 @@ def reachable_fraction(shares: Sequence[Share], devices: int, seconds_left: floa
 
 
 def goals(shares: Sequence[Share], devices: int, seconds_left: float) -> dict[str, float]:
-    """Return the fraction of its work that each member is to go on to, by name; what it has done if it is to stop.
+    """Return the fraction of its work that each member should reach, by name; what it has done if it should stop.
 
-    That is what all can reach.  Members are left behind if they could not compute before the end, or if starting
-    them leaves no time for any: those first that take longest to start.
+    This is the fraction that all can reach.  Members are left out if they could not start before the end, or if
+    their start leaves no time for others: first those that take longest to start.
     """
     reached = {share.name: share.fraction_done for share in shares}
     unfinished = [share for share in shares if share.fraction_done < 1]
     # No worker that computes is stopped for a member that would use up most of the time to start.
-    times = 2.0 if any(share.startup_seconds == 0 for share in unfinished) else 1.0
-    able = [share for share in unfinished if times * share.startup_seconds < seconds_left]
-    while able:
-        fraction = reachable_fraction(able, devices, seconds_left)
-        if any(share.fraction_done < fraction for share in able):
-            return reached | {share.name: max(fraction, share.fraction_done) for share in able}
-        able.remove(max(able, key=lambda share: share.startup_device_seconds))
+    factor = 2.0 if any(share.startup_seconds == 0 for share in unfinished) else 1.0
+    startable = [share for share in unfinished if factor * share.startup_seconds < seconds_left]
+    while startable:
+        fraction = reachable_fraction(startable, devices, seconds_left)
+        if any(share.fraction_done < fraction for share in startable):
+            return reached | {share.name: max(fraction, share.fraction_done) for share in startable}
+        startable.remove(max(startable, key=lambda share: share.startup_device_seconds))
     return reached
 
 
@@ -109,15 +110,15 @@ def fitting_start(
     seconds_left: float,
     min_rows: int = MIN_ROWS,
 ) -> int | None:
-    """Return where the last rows of a chunk begin that are done in time, with ``SAFETY`` to spare.
+    """Return from which row on a chunk can be done in time, with ``SAFETY`` to spare.
 
     The chunk is halved until its last rows fit: these are the shortest, and next to those that were done before.
     None if fewer than ``min_rows`` would fit and that is not the whole chunk.
 
     Args:
-        seconds_per_cost: on one replica; None if it is unknown, and then trying is the only way to know.
-        slowest_ratio: the most that a chunk of the member took, over what ``seconds_per_cost`` says it takes.
-        seconds_left: until work must stop; the time to start a worker, where one has to start, is off already.
+        seconds_per_cost: on one replica; None if it is unknown: then all rows are tried.
+        slowest_ratio: the time of the member's slowest chunk, divided by what ``seconds_per_cost`` predicts for it.
+        seconds_left: until work must stop, after the start of a worker if one has to start.
     """
     if seconds_left <= 0:
         return None
@@ -131,12 +132,12 @@ def fitting_start(
 
 
 def reserve_seconds(first_seconds: float, members: int, limit_seconds: float) -> float:
-    """Return what to keep of the limit for gathering, merging and writing.
+    """Return how much of the limit to reserve for gathering, merging and writing.
 
     Args:
-        first_seconds: what writing ensemble and submission took at the start, with values to fill in; it has
-            the rows and labels of the table in it, and the speed of the disk.
-        members: how many there are to gather and merge.
+        first_seconds: what writing the first ensemble and submission took at the start; it depends on the table's
+            rows and labels, and on the disk.
+        members: how many members to gather and merge.
         limit_seconds: the whole ``time_limit``.
     """
     writing = _RESERVE_FACTOR * first_seconds * (_RESERVE_AT_END + _RESERVE_PER_MEMBER * members)
@@ -147,7 +148,9 @@ def reserve_seconds(first_seconds: float, members: int, limit_seconds: float) ->
 class Deadline:
     """When all computing must have stopped, and what there is time for until then.
 
-    ``at`` is in seconds by ``clock``; so many ``workers`` can compute at a time, on a device each.
+    Attributes:
+        at: in seconds by ``clock``.
+        workers: how many workers can compute at a time, on a device each.
     """
 
     at: float
@@ -165,28 +168,29 @@ class Deadline:
     def may_start(
         self, state: MemberState, members: Sequence[MemberState], beyond_goal: bool = False
     ) -> bool:
-        """Return whether it is this member's turn, and a worker of it would get something done in time.
+        """Return whether it is this member's turn, and a worker would get something done in time.
 
-        A run never ends without having tried: what an earlier run measured may have been a slow moment, such as
-        weights that had not been read since the machine was started, and a guess may be wrong.  ``beyond_goal`` is
-        that of ``first_fitting``.
+        A run never ends without a try: an earlier run may have measured a slow moment, such as weights that were
+        not in the page cache, and a guess may be wrong.  For ``beyond_goal`` see ``first_fitting``.
         """
-        if self._pays(state, members, beyond_goal):
+        if self._has_time_for(state, members, beyond_goal):
             return True
-        # If no worker was ready yet and there seems to be time for none, the one that starts fastest may try.
+        # If no worker was ready yet and there seems to be time for none, the member that starts fastest may try.
         has_started = any(other.running or other.speed_meter.startup_seconds for other in members)
         if beyond_goal or has_started or self.is_over:
             return False
-        able = [other for other in _counting(members) if other.chunks.pending]
-        fastest = min(able, key=lambda other: _startup_seconds(other, members), default=None)
-        return state is fastest and not any(self._pays(other, members) for other in able)
+        pending = [other for other in _counting(members) if other.chunks.pending]
+        fastest = min(pending, key=lambda other: _startup_seconds(other, members), default=None)
+        return state is fastest and not any(self._has_time_for(other, members) for other in pending)
 
-    def _pays(self, state: MemberState, members: Sequence[MemberState], beyond_goal: bool = False) -> bool:
+    def _has_time_for(
+        self, state: MemberState, members: Sequence[MemberState], beyond_goal: bool = False
+    ) -> bool:
         startup = _startup_seconds(state, members)
         return self.first_fitting(state, members, startup, beyond_goal) is not None
 
     def takes_most_to_start(self, state: MemberState, members: Sequence[MemberState]) -> bool:
-        """Return whether a start of this member would use up most of the time: no worker is stopped for it."""
+        """Return whether this member's start would use up most of the time: no worker is stopped for it."""
         return 2 * _startup_seconds(state, members) >= self.seconds_left
 
     def first_fitting(
@@ -198,12 +202,12 @@ class Deadline:
     ) -> tuple[Chunk, int] | None:
         """Return the member's first pending chunk of which rows can be done in time, and where these rows begin.
 
-        None if no chunk can, or if it is not the member's turn: its worker is to stop.  Members are brought equally
+        None if there is none, or if it is not the member's turn: its worker should stop.  Members are kept equally
         far in their first views; those whose first view is done, in all of their work.
 
         Args:
             startup_seconds: until the member's worker computes.
-            beyond_goal: although other members are not as far, because none of them can use the device.
+            beyond_goal: let the member pass its goal, because no member that is behind can use the device.
         """
         left = self.seconds_left - startup_seconds
         if left <= 0 or not state.chunks.pending:
@@ -219,7 +223,7 @@ class Deadline:
         else:
             per_cost = _seconds_per_member(members)[state.plan.name]
             trust = 1.0 if state.plan.speed.is_measured else _TRUST_IN_GUESSES
-        # Before anything is done: better a single row that surely costs so much than none.
+        # Before anything is done, a single row of known cost is better than none.
         is_untried = all(other.seconds_per_cost is None for other in members)
         min_rows = 1 if state.plan.speed.is_measured and is_untried else MIN_ROWS
         for chunk in state.chunks.pending:
@@ -234,13 +238,13 @@ class Deadline:
         return None
 
     def _goal(self, state: MemberState, members: Sequence[MemberState]) -> float | None:
-        """Return the fraction of its work, or of its first view, that a member is to reach; None if none."""
+        """Return the fraction of its work, or of its first view, that a member should reach; None if none."""
         counting = _counting(members)
         seconds = _seconds_per_member(counting)
         is_first_view = state.chunks.has_first_view
         shares = []
         for other in counting:
-            # What is left of others' first views is for devices that this member cannot use, or it would wait.
+            # Others' first views that are left need devices that this member cannot use; otherwise it would wait.
             if not is_first_view and other.chunks.has_first_view:
                 continue
             whole_seconds = seconds[other.plan.name]
@@ -259,13 +263,13 @@ class Deadline:
 
 def _counting(members: Sequence[MemberState]) -> list[MemberState]:
     """Return the members that share the time: those with weight 0 only once all others have ended."""
-    able = [state for state in members if state.failure is None and not state.is_undecided]
-    weighted = [state for state in able if state.plan.model.has_weight]
-    return weighted if any(not state.finished for state in weighted) else able
+    active = [state for state in members if state.failure is None and not state.is_undecided]
+    weighted = [state for state in active if state.plan.model.has_weight]
+    return weighted if any(not state.finished for state in weighted) else active
 
 
 def _seconds_per_member(members: Sequence[MemberState]) -> dict[str, float | None]:
-    """Return what all of a member's work takes one replica, by name; None if it is not even guessed."""
+    """Return how long one replica takes for all of a member's work, by name; None if it is not even guessed."""
     planned = {state.plan.name: state.plan.whole_seconds for state in members}
     measured = {}
     for state in members:
@@ -275,7 +279,7 @@ def _seconds_per_member(members: Sequence[MemberState]) -> dict[str, float | Non
 
 
 def _startup_seconds(state: MemberState, members: Sequence[MemberState]) -> float:
-    """Return what a worker takes to start: measured now or by an earlier run, as the others took, or guessed."""
+    """Return how long a worker takes to start: measured, as the slowest of the other members, or guessed."""
     measured = state.speed
     if measured.is_startup_measured:
         return measured.startup_seconds
@@ -286,14 +290,16 @@ def _startup_seconds(state: MemberState, members: Sequence[MemberState]) -> floa
 def time_limit_text(
     members: Sequence[MemberState], limit_seconds: float, before_seconds: float, kept_seconds: float
 ) -> str:
-    """Return why a limit left no time to compute a single row, and what would.
+    """Return why a limit left no time to compute a single row, and which limit would.
 
     Args:
         before_seconds: until workers could start.
         kept_seconds: for the last submission, see :func:`reserve_seconds`.
     """
     was_tried = any(state.workers for state in members)
-    what = "new row was kept" if any(state.speed_meter.lost_rows for state in members) else "row was computed"
+    what = "row was computed"
+    if any(state.speed_meter.lost_rows for state in members):
+        what = "new row was kept"
     text = (
         f"no {what}: {before_seconds:.1f} s of time_limit ({limit_seconds:g} s) were over before a "
         f"worker could start, {kept_seconds:.1f} s are kept for the last submission, and the "
@@ -301,15 +307,13 @@ def time_limit_text(
         f"{' and compute its first chunk' if was_tried else ''}"
     )
     speeds = [state.speed for state in members if not state.finished]
-    known = [speed.startup_seconds for speed in speeds if speed.is_startup_measured]
-    if not known:
+    startups = [speed.startup_seconds for speed in speeds if speed.is_startup_measured]
+    if not startups:
         return (
             f"{text}; set a longer time_limit (a run with --limit 20 and without one measures what it takes)"
         )
-    needed = before_seconds + min(known)
+    needed = before_seconds + min(startups)
     at_least = min(needed / (1 - RESERVE_MAX_SHARE), needed + max(kept_seconds, SHUTDOWN_SECONDS))
     if at_least < limit_seconds:
         return f"{text}; the same command again may get further"
-    return (
-        f"{text}; a start takes {min(known):.1f} s, so time_limit must be more than {math.ceil(at_least)} s"
-    )
+    return f"{text}; a start takes {min(startups):.1f} s, so time_limit must be more than {math.ceil(at_least)} s"

@@ -1,9 +1,9 @@
-"""Which worker has which GPU, and proof that a GPU is free again before another worker gets it.
+"""Leases GPUs to workers, and leases a GPU again only once its memory is free.
 
-A driver gives memory back some time after a process has gone.  So a device that comes back is watched until its
-used memory is at the baseline again, which was taken before the first worker; only then is it leased anew.  A
-device that stays full past the time-out is set aside and taken again only if nothing else is left.  What counts is
-the device's memory and not process ids: in a container NVML shows the host's.
+A driver frees memory some time after a process has ended.  So a released device is watched until its used memory
+is back at the baseline, which was measured before the first worker; only then is it leased again.  A device that
+stays full past the time-out is set aside and used again only if nothing else is left.  Memory decides and not
+process ids: in a container NVML shows the host's ids.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ensemble.scheduling.launchers.base import Launcher
 # Drivers keep a little for themselves once a GPU has been used, and other programs come and go.
 TOLERANCE_BYTES = 256 << 20
 SAMPLE_SECONDS = 0.25
-# The curve in run.json gets a point when the memory moves by this much, and now and then in between.
+# The curve in run.json gets a point when the memory moves by this much, and a point a minute otherwise.
 _CURVE_STEP_BYTES = 16 << 20
 _CURVE_STEP_SECONDS = 60.0
-# How GPUs are doing is asked more seldom than for their memory; and the curve of it gets a point when the reasons
-# change for which a clock is lowered, unless there has just been one: they can change all the time.
+# Telemetry is read less often than memory.  Its curve gets a point when the reasons for a lower clock change, but
+# not more often than this: they can change all the time.
 _TELEMETRY_SECONDS = 1.0
 _TELEMETRY_STEP_SECONDS = 10.0
-# Why a GPU computes slower than it could, by the names of ``Telemetry.clock_events``.  Clocks that somebody has set
-# are not throttled, nor is a GPU that idles.
+# Why a GPU is throttled, by the names of ``Telemetry.clock_events``.  Clocks that a user has set do not count, nor
+# does an idle GPU.
 _THROTTLES = {
     "sw_thermal_slowdown": "thermal",
     "hw_thermal_slowdown": "thermal",
@@ -41,10 +41,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Release:
-    """How a device came back: ``seconds`` until its memory was at the baseline, or until nobody waited longer.
+    """How a device was released.
 
-    ``used_bytes`` is what was used then; ``is_free`` whether that was the baseline.  ``after_seconds``: when its
-    last worker had ended, since the run's start; None in reports of earlier versions.
+    Attributes:
+        seconds: until its memory was at the baseline, or until the time-out.
+        used_bytes: then.
+        is_free: whether that was the baseline.
+        after_seconds: when its last worker had ended, since the run's start; None in reports of earlier versions.
     """
 
     device: str
@@ -69,7 +72,7 @@ class MemoryCurve:
 
 @dataclass(frozen=True)
 class TelemetryPoint:
-    """How a device was doing so many seconds after the run's start."""
+    """A device's telemetry so many seconds after the run's start."""
 
     seconds: float
     sm_clock_mhz: int | None
@@ -80,13 +83,13 @@ class TelemetryPoint:
 
 @dataclass
 class TelemetryCurve:
-    """How a device was doing over the run.
+    """A device's telemetry over the run.
 
     Attributes:
-        seconds: for how long it was watched.
-        throttled_seconds: for how long of these it was throttled, for any reason.
-        throttled_by: the same by reason; of two at the same time each has all of it.
-        throttled_clock_mhz: the mean of its SMs' clock meanwhile; None where it was not, or does not tell.
+        seconds: how long the device was watched.
+        throttled_seconds: how long it was throttled, for any reason.
+        throttled_by: the same by reason; where two reasons overlap, each counts in full.
+        throttled_clock_mhz: the mean clock of its SMs while it was throttled; None if it was not, or is not known.
     """
 
     max_sm_clock_mhz: int | None = None
@@ -97,29 +100,44 @@ class TelemetryCurve:
     throttled_clock_mhz: float | None = None
     points: list[TelemetryPoint] = field(default_factory=list)
 
-    def add(self, now: float, passed: float, seen: Telemetry) -> None:
-        """What was seen ``now``, and has been so for the seconds that have ``passed`` since the last look."""
-        self.max_sm_clock_mhz = seen.max_sm_clock_mhz
-        known = [one for one in (self.max_temperature_celsius, seen.temperature_celsius) if one is not None]
-        self.max_temperature_celsius = max(known, default=None)
+    def add(self, now: float, passed: float, telemetry: Telemetry) -> None:
+        """Add what was read ``now``; it counts for the ``passed`` seconds since it was last read."""
+        self.max_sm_clock_mhz = telemetry.max_sm_clock_mhz
+        celsius = telemetry.temperature_celsius
+        if celsius is not None:
+            self.max_temperature_celsius = max(celsius, self.max_temperature_celsius or celsius)
         self.seconds = round(self.seconds + passed, 3)
-        if reasons := {_THROTTLES[event] for event in seen.clock_events if event in _THROTTLES}:
-            if len(reasons) > 1:
-                reasons.discard("hardware slowdown")  # of which the others are the kinds
-            for reason in sorted(reasons):
-                self.throttled_by[reason] = round(self.throttled_by.get(reason, 0.0) + passed, 3)
-            before, self.throttled_seconds = self.throttled_seconds, round(self.throttled_seconds + passed, 3)
-            if seen.sm_clock_mhz is not None and self.throttled_seconds:
-                # By the rounded seconds, so that the shares add up to 1.
-                cycles = before * (self.throttled_clock_mhz or 0.0)
-                cycles += (self.throttled_seconds - before) * seen.sm_clock_mhz
-                self.throttled_clock_mhz = round(cycles / self.throttled_seconds, 1)
+        reasons = {_THROTTLES[event] for event in telemetry.clock_events if event in _THROTTLES}
+        if reasons:
+            self._add_throttled(passed, reasons, telemetry.sm_clock_mhz)
         last = self.points[-1] if self.points else None
-        is_news = last is None or last.clock_events != seen.clock_events
-        since = math.inf if last is None else now - last.seconds
-        if since >= (_TELEMETRY_STEP_SECONDS if is_news else _CURVE_STEP_SECONDS):
-            facts = seen.sm_clock_mhz, seen.temperature_celsius, seen.power_watts, seen.clock_events
-            self.points.append(TelemetryPoint(round(now, 2), *facts))
+        if last is not None:
+            step = _CURVE_STEP_SECONDS
+            if last.clock_events != telemetry.clock_events:
+                step = _TELEMETRY_STEP_SECONDS
+            if now - last.seconds < step:
+                return
+        point = TelemetryPoint(
+            seconds=round(now, 2),
+            sm_clock_mhz=telemetry.sm_clock_mhz,
+            temperature_celsius=telemetry.temperature_celsius,
+            power_watts=telemetry.power_watts,
+            clock_events=telemetry.clock_events,
+        )
+        self.points.append(point)
+
+    def _add_throttled(self, passed: float, reasons: set[str], sm_clock_mhz: int | None) -> None:
+        if len(reasons) > 1:
+            reasons.discard("hardware slowdown")  # the others say which kind
+        for reason in sorted(reasons):
+            self.throttled_by[reason] = round(self.throttled_by.get(reason, 0.0) + passed, 3)
+        before = self.throttled_seconds
+        self.throttled_seconds = round(before + passed, 3)
+        if sm_clock_mhz is not None and self.throttled_seconds:
+            # By the rounded seconds, so that the shares add up to 1.
+            cycles = before * (self.throttled_clock_mhz or 0.0)
+            cycles += (self.throttled_seconds - before) * sm_clock_mhz
+            self.throttled_clock_mhz = round(cycles / self.throttled_seconds, 1)
 
 
 class DevicePool:
@@ -129,12 +147,13 @@ class DevicePool:
         gpus: those that may be leased, in the inventory's order.
         workers_per_gpu: how many workers may be on a device at the same time.
         release_timeout_seconds: how long a device may take to come back to its baseline.
-        say: takes a sentence for the user.
-        clock: the run's, in seconds.
+        say: shows the user a sentence.
+        clock: returns the run's time in seconds.
 
     Attributes:
-        hosts: the machines whose CPUs workers share.
-        max_cpu_workers: how many may be there at a time; None: as many as their shares leave room for.
+        hosts: how many machines have CPUs that workers share.
+        max_cpu_workers: how many workers may be on CPUs at a time; None: as many as their shares allow.
+        seen: all devices, with those that have joined or gone during the run.
     """
 
     hosts = 1
@@ -151,19 +170,20 @@ class DevicePool:
     ) -> None:
         self._gpus = {gpu.uuid: gpu for gpu in gpus}
         self._workers_per_gpu = workers_per_gpu
-        self._places = dict.fromkeys(self._gpus, 0)  # that are taken
-        self._releasing: dict[str, float] = {}  # since when devices come back
-        self._doubtful: set[str] = set()  # devices that never came free
+        self._taken = dict.fromkeys(self._gpus, 0)  # places of each device that are taken
+        self._releasing: dict[str, float] = {}  # when each device was released that is not free yet
+        self._full: set[str] = set()  # devices whose memory was never freed
         self._suspect: set[str] = set()  # devices on which a worker could not start
         self._timeout_seconds = release_timeout_seconds
-        self.seen = tuple(gpus)  # with those that have come since, and those that have gone
+        self.seen = tuple(gpus)
         self._launcher = launcher
         self._say = say
         self._clock = clock
         self._began = self._sampled_at = clock()
         self._used = self._sample()
         self.curves = {uuid: MemoryCurve(used) for uuid, used in self._used.items()}
-        self._telemetry_at, self._telemetry_due = self._began, self._began + _TELEMETRY_SECONDS
+        self._telemetry_at = self._began
+        self._telemetry_due = self._began + _TELEMETRY_SECONDS
         self.telemetry = {uuid: TelemetryCurve() for uuid in self._gpus}
         self.releases: list[Release] = []
 
@@ -180,17 +200,17 @@ class DevicePool:
         self.seen = tuple({gpu.uuid: gpu for gpu in (*self.seen, *joined)}.values())
         for gpu in joined:
             self._gpus[gpu.uuid] = gpu
-            self._places.setdefault(gpu.uuid, 0)
+            self._taken.setdefault(gpu.uuid, 0)
             self.telemetry[gpu.uuid] = TelemetryCurve()
             self.curves[gpu.uuid] = MemoryCurve(gpu.used_bytes)
 
     def is_releasing(self, among: Collection[str] | None = None) -> bool:
-        """Return whether a device is on its way back; of these UUIDs, or of all."""
+        """Return whether a device is released but not free yet; of these UUIDs, or of all."""
         return any(among is None or uuid in among for uuid in self._releasing)
 
     def is_in_use(self, among: Collection[str]) -> bool:
         """Return whether a worker is on any device of these UUIDs."""
-        return any(self._places[uuid] for uuid in among)
+        return any(self._taken[uuid] for uuid in among)
 
     def acquire(
         self,
@@ -204,58 +224,66 @@ class DevicePool:
 
         Args:
             allowed: UUIDs.
-            places: on each of them, of the ``workers_per_gpu``.
-            is_last_resort: take, after all others, also those whose memory never came free, and those on which a
-                worker could not start.
-            preferred: choices; the first that can be made is made.
+            places: how many places of each device are taken, of the ``workers_per_gpu``.
+            is_last_resort: lease, after all others, also devices whose memory was never freed or on which a worker
+                could not start.
+            preferred: choices; the first that is possible is taken.
 
         Returns:
             The devices, in the inventory's order; none if there are not so many.
         """
-        sound: list[tuple[int, int, Device]] = []
-        doubtful: list[tuple[int, int, Device]] = []
-        for number, (uuid, gpu) in enumerate(self._gpus.items()):
-            taken = self._places[uuid]
-            if uuid in allowed and uuid not in self._releasing and taken + places <= self._workers_per_gpu:
-                is_doubtful = uuid in self._doubtful or uuid in self._suspect
-                (doubtful if is_doubtful else sound).append((taken, number, gpu))
-        of_node: dict[str, list[tuple[int, Device]]] = {}
-        for _, number, gpu in [*sorted(sound), *(sorted(doubtful) if is_last_resort else [])]:
-            of_node.setdefault(gpu.node, []).append((number, gpu))
-        choice = next((gpus[:count] for gpus in of_node.values() if len(gpus) >= count), [])
+        numbers = {uuid: number for number, uuid in enumerate(self._gpus)}
+        sound: list[Device] = []
+        doubtful: list[Device] = []
+        for uuid, gpu in self._gpus.items():
+            has_room = self._taken[uuid] + places <= self._workers_per_gpu
+            if uuid not in allowed or uuid in self._releasing or not has_room:
+                continue
+            if uuid in self._full or uuid in self._suspect:
+                doubtful.append(gpu)
+            else:
+                sound.append(gpu)
+        # Sorting is stable: devices with as many workers stay in the inventory's order.
+        candidates = sorted(sound, key=lambda gpu: self._taken[gpu.uuid])
+        if is_last_resort:
+            candidates += sorted(doubtful, key=lambda gpu: self._taken[gpu.uuid])
+        of_node: dict[str, list[Device]] = {}
+        for gpu in candidates:
+            of_node.setdefault(gpu.node, []).append(gpu)
+        choice: Sequence[Device] = next((gpus[:count] for gpus in of_node.values() if len(gpus) >= count), [])
         if not choice:
             return ()
-        numbers = {gpu.uuid: number for _, number, gpu in sound}
-        for wanted in preferred:
-            if len(wanted) == count and all(gpu.uuid in numbers for gpu in wanted):
-                choice = [(numbers[gpu.uuid], gpu) for gpu in wanted]
+        sound_uuids = {gpu.uuid for gpu in sound}
+        for devices in preferred:
+            if len(devices) == count and all(gpu.uuid in sound_uuids for gpu in devices):
+                choice = devices
                 break
-        leased = tuple(gpu for _, gpu in sorted(choice))
+        leased = tuple(sorted(choice, key=lambda gpu: numbers[gpu.uuid]))
         for gpu in leased:
-            self._places[gpu.uuid] += places
-            self._doubtful.discard(gpu.uuid)
+            self._taken[gpu.uuid] += places
+            self._full.discard(gpu.uuid)
         return leased
 
     def could_acquire(
         self, count: int, allowed: Collection[str], places: int, returned: Mapping[Device, int]
     ) -> bool:
         """Return whether so many devices could be leased once ``returned`` places on each are free."""
-        able = [
+        leasable = [
             gpu
             for uuid, gpu in self._gpus.items()
-            if uuid in allowed and self._places[uuid] - returned.get(gpu, 0) + places <= self._workers_per_gpu
+            if uuid in allowed and self._taken[uuid] - returned.get(gpu, 0) + places <= self._workers_per_gpu
         ]
-        return len(able) >= count
+        return len(leasable) >= count
 
     def release(self, devices: Sequence[Device], places: int = 1, is_suspect: bool = False) -> None:
-        """Take the devices of a worker back that has ended; a device is free once its memory says so.
+        """Take back the devices of a worker that has ended; a device is free once its memory is.
 
-        What a worker leaves on a device that others still use cannot be told from theirs: it counts as gone.
+        Memory that a worker leaves on a device that others still use cannot be told from theirs: it counts as free.
 
         Args:
-            places: as they were acquired.
-            is_suspect: it ended before it could compute: the devices are then taken last, since one can answer
-                NVML and fail at every start.
+            places: as many as were acquired.
+            is_suspect: the worker ended before it could compute.  Its devices are then leased last, since a device
+                can answer NVML and fail at every start.
         """
         uuids = {gpu.uuid for gpu in devices}
         if is_suspect:
@@ -263,13 +291,13 @@ class DevicePool:
         else:
             self._suspect -= uuids
         for uuid in uuids:
-            self._places[uuid] -= places
-            if uuid in self._gpus and not self._places[uuid]:
+            self._taken[uuid] -= places
+            if uuid in self._gpus and not self._taken[uuid]:
                 self._releasing[uuid] = self._clock()
-        self._sampled_at = self._telemetry_due = -math.inf  # the next poll looks, whenever it is
+        self._sampled_at = self._telemetry_due = -math.inf  # the next poll reads both, whenever it is
 
     def poll(self) -> None:
-        """Look at the memory if it is time, and free the devices that are back at their baseline."""
+        """Read the memory if it is time, and free the devices that are back at their baseline."""
         now = self._clock()
         if not self._gpus or now - self._sampled_at < SAMPLE_SECONDS:
             return
@@ -279,13 +307,16 @@ class DevicePool:
             if used is not None:
                 self.curves[uuid].add(now - self._began, used)
         if now >= self._telemetry_due:
-            passed, self._telemetry_at = now - self._telemetry_at, now
+            passed = now - self._telemetry_at
+            self._telemetry_at = now
             self._telemetry_due = now + _TELEMETRY_SECONDS
-            for uuid, seen in self._launcher.telemetry(list(self.telemetry)).items():
-                if seen is not None:
-                    self.telemetry[uuid].add(now - self._began, passed, seen)
+            for uuid, telemetry in self._launcher.telemetry(list(self.telemetry)).items():
+                if telemetry is not None:
+                    self.telemetry[uuid].add(now - self._began, passed, telemetry)
         for uuid, since in list(self._releasing.items()):
-            used, is_free, seconds = self._used.get(uuid), self._is_back(uuid), now - since
+            used = self._used.get(uuid)
+            is_free = self._is_free(uuid)
+            seconds = now - since
             if not is_free and used is not None and seconds < self._timeout_seconds:
                 continue
             del self._releasing[uuid]
@@ -294,7 +325,7 @@ class DevicePool:
             log.info("%s released: %s", uuid, self.releases[-1])
             if is_free:
                 continue
-            self._doubtful.add(uuid)
+            self._full.add(uuid)
             gpu = self._gpus[uuid]
             what = " no longer answers; it"
             if used is not None:
@@ -304,13 +335,14 @@ class DevicePool:
                     f"{gpu_users(gpu)}. The device"
                 )
             self._say(f"{gpu.title}{what} is left out as long as there is another")
-        # A late release is still one.
-        self._doubtful -= {uuid for uuid in self._doubtful if self._is_back(uuid)}
+        # Memory may still be freed after the time-out.
+        self._full -= {uuid for uuid in self._full if self._is_free(uuid)}
 
-    def _is_back(self, uuid: str) -> bool:
-        used, baseline = self._used.get(uuid), self.curves[uuid].baseline_bytes
+    def _is_free(self, uuid: str) -> bool:
+        used = self._used.get(uuid)
+        baseline = self.curves[uuid].baseline_bytes
         if baseline is None:
-            return True  # what the driver never told cannot be waited for
+            return True  # a device that never tells its memory cannot be waited for
         return used is not None and used <= baseline + TOLERANCE_BYTES
 
     def _sample(self) -> dict[str, int | None]:

@@ -1,4 +1,4 @@
-"""Whose worker starts next, and on which devices; which chunk a worker gets next."""
+"""Decides whose worker starts next and on which devices, and which chunk a worker gets next."""
 
 from __future__ import annotations
 
@@ -19,22 +19,26 @@ from ensemble.scheduling.worker import RunningWorker
 
 
 class Rank(NamedTuple):
-    """Under a time limit, whose chunk a device computes: the smallest rank comes first."""
+    """Which chunks come first under a time limit: those of the smallest rank."""
 
     is_later_view: bool
-    is_beyond_goal: bool  # the member is as far as the others are to come
+    is_beyond_goal: bool  # the member has reached the goal of all members
 
 
-# A device that one rank has no use for goes to the next rank, so that none is left idle.
+# A device that a rank cannot use goes to the next rank, so that none is idle.
 RANKS = tuple(starmap(Rank, product((False, True), repeat=2)))
 
 
 @dataclass(frozen=True)
 class Dispatcher:
-    """Gives devices to members, and chunks in their order to whichever worker comes free.
+    """Gives devices to members, and chunks in their order to the next free worker.
 
-    So replicas end within a chunk of each other.  ``members`` are in the order in which they start, ``workers`` are
-    those that run now: the scheduler's own list.  ``deadline`` is that of the time limit, if there is one.
+    So replicas end within a chunk of each other.
+
+    Attributes:
+        members: in the order in which they start.
+        workers: those that run now: the scheduler's own list.
+        deadline: that of the time limit, if there is one.
     """
 
     members: Sequence[MemberState]
@@ -46,16 +50,15 @@ class Dispatcher:
     def next_lease(self) -> tuple[MemberState, tuple[Device, ...]] | None:
         """Lease devices (none: the CPU) to the member whose worker starts next; None if no worker can start now.
 
-        A member that has no worker yet keeps the devices it may use from later ones.  GPUs that no member waits for
-        go to members that have long to run.
+        Devices that a member without a worker may use are reserved for it.  GPUs that no member waits for go to
+        members that need much more time.
         """
         for _, state, reserved in self._candidates():
             if not state.plan.gpus:
                 if "cpu" not in reserved and self._has_cpu_room(state):
                     return state, ()
                 continue
-            # If no other of the member's devices is in use or coming back, one that never came free is better than
-            # none.
+            # If none of the member's devices is in use or being released, a doubtful device is better than none.
             is_last_resort = not self.pool.is_in_use(state.devices) and not self.pool.is_releasing(
                 state.devices
             )
@@ -71,7 +74,7 @@ class Dispatcher:
         return None
 
     def is_waiting_for_devices(self) -> bool:
-        """Return whether a member would start if a device came back."""
+        """Return whether a member would start if a device became free."""
         return self.pool.is_releasing() and any(map(self._may_start, self.members))
 
     def _has_cpu_room(self, state: MemberState) -> bool:
@@ -81,7 +84,7 @@ class Dispatcher:
         return has_room(self.pool.hosts - sum(shares), state.plan.cpu_share)
 
     def _candidates(self) -> Iterator[tuple[Rank, MemberState, set[str]]]:
-        """Yield members of which a worker may start, with the devices that members before them wait for."""
+        """Yield members of which a worker may start, with the devices reserved for members before them."""
         reserved: set[str] = set()
         for rank in RANKS if self.deadline is not None else RANKS[:1]:
             members = [
@@ -101,22 +104,22 @@ class Dispatcher:
                 if can_grow and startup > 0 and worth_joining(state.seconds_left, startup):
                     yield rank, state, reserved
 
-    def _is_wanted(self, worker: RunningWorker, rank: Rank) -> bool:
-        """Return whether another member with a smaller rank could use the devices of this worker."""
+    def _is_needed_by_others(self, worker: RunningWorker, rank: Rank) -> bool:
+        """Return whether another member with a smaller rank could use this worker's devices."""
         assert self.deadline is not None
-        own = {device.uuid for device in worker.devices}
+        uuids = {device.uuid for device in worker.devices}
         for other_rank, state, reserved in self._candidates():
             if other_rank >= rank:
                 return False
             allowed = state.devices - reserved
-            can_use = bool(own & allowed) if own else not state.plan.gpus
+            can_use = bool(uuids & allowed) if uuids else not state.plan.gpus
             if state is worker.state or not can_use:
                 continue
             if self.deadline.takes_most_to_start(state, self.members):
                 continue
-            if not own:
+            if not uuids:
                 return True
-            returned = Counter[Device]()
+            returned: Counter[Device] = Counter()
             for other in self.workers:
                 if other is worker or not other.state.chunks.has_first_view:
                     returned.update(dict.fromkeys(other.devices, other.state.plan.placement.places))
@@ -130,7 +133,7 @@ class Dispatcher:
         return self.deadline is None or self.deadline.may_start(state, self.members, beyond_goal)
 
     def next_chunk(self, worker: RunningWorker) -> Chunk | None:
-        """Take the next chunk for this worker; None if it is to stop."""
+        """Take the next chunk for this worker; None if the worker should stop."""
         state = worker.state
         if not state.chunks.pending or state.failure is not None or worker.fault is not None:
             return None
@@ -142,7 +145,7 @@ class Dispatcher:
             fitting = self.deadline.first_fitting(state, self.members, beyond_goal=rank.is_beyond_goal)
             if fitting is None:
                 continue
-            if rank != RANKS[0] and self._is_wanted(worker, rank):
+            if rank != RANKS[0] and self._is_needed_by_others(worker, rank):
                 return None
             return state.take(*fitting)
         return None

@@ -1,4 +1,4 @@
-"""How long devices compute nothing between two members."""
+"""Measures how long devices compute nothing between two members."""
 
 from __future__ import annotations
 

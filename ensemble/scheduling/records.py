@@ -1,4 +1,4 @@
-"""What is left of members and workers for the reports."""
+"""Records of members and workers for the reports."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ FaultKind: TypeAlias = Literal["error", "death", "hang", "memory", "lasting", "l
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a member failed: one sentence, the traceback if there is one, and where to read on.
+    """Why a member failed: one sentence, the traceback if there is one, and its worker's log.
 
-    ``is_dropped``: its rows are to blame, and the config says to go on without it.
+    ``is_dropped``: some of its rows could not be computed, and the config says to merge without the member.
     """
 
     member: str
@@ -28,9 +28,9 @@ class Failure:
 class Fault:
     """Why a worker did not deliver.
 
-    ``error``: an exception that left the process sound.  ``death``: the process ended.  ``hang``: it was ended.
-    ``memory``: the kernel ended it because the host ran out of memory.  ``lasting``: no further attempt helps.
-    ``lost``: its node has gone; the worker is not to blame.
+    ``error``: an exception after which the process can go on.  ``death``: the process ended.  ``hang``: it hung and
+    was ended.  ``memory``: the kernel ended it because the host ran out of memory.  ``lasting``: no retry helps.
+    ``lost``: its node is lost; the worker is not to blame.
     """
 
     kind: FaultKind
@@ -40,7 +40,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class FaultRecord:
-    """Something that went wrong, and what was done about it; ``rows`` are a slice of the member's order."""
+    """A fault, and what was done about it; ``rows`` are a slice of the member's order."""
 
     member: str
     replica: int
@@ -54,11 +54,15 @@ class FaultRecord:
 
 @dataclass
 class WorkerRecord:
-    """What one worker did, for run.json; times in seconds, memory in bytes.
+    """What one worker did, for run.json.
 
-    ``devices`` are UUIDs, or "cpu" with its node.  ``started_after_seconds`` is when its process began,
-    ``leased_after_seconds`` when it got its devices: later if it stood by before.  ``life_seconds`` count from the
-    lease.  ``process`` is the launcher's name for it, ``node`` the node that it runs on, if any.
+    Attributes:
+        devices: UUIDs, or "cpu" with its node.
+        process: the launcher's name for it.
+        started_after_seconds: when its process began, since workers could begin.
+        leased_after_seconds: when it got its devices; later than its start for a standby worker.
+        life_seconds: since the lease.
+        node: where it runs; empty: on this machine.
     """
 
     member: str

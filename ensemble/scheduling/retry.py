@@ -1,4 +1,4 @@
-"""What follows from a fault: what is tried again, which rows are set aside, when a member has failed."""
+"""Decides after a fault what is tried again, which rows are set aside, and when a member has failed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ensemble.scheduling.state import MemberState, RunHooks
 from ensemble.scheduling.worker import RunningWorker
 
 OnBadRow: TypeAlias = Literal["fail", "uniform", "drop_member"]
-# A model that cannot compute these many rows has another fault than its rows.
+# If a model cannot compute more rows than this, the rows are not to blame.
 MAX_BAD_ROWS = 100
 _MAX_BAD_ROWS_BEFORE_ANY_GOOD = 2
-# Each costs a start: two bad rows of a full chunk, each found in 14, and some accidents beside them.
+# Each costs a start.  To find two bad rows in a full chunk takes 14 each; the rest is for accidents.
 MAX_DEATHS = 40
 _MAX_SHOWN_ROWS = 3
-# What users are told of what was done about a fault, and run.json in the words before it.
+# What users are told about each remedy in run.json.
 _NEXT_STEPS = {
     "again": "they are tried again",
     "in halves": "they are tried in halves",
@@ -40,12 +40,17 @@ class Rules:
     hang_timeout: float
     standby: bool = True
     workers_per_gpu: int = 1
-    devices: Sequence[int | str] | None = None  # that the user has chosen; None: all
+    devices: Sequence[int | str] | None = None  # those that the user has chosen; None: all
 
 
 @dataclass
 class _History:
-    """A member's faults so far; ``split`` has the numbers of chunks that were made of larger ones."""
+    """A member's faults so far.
+
+    Attributes:
+        attempts: how often each chunk ended its worker, by its number.
+        split: the numbers of chunks that are halves of others.
+    """
 
     attempts: Counter[int] = field(default_factory=Counter)
     split: set[int] = field(default_factory=set)
@@ -64,12 +69,13 @@ class RetryRules:
         self._histories: defaultdict[str, _History] = defaultdict(_History)
 
     def worker_ready(self, state: MemberState) -> None:
-        """Note that a worker has loaded the member: what kept others from it was not lasting."""
+        """Note that a worker has loaded the member: earlier failures to start were not lasting."""
         self._histories[state.plan.name].failed_starts = 0
 
     def worker_failed(self, worker: RunningWorker, fault: Fault, others_compute: bool) -> None:
-        """Decide what follows when a worker has ended badly, with chunks in its hands or without."""
-        state, history = worker.state, self._histories[worker.state.plan.name]
+        """Decide what follows when a worker has failed, with chunks in hand or without."""
+        state = worker.state
+        history = self._histories[state.plan.name]
         if fault.kind == "lost":
             for chunk in worker.chunks:
                 self._record(worker, fault, "again", chunk)
@@ -79,14 +85,14 @@ class RetryRules:
                 log.warning("%s: %s", worker.name, fault.message)
         elif worker.chunks:
             blamed, *others = worker.chunks
-            for chunk in others:  # nothing is known against them
+            for chunk in others:  # they are not to blame
                 worker.drop(chunk)
                 state.chunks.put_back(chunk)
             self.chunk_failed(worker, blamed, fault)
         elif state.finished:  # others did its work: nothing is missing
             log.warning("%s did nothing in the end: %s", worker.name, fault.message)
         elif others_compute:
-            # What kept this one from starting, such as a broken GPU, does not keep the others from going on.
+            # The other workers do not have what kept this one from starting, such as a broken GPU.
             state.limit_replicas()
             self._record(worker, fault, "without it")
         else:
@@ -102,43 +108,49 @@ class RetryRules:
         state = worker.state
         history = self._histories[state.plan.name]
         worker.drop(chunk)
-        is_row, may_repeat = chunk.rows == 1, False
+        is_row = chunk.rows == 1
+        may_repeat = False
         why_failed = fault.message if fault.kind == "lasting" else ""
         if fault.kind not in ("lasting", "error"):
             history.deaths += 1
             history.attempts[chunk.index] += 1
-            # What was split had its attempts while it was larger.  But no row is blamed for what may have been an
-            # accident.
-            allowed = int(is_row) if chunk.index in history.split else self._max_retries(fault)
-            may_repeat = history.attempts[chunk.index] <= allowed
+            max_retries = self._max_retries(fault)
+            if chunk.index in history.split:
+                # It had its retries while it was part of a larger chunk.  But a single row gets another one, so
+                # that it is not blamed for an accident.
+                max_retries = 1 if is_row else 0
+            may_repeat = history.attempts[chunk.index] <= max_retries
             if history.deaths > MAX_DEATHS:
                 times = f"{history.deaths} times while computing"
                 why_failed = f"its workers ended {times}, the last time: {fault.message}"
-        if not why_failed and may_repeat:
+        if not why_failed and is_row and not may_repeat:
+            why_failed = self._too_many_bad_rows(state, 1, fault.message)
+        if why_failed:
+            self._record(worker, fault, "given up", chunk)
+            self.fail(state, why_failed, fault.traceback)
+        elif may_repeat:
             state.chunks.put_back(chunk)
             self._record(worker, fault, "again", chunk)
-        elif not why_failed and not is_row:
+        elif not is_row:
             halves = chunk.split(state.chunks.numbers)
             history.split |= {half.index for half in halves}
             state.chunks.put_back(*halves)
             self._record(worker, fault, "in halves", chunk)
-        elif why_failed := why_failed or self._too_many_bad_rows(state, 1, fault.message):
-            self._record(worker, fault, "given up", chunk)
-            self.fail(state, why_failed, fault.traceback)
         else:
             self._record(worker, fault, "row set aside", chunk)
             self._set_aside(state, {int(state.plan.order[chunk.start]): fault.message}, chunk)
 
     def bad_rows(self, worker: RunningWorker, reasons: Mapping[int, str]) -> None:
-        """Set rows aside that a worker cannot compute: row, numbered through the views, to reason."""
+        """Set aside rows that a worker cannot compute, numbered through the views, with the reasons."""
         state = worker.state
         self._set_aside(state, reasons)
-        if too_many := self._too_many_bad_rows(state, len(reasons), next(iter(reasons.values()))):
+        too_many = self._too_many_bad_rows(state, len(reasons), next(iter(reasons.values())))
+        if too_many:
             self._record(worker, Fault("error", too_many), "given up")
             self.fail(state, too_many)
 
     def member_finished(self, state: MemberState) -> None:
-        """Fail a member that has computed all its rows if ``on_bad_row`` says so of those it could not compute."""
+        """Fail a member that has computed all other rows if ``on_bad_row`` does not allow its bad rows."""
         if not state.bad_rows or self._rules.on_bad_row == "uniform":
             return
         rows = sorted(state.bad_rows)
@@ -146,12 +158,13 @@ class RetryRules:
             f"row {state.row_text(row)}: {state.bad_rows[row]}" for row in rows[:_MAX_SHOWN_ROWS]
         )
         more = f"; {len(rows) - _MAX_SHOWN_ROWS:,} more in run.json" if len(rows) > _MAX_SHOWN_ROWS else ""
-        advice = (
-            "left out of the merge (on_bad_row: drop_member)"
-            if self._rules.on_bad_row == "drop_member"
-            else "all others are kept: on_bad_row: uniform gives such rows equal probabilities, drop_member merges "
-            "without this member"
-        )
+        if self._rules.on_bad_row == "drop_member":
+            advice = "left out of the merge (on_bad_row: drop_member)"
+        else:
+            advice = (
+                "all others are kept: on_bad_row: uniform gives such rows equal probabilities, drop_member merges "
+                "without this member"
+            )
         count = plural(len(rows), "row")
         self.fail(state, f"{count} of the table could not be computed: {shown}{more}; {advice}")
 
@@ -165,11 +178,13 @@ class RetryRules:
         state.fail(Failure(state.plan.name, message, traceback, log_path, is_dropped))
 
     def _max_retries(self, fault: Fault) -> int:
-        # A hang costs its time-out each time, and memory that was short a moment ago is seldom there now.
-        return min(self._rules.retries, 1) if fault.kind in ("hang", "memory") else self._rules.retries
+        # A hang costs its time-out each time, and memory that was short a moment ago is seldom free now.
+        if fault.kind in ("hang", "memory"):
+            return min(self._rules.retries, 1)
+        return self._rules.retries
 
     def _too_many_bad_rows(self, state: MemberState, count: int, reason: str) -> str:
-        """Count rows that cannot be computed, and return why they are too many; empty if they are not."""
+        """Count more bad rows; return why there are too many, or an empty text."""
         history = self._histories[state.plan.name]
         history.bad_rows += count
         if history.bad_rows > MAX_BAD_ROWS:
@@ -186,23 +201,24 @@ class RetryRules:
         count = len(reasons)
         rows = ", ".join(map(state.row_text, sorted(reasons)[:_MAX_SHOWN_ROWS]))
         more = ", ..." if count > _MAX_SHOWN_ROWS else ""
-        text = f"row {rows}" if count == 1 else f"{plural(count, 'row')} ({rows}{more})"
+        text = f"row {rows}"
+        if count > 1:
+            text = f"{plural(count, 'row')} ({rows}{more})"
         self._run.say(f"{state.plan.name}: {text} could not be computed; {next(iter(reasons.values()))}")
 
     def _record(self, worker: RunningWorker, fault: Fault, remedy: str, chunk: Chunk | None = None) -> None:
-        name, rows = worker.state.plan.name, None if chunk is None else (chunk.start, chunk.stop)
-        worker.state.note_fault(
-            FaultRecord(
-                member=name,
-                replica=worker.record.replica,
-                kind=fault.kind,
-                message=fault.message,
-                traceback=fault.traceback,
-                rows=rows,
-                remedy=remedy,
-                after_seconds=round(self._elapsed(), 3),
-            )
+        name = worker.state.plan.name
+        record = FaultRecord(
+            member=name,
+            replica=worker.record.replica,
+            kind=fault.kind,
+            message=fault.message,
+            traceback=fault.traceback,
+            rows=None if chunk is None else (chunk.start, chunk.stop),
+            remedy=remedy,
+            after_seconds=round(self._elapsed(), 3),
         )
+        worker.state.note_fault(record)
         log.warning("%s: %s; %s", worker.name, fault.message, remedy)
         if remedy in _NEXT_STEPS:
             in_hand = "" if chunk is None else f" with {plural(chunk.rows, 'row')} in hand"

@@ -1,7 +1,7 @@
-"""Starts workers on leased devices, dispatches chunks, and gathers what came of them.
+"""Starts workers on leased devices, dispatches chunks, and handles workers' events.
 
-One thread, one loop: processes are started from the main thread, and nothing needs a lock.  A worker's failure is
-data here; it never ends the loop.
+One thread and one loop: processes are started from the main thread, and nothing needs a lock.  A worker's failure
+is data and never ends the loop.
 """
 
 from __future__ import annotations
@@ -37,21 +37,25 @@ from ensemble.scheduling.state import MemberState, RunHooks
 from ensemble.scheduling.worker import RunningWorker
 
 TICK_SECONDS = 0.25
-# The run's clock counts no more than this of one turn: no worker hangs or is late while this process is stopped.
-# Turns are longer than a tick if run.json goes to a slow disk.
+# The run's clock counts no more than this of one turn, so that no worker counts as hung because this process was
+# stopped.  A turn takes longer than a tick if run.json goes to a slow disk.
 MAX_TURN_SECONDS = 4 * TICK_SECONDS
-# To check a worker takes some microseconds.  With more than a few workers, so many seconds for each, up to a second
-# in all, are between two checks of all of them: nothing beside the time to load so many models.
-_FEW_WORKERS, _CHECK_SECONDS, _MAX_CHECK_SECONDS = 64, 0.002, 1.0
-# So many workers send events all the time: those that come in such a while are handled in one turn.
-_MANY_WORKERS, _GATHER_SECONDS = 256, 0.02
-# A worker that was told to stop, or has closed its channel, has this long to exit: freeing a GPU takes a while.
+# A check of all workers takes long if there are many: then so many seconds for each worker, up to a maximum, pass
+# between two checks.
+_FEW_WORKERS = 64
+_CHECK_SECONDS = 0.002
+_MAX_CHECK_SECONDS = 1.0
+# Many workers send events all the time: those that come within this time are handled in one turn.
+_MANY_WORKERS = 256
+_GATHER_SECONDS = 0.02
+# How long a worker that was told to stop, or has closed its channel, has to exit: freeing a GPU takes a while.
 EXIT_SECONDS = 30.0
-# A worker that is asked to drop its work holds nothing that needs longer.
+# How long a worker has to exit that was asked to drop its work.
 TERMINATE_SECONDS = 5.0
-# A worker that hangs gets this long to write its stacks to its log.
+# How long a worker that hangs has to write its stacks to its log.
 ABORT_SECONDS = 2.0
-_OF_CHUNK = (Progress, Computed, ChunkFailed)  # events about the chunk that a worker computes
+# Events about the chunk that a worker computes.
+_CHUNK_EVENTS = (Progress, Computed, ChunkFailed)
 log = logging.getLogger(__name__)
 
 
@@ -60,7 +64,7 @@ class Scheduler:
 
     Args:
         members: in their order, with the chunks that are left to do.
-        clock: the run's, which ``members`` and ``pool`` go by as well: a ``Watch`` with ``MAX_TURN_SECONDS``.
+        clock: the run's clock, which ``members`` and ``pool`` use, too: a ``Watch`` with ``MAX_TURN_SECONDS``.
         deadline: when to stop under a time limit, if there is one.
     """
 
@@ -85,7 +89,7 @@ class Scheduler:
         self._deadline = deadline
         self._began = clock()
         self._workers: list[RunningWorker] = []
-        self._by_handle: dict[Handle, RunningWorker] = {}  # the same
+        self._by_handle: dict[Handle, RunningWorker] = {}  # the same workers
         self._retry = RetryRules(rules, run, self._elapsed)
         self._standbys = Standbys(launcher, run, self._elapsed)
         self._may_stand_by = rules.standby
@@ -94,11 +98,12 @@ class Scheduler:
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="finishing")
         self._finishing: dict[Future[None], MemberState] = {}
         self._ended: set[str] = set()
-        # When all workers are checked next, by the run's clock; and whether any has sent an event since.
-        self._check_at, self._has_events = -math.inf, False
+        # When all workers are checked next, and whether any has sent an event since the last check.
+        self._check_at = -math.inf
+        self._has_events = False
 
     def run(self) -> None:
-        """Run every member to its end, good or bad, or to the end of the time.
+        """Run every member until it is done or has failed, or until the deadline.
 
         No worker outlives this call, however it ends.
         """
@@ -141,29 +146,33 @@ class Scheduler:
         if len(self._workers) >= _MANY_WORKERS:
             time.sleep(_GATHER_SECONDS)
         until_check = max(0.0, self._check_at - self._clock())
-        at_most = until_check if self._has_events else TICK_SECONDS
-        ready = self._launcher.wait([*self._by_handle], at_most)
+        timeout = until_check if self._has_events else TICK_SECONDS
+        ready = self._launcher.wait(list(self._by_handle), timeout)
         now = self._clock()
         self._has_events |= bool(ready)
         for handle in ready:
             self._receive(self._by_handle[handle], now)
 
     def _change_places(self, changes: Changes) -> None:
-        """Move members to the devices of nodes that have come, and from those of nodes that have gone.
+        """Let members use the devices of nodes that have joined, and no longer those of lost nodes.
 
-        Only to devices like those that they were planned for: on another kind the last digits may differ.
+        A member gets only devices like those that it was planned for: on others the last digits may differ.
         """
         for text in changes.news:
             self._run.say(text)
         after = round(self._elapsed(), 3)
         for host in changes.joined_nodes:
-            self.node_changes.append(NodeChange(host.node, False, after, host.total_bytes))
+            change = NodeChange(
+                node=host.node, is_lost=False, after_seconds=after, total_bytes=host.total_bytes
+            )
+            self.node_changes.append(change)
         for node, why in changes.lost_nodes.items():
-            self.node_changes.append(NodeChange(node, True, after, why=why))
+            self.node_changes.append(NodeChange(node=node, is_lost=True, after_seconds=after, why=why))
         if not changes.joined_nodes and not changes.lost_nodes:
             return
-        chosen = self._rules.devices
-        joined = tuple(gpu for gpu in changes.joined if chosen is None or gpu.uuid in chosen)
+        joined = changes.joined
+        if self._rules.devices is not None:
+            joined = tuple(gpu for gpu in joined if gpu.uuid in self._rules.devices)
         for state in self.members:
             plan = state.plan
             if not plan.needs_worker:
@@ -171,13 +180,13 @@ class Scheduler:
             kinds = {(gpu.name, gpu.total_bytes) for gpu in self._pool.gpus if gpu.uuid in state.devices}
             fitting = [gpu.uuid for gpu in joined if (gpu.name, gpu.total_bytes) in kinds]
             devices = tuple(uuid for uuid in (*plan.placement.devices, *fitting) if uuid not in changes.lost)
-            room = round(changes.hosts / (plan.cpu_share or 1))
+            max_workers = round(changes.hosts / (plan.cpu_share or 1))
             if plan.gpus:
                 gpus = [gpu for gpu in (*self._pool.gpus, *joined) if gpu.uuid in devices]
-                room = rooms(gpus, plan.gpus, self._rules.workers_per_gpu // plan.placement.places)
-            asked = plan.request.replicas
-            state.move(devices, max(1, room if asked == "auto" else asked))
-            if not room and state.failure is None and not state.finished:
+                max_workers = rooms(gpus, plan.gpus, self._rules.workers_per_gpu // plan.placement.places)
+            replicas = plan.request.replicas
+            state.move(devices, max(1, max_workers if replicas == "auto" else replicas))
+            if not max_workers and state.failure is None and not state.finished:
                 what = "it can run on"
                 if kinds and changes.hosts:
                     names = " or ".join(sorted({name for name, _ in kinds}))
@@ -190,9 +199,9 @@ class Scheduler:
         self._pool.hosts = changes.hosts
 
     def _settle_all(self) -> None:
-        """Settle all members, and tell the run once of each that failed or whose predictions stand.
+        """Settle all members, and tell the run once of each that failed or whose predictions are complete.
 
-        By that another member may get its rows, or have none to compute.
+        Then another member may get its rows, or turn out to have no rows.
         """
         is_settled = False
         while not is_settled:
@@ -210,7 +219,10 @@ class Scheduler:
         return self._clock() - self._began
 
     def _start_workers(self) -> None:
-        while (lease := self._dispatcher.next_lease()) is not None:
+        while True:
+            lease = self._dispatcher.next_lease()
+            if lease is None:
+                return
             state, devices = lease
             try:
                 worker = self._standbys.worker_for(state, devices)
@@ -235,14 +247,15 @@ class Scheduler:
                 worker.note(event, now)
                 self._handle(worker, event)
         except ProtocolError as error:
-            worker.fault = worker.fault or Fault("lasting", f"ProtocolError: {error}")
+            if worker.fault is None:
+                worker.fault = Fault("lasting", f"ProtocolError: {error}")
             self._terminate(worker)
         if not worker.handle.is_open:
             worker.exit_by = self._clock() + EXIT_SECONDS
 
     def _handle(self, worker: RunningWorker, event: Event) -> None:
         state, chunk = worker.state, worker.chunk
-        if isinstance(event, _OF_CHUNK) and (chunk is None or chunk.index != event.chunk):
+        if isinstance(event, _CHUNK_EVENTS) and (chunk is None or chunk.index != event.chunk):
             raise ProtocolError(f"it spoke of chunk {event.chunk}, which it was not given")
         if isinstance(event, Ready):
             log.info("%s ready: %s", worker.name, event)
@@ -252,8 +265,9 @@ class Scheduler:
             state.advance(event)
         elif isinstance(event, Computed):
             assert chunk is not None
-            worker.writing[event.chunk], worker.chunk = chunk, None
-            # Under a time limit the time of the first chunk, which ChunkDone brings, tells what fits.
+            worker.writing[event.chunk] = chunk
+            worker.chunk = None
+            # Under a time limit the first chunk's time, which comes with ChunkDone, is needed to know what fits.
             if self._deadline is None or state.seconds_per_cost is not None:
                 self._dispatch(worker)
         elif isinstance(event, ChunkDone):
@@ -262,11 +276,19 @@ class Scheduler:
             worker.record.counters += event.counters
             state.complete(worker.writing[event.chunk], event)
             worker.drop(worker.writing[event.chunk])
-            # Not all that it says, which run.json sums up: to look through long lines for secrets takes time.
+            # Not the whole event, which run.json sums up: masking secrets in long lines takes time.
             done = event.counters
-            facts = event.chunk, done.rows, done.bad_rows, done.tokens, done.batches, done.predict_seconds
-            text = "%s chunk %d done: %d rows (%d bad), %d tokens in %d batches, %.3f s, %s"
-            log.info(text, worker.name, *facts, event.shard)
+            log.info(
+                "%s chunk %d done: %d rows (%d bad), %d tokens in %d batches, %.3f s, %s",
+                worker.name,
+                event.chunk,
+                done.rows,
+                done.bad_rows,
+                done.tokens,
+                done.batches,
+                done.predict_seconds,
+                event.shard,
+            )
             if event.bad_rows:
                 self._retry.bad_rows(worker, dict(zip(event.bad_rows, event.bad_row_reasons, strict=True)))
             self._settle(state)
@@ -282,15 +304,18 @@ class Scheduler:
 
     def _dispatch(self, worker: RunningWorker) -> None:
         """Give the worker its next chunk, or tell it to stop."""
-        chunk, now = self._dispatcher.next_chunk(worker), self._clock()
+        chunk = self._dispatcher.next_chunk(worker)
+        now = self._clock()
         if chunk is None:
             self.gaps.end(worker.name, now)
             worker.is_stopping = True
             worker.expect_exit(now + EXIT_SECONDS)
             worker.handle.send(Stop())
             return
-        worker.chunk, worker.stepped_at = chunk, now
-        worker.seconds_left = self._deadline.seconds_left if self._deadline is not None else 0.0
+        worker.chunk = chunk
+        worker.stepped_at = now
+        if self._deadline is not None:
+            worker.seconds_left = self._deadline.seconds_left
         worker.handle.send(worker.state.command_of(chunk))
         self.gaps.begin(worker.name, worker.state.plan.name, worker.record.devices, now)
 
@@ -300,7 +325,7 @@ class Scheduler:
             self._receive(worker, now)
             self._end(worker)
         elif worker.exit_by is None and worker.hang_text(now, self._rules.hang_timeout):
-            # What it said while this process was busy, for example with a large table, counts.
+            # It may have sent events while this process was busy, for example with a large table.
             self._receive(worker, self._clock())
             text = worker.hang_text(self._clock(), self._rules.hang_timeout)
             if text and worker.exit_by is None:
@@ -309,11 +334,13 @@ class Scheduler:
                 worker.exit_by = self._clock() + ABORT_SECONDS
 
     def _end(self, worker: RunningWorker) -> None:
-        """Give the devices of a worker back that has ended or had its time, and see to what it leaves undone."""
+        """Close a worker, give its devices back, and decide what follows if it failed."""
         self._workers.remove(worker)
         del self._by_handle[worker.handle]
-        ended, record, state = worker.handle.close(), worker.record, worker.state
-        state.worker_ended(record, ended.code, round(self._elapsed() - record.leased_after_seconds, 3))
+        state = worker.state
+        ended = worker.handle.close()
+        life_seconds = round(self._elapsed() - worker.record.leased_after_seconds, 3)
+        state.worker_ended(worker.record, ended.code, life_seconds)
         self.gaps.end(worker.name, self._clock())
         is_suspect = not worker.is_ready and state.failure is None
         self._pool.release(worker.devices, state.plan.placement.places, is_suspect)
@@ -321,17 +348,20 @@ class Scheduler:
         if state.failure is not None:  # it was told to end
             for chunk in worker.chunks:
                 worker.drop(chunk)
-        elif (fault := worker.fault_of(ended)) is not None:
-            if fault.kind == "memory":
-                state.limit_replicas()
-                if not worker.devices:
-                    on_cpu = [other for other in self._workers if not other.devices]
-                    self._pool.max_cpu_workers = max(1, len(on_cpu))
-                self._may_stand_by = False  # standby workers may be what there was no room for
-                self._standbys.end_all()
-            others_compute = any(other.state is state and other.is_ready for other in self._workers)
-            self._retry.worker_failed(worker, fault, others_compute)
-            self._settle(state)
+            return
+        fault = worker.fault_of(ended)
+        if fault is None:
+            return
+        if fault.kind == "memory":
+            state.limit_replicas()
+            if not worker.devices:
+                on_cpu = [other for other in self._workers if not other.devices]
+                self._pool.max_cpu_workers = max(1, len(on_cpu))
+            self._may_stand_by = False  # without standby workers the memory may be enough
+            self._standbys.end_all()
+        others_compute = any(other.state is state and other.is_ready for other in self._workers)
+        self._retry.worker_failed(worker, fault, others_compute)
+        self._settle(state)
 
     def _settle(self, state: MemberState) -> None:
         """End the workers of a member that has failed, and finish a member that has all its chunks."""
@@ -353,9 +383,9 @@ class Scheduler:
         for future in [future for future in self._finishing if future.done()]:
             state = self._finishing.pop(future)
             try:
-                if not future.cancelled():  # else the run is over; its shards stay for the next one
+                if not future.cancelled():  # else the run is over; the shards stay for the next run
                     future.result()
-            except MergeError as error:  # its shards were harmed meanwhile: the others continue
+            except MergeError as error:  # its shards were damaged meanwhile: other members continue
                 self._retry.fail(state, str(error))
 
     def _end_all(self) -> None:
@@ -363,11 +393,11 @@ class Scheduler:
             worker.handle.terminate()
             if worker.chunk is not None and self._deadline is not None and self._deadline.is_over:
                 worker.state.cut_short(worker.chunk, worker.seconds_left - self._deadline.seconds_left)
-        give_up = self._clock() + TERMINATE_SECONDS
-        while self._clock() < give_up and not all(worker.handle.has_exited() for worker in self._workers):
+        give_up_at = self._clock() + TERMINATE_SECONDS
+        while self._clock() < give_up_at and not all(worker.handle.has_exited() for worker in self._workers):
             time.sleep(0.01)
         for worker in self._workers:
             worker.state.worker_abandoned(worker.record, worker.handle.close().code)
         self._standbys.end_all()
-        # The last step that has begun comes to its end; the others can be done by the next run.
+        # A last step that has begun is completed; the others are left to the next run.
         self._finisher.shutdown(wait=True, cancel_futures=True)

@@ -1,8 +1,8 @@
-"""Workers that stand by: processes of the next members, begun while others still compute.
+"""Standby workers: processes of the next members, started while others still compute.
 
 A standby worker has its libraries and its tokenizer, but no model, no lease and no CUDA context: it takes only
-memory of the host.  It is pinned to the devices that will probably come free.  Nothing depends on it: if it fails,
-or if other devices come free, a fresh worker does the same.
+memory of the host.  It is pinned to the devices that will probably be free next.  Nothing depends on it: if it
+fails, or if other devices are free first, a fresh worker does the same.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Standbys:
         self._failed: set[str] = set()
 
     def update(self, members: Sequence[MemberState], running: Sequence[RunningWorker]) -> None:
-        """Receive what standby workers have said; start others if that will pay."""
+        """Receive the events of standby workers; end those that are not needed, and start others."""
         for worker in list(self._workers):
             if not self._is_well(worker):
                 self._failed.add(worker.state.plan.name)
                 self._close(worker, "it did not get as far as standing by")
             elif not worker.state.chunks.pending or self._missing(worker.state) < 0:
                 self._close(worker, "its member needs no more workers")
-        for state, devices in self._wanted(members, running):
-            # What processes that have just begun will take does not show yet.
-            growing = sum(worker.record.start_seconds is None for worker in self._workers)
+        for state, devices in self._next_starts(members, running):
+            # Processes that are starting do not have all of their memory yet.
+            starting = sum(worker.record.start_seconds is None for worker in self._workers)
             available = self._launcher.available_memory(devices)
-            if available is not None and available < (2 + growing) * WORKER_HOST_BYTES:
+            if available is not None and available < (2 + starting) * WORKER_HOST_BYTES:
                 return
             try:
                 worker = self._start(state, devices)
@@ -59,11 +59,11 @@ class Standbys:
             log.info("%s stands by for %s", worker.name, [device.uuid for device in devices])
 
     def devices_for(self, state: MemberState) -> Iterator[tuple[Device, ...]]:
-        """Return the devices that a member's standby workers wait for, the earliest first."""
+        """Return the devices of each of a member's standby workers, in the order of their starts."""
         return (worker.devices for worker in self._workers if worker.state is state)
 
     def worker_for(self, state: MemberState, devices: tuple[Device, ...]) -> RunningWorker:
-        """Return a worker of this member that sees just these devices: a standby worker, or else a fresh one.
+        """Return a worker of this member that sees these devices: a standby worker, or else a fresh one.
 
         Raises:
             OSError: none could be started.
@@ -82,11 +82,11 @@ class Standbys:
         for worker in list(self._workers):
             self._close(worker, "the run is over")
 
-    def _wanted(
+    def _next_starts(
         self, members: Sequence[MemberState], running: Sequence[RunningWorker]
     ) -> Iterator[tuple[MemberState, tuple[Device, ...]]]:
-        """Yield members whose first workers are to come, with the devices that will probably come free first."""
-        # Not for the CPU: all of its cores compute, so that nothing is gained there.
+        """Yield members that lack first workers, with the devices that will probably be free first."""
+        # Not for the CPU: all of its cores compute, so that a standby would only slow them down.
         lacking = [
             state
             for state in members
@@ -97,8 +97,8 @@ class Standbys:
         ]
         if not lacking:
             return
-        # A worker that loads has the disk and the processor to itself; and until all have computed something it is
-        # not known whose devices come free first.
+        # A worker that loads needs the disk and the processor; and until all have computed something it is not
+        # known whose devices are free first.
         if not all(
             worker.is_stopping or (worker.is_ready and worker.state.computed_cost) for worker in running
         ):
@@ -109,18 +109,19 @@ class Standbys:
         for state in lacking:
             count = state.plan.gpus
             # In the order of a lease: max_memory and device_map number a member's GPUs.
-            place = {uuid: number for number, uuid in enumerate(state.plan.placement.devices)}
+            numbers = {uuid: number for number, uuid in enumerate(state.plan.placement.devices)}
             others = {
                 device.uuid: device
                 for worker in by_end
                 if worker.state is not state
                 for device in worker.devices
             }
-            able = [one for uuid, one in others.items() if uuid in place and uuid not in taken]
-            for start in range(0, min(self._missing(state), len(able) // count) * count, count):
-                devices = able[start : start + count]
+            candidates = [device for uuid, device in others.items() if uuid in numbers and uuid not in taken]
+            starts = min(self._missing(state), len(candidates) // count)
+            for first in range(0, starts * count, count):
+                devices = candidates[first : first + count]
                 taken.update(device.uuid for device in devices)
-                yield state, tuple(sorted(devices, key=lambda device: place[device.uuid]))
+                yield state, tuple(sorted(devices, key=lambda device: numbers[device.uuid]))
 
     def _missing(self, state: MemberState) -> int:
         """Return how many of a member's first workers neither run nor stand by."""
@@ -148,7 +149,7 @@ class Standbys:
         return RunningWorker(state, handle, record, devices)
 
     def _is_well(self, worker: RunningWorker) -> bool:
-        """Receive what a standby worker has said; return whether it goes on."""
+        """Receive the events of a standby worker; return whether it can still be used."""
         try:
             for event in worker.handle.receive():
                 worker.note(event, 0.0)

@@ -1,4 +1,4 @@
-"""A member while the run goes on, and what the scheduler asks of the run."""
+"""The state of a member during a run, and what the scheduler asks of the run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,18 @@ Phase: TypeAlias = Literal["waiting", "starting", "loading", "predicting", "paus
 
 
 class MemberState:
-    """A member while the run goes on.  Nothing outside of this class writes its attributes.
+    """The state of a member during a run.  Nothing outside of this class writes its attributes.
 
     Args:
-        plan: with the chunks that are left to do; without any while the rows of a member with ``when`` are not
+        plan: with the chunks that are left to do; without chunks while the rows of a member with ``when`` are not
             selected.
-        bad_rows: known from an earlier run: row number, through the views, to reason.
-        clock: of all times here, in seconds.
+        bad_rows: rows that an earlier run could not compute, numbered through the views, and why.
+        clock: returns the time in seconds.
+
+    Attributes:
+        running: how many workers run.  Counted as they come and go: there can be hundreds, and each chunk asks.
+        paused_at: since when no worker runs, although there is work.
+        readies: the ``Ready`` event of each worker that has loaded.
     """
 
     def __init__(
@@ -46,16 +51,15 @@ class MemberState:
         self.faults: list[FaultRecord] = []
         self.failure: Failure | None = None
         self.workers: list[WorkerRecord] = []
-        self.readies: list[Ready] = []  # what workers said when they had loaded
-        # Counted as workers come and go: there can be hundreds, and each chunk asks.
+        self.readies: list[Ready] = []
         self.running = 0
         self._loaded = 0
         self.predicting_since: float | None = None
-        self.paused_at: float | None = None  # since when no worker runs, though there is work
+        self.paused_at: float | None = None
         self.finished_at: float | None = None
         self.begin(plan)
 
-    # What happens to a member.
+    # Changes.
 
     def begin(self, plan: MemberPlan) -> None:
         """Queue the chunks of a plan; a member with ``when`` gets its plan once its rows are selected."""
@@ -71,7 +75,7 @@ class MemberState:
         now = self.clock()
         if self.predicting_since is None:
             self.predicting_since = now
-        elif self.paused_at is not None:  # time without workers is no computing
+        elif self.paused_at is not None:  # time without workers does not count
             self.predicting_since += now - self.paused_at
         self.paused_at = None
         return self.chunks.take(chunk, start)
@@ -85,7 +89,7 @@ class MemberState:
         self.speed_meter.note_chunk(chunk.cost, done.counters.predict_seconds)
 
     def set_aside(self, reasons: Mapping[int, str], chunk: Chunk | None = None) -> None:
-        """Note rows that cannot be computed; ``chunk`` is the chunk that is not computed for that."""
+        """Note rows that cannot be computed; a ``chunk`` that consists of such a row counts as done."""
         self.bad_rows.update(reasons)
         if chunk is not None:
             self.chunks.add_done(chunk)
@@ -99,32 +103,37 @@ class MemberState:
         self.running += 1
 
     def worker_ready(self, record: WorkerRecord, ready: Ready) -> None:
-        self._loaded += record.ready is None
-        record.ready, record.load_seconds = ready, ready.load_seconds
+        if record.ready is None:
+            self._loaded += 1
+        record.ready = ready
+        record.load_seconds = ready.load_seconds
         self.readies.append(ready)
         self.speed_meter.note_start(record, ready)
 
     def worker_abandoned(self, record: WorkerRecord, code: int) -> None:
-        """Note that the run is over: what the worker had in hand is not done."""
+        """Note that a worker was ended because the run is over: its chunks are not done."""
         record.exit_code = code
         self._worker_gone(record)
         self.chunks.progress.clear()
 
     def worker_ended(self, record: WorkerRecord, code: int, life_seconds: float) -> None:
-        record.exit_code, record.life_seconds = code, life_seconds
+        record.exit_code = code
+        record.life_seconds = life_seconds
         self._worker_gone(record)
         if not self.running and self.predicting_since is not None and self.finished_at is None:
             self.paused_at = self.clock()
 
     def _worker_gone(self, record: WorkerRecord) -> None:
         self.running -= 1
-        self._loaded -= record.ready is not None
+        if record.ready is not None:
+            self._loaded -= 1
 
     def move(self, devices: tuple[str, ...], replicas: int) -> None:
-        """Let it run on these devices from now on, in so many workers at the same time."""
+        """Let the member run on these devices from now on, in so many workers at the same time."""
         placement = replace(self.plan.placement, devices=devices)
         self.plan = replace(self.plan, placement=placement, replicas=replicas)
-        self.devices, self._replica_limit = frozenset(devices), replicas
+        self.devices = frozenset(devices)
+        self._replica_limit = replicas
 
     def limit_replicas(self) -> None:
         """Allow no more workers than run now, for example if the host ran out of memory."""
@@ -140,7 +149,7 @@ class MemberState:
         self.failure = failure
         self.chunks.abandon()
 
-    # What follows from that.
+    # Questions.
 
     @property
     def is_undecided(self) -> bool:
@@ -149,8 +158,8 @@ class MemberState:
 
     @property
     def finished(self) -> bool:
-        is_left = self.chunks.pending or self.chunks.in_hand
-        return self.failure is None and not self.is_undecided and not is_left
+        is_work_left = self.is_undecided or self.chunks.pending or self.chunks.in_hand
+        return self.failure is None and not is_work_left
 
     @property
     def has_work(self) -> bool:
@@ -159,11 +168,11 @@ class MemberState:
 
     @property
     def max_replicas(self) -> int:
-        """No more of them than have a chunk each, or than there is memory for."""
+        """How many workers there may be: each needs a chunk, and memory."""
         return min(self._replica_limit, max(1, len(self.plan.chunks)))
 
     def command_of(self, chunk: Chunk) -> Predict:
-        """Return what tells a worker to compute a chunk.
+        """Return the command to compute a chunk.
 
         The rows of a member with ``when`` travel with the command: its order is made after the run has begun.
         """
@@ -174,15 +183,16 @@ class MemberState:
         return Predict(chunk.index, chunk.start, chunk.stop, numbers)
 
     def row_text(self, row: int) -> str:
-        """Return what messages call a row: its place in the table, and in which view."""
-        if not (views := self.plan.model.counted_views):
+        """Return what messages call a row: its number in the table, and its view."""
+        views = self.plan.model.counted_views
+        if not views:
             return f"{row + 1:,}"
-        view, place = divmod(row, self.plan.table_rows)
-        return f"{place + 1:,} (view {views[view].name})"
+        view, table_row = divmod(row, self.plan.table_rows)
+        return f"{table_row + 1:,} (view {views[view].name})"
 
     @property
     def is_loaded(self) -> bool:
-        """Whether a worker of it computes, or could."""
+        """Whether a worker has loaded the member."""
         return self._loaded > 0
 
     @property
@@ -196,41 +206,43 @@ class MemberState:
 
     @property
     def fraction(self) -> float:
-        """Share of the member's work that is done, by cost and not by rows: long rows come first."""
+        """The share of the member's work that is done, by cost and not by rows: long rows come first."""
         return 0.0 if self.is_undecided else self.chunks.fraction()
 
     @property
     def computed_cost(self) -> float:
-        """Share of the member's work that this run has done."""
+        """The share of the member's work that this run has done."""
         return self.chunks.computed_cost
 
     @property
     def seconds_per_cost(self) -> float | None:
-        """What all of its work would take one replica, by the chunks that are done; None before the first."""
+        """How long one replica would take for all work, by the chunks that are done; None before the first."""
         return self.speed_meter.seconds_per_cost
 
     @property
     def speed(self) -> Speed:
-        """What is measured by now, by this run or else by an earlier one; 0 for what is not measured."""
+        """The speed measured by this run, or else by an earlier one; 0 for what is not measured."""
         return self.speed_meter.speed(self.plan)
 
     @property
     def predicting_seconds(self) -> float:
-        """For how long it has been computing, at least a moment."""
+        """How long the member has been computing; never 0."""
         if self.predicting_since is None:
             return 1e-9
-        until = self.clock()
+        end = self.clock()
         if self.finished_at is not None:
-            until = self.finished_at
+            end = self.finished_at
         elif self.paused_at is not None:
-            until = self.paused_at
-        return max(until - self.predicting_since, 1e-9)
+            end = self.paused_at
+        return max(end - self.predicting_since, 1e-9)
 
     @property
     def seconds_left(self) -> float:
-        """Until the member's end at the speed so far; 0 before it has one."""
+        """How long the member still needs at the speed so far; 0 before it has done anything."""
         computed = self.computed_cost
-        return self.predicting_seconds * (1 - self.fraction) / computed if computed else 0.0
+        if not computed:
+            return 0.0
+        return self.predicting_seconds * (1 - self.fraction) / computed
 
     @property
     def phase(self) -> Phase:
@@ -251,15 +263,22 @@ class RunHooks(Protocol):
     """What the scheduler asks of the run that it works for."""
 
     def worker_start(self, member: MemberPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
-        """Return what a worker is started with; raises OSError if its files cannot be made."""
+        """Return how to start a worker; raises OSError if its files cannot be made."""
 
-    def say(self, text: str) -> None: ...
+    def say(self, text: str) -> None:
+        """Show the user a sentence."""
+
     def on_change(self, members: Sequence[MemberState]) -> None:
-        """Called a few times a second; what it raises ends the run."""
+        """Show and record progress.  Called a few times a second; an exception ends the run."""
 
-    def on_bad_rows(self, state: MemberState) -> None: ...
+    def on_bad_rows(self, state: MemberState) -> None:
+        """Note that rows of a member were set aside."""
+
     def on_ended(self, state: MemberState) -> None:
-        """A member has failed, or its predictions stand: members that wait for it may begin."""
+        """Start members that wait for this one: it has failed, or its predictions are complete."""
 
     def on_finished(self, state: MemberState) -> None:
-        """A member's last chunk is done.  In another thread; a MergeError fails the member, others end the run."""
+        """Gather a member's predictions, in another thread.
+
+        A MergeError fails the member; any other exception ends the run.
+        """

@@ -1,4 +1,4 @@
-"""A worker that runs: what it has in hand, whether it hangs, and how it ended."""
+"""A running worker: its chunks, whether it hangs, and how it ended."""
 
 from __future__ import annotations
 
@@ -11,28 +11,43 @@ from ensemble.scheduling.launchers.base import Exit, Handle
 from ensemble.scheduling.records import Fault, WorkerRecord
 from ensemble.scheduling.state import MemberState
 
-# Loading has no steps to watch: a large model from a slow disk may take this many times what a batch may.
+# Loading has no steps to watch: a large model from a slow disk may take this many times hang_timeout.
 _LOADING_TIMES = 6
 
 
 @dataclass(eq=False)
 class RunningWorker:
-    """A worker with its handle, its record and its chunks.  Times are by the run's clock, in seconds."""
+    """A worker with its handle, its record and its chunks.
+
+    Times are in seconds by the run's clock.
+
+    Attributes:
+        devices: those that it sees; they are leased when it is told to load.
+        chunk: what it computes.
+        writing: what it has computed and writes, by number.
+        is_stopping: it was told to stop.
+        failed: its own event that it cannot go on.
+        fault: what the parent process has noticed.
+        exit_by: when it is killed unless it has exited.
+        heard_at: when its last event came.
+        stepped_at: when its main thread last made progress.
+        seconds_left: of the time limit, when it got the chunk that it computes.
+    """
 
     state: MemberState
     handle: Handle
     record: WorkerRecord
-    devices: tuple[Device, ...]  # that it sees; leased once it is told to load
-    chunk: Chunk | None = None  # what it computes
-    writing: dict[int, Chunk] = field(default_factory=dict)  # what it has computed and writes, by number
-    is_stopping: bool = False  # it was told to stop
-    failed: Failed | None = None  # why it said it cannot go on
-    fault: Fault | None = None  # what the parent found wrong with it
-    exit_by: float | None = None  # until when its end is waited for
+    devices: tuple[Device, ...]
+    chunk: Chunk | None = None
+    writing: dict[int, Chunk] = field(default_factory=dict)
+    is_stopping: bool = False
+    failed: Failed | None = None
+    fault: Fault | None = None
+    exit_by: float | None = None
     leased_at: float = 0.0
-    heard_at: float = 0.0  # when it last said anything
-    stepped_at: float = 0.0  # when its main thread last made progress
-    seconds_left: float = 0.0  # of the time limit, when it got the chunk that it computes
+    heard_at: float = 0.0
+    stepped_at: float = 0.0
+    seconds_left: float = 0.0
 
     @property
     def name(self) -> str:
@@ -44,15 +59,15 @@ class RunningWorker:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """The chunks that it has; if it failed with one of them, that one first."""
+        """The chunks that it has; the chunk that it failed with comes first."""
         chunks = [chunk for chunk in (self.chunk, *self.writing.values()) if chunk is not None]
-        named = None if self.failed is None else self.failed.chunk
-        return sorted(chunks, key=lambda chunk: chunk.index != named)
+        failed_index = None if self.failed is None else self.failed.chunk
+        return sorted(chunks, key=lambda chunk: chunk.index != failed_index)
 
     def expect_exit(self, by: float) -> None:
-        """Expect its end by then if it was told to stop; what it still writes has as long as any step."""
-        if self.is_stopping and not self.writing:
-            self.exit_by = self.exit_by or by
+        """Set the time of its exit if it was told to stop and has written everything."""
+        if self.is_stopping and not self.writing and self.exit_by is None:
+            self.exit_by = by
 
     def drop(self, chunk: Chunk) -> None:
         """Note that it no longer has this chunk."""
@@ -62,14 +77,17 @@ class RunningWorker:
             self.chunk = None
 
     def note(self, event: Event, now: float) -> None:
-        """Keep what an event says of the worker, and that it lives."""
+        """Note what an event says of the worker, and that it responds."""
         self.heard_at = now
-        self.stepped_at = now - event.idle_seconds if isinstance(event, Heartbeat) else now
-        if isinstance(event, Failed):
+        self.stepped_at = now
+        if isinstance(event, Heartbeat):
+            self.stepped_at -= event.idle_seconds
+        elif isinstance(event, Failed):
             self.failed = event
         elif isinstance(event, Started):
-            self.record.start_seconds, self.record.versions = event.start_seconds, event.versions
-            self.record.process = self.handle.process  # of one on another machine it is known by now
+            self.record.start_seconds = event.start_seconds
+            self.record.versions = event.versions
+            self.record.process = self.handle.process  # on another machine it was not known before
         elif isinstance(event, Ready):
             self.state.worker_ready(self.record, event)
         elif isinstance(event, Closed):
@@ -77,40 +95,38 @@ class RunningWorker:
 
     def hang_text(self, now: float, timeout_seconds: float) -> str:
         """Return why the worker counts as hung; empty while it does not."""
-        since = min(self.heard_at, self.stepped_at)
-        if now - (since if self.is_ready else min(since, self.leased_at)) <= timeout_seconds:
-            return ""  # asked all the time of hundreds of workers, of which hardly any is late
-        # To load a library from a slow disk, Python can be held up as long as that takes.
-        silence = timeout_seconds * (1 if self.is_ready else _LOADING_TIMES)
-        is_late = now - (self.heard_at if self.is_ready else min(self.heard_at, self.leased_at)) > silence
-        has_chunks = self.chunk is not None or bool(self.writing)
-        if not is_late and not (has_chunks and now - self.stepped_at > silence):
-            return ""
+        # While it loads, a library from a slow disk can hold up all of its threads.
+        limit = timeout_seconds if self.is_ready else _LOADING_TIMES * timeout_seconds
         worker = f"its worker (process {self.record.process})"
-        if now - self.heard_at > silence:
-            return f"{worker} has not responded for {silence:g} s"
-        if not self.is_ready and now - self.leased_at > silence:
-            return f"{worker} was not ready after {silence:g} s ({_LOADING_TIMES} times hang_timeout)"
-        if self.is_ready and has_chunks and now - self.stepped_at > silence:
+        if now - self.heard_at > limit:
+            return f"{worker} has not responded for {limit:g} s"
+        if not self.is_ready:
+            if now - self.leased_at > limit:
+                return f"{worker} was not ready after {limit:g} s ({_LOADING_TIMES} times hang_timeout)"
+            return ""
+        has_chunks = self.chunk is not None or bool(self.writing)
+        if has_chunks and now - self.stepped_at > limit:
             what = "finished no batch" if self.chunk is not None else "could not write what it had computed"
-            return f"{worker} {what} for {silence:g} s (hang_timeout); its log shows where"
+            return f"{worker} {what} for {limit:g} s (hang_timeout); its log shows where"
         return ""
 
     def fault_of(self, exit_: Exit) -> Fault | None:
-        """Return what is wrong with how it ended; None for a good end."""
+        """Return the fault of a worker that has ended; None if all is well."""
         if self.fault is not None and not (exit_.is_lost and self.fault.kind == "hang"):
             return self.fault
         if self.is_stopping and not self.chunks:
-            return None  # it had nothing left to do: how long its exit took, and how it went, costs nobody anything
+            return None  # it had nothing left to do, so that its exit does not matter
         if self.failed is not None:
-            # The worker's own sentences come as these; of all others the type says half of what is wrong.
-            is_own = self.failed.error_type in ("ValueError", "MemberError")
-            kind = "" if is_own else f"{self.failed.error_type}: "
-            text = f"{kind}{self.failed.message}"
+            text = self.failed.message
+            # These have full sentences; for any other error the type says half of what is wrong.
+            if self.failed.error_type not in ("ValueError", "MemberError"):
+                text = f"{self.failed.error_type}: {text}"
             return Fault("death" if self.failed.can_retry else "lasting", text, self.failed.traceback)
         text = f"its worker (process {self.record.process}) {exit_.text}"
         if exit_.is_lost:
             return Fault("lost", text)
         if exit_.is_out_of_memory:
             return Fault("memory", f"{text}; fewer replicas or a smaller model need less")
-        return Fault("death", text if exit_.code < 0 else f"{text}, before its work was done")
+        if exit_.code >= 0:
+            text += ", before its work was done"
+        return Fault("death", text)

@@ -1,7 +1,6 @@
-"""Where workers run: what a launcher is, what it starts, and how that ends.
+"""The interface of launchers, which start workers, and of handles, by which the scheduler reaches workers.
 
-The scheduler knows workers by their handles alone.  How they are started, reached and ended, on this machine or on
-another one, is the launcher's matter.
+How a worker is started, reached and ended, on this machine or on another one, is up to its launcher.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from ensemble.common.protocol import Command, Event, Start, WorkerSpec
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """What a worker is started with.
+    """How to start a worker.
 
     Attributes:
-        command: its first command.  The paths in it are this machine's: a launcher that goes elsewhere takes the
-            table and the order along, and has each shard in ``shards_dir`` before it passes on that it is done.
-        devices: the GPUs that it is to see, in this order, and no others; none: it runs on the CPU.
-        environment: variables that it needs besides.
-        log: the file on this machine that takes all that it prints.
-        cpu_share: of a host's cores, for one that runs on the CPU; 0 for one that does not.
-        cpu_threads: that it computes with there; None: as many as its share of the cores.
-        scratch: a folder that is to be there where it runs, for it alone and as long as it runs; None: none is.
+        command: its first command.  The paths in it are this machine's: a launcher for other machines copies the
+            table and the order there, and writes each shard to ``shards_dir`` before it passes on ``ChunkDone``.
+        devices: the GPUs that it sees, in this order; none: it runs on the CPU.
+        environment: further variables.
+        log: the file on this machine for everything that it prints.
+        cpu_share: its share of a host's cores; 0 for a worker on GPUs.
+        cpu_threads: how many threads it computes with on the CPU; None: as many as its share of the cores.
+        scratch: a folder that the launcher makes where the worker runs and removes after its end; None: none.
     """
 
     command: Start
@@ -48,13 +47,14 @@ class WorkerStart:
 
 @dataclass(frozen=True)
 class Changes:
-    """What has changed of the places where workers run.
+    """What has changed of the devices and nodes that workers run on.
 
     Attributes:
-        joined: devices that can be had now, ``lost`` the UUIDs of those that cannot any more.
-        hosts: the machines whose CPUs take a worker each.
-        joined_nodes: the CPUs of nodes that have come.
-        lost_nodes: why each node has gone that has, by name.
+        joined: devices that can be used from now on.
+        lost: the UUIDs of devices that cannot be used any more.
+        hosts: how many machines have CPUs that workers can share.
+        joined_nodes: the CPUs of nodes that have joined.
+        lost_nodes: why nodes are lost, by name.
         news: sentences for the user.
     """
 
@@ -68,12 +68,13 @@ class Changes:
 
 @dataclass(frozen=True)
 class MemberFiles:
-    """What workers of a member will be told, and the names in it that stand for files.
+    """The files that workers of a member read.
 
     Attributes:
-        sources: folders and files here, or what a hub has.
-        row_folder: where the files begin that rows name, such as images; empty: rows name none.
-        row_files: makes the paths of these.
+        spec: what the workers are told.
+        sources: folders and files of this machine, or names of a hub.
+        row_folder: the folder of the files that rows name, such as images; empty: rows name none.
+        row_files: returns the paths of these files.
     """
 
     spec: WorkerSpec
@@ -84,16 +85,16 @@ class MemberFiles:
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of a cluster, as people want to know it.
+    """A machine of a cluster, as it is shown to users.
 
     Attributes:
-        gpus: those of it that the run may use.
-        cpus: that a worker there may use.
+        gpus: its GPUs that the run may use.
+        cpus: how many a worker there may use.
         total_bytes, available_bytes: of its memory.
         free_disk_bytes: where the run's files go; None: not known.
-        versions: of what has to be the same everywhere, by name.
-        models: by member, what is there of its files: "there", "on the hub", "missing", "sent" (missing, and to be
-            sent there), "another" or "unreadable".
+        versions: of the packages that must be the same everywhere, by name.
+        models: the state of each member's files: "there", "on the hub", "missing", "sent" (missing, and sent when
+            the run begins), "another" (other content) or "unreadable".
         problems: why members cannot run there, a sentence each.
     """
 
@@ -123,8 +124,8 @@ class Exit:
     Attributes:
         code: its exit code; negative for the signal that ended it.
         text: the same in words, such as "was killed by signal 9 (SIGKILL)".
-        is_out_of_memory: it was killed because its host ran out of memory, as far as one can tell.
-        is_lost: the machine that it ran on has gone.
+        is_out_of_memory: it was probably killed because its host ran out of memory.
+        is_lost: its machine is lost.
     """
 
     code: int
@@ -134,12 +135,12 @@ class Exit:
 
 
 class Handle(ABC):
-    """A worker that was started.  None of its methods waits, and none minds that the worker has gone.
+    """A worker that was started.  Methods do not wait, except ``close``, and do not fail if the worker has ended.
 
     Attributes:
-        process: what it is known by, behind "process": a number, with the machine's name if that is another one.
-        on_node: the name of the machine that it runs on, if that is another one.
-        is_open: whether it may still say something.
+        process: what messages call its process: a number, with the machine's name if that is another machine.
+        on_node: the name of its machine; empty: this machine.
+        is_open: whether more events may come.
     """
 
     process: str
@@ -148,11 +149,11 @@ class Handle(ABC):
 
     @abstractmethod
     def send(self, command: Command) -> None:
-        """Send a command; it arrives after those that were sent before."""
+        """Send a command; commands arrive in order."""
 
     @abstractmethod
     def receive(self) -> list[Event]:
-        """The events that have arrived since the last call, in order.
+        """Return the events that have arrived since the last call, in order.
 
         Raises:
             ProtocolError: something arrived that is no event.
@@ -163,25 +164,25 @@ class Handle(ABC):
 
     @abstractmethod
     def terminate(self) -> None:
-        """Ask it to drop its work and end, as SIGTERM does."""
+        """Ask the worker to drop its work and end, as SIGTERM does."""
 
     @abstractmethod
     def abort(self) -> None:
-        """End it, because it hangs; the stacks of its threads go to its log, as after SIGABRT."""
+        """End a worker that hangs; the stacks of its threads go to its log, as after SIGABRT."""
 
     @abstractmethod
     def close(self) -> Exit:
-        """End what still runs of it, with all that it started.  Called last; may wait some seconds for the end."""
+        """End the worker with all that it started, and return how it ended.  Called last; may wait some seconds."""
 
 
 class Launcher(ABC):
-    """Starts workers in one kind of place.
+    """Starts workers, on this machine or elsewhere.
 
     Args:
         settings: what the config has below the launcher's name.
 
     Attributes:
-        hang_timeout: seconds after which a place that does not respond counts as lost; the config's.
+        hang_timeout: the config's: seconds after which a machine that does not respond counts as lost.
 
     Raises:
         ConfigError: the settings are wrong; each problem begins with its key.
@@ -194,10 +195,10 @@ class Launcher(ABC):
             raise ConfigError([f"{key}: unknown key; this launcher has no settings" for key in settings])
 
     def begin(self, members: Mapping[str, MemberFiles]) -> None:  # noqa: B027  most have nothing to do
-        """Workers are to start soon, of these members by name: the place for what takes files along.
+        """Prepare to start workers of these members, by name; a launcher for other machines copies files there.
 
         Raises:
-            CheckpointError: some place does not have what a member needs.
+            CheckpointError: a machine does not have what a member needs.
         """
 
     @abstractmethod
@@ -210,10 +211,10 @@ class Launcher(ABC):
 
     @abstractmethod
     def wait(self, handles: Sequence[Handle], timeout_seconds: float) -> Collection[Handle]:
-        """Wait until one of these may have something to receive; returns those, none once the time is over."""
+        """Wait until workers may have events, and return their handles; none after the time-out."""
 
     def inventory(self) -> Inventory:
-        """The devices that workers can get; each has a UUID of its own.
+        """Return the devices that workers can get; UUIDs are unique.
 
         Raises:
             DeviceError: they cannot be read.
@@ -223,46 +224,49 @@ class Launcher(ABC):
     def nodes(
         self, sources: Mapping[str, Sequence[str]], hub_files: Mapping[str, Sequence[HubFile]]
     ) -> tuple[Node, ...]:
-        """The machines that the inventory's devices are on; none where all is on this one.
+        """Return the machines of the inventory's devices; none if all devices are on this machine.
 
         Args:
-            sources: what each member is made of, by its name, as ``MemberFiles`` has it.
-            hub_files: what each has from the hub.
+            sources: of each member by its name, see ``MemberFiles``.
+            hub_files: the files that each member needs from the hub.
         """
         return ()
 
     def trials(
         self, devices: Sequence[Device], imports: Sequence[str] = (), flash_attention: bool = False
     ) -> list[Trial]:
-        """Try torch on each of these devices, as :func:`run_trials` does."""
+        """Try torch on each of these devices, see :func:`run_trials`."""
         return run_trials(devices, imports, host.available_memory_bytes(), flash_attention=flash_attention)
 
     def used_memory(self, uuids: Collection[str]) -> dict[str, int | None]:
-        """Bytes used on these devices by anybody, by UUID; None where a device does not answer."""
+        """Return the bytes used on these devices by all processes, by UUID; None if a device does not answer."""
         return gpus.used_memory(uuids)
 
     def current(self, devices: Sequence[Device]) -> tuple[Device, ...]:
-        """These devices as they are now; who asks wants those that others hold."""
+        """Return these devices as they are now; a launcher may ask for those that others hold."""
         used = self.used_memory([device.uuid for device in devices])
-        # One that does not answer has not come free.
-        return tuple(
-            one if (size := used[one.uuid]) is None else replace(one, used_bytes=size) for one in devices
-        )
+        updated = []
+        for device in devices:
+            used_bytes = used[device.uuid]
+            if used_bytes is None:  # a device that does not answer has not become free
+                used_bytes = device.used_bytes
+            updated.append(replace(device, used_bytes=used_bytes))
+        return tuple(updated)
 
     def telemetry(self, uuids: Collection[str]) -> dict[str, Telemetry | None]:
-        """How these devices are doing, by UUID; None where a device does not tell."""
+        """Return the telemetry of these devices, by UUID; None if a device does not answer."""
         return gpus.telemetry(uuids)
 
     def available_memory(self, devices: Sequence[Device]) -> int | None:
-        """Bytes of memory that a host has for a worker with these devices; None if it does not tell."""
+        """Return how much memory a host has left for a worker with these devices; None if it is not known."""
         return host.available_memory_bytes()
 
     def changes(self) -> Changes | None:
-        """What has changed since the last call; None: nothing."""
+        """Return what has changed since the last call; None: nothing."""
         return None
 
     def close(self) -> None:  # noqa: B027  few have something to close
-        """The run is over, or was only looked at; all handles are closed.  May be called again."""
+        """Close connections at the end of a run or a check; all handles are closed.  May be called again."""
 
 
 LAUNCHERS: Registry[Launcher] = Registry(
@@ -275,19 +279,22 @@ LAUNCHERS: Registry[Launcher] = Registry(
 
 
 def make_launcher(chosen: str | Mapping[str, Any], hang_timeout: float = math.inf) -> Launcher:
-    """The launcher that a config names, with its settings if it has any.
+    """Return the launcher that a config names, with its settings if there are any.
 
     Raises:
-        ConfigError: there is none of this name, or its settings are wrong.
+        ConfigError: there is no launcher of this name, or its settings are wrong.
     """
-    name, settings = (chosen, None) if isinstance(chosen, str) else next(iter(chosen.items()))
-    launcher = LAUNCHERS.load(name)
-    settings = {} if settings is None else settings  # "ray:" without anything below it
+    if isinstance(chosen, str):
+        chosen = {chosen: None}
+    name, settings = next(iter(chosen.items()))
+    launcher_class = LAUNCHERS.load(name)
+    if settings is None:  # "ray:" without anything below it
+        settings = {}
     if not isinstance(settings, Mapping):
         raise ConfigError([f"{name}: must be a mapping of settings to their values, not {settings!r}"])
     try:
-        made = launcher(settings)
+        launcher = launcher_class(settings)
     except ConfigError as error:
         raise ConfigError([f"{name}.{problem}" for problem in error.problems]) from None
-    made.hang_timeout = hang_timeout
-    return made
+    launcher.hang_timeout = hang_timeout
+    return launcher

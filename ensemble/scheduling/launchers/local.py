@@ -1,4 +1,4 @@
-"""Workers as processes of this machine: a fresh exec of the same Python, a session and process group of its own."""
+"""Workers as processes of this machine: fresh execs of the same Python, each the leader of its session."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REAP_SECONDS = 10.0
 
 
 class LocalLauncher(Launcher):
-    """Starts them; has no settings."""
+    """Starts workers on this machine; has no settings."""
 
     def start(self, start: WorkerStart) -> LocalWorker:
         if start.scratch is not None:
@@ -52,8 +52,8 @@ class LocalWorker(Handle):
 
     Args:
         environment: added to this process's environment, such as CUDA_VISIBLE_DEVICES.
-        log: file that takes everything the process prints.
-        scratch: the folder that goes with it.
+        log: the file for everything that the process prints.
+        scratch: a folder that is removed after its end.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LocalWorker(Handle):
         self.log = log
         self._scratch = scratch
         self._buffer = b""
-        # A count that goes up until the process is killed tells why, probably.
+        # If the count goes up until the process is killed, the kernel has probably killed it.
         self._oom_kills = oom_kills()
         with open_log(log) as output:
             self._spawned = spawn(environment, output)
@@ -91,7 +91,7 @@ class LocalWorker(Handle):
         return [decode(line.decode("utf-8", "replace")) for line in lines]
 
     def has_exited(self) -> bool:
-        """Whether the process has ended; it stays a zombie until ``close``, so that its group keeps its number."""
+        """Return whether the process has ended.  It stays a zombie until ``close``: its group keeps its number."""
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return self._process.returncode is not None or os.waitid(os.P_PID, self.pid, options) is not None
 
@@ -102,12 +102,12 @@ class LocalWorker(Handle):
         self._signal_group(signal.SIGABRT)
 
     def close(self) -> Exit:
-        # Before the reaping, while the group's number cannot belong to anybody else.
+        # Before the process is reaped, while the number cannot belong to another group.
         self._signal_group(signal.SIGKILL)
         try:
             code = self._process.wait(_REAP_SECONDS)
         except subprocess.TimeoutExpired:
-            # Stuck in the kernel, as with a broken driver or file server: nobody can end it, and nobody waits.
+            # Stuck in the kernel, as with a broken driver or file server: it cannot be ended.
             code = -signal.SIGKILL
         self._spawned.kill_detached()
         assert self._process.stdin is not None

@@ -1,4 +1,4 @@
-"""How a worker's process is started, told what to do, and ended."""
+"""Starts a worker's process, sends it commands, and ends what it has started."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import IO
 from ensemble.common.protocol import Command, encode
 from ensemble.common.python_process import python_command, python_environment
 
-# The variable that tells of which worker a process is, however far it has moved from it.
+# An environment variable that says to which worker a process belongs, in whatever session it is.
 _MARK = "ENSEMBLE_WORKER"
-# Looks for processes of a worker, each of which may find what started others after the one before.
+# How often to look for processes of a worker: those of one look may have started others before they were killed.
 _LOOKS = 5
 
 
@@ -27,8 +27,8 @@ class WorkerProcess:
 
     Attributes:
         process: leads a session of its own.
-        mark: stands in the environment of all that it starts.
-        events_fd: this process's end of the pipe that its events come by.
+        mark: is in the environment of all processes that it starts.
+        events_fd: this process's end of the pipe for its events.
     """
 
     process: subprocess.Popen[bytes]
@@ -36,7 +36,7 @@ class WorkerProcess:
     mark: str
 
     def send(self, command: Command) -> None:
-        """Send a command; one that has ended, or is about to, does not get it."""
+        """Send a command; a process that has ended does not get it."""
         assert self.process.stdin is not None
         if not self.process.stdin.closed:
             with contextlib.suppress(BrokenPipeError):
@@ -44,12 +44,12 @@ class WorkerProcess:
                 self.process.stdin.flush()
 
     def kill_detached(self) -> None:
-        """End what it has started in other sessions, such as by ``setsid``, once it has ended itself."""
+        """End what it has started in other sessions, such as by ``setsid``; called once it has ended itself."""
         entry = f"{_MARK}={self.mark}".encode()
         for _ in range(_LOOKS):
             marked = []
             for folder in Path("/proc").glob("[0-9]*"):
-                with contextlib.suppress(OSError):  # another user's, or gone
+                with contextlib.suppress(OSError):  # another user's, or ended
                     if entry in (folder / "environ").read_bytes().split(b"\0"):
                         marked.append(int(folder.name))
             for pid in marked:
@@ -64,7 +64,7 @@ def spawn(environment: Mapping[str, str], output: IO[bytes]) -> WorkerProcess:
 
     Args:
         environment: added to this process's environment, such as CUDA_VISIBLE_DEVICES.
-        output: takes everything that it prints.
+        output: gets everything that it prints.
 
     Raises:
         OSError: it could not be started.

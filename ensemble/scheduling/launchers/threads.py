@@ -1,4 +1,4 @@
-"""How many threads a worker on the CPU computes with: its share of the cores that this process may use."""
+"""Decides how many threads a worker on the CPU has: its share of the cores that this process may use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 from ensemble.common.host import asked_threads, threads_of, usable_cpus
 
-# The variables of all libraries that have a say in how many threads compute.
+# The variables by which libraries decide how many threads compute.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 
 
@@ -15,8 +15,10 @@ def worker_threads(cpu_share: float) -> int:
 
     A worker with all cores has as many as the user says.
     """
-    asked = asked_threads()
-    return asked if asked is not None and cpu_share >= 1 else threads_of(usable_cpus(), cpu_share)
+    threads = asked_threads()
+    if threads is not None and cpu_share >= 1:
+        return threads
+    return threads_of(usable_cpus(), cpu_share)
 
 
 def thread_variables(cpu_share: float, threads: int | None = None) -> dict[str, str]:
