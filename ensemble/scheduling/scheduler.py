@@ -278,17 +278,9 @@ class Scheduler:
             worker.drop(worker.writing[event.chunk])
             # Not the whole event, which run.json sums up: masking secrets in long lines takes time.
             done = event.counters
-            log.info(
-                "%s chunk %d done: %d rows (%d bad), %d tokens in %d batches, %.3f s, %s",
-                worker.name,
-                event.chunk,
-                done.rows,
-                done.bad_rows,
-                done.tokens,
-                done.batches,
-                done.predict_seconds,
-                event.shard,
-            )
+            counts = f"{done.rows} rows ({done.bad_rows} bad), {done.tokens} tokens in {done.batches} batches"
+            seconds = f"{done.predict_seconds:.3f} s"
+            log.info("%s chunk %d done: %s, %s, %s", worker.name, event.chunk, counts, seconds, event.shard)
             if event.bad_rows:
                 self._retry.bad_rows(worker, dict(zip(event.bad_rows, event.bad_row_reasons, strict=True)))
             self._settle(state)

@@ -138,11 +138,11 @@ def test_a_worker_that_cannot_be_started_says_so(tmp_path: Path, agent: Agent) -
     (tmp_path / "file").touch()
     agent.start(7, replace(worker_start(tmp_path), scratch=tmp_path / "file" / "x"), {}, [])
     batch = agent.poll(0.0, math.inf)
-    ((number, event),) = batch.events
-    assert number == 7
+    assert list(batch.workers) == [7]
+    (event,) = batch.workers[7].events
     assert isinstance(event, Failed)
     assert "it could not be started on its node ([Errno 20] Not a directory" in event.message
-    assert batch.exited == {7}
+    assert batch.workers[7].has_exited
     assert agent.close(7).exit.code == 1
 
 

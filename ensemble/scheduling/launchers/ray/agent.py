@@ -67,26 +67,28 @@ class NodeFacts:
 
 
 @dataclass
+class WorkerNews:
+    """What has happened to a worker since the last batch."""
+
+    pid: int | None = None
+    events: list[Event] = field(default_factory=list)
+    shards: dict[str, bytes] = field(default_factory=dict)  # the files that ``ChunkDone`` names
+    printed: bytes = b""
+    problem: str = ""  # why its events cannot be read
+    has_exited: bool = False
+
+
+@dataclass
 class Batch:
-    """What has happened on a node since the last batch; workers are named by their numbers.
+    """What has happened on a node since the last batch.
 
     Attributes:
-        events: of workers, in order.
-        broken: why a worker's events cannot be read.
-        pids: of workers' processes.
-        shards: the files that ``ChunkDone`` names, by worker and name.
-        logs: what workers have printed.
-        exited: workers that have ended.
+        workers: by number.
         used_bytes, telemetry: of its devices, by UUID.
         available_bytes: of the host's memory.
     """
 
-    events: list[tuple[int, Event]] = field(default_factory=list)
-    broken: dict[int, str] = field(default_factory=dict)
-    pids: dict[int, int] = field(default_factory=dict)
-    shards: dict[tuple[int, str], bytes] = field(default_factory=dict)
-    logs: list[tuple[int, bytes]] = field(default_factory=list)
-    exited: set[int] = field(default_factory=set)
+    workers: dict[int, WorkerNews] = field(default_factory=dict)
     used_bytes: Mapping[str, int | None] = field(default_factory=dict)
     telemetry: Mapping[str, Telemetry | None] = field(default_factory=dict)
     available_bytes: int | None = None
@@ -106,7 +108,6 @@ class _Worker:
     log: Path
     shards: Path
     printed: int = 0  # bytes of its log that were passed on
-    is_pid_sent: bool = False
 
 
 class Agent:
@@ -340,19 +341,18 @@ class Agent:
             workers = dict(self._workers)
             not_started, self._not_started = self._not_started, {}
         for number, text in not_started.items():
-            batch.events.append((number, Failed("OSError", text, "", can_retry=True)))
-            batch.exited.add(number)
-        handles = {worker.process: number for number, worker in workers.items() if worker.process.is_open}
-        if not_started:
+            failed = Failed("OSError", text, "", can_retry=True)
+            batch.workers[number] = WorkerNews(events=[failed], has_exited=True)
             seconds = 0.0
+        handles = [worker.process for worker in workers.values() if worker.process.is_open]
         if handles:
-            self._launcher.wait(list(handles), seconds)
+            self._launcher.wait(handles, seconds)
         else:
             time.sleep(seconds)
         for number, worker in workers.items():
             with self._lock:
                 if number in self._workers:
-                    self._receive(number, worker, batch)
+                    batch.workers[number] = self._news_of(worker)
         uuids = [device.uuid for device in (*self._inventory.gpus, *self._gpus_of_others)]
         now = time.monotonic()
         if now - self._memory_read_at >= _MEMORY_SECONDS:
@@ -362,31 +362,23 @@ class Agent:
             batch.available_bytes = host.available_memory_bytes()
         return batch
 
-    def _receive(self, number: int, worker: _Worker, batch: Batch) -> None:
-        """Add to a batch what has happened to a worker."""
-        if not worker.is_pid_sent:
-            worker.is_pid_sent = True
-            batch.pids[number] = worker.process.pid
-        has_exited = worker.process.has_exited()
+    def _news_of(self, worker: _Worker) -> WorkerNews:
+        # Whether it has exited is asked first: then all of its events have come.
+        news = WorkerNews(pid=worker.process.pid, has_exited=worker.process.has_exited())
         try:
-            events = worker.process.receive()
+            news.events = worker.process.receive()
         except ProtocolError as error:
-            events = []
-            batch.broken[number] = str(error)
-        for event in events:
+            news.problem = str(error)
+        for event in news.events:
             if isinstance(event, ChunkDone):
                 shard = worker.shards / event.shard
                 try:
-                    batch.shards[number, event.shard] = shard.read_bytes()
+                    news.shards[event.shard] = shard.read_bytes()
                     shard.unlink()
                 except OSError as error:
-                    batch.broken[number] = f"{shard} cannot be read ({error.strerror})"
-            batch.events.append((number, event))
-        printed = self._printed(worker)
-        if printed:
-            batch.logs.append((number, printed))
-        if has_exited:
-            batch.exited.add(number)
+                    news.problem = f"{shard} cannot be read ({error.strerror})"
+        news.printed = self._printed(worker)
+        return news
 
     def _printed(self, worker: _Worker) -> bytes:
         """Return what a worker has printed since the last call, up to a limit."""

@@ -628,8 +628,9 @@ class RayLauncher(Launcher):
         shards = {
             self._workers[number].shards_dir / name: data
             for batch in batches.values()
-            for (number, name), data in batch.shards.items()
+            for number, news in batch.workers.items()
             if number in self._workers
+            for name, data in news.shards.items()
         }
         unsealed = self._sealer.seal(shards)
         for node, batch in batches.items():
@@ -652,27 +653,22 @@ class RayLauncher(Launcher):
             node.used_bytes, node.telemetry = batch.used_bytes, batch.telemetry
         if batch.available_bytes is not None:
             node.available_bytes = batch.available_bytes
-        workers = self._workers
-        for number, printed in batch.logs:
-            if number in workers:
-                workers[number].print(printed)
-        for number, event in batch.events:
-            if number not in workers:
+        for number, news in batch.workers.items():
+            worker = self._workers.get(number)
+            if worker is None:
                 continue
-            if isinstance(event, ChunkDone):
-                path = workers[number].shards_dir / event.shard
-                if path in unsealed:
-                    event = Failed("WriteError", str(unsealed[path]), "", event.chunk)
-            workers[number].events.append(event)
-        for number, text in batch.broken.items():
-            if number in workers:
-                workers[number].problem = text
-        for number, pid in batch.pids.items():
-            if number in workers:
-                workers[number].process = f"{pid} on {node.name}"
-        for number in batch.exited:
-            if number in workers:
-                workers[number].exited = True
+            if news.pid is not None:
+                worker.process = f"{news.pid} on {node.name}"
+            if news.printed:
+                worker.print(news.printed)
+            for event in news.events:
+                if isinstance(event, ChunkDone):
+                    path = worker.shards_dir / event.shard
+                    if path in unsealed:
+                        event = Failed("WriteError", str(unsealed[path]), "", event.chunk)
+                worker.events.append(event)
+            worker.problem = worker.problem or news.problem
+            worker.exited = worker.exited or news.has_exited
 
     def _lose(self, node: ClusterNode, why: str, is_news: bool = True) -> None:
         """Note that a node does not answer any more: all that ran there has ended."""
@@ -691,16 +687,12 @@ class RayLauncher(Launcher):
 
     def used_memory(self, uuids: Collection[str]) -> dict[str, int | None]:
         self.wait((), 0)
-        used: dict[str, int | None] = dict.fromkeys(uuids)
-        for uuid in used.keys() & self._node_of.keys():
-            used[uuid] = self._node_of[uuid].used_bytes.get(uuid)
-        return used
+        nodes = self._node_of
+        return {uuid: nodes[uuid].used_bytes.get(uuid) if uuid in nodes else None for uuid in uuids}
 
     def telemetry(self, uuids: Collection[str]) -> dict[str, Telemetry | None]:
-        telemetry: dict[str, Telemetry | None] = dict.fromkeys(uuids)
-        for uuid in telemetry.keys() & self._node_of.keys():
-            telemetry[uuid] = self._node_of[uuid].telemetry.get(uuid)
-        return telemetry
+        nodes = self._node_of
+        return {uuid: nodes[uuid].telemetry.get(uuid) if uuid in nodes else None for uuid in uuids}
 
     def available_memory(self, devices: Sequence[Device]) -> int | None:
         nodes = [self._node_of[device.uuid] for device in devices] or list(self._nodes.values())
