@@ -128,7 +128,7 @@ class Scheduler:
                     continue
                 changes = self._launcher.changes()
                 if changes is not None:
-                    self._change_places(changes)
+                    self._apply_changes(changes)
                 self._pool.poll()
                 self._start_workers()
                 if self._may_stand_by:
@@ -153,7 +153,7 @@ class Scheduler:
         for handle in ready:
             self._receive(self._by_handle[handle], now)
 
-    def _change_places(self, changes: Changes) -> None:
+    def _apply_changes(self, changes: Changes) -> None:
         """Let members use the devices of nodes that have joined, and no longer those of lost nodes.
 
         A member gets only devices like those that it was planned for: on others the last digits may differ.
