@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from ensemble.common.python_process import python_environment
 from ensemble.common.text import gib
 from ensemble.scheduling.launchers.base import Exit, WorkerStart
 from ensemble.scheduling.launchers.local import LocalLauncher, LocalWorker
-from ensemble.scheduling.launchers.ray.copies import Copy, Piece, copies_of, copy_of, with_paths
+from ensemble.scheduling.launchers.ray.copies import THREADS, Copy, Piece, copy_of, with_paths
 
 # Packages whose versions must be the same on all nodes: numbers and messages depend on them.
 SAME_PACKAGES = ("ensemble-runner", "torch", "transformers", "tokenizers")
@@ -177,29 +178,23 @@ class Agent:
 
         Why is "missing", "another" (its content is another) or "unreadable".
         """
-        states = {path: file_state(path) for path in copies}
-        node_copies: dict[str, Copy] = {}
-        unreadable: set[str] = set()
+        with ThreadPoolExecutor(THREADS) as pool:
+            reasons = zip(copies, pool.map(self._difference, copies.keys(), copies.values()), strict=True)
+            return {path: reason for path, reason in reasons if reason}
+
+    def _difference(self, path: str, expected: Copy) -> str:
+        if not os.path.isfile(path):  # noqa: PTH113
+            return "missing"
+        state = file_state(path)
         try:
-            node_copies = copies_of(copies)
-        except OSError:  # find out which files cannot be read
-            for path in copies:
-                try:
-                    node_copies |= copies_of([path])
-                except OSError:
-                    unreadable.add(path)
-        reasons = {}
-        for path, expected in copies.items():
-            state = states[path]
-            if path in unreadable:
-                reasons[path] = "unreadable"
-            elif path not in node_copies:
-                reasons[path] = "missing"
-            elif node_copies[path] != expected:
-                reasons[path] = "another"
-            elif state is not None:
-                self._states[path] = state
-        return reasons
+            copy = copy_of(path)
+        except OSError:
+            return "unreadable"
+        if copy != expected:
+            return "another"
+        if state is not None:
+            self._states[path] = state
+        return ""
 
     def missing_hub_files(self, files: Collection[HubFile]) -> dict[HubFile, str]:
         """Download files of the hub that are not in this node's cache; return those that fail, and why."""

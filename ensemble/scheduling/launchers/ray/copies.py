@@ -13,7 +13,7 @@ from typing import Any
 # A larger file is compared by so many samples of this size.
 _SAMPLE_BYTES = 1 << 20
 _SAMPLES = 16
-_THREADS = 8
+THREADS = 8
 # What a file counts for in a pack beside its content.
 _FILE_BYTES = 1 << 10
 
@@ -64,7 +64,7 @@ def copies_of(paths: Iterable[str]) -> dict[str, Copy]:
         return copy_of(path) if os.path.isfile(path) else None  # noqa: PTH113
 
     names = list(dict.fromkeys(paths))
-    with ThreadPoolExecutor(_THREADS) as pool:  # hashlib lets other threads run while it hashes
+    with ThreadPoolExecutor(THREADS) as pool:  # hashlib lets other threads run while it hashes
         copies = zip(names, pool.map(copy_if_exists, names), strict=True)
         return {path: copy for path, copy in copies if copy is not None}
 

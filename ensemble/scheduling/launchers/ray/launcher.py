@@ -192,8 +192,6 @@ class RayLauncher(Launcher):
         copies = copies_of(path for paths in files.values() for path in paths)
         supplied = Supplied()
         unfit = self._supply.unfit(copies, self._present_nodes(), supplied)
-        for node, reasons in unfit.items():
-            node.checked_files = {(path, copy): reasons.get(path, "") for path, copy in copies.items()}
         lacking = self._supply.lacking(list(unfit), supplied)
         for node, why in supplied.silent.items():
             self._lose(node, why)

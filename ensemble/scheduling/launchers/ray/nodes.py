@@ -10,7 +10,6 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from ensemble.common.gpus import Device, Telemetry
 from ensemble.scheduling.launchers.ray.agent import NodeFacts, versions
-from ensemble.scheduling.launchers.ray.copies import Copy
 
 
 @dataclass(eq=False)
@@ -23,7 +22,6 @@ class ClusterNode:
         uuids_of_others: GPUs of the node that Ray has given to others.
         holders: actors that wait for these GPUs, by the references of what they will answer.
         supplied_members: members whose files the run has sent to the node.
-        checked_files: what is wrong with each file of members' sources there, or nothing (""), as checked once.
         why_lost: empty while the node is there.
     """
 
@@ -38,7 +36,6 @@ class ClusterNode:
     uuids_of_others: set[str] = field(default_factory=set)
     holders: dict[Any, Any] = field(default_factory=dict)
     supplied_members: set[str] = field(default_factory=set)
-    checked_files: dict[tuple[str, Copy], str] = field(default_factory=dict)
     why_lost: str = ""
 
     @property

@@ -131,13 +131,7 @@ class Supply:
         for start in range(0, len(copies), _CHECKED_AT_A_TIME):
             part = dict(islice(copies.items(), start, start + _CHECKED_AT_A_TIME))
             reference = ray.put(part)
-            requests: dict[ClusterNode, Any] = {}
-            for node in supplied.usable(nodes):
-                if part.items() <= node.checked_files.keys():
-                    reasons = {path: node.checked_files[path, copy] for path, copy in part.items()}
-                    unfit[node] |= {path: reason for path, reason in reasons.items() if reason}
-                else:
-                    requests[node] = node.call_files("check", reference)
+            requests = {node: node.call_files("check", reference) for node in supplied.usable(nodes)}
             for node, reasons in supplied.answered(self._answers(requests)):
                 unfit[node] |= reasons
         return {node: unfit[node] for node in supplied.usable(nodes)}
