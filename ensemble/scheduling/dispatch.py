@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product, starmap
 from typing import NamedTuple
 
 from ensemble.common.gpus import Device
@@ -26,7 +25,7 @@ class Rank(NamedTuple):
 
 
 # A device that a rank cannot use goes to the next rank, so that none is idle.
-RANKS = tuple(starmap(Rank, product((False, True), repeat=2)))
+RANKS = (Rank(False, False), Rank(False, True), Rank(True, False), Rank(True, True))
 
 
 @dataclass(frozen=True)
