@@ -231,7 +231,7 @@ class Scheduler:
                 self._retry.fail(state, f"could not start a worker: {error}")
                 self._settle(state)
                 continue
-            worker.leased_at = worker.heard_at = worker.stepped_at = self._clock()
+            worker.leased_at = worker.responded_at = worker.progressed_at = self._clock()
             worker.record.leased_after_seconds = round(self._elapsed(), 3)
             state.worker_began(worker.record)
             self._workers.append(worker)
@@ -305,7 +305,7 @@ class Scheduler:
             worker.handle.send(Stop())
             return
         worker.chunk = chunk
-        worker.stepped_at = now
+        worker.progressed_at = now
         if self._deadline is not None:
             worker.seconds_left = self._deadline.seconds_left
         worker.handle.send(worker.state.command_of(chunk))

@@ -29,8 +29,8 @@ class RunningWorker:
         failed: its own event that it cannot go on.
         fault: what the parent process has noticed.
         exit_by: when it is killed unless it has exited.
-        heard_at: when its last event came.
-        stepped_at: when its main thread last made progress.
+        responded_at: when its last event came.
+        progressed_at: when its main thread last made progress.
         seconds_left: of the time limit, when it got the chunk that it computes.
     """
 
@@ -45,8 +45,8 @@ class RunningWorker:
     fault: Fault | None = None
     exit_by: float | None = None
     leased_at: float = 0.0
-    heard_at: float = 0.0
-    stepped_at: float = 0.0
+    responded_at: float = 0.0
+    progressed_at: float = 0.0
     seconds_left: float = 0.0
 
     @property
@@ -78,10 +78,10 @@ class RunningWorker:
 
     def note(self, event: Event, now: float) -> None:
         """Note what an event says of the worker, and that it responds."""
-        self.heard_at = now
-        self.stepped_at = now
+        self.responded_at = now
+        self.progressed_at = now
         if isinstance(event, Heartbeat):
-            self.stepped_at -= event.idle_seconds
+            self.progressed_at -= event.idle_seconds
         elif isinstance(event, Failed):
             self.failed = event
         elif isinstance(event, Started):
@@ -98,14 +98,14 @@ class RunningWorker:
         # While it loads, a library from a slow disk can hold up all of its threads.
         limit = timeout_seconds if self.is_ready else _LOADING_TIMES * timeout_seconds
         worker = f"its worker (process {self.record.process})"
-        if now - self.heard_at > limit:
+        if now - self.responded_at > limit:
             return f"{worker} has not responded for {limit:g} s"
         if not self.is_ready:
             if now - self.leased_at > limit:
                 return f"{worker} was not ready after {limit:g} s ({_LOADING_TIMES} times hang_timeout)"
             return ""
         has_chunks = self.chunk is not None or bool(self.writing)
-        if has_chunks and now - self.stepped_at > limit:
+        if has_chunks and now - self.progressed_at > limit:
             what = "finished no batch" if self.chunk is not None else "could not write what it had computed"
             return f"{worker} {what} for {limit:g} s (hang_timeout); its log shows where"
         return ""

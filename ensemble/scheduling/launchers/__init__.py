@@ -1,1 +1,1 @@
-"""Where worker processes run; one module per place."""
+"""Launchers, which start workers: a module or a folder for each."""

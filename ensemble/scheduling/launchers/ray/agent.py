@@ -56,7 +56,6 @@ class NodeFacts:
         free_disk_bytes: where ``folder`` is; None: not known.
     """
 
-    host: str
     folder: str
     versions: Mapping[str, str]
     inventory: Inventory
@@ -148,7 +147,6 @@ class Agent:
     def facts(self) -> NodeFacts:
         total, available = host.total_memory_bytes() or 0, host.available_memory_bytes() or 0
         return NodeFacts(
-            host=platform.node(),
             folder=str(self._folder),
             versions=versions(),
             inventory=self._inventory,
