@@ -1,1 +1,1 @@
-"""Which worker starts where, which chunk it gets, and what becomes of its faults."""
+"""Decides which worker starts where, which chunk it gets, and what follows from a fault."""
