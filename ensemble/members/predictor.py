@@ -1,7 +1,7 @@
-"""Define the child side of a member kind: what a worker process calls.
+"""The child side of a member kind: what a worker process needs of it, and all that it knows of it.
 
-A spec names the module of a kind's child side.  That module has the functions of ``Child``, and importing it must
-cost almost nothing: slow imports belong in ``import_libraries``.
+A spec names the module that is a kind's child side.  It has the functions of ``Child``, and importing it must
+cost next to nothing: what is slow to import comes with ``import_libraries``.
 """
 
 # ruff: noqa: B027  most kinds need none of what is empty here
@@ -22,37 +22,37 @@ if TYPE_CHECKING:
 
 
 class Child(Protocol):
-    """State the functions of a kind's child module."""
+    """The module of a kind's child side."""
 
     def import_libraries(self) -> Mapping[str, str]:
-        """Import what predicting needs, and return the versions by package name.
+        """Import what predicting takes; returns the versions of what was imported, by name.
 
-        A kind that needs pandas must import it here: pyarrow ignores a later import (``common.python_process``).
+        pandas, too, where it is needed: pyarrow does without it if it comes later (``common.python_process``).
         """
 
     def make_predictor(
         self, common: CommonSpec, settings: Mapping[str, Any], table: PublishedTable
     ) -> Predictor:
-        """Make the predictor without a device; ``settings`` are those of ``MemberKind.worker_settings``."""
+        """Everything that needs no device; ``settings`` are the kind's own, as JSON gives them."""
 
 
 class Report(Protocol):
-    """Report that a step is done, such as a batch, and how much of the current rows is computed so far."""
+    """Tells that a step is done, such as a batch, and how much of the rows at hand is computed by now."""
 
     def __call__(self, rows: int, tokens: int = 0, padded_tokens: int = 0) -> None: ...
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Hold the result for some rows.
+    """What came of some rows.
 
     Attributes:
-        values: probabilities in the config's order of labels, float64 [rows, labels]; values of bad rows are
-            ignored.
-        bad_rows: the reason for each row that cannot be computed, by its index among these rows.
-        counters: the worker adds chunks, rows, bad rows and the total time.
-        advice: the probable cause and the remedy for rows whose values are not finite or no probabilities; these
-            count as bad rows, too.
+        values: probabilities in the config's order of labels, float64 [rows, labels]; those of bad rows do not
+            count.
+        bad_rows: rows that cannot be computed, by their places among these, with the reasons.
+        counters: what it took; chunks, rows, bad rows and the whole time are counted by the worker.
+        advice: what is probably wrong, and what to do about it, where a row's values are not finite or no
+            probabilities; such a row is a bad one, too.
     """
 
     values: npt.NDArray[np.float64]
@@ -62,35 +62,36 @@ class Prediction:
 
 
 class Predictor(ABC):
-    """Load a member and predict rows.
+    """A member that can be loaded and then predicts rows.
 
-    ``make_predictor`` and ``load`` need not check whether ``CommonSpec.files`` have changed: the worker does
-    afterwards, and again before it keeps any prediction.
+    What ``make_predictor`` and ``load`` read of ``CommonSpec.files`` is of the states named there: the worker
+    checks them afterwards, and again before it keeps any prediction.
     """
 
     @abstractmethod
     def load(self) -> Ready:
-        """Load the member onto its devices; the worker fills in ``load_seconds``.
+        """The devices are there: load onto them; ``load_seconds`` is filled in by the worker.
 
         Raises:
-            ValueError: the member cannot be used; a sentence for the user with the reason and what to do.
+            ValueError: it cannot be used, with the reason and what to do, in a sentence for the user.
         """
 
     @abstractmethod
     def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
-        """Predict the table's rows of these numbers, and return when the devices have finished them.
+        """Predict rows of the table, by their numbers; returns when the devices have nothing left to do for them.
 
         Raises:
-            MemberError: other rows or another process would fail, too.
-            Exception: any other error; the row that caused it is not known (``common.torch_errors.classify``).
+            MemberError: no rows would fare better, nor would another process.
+            Exception: whatever else it is, which row is to blame is not known; see
+                ``common.torch_errors.classify``.
         """
 
     def check_device(self) -> None:
-        """Raise an error if an earlier one has left the device unusable for this process."""
+        """Raise what an error before has left behind, if this process can compute nothing any more."""
 
     def peak_gpu_memory_bytes(self) -> int | None:
-        """Return the peak memory on any one of the GPUs; None on a CPU."""
+        """The most that was ever held on one of the GPUs; None on a CPU."""
         return None
 
     def close(self) -> None:
-        """Release what the predictor holds; called once there is no more work."""
+        """There is nothing left to do."""

@@ -15,10 +15,14 @@ from ensemble.members.base import Assigned, Draft, OutputColumns
 from ensemble.members.causal_lm.label_tokens import label_ids, token_problems
 from ensemble.members.causal_lm.settings import CausalSettings
 from ensemble.members.footprint import MemoryEstimate
-from ensemble.members.huggingface.checkpoint.architecture import read_architecture
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
-from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, is_language_model, read_checkpoint
-from ensemble.members.huggingface.checkpoint.tokenizer_files import stored_encode, tokenizer_limit
+from ensemble.members.huggingface.checkpoint.inspect import (
+    Checkpoint,
+    is_language_model,
+    read_checkpoint,
+    row_limit,
+)
+from ensemble.members.huggingface.checkpoint.tokenizer_files import stored_encode
 from ensemble.members.huggingface.checkpoint.transformers_source import MODELS, modeling_source, table
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.huggingface.spec import LANGUAGE_MODEL
@@ -57,8 +61,6 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
         config = read_config(path, f"{source}: its config.json")
         if not is_language_model(config, path.parent):
             return None
-        architecture = read_architecture(config)
-        limits = [tokenizer_limit(path.parent), architecture.max_positions if architecture else None]
         is_chat = _has_chat_template(path.parent)
         settings: dict[str, Any] = {"task_type": "causal_lm", "model_name_or_path": source}
         if is_chat:
@@ -67,7 +69,7 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
             settings=settings,
             labels=None,
             are_named=False,
-            max_length=min((int(limit) for limit in limits if limit is not None), default=None),
+            max_length=row_limit(config, path.parent),
             of_labels=("label_tokens", str if is_chat else " {}".format),
             guess="what the model would say for each label; and let the prompt end with the question",
         )

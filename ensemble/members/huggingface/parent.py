@@ -317,7 +317,7 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         """Return the text that every prompt has, whatever the row."""
         if self.settings.prompt_template is None:
             return ""
-        # Jinja2 only where it is needed: start-up time.
+        # Imported late because Jinja2 slows the start down.
         from ensemble.data.template import compile_template
 
         try:

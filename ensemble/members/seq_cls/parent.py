@@ -11,15 +11,14 @@ from ensemble.common.errors import CheckpointError
 from ensemble.config import MemberConfig
 from ensemble.members.base import Draft, OutputColumns
 from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapter
-from ensemble.members.huggingface.checkpoint.architecture import read_architecture
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
 from ensemble.members.huggingface.checkpoint.inspect import (
     Checkpoint,
     inspect_checkpoint,
     is_language_model,
     label_names,
+    row_limit,
 )
-from ensemble.members.huggingface.checkpoint.tokenizer_files import tokenizer_limit
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.huggingface.spec import CLASSIFIER
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
@@ -57,13 +56,11 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
         names = label_names(config, base)
         if head_rows is not None and head_rows != len(names):
             names = [f"LABEL_{index}" for index in range(head_rows)]
-        architecture = read_architecture(config)
-        limits = [tokenizer_limit(path.parent), architecture.max_positions if architecture else None]
         return Draft(
             settings={"model_name_or_path": base, **settings},
             labels=tuple(names),
             are_named=not all(re.fullmatch(r"LABEL_\d+", name) for name in names),
-            max_length=min((int(limit) for limit in limits if limit is not None), default=None),
+            max_length=row_limit(config, path.parent),
         )
 
     def inspect(self, columns: OutputColumns) -> Checkpoint:

@@ -70,7 +70,9 @@ def config_problems(
     texts = [text for text in (config, config.get("text_config")) if isinstance(text, Mapping)]
     for text, key in product(texts, ("rope_parameters", "rope_scaling")):
         stored = text.get(key)
-        for part in (stored, *stored.values()) if isinstance(stored, Mapping) else ():
+        if not isinstance(stored, Mapping):
+            continue
+        for part in (stored, *stored.values()):
             kind = part.get("rope_type", part.get("type")) if isinstance(part, Mapping) else None
             if not isinstance(kind, str) or kind in _ROPE_EVERYWHERE:
                 continue

@@ -21,11 +21,16 @@ from ensemble.members.huggingface.checkpoint.adapter_files import (
     is_head,
     other_base,
 )
+from ensemble.members.huggingface.checkpoint.architecture import read_architecture
 from ensemble.members.huggingface.checkpoint.config_check import config_problems, release_warning
 from ensemble.members.huggingface.checkpoint.cross_encoder import read_cross_encoder
 from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, read_config
 from ensemble.members.huggingface.checkpoint.remote_code import code_problems
-from ensemble.members.huggingface.checkpoint.tokenizer_files import small_file_problems, vocabulary_problems
+from ensemble.members.huggingface.checkpoint.tokenizer_files import (
+    small_file_problems,
+    tokenizer_limit,
+    vocabulary_problems,
+)
 from ensemble.members.huggingface.checkpoint.weight_files import (
     Tensor,
     read_tensors,
@@ -297,6 +302,13 @@ def label_names(config: Mapping[str, Any], where: str) -> list[str]:
         if stored:
             problem = "the keys of id2label in its config.json are not numbers"
         raise CheckpointError(f"{where}: {problem}") from None
+
+
+def row_limit(config: Mapping[str, Any], folder: Path) -> int | None:
+    """Return the tokens of a row that tokenizer and model can read; None: the files name no limit."""
+    architecture = read_architecture(config)
+    limits = [tokenizer_limit(folder), architecture.max_positions if architecture else None]
+    return min((int(limit) for limit in limits if limit is not None), default=None)
 
 
 def _few(names: Sequence[str]) -> str:

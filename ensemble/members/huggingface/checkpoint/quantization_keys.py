@@ -17,7 +17,7 @@ from ensemble.members.huggingface.checkpoint.hub import how_to_install
 from ensemble.members.huggingface.checkpoint.transformers_source import sources, table
 
 BITSANDBYTES = "bitsandbytes"
-# For each method distributions of which one must be installed, the one to recommend first
+# The packages of each method, of which one must be installed; the recommended package comes first
 # (transformers, quantizers/quantizer_*.py, validate_environment).
 _PACKAGES: dict[str, tuple[str, ...]] = {
     **{
@@ -34,14 +34,17 @@ _PACKAGES: dict[str, tuple[str, ...]] = {
 _NEED_GPU = ("eetq", "fbgemm_fp8", "fp_quant", "higgs", "nvfp4", "spqr", "vptq")
 _NEED_GPU_TO_QUANTIZE = ("fp8", "metal", "mxfp8")
 BOOLEANS = (
-    *("load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant"),
-    *("llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight"),
+    "load_in_4bit",
+    "load_in_8bit",
+    "bnb_4bit_use_double_quant",
+    "llm_int8_enable_fp32_cpu_offload",
+    "llm_int8_has_fp16_weight",
 )
 _WORDS = {
     "bnb_4bit_quant_type": ("fp4", "nf4"),
     "bnb_4bit_compute_dtype": ("float16", "bfloat16", "float32"),
 }
-# What bitsandbytes' settings are where nobody sets them, if neither false nor empty (transformers,
+# bitsandbytes' defaults that are neither false nor empty (transformers,
 # BitsAndBytesConfig); a test compares.
 USUAL_SETTINGS: dict[str, object] = {
     "quant_method": BITSANDBYTES,
@@ -49,7 +52,7 @@ USUAL_SETTINGS: dict[str, object] = {
     "bnb_4bit_quant_type": "fp4",
     "bnb_4bit_quant_storage": "uint8",
 }
-# They take any further key and pass it on.
+# These methods accept any further key and pass it on.
 _OPEN_ENDED = ("quark", "torchao", "compressed-tensors")
 
 

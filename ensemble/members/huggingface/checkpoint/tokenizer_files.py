@@ -36,8 +36,8 @@ _VOCABULARIES = ("vocab*", "*.model", "*.txt", "*.codes", "*.spm")
 # Classes for any kind of vocabulary, which read only tokenizer.json.
 _BACKED = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _ANY_VOCABULARY = (*_BACKED, "PreTrainedTokenizer", "PythonBackend")
-# Parsing takes 30 ms for a MB, and big vocabularies have 30 of them: of a larger file only its two ends are looked
-# at, which shows one that was cut short; any other damage stops the worker.
+# Parsing takes 30 ms for a MB, and large vocabularies have 30 MB: of a larger file only the two ends are checked,
+# which shows whether it was cut short; other damage stops the worker.
 _MAX_PARSED_BYTES = 2 << 20
 _END_BYTES = 64
 
@@ -92,7 +92,9 @@ def vocabulary_problems(
 @cache
 def _needed_files(name: str) -> tuple[str, ...] | None:
     """Return the files that a class needs for its vocabulary; None: tokenizer.json, or the class is not known."""
-    for text in () if name in _ANY_VOCABULARY else sources("models/**/tokenization_*.py").values():
+    if name in _ANY_VOCABULARY:
+        return None
+    for text in sources("models/**/tokenization_*.py").values():
         definition = re.search(rf"^class {name}(?:Fast)?\((\w+)|^{name} = (\w+)", text, re.MULTILINE)
         if definition is None:
             continue

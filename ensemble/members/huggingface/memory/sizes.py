@@ -208,7 +208,8 @@ def activation(
     if attention == "sdpa" and not (on_gpu or cpu_takes_shared_keys) and a.kv_heads < a.heads:
         stages.append(_plain_products(a, size))
     stages.append(Stage(mlp + _INPUT_BYTES, mask + scores))
-    if a.model_type not in LOOKED_AT and (experts := a.inner_copies // 4) > 1:
+    experts = a.inner_copies // 4
+    if a.model_type not in LOOKED_AT and experts > 1:
         # transformers up to 5.12 weights the experts' outputs in float32, in the order of experts and of tokens.
         outputs = experts * (3 * size * a.intermediate + (2 * size + 8) * a.hidden)
         stages.append(Stage(outputs + (5 * size + 4) * a.hidden + _INPUT_BYTES, mask))
