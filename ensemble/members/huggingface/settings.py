@@ -91,18 +91,10 @@ class HuggingFaceSettings(MemberConfig):
 
     @property
     def computed_as(self) -> str:
-        keys = [
-            "model_name_or_path",
-            "adapter_name_or_path",
-            "gguf_file",
-            "quantization_config",
-            "dtype",
-            "attn_implementation",
-            "max_length",
-            "num_gpus",
-            "prompt_template",
-            "text_column",
-        ]
+        keys = (
+            "model_name_or_path adapter_name_or_path gguf_file quantization_config dtype attn_implementation "
+            "max_length num_gpus prompt_template text_column"
+        ).split()
         if self.torch_compile:
             keys.append("torch_compile")
         return sha256(repr([getattr(self, key, None) for key in keys]).encode()).hexdigest()[:16]

@@ -18,17 +18,8 @@ from ensemble.common.text import listed, plural, similar_file
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor, read_file
 
 # Activations that heads use, by their names in transformers' table (ACT2FN).
-ACTIVATIONS = (
-    "relu",
-    "gelu",
-    "gelu_new",
-    "gelu_pytorch_tanh",
-    "quick_gelu",
-    "silu",
-    "mish",
-    "leaky_relu",
-    "tanh",
-    "sigmoid",
+ACTIVATIONS = tuple(
+    "relu gelu gelu_new gelu_pytorch_tanh quick_gelu silu mish leaky_relu tanh sigmoid".split()
 )
 LINEAR, LAYER_NORM = "linear", "layer_norm"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")

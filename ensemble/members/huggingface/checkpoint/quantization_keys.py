@@ -34,12 +34,8 @@ _PACKAGES: dict[str, tuple[str, ...]] = {
 _NEED_GPU = ("eetq", "fbgemm_fp8", "fp_quant", "higgs", "nvfp4", "spqr", "vptq")
 _NEED_GPU_TO_QUANTIZE = ("fp8", "metal", "mxfp8")
 BOOLEANS = (
-    "load_in_4bit",
-    "load_in_8bit",
-    "bnb_4bit_use_double_quant",
-    "llm_int8_enable_fp32_cpu_offload",
-    "llm_int8_has_fp16_weight",
-)
+    "load_in_4bit load_in_8bit bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight"
+).split()
 _WORDS = {
     "bnb_4bit_quant_type": ("fp4", "nf4"),
     "bnb_4bit_compute_dtype": ("float16", "bfloat16", "float32"),

@@ -21,11 +21,10 @@ from ensemble.members.huggingface.spec import default_max_length
 
 # transformers' tokenizers name their files in VOCAB_FILES_NAMES; the rest is in tokenization_utils_base.py.
 TOKENIZER_FILES = (
-    *("tokenizer*", "*.tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab*", "*vocab.*"),
-    *("merges*", "*.model", "*.spm", "*.tiktoken", "*.codes", "dict.txt", "tekken.json", "*_maps.json"),
-    *("emoji.json", "normalizer.json", "word_*.json", "chat_template*", "*.jinja"),
-    "additional_chat_templates/*.jinja",
-)
+    "tokenizer* *.tokenizer special_tokens_map.json added_tokens.json vocab* *vocab.* merges* *.model *.spm "
+    "*.tiktoken *.codes dict.txt tekken.json *_maps.json emoji.json normalizer.json word_*.json chat_template* "
+    "*.jinja additional_chat_templates/*.jinja"
+).split()
 # A whole tokenizer in one file; every class of transformers 5 that is built on tokenizers reads it.
 _WHOLE = "tokenizer.json"
 # Files that replace those that a class names (tokenization_utils_base.py, from_pretrained).
