@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from ensemble.common.protocol import CommonSpec, with_tuples
 
-# Classes of transformers that load a checkpoint; a backbone has no head.
+# Classes of transformers that load a checkpoint; a backbone is one without its head.
 CLASSIFIER, LANGUAGE_MODEL = "AutoModelForSequenceClassification", "AutoModelForCausalLM"
 BACKBONE = "AutoModel"
 IMAGE_CLASSIFIER = "AutoModelForImageClassification"
