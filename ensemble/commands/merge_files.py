@@ -35,7 +35,7 @@ from ensemble.data.csv_file import csv_cells, csv_lines, header_line
 from ensemble.data.formats import is_plain_csv
 from ensemble.data.ids import all_ids, refuse_repeated_ids
 from ensemble.data.predictions_csv import read_predictions
-from ensemble.members.base import Given, OutputColumns
+from ensemble.members.base import ExternalPredictions, OutputColumns
 from ensemble.members.registry import KINDS, member_kind
 from ensemble.merging.blocks import MergedMember, merge_blocks
 from ensemble.merging.calibration import calibrator
@@ -80,7 +80,7 @@ class _File:
     activation: Activation
     calibration: CalibrationConfig | None
     partial: bool
-    predictions: Callable[[pa.ChunkedArray], Given] | None
+    predictions: Callable[[pa.ChunkedArray], ExternalPredictions] | None
 
 
 def merge_files(

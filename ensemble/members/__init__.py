@@ -1,1 +1,1 @@
-"""What a member can be: one folder for each kind, behind one interface."""
+"""Define the kinds of members: a folder for each, behind one interface."""

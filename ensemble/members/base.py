@@ -1,7 +1,7 @@
-"""What a kind of member is, on the parent's side: ``MemberKind``, and the values that cross its border.
+"""Define ``MemberKind``, the parent's side of a kind of member, and the values that it takes and returns.
 
-docs/extending.md shows how to write one.  Nothing here imports torch; what a worker of a kind does is in the kind's
-``child.py``.
+docs/extending.md shows how to write a kind.  Nothing in this file imports torch; what a worker of a kind does is in
+the kind's ``child.py``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is known of a member without computing anything.
+    """Hold what is known of a member without computing anything.
 
-    ``activation`` says what its values are: "softmax" for probabilities that sum to 1, "sigmoid" for any from 0 to
-    1, "none" for any number.  ``label_order[j]`` is the member's own output column of the config's label ``j``.
-    ``summary`` is what ``validate`` shows of it, in a few words.
+    Attributes:
+        activation: "softmax" for probabilities that sum to 1, "sigmoid" for any values from 0 to 1, "none" for any
+            numbers.
+        label_order: ``label_order[j]`` is the member's output column for the config's label ``j``.
+        summary: a few words for ``validate``.
+        warnings: sentences for the user.
     """
 
     activation: OutputActivation
@@ -44,11 +47,15 @@ class Inspection:
 
 @dataclass(frozen=True)
 class Reads:
-    """What a member reads: columns as they stand, or those in a Jinja template (``prompt_template``).
+    """Name what a member reads of the table.
 
-    ``any_type``: its columns may hold values of any type, not text alone.  ``ids``: its workers get the ids, too.
-    ``files``: one of its columns names files, which count as what its rows hold.  ``row_bytes``: what a row counts
-    as, in bytes of text, where its cells do not tell how much work it is.
+    Attributes:
+        columns: read as they are.
+        template: a Jinja template (``prompt_template``), whose columns are read instead.
+        any_type: whether the columns may hold values of any type, not only text.
+        ids: whether its workers get the ids, too.
+        files: the column that names files; their content counts as the content of the rows.
+        row_bytes: the work of a row in bytes of text, where its cells do not tell.
     """
 
     columns: tuple[str, ...] = ()
@@ -61,19 +68,19 @@ class Reads:
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """What a member asks of the machine, named as its keys in the YAML are.
+    """State what a member asks of the machine, named as its keys in the YAML are.
 
     Attributes:
-        num_gpus: for each replica; 0: the CPU; None: one if there is any, or as many as it needs.
+        num_gpus: for each replica; 0: the CPU; None: one if the machine has a GPU, or as many as it needs.
         replicas: loaded copies that share the rows.
         batch_size: rows of one batch; None: left to the plan.
         max_num_batched_tokens: padded tokens of one batch; None: left to the plan.
-        gpu_memory: bytes that a replica takes of each of its GPUs, CUDA's own included; "all": it is not known, and
-            nobody else shall be there; None: what ``memory`` tells, or its share where GPUs are shared.
+        gpu_memory: bytes that a replica takes of each of its GPUs, including CUDA's context; "all": unknown, so the
+            GPUs are not shared; None: what ``memory`` estimates, or its share where GPUs are shared.
         device_map: the number of a GPU within the lease, "cpu" or "disk" for each part; None: left to the plan.
         max_memory: bytes by the number of a GPU within the lease, or "cpu"; None: left to the plan.
-        offload_folder: where weights go that fit nowhere else.
-        may_offload: whether weights that do not fit can wait outside of the GPU.
+        offload_folder: for weights that fit nowhere else.
+        may_offload: whether weights that do not fit can stay outside the GPU.
     """
 
     num_gpus: int | None = 0
@@ -89,14 +96,14 @@ class ResourceRequest:
 
 @dataclass(frozen=True)
 class Assigned:
-    """What the plan has decided for all replicas of a member.
+    """Hold what the plan has decided for all replicas of a member.
 
     Attributes:
         gpus: of each replica; 0: the CPU.
-        dtype: what dtype: auto means on these GPUs; "auto" where only a worker can tell.
-        attention: what its workers are told to take; None where only they can see the architecture.
-        capability: the compute capability that this was decided for; None: the CPU, or not known.
-        footprint: a replica's memory, where it is known.
+        dtype: what ``dtype: auto`` means on these GPUs; "auto" where only a worker can tell.
+        attention: for its workers; None where only they can see the architecture.
+        capability: the compute capability that the plan is for; None: the CPU, or not known.
+        footprint: a replica's memory; None: not known.
     """
 
     gpus: int
@@ -108,7 +115,7 @@ class Assigned:
 
 @dataclass(frozen=True)
 class OutputColumns:
-    """The columns of every member's predictions, by the config; and the table's folder, where paths in it start."""
+    """Name the columns of every member's predictions, and the folder where relative paths in the table start."""
 
     id_column: str
     labels: tuple[str, ...]
@@ -116,13 +123,13 @@ class OutputColumns:
 
 
 @dataclass(frozen=True)
-class Given:
-    """Predictions that need no worker.
+class ExternalPredictions:
+    """Hold predictions that were made elsewhere and need no worker.
 
     Attributes:
-        values: float64 [rows, labels], in the order of the table and of the config's labels; NaN in the rows that a
-            kind lacks that may lack rows.
-        ignored_ids: how many ids there were that the table does not have.
+        values: float64 [rows, labels], in the order of the table and of the config's labels; a row that is missing
+            (``may_lack_rows``) is NaN.
+        ignored_ids: the number of ids that the table does not have.
     """
 
     values: npt.NDArray[np.float64]
@@ -131,19 +138,19 @@ class Given:
 
 @dataclass(frozen=True)
 class Draft:
-    """What a first config would say of a member.
+    """Propose a member for a first config.
 
     Attributes:
-        settings: its keys beside ``name``, ``weight`` and what it reads.
-        labels: its own, in its order; None where nobody knows them.
-        are_named: False where they only count, as LABEL_0 and LABEL_1 do.
-        max_length: tokens that it can read of a row; None: it reads none, or as many as there are.
+        settings: its keys other than ``name``, ``weight`` and what it reads.
+        labels: the member's labels, in its order; None: not known.
+        are_named: False for numbered labels such as LABEL_0 and LABEL_1.
+        max_length: the tokens of a row that it can read; None: it reads no tokens, or any number.
         reads_text: whether it needs ``prompt_template`` or ``text_column``.
-        labels_are_columns: of a file; where they are named otherwise, ``columns`` says which are which.
-        of_labels: a key, and what stands there for each label of the config, as a first guess.
-        guess: what to look at of that guess.
-        file_keys: of one that reads files: the keys of the column that names them, of their folder and of what
-            stands behind each cell.
+        labels_are_columns: whether the labels are columns of a file; ``columns`` maps those of other names.
+        of_labels: a key that maps each label of the config, and a function that guesses the value for a label.
+        guess: what the user should check about that guess.
+        file_keys: for a member that reads files: the keys for the column of file names, their folder and their
+            suffix.
     """
 
     settings: Mapping[str, Any]
@@ -158,15 +165,18 @@ class Draft:
 
     @property
     def is_model(self) -> bool:
-        """Whether it computes its predictions, of labels in an order of its own."""
+        """Whether the member computes its predictions."""
         return self.reads_text or self.file_keys is not None
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings that ``tune`` can try: ``name`` says them in a word or two, ``keys`` as the YAML has them.
+    """Hold settings that ``tune`` can try.
 
-    ``pays_from_seconds`` is what computing the whole table must take without them for a trial to be worth it.
+    Attributes:
+        name: a word or two for the user.
+        keys: the settings as in the YAML.
+        pays_from_seconds: how long the whole table must take without these settings for a trial to be worth it.
     """
 
     name: str
@@ -176,11 +186,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class RanWith:
-    """What a worker of a member took, by itself or as it was told; None where it has none.
-
-    Attributes:
-        tokens: of the rows that it computed.
-    """
+    """Hold the settings that a worker ran with; ``tokens`` counts those of the rows that it computed."""
 
     dtype: str | None = None
     attention: str | None = None
@@ -193,14 +199,17 @@ I = TypeVar("I", bound=Inspection)  # noqa: E741
 
 
 class MemberKind(ABC, Generic[S, I]):
-    """A member of a run; each subclass is a kind of member, and its instances hold nothing but their settings.
+    """Describe a member of a run; each subclass is a kind, and an instance holds only its settings.
 
-    ``settings`` is one of ``Settings``, whose ``task_type`` names the kind. Either it needs workers, and
-    ``child`` is the module that they run (see ``predictor.Child``), or it has its predictions already.
-    ``activation_key`` is the key that says what its values are, for advice; empty where there is none.
-    ``rows_advice`` is what to do where predictions that it has already are not what they should be. Problems are
-    sentences that begin with the key that they are about, such as "num_gpus: ..."; errors are ``EnsembleError``
-    of exit code 2 with every problem found.
+    A member either needs workers or has its predictions already.  Problems are sentences that begin with their key,
+    such as "num_gpus: ..."; errors are an ``EnsembleError`` of exit code 2 with all problems.
+
+    Attributes:
+        Settings: the type of ``settings``; its ``task_type`` names the kind.
+        needs_worker: whether workers compute its predictions.
+        child: the module that its workers run (see ``predictor.Child``).
+        activation_key: the key that says what its values are, for advice; empty: there is no such key.
+        rows_advice: what to do about wrong values in predictions that it has already.
     """
 
     Settings: ClassVar[type[MemberConfig]]
@@ -214,47 +223,47 @@ class MemberKind(ABC, Generic[S, I]):
 
     @classmethod
     def draft(cls, source: str, id_column: str) -> Draft | None:
-        """A member of this kind made of ``source``, a path or another name; None where it is nothing of this kind.
+        """Propose a member of this kind from ``source``, a path or a name; None if ``source`` is of another kind.
 
         Raises:
-            EnsembleError: it seems to be, and cannot be used.
+            EnsembleError: ``source`` is of this kind but cannot be used.
         """
         return None
 
     @property
     def may_lack_rows(self) -> bool:
-        """Whether it may be complete with some of the table's rows only; its predictions hold no others."""
+        """Whether the member is complete with predictions for only some of the table's rows."""
         return False
 
     def request(self) -> ResourceRequest:
-        """What its workers ask of the machine."""
+        """Return what the member's workers ask of the machine."""
         return ResourceRequest()
 
     def reads(self) -> Reads:
-        """What it reads of the table."""
+        """Return what the member reads of the table."""
         return Reads()
 
     def sources(self) -> tuple[str, ...]:
-        """The files and folders that it is made of; a name on the hub among them does no harm.
+        """Return the member's files and folders, which a run watches and never writes to.
 
-        A run watches them, and writes nothing there.
+        Names on the hub may be among them.
         """
         return ()
 
     def hub_files(self, inspected: I) -> tuple[HubFile, ...]:
-        """Of what it has from the hub, a file of each folder."""
+        """Return one file from each of its folders that came from the hub."""
         return ()
 
     @abstractmethod
     def inspect(self, columns: OutputColumns) -> I:
-        """Look at what it is made of, without computing anything.
+        """Read the member's files, without computing anything.
 
         Raises:
-            EnsembleError: what makes a run impossible.
+            EnsembleError: the member cannot run.
         """
 
     def problems(self, inspected: I | None, any_gpu: bool) -> Iterator[str]:
-        """What is wrong with its settings beside what ``inspect`` found.
+        """Yield problems of the settings that ``inspect`` does not raise.
 
         Args:
             inspected: None where ``inspect`` failed.
@@ -263,19 +272,19 @@ class MemberKind(ABC, Generic[S, I]):
         return iter(())
 
     def warnings(self, inspected: I) -> Iterator[str]:
-        """What is to be said of its settings before a run, key first."""
+        """Yield warnings about the settings, each beginning with its key."""
         return iter(())
 
     def packages(self, inspected: I | None) -> Iterator[tuple[str, str]]:
-        """Packages that it needs and that are not installed with this one; each with ".key" that needs it."""
+        """Yield each optional package that the member needs, with the ".key" that needs it."""
         return iter(())
 
     def memory(self, inspected: I, lengths: npt.NDArray[np.int64], labels: int) -> MemoryEstimate | None:
-        """What a replica takes; None: not known, and it may run anywhere.
+        """Estimate the memory of a replica; None: not known, and it may run anywhere.
 
         Args:
-            lengths: bytes of all that it reads of each row, [rows].
-            labels: how many values it gives for a row.
+            lengths: bytes that it reads of each row, int64 [rows].
+            labels: the number of values that it returns for a row.
 
         Raises:
             EnsembleError: a file is broken.
@@ -284,28 +293,28 @@ class MemberKind(ABC, Generic[S, I]):
 
     @abstractmethod
     def fingerprint(self, inspected: I, assigned: Assigned) -> Mapping[str, object]:
-        """All that its numbers depend on beside files and rows, as JSON or YAML can hold it.
+        """Return all that the member's numbers depend on other than files and rows, as JSON or YAML can hold it.
 
-        Its shards of an earlier run are reused where this, ``content`` and the rows are the same.
+        Shards of an earlier run are reused where this value, ``content`` and the rows are the same.
         """
 
     def predicted_by(self) -> dict[str, object]:
-        """The keys of the config that its predictions may depend on, with their values: those of no device."""
-        of_devices = {field.name for field in fields(ResourceRequest)}
-        return self.settings.model_dump(exclude={"name", *MERGE_KEYS, *of_devices})
+        """Return the config's keys and values that its predictions may depend on; keys of devices are left out."""
+        device_keys = {field.name for field in fields(ResourceRequest)}
+        return self.settings.model_dump(exclude={"name", *MERGE_KEYS, *device_keys})
 
     @abstractmethod
     def content(self, inspected: I, files: FileDigests) -> Mapping[str, str]:
-        """What its files hold, as digests in hexadecimal by what they are, in a word: "weights", "tokenizer".
+        """Return hexadecimal digests of its files, by a word that says what they hold: "weights", "tokenizer".
 
         Raises:
-            EnsembleError: a file cannot be read, or is being written to.
+            EnsembleError: a file cannot be read, or changes while it is read.
         """
 
     def worker_settings(
         self, inspected: I, assigned: Assigned, offload_folder: Path | None
     ) -> Mapping[str, Any]:
-        """What a worker of it is told beside what all are told, as JSON can hold it; for kinds with workers.
+        """Return the settings for a worker, other than the common ones, as JSON can hold them.
 
         Args:
             offload_folder: for this worker alone, where the request names one.
@@ -313,30 +322,30 @@ class MemberKind(ABC, Generic[S, I]):
         raise NotImplementedError
 
     def environment(self) -> Mapping[str, str]:
-        """What is set in the environment of its workers that have GPUs, before they start."""
+        """Return environment variables for its workers on GPUs, which are set before they start."""
         return {}
 
     def candidates(
         self, inspected: I, assigned: Assigned, ran_with: RanWith | None = None
     ) -> Sequence[Sequence[Candidate]]:
-        """Settings that may be faster and change numbers a little, for ``tune``; none: there is nothing to choose.
+        """Return groups of settings for ``tune`` that may be faster and change numbers a little.
 
-        The first group are precisions, the widest first: what the others are held against.  Each further group is
-        tried with the best of the groups before it, the last one with as many workers side by side as are best.
+        The first group holds precisions, the widest first: others are compared with it.  Each further group is
+        tried with the best of the groups before it, the last group with the best number of workers, too.
 
         Args:
-            ran_with: what the best so far ran with; None: nothing has run yet, and as many are given as there
-                usually are.
+            ran_with: the settings of the best candidate so far; None: nothing has run yet, and the usual values
+                are assumed.
         """
         return ()
 
-    def predictions(self, ids: pa.ChunkedArray, columns: OutputColumns) -> Given:
-        """All of its predictions, for kinds without workers; the caller looks whether they are probabilities.
+    def predictions(self, ids: pa.ChunkedArray, columns: OutputColumns) -> ExternalPredictions:
+        """Return all of its predictions, for kinds without workers; the caller checks that they are probabilities.
 
         Args:
             ids: of the table's rows, text, unique.
 
         Raises:
-            DataError: they cannot be had.
+            DataError: the predictions cannot be read.
         """
         raise NotImplementedError

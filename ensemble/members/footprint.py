@@ -1,6 +1,6 @@
-"""What one replica of a member takes of a device: the terms in which kinds say it and the planner plans.
+"""Describe the memory that a replica of a member takes on a device; kinds fill this in, the planner reads it.
 
-Arithmetic only; how a kind comes to its numbers is its own business.
+This file only calculates; each kind decides how it gets its numbers.
 """
 
 from __future__ import annotations
@@ -10,28 +10,30 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# Padded tokens a batch; more does not make a GPU faster, and a CPU is at its best with fewer.
+# Padded tokens of a batch; more do not make a GPU faster, and a CPU is fastest with fewer.
 GPU_TOKEN_BUDGET = 16384
 CPU_TOKEN_BUDGET = 2048
-# Batches that a chunk has at least for each GPU over which a member is spread: while the last one computes one of
-# them, those before it compute the next ones, but at a chunk's beginning and end they wait for each other.
+# The least batches of a chunk for each GPU over which a member is spread: while the last GPU computes a batch, the
+# GPUs before it compute the next ones, but at the beginning and end of a chunk they wait for each other.
 BATCHES_PER_STAGE = 8
-# Fewer tokens than this in a batch cost a GPU more than waiting does.
+# A batch of fewer tokens costs a GPU more time than waiting does.
 MIN_STAGE_TOKENS = 2048
-# Of a device, what is not planned with: fragments, estimates, and programs that come later.
+# The share of a device that stays free: for fragments, wrong estimates, and programs that start later.
 RESERVE_SHARE = 0.05
 # A GPU's compute capability, such as (8, 0).
 Capability = tuple[int, int]
-# Rows narrower than this count as if they were so wide in ``Activation.line``.
+# Narrower rows count as this wide in ``Activation.line``.
 _MIN_WIDTH = 16
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What a loaded model holds.
+    """Hold the size of a loaded model.
 
-    ``parameters`` counts packed weights as what they stand for; ``embedding_parameters`` of them are only looked
-    up.  ``largest_layer_bytes`` is the largest block that stays on one device.
+    Attributes:
+        parameters: a packed weight counts as all the weights that it stands for.
+        largest_layer_bytes: the largest block that stays on one device.
+        embedding_parameters: those of the parameters that are only looked up.
     """
 
     parameters: int
@@ -42,7 +44,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Stage:
-    """A moment of the forward pass: the bytes alive per padded token, per pair of tokens of a row, and per row."""
+    """Hold the bytes alive at a moment of the forward pass: per padded token, pair of a row's tokens, and row."""
 
     bytes_per_token: float
     bytes_per_token_pair: float
@@ -51,7 +53,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Activation:
-    """The peak of a forward pass beside the weights: the worst of its stages.
+    """Calculate the peak memory of a forward pass without the weights: the largest of its stages.
 
     ``fixed_bytes`` does not depend on the batch.
     """
@@ -60,24 +62,24 @@ class Activation:
     fixed_bytes: int
 
     def bytes(self, padded_tokens: int, width: int) -> int:
-        """For a batch of rows ``width`` tokens wide that hold ``padded_tokens`` together."""
+        """Return the bytes for a batch of ``padded_tokens``, with rows ``width`` tokens wide."""
         return self.fixed_bytes + math.ceil(padded_tokens * self._per_token(width))
 
     def max_tokens(self, available_bytes: int, width: int) -> int:
-        """Padded tokens of a batch of rows ``width`` tokens wide that takes at most ``available_bytes``."""
+        """Return the most padded tokens that fit into ``available_bytes``, with rows ``width`` tokens wide."""
         return max(0, int((available_bytes - self.fixed_bytes) / self._per_token(width)))
 
     def line(self, width: int) -> tuple[float, float]:
-        """Bytes per token and per token pair, without the fixed ones: one line instead of the stages.
+        """Return bytes per token and per token pair, without the fixed bytes: a line that replaces the stages.
 
-        Right for rows ``width`` tokens wide; never too low for narrower ones, since the worst of the stages
-        is convex in the width and the line its chord.
+        The line is exact for rows ``width`` tokens wide and never too low for narrower ones, since the maximum of
+        the stages is convex in the width and the line is its chord.
         """
         if width <= _MIN_WIDTH:
             return self._per_token(width), 0.0
         narrow, wide = self._per_token(_MIN_WIDTH), self._per_token(width)
         slope = (wide - narrow) / (width - _MIN_WIDTH)
-        # Falls where a row's own bytes weigh more than its pairs: then the narrowest rows decide.
+        # Where the bytes per row outweigh those per pair, the line falls and the narrowest rows decide.
         return (narrow - slope * _MIN_WIDTH, slope) if slope >= 0 else (narrow, 0.0)
 
     def _per_token(self, width: int) -> float:
@@ -89,11 +91,13 @@ class Activation:
 
 @dataclass(frozen=True)
 class Footprint:
-    """A replica's memory; all of it is an estimate from the checkpoint's files.
+    """Estimate a replica's memory from the checkpoint's files.
 
-    ``width`` is the longest row to come, in tokens; ``context_bytes`` is what CUDA itself takes on each device,
-    or the process on a CPU.  ``mapped_bytes`` of a file count as a process's memory while weights of another type
-    are made of them; the system takes them back where memory is short.
+    Attributes:
+        context_bytes: what CUDA takes on each device, or the process on a CPU.
+        mapped_bytes: of files that count as the process's memory while weights are converted to another type; the
+            system reclaims them where memory is short.
+        width: tokens of the longest row.
     """
 
     weights: Weights
@@ -106,53 +110,55 @@ class Footprint:
     width: int
 
     def resident_bytes(self, gpus: int) -> int:
-        """Per device, before the first batch, on ``gpus`` devices (0: the CPU)."""
+        """Return the bytes per device before the first batch, on ``gpus`` devices (0: the CPU)."""
         share = self.weights.bytes if gpus < 2 else math.ceil(self.weights.bytes / gpus)
-        # Layers are not cut: one device can have most of a layer more than its share.
+        # Layers are not split: a device can get almost a layer more than its share.
         uneven = self.weights.largest_layer_bytes if gpus > 1 else 0
         return min(self.weights.bytes, share + uneven) + self.context_bytes
 
     def peak_bytes(self, gpus: int, padded_tokens: int, width: int | None = None) -> int:
-        """Per device, with a batch of ``padded_tokens`` of rows as wide as the longest, or as ``width``."""
+        """Return the bytes per device with a batch of ``padded_tokens``, by default of the longest rows."""
         batch = self.activation.bytes(padded_tokens, width or self.width)
         return self.resident_bytes(gpus) + max(batch, 0 if gpus else self.mapped_bytes)
 
-    def token_budget(self, gpus: int, room_bytes: int) -> int:
-        """Padded tokens of the longest rows that a batch may hold; 0 where not even one such row fits."""
-        tokens = self.activation.max_tokens(room_bytes - self.resident_bytes(gpus), self.width)
+    def token_budget(self, gpus: int, free_bytes: int) -> int:
+        """Return the padded tokens that a batch of the longest rows may hold; 0 if not even one such row fits."""
+        tokens = self.activation.max_tokens(free_bytes - self.resident_bytes(gpus), self.width)
+        if tokens < self.width:
+            return 0
         max_tokens = GPU_TOKEN_BUDGET if gpus else CPU_TOKEN_BUDGET
-        return max(self.width, min(max_tokens, tokens)) if tokens >= self.width else 0
+        return max(self.width, min(max_tokens, tokens))
 
 
 class MemoryEstimate(ABC):
-    """What is known of a member's memory before it is loaded.
+    """Estimate a member's memory before it is loaded.
 
     Attributes:
-        max_length: the tokens that a row may have; what is longer is cut.
+        max_length: tokens of a row; longer rows are cut.
     """
 
     max_length: int
 
     @abstractmethod
     def footprint(self, gpus: int, capability: Capability | None) -> Footprint | None:
-        """What a replica takes on ``gpus`` such devices (0: the CPU); None where too little is known."""
+        """Return a replica's memory on ``gpus`` such devices (0: the CPU); None where too little is known."""
 
     def dtype(self, gpus: int, capability: Capability | None) -> str:
-        """The type of the weights there, where there is no footprint to say it; "auto": only a worker can tell."""
+        """Return the type of the weights where there is no footprint; "auto": only a worker can tell."""
         return "auto"
 
     def attention(self, dtype: str, gpus: int, capability: Capability | None) -> str | None:
-        """The attention that a worker is told to take there; None: its own choice."""
+        """Return the attention for the workers; None: they choose."""
         return None
 
     def problem(self) -> str:
-        """Why it cannot run on any device, key first; empty where it can."""
+        """Return why the member can run on no device, key first; empty if it can."""
         return ""
 
     def smaller(self, capability: Capability | None) -> Iterator[tuple[str, Footprint]]:
-        """Keys with values, as the YAML has them, that would make it smaller, and what it then takes on one GPU."""
+        """Yield YAML keys with values that would make the member smaller, each with its memory on one GPU."""
         return iter(())
 
     def with_flash_attention(self) -> MemoryEstimate | None:
-        """The same where flash-attention 2 works, which only a process with torch can tell; None: no difference."""
+        """Return the estimate for devices where flash-attention 2 works; None: it makes no difference."""
         return None

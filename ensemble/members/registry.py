@@ -1,6 +1,6 @@
-"""The kinds of members by their ``task_type``: a folder and a line each.
+"""Register the kinds of members by their ``task_type``: each is a folder and a line.
 
-Installed packages bring further ones by entry points of the group ``ensemble.member_kinds``.
+Installed packages add kinds by entry points of the group ``ensemble.member_kinds``.
 """
 
 from __future__ import annotations
@@ -28,5 +28,5 @@ KINDS: Registry[MemberKind[Any, Any]] = Registry(
 
 
 def member_kind(settings: MemberConfig) -> MemberKind[Any, Any]:
-    """A member of the kind that its settings name."""
+    """Return a member of the kind that its settings name."""
     return KINDS.load(settings.task_type)(settings)

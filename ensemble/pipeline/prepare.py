@@ -31,7 +31,7 @@ from ensemble.data.row_files import FileCells
 from ensemble.data.submission import Sample, read_sample
 from ensemble.data.table import InputTable, TableNeeds, read_table
 from ensemble.data.template import PromptTemplate
-from ensemble.members.base import Given, Inspection, MemberKind, OutputColumns
+from ensemble.members.base import ExternalPredictions, Inspection, MemberKind, OutputColumns
 from ensemble.members.registry import member_kind
 from ensemble.merging.blocks import block_spans
 from ensemble.merging.row_checks import RowCheck
@@ -519,7 +519,7 @@ def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Pre
 
 def given_predictions(
     kind: MemberKind[Any, Any], inspected: Inspection, table: InputTable, columns: OutputColumns
-) -> Given:
+) -> ExternalPredictions:
     """The predictions of a member that needs no worker, once they are what predictions should be.
 
     Raises:

@@ -1,7 +1,7 @@
-"""PURE: the texts of labels -> their token ids, and what is wrong with them.
+"""Turn the texts of labels into token ids, and check them.
 
-The parent asks the checkpoint's ``tokenizer.json``, so that mistakes are found before anything loads; the worker
-asks the tokenizer itself.  Nothing here depends on the rows; ``follows`` tells where a prompt joins with a label.
+The parent uses the checkpoint's ``tokenizer.json``, so that mistakes are found before anything loads; the worker
+uses the tokenizer itself.  Only ``follows`` depends on the rows.
 """
 
 from __future__ import annotations
@@ -9,41 +9,43 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 Encode = Callable[[str], Sequence[int]]
-# Texts behind which a label is looked at.  By itself it would get the space that some tokenizers put before the
-# first word of a text; the first of these that does not join with it decides.
+# A label's text is tokenized behind one of these: alone it would get the space that some tokenizers put before the
+# first word of a text.  The first anchor that does not merge with the text decides.
 _ANCHORS = (":", "\n", "")
 
 
 def label_ids(encode: Encode, text: str) -> tuple[int, ...]:
-    """The tokens of a label's text where other text stands before it.
+    """Return the tokens of a label's text behind other text.
 
     Args:
-        encode: token ids of a text, without special tokens around it.
+        encode: returns the token ids of a text, without special tokens.
     """
     for anchor in _ANCHORS:
-        before, whole = tuple(encode(anchor)) if anchor else (), tuple(encode(anchor + text))
-        if whole[: len(before)] == before:
-            return whole[len(before) :]
+        anchor_ids = tuple(encode(anchor)) if anchor else ()
+        ids = tuple(encode(anchor + text))
+        if ids[: len(anchor_ids)] == anchor_ids:
+            return ids[len(anchor_ids) :]
     raise AssertionError("no text at all joins with nothing")
 
 
 def token_problems(
     ids: Mapping[str, Sequence[int]], special: Mapping[int, str], single_token: bool
 ) -> Iterator[str]:
-    """Why labels cannot be told apart by these tokens, one sentence each, key first.
+    """Yield why these tokens do not tell the labels apart, a sentence each, key first.
 
     Args:
-        ids: each label's.
-        special: the tokenizer's ids for padding, begin, end and unknown, with their names, such as pad_token.
-        single_token: each label must be one token.
+        ids: by label.
+        special: the names of the tokenizer's special tokens, such as pad_token, by id.
+        single_token: whether each label must be a single token.
     """
-    seen: dict[tuple[int, ...], str] = {}
+    label_by_tokens: dict[tuple[int, ...], str] = {}
     for label, tokens in ids.items():
         where = f"label_tokens.{label}"
         if not tokens:
             yield f"{where}: its text comes to no token at all"
             continue
-        if name := next((special[token] for token in tokens if token in special), None):
+        name = next((special[token] for token in tokens if token in special), None)
+        if name is not None:
             yield (
                 f"{where}: its text holds the tokenizer's {name}, which stands for no text; take another word"
             )
@@ -52,11 +54,11 @@ def token_problems(
                 f"{where}: its text is {len(tokens)} tokens, and single_token demands one; take another word, or "
                 "one with or without the space before it"
             )
-        if (other := seen.setdefault(tuple(tokens), label)) != label:
+        other = label_by_tokens.setdefault(tuple(tokens), label)
+        if other != label:
             yield f"{where}: its text has the same tokens as that of label_tokens.{other}; take another word"
 
 
 def follows(encode: Encode, prompt: str, text: str, ids: Sequence[int]) -> bool:
-    """Whether the tokenizer makes these tokens of a label's text behind this prompt, too."""
-    whole, before = tuple(encode(prompt + text)), tuple(encode(prompt))
-    return whole == (*before, *ids)
+    """Whether the tokenizer makes the same tokens of a label's text behind this prompt."""
+    return list(encode(prompt + text)) == [*encode(prompt), *ids]

@@ -1,4 +1,4 @@
-"""Language models that are scored at label tokens, on the parent's side."""
+"""Describe language models that are scored at label tokens, on the parent's side."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from ensemble.members.base import Assigned, Draft, OutputColumns
 from ensemble.members.causal_lm.label_tokens import label_ids, token_problems
 from ensemble.members.causal_lm.settings import CausalSettings
 from ensemble.members.footprint import MemoryEstimate
-from ensemble.members.huggingface.checkpoint.architecture import read_architecture
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
-from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, is_language_model, read_checkpoint
-from ensemble.members.huggingface.checkpoint.tokenizer_files import stored_encode, tokenizer_limit
+from ensemble.members.huggingface.checkpoint.inspect import (
+    Checkpoint,
+    is_language_model,
+    read_checkpoint,
+    row_limit,
+)
+from ensemble.members.huggingface.checkpoint.tokenizer_files import stored_encode
 from ensemble.members.huggingface.checkpoint.transformers_source import MODELS, modeling_source, table
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.huggingface.spec import LANGUAGE_MODEL
@@ -28,19 +32,22 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-@lru_cache(maxsize=16)
-def _ids(folder: Path, changed_ns: int, texts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """Tokens of labels' texts, while the tokenizer's file stays the same; none where nobody can read it."""
-    encode = stored_encode(folder)
-    return () if encode is None else tuple(label_ids(encode, text) for text in texts)
-
-
 _OTHER_HEADS = ("ForSequenceClassification", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
+@lru_cache(maxsize=16)
+def _token_ids(folder: Path, changed_ns: int, texts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each text; empty if the tokenizer cannot be read here.
+
+    ``changed_ns`` is part of the cache's key, so that a changed tokenizer is read again.
+    """
+    encode = stored_encode(folder)
+    return () if encode is None else tuple(label_ids(encode, text) for text in texts)
+
+
 class CausalLanguageModel(TextCheckpoint[CausalSettings]):
-    """A language model, loaded by transformers, and the texts that stand for the labels."""
+    """Describe a language model that transformers loads, and the texts that stand for the labels."""
 
     Settings: ClassVar[type[MemberConfig]] = CausalSettings
     child: ClassVar[str] = "ensemble.members.causal_lm.child"
@@ -54,18 +61,15 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
         config = read_config(path, f"{source}: its config.json")
         if not is_language_model(config, path.parent):
             return None
-        architecture = read_architecture(config)
-        limits = [tokenizer_limit(path.parent), architecture.max_positions if architecture else None]
         is_chat = _has_chat_template(path.parent)
+        settings: dict[str, Any] = {"task_type": "causal_lm", "model_name_or_path": source}
+        if is_chat:
+            settings["apply_chat_template"] = True
         return Draft(
-            settings={
-                "task_type": "causal_lm",
-                "model_name_or_path": source,
-                **({"apply_chat_template": True} if is_chat else {}),
-            },
+            settings=settings,
             labels=None,
             are_named=False,
-            max_length=min((int(limit) for limit in limits if limit is not None), default=None),
+            max_length=row_limit(config, path.parent),
             of_labels=("label_tokens", str if is_chat else " {}".format),
             guess="what the model would say for each label; and let the prompt end with the question",
         )
@@ -75,8 +79,9 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
         name = model.model_name_or_path
         files = read_checkpoint(model, self.auto_class)
         problems = [*self._token_problems(files.folder)]
-        if other := next((head for head in _OTHER_HEADS if files.architecture.endswith(head)), None):
-            task = " (task_type: seq_cls runs it)" if other == _OTHER_HEADS[0] else ""
+        other_head = next((head for head in _OTHER_HEADS if files.architecture.endswith(head)), None)
+        if other_head is not None:
+            task = " (task_type: seq_cls runs it)" if other_head == _OTHER_HEADS[0] else ""
             problems.append(
                 f"{name} ({files.architecture}) has no head over the vocabulary; name a language model{task}"
             )
@@ -84,59 +89,61 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
             problems.append(
                 f"{name} is an encoder with a decoder; causal_lm runs models that are decoders alone"
             )
-        known, kind = table(*MODELS[self.auto_class]), str(files.config.get("model_type", ""))
-        # As its own class warns, in the log of a worker that nobody reads.
-        is_encoder = "as a standalone, add `is_decoder=True" in (modeling_source(kind, self.auto_class) or "")
-        if known and files.config and kind not in known and not model.trust_remote_code:
+        model_types = table(*MODELS[self.auto_class])
+        model_type = str(files.config.get("model_type", ""))
+        # Its class warns so, but only in the log of a worker.
+        source = modeling_source(model_type, self.auto_class) or ""
+        is_encoder = "as a standalone, add `is_decoder=True" in source
+        if model_types and files.config and model_type not in model_types and not model.trust_remote_code:
             problems.append(
-                f"{name}: transformers has no language model of the kind {kind!r}; name another one"
+                f"{name}: transformers has no language model of the kind {model_type!r}; name another one"
             )
         elif is_encoder and not files.config.get("is_decoder"):
             problems.append(
                 f"{name} ({files.architecture}) is an encoder: its tokens see those behind them, and what comes "
                 "next cannot be asked of it; name a language model"
             )
-        if model.apply_chat_template and (problem := self._chat_problem(files.folder)):
-            problems.append(problem)
+        if model.apply_chat_template:
+            problems += self._chat_problems(files.folder)
         if problems:
             raise CheckpointError(problems)
         return files.checkpoint(model, "softmax", tuple(range(len(columns.labels))))
 
-    def _known(self, folder: Path) -> tuple[tuple[int, ...], ...]:
-        """Tokens of each label's text and of ``fixed_text`` by the folder's ``tokenizer.json``.
-
-        Empty where only the worker can tell.
-        """
+    def _text_ids(self, folder: Path) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of each label's text and of ``fixed_text``; empty where only the worker can tell."""
         path, model = folder / "tokenizer.json", self.settings
         if not path.is_file() or model.gguf_file is not None or model.trust_remote_code:
             return ()
-        return _ids(folder, path.stat().st_mtime_ns, (*model.label_tokens.values(), self.fixed_text()))
+        return _token_ids(folder, path.stat().st_mtime_ns, (*model.label_tokens.values(), self.fixed_text()))
 
     def _label_ids(self, folder: Path) -> dict[str, tuple[int, ...]]:
-        return dict(zip(self.settings.label_tokens, self._known(folder)[:-1], strict=False))
+        return dict(zip(self.settings.label_tokens, self._text_ids(folder)[:-1], strict=False))
 
     def fixed_text(self) -> str:
         return (self.settings.system_instruction or "") + super().fixed_text()
 
-    def room(self, inspected: Checkpoint) -> int | None:
-        room = super().room(inspected)
+    def max_prompt_tokens(self, inspected: Checkpoint) -> int | None:
+        tokens = super().max_prompt_tokens(inspected)
         ids = self._label_ids(inspected.folder)
-        return room if room is None or not ids else room - max(map(len, ids.values())) + 1
+        if tokens is None or not ids:
+            return tokens
+        # All tokens of a label but its last follow the prompt.
+        return tokens - max(map(len, ids.values())) + 1
 
     def cut_problems(self, inspected: Checkpoint | None) -> Iterator[str]:
         yield from super().cut_problems(inspected)
-        # What is cut of a prompt is its beginning, of all rows alike.
+        # A problem, not only a warning: prompts are cut at the beginning, which is the same text in all rows.
         if inspected is not None and self.settings.truncation is None:
-            yield from self.excess(inspected)
+            yield from self.fixed_text_problems(inspected)
 
     def _token_problems(self, folder: Path) -> Iterator[str]:
-        model = self.settings
-        if not (ids := self._label_ids(folder)):
+        ids = self._label_ids(folder)
+        if not ids:
             return
-        stored = read_json(folder / "tokenizer.json")
-        numbers = {
+        tokenizer = read_json(folder / "tokenizer.json")
+        id_by_token = {
             token.get("content"): token.get("id")
-            for token in stored.get("added_tokens") or ()
+            for token in tokenizer.get("added_tokens") or ()
             if isinstance(token, dict)
         }
         settings = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
@@ -144,23 +151,21 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
         for name in _SPECIAL:
             token = settings.get(name)
             token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str) and isinstance(number := numbers.get(token), int):
-                special.setdefault(number, name)
-        yield from token_problems(ids, special, model.single_token)
+            token_id = id_by_token.get(token) if isinstance(token, str) else None
+            if isinstance(token_id, int):
+                special.setdefault(token_id, name)
+        yield from token_problems(ids, special, self.settings.single_token)
 
-    def _chat_problem(self, folder: Path) -> str:
-        """Why there is no chat template; empty where there is one, or where only the worker can tell."""
+    def _chat_problems(self, folder: Path) -> Iterator[str]:
+        """Yield a sentence if there is no chat template; none where only the worker can tell."""
         model = self.settings
         if not Path(model.model_name_or_path).is_dir() or model.gguf_file is not None:
-            return ""
-        if _has_chat_template(folder):
-            return ""
-        if "chat_template" in model.tokenizer_kwargs:
-            return ""
-        return (
-            f"apply_chat_template: the tokenizer of {model.model_name_or_path} has no chat template; copy "
-            "chat_template.jinja, or leave the key out and write the prompt yourself"
-        )
+            return
+        if not _has_chat_template(folder) and "chat_template" not in model.tokenizer_kwargs:
+            yield (
+                f"apply_chat_template: the tokenizer of {model.model_name_or_path} has no chat template; copy "
+                "chat_template.jinja, or leave the key out and write the prompt yourself"
+            )
 
     def memory(
         self, inspected: Checkpoint, lengths: npt.NDArray[np.int64], labels: int
@@ -168,13 +173,13 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
         from ensemble.members.huggingface.memory.estimate import checkpoint_memory
 
         ids = self._label_ids(inspected.folder)
-        # Of a text whose tokenizer is not there each byte may be a token.
+        # Where the tokenizer cannot be read, each byte of a text may be a token.
         texts = self.settings.label_tokens.values()
         positions = max(map(len, ids.values())) if ids else max(len(text.encode()) for text in texts)
-        known = checkpoint_memory(self.settings, inspected, lengths, labels, vocabulary_positions=positions)
-        # What prompts begin with is mostly the template's text; the rest of that is counted, too.
-        fixed = len(self._known(inspected.folder)[-1]) if ids else len(self.fixed_text().encode())
-        return replace(known, shared_tokens=min(known.max_length, fixed))
+        memory = checkpoint_memory(self.settings, inspected, lengths, labels, vocabulary_positions=positions)
+        # Counts all text of the template, although only the text before the first column is shared.
+        fixed_tokens = len(self._text_ids(inspected.folder)[-1]) if ids else len(self.fixed_text().encode())
+        return replace(memory, shared_tokens=min(memory.max_length, fixed_tokens))
 
     def fingerprint(self, inspected: Checkpoint, assigned: Assigned) -> Mapping[str, object]:
         model = self.settings

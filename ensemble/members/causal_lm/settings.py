@@ -1,4 +1,4 @@
-"""The keys of a language model that is scored at label tokens."""
+"""Define the keys of a language model that is scored at label tokens."""
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
@@ -60,9 +60,9 @@ class CausalSettings(TextSettings):
             )
         if len(labels) == 1:
             yield ("label_tokens",), "there must be two labels or more to choose from"
-        first_label: dict[str, str] = {}
+        label_by_text: dict[str, str] = {}
         for label, text in self.label_tokens.items():
-            first = first_label.setdefault(text, label)
+            first = label_by_text.setdefault(text, label)
             if labels and label not in labels:
                 yield ("label_tokens", label), foreign_label(labels)
             elif first != label:

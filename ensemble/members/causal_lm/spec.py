@@ -1,4 +1,4 @@
-"""What a worker of this kind is told beside what all are told that run checkpoints."""
+"""Define the settings of a causal_lm worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ensemble.members.huggingface.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class CausalSpec(ModelSpec):
-    """The keys are those of ``CausalSettings``."""
+    """Add the keys of ``CausalSettings`` to those of a text model."""
 
     label_tokens: dict[str, str]
     single_token: bool

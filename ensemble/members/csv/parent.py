@@ -1,7 +1,7 @@
-"""Predictions that were made elsewhere, as a member: a file with an id and one column per label, joined by id.
+"""Read predictions that were made elsewhere: a file with an id and one column per label, joined by id.
 
-The file must hold every row of the table, each once, or with ``partial`` some of them; ids that the table does not
-have are left out and counted, and so are columns that are neither the id nor a label.
+The file must hold every row of the table once, or with ``partial`` some of them.  Ids that the table does not have
+are ignored and counted; other columns are ignored.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from ensemble.config import MemberConfig
 from ensemble.data.formats import column_names, known_format
 from ensemble.data.input_file import missing_column, open_input, without_pandas_index
 from ensemble.data.predictions_csv import demand_as_written, guessed_id_column, read_predictions
-from ensemble.members.base import Assigned, Draft, Given, Inspection, MemberKind, OutputColumns
+from ensemble.members.base import Assigned, Draft, ExternalPredictions, Inspection, MemberKind, OutputColumns
 from ensemble.members.csv.settings import CsvSettings
 
-_NEEDED = "a row is needed for each of them, or partial: true"
-_MAPPED = "columns: {COLUMN: LABEL} says which column is for a label of another name"
-# Rows that are converted at a time.
-_ROWS = 65_536
+_ROWS_ADVICE = "a row is needed for each of them, or partial: true"
+_COLUMNS_ADVICE = "columns: {COLUMN: LABEL} says which column is for a label of another name"
+# Rows that are converted from logits at a time.
+_BLOCK_ROWS = 65_536
 
 
 @dataclass(frozen=True)
 class CsvInspection(Inspection):
-    """``id_column`` is the one of the file."""
+    """Add the id column of the file."""
 
     id_column: str
 
 
 class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
-    """Predictions that were made elsewhere."""
+    """Describe predictions that were made elsewhere."""
 
     Settings: ClassVar[type[MemberConfig]] = CsvSettings
     needs_worker: ClassVar[bool] = False
@@ -55,9 +55,11 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
         if not path.is_file() or known_format(path) is None:
             return None
         names = without_pandas_index(column_names(path))
-        own = guessed_id_column(names, usual=id_column)
-        settings = {"task_type": "csv", "path": source} | ({} if own == id_column else {"id_column": own})
-        labels = tuple(name for name in names if name != own)
+        file_id_column = guessed_id_column(names, usual=id_column)
+        settings = {"task_type": "csv", "path": source}
+        if file_id_column != id_column:
+            settings["id_column"] = file_id_column
+        labels = tuple(name for name in names if name != file_id_column)
         return Draft(settings, labels, are_named=True, reads_text=False, labels_are_columns=True)
 
     @property
@@ -71,25 +73,26 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
         path, id_column = self.settings.path, self.settings.id_column or columns.id_column
         self._demand_sha256()
         demand_as_written(path)
-        names, of_labels = column_names(path), self._columns_of(columns.labels)
+        names, column_by_label = column_names(path), self._column_by_label(columns.labels)
         roles = {
             column: "column of the label" if column == label else f"column for the label {quoted(label)}:"
-            for label, column in of_labels.items()
+            for label, column in column_by_label.items()
         }
         roles[id_column] = "id column"
-        mapped, hint = {*self.settings.columns, id_column}, f"; {_MAPPED}"
+        named_in_config = {*self.settings.columns, id_column}
         problems = [
-            missing_column(path, roles[name], name, names) + ("" if name in mapped else hint)
-            for name in roles
+            missing_column(path, role, name, names)
+            + ("" if name in named_in_config else f"; {_COLUMNS_ADVICE}")
+            for name, role in roles.items()
             if name not in names
         ]
         problems += [
             f"{path}: columns: none is left for the label {quoted(label)}, as the column of that name is for "
             f"{quoted(self.settings.columns[label])}; name another"
-            for label, column in of_labels.items()
+            for label, column in column_by_label.items()
             if self.settings.columns.get(column, label) != label
         ]
-        if id_column in of_labels.values():
+        if id_column in column_by_label.values():
             problems.append(f"{path}: id_column: {quoted(id_column)} is a label; name the column of the ids")
         if problems:
             raise DataError(problems)
@@ -105,51 +108,58 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
         read_as: dict[str, object] = {"id_column": inspected.id_column, "activation": inspected.activation}
         if self.settings.columns:
             read_as["columns"] = dict(self.settings.columns)
-        return read_as | ({"values": "logits"} if self._are_logits else {})
+        if self._are_logits:
+            read_as["values"] = "logits"
+        return read_as
 
     def predicted_by(self) -> dict[str, object]:
-        changes_nothing = ("partial", "sha256")
-        return {key: value for key, value in super().predicted_by().items() if key not in changes_nothing}
+        keys_without_effect = ("partial", "sha256")
+        return {key: value for key, value in super().predicted_by().items() if key not in keys_without_effect}
 
     def content(self, inspected: CsvInspection, files: FileDigests) -> Mapping[str, str]:
         return {"file": files.digest(self.settings.path)}
 
-    def predictions(self, ids: pa.ChunkedArray, columns: OutputColumns) -> Given:
-        path, id_column = self.settings.path, self.settings.id_column or columns.id_column
-        names, may_lack = [*self._columns_of(columns.labels).values()], self.settings.partial
-        file = read_predictions(path, id_column, names, may_lack)
-        values, ignored = file.join(ids, may_lack=may_lack, may_have_others=True, advice=_NEEDED)
+    def predictions(self, ids: pa.ChunkedArray, columns: OutputColumns) -> ExternalPredictions:
+        may_lack = self.settings.partial
+        file = read_predictions(
+            self.settings.path,
+            self.settings.id_column or columns.id_column,
+            [*self._column_by_label(columns.labels).values()],
+            may_lack,
+        )
+        values, ignored = file.join(ids, may_lack=may_lack, may_have_others=True, advice=_ROWS_ADVICE)
         if self._are_logits:
-            for start in range(0, len(values), _ROWS):
-                _make_probabilities(values[start : start + _ROWS], self.settings.activation)
-        return Given(values, ignored)
+            for start in range(0, len(values), _BLOCK_ROWS):
+                _make_probabilities(values[start : start + _BLOCK_ROWS], self.settings.activation)
+        return ExternalPredictions(values, ignored)
 
     @property
     def _are_logits(self) -> bool:
         return self.settings.values == "logits"
 
-    def _columns_of(self, labels: tuple[str, ...]) -> dict[str, str]:
-        """The file's column of each label."""
-        by_label = {label: column for column, label in self.settings.columns.items()}
-        return {label: by_label.get(label, label) for label in labels}
+    def _column_by_label(self, labels: tuple[str, ...]) -> dict[str, str]:
+        renamed = {label: column for column, label in self.settings.columns.items()}
+        return {label: renamed.get(label, label) for label in labels}
 
     def _demand_sha256(self) -> None:
-        path, demanded = self.settings.path, self.settings.sha256
-        if demanded is None:
+        path = self.settings.path
+        if self.settings.sha256 is None:
             return
-        with open_input(path):  # a missing file, in the same words as elsewhere
+        expected = self.settings.sha256.lower()
+        with open_input(path):  # reports a missing file in the same words as elsewhere
             pass
-        if (found := file_sha256(path)) != demanded.lower():
+        actual = file_sha256(path)
+        if actual != expected:
             raise DataError(
-                f"{path}: sha256: the file's is {found}, not {demanded.lower()}; get the file that was meant, or "
+                f"{path}: sha256: the file's is {actual}, not {expected}; get the file that was meant, or "
                 "change the key"
             )
 
 
 def _make_probabilities(logits: npt.NDArray[np.float64], activation: Activation) -> None:
-    """Logits as probabilities, in place; float64 [rows, labels].
+    """Turn logits into probabilities in place, float64 [rows, labels].
 
-    With softmax rows with NaN, with an infinite x or with no finite one stay as they are, for whoever checks them.
+    Softmax skips rows whose maximum is not finite, so that the check of probabilities reports them.
     """
     if activation == "sigmoid":
         logits[:] = sigmoid(logits)

@@ -1,4 +1,4 @@
-"""The keys of predictions that were made elsewhere."""
+"""Define the keys of predictions that were made elsewhere."""
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 

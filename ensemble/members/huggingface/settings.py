@@ -1,4 +1,4 @@
-"""The keys that kinds of Hugging Face checkpoints share, and the rules that tie them together."""
+"""Define the keys that kinds of Hugging Face checkpoints share, and the rules between them."""
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
@@ -30,23 +30,23 @@ from ensemble.config.values import (
 )
 
 COMMIT: Final = r"[0-9a-fA-F]{40}"
-_PICKLES: Final = "drop this; the model's own key allow_pickle says whether pickles may be read"
-_KERNELS: Final = "runs compiled code from the hub; it needs trust_remote_code: true"
-_OWN: Final = "use the model's own key of this name instead"
+_PICKLE_ADVICE: Final = "drop this; the model's own key allow_pickle says whether pickles may be read"
+_KERNEL_ADVICE: Final = "runs compiled code from the hub; it needs trust_remote_code: true"
+_MEMBER_KEY_ADVICE: Final = "use the model's own key of this name instead"
 _UNTRUSTED_KWARGS: Final = {
     "model_kwargs": {
-        "use_safetensors": _PICKLES,
-        "weights_only": _PICKLES,
-        "allow_all_kernels": _KERNELS,
-        "kernel_config": _KERNELS,
+        "use_safetensors": _PICKLE_ADVICE,
+        "weights_only": _PICKLE_ADVICE,
+        "allow_all_kernels": _KERNEL_ADVICE,
+        "kernel_config": _KERNEL_ADVICE,
     },
-    "tokenizer_kwargs": {"revision": _OWN, "trust_remote_code": _OWN},
-    "processor_kwargs": {"revision": _OWN, "trust_remote_code": _OWN},
+    "tokenizer_kwargs": {"revision": _MEMBER_KEY_ADVICE, "trust_remote_code": _MEMBER_KEY_ADVICE},
+    "processor_kwargs": {"revision": _MEMBER_KEY_ADVICE, "trust_remote_code": _MEMBER_KEY_ADVICE},
 }
 
 
 class HuggingFaceSettings(MemberConfig):
-    """Which checkpoint, how it is loaded, and what it may take of the machine."""
+    """A member's checkpoint, how it is loaded, and what it may take of the machine."""
 
     model_name_or_path: Source = Field(examples=["models/gemma-2-9b"])  # a folder, or a name on the hub
     revision: Text | None = None  # the hub's branch, tag or commit; a commit with trust_remote_code
@@ -91,11 +91,12 @@ class HuggingFaceSettings(MemberConfig):
 
     @property
     def computed_as(self) -> str:
-        keys = [
-            *("model_name_or_path", "adapter_name_or_path", "gguf_file", "quantization_config", "dtype"),
-            *("attn_implementation", "max_length", "num_gpus", "prompt_template", "text_column"),
-            *(("torch_compile",) if self.torch_compile else ()),
-        ]
+        keys = (
+            "model_name_or_path adapter_name_or_path gguf_file quantization_config dtype attn_implementation "
+            "max_length num_gpus prompt_template text_column"
+        ).split()
+        if self.torch_compile:
+            keys.append("torch_compile")
         return sha256(repr([getattr(self, key, None) for key in keys]).encode()).hexdigest()[:16]
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
@@ -105,7 +106,7 @@ class HuggingFaceSettings(MemberConfig):
         yield from self._broken_weights()
 
     def _broken_trust(self) -> Iterator[Problem]:
-        """Find keys that let files of the checkpoint run code, also past the keys that are there for it."""
+        """Find keys that let files of the checkpoint run code, including those that bypass the keys for it."""
         commit = (
             "a commit's whole hash (40 hexadecimal digits), since a branch or tag can be moved to other code"
         )
@@ -118,11 +119,11 @@ class HuggingFaceSettings(MemberConfig):
         for key, advice_by_name in _UNTRUSTED_KWARGS.items():
             for name in getattr(self, key, ()):
                 advice = advice_by_name.get(name)
-                if advice is not None and not (self.trust_remote_code and advice is _KERNELS):
+                if advice is not None and not (self.trust_remote_code and advice is _KERNEL_ADVICE):
                     yield (key, name), advice
 
     def _broken_placement(self) -> Iterator[Problem]:
-        """Find parts of the model that are to lie nowhere, or on a GPU that the lease does not have."""
+        """Find parts of the model without a device, or on a GPU that the lease does not have."""
         if self.device_map == {}:
             example = "{model: 0, score: 0}"
             yield ("device_map",), f"must not be empty; name the place of each part, such as {example}"
@@ -140,7 +141,7 @@ class HuggingFaceSettings(MemberConfig):
                 yield ("device_map", layer), sentence
 
     def _broken_weights(self) -> Iterator[Problem]:
-        """Find keys that say which weights are loaded and where they lie, and that shut each other out."""
+        """Find keys about weights and their devices that exclude each other."""
         is_quantized = self.quantization_config is not None
         quantization = self.quantization_config or {}
         bits = next((key for key in ("load_in_8bit", "load_in_4bit") if quantization.get(key)), None)
@@ -175,7 +176,7 @@ class HuggingFaceSettings(MemberConfig):
             yield ("gguf_file",), "transformers cannot offload a GGUF file to disk; drop offload_folder"
 
     def _broken_compile(self) -> Iterator[Problem]:
-        """Find keys with which ``torch_compile`` does not go together."""
+        """Find keys that exclude ``torch_compile``."""
         if self.quantization_config is not None:
             yield ("torch_compile",), "quantized layers are not compiled; drop quantization_config, or this"
         placements = (self.max_memory, self.device_map, self.offload_folder)
@@ -197,19 +198,15 @@ class HuggingFaceSettings(MemberConfig):
 
     @property
     def _offloads(self) -> bool:
-        """Whether some of the weights lie on no device that computes."""
-        places = {str(device) for device in self._device_by_layer.values()}
-        leaves_gpus = "cpu" in (self.max_memory or {}) and self.num_gpus != 0
-        return (
-            leaves_gpus
-            or "disk" in places
-            or ("cpu" in places and len(places) > 1)
-            or self.offload_folder is not None
-        )
+        """Whether some of the weights are on no device that computes."""
+        if self.offload_folder is not None or ("cpu" in (self.max_memory or {}) and self.num_gpus != 0):
+            return True
+        devices = {str(device) for device in self._device_by_layer.values()}
+        return "disk" in devices or ("cpu" in devices and len(devices) > 1)
 
 
 class FieldTruncation(StrictConfig):
-    """How much of a row's room one column gets where the row is too long, and what is kept of it."""
+    """A column's share of the tokens where a row is too long, and the part of the column that is kept."""
 
     share: Share = 1.0  # of the tokens that the rest of the prompt leaves, relative to the other fields
     # head_tail: half of each; newest_turns: of a JSON list the last ones whole, and the end of the one before;
@@ -218,7 +215,7 @@ class FieldTruncation(StrictConfig):
 
 
 class TruncationConfig(StrictConfig):
-    """Which columns of a template are cut where a row has more than ``max_length`` tokens; all else stays whole."""
+    """The columns of a template that are cut where a row has more than ``max_length`` tokens; all else stays."""
 
     # By column, such as {prompt: {share: 1, keep: head}}; what one does not need, the others get.
     fields: Annotated[
@@ -238,7 +235,7 @@ class TruncationConfig(StrictConfig):
 
 
 class TextView(ViewConfig):
-    """A way in which a member that reads text gets each row: with other columns, or in other words."""
+    """A view of each row for a member that reads text: with other columns or another template."""
 
     prompt_template: Text | None = None  # instead of the member's own prompt_template or text_column
 
@@ -253,7 +250,7 @@ TextViews = Annotated[tuple[TextView, ...], BeforeValidator(as_tuple), MustBe("a
 
 
 class TextSettings(HuggingFaceSettings, ReaderConfig):
-    """What a member makes of a row's text; exactly one of ``prompt_template`` and ``text_column`` is given."""
+    """How a member reads a row's text; exactly one of ``prompt_template`` and ``text_column`` is set."""
 
     prompt_template: Text | None = None  # Jinja, over the row's columns
     text_column: Column | Columns | None = None  # fed as it stands; two columns are a pair of sentences
@@ -278,22 +275,22 @@ class TextSettings(HuggingFaceSettings, ReaderConfig):
 
     @property
     def text_columns(self) -> tuple[str, ...]:
-        """The one or two columns that a member without a template reads."""
+        """Return the one or two columns that a member without a template reads."""
         if self.text_column is None:
             return ()
         return (self.text_column,) if isinstance(self.text_column, str) else tuple(self.text_column)
 
     def truncation_problems(self) -> Iterator[str]:
-        """Fields that the template does not read."""
+        """Yield fields that the template does not read."""
         if self.truncation is None or self.prompt_template is None:
             return
-        # Jinja2 only where it is needed: start-up time.
+        # Imported late because Jinja2 slows the start down.
         from ensemble.data.json_cells import TemplateProblem
         from ensemble.data.template import compile_template
 
         try:
             columns = compile_template(self.prompt_template).columns
-        except TemplateProblem:  # is told where the template is checked
+        except TemplateProblem:  # which the check of the template reports
             return
         for column in self.truncation.fields:
             if column not in columns:

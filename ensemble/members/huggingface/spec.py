@@ -1,8 +1,8 @@
-"""What a worker is told of a Hugging Face model, and the rules for the dtype, attention and length it is told.
+"""Define what a worker gets to know of a Hugging Face model, and the rules for its dtype, attention and length.
 
-Parent and child share it, so it imports nothing heavy.  The parent decides by these rules, and the spec carries
-what it decided.  The child decides, by the same rules, only where no file told the parent enough, or where the
-device is not what it was planned for.
+Parent and child share this file, so it imports nothing heavy.  The parent decides by these rules and puts its
+decisions into the spec.  The child decides, by the same rules, only where files did not tell the parent enough, or
+where the device differs from the plan.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from ensemble.common.protocol import CommonSpec, with_tuples
 CLASSIFIER, LANGUAGE_MODEL = "AutoModelForSequenceClassification", "AutoModelForCausalLM"
 BACKBONE = "AutoModel"
 IMAGE_CLASSIFIER = "AutoModelForImageClassification"
-# Those with a head of the labels.
+# Classes whose head has the labels.
 WITH_LABELS = (CLASSIFIER, IMAGE_CLASSIFIER)
-# Tokens a row may have where the config does not say, unless the tokenizer has fewer.
+# Tokens that a row may have where the config does not say, unless the tokenizer has a lower limit.
 DEFAULT_MAX_LENGTH = 1024
-# What transformers takes where a config.json does not say (configuration_gemma2.py, configuration_t5gemma.py).
-_CAPPED_UNLESS_SAID = ("gemma2", "t5gemma", "t5_gemma_module")
+# Models whose default in transformers is a cap (configuration_gemma2.py, configuration_t5gemma.py).
+_CAPPED_BY_DEFAULT = ("gemma2", "t5gemma", "t5_gemma_module")
 _CAP = "attn_logit_softcapping"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """How to load a checkpoint, whatever it reads, and what its batches may take.
+    """State how to load a checkpoint, whatever it reads, and how large its batches may be.
 
-    ``auto_class`` is the class of transformers that loads it.
-    ``label_order[j]`` is the model's output column that holds the config's label ``j``.
-    ``token_budget`` and ``batch_size`` are None when the worker shall choose.
-    ``dtype`` and ``attn_implementation`` are what the parent decided; "auto" and None where no file told it enough.
-    ``asked`` names those of them, and of ``max_length``, that the user has set.
-    ``compute_dtype`` is what stored 4-bit layers compute in instead of what is stored; None: as stored, unless the
-    device has another say (``choose_compute_dtype``).
-    ``max_memory`` has bytes by the GPU's number within the lease, as text, and by "cpu".
-
-    A batch of ``padded_tokens`` as wide as ``width`` takes ``padded_tokens * (bytes_per_token +
-    bytes_per_token_pair * width)`` beside the weights, and ``fixed_bytes`` whatever its size; None where the plan
+    Beside the weights, a batch of ``padded_tokens`` with rows of ``width`` tokens takes ``padded_tokens *
+    (bytes_per_token + bytes_per_token_pair * width)``, and ``fixed_bytes`` whatever its size; None where the plan
     does not know the architecture.
-    ``width`` is the longest row to come, in tokens, as far as the parent can tell.
+
+    Attributes:
+        auto_class: the class of transformers that loads the checkpoint.
+        label_order: ``label_order[j]`` is the model's output column for the config's label ``j``.
+        batch_size, token_budget: None: the worker chooses.
+        dtype, attn_implementation: the parent's decisions; "auto" and None where files did not tell it enough.
+        asked: which of these two and ``max_length`` the user has set.
+        compute_dtype: of stored 4-bit layers; None: as stored, or by ``choose_compute_dtype``.
+        max_memory: bytes by the GPU's number within the lease, as text, and by "cpu".
+        width: tokens of the longest row, as far as the parent can tell.
     """
 
     auto_class: str = CLASSIFIER
@@ -77,11 +77,11 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSpec(CheckpointSettings, CommonSpec):
-    """A checkpoint's settings and what every worker is told, side by side: all that loading goes by."""
+    """Join a checkpoint's settings with those of every worker: all that loading needs."""
 
     @classmethod
     def of(cls, common: CommonSpec, settings: Mapping[str, Any]) -> Self:
-        """Out of what has come over the wire.
+        """Make the spec from what the parent has sent.
 
         Raises:
             TypeError: the settings are not those of this class.
@@ -91,11 +91,12 @@ class CheckpointSpec(CheckpointSettings, CommonSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(CheckpointSettings):
-    """The same of a model that reads text; on the wire these are the ``settings`` of a ``WorkerSpec``.
+    """State how to load and feed a model that reads text; sent as the ``settings`` of a ``WorkerSpec``.
 
-    ``max_length`` is what the parent decided; None where no file told it enough.
-    ``truncation`` is the key of that name: ``fields``, by column ``share`` and ``keep``, and ``marker``.
-    ``view_templates`` has that of each view of the rows; None: as the member itself reads them.
+    Attributes:
+        max_length: the parent's decision; None where files did not tell it enough.
+        truncation: as in the config: ``fields``, with ``share`` and ``keep`` by column, and ``marker``.
+        view_templates: a template for each view of the rows; None: the member's own.
     """
 
     prompt_template: str | None
@@ -110,22 +111,23 @@ class ModelSettings(CheckpointSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec(ModelSettings, CheckpointSpec):
-    """The text model's settings and what every worker is told: all that loading and scoring go by."""
+    """Join a text model's settings with those of every worker: all that loading and scoring need."""
 
 
 def choose_dtype(asked: str, stored: str | None, gpus: int, capability: tuple[int, int] | None) -> str:
-    """The type of the weights: what was asked for, or what suits the device.
+    """Choose the type of the weights: what the user asked for, or what suits the device.
 
     bfloat16 is only emulated below compute capability 8.0, whatever torch's is_bf16_supported says; a CPU is
     several times slower in half precision.
 
     Args:
-        stored: the checkpoint's own type; None: not known.
+        asked: the key ``dtype``.
+        stored: the checkpoint's type; None: not known.
         gpus: of a replica; 0: the CPU.
-        capability: of the least capable of them; None: not known.
+        capability: of the least capable GPU; None: not known.
 
     Returns:
-        float32, float16 or bfloat16; "auto" for the checkpoint's own where that is not known.
+        "float32", "float16" or "bfloat16"; "auto" for the checkpoint's type where that is not known.
     """
     if asked != "auto":
         return asked
@@ -139,56 +141,56 @@ def choose_dtype(asked: str, stored: str | None, gpus: int, capability: tuple[in
 
 
 def choose_compute_dtype(stored: Mapping[str, Any] | None, capability: tuple[int, int] | None) -> str | None:
-    """What the 4-bit layers of a checkpoint that was saved quantized compute in, where that is not what it says.
+    """Choose the type that stored 4-bit layers compute in: "float16", or None for the stored type.
 
-    bitsandbytes' layers go by what was saved, whatever type the rest is loaded in; bfloat16 is only emulated below
+    bitsandbytes' layers use the stored type, whatever the type of the other layers; bfloat16 is only emulated below
     compute capability 8.0.
 
     Args:
         stored: the quantization settings in its ``config.json``; None: it is not quantized.
         capability: of the least capable GPU; None: the CPU, or not known.
-
-    Returns:
-        "float16", or None for what was saved.
     """
     if not stored or not stored.get("load_in_4bit") or capability is None or capability >= (8, 0):
         return None
-    computes_in = str(stored.get("bnb_4bit_compute_dtype")).removeprefix("torch.")
-    return "float16" if computes_in == "bfloat16" else None
+    stored_dtype = str(stored.get("bnb_4bit_compute_dtype")).removeprefix("torch.")
+    return "float16" if stored_dtype == "bfloat16" else None
 
 
 def choose_attention(soft_capped: bool, supports_sdpa: bool, flash_suits: bool) -> str:
-    """The attention that suits a model and its device, as transformers names it.
+    """Choose the attention that suits a model and its device, as transformers names it.
 
-    Never a default of the library, which differs between releases.
+    The library's default is never used, since it differs between releases.
 
     Args:
-        soft_capped: scores go through tanh (``is_soft_capped``).
-        supports_sdpa: transformers runs the model with torch's fused attention.
-        flash_suits: flash-attention 2 works on this device, with the type of the weights.
+        soft_capped: whether scores go through tanh (``is_soft_capped``).
+        supports_sdpa: whether transformers runs the model with torch's fused attention.
+        flash_suits: whether flash-attention 2 works on this device, with the type of the weights.
     """
-    if soft_capped:  # eager takes memory with the square of the length
+    if soft_capped:  # flash first: the memory of eager grows with the square of the length
         return "flash_attention_2" if flash_suits else "eager"
     return "sdpa" if supports_sdpa else "eager"
 
 
 def default_max_length(model_max_length: float) -> int:
-    """Tokens that a row may have where the config does not say; the tokenizer's limit is astronomic for none."""
+    """Return the tokens that a row may have where the config does not say.
+
+    A tokenizer without a limit has an astronomic ``model_max_length``.
+    """
     return int(min(DEFAULT_MAX_LENGTH, model_max_length))
 
 
 def is_soft_capped(config: Mapping[str, Any]) -> bool:
     """Whether a model of this ``config.json``, or a part of it such as its encoder, caps its attention scores."""
-    if config.get(_CAP, config.get("model_type") in _CAPPED_UNLESS_SAID):
+    if config.get(_CAP, config.get("model_type") in _CAPPED_BY_DEFAULT):
         return True
     return any(is_soft_capped(part) for part in config.values() if isinstance(part, Mapping))
 
 
 def cap_problem(attention: str | None, model: str) -> str:
-    """What is wrong with an attention for a soft-capped model, key first; empty where nothing is.
+    """Return the problem with an attention for a soft-capped model, key first; empty: none.
 
-    torch's fused attention has no place for a cap on its scores.  transformers names it for Gemma-2 all the same
-    before 5.22, and leaves the cap out without a word; later releases refuse.
+    torch's fused attention cannot cap its scores.  Before 5.22 transformers accepts it for Gemma-2 and silently
+    leaves the cap out; later releases refuse.
     """
     if attention != "sdpa":
         return ""
@@ -198,14 +200,14 @@ def cap_problem(attention: str | None, model: str) -> str:
     )
 
 
-def too_much_text(tokens: int, room: int, fields: Sequence[str]) -> str:
-    """That a template's text for every row is longer than a row may be.
+def too_much_text(tokens: int, max_tokens: int, fields: Sequence[str]) -> str:
+    """Return the sentence that a template's text for every row is longer than a prompt may be.
 
     Args:
         fields: the columns that truncation may cut.
     """
-    what = f"truncation cuts only {', '.join(fields)}" if fields else "every row loses some of it"
+    effect = f"truncation cuts only {', '.join(fields)}" if fields else "every row loses some of it"
     return (
-        f"prompt_template: the text that it has for every row is {tokens:,} tokens, more than the {room:,} that "
-        f"max_length leaves for a prompt, and {what}; shorten it, or raise max_length"
+        f"prompt_template: the text that it has for every row is {tokens:,} tokens, more than the "
+        f"{max_tokens:,} that max_length leaves for a prompt, and {effect}; shorten it, or raise max_length"
     )

@@ -1,4 +1,4 @@
-"""Image classifiers on the parent's side: what can be known of a checkpoint and its images without torch."""
+"""Describe image classifiers on the parent's side, without torch."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# Where transformers looks for what is made of an image (image_processing_auto.py).
+# Where transformers looks for the image processor's settings (image_processing_auto.py).
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-# As many bytes of text as an image of 224 by 224 pixels has patches of 16 by 16, at 4 bytes a token.
+# Bytes of text that are as much work as an image: 224 by 224 pixels are 196 patches, at 4 bytes a token.
 _BYTES_OF_IMAGE = 784
 
 
 @dataclass(frozen=True)
 class ImageCheckpoint(Checkpoint):
-    """``image_folder`` is where relative paths start, absolute."""
+    """Add the folder where relative paths start, as an absolute path."""
 
     image_folder: Path = Path()
 
 
 class ImageClassification(HuggingFaceMember[ImageClassifierSettings, ImageCheckpoint]):
-    """An image classifier, loaded by transformers."""
+    """Describe an image classifier, which transformers loads."""
 
     Settings: ClassVar[type[MemberConfig]] = ImageClassifierSettings
     child: ClassVar[str] = "ensemble.members.image_cls.child"
@@ -55,8 +55,9 @@ class ImageClassification(HuggingFaceMember[ImageClassifierSettings, ImageCheckp
         if not (folder / "config.json").is_file():
             return None
         config = read_config(folder / "config.json", f"{source}: its config.json")
-        stored = config.get("architectures")
-        if not (isinstance(stored, list) and stored and str(stored[0]).endswith("ForImageClassification")):
+        architectures = config.get("architectures")
+        name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+        if not name.endswith("ForImageClassification"):
             return None
         names = label_names(config, source)
         return Draft(
@@ -81,21 +82,21 @@ class ImageClassification(HuggingFaceMember[ImageClassifierSettings, ImageCheckp
 
     def inspect(self, columns: OutputColumns) -> ImageCheckpoint:
         model = self.settings
-        found = inspect_checkpoint(
+        checkpoint = inspect_checkpoint(
             model, columns.labels, model.label_map, model.problem_type, IMAGE_CLASSIFIER
         )
-        name, folder = model.model_name_or_path, found.folder
-        problems = list[str]()
+        folder = checkpoint.folder
+        problems: list[str] = []
         if find_spec("PIL") is None:
             problems.append(f"image_column needs Pillow, which is not installed: {how_to_install('pillow')}")
-        if Path(name).is_dir() and not _has_processor(folder):
+        if Path(model.model_name_or_path).is_dir() and not _has_processor(folder):
             problems.append(
                 f"{folder} has no {_PROCESSOR_FILES[0]}, which says how images are resized and scaled; copy it too"
             )
         if problems:
             raise CheckpointError(problems)
         image_folder = (model.image_folder or columns.table_folder).absolute()
-        return ImageCheckpoint(**vars(found), image_folder=image_folder)
+        return ImageCheckpoint(**vars(checkpoint), image_folder=image_folder)
 
     def packages(self, inspected: ImageCheckpoint | None) -> Iterator[tuple[str, str]]:
         yield from super().packages(inspected)
@@ -104,7 +105,7 @@ class ImageClassification(HuggingFaceMember[ImageClassifierSettings, ImageCheckp
     def memory(
         self, inspected: ImageCheckpoint, lengths: npt.NDArray[np.int64], labels: int
     ) -> MemoryEstimate | None:
-        # NumPy only where it is needed: a typo in a key shall be told at once.
+        # Imported late because it imports NumPy: a typo in a key is reported at once.
         from ensemble.members.image_cls.memory import image_memory
 
         return image_memory(self.settings, inspected, len(lengths), labels)
@@ -118,11 +119,11 @@ class ImageClassification(HuggingFaceMember[ImageClassifierSettings, ImageCheckp
         }
 
     def content(self, inspected: ImageCheckpoint, files: FileDigests) -> Mapping[str, str]:
-        """The digests of the weights, and of the image processor's settings."""
+        """Return the digests of the weights and of the image processor's settings."""
         folder = inspected.folder
         commit = hub_commit(self.settings.model_name_or_path, folder)
-        there = [] if commit else [folder / name for name in _PROCESSOR_FILES if (folder / name).is_file()]
-        processor = files.together(folder, dict.fromkeys(there))
+        paths = [] if commit else [folder / name for name in _PROCESSOR_FILES]
+        processor = files.together(folder, dict.fromkeys(path for path in paths if path.is_file()))
         return {**super().content(inspected, files), "processor": digest_of([commit, processor])}
 
     def worker_settings(
@@ -140,6 +141,7 @@ class ImageClassification(HuggingFaceMember[ImageClassifierSettings, ImageCheckp
 
 
 def _has_processor(folder: Path) -> bool:
-    # timm's settings are in config.json.
-    own = (folder / _PROCESSOR_FILES[0]).is_file() or "pretrained_cfg" in read_json(folder / "config.json")
-    return own or "image_processor" in read_json(folder / _PROCESSOR_FILES[1])
+    preprocessor_file, processor_file = _PROCESSOR_FILES
+    if (folder / preprocessor_file).is_file() or "image_processor" in read_json(folder / processor_file):
+        return True
+    return "pretrained_cfg" in read_json(folder / "config.json")  # of timm

@@ -1,4 +1,4 @@
-"""The keys of an image classifier."""
+"""Define the keys of an image classifier."""
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 

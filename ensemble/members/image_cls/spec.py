@@ -1,4 +1,7 @@
-"""What a worker of an image classifier is told; parent and child share it, so it imports nothing heavy."""
+"""Define the settings of an image classifier's worker.
+
+Parent and child share this file, so it imports nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,15 @@ from typing import Any
 
 from ensemble.members.huggingface.spec import CheckpointSettings, CheckpointSpec
 
-# Numbers of an image that count as a token: those of a patch of 16 by 16 pixels in three colours.
+# This many numbers of an image count as a token: a patch of 16 by 16 pixels in three colours.
 NUMBERS_OF_TOKEN = 16 * 16 * 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings(CheckpointSettings):
-    """How to load an image classifier and feed it; on the wire these are the ``settings`` of a ``WorkerSpec``.
+    """State how to load and feed an image classifier; sent as the ``settings`` of a ``WorkerSpec``.
 
-    ``image_folder`` is where relative paths start, absolute; ``image_suffix`` stands behind each cell.
+    Relative paths start at ``image_folder``, which is absolute; ``image_suffix`` is added to each cell.
     """
 
     image_column: str
@@ -26,4 +29,4 @@ class ImageSettings(CheckpointSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSpec(ImageSettings, CheckpointSpec):
-    """The image classifier's settings and what every worker is told."""
+    """Join an image classifier's settings with those of every worker."""

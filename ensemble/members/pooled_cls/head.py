@@ -1,8 +1,8 @@
-"""PURE: the header of a head's file -> its steps in order, or what is wrong with it.
+"""Read the header of a head's file, and order or refuse its layers.
 
-A layer's kind shows in its tensors, as torch's state dicts name them: a linear one has a ``weight`` [out, in] and
-perhaps a ``bias`` [out], a layer norm a ``weight`` and a ``bias`` of one dimension.  Activations leave nothing in a
-file.
+The tensors tell the kind of a layer, by their names in torch's state dicts: a linear layer has a ``weight``
+[out, in] and perhaps a ``bias`` [out], a layer norm a ``weight`` and a ``bias`` of one dimension.  Activations are
+not in the file.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from ensemble.common.errors import CheckpointError
 from ensemble.common.text import listed, plural, similar_file
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor, read_file
 
-# Those of transformers' table of activations (ACT2FN) that stand in heads, by their names there.
-ACTIVATIONS = (
-    *("relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "silu", "mish", "leaky_relu"),
-    *("tanh", "sigmoid"),
+# Activations that heads use, by their names in transformers' table (ACT2FN).
+ACTIVATIONS = tuple(
+    "relu gelu gelu_new gelu_pytorch_tanh quick_gelu silu mish leaky_relu tanh sigmoid".split()
 )
 LINEAR, LAYER_NORM = "linear", "layer_norm"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _KEY = "head_layers"
-_MODEL = re.compile(r"(^|\.)(layers?|h|blocks?)\.\d+\.|embed|(^|\.)wte\.")
+_MODEL_TENSOR = re.compile(r"(^|\.)(layers?|h|blocks?)\.\d+\.|embed|(^|\.)wte\.")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a head by its tensors; ``inputs`` and ``outputs`` are how many numbers it reads and gives."""
+    """Describe a layer of a head; ``inputs`` and ``outputs`` are the sizes of its vectors."""
 
     name: str
     kind: str
@@ -40,30 +39,28 @@ class Layer:
 
 @dataclass(frozen=True)
 class Head:
-    """A head's file.
+    """Describe a head.
 
-    ``steps`` are in the order in which they compute: "linear" or "layer_norm" and the layer's name, or an
-    activation's name twice.
+    ``steps`` are in the order of computation: "linear" or "layer_norm" with the layer's name, or an activation's
+    name twice.
     """
 
     tensors: tuple[Tensor, ...]
     steps: tuple[tuple[str, str], ...]
 
 
-def read_head(
-    path: Path, wanted: Sequence[str] | None, width: int | None, backbone: str, labels: int
-) -> Head:
-    """What a head's file holds, without its numbers.
+def read_head(path: Path, steps: Sequence[str] | None, width: int | None, backbone: str, labels: int) -> Head:
+    """Read the header of a head's file.
 
     Args:
-        wanted: the names of its layers and of activations, in order; None: there is a single linear layer, perhaps
-            with a layer norm before it.
+        steps: the names of its layers and of activations, in order; None: a single linear layer, perhaps with a
+            layer norm before it.
         width: of the backbone's hidden states; None: not known.
         backbone: its name, for sentences.
-        labels: how many outputs there must be.
+        labels: the number of outputs that the head must have.
 
     Raises:
-        CheckpointError: it cannot be read, or is no such head; every problem is listed.
+        CheckpointError: the file cannot be read, or is no such head; every problem is listed.
     """
     if path.suffix in _PICKLES and path.is_file():
         raise CheckpointError(
@@ -81,7 +78,7 @@ def read_head(
     layers, problems = _layers(path, tensors)
     if problems:
         raise CheckpointError(problems)
-    names = [*_guessed(path, layers)] if wanted is None else [*wanted]
+    names = _only_order(path, layers) if steps is None else [*steps]
     by_name = {layer.name: layer for layer in layers}
     problems = [
         f"{_KEY}: {name!r} is neither a layer of {path} ({_names(layers)}) nor an activation "
@@ -89,28 +86,28 @@ def read_head(
         for name in names
         if name not in by_name and name not in ACTIVATIONS
     ]
-    if unused := [layer for layer in layers if layer.name not in names]:
+    unused = [layer for layer in layers if layer.name not in names]
+    if unused:
         problems.append(f"{_KEY}: {path} has layers that are not in this list: {_names(unused)}")
     if not any(layer.kind == LINEAR for layer in layers):
         problems.append(f"head: {path} has no linear layer")
     if not problems:
-        problems = [
-            *_misfits(path, [by_name[name] for name in names if name in by_name], width, backbone, labels)
-        ]
+        ordered = [by_name[name] for name in names if name in by_name]
+        problems += _size_problems(path, ordered, width, backbone, labels)
     if problems:
         raise CheckpointError(problems)
     return Head(tensors, tuple((by_name[name].kind if name in by_name else name, name) for name in names))
 
 
 def _layers(path: Path, tensors: Sequence[Tensor]) -> tuple[list[Layer], list[str]]:
-    """The file's layers, by their names, numbers in them as numbers; and what is wrong with it."""
-    if any(_MODEL.search(tensor.name) for tensor in tensors):
+    """Return the file's layers, sorted by name with numbers as numbers, and problems."""
+    if any(_MODEL_TENSOR.search(tensor.name) for tensor in tensors):
         return [], [
             f"head: {path} holds a whole model ({tensors[0].name} and {len(tensors) - 1} more); keep the head's "
             "tensors in a file of their own, and the backbone's in model_name_or_path (docs/members.md)"
         ]
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    problems = []
+    problems: list[str] = []
     for tensor in tensors:
         name, _, part = tensor.name.rpartition(".")
         if part not in ("weight", "bias") or not tensor.is_float:
@@ -119,8 +116,10 @@ def _layers(path: Path, tensors: Sequence[Tensor]) -> tuple[list[Layer], list[st
                 f"{tensor.dtype} {list(tensor.shape)}; task_type: python runs any head"
             )
         shapes.setdefault(name, {})[part] = tensor.shape
+    if problems:
+        return [], problems
     layers = []
-    for name, parts in () if problems else shapes.items():
+    for name, parts in shapes.items():
         weight, bias = parts.get("weight", ()), parts.get("bias")
         if len(weight) == 2 and bias in (None, weight[:1]):
             layers.append(Layer(name, LINEAR, weight[1], weight[0]))
@@ -133,17 +132,17 @@ def _layers(path: Path, tensors: Sequence[Tensor]) -> tuple[list[Layer], list[st
                 "python runs any head"
             )
 
-    def order(layer: Layer) -> list[tuple[int, str]]:
+    def sort_key(layer: Layer) -> list[tuple[int, str]]:
         return [(int(part), "") if part.isdecimal() else (-1, part) for part in layer.name.split(".")]
 
-    return sorted(layers, key=order), problems
+    return sorted(layers, key=sort_key), problems
 
 
-def _guessed(path: Path, layers: Sequence[Layer]) -> Iterator[str]:
-    """The names in the only order that there can be.
+def _only_order(path: Path, layers: Sequence[Layer]) -> list[str]:
+    """Return the layers' names in their only possible order.
 
     Raises:
-        CheckpointError: there are several.
+        CheckpointError: several orders are possible.
     """
     linear = [layer for layer in layers if layer.kind == LINEAR]
     norms = [layer for layer in layers if layer.kind == LAYER_NORM]
@@ -157,30 +156,30 @@ def _guessed(path: Path, layers: Sequence[Layer]) -> Iterator[str]:
             f"order they come and what stands between; write it down, for example {_KEY}: [{', '.join(example)}] "
             "with relu, gelu, tanh, silu or whatever it was"
         )
-    yield from (layer.name for layer in (*norms, *linear))
+    return [layer.name for layer in (*norms, *linear)]
 
 
-def _misfits(
+def _size_problems(
     path: Path, layers: Sequence[Layer], width: int | None, backbone: str, labels: int
 ) -> Iterator[str]:
-    """Where one layer does not read what the one before it gives."""
-    given, giver = width, f"{backbone} has hidden states of"
+    """Yield each layer whose inputs are not as many as the outputs before it."""
+    size, source = width, f"{backbone} has hidden states of"
     for layer in layers:
-        if given is not None and layer.inputs != given:
+        name = layer.name or layer.kind
+        if size is not None and layer.inputs != size:
             yield (
-                f"head: {path}: its layer {layer.name or layer.kind} is made for {layer.inputs:,} numbers, and "
-                f"{giver} {given:,}"
+                f"head: {path}: its layer {name} is made for {layer.inputs:,} numbers, and {source} {size:,}"
             )
-        given, giver = layer.outputs, f"{layer.name or layer.kind} before it gives"
-    if given != labels:
-        yield f"head: {path} has {plural(given or 0, 'output')}, and the config has {plural(labels, 'label')}"
+        size, source = layer.outputs, f"{name} before it gives"
+    if size != labels:
+        yield f"head: {path} has {plural(size or 0, 'output')}, and the config has {plural(labels, 'label')}"
 
 
 def _names(layers: Sequence[Layer]) -> str:
-    def shown(layer: Layer) -> str:
-        size = (
-            f"{layer.inputs} -> {layer.outputs}" if layer.kind == LINEAR else f"layer norm of {layer.inputs}"
-        )
+    def describe(layer: Layer) -> str:
+        size = f"layer norm of {layer.inputs}"
+        if layer.kind == LINEAR:
+            size = f"{layer.inputs} -> {layer.outputs}"
         return f"{layer.name or 'without a name'}: {size}"
 
-    return listed([*map(shown, layers)], 6, str)
+    return listed([describe(layer) for layer in layers], 6, str)

@@ -1,4 +1,4 @@
-"""Backbones with a head of their own on the parent's side."""
+"""Describe backbones with a head of their own, on the parent's side."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class PooledClassification(TextCheckpoint[PooledSettings]):
-    """A checkpoint without its head, loaded by transformers, and a file with another."""
+    """Describe a checkpoint that is loaded without its head, and a file with another head."""
 
     Settings: ClassVar[type[MemberConfig]] = PooledSettings
     child: ClassVar[str] = "ensemble.members.pooled_cls.child"
@@ -37,8 +37,9 @@ class PooledClassification(TextCheckpoint[PooledSettings]):
         return (*super().sources(), str(self.settings.head))
 
     def inspect(self, columns: OutputColumns) -> Checkpoint:
-        model, problems = self.settings, list[str]()
-        name, labels = model.model_name_or_path, columns.labels
+        model, labels = self.settings, columns.labels
+        name = model.model_name_or_path
+        problems: list[str] = []
         config: Mapping[str, Any] = {}
         try:
             files = read_checkpoint(model, self.auto_class)
@@ -50,25 +51,26 @@ class PooledClassification(TextCheckpoint[PooledSettings]):
         except CheckpointError as error:
             problems += error.problems
         try:
-            self._head(config, len(labels))
+            self._read_head(config, len(labels))
         except CheckpointError as error:
             problems += error.problems
         if problems:
             raise CheckpointError(problems)
-        order = tuple(map((model.head_labels or labels).index, labels))
-        return files.checkpoint(model, activation_of(model.problem_type, len(labels)), order)
+        head_labels = model.head_labels or labels
+        label_order = tuple(head_labels.index(label) for label in labels)
+        return files.checkpoint(model, activation_of(model.problem_type, len(labels)), label_order)
 
-    def _head(self, config: Mapping[str, Any], labels: int) -> Head:
-        """The head's file; ``config`` is the backbone's ``config.json``, which may be empty."""
+    def _read_head(self, config: Mapping[str, Any], labels: int) -> Head:
+        """Read the head's file; ``config`` is the backbone's ``config.json``, which may be empty."""
         model, architecture = self.settings, read_architecture(config)
         width = architecture.hidden if architecture is not None else None
-        # Of some OPT models the last thing is a projection to the size of the embeddings.
+        # Some OPT models end with a projection to the size of the embeddings.
         projected = text_settings(config).get("word_embed_proj_dim")
         width = projected if isinstance(projected, int) else width
         return read_head(model.head, model.head_layers, width, model.model_name_or_path, labels)
 
     def _inspected_head(self, inspected: Checkpoint) -> Head:
-        return self._head(read_json(inspected.folder / "config.json"), len(inspected.label_order))
+        return self._read_head(read_json(inspected.folder / "config.json"), len(inspected.label_order))
 
     def memory(
         self, inspected: Checkpoint, lengths: npt.NDArray[np.int64], labels: int

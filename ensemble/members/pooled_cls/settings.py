@@ -1,4 +1,4 @@
-"""The keys of a backbone with a head of its own."""
+"""Define the keys of a backbone with a head of its own."""
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 

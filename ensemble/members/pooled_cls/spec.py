@@ -1,4 +1,4 @@
-"""What a worker of this kind is told beside what all are told that run checkpoints."""
+"""Define the settings of a pooled_cls worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ensemble.members.huggingface.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class PooledSpec(ModelSpec):
-    """``head`` is the file's path, ``head_steps`` those of ``Head``; the others are keys of ``PooledSettings``."""
+    """Add the head's file, the ``steps`` of ``Head`` and keys of ``PooledSettings`` to those of a text model."""
 
     head: str
     head_steps: tuple[tuple[str, str], ...]

@@ -1,7 +1,7 @@
-"""A function of the user's own in its worker: imported, set up once, called with a frame of some rows at a time.
+"""Run a user's function in its worker: import it, set it up once, call it with a frame of some rows at a time.
 
 Its module is imported when the worker starts, perhaps while another member still has the device; ``setup`` is
-called when the device is its own.
+called once the worker has its device.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ if TYPE_CHECKING:
 
     from ensemble.data.published_table import PublishedTable
 
-_TO_RETURN = (
+_RETURN_ADVICE = (
     "return probabilities as an array [rows, labels], a frame with the labels as columns, or a list of rows"
 )
 
 
 @dataclass
 class Context:
-    """What the user's functions get beside the rows.
+    """Hold what the user's functions get in addition to the rows.
 
     Attributes:
-        device: "cuda:0", or "cpu"; CUDA shows a process its own devices only, from 0 on.
-        gpus: how many devices there are; 0: the CPU.
-        labels: the config's, in its order.
-        kwargs: those of the config.
+        device: "cuda:0", or "cpu"; CUDA shows a process only its own devices, numbered from 0.
+        gpus: the number of devices; 0: the CPU.
+        labels: in the order of the config.
+        kwargs: the key of the config.
         cache_dir: a folder that the processes of a member share, until its predictions are complete.
-        seed: the config's; ``random`` and ``numpy.random`` have got it before ``setup``.
-        cpu_threads: what a process should use, of a CPU that several may share.
-        state: what ``setup`` has returned.
-        report: to be called with the number of rows done of those at hand, where one call takes minutes: a process
-            without a finished call or such a word for ``hang_timeout`` counts as hung.
+        seed: the config's; ``random`` and ``numpy.random`` are seeded with it before ``setup``.
+        cpu_threads: the threads that a process should use, since several may share the CPU.
+        state: the value that ``setup`` has returned.
+        report: a function for calls that take minutes: call it with the number of rows done in this call.  A
+            process that neither finishes a call nor reports within ``hang_timeout`` counts as hung.
     """
 
     device: str
@@ -76,10 +76,10 @@ def make_predictor(common: CommonSpec, settings: Mapping[str, Any], table: Publi
 
 
 class FunctionPredictor(Predictor):
-    """Made, it has imported the user's module.
+    """Import the user's module, then call its function.
 
     Raises:
-        ValueError: there is no such function in it.
+        ValueError: the module has no such function.
         BaseException: whatever the module raises.
     """
 
@@ -96,7 +96,7 @@ class FunctionPredictor(Predictor):
             cpu_threads=usable_cpus(),
         )
         sys.dont_write_bytecode = True  # a run writes nothing beside the user's files
-        module = _imported(settings["module"], settings["file"])
+        module = _import_module(settings["module"], settings["file"])
         self._predict = _function(module, settings["function"], "predict")
         self._setup = None if settings["setup"] is None else _function(module, settings["setup"], "setup")
 
@@ -105,7 +105,7 @@ class FunctionPredictor(Predictor):
 
         self._context.cache_dir.mkdir(parents=True, exist_ok=True)
         random.seed(self._context.seed)
-        np.random.seed(self._context.seed)  # the one that libraries share
+        np.random.seed(self._context.seed)  # the global generator, which libraries use
         if self._setup is not None:
             self._context.state = self._setup(self._context)
         return Ready(device=self._context.device)
@@ -120,28 +120,28 @@ class FunctionPredictor(Predictor):
         while start < len(rows):
             frame = self._frame(rows[start : start + (self._batch_size or len(rows))])
             stop = start + len(frame)
-            self._context.report = partial(_report, report, start, len(frame))
-            ids = frame.index.copy()  # the frame is the user's to change
-            result, lack = None, ""
+            self._context.report = partial(_report_rows, report, start, len(frame))
+            ids = frame.index.copy()  # since the user's function may change the frame
+            result, memory_error = None, ""
             try:
                 result = self._predict(frame, self._context)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                lack = one_line(error)
-            if not lack:
+                memory_error = one_line(error)
+            if not memory_error:
                 values[start:stop] = _values(result, ids, self._context.labels)
                 calls += 1
                 start, was_alone, largest = stop, False, max(largest, len(frame))
             else:
-                # Outside the except block: there the error would still hold the tensors of the failed call.
+                # Not in the except block, where the error still holds the tensors of the failed call.
                 del result
                 _empty_cache()
                 failures += 1
-                if was_alone:  # once more, with the cache emptied, has been of no use
-                    bad_rows[start] = f"its function ran out of memory with this row alone: {lack}"
+                if was_alone:  # its second try, with an emptied cache, has failed, too
+                    bad_rows[start] = f"its function ran out of memory with this row alone: {memory_error}"
                     start, was_alone = stop, False
-                    self._batch_size = largest or self._batch_size  # it was this row that no size could fit
+                    self._batch_size = largest or self._batch_size  # the other rows fit as before
                 else:
                     was_alone = len(frame) == 1
                     self._batch_size = max(1, len(frame) // 2)
@@ -149,35 +149,37 @@ class FunctionPredictor(Predictor):
         return Prediction(values, bad_rows, Counters(batches=calls, oom_events=failures))
 
     def _frame(self, rows: npt.NDArray[np.int64]) -> pd.DataFrame:
-        """These rows; a column's type does not depend on which they are."""
+        """Return a frame of these rows; a column has the same type in every frame."""
         import pandas as pd
 
         ids = pd.Index(self._table.ids(rows), dtype=object, name=self._settings["id_column"])
-        taken = self._table.take(rows)
-        cells = {name: self._column(name, taken) for name in self._settings["columns"]}
-        # By its own dtype: pandas 3 would make its "str" of objects that are text, pandas 2 would not.
-        columns = {name: pd.Series(one, index=ids, dtype=one.dtype) for name, one in cells.items()}
+        records = self._table.take(rows)
+        columns = {}
+        for name in self._settings["columns"]:
+            cells = self._column(name, records)
+            # With a dtype, since pandas 3 would turn text objects into its "str" and pandas 2 would not.
+            columns[name] = pd.Series(cells, index=ids, dtype=cells.dtype)
         return pd.DataFrame(columns, index=ids)
 
-    def _column(self, name: str, taken: Sequence[Mapping[str, object]]) -> npt.NDArray[Any]:
-        """Text with "" for what is missing, numbers with NaN; all else as Python has it, with None."""
+    def _column(self, name: str, records: Sequence[Mapping[str, object]]) -> npt.NDArray[Any]:
+        """Return text with "" where it is missing, numbers with NaN, and all else as Python objects with None."""
         import numpy as np
         import pyarrow as pa
 
-        cells = [row[name] for row in taken]
-        field, lacks = self._table.schema.field(name), self._table.has_nulls[name]
+        cells = [record[name] for record in records]
+        field, has_nulls = self._table.schema.field(name), self._table.has_nulls[name]
         is_json = (field.metadata or {}).get(b"ensemble") == b"json"
-        if pa.types.is_floating(field.type) or (pa.types.is_integer(field.type) and lacks):
+        if pa.types.is_floating(field.type) or (pa.types.is_integer(field.type) and has_nulls):
             return np.array([np.nan if cell is None else cell for cell in cells], dtype=np.float64)
         if pa.types.is_integer(field.type):
             return np.array(cells, dtype=np.uint64 if pa.types.is_uint64(field.type) else np.int64)
-        if pa.types.is_boolean(field.type) and not lacks:
+        if pa.types.is_boolean(field.type) and not has_nulls:
             return np.array(cells, dtype=np.bool_)
         is_text = pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
-        found = np.empty(len(cells), dtype=object)
-        for place, cell in enumerate(cells):  # NumPy would make something of lists
-            found[place] = "" if cell is None and is_text and not is_json else cell
-        return found
+        column = np.empty(len(cells), dtype=object)
+        for index, cell in enumerate(cells):  # one by one: NumPy would turn lists into dimensions
+            column[index] = "" if cell is None and is_text and not is_json else cell
+        return column
 
 
 def _empty_cache() -> None:
@@ -186,46 +188,46 @@ def _empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
-def _imported(name: str, file: str | None) -> ModuleType:
+def _import_module(name: str, file: str | None) -> ModuleType:
     if file is None:
         return importlib.import_module(name)
-    # Behind all others: a file of the user's does not stand in for an installed module.
+    # At the end of the path: a file of the user's does not replace an installed module.
     sys.path.append(str(Path(file).parent))
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ValueError(f"predict: {file} is no Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # what is pickled says that it comes from there
+    sys.modules[name] = module  # pickle looks classes up there
     spec.loader.exec_module(module)
     return module
 
 
 def _function(module: ModuleType, name: str, role: str) -> Callable[..., Any]:
-    found = getattr(module, name, None)
-    if not callable(found):
-        what = "has nothing of that name" if found is None else f"has a {type(found).__name__} of that name"
-        raise ValueError(f"{role}: {name} must be a function, and {module.__file__} {what}")
-    function: Callable[..., Any] = found
-    return function
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if callable(function):
+        return function
+    what = "has nothing of that name" if function is None else f"has a {type(function).__name__} of that name"
+    raise ValueError(f"{role}: {name} must be a function, and {module.__file__} {what}")
 
 
-def _report(report: Report, start: int, most: int, done: int) -> None:
-    report(start + min(max(0, int(done)), most))
+def _report_rows(report: Report, start: int, rows: int, done: int) -> None:
+    report(start + min(max(0, int(done)), rows))
 
 
 def _values(result: Any, index: pd.Index, labels: tuple[str, ...]) -> npt.NDArray[np.float64]:
-    """What the user's function has returned, as float64 [rows, labels].
+    """Return the result of the user's function as float64 [rows, labels].
 
     Raises:
-        MemberError: it is of a type, or has columns, that would be as wrong for other rows.
-        ValueError: it has another number of rows, or other ids, than it was called with.
+        MemberError: its type or columns are wrong, as they would be for other rows.
+        ValueError: its number of rows or its ids differ from those of the call.
     """
     import numpy as np
     import pandas as pd
 
     if isinstance(result, pd.DataFrame):
         names = {str(name): name for name in result.columns}
-        if missing := [label for label in labels if label not in names]:
+        missing = [label for label in labels if label not in names]
+        if missing:
             raise MemberError(
                 f"its function returned a frame without columns for {', '.join(missing)}; it has "
                 f"{', '.join(names) or 'none'}"
@@ -233,7 +235,7 @@ def _values(result: Any, index: pd.Index, labels: tuple[str, ...]) -> npt.NDArra
         if result.columns.has_duplicates:
             raise MemberError("its function returned a frame in which columns have the same name")
         result = result[[names[label] for label in labels]]
-        # By position where it has numbered its rows anew.
+        # A frame with a new RangeIndex is joined by position.
         if not isinstance(result.index, pd.RangeIndex) and not result.index.equals(index):
             if result.index.has_duplicates or set(result.index) != set(index):
                 raise ValueError(
@@ -243,22 +245,22 @@ def _values(result: Any, index: pd.Index, labels: tuple[str, ...]) -> npt.NDArra
             result = result.loc[index]
         result = result.to_numpy()
     elif not isinstance(result, np.ndarray | list | tuple) and not hasattr(result, "__array__"):
-        raise MemberError(f"its function returned {type(result).__name__}; {_TO_RETURN}")
+        raise MemberError(f"its function returned {type(result).__name__}; {_RETURN_ADVICE}")
     try:
         values = np.asarray(result, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"its function returned what cannot be read as numbers ({error}); {_TO_RETURN}"
+            f"its function returned what cannot be read as numbers ({error}); {_RETURN_ADVICE}"
         ) from error
     expected = (len(index), len(labels))
     if values.ndim == 2:
-        is_lasting = values.shape[0] == expected[0] and values.shape[1] != expected[1]
+        is_wrong_for_all = values.shape[0] == expected[0] and values.shape[1] != expected[1]
     else:
-        is_lasting = len(index) > 1  # a single row may have lost a dimension
-    if is_lasting:
+        is_wrong_for_all = len(index) > 1  # a single row may have lost a dimension
+    if is_wrong_for_all:
         raise MemberError(
             f"its function returned an array of shape {values.shape} for {expected[0]} rows and {expected[1]} "
-            f"labels; {_TO_RETURN}"
+            f"labels; {_RETURN_ADVICE}"
         )
     if values.shape != expected:
         raise ValueError(

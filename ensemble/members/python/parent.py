@@ -1,4 +1,4 @@
-"""A function of the user's own as a member, on the parent's side: found and read, and never imported."""
+"""Describe a user's function on the parent's side, which reads the code and never imports it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ensemble.members.huggingface.checkpoint.digests import weight_samples
 from ensemble.members.python.settings import PythonSettings
 from ensemble.members.python.source import Source, find_source
 
-# Of larger files samples are read, unless the run asks for every byte (hash_weights).
-_WHOLE_BYTES = 256 << 20
+# Larger files are sampled, unless the run asks for every byte (hash_weights).
+_MAX_WHOLE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class PythonInspection(Inspection):
-    """``id_column`` names the index of the frames."""
+    """Add the user's code, and the name of the frames' index."""
 
     source: Source
     id_column: str
 
 
 class PythonFunction(MemberKind[PythonSettings, PythonInspection]):
-    """A function of the user's own."""
+    """Describe a user's function."""
 
     Settings: ClassVar[type[MemberConfig]] = PythonSettings
     child: ClassVar[str] = "ensemble.members.python.child"
@@ -46,21 +46,22 @@ class PythonFunction(MemberKind[PythonSettings, PythonInspection]):
 
     def sources(self) -> tuple[str, ...]:
         try:
-            code = find_source(self.settings.named[0], self.settings.is_file).files
-        except CheckpointError:  # which inspect tells
+            code = find_source(self.settings.module_and_function[0], self.settings.is_file).files
+        except CheckpointError:  # which inspect reports
             code = ()
         return tuple(str(path) for path in (*code, *self.settings.depends_on))
 
     def inspect(self, columns: OutputColumns) -> PythonInspection:
-        model, problems = self.settings, list[str]()
-        problems += [
+        model = self.settings
+        problems = [
             f"depends_on: {path}: no such file or folder" for path in model.depends_on if not path.exists()
         ]
-        module, function = model.named
+        module, function = model.module_and_function
         try:
             source = find_source(module, model.is_file)
             problems += source.problems(function, "predict")
-            problems += () if model.setup is None else source.problems(model.setup, "setup")
+            if model.setup is not None:
+                problems += source.problems(model.setup, "setup")
         except CheckpointError as error:
             raise CheckpointError([*error.problems, *problems]) from None
         problems += [
@@ -82,7 +83,7 @@ class PythonFunction(MemberKind[PythonSettings, PythonInspection]):
     def fingerprint(self, inspected: PythonInspection, assigned: Assigned) -> Mapping[str, object]:
         model = self.settings
         return {
-            "function": model.named[1],
+            "function": model.module_and_function[1],
             "setup": model.setup,
             "columns": model.columns,
             "kwargs": model.kwargs,
@@ -90,7 +91,7 @@ class PythonFunction(MemberKind[PythonSettings, PythonInspection]):
         }
 
     def content(self, inspected: PythonInspection, files: FileDigests) -> Mapping[str, str]:
-        """The digests of the code, as ``source`` has it, and of what ``depends_on`` names, if it names anything."""
+        """Return the digests of the code and, if ``depends_on`` names any, of further files."""
         source = inspected.source
         digests = {"code": files.together(source.root, dict.fromkeys(source.files))}
         if self.settings.depends_on:
@@ -104,7 +105,7 @@ class PythonFunction(MemberKind[PythonSettings, PythonInspection]):
         return {
             "module": source.name,
             "file": str(source.file) if model.is_file else None,
-            "function": model.named[1],
+            "function": model.module_and_function[1],
             "setup": model.setup,
             "columns": list(model.columns),
             "kwargs": model.kwargs,
@@ -118,8 +119,8 @@ class PythonFunction(MemberKind[PythonSettings, PythonInspection]):
 
 
 def _digest(path: Path, files: FileDigests) -> str:
-    found = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+    paths = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     return files.together(
         path if path.is_dir() else path.parent,
-        {one: weight_samples(one) if one.stat().st_size > _WHOLE_BYTES else None for one in found},
+        {file: weight_samples(file) if file.stat().st_size > _MAX_WHOLE_BYTES else None for file in paths},
     )

@@ -1,4 +1,4 @@
-"""The keys of a function of the user's own."""
+"""Define the keys of a user's function."""
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
@@ -23,7 +23,9 @@ from ensemble.config.values import (
     with_home,
 )
 
-_NAMED = "package.module:function of what is installed, or a file, as in ${CONFIG_DIR}/my_model.py:predict"
+_PREDICT_FORM = (
+    "package.module:function of what is installed, or a file, as in ${CONFIG_DIR}/my_model.py:predict"
+)
 
 Columns = Annotated[
     tuple[Column, ...], BeforeValidator(as_tuple), Len(1), MustBe("a list of columns of the table", list)
@@ -63,22 +65,22 @@ class PythonSettings(ReaderConfig):
     }
 
     @property
-    def named(self) -> tuple[str, str]:
-        """The module, or the path of its file, and the name of the function."""
+    def module_and_function(self) -> tuple[str, str]:
+        """Return the module, or the path of its file, and the name of the function."""
         module, _, function = self.predict.rpartition(":")
         return with_home(module), function
 
     @property
     def is_file(self) -> bool:
         """Whether ``predict`` names a file."""
-        return names_file(self.named[0])
+        return names_file(self.module_and_function[0])
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         yield from super().broken_rules(labels)
         module, _, function = self.predict.rpartition(":")
         parts = [] if names_file(module) else module.split(".")
         if not (module and function.isidentifier() and all(part.isidentifier() for part in parts)):
-            yield ("predict",), f"must be {_NAMED}"
+            yield ("predict",), f"must be {_PREDICT_FORM}"
         if self.setup is not None and not self.setup.isidentifier():
             yield ("setup",), "must be the name of a function in the module of predict"
         if self.gpu_memory is not None and self.num_gpus == 0:
@@ -86,5 +88,5 @@ class PythonSettings(ReaderConfig):
 
 
 def names_file(module: str) -> bool:
-    """Whether that is the path of a file, and no module's name."""
+    """Whether ``module`` is the path of a file, not the name of a module."""
     return module.endswith(".py") or "/" in module

@@ -1,10 +1,9 @@
-"""The user's code on the parent's side: where it is, what it is made of, what it defines.  None of it is run.
+"""Find the user's code without running it: its files, and what they define.
 
-What counts as a module's code is its own file and every module that it imports, itself or through others, and that
-belongs to the same user: whatever lies in the folder of a named file; for a named module, whatever lies beside its
-top-level package, or within that package alone where it is installed among others (site-packages).  Import
-statements are found wherever they stand (``modulefinder``); modules that are imported by names made at run time
-are not.
+A module's code is its own file and every module of the same user that it imports, directly or through others: for a
+named file, the modules in its folder; for a named module, those beside its top-level package, or only those in that
+package where it is installed among others (site-packages).  Import statements are found wherever they stand
+(``modulefinder``); imports by names that are made at run time are not.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from ensemble.common.files import unreadable
 from ensemble.common.text import did_you_mean
 
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
-_PACKAGE = 5  # modulefinder's number for a folder that is a package
+_PACKAGE = 5  # modulefinder's number for a package
 _ARGUMENTS = {"predict": ("the frame and the context", 2), "setup": ("the context", 1)}
 
 
 @dataclass(frozen=True)
 class Source:
-    """A module of the user's.
+    """Describe a module of the user's.
 
     Attributes:
-        file: its own.
-        root: the folder whose modules count as its code.
-        package: the only top-level name in ``root`` that does; empty: all of them.
-        name: how it is imported.
+        file: the module's file.
+        root: the folder whose modules count as the user's code.
+        package: the only top-level name in ``root`` that counts; empty: all do.
+        name: the name for the import.
     """
 
     file: Path
@@ -50,9 +49,9 @@ class Source:
 
     @cached_property
     def files(self) -> tuple[Path, ...]:
-        """The files that are its code, its own first; others that cannot be compiled are left out."""
+        """Return the files of its code, its own first, without those that cannot be compiled."""
         finder = _Finder(self.root, self.package)
-        # As in files that are no Python; what was found until then counts.
+        # A file that is not Python ends the search; the files found before it count.
         with contextlib.suppress(SyntaxError, ValueError, RecursionError, OSError, ImportError):
             if self.name == self.file.stem and self.file.suffix == ".py":
                 finder.run_script(str(self.file))
@@ -64,17 +63,17 @@ class Source:
 
     @cached_property
     def shadowed(self) -> tuple[str, ...]:
-        """Modules in the folder of a file that would not be imported, because installed ones have their names."""
+        """Return the modules beside a named file that installed modules of the same names hide."""
         if self.package or self.file.parent != self.root:
             return ()
         names = dict.fromkeys(Path(path.relative_to(self.root).parts[0]).stem for path in self.files)
         return tuple(name for name in names if _is_installed(name, self.root))
 
     def problems(self, function: str, role: str) -> Iterator[str]:
-        """What speaks against a function of it, as "predict" or as "setup"; none where only running tells.
+        """Yield why a function cannot be "predict" or "setup", as far as the code tells without running it.
 
         Raises:
-            CheckpointError: the file cannot be read, or is no Python.
+            CheckpointError: the file cannot be read, or is not Python.
         """
         if self.file.suffix != ".py":
             return
@@ -86,33 +85,36 @@ class Source:
             line = getattr(error, "lineno", None)
             where = f"{self.file}, line {line}" if line else str(self.file)
             raise CheckpointError(f"predict: {where}: {getattr(error, 'msg', error)}; correct it") from error
-        bound = dict(_bound(tree.body))
-        if function not in bound:
-            if "*" not in bound and "__getattr__" not in bound:
-                guess = did_you_mean(function, [name for name, node in bound.items() if node is not None])
+        definitions = dict(_bindings(tree.body))
+        if function not in definitions:
+            if "*" not in definitions and "__getattr__" not in definitions:
+                guess = did_you_mean(
+                    function, [name for name, node in definitions.items() if node is not None]
+                )
                 yield f"{role}: {self.file} defines no {function}{guess}"
             return
-        node = bound[function]
+        node = definitions[function]
         if isinstance(node, ast.AsyncFunctionDef):
             yield f"{role}: {function} is async; give a plain function"
         elif isinstance(node, ast.ClassDef):
             yield f"{role}: {function} is a class; give a function, and make instances in setup"
         elif isinstance(node, ast.FunctionDef) and not node.decorator_list:
-            words, count = _ARGUMENTS[role]
+            values, count = _ARGUMENTS[role]
             arguments = node.args
-            most = len(arguments.posonlyargs) + len(arguments.args)
-            least = most - len(arguments.defaults)
-            named = [
+            max_count = len(arguments.posonlyargs) + len(arguments.args)
+            min_count = max_count - len(arguments.defaults)
+            required_keywords = [
                 argument
-                for argument, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-                if not value
+                for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+                if not default
             ]
-            if named or least > count or (most < count and arguments.vararg is None):
-                yield f"{role}: {function} is called with {words}; let it take {count} arguments, in this order"
+            takes_too_few = max_count < count and arguments.vararg is None
+            if required_keywords or min_count > count or takes_too_few:
+                yield f"{role}: {function} is called with {values}; let it take {count} arguments, in this order"
 
 
 class _Finder(ModuleFinder):
-    """Follows imports within a folder; with ``package``, within that package of it alone."""
+    """Follow imports within a folder; with ``package``, only within that package."""
 
     def __init__(self, root: Path, package: str) -> None:
         super().__init__(path=[str(root)])
@@ -123,7 +125,8 @@ class _Finder(ModuleFinder):
     ) -> tuple[IO[Any] | None, str | None, tuple[str, str, int]]:
         if path is None and self._package and name != self._package:
             raise ImportError(name)
-        folder = next((Path(place, name) for place in path or self.path if Path(place, name).is_dir()), None)
+        folders = (Path(parent_folder, name) for parent_folder in path or self.path)
+        folder = next((folder for folder in folders if folder.is_dir()), None)
         spec = PathFinder.find_spec(name, path or self.path)
         if folder is not None and (spec is None or spec.origin is None):  # a package without __init__.py
             return None, str(folder), ("", "", _PACKAGE)
@@ -138,10 +141,10 @@ class _Finder(ModuleFinder):
 
 
 def find_source(module: str, is_file: bool) -> Source:
-    """Where a module is, by its name or by the path of its file.
+    """Find a module by its name or by the path of its file.
 
     Raises:
-        CheckpointError: it is nowhere.
+        CheckpointError: there is no such module.
     """
     if is_file:
         file = Path(module).absolute()
@@ -152,7 +155,7 @@ def find_source(module: str, is_file: bool) -> Source:
                 "${CONFIG_DIR} at the config's"
             )
         return Source(file, file.parent, "", file.stem)
-    importlib.invalidate_caches()  # a package may have come since this process looked
+    importlib.invalidate_caches()  # a package may have been installed since this process started
     spec = _find_spec(module)
     if spec is None or spec.origin is None or not os.path.isfile(spec.origin):  # noqa: PTH113
         raise CheckpointError(
@@ -168,36 +171,37 @@ def find_source(module: str, is_file: bool) -> Source:
 
 
 def _find_spec(module: str) -> ModuleSpec | None:
-    """What a worker would import; ``importlib.util.find_spec`` would import the packages around it."""
-    # A worker has no folder of the user's on its path that PYTHONPATH does not name.
-    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    here = os.getcwd()  # noqa: PTH109
-    path: list[str] = [place for place in sys.path if place in added or place not in ("", here)]
+    """Find the module that a worker would import; ``importlib.util.find_spec`` would import its packages."""
+    # Unlike this process, a worker has the working directory on its path only where PYTHONPATH names it.
+    python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    working_directory = os.getcwd()  # noqa: PTH109
+    path = [folder for folder in sys.path if folder in python_path or folder not in ("", working_directory)]
     spec, name = None, ""
     for part in module.split("."):
         name = f"{name}.{part}" if name else part
         spec = None
-        with contextlib.suppress(
-            KeyError
-        ):  # a namespace within a package, which Python wants to have imported
+        # KeyError: a namespace within a package, which Python would have to import.
+        with contextlib.suppress(KeyError):
             spec = next(filter(None, (finder.find_spec(name, path) for finder in sys.meta_path)), None)
         if spec is not None and spec.origin is not None:
             path = list(spec.submodule_search_locations or ())
-        elif not (path := [str(Path(place, part)) for place in path if Path(place, part).is_dir()]):
+            continue
+        path = [str(Path(folder, part)) for folder in path if Path(folder, part).is_dir()]
+        if not path:
             return None
     return spec
 
 
 def _is_installed(name: str, folder: Path) -> bool:
     spec = _find_spec(name)
-    if spec is None or spec.origin is None:  # a namespace gives way
+    if spec is None or spec.origin is None:  # a namespace does not hide the file
         return False
     # The folder may itself be on the path.
     return folder.resolve() not in Path(spec.origin).resolve().parents
 
 
-def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt | None]]:
-    """The names that a module's statements bind; with a definition where it is one, and "*" for names not known."""
+def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt | None]]:
+    """Yield each name that statements bind with its definition, if it has one; "*" stands for unknown names."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, node
@@ -205,17 +209,18 @@ def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt | None]]:
             for alias in node.names:
                 yield alias.asname or alias.name.split(".")[0], None
         else:
-            # Whatever else can bind a name, however deep: assignments, loops, with, if and try.
+            # All else that binds names, at any depth: assignments, loops, with, if and try.
             for inner in ast.walk(node):
                 if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
                     yield inner.id, None
             for inner_body in _bodies(node):
-                yield from _bound(inner_body)
+                yield from _bindings(inner_body)
 
 
 def _bodies(node: ast.stmt) -> Iterator[list[ast.stmt]]:
     for key in ("body", "orelse", "finalbody"):
-        if isinstance(inner := getattr(node, key, None), list):
+        inner = getattr(node, key, None)
+        if isinstance(inner, list):
             yield inner
     for handler in getattr(node, "handlers", ()):
         yield handler.body

@@ -1,4 +1,4 @@
-"""Sequence classifiers on the parent's side: what can be known of a checkpoint without torch."""
+"""Describe sequence classifiers on the parent's side, without torch."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from ensemble.common.errors import CheckpointError
 from ensemble.config import MemberConfig
 from ensemble.members.base import Draft, OutputColumns
 from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapter
-from ensemble.members.huggingface.checkpoint.architecture import read_architecture
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
 from ensemble.members.huggingface.checkpoint.inspect import (
     Checkpoint,
     inspect_checkpoint,
     is_language_model,
     label_names,
+    row_limit,
 )
-from ensemble.members.huggingface.checkpoint.tokenizer_files import tokenizer_limit
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.huggingface.spec import CLASSIFIER
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 
 
 class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
-    """A checkpoint with a classification head, loaded by transformers."""
+    """Describe a checkpoint with a classification head, which transformers loads."""
 
     Settings: ClassVar[type[MemberConfig]] = SequenceClassifierSettings
     child: ClassVar[str] = "ensemble.members.seq_cls.child"
@@ -35,7 +34,8 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
 
     @classmethod
     def draft(cls, source: str, id_column: str) -> Draft | None:
-        base, folder, head_rows = source, Path(source), None
+        base, head_rows = source, None
+        folder = Path(source)
         if folder.is_file():
             return None
         settings = {}
@@ -43,7 +43,7 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
             adapter = inspect_adapter(source)
             if adapter.base is None:
                 raise CheckpointError(f"{source}: its adapter_config.json does not name its base")
-            # Where it was trained the base may have stood elsewhere; often it has been copied beside the adapter.
+            # The base may have moved since training; often it is copied beside the adapter.
             beside = folder.parent / Path(adapter.base).name
             base = str(beside) if not Path(adapter.base).is_dir() and beside.is_dir() else adapter.base
             settings, head_rows = {"adapter_name_or_path": source}, adapter.head_rows
@@ -51,18 +51,16 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
         config = read_config(path, f"{base}: its config.json")
         if not settings and is_language_model(config, path.parent):
             return None
-        if not _may_read_text(config):
+        if not _may_be_text_model(config):
             return None
         names = label_names(config, base)
         if head_rows is not None and head_rows != len(names):
             names = [f"LABEL_{index}" for index in range(head_rows)]
-        architecture = read_architecture(config)
-        limits = [tokenizer_limit(path.parent), architecture.max_positions if architecture else None]
         return Draft(
             settings={"model_name_or_path": base, **settings},
             labels=tuple(names),
             are_named=not all(re.fullmatch(r"LABEL_\d+", name) for name in names),
-            max_length=min((int(limit) for limit in limits if limit is not None), default=None),
+            max_length=row_limit(config, path.parent),
         )
 
     def inspect(self, columns: OutputColumns) -> Checkpoint:
@@ -70,8 +68,8 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
         return inspect_checkpoint(model, columns.labels, model.label_map, model.problem_type)
 
 
-def _may_read_text(config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint does not say that it was saved with a head for images, sound or the like."""
-    stored = config.get("architectures")
-    named = str(stored[0]) if isinstance(stored, list) and stored else ""
-    return not named.endswith(("ForImageClassification", "ForAudioClassification", "ForVideoClassification"))
+def _may_be_text_model(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint was not saved with a head for images, sound or video."""
+    architectures = config.get("architectures")
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    return not name.endswith(("ForImageClassification", "ForAudioClassification", "ForVideoClassification"))

@@ -1,4 +1,4 @@
-"""The keys of a sequence classifier."""
+"""Define the keys of a sequence classifier."""
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 

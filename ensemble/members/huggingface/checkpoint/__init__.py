@@ -1,1 +1,1 @@
-"""What can be known of checkpoints and adapters from their files, without loading them."""
+"""Inspect the files of checkpoints and adapters without loading them."""

@@ -1,4 +1,4 @@
-"""What can be known of an adapter of peft without loading it: its files, its head, and whether it fits a base."""
+"""Inspect an adapter of peft without loading it: its files, its head, and whether it fits a base."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from ensemble.members.huggingface.checkpoint.weight_files import Tensor, pickle_
 
 WEIGHTS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
-# Kinds that live in peft's own forward pass or choose among several adapters (peft.utils.PeftType); the others
-# change the base's layers in place, which is what the worker runs.
-_OUTSIDE_THE_LAYERS = (
+# Adapters that need peft's own forward pass or choose among several adapters (peft.utils.PeftType); others change
+# the base's layers in place, as the worker needs it.
+_UNSUPPORTED_TYPES = (
     "PROMPT_TUNING MULTITASK_PROMPT_TUNING P_TUNING PREFIX_TUNING ADAPTION_PROMPT CPT CARTRIDGE XLORA"
 ).split()
 _LORA = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.\w+)?\.weight")
 _HEAD = re.compile(r"(.+\.)?(score|classifier|classification_head|logits_proj)(\.\w+)*\.(weight|bias)")
-# The last layer of a head; what stands before it has as many rows as the model is wide.
-_LAST = re.compile(
+# The last layer of a head, whose rows are the labels.
+_LAST_LAYER = re.compile(
     r"(.+\.)?(score|logits_proj|classifier(\.out_proj)?|classification_head\.out_proj)\.weight"
 )
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter as its two files describe it.
+    """Describe an adapter by its two files.
 
-    ``base`` is the model it says it was trained on; ``head_rows`` counts the labels of the head it brings, None
-    where it brings none or its weights are not known yet (on the hub, pickled); ``shapes`` are its tensors', by
-    name without peft's prefix.
+    Attributes:
+        base: the model that it was trained on, by its own account.
+        head_rows: the labels of its head; None: it has no head, or its weights are not known yet (on the hub,
+            pickled).
+        shapes: of its tensors, by name without peft's prefix.
     """
 
     name: str
@@ -52,7 +54,7 @@ def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
 
     Args:
         name_or_path: a folder, or a name on the Hugging Face hub, of which only the config is fetched.
-        allow_pickle: its weights may be a pickle, into which only the worker looks.
+        allow_pickle: whether its weights may be a pickle, which only the worker reads.
 
     Raises:
         CheckpointError: a file is missing or broken, the kind cannot be run, or peft is not installed.
@@ -64,7 +66,7 @@ def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
         problems.append(
             f"{name_or_path}: its adapter_config.json names no peft_type; name the folder that peft wrote"
         )
-    elif kind.upper() in _OUTSIDE_THE_LAYERS:
+    elif kind.upper() in _UNSUPPORTED_TYPES:
         wrong = f"is a {kind} adapter, which changes no layer of its base"
         problems.append(f"{name_or_path} {wrong}; use LoRA or one of its variants")
     elif config.get("alora_invocation_tokens"):
@@ -76,7 +78,7 @@ def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
         problems.append(f"adapters need peft, which is not installed: {how_to_install('peft')}")
     weights, pickle = path.with_name(WEIGHTS), path.with_name(_PICKLE)
     tensors: tuple[Tensor, ...] = ()
-    if Path(name_or_path).is_dir():  # of one on the hub, the weights are the worker's to fetch
+    if Path(name_or_path).is_dir():  # from the hub only the worker fetches weights
         try:
             if weights.is_file():
                 tensors = read_file(weights)
@@ -94,59 +96,65 @@ def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
 
 
 def base_problems(adapter: Adapter, base: str, tensors: Sequence[Tensor]) -> Iterator[str]:
-    """Why an adapter does not belong to this base, in one sentence; nothing where it does or nobody can tell.
+    """Yield a sentence if an adapter certainly does not belong to this base.
 
     LoRA's A is [rank, in] and its B [out, rank] beside a layer of [out, in] (peft, tuners/lora/layer.py).
-    Weights that are quantized already are packed into other shapes and are passed over.
+    Quantized weights are packed into other shapes and are skipped.
 
     Args:
         base: the base's name, for the sentence.
-        tensors: those of the base.
+        tensors: of the base.
     """
-    made_for: dict[str, list[int | None]] = {}  # [out, in] of each layer, as far as it is known
+    adapter_shapes: dict[str, list[int | None]] = {}  # [out, in] of each layer; None: not known
     for name, shape in adapter.shapes.items():
-        if len(shape) == 2 and (lora := _LORA.fullmatch(name)):
+        if len(shape) != 2:
+            continue
+        lora = _LORA.fullmatch(name)
+        if lora is not None:
             axis = "BA".index(lora["side"])
-            made_for.setdefault(lora["module"], [None, None])[axis] = shape[axis]
-        elif len(shape) == 2 and name.endswith(".weight") and not is_head(name) and ".lora_" not in name:
-            made_for[name.removesuffix(".weight")] = [*shape]
-    # The base's layers by every ending of their names; of a packed one nothing can be said, and its shape is empty.
-    shapes: dict[str, list[tuple[int, ...]]] = {}
+            adapter_shapes.setdefault(lora["module"], [None, None])[axis] = shape[axis]
+        elif name.endswith(".weight") and not is_head(name) and ".lora_" not in name:
+            adapter_shapes[name.removesuffix(".weight")] = [*shape]
+    # The shapes of the base's layers by every ending of their names; that of a packed layer is empty.
+    base_shapes: dict[str, list[tuple[int, ...]]] = {}
     for tensor in tensors:
         module, _, last = tensor.name.rpartition(".")
         while module and last == "weight":
-            shapes.setdefault(module, []).append(tensor.shape if tensor.is_float else ())
+            base_shapes.setdefault(module, []).append(tensor.shape if tensor.is_float else ())
             module = module.partition(".")[2]
     trained_on = f"it was trained on {adapter.base or 'a model it does not name'}"
-    found = False
-    for module, made in made_for.items():
-        known = _lookup(module, shapes)
-        found = found or bool(known)
-        if known and all(len(shape) == 2 and not _fits(made, shape) for shape in known):
-            dimensions = " x ".join("?" if length is None else str(length) for length in made)
+    has_common_layer = False
+    for module, adapter_shape in adapter_shapes.items():
+        candidates = _lookup(module, base_shapes)
+        has_common_layer = has_common_layer or bool(candidates)
+        if candidates and all(len(shape) == 2 and not _fits(adapter_shape, shape) for shape in candidates):
+            dimensions = " x ".join("?" if length is None else str(length) for length in adapter_shape)
             yield (
                 f"adapter {adapter.name} is not for {base}: its {module} is made for {dimensions}, the base has "
-                f"{known[0][0]} x {known[0][1]}; {trained_on}"
+                f"{candidates[0][0]} x {candidates[0][1]}; {trained_on}"
             )
             return
     has_floats = any(tensor.is_float and tensor.name.endswith(".weight") for tensor in tensors)
-    if made_for and not found and has_floats:
-        yield f"adapter {adapter.name} is not for {base}: the base has no {next(iter(made_for))}; {trained_on}"
+    if adapter_shapes and not has_common_layer and has_floats:
+        layer = next(iter(adapter_shapes))
+        yield f"adapter {adapter.name} is not for {base}: the base has no {layer}; {trained_on}"
 
 
 def _lookup(module: str, shapes: Mapping[str, list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
-    # A checkpoint may have been saved with or without the names that the classifier puts in front of its body's.
+    # A checkpoint may lack the prefixes that a classifier adds to the names of its body.
     first = ""
     while module and not first.isdecimal():  # without its layer's number a name would mean every layer
-        if known := shapes.get(module):
-            return known
+        if module in shapes:
+            return shapes[module]
         first, _, module = module.partition(".")
     return []
 
 
-def _fits(made: Sequence[int | None], shape: tuple[int, ...]) -> bool:
-    ways = (shape, shape[::-1])  # GPT-2's layers are stored transposed
-    return any(all(one in (None, there) for one, there in zip(made, way, strict=True)) for way in ways)
+def _fits(adapter_shape: Sequence[int | None], base_shape: tuple[int, ...]) -> bool:
+    def matches(shape: tuple[int, ...]) -> bool:
+        return all(size in (None, other) for size, other in zip(adapter_shape, shape, strict=True))
+
+    return matches(base_shape) or matches(base_shape[::-1])  # GPT-2's layers are stored transposed
 
 
 def is_head(name: str) -> bool:
@@ -155,16 +163,15 @@ def is_head(name: str) -> bool:
 
 
 def head_rows(shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-    """How many labels a classification head among these tensors has; None where there is none."""
-    rows = (shape[0] for name, shape in shapes.items() if _LAST.fullmatch(name) and len(shape) == 2)
+    """Return the number of labels of the classification head among these tensors; None: there is no head."""
+    rows = (shape[0] for name, shape in shapes.items() if _LAST_LAYER.fullmatch(name) and len(shape) == 2)
     return next(rows, None)
 
 
 def other_base(adapter: Adapter, base: str) -> str:
-    """The base that the adapter names, where ``base`` goes by another name; empty where they may be the same.
+    """Return the base that the adapter names if it is not ``base``; empty where they may be the same.
 
-    Copies lie in folders of all kinds (Kaggle's end in a version's number), so that its name may stand anywhere
-    in the path.
+    A copy's path may contain the name anywhere: on Kaggle it ends with a version's number.
     """
     if not adapter.base:
         return ""

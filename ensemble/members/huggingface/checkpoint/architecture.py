@@ -1,4 +1,4 @@
-"""A ``config.json`` -> the numbers of its architecture, whatever the family calls them."""
+"""Read the numbers of an architecture from a ``config.json``, whatever their names in its family."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INTERMEDIATE = tuple(
 )
 _POSITIONS = ("max_position_embeddings", "n_positions")
 
-# What transformers takes where a config.json leaves a number out (configuration_*.py of each family).
+# transformers' defaults for numbers that a config.json leaves out (configuration_*.py of each family).
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 256, "num_key_value_heads": 16},
     "gemma2": {"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096},
@@ -32,7 +32,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen3": {"head_dim": 128},
 }
-# Families whose MLP has no gate. A gated one takes more, so that it is what is assumed of an unknown family.
+# Families whose MLP has no gate. A gated MLP takes more, so it is assumed for unknown families.
 _PLAIN_MLP = (
     "albert bart bert big_bird bigcode bloom camembert codegen convbert ctrl data2vec-text deberta deberta-v2 "
     "distilbert electra ernie esm falcon fnet funnel gpt2 gpt_bigcode gpt_neo gpt_neox gptj layoutlm longformer "
@@ -40,7 +40,7 @@ _PLAIN_MLP = (
     "roberta-prelayernorm roformer squeezebert starcoder2 t5 umt5 mt5 xlm xlm-roberta xlm-roberta-xl "
     "xlnet xmod yoso"
 ).split()
-# Families whose layers have been looked at: what their tensors are called, and what their MLP takes.
+# Families whose layers are known: the names of their tensors, and the memory of their MLP.
 LOOKED_AT = (
     "bert camembert data2vec-text deberta deberta-v2 distilbert electra ernie falcon gemma gemma2 gemma3_text gpt2 "
     "llama ministral mistral olmo olmo2 opt phi3 qwen2 qwen3 roberta smollm3 xlm-roberta"
@@ -51,27 +51,30 @@ _LEARNT_POSITIONS = (
     "gpt_bigcode gpt_neo layoutlm longformer mbart megatron-bert mpnet nystromformer openai-gpt opt rembert "
     "roberta roberta-prelayernorm roformer squeezebert xlm xlm-roberta xlm-roberta-xl xmod"
 ).split()
-# Those that count positions from the padding's id on, as RoBERTa does, and so lose pad_token_id + 1 of them.
+# Families that count positions from the padding's id on, as RoBERTa does, and so lose pad_token_id + 1 positions.
 _POSITIONS_AFTER_PADDING = (
     "camembert data2vec-text longformer mpnet roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod"
 ).split()
 # Gate and input of the MLP come out of one product, so that all of it lives until both are multiplied.
 _FUSED_GATE = ("glm", "glm4", "modernbert", "phi3")
-# All layers of these look through the same window.
+# Families whose layers all have the same window.
 _ONE_MASK = ("ministral", "mistral", "mixtral", "phi3", "starcoder2")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What memory depends on, from a ``config.json``.
+    """Hold the numbers of a ``config.json`` that memory depends on.
 
-    ``max_positions`` is how long a row may be, None where positions are not learnt; ``dtype`` is the stored one
-    (float32, float16, bfloat16), None where nothing is said; ``quant_method``, ``quant_bits`` and
-    ``quantization`` (its settings) are of a checkpoint that is stored quantized; ``soft_capping``: attention
-    scores go through tanh, as in Gemma-2; ``masks``: how many attention masks a forward pass makes, two where
-    only some layers have a window; ``fused_gate``: the MLP's gate and its input come out of one product;
-    ``inner_copies``: tensors of the intermediate size that live at the MLP's peak; ``relative_terms``: how many
-    of DeBERTa's c2p and p2c, ``position_buckets`` half its table of positions; ``vocabulary``: its tokens.
+    Attributes:
+        max_positions: the longest row; None: positions are not learnt.
+        soft_capping: whether attention scores go through tanh, as in Gemma-2.
+        dtype: the stored type (float32, float16, bfloat16); None: not stored.
+        quant_method, quant_bits, quantization: of a checkpoint that is stored quantized.
+        masks: attention masks of a forward pass; two where only some layers have a window.
+        fused_gate: whether the MLP's gate and input are one product.
+        inner_copies: tensors of the intermediate size that live at the MLP's peak.
+        relative_terms: how many of DeBERTa's c2p and p2c it has.
+        position_buckets: half the size of DeBERTa's table of positions.
     """
 
     model_type: str
@@ -96,13 +99,13 @@ class Architecture:
 
 
 def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``config.json`` as the part of the model sees it that reads text: ``text_config`` goes before the rest."""
+    """Return the settings of the part that reads text: ``text_config`` takes precedence over the rest."""
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, Mapping) else dict(config)
 
 
 def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
-    """The numbers of a ``config.json``; None where it does not have them."""
+    """Return the numbers of a ``config.json``; None where it does not have them."""
     text = text_settings(config)
     model_type = str(text.get("model_type") or "")
     text = {
@@ -117,7 +120,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
     quantization = config.get("quantization_config")
     stored = quantization if isinstance(quantization, Mapping) and quantization else None
     gated = model_type not in _PLAIN_MLP or "gated" in str(text.get("feed_forward_proj", ""))
-    # Some layers look back at so many tokens only.  Qwen2 stores a window that it does not use.
+    # The tokens that some layers look back at.  Qwen2 stores a window that it does not use.
     window = _number(text, ("sliding_window", "local_attention"))
     has_window = window > 0 and text.get("use_sliding_window") is not False
     terms = text.get("pos_att_type") or ()
@@ -167,10 +170,10 @@ def _inner_copies(model_type: str, config: Mapping[str, Any], gated: bool) -> in
     if model_type in _FUSED_GATE:
         return 4
     if model_type not in LOOKED_AT:
-        # Bloom's gelu holds six, a mixture of experts four for each that a token is sent to.
+        # Bloom's gelu holds six, a mixture of experts four for each expert of a token.
         return max(6, 4 * (_number(config, ("num_experts_per_tok", "top_k_experts")) or 1))
     # gelu_new is written out in products and sums: x, x / 2, its cube and a multiple of that live at once.
     if "gelu_new" in (config.get("activation_function"), config.get("hidden_act")):
         return 4
-    # The activated gate, the input and their product; without a gate what goes into the function and comes out.
+    # The activated gate, the input and their product; without a gate the function's input and output.
     return 3 if gated else 2

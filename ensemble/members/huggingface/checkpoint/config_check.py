@@ -1,7 +1,7 @@
-"""Whether a checkpoint's ``config.json`` and its weights are of one model, as far as names and shapes tell.
+"""Check whether a checkpoint's ``config.json`` and its weights belong to the same model, by names and shapes.
 
-Only what is certain is said: of families whose tensors have been looked at, of numbers that stand in the file, of
-tensors that are stored as floating-point numbers.  The worker compares the rest once it has built the model.
+Only certain contradictions are reported: for known families, by numbers in the file, and for floating-point
+tensors.  The worker compares the rest once it has built the model.
 """
 
 from __future__ import annotations
@@ -60,21 +60,24 @@ _ROPE_EVERYWHERE: Final = ("default", "mrope", "su")
 def config_problems(
     name: str, config: Mapping[str, Any], tensors: Sequence[Tensor], labels: int | None
 ) -> Iterator[str]:
-    """What a ``config.json`` asks for that this transformers does not know, or that the weights contradict.
+    """Yield what the installed transformers does not know in a ``config.json``, and what contradicts the weights.
 
     Args:
         name: the checkpoint's.
         tensors: of its safetensors files.
-        labels: that the config.json has; None where an adapter may bring another head.
+        labels: of the config.json; None where an adapter may bring another head.
     """
     texts = [text for text in (config, config.get("text_config")) if isinstance(text, Mapping)]
     for text, key in product(texts, ("rope_parameters", "rope_scaling")):
         stored = text.get(key)
-        for part in (stored, *stored.values()) if isinstance(stored, Mapping) else ():
+        if not isinstance(stored, Mapping):
+            continue
+        for part in (stored, *stored.values()):
             kind = part.get("rope_type", part.get("type")) if isinstance(part, Mapping) else None
             if not isinstance(kind, str) or kind in _ROPE_EVERYWHERE:
                 continue
-            if (known := table("ROPE_INIT_FUNCTIONS", "modeling_rope_utils.py")) and kind not in known:
+            rope_types = table("ROPE_INIT_FUNCTIONS", "modeling_rope_utils.py")
+            if rope_types and kind not in rope_types:
                 yield (
                     f"{name}: {key} in its config.json asks for the rope_type {kind!r}, which transformers "
                     f"{metadata.version('transformers')} does not know; install a newer release"
@@ -83,7 +86,7 @@ def config_problems(
     architecture = read_architecture(config)
     if architecture is None or architecture.model_type not in LOOKED_AT:
         return
-    # Beside a text_config stands a tower for images, with numbers of its own.
+    # A config.json with a text_config also describes a part for images, with numbers of its own.
     if isinstance(config.get("text_config"), Mapping):
         tensors = [tensor for tensor in tensors if "language_model" in tensor.name]
     for contradiction in _contradictions(text_settings(config), tensors, labels):
@@ -94,9 +97,10 @@ def _contradictions(text: Mapping[str, Any], tensors: Sequence[Tensor], labels: 
     key = next((key for key in LAYER_KEYS if isinstance(text.get(key), int)), None)
     stacks: dict[str, int] = {}
     for tensor in tensors:
-        if found := _LAYER.match(tensor.name):
-            stacks[found[1]] = max(stacks.get(found[1], 0), int(found[2]) + 1)
-    if key is not None and len(stacks) == 1:  # what another stack is, nobody can tell here
+        layer = _LAYER.match(tensor.name)
+        if layer is not None:
+            stacks[layer[1]] = max(stacks.get(layer[1], 0), int(layer[2]) + 1)
+    if key is not None and len(stacks) == 1:  # with several stacks it is unclear which of them counts
         ((stack, layers),) = stacks.items()
         if layers != text[key]:
             last = f"{stack}.{layers - 1}"
@@ -105,41 +109,45 @@ def _contradictions(text: Mapping[str, Any], tensors: Sequence[Tensor], labels: 
     if None not in (labels, rows) and rows != labels:
         head = f"the classification head has {rows} rows in the file"
         yield f"it has {labels} labels (id2label, num_labels), and {head}"
-    seen: set[str] = set()
+    reported: set[str] = set()
     for tensor in tensors:
         if not tensor.is_float or len(tensor.shape) != 2:
             continue
         fitting = (axes for pattern, *axes in _SHAPES if re.search(rf"(^|\.|\b)({pattern})$", tensor.name))
-        for what, stored, meant in zip(("rows", "columns"), tensor.shape, next(fitting, ()), strict=False):
-            wanted, keys = _size(meant, text)
-            if wanted is not None and wanted != stored and keys not in seen:
-                seen.add(keys)
-                yield f"{keys}, and {tensor.name} has {stored:,} {what} in the file"
+        axes = next(fitting, ())
+        for axis, stored, dimension in zip(("rows", "columns"), tensor.shape, axes, strict=False):
+            expected, keys = _expected_size(dimension, text)
+            if expected is not None and expected != stored and keys not in reported:
+                reported.add(keys)
+                yield f"{keys}, and {tensor.name} has {stored:,} {axis} in the file"
 
 
-def _size(meant: str | None, text: Mapping[str, Any]) -> tuple[int | None, str]:
-    """What a dimension should be by the numbers that stand in the file, and how to say it; None: not known."""
-    found: list[tuple[str, int]] = []
-    for part in meant.split("*") if meant else ():
+def _expected_size(dimension: str | None, text: Mapping[str, Any]) -> tuple[int | None, str]:
+    """Return a dimension's size by the numbers of the file, None if not known, and the words for these numbers."""
+    if dimension is None:
+        return None, ""
+    sizes: dict[str, int] = {}
+    for part in dimension.split("*"):
         key = next((key for key in _KEYS[part] if text.get(key) is not None), "")
         if type(text.get(key)) is not int:
             return None, ""
-        found.append((key, text[key]))
-    total = math.prod(size for _, size in found) if found else None
-    return total, " and ".join(f"{key} is {size:,}" for key, size in found)
+        sizes[key] = text[key]
+    return math.prod(sizes.values()), " and ".join(f"{key} is {size:,}" for key, size in sizes.items())
 
 
 def release_warning(name: str, config: Mapping[str, Any]) -> Iterator[str]:
-    """What to say of a checkpoint that a newer transformers has written than the one that is installed."""
+    """Yield a warning if a newer transformers than the installed one has saved the checkpoint."""
     written = config.get("transformers_version")
     installed = installed_versions(("transformers",)).get("transformers")
     if not isinstance(written, str) or installed is None or _release(written) <= _release(installed):
         return
-    # Keys that stand nowhere in the source of the family and of what all configs share.
+    # Unknown keys occur neither in the family's source nor in that of all configs.
     family = str(config.get("model_type", "")).replace("-", "_")
     shared = sources("configuration_utils.py", "modeling_rope_utils.py")
-    own = sources(f"models/{family}/*.py")  # or the family's code is elsewhere, or not there
-    words = set(re.findall(r"\w+", " ".join((*shared.values(), *own.values())))) if own else set()
+    of_family = sources(f"models/{family}/*.py")  # empty where its code is elsewhere
+    words: set[str] = set()
+    if of_family:
+        words = set(re.findall(r"\w+", " ".join((*shared.values(), *of_family.values()))))
     unknown = sorted(key for key in config if words and not key.startswith("_") and key not in words)
     hint = f", which knows nothing of its {', '.join(unknown)}" if unknown else ""
     yield (

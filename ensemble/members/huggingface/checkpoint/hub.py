@@ -1,4 +1,4 @@
-"""A name from the config -> a small file of the folder it means, or of the Hugging Face hub."""
+"""Find a small file of a checkpoint in a folder or on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -20,51 +20,55 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def find_file(name_or_path: str, file: str, revision: str | None = None) -> Path:
-    """A file that every folder of this kind has, such as ``config.json``.
+    """Find a file that every checkpoint of a kind has, such as ``config.json``.
 
     Args:
         name_or_path: a folder, or an id on the Hugging Face hub.
         revision: the hub's branch, tag or commit.
 
     Raises:
-        CheckpointError: there is no such folder or no such file in it, or the hub does not give it.
+        CheckpointError: there is no such folder or file, or the hub does not return it.
     """
     folder = Path(name_or_path)
-    if link := dangling_link(folder) or dangling_link(folder / file):
-        raise CheckpointError(link)
+    link_problem = dangling_link(folder) or dangling_link(folder / file)
+    if link_problem:
+        raise CheckpointError(link_problem)
     if folder.is_dir():
         if not os.access(folder, os.R_OK | os.X_OK):
             denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             raise CheckpointError(unreadable(folder, denied))
         if (folder / file).is_file():
             return folder / file
+        deeper = [*sorted(folder.glob(f"*/{file}")), *sorted(folder.glob(f"*/*/{file}"))]
         hint = ""
         if file == "config.json" and (folder / "adapter_config.json").is_file():
             hint = "; it holds an adapter: name it with adapter_name_or_path, and its base here"
-        elif found := [*sorted(folder.glob(f"*/{file}")), *sorted(folder.glob(f"*/*/{file}"))]:
-            hint = f", perhaps {found[0].parent}"
+        elif deeper:
+            hint = f", perhaps {deeper[0].parent}"
         raise CheckpointError(
             f"{name_or_path} has no {file}; name the folder that save_pretrained wrote{hint}"
         )
     if folder.is_file():
         raise CheckpointError(f"{name_or_path} is a file; name the folder that holds its {file}")
-    nowhere = f"{name_or_path}: no such folder"
-    if advice := not_attached(folder):
-        raise CheckpointError(f"{nowhere}{advice}")
+    problem = f"{name_or_path}: no such folder"
+    advice = not_attached(folder)
+    if advice:
+        raise CheckpointError(f"{problem}{advice}")
     if folder.parent.is_dir():
         near = nearest(folder.name, (entry.name for entry in folder.parent.iterdir() if entry.is_dir()))
-        nowhere += f"; did you mean {folder.parent / near}?" if near is not None else ""
+        problem += f"; did you mean {folder.parent / near}?" if near is not None else ""
     elif folder.parent != folder:
-        nowhere += f" ({folder.parent} does not exist either)"
-    # "models/gemma" is a mistyped path where there is a folder "models", and not a model of an organisation.
+        problem += f" ({folder.parent} does not exist either)"
+    # If there is a folder "models", "models/gemma" is a mistyped path, not a model of an organisation.
     is_path = folder.parent != Path() and folder.parent.is_dir()
     if is_path or not _HUB_ID.fullmatch(name_or_path) or name_or_path.startswith("."):
-        raise CheckpointError(nowhere)
-    return _hub_file(name_or_path, file, revision, nowhere)
+        raise CheckpointError(problem)
+    return _hub_file(name_or_path, file, revision, problem)
 
 
-def _hub_file(name: str, file: str, revision: str | None, nowhere: str) -> Path:
-    # Imported here because it costs 0.2 s, which users of local folders need not pay.
+def _hub_file(name: str, file: str, revision: str | None, problem: str) -> Path:
+    """Return the hub's file; ``problem`` begins the sentence of an error."""
+    # Imported late because it takes 0.2 s.
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 
     cached = try_to_load_from_cache(name, file, revision=revision)
@@ -82,26 +86,26 @@ def _hub_file(name: str, file: str, revision: str | None, nowhere: str) -> Path:
                 "internet on in the notebook's settings, which a competition's hidden run does not have)"
             )
         raise CheckpointError(
-            f"{nowhere}, and as a model of the hub it is not in the cache, and cannot be downloaded ({reason}); "
+            f"{problem}, and as a model of the hub it is not in the cache, and cannot be downloaded ({reason}); "
             f"{advice}"
         )
     try:
         return Path(hf_hub_download(name, file, revision=revision, etag_timeout=_HUB_SECONDS))
-    except Exception as error:  # the hub's errors share no base; each of them means "not to be had"
-        last = str(error).strip().splitlines()
-        # Before it is cut, since a part of a secret would not be known for one.
-        reason = Redactor(os.environ)(f"{type(error).__name__}: {last[0] if last else ''}")[:200]
+    except Exception as error:  # the hub's errors share no base class
+        first_line = str(error).strip().partition("\n")[0]
+        # Masked before it is cut, since a part of a secret would not be recognized.
+        reason = Redactor(os.environ)(f"{type(error).__name__}: {first_line}")[:200]
         raise CheckpointError(
-            f"{nowhere}, and the Hugging Face hub did not give its {file} ({reason}); fix the path, or download "
+            f"{problem}, and the Hugging Face hub did not give its {file} ({reason}); fix the path, or download "
             "the model elsewhere and name its folder"
         ) from error
 
 
 def read_config(path: Path, called: str) -> dict[str, Any]:
-    """The object in a small file of a checkpoint; ``called`` is what an error calls the file.
+    """Return the object in a small file of a checkpoint; errors begin with ``called``.
 
     Raises:
-        CheckpointError: it cannot be read, or is not a JSON object.
+        CheckpointError: the file cannot be read, or is not a JSON object.
     """
     try:
         return load_json(path)
@@ -114,9 +118,9 @@ def read_config(path: Path, called: str) -> dict[str, Any]:
 
 
 def how_to_install(package: str) -> str:
-    """What to do about a package that is not installed."""
+    """Return the advice for a package that is not installed."""
     wheel = f"pip download --no-deps {package}"
-    if _KAGGLE in os.environ:  # where the run that counts has no internet, whatever this one has
+    if _KAGGLE in os.environ:  # a competition's hidden run has no internet
         return (
             f"put its wheel into a dataset, where there is internet (scripts/kaggle_kit.py does, or {wheel}), add "
             "that to the notebook, and "
@@ -129,7 +133,7 @@ def how_to_install(package: str) -> str:
 
 
 def hub_can_be_reached() -> bool:
-    """False where there is no network; asking the hub all the same would take half a minute of retries."""
+    """Whether the hub can be reached; without a network its client would retry for half a minute."""
     from urllib.parse import urlsplit
     from urllib.request import getproxies
 

@@ -1,7 +1,6 @@
-"""What can be known of a checkpoint without loading it: its ``config.json`` and how its labels line up.
+"""Inspect a checkpoint without loading it: its ``config.json``, its small files, and its labels.
 
-The parent reads this before any worker starts, so that a typo costs seconds and not a night.  Weights are the
-worker's business.
+The parent does so before any worker starts, so that a typo costs seconds and not a night.
 """
 
 from __future__ import annotations
@@ -22,11 +21,16 @@ from ensemble.members.huggingface.checkpoint.adapter_files import (
     is_head,
     other_base,
 )
+from ensemble.members.huggingface.checkpoint.architecture import read_architecture
 from ensemble.members.huggingface.checkpoint.config_check import config_problems, release_warning
 from ensemble.members.huggingface.checkpoint.cross_encoder import read_cross_encoder
 from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, read_config
 from ensemble.members.huggingface.checkpoint.remote_code import code_problems
-from ensemble.members.huggingface.checkpoint.tokenizer_files import small_file_problems, vocabulary_problems
+from ensemble.members.huggingface.checkpoint.tokenizer_files import (
+    small_file_problems,
+    tokenizer_limit,
+    vocabulary_problems,
+)
 from ensemble.members.huggingface.checkpoint.weight_files import (
     Tensor,
     read_tensors,
@@ -39,7 +43,7 @@ from ensemble.members.huggingface.spec import CLASSIFIER, IMAGE_CLASSIFIER, WITH
 if TYPE_CHECKING:
     from ensemble.common.protocol import Activation
 
-# The kind that runs a checkpoint of text, by what its class ends with.
+# The kind that runs a checkpoint of text, by the end of its class's name.
 _TEXT_TASKS = {
     "ForSequenceClassification": "seq_cls",
     "ForCausalLM": "causal_lm",
@@ -49,9 +53,9 @@ _TEXT_TASKS = {
 
 @dataclass(frozen=True)
 class Checkpoint(Inspection):
-    """A member's checkpoint as its ``config.json`` describes it.
+    """Describe a member's checkpoint by its ``config.json``.
 
-    ``folder`` is where its files lie; ``quantization`` is what its weights were quantized with when saved.
+    ``folder`` holds its files; ``quantization`` has the settings of weights that are stored quantized.
     """
 
     model_type: str
@@ -61,10 +65,12 @@ class Checkpoint(Inspection):
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """What a checkpoint's small files and the headers of its weights say, whatever it is used for.
+    """Hold the content of a checkpoint's small files and of its weights' headers, whatever the task.
 
-    ``architecture`` is the class that it was saved as, empty where nobody says; ``tensors`` are empty where they
-    are not known yet, on the hub or in a GGUF file; ``adapter`` is the member's.
+    Attributes:
+        architecture: the class that it was saved as; empty: not stored.
+        tensors: empty where they are not known yet, on the hub or in a GGUF file.
+        adapter: the member's.
     """
 
     config: Mapping[str, Any]
@@ -81,7 +87,7 @@ class CheckpointFiles:
         label_order: tuple[int, ...],
         warnings: Sequence[str] = (),
     ) -> Checkpoint:
-        """What is known of the member, with further warnings."""
+        """Return the member's checkpoint, with further warnings."""
         gguf_file = model.gguf_file
         quantization = self.config.get("quantization_config")
         files = weight_files(self.folder) if gguf_file is None else [self.folder / gguf_file]
@@ -100,11 +106,10 @@ class CheckpointFiles:
 
 
 def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFiles:
-    """Read a checkpoint's small files, and hold them against each other and its weights.
+    """Read a checkpoint's small files, and compare them with each other and with its weights.
 
     Args:
-        auto_class: the class of transformers that will load it; where it has a head of the labels, that is looked
-            at, too.
+        auto_class: the class of transformers that will load it; if it has a head for labels, the head is checked.
 
     Raises:
         CheckpointError: no ``config.json``, files that are missing or broken or would run code, an adapter for
@@ -114,9 +119,9 @@ def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFi
     is_local, path = Path(name_or_path).is_dir(), Path(name_or_path) / "config.json"
     if gguf_file is None:
         path = find_file(name_or_path, "config.json", model.revision)
-    # transformers makes up for one that is missing beside a GGUF file.
-    is_there = gguf_file is None or path.is_file()
-    config = read_config(path, f"{name_or_path}: its config.json") if is_there else {}
+    # Beside a GGUF file there need be no config.json.
+    has_config = gguf_file is None or path.is_file()
+    config = read_config(path, f"{name_or_path}: its config.json") if has_config else {}
     folder = path.parent
     labels = len(label_names(config, name_or_path)) if auto_class in WITH_LABELS else None
     stored = config.get("architectures")
@@ -146,16 +151,18 @@ def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFi
         except CheckpointError as error:
             problems += error.problems
     tensors: Sequence[Tensor] = ()
-    # In the hub's cache the weights may be there in part.
+    # The hub's cache may lack some of the weights.
     if not problems and gguf_file is None and is_local:
         tensors = read_tensors(folder) or ()
-        own_head = adapter is None or adapter.brings_head is False
-        problems += config_problems(name_or_path, config, tensors, labels if own_head else None)
-        problems += base_problems(adapter, name_or_path, tensors) if adapter is not None else ()
+        uses_own_head = adapter is None or adapter.brings_head is False
+        problems += config_problems(name_or_path, config, tensors, labels if uses_own_head else None)
+        if adapter is not None:
+            problems += base_problems(adapter, name_or_path, tensors)
     if problems:
         raise CheckpointError(problems)
     warnings = [*release_warning(name_or_path, config)]
-    if adapter is not None and (trained_on := other_base(adapter, name_or_path)):
+    trained_on = "" if adapter is None else other_base(adapter, name_or_path)
+    if adapter is not None and trained_on:
         warnings.append(
             f"adapter {adapter.name} says that it was trained on {trained_on}, and runs on {name_or_path} here; if "
             "that is another model of the same shape, its probabilities mean nothing"
@@ -174,8 +181,8 @@ def inspect_checkpoint(
 
     Args:
         labels: the config's labels, in the order of the output columns.
-        label_map: checkpoint's label -> config's label.
-        problem_type: overrides the checkpoint's own, and a CrossEncoder's activation.
+        label_map: from the checkpoint's labels to the config's.
+        problem_type: overrides the checkpoint's, and a CrossEncoder's activation.
         auto_class: the class of transformers that will load it.
 
     Raises:
@@ -185,22 +192,21 @@ def inspect_checkpoint(
     name_or_path, gguf_file = model.model_name_or_path, model.gguf_file
     config, adapter, architecture, tensors = files.config, files.adapter, files.architecture, files.tensors
     names, where = label_names(config, name_or_path), name_or_path
-    own_head, warnings = adapter is None or adapter.brings_head is False, list[str]()
+    uses_own_head = adapter is None or adapter.brings_head is False
+    warnings: list[str] = []
     encoder = read_cross_encoder(name_or_path, files.folder, config, len(names), model.revision, problem_type)
     if encoder is not None and encoder.problems:
         raise CheckpointError([*encoder.problems])
-    if own_head and gguf_file is not None:
+    if uses_own_head and gguf_file is not None:
         raise CheckpointError(
             f"{gguf_file}: a GGUF file holds no classification head; name an adapter that brings one "
             "(adapter_name_or_path)"
         )
-    if own_head and ("ForCausalLM" in architecture or "ForMaskedLM" in architecture):
+    if uses_own_head and ("ForCausalLM" in architecture or "ForMaskedLM" in architecture):
         if tensors and not any(is_head(tensor.name) for tensor in tensors):
-            neither = (
-                f"nor has its adapter {adapter.name}" if adapter is not None else "and it has no adapter"
-            )
+            other = "and it has no adapter" if adapter is None else f"nor has its adapter {adapter.name}"
             raise CheckpointError(
-                f"{name_or_path} ({architecture}) has no classification head, {neither}; name a checkpoint that "
+                f"{name_or_path} ({architecture}) has no classification head, {other}; name a checkpoint that "
                 "was trained for sequence classification, or its adapter (adapter_name_or_path); a language model "
                 "itself is for task_type: causal_lm, a head in a file of its own for pooled_cls"
             )
@@ -208,9 +214,9 @@ def inspect_checkpoint(
             f"{name_or_path} was saved as {architecture}, which has no classification head; "
             "it will be refused unless its weights hold one"
         )
-    if adapter is not None and not own_head:
-        # It stores no names, but its head decides how many there are; the base's stand where it has as many.
-        # Of an adapter that is still on the hub, the head cannot be seen: the worker will compare.
+    if adapter is not None and not uses_own_head:
+        # An adapter stores no names, but its head decides how many labels there are; the base's names count if they
+        # are as many.  The head of an adapter on the hub is compared by the worker.
         rows = len(labels) if adapter.head_rows is None else adapter.head_rows
         if rows != len(names):
             names, where = [f"LABEL_{index}" for index in range(rows)], adapter.name
@@ -223,7 +229,7 @@ def inspect_checkpoint(
 
 
 def activation_of(problem_type: str | None, labels: int) -> Activation:
-    """What a head's numbers stand for; transformers takes a single one that nobody speaks of for a regression's."""
+    """Return what a head's outputs are; without a ``problem_type`` a single output is a regression's."""
     if problem_type == "multi_label_classification":
         return "sigmoid"
     return "none" if problem_type == "regression" or labels == 1 else "softmax"
@@ -232,13 +238,13 @@ def activation_of(problem_type: str | None, labels: int) -> Activation:
 def match_labels(
     names: Sequence[str], labels: Sequence[str], label_map: Mapping[str, str], where: str
 ) -> tuple[int, ...]:
-    """For each of the config's labels, the model's output column that holds it.
+    """Return the model's output column for each of the config's labels.
 
     Raises:
-        CheckpointError: the two sets differ; says which labels are missing, unknown or repeated.
+        CheckpointError: labels are missing, unknown or repeated.
     """
     if len(names) == 1 and len(labels) == 1:
-        return (0,)  # a single column can only be one thing, whatever its name
+        return (0,)  # whatever its name
     problems = [
         f"label_map: {key!r} is not a label of {where}{_did_you_mean(key, names)}"
         for key in label_map
@@ -259,8 +265,8 @@ def match_labels(
             for name in mapped
             if name not in labels
         ]
-        twice = (name for name in dict.fromkeys(mapped) if mapped.count(name) > 1)
-        problems += [f"two labels of {where} would both become {name!r}; fix label_map" for name in twice]
+        repeated = (name for name in dict.fromkeys(mapped) if mapped.count(name) > 1)
+        problems += [f"two labels of {where} would both become {name!r}; fix label_map" for name in repeated]
     if problems:
         raise CheckpointError(problems)
     return tuple(mapped.index(label) for label in labels)
@@ -280,31 +286,38 @@ def _gguf_problems(folder: Path, gguf_file: str) -> Iterator[str]:
 
 
 def label_names(config: Mapping[str, Any], where: str) -> list[str]:
-    """The labels in a ``config.json``, in the order of the model's output columns.
+    """Return the labels in a ``config.json``, in the order of the model's output columns.
 
     Raises:
-        CheckpointError: they cannot be told.
+        CheckpointError: they cannot be read.
     """
-    # transformers' own defaults: two labels where neither id2label nor num_labels is stored.
-    stored, count = config.get("id2label"), config.get("num_labels") or 2
+    stored = config.get("id2label")
+    count = config.get("num_labels") or 2  # the default of transformers
     try:
         if isinstance(stored, dict) and stored:
             return [str(stored[key]) for key in sorted(stored, key=int)]
         return [f"LABEL_{index}" for index in range(count)]
     except (ValueError, TypeError):
-        what, wrong = (
-            ("the keys of id2label", "are not numbers") if stored else ("num_labels", "is not a number")
-        )
-        raise CheckpointError(f"{where}: {what} in its config.json {wrong}") from None
+        problem = "num_labels in its config.json is not a number"
+        if stored:
+            problem = "the keys of id2label in its config.json are not numbers"
+        raise CheckpointError(f"{where}: {problem}") from None
+
+
+def row_limit(config: Mapping[str, Any], folder: Path) -> int | None:
+    """Return the tokens of a row that tokenizer and model can read; None: the files name no limit."""
+    architecture = read_architecture(config)
+    limits = [tokenizer_limit(folder), architecture.max_positions if architecture else None]
+    return min((int(limit) for limit in limits if limit is not None), default=None)
 
 
 def _few(names: Sequence[str]) -> str:
     return listed(names, 4, str)
 
 
-def _did_you_mean(name: str, known: Sequence[str]) -> str:
-    near = nearest(name, known)
-    return f"; did you mean {near!r}?" if near is not None else f" ({_few(known)})"
+def _did_you_mean(name: str, choices: Sequence[str]) -> str:
+    near = nearest(name, choices)
+    return f"; did you mean {near!r}?" if near is not None else f" ({_few(choices)})"
 
 
 def is_language_model(config: Mapping[str, Any], folder: Path) -> bool:

@@ -1,6 +1,6 @@
-"""Quantization settings: what they mean, and whether they are right, without importing what would run them.
+"""Check quantization settings without importing the packages that would use them.
 
-The keys are read from the source of the installed transformers, so that they are those of its release.
+The allowed keys are read from the source of the installed transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ensemble.members.huggingface.checkpoint.hub import how_to_install
 from ensemble.members.huggingface.checkpoint.transformers_source import sources, table
 
 BITSANDBYTES = "bitsandbytes"
-# For each method distributions of which one must be installed, the one to recommend first
+# The packages of each method, of which one must be installed; the recommended package comes first
 # (transformers, quantizers/quantizer_*.py, validate_environment).
 _PACKAGES: dict[str, tuple[str, ...]] = {
     **{
@@ -34,14 +34,13 @@ _PACKAGES: dict[str, tuple[str, ...]] = {
 _NEED_GPU = ("eetq", "fbgemm_fp8", "fp_quant", "higgs", "nvfp4", "spqr", "vptq")
 _NEED_GPU_TO_QUANTIZE = ("fp8", "metal", "mxfp8")
 BOOLEANS = (
-    *("load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant"),
-    *("llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight"),
-)
+    "load_in_4bit load_in_8bit bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight"
+).split()
 _WORDS = {
     "bnb_4bit_quant_type": ("fp4", "nf4"),
     "bnb_4bit_compute_dtype": ("float16", "bfloat16", "float32"),
 }
-# What bitsandbytes' settings are where nobody sets them, if neither false nor empty (transformers,
+# bitsandbytes' defaults that are neither false nor empty (transformers,
 # BitsAndBytesConfig); a test compares.
 USUAL_SETTINGS: dict[str, object] = {
     "quant_method": BITSANDBYTES,
@@ -49,12 +48,12 @@ USUAL_SETTINGS: dict[str, object] = {
     "bnb_4bit_quant_type": "fp4",
     "bnb_4bit_quant_storage": "uint8",
 }
-# They take any further key and pass it on.
+# These methods accept any further key and pass it on.
 _OPEN_ENDED = ("quark", "torchao", "compressed-tensors")
 
 
 def method_of(settings: Mapping[str, Any] | None) -> str | None:
-    """The method that settings mean: bitsandbytes where none is named; None without settings."""
+    """Return the method of the settings, by default bitsandbytes; None without settings."""
     if settings is None:
         return None
     if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
@@ -63,11 +62,11 @@ def method_of(settings: Mapping[str, Any] | None) -> str | None:
 
 
 def without_defaults(settings: Mapping[str, Any] | None, dtype: str) -> Mapping[str, Any] | None:
-    """bitsandbytes' settings without those that say what would be so without them; other methods' as they are.
+    """Return bitsandbytes' settings without those that repeat a default; other methods' as they are.
 
     Args:
-        dtype: of what is not quantized, in which 4-bit layers compute where the settings do not say otherwise
-            (loading/quantization.py); "auto": not known.
+        dtype: of weights that are not quantized; by default 4-bit layers compute in it (loading/quantization.py);
+            "auto": not known.
     """
     if settings is None or method_of(settings) != BITSANDBYTES:
         return settings
@@ -81,17 +80,20 @@ def without_defaults(settings: Mapping[str, Any] | None, dtype: str) -> Mapping[
 
 
 def quantized_bits(settings: Mapping[str, Any] | None) -> int:
-    """Bits of a weight under settings, whether they are asked for or stored; 0 without any."""
+    """Return the bits of a weight under these settings; 0 without settings."""
     if not settings:
         return 0
     if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
         return 4 if settings.get("load_in_4bit") else 8
     groups = settings.get("config_groups")  # compressed-tensors: how the layers of each group are stored
     groups = groups.values() if isinstance(groups, Mapping) else ()
-    of_weights = [group.get("weights") for group in groups if isinstance(group, Mapping)]
-    for part in (settings, *(one for one in of_weights if isinstance(one, Mapping))):
+    weights = [group.get("weights") for group in groups if isinstance(group, Mapping)]
+    for part in (settings, *weights):
+        if not isinstance(part, Mapping):
+            continue
         for key in ("bits", "nbits", "w_bit", "num_bits"):
-            if isinstance(bits := part.get(key), int) and bits > 0:
+            bits = part.get(key)
+            if isinstance(bits, int) and bits > 0:
                 return bits
     if method_of(settings) == BITSANDBYTES:
         return 0
@@ -105,24 +107,24 @@ def quantized_bits(settings: Mapping[str, Any] | None) -> int:
 def quantization_problems(
     settings: Mapping[str, Any] | None, stored: Mapping[str, Any] | None, on_gpu: bool, merges_adapter: bool
 ) -> Iterator[str]:
-    """What is wrong with a member's quantization; each sentence begins with the key that it is about.
+    """Yield problems with a member's quantization; each sentence begins with its key.
 
     Args:
         settings: the YAML's ``quantization_config``.
-        stored: the one that the checkpoint was saved with; transformers goes by that.
+        stored: the checkpoint's settings, which take precedence in transformers.
         on_gpu: whether the member gets a GPU.
-        merges_adapter: whether an adapter is to become part of the weights.
+        merges_adapter: whether an adapter is merged into the weights.
     """
     if settings is not None:
         yield from _setting_problems(settings)
-    given, method = method_of(settings), method_of(stored)
-    if given is not None and method is not None and given != method:
+    config_method, method = method_of(settings), method_of(stored)
+    if config_method is not None and method is not None and config_method != method:
         yield (
-            f"quantization_config: it says {given}, but the checkpoint was saved in {method}, and weights are "
-            "quantized only once; leave it out"
+            f"quantization_config: it says {config_method}, but the checkpoint was saved in {method}, and weights "
+            "are quantized only once; leave it out"
         )
         return
-    method = method or given
+    method = method or config_method
     if method is None:
         return
     if stored is not None and merges_adapter:
@@ -137,7 +139,7 @@ def quantization_problems(
         )
     packages = _PACKAGES.get(method, ())
     if packages and not installed_versions(packages):
-        key = "quantization_config" if given is not None else "model_name_or_path"
+        key = "quantization_config" if config_method is not None else "model_name_or_path"
         how = how_to_install(packages[0])
         yield f"{key}: {method} needs the package {packages[0]}, which is not installed: {how}"
 
@@ -145,10 +147,10 @@ def quantization_problems(
 def quantization_warnings(
     settings: Mapping[str, Any] | None, stored: Mapping[str, Any] | None
 ) -> Iterator[str]:
-    """What a user may not expect; arguments as for ``quantization_problems``.
+    """Yield effects that a user may not expect; arguments as for ``quantization_problems``.
 
-    fp4 is what bitsandbytes takes for 4-bit weights without a type.  Measured with three small trained classifiers,
-    it moved probabilities by 0.10 to 0.21 on average, nf4 by half as much or less.
+    fp4 is bitsandbytes' default for 4-bit weights.  With three small trained classifiers it changed probabilities
+    by 0.10 to 0.21 on average, nf4 by half as much or less.
     """
     if settings is None:
         return
@@ -170,16 +172,16 @@ def _setting_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     assert method is not None
     classes = table("AUTO_QUANTIZATION_CONFIG_MAPPING", "quantizers/auto.py")
     if classes and method not in (BITSANDBYTES, *classes):
-        yield f"quantization_config.quant_method: {method!r} is unknown{_known_words(method, [*classes])}"
+        yield f"quantization_config.quant_method: {method!r} is unknown{_choices(method, [*classes])}"
         return
-    known = _parameters(classes.get(method, "BitsAndBytesConfig"))
-    if known and method not in _OPEN_ENDED:
+    parameters = _parameters(classes.get(method, "BitsAndBytesConfig"))
+    if parameters and method not in _OPEN_ENDED:
         for key in settings:
             # Keys with a line in front are what transformers itself writes into a config.json.
-            if key not in known and key != "quant_method" and not key.startswith("_"):
-                yield f"quantization_config.{key}: there is no such key{_known_words(key, sorted(known))}"
+            if key not in parameters and key != "quant_method" and not key.startswith("_"):
+                yield f"quantization_config.{key}: there is no such key{_choices(key, sorted(parameters))}"
     if method == BITSANDBYTES:
-        # Values that bitsandbytes would refuse only when the weights are there, if at all.
+        # Values that bitsandbytes would refuse only once weights are loaded, if at all.
         for key, value in settings.items():
             if key in BOOLEANS and not isinstance(value, bool):
                 yield f"quantization_config.{key}: must be true or false"
@@ -192,22 +194,22 @@ def _setting_problems(settings: Mapping[str, Any]) -> Iterator[str]:
             yield "quantization_config: it quantizes nothing; add load_in_4bit: true or load_in_8bit: true"
 
 
-def _known_words(word: str, known: list[str]) -> str:
-    near = nearest(word, known)
-    return f"; did you mean {near}?" if near is not None else f"; known: {', '.join(known)}"
+def _choices(word: str, choices: list[str]) -> str:
+    near = nearest(word, choices)
+    return f"; did you mean {near}?" if near is not None else f"; known: {', '.join(choices)}"
 
 
 @cache
 def _parameters(name: str) -> frozenset[str]:
-    """The parameters of a class of settings, its parents' among them; empty where they cannot be read."""
-    found: set[str] = set()
+    """Return the parameters of a class of settings and its parents; empty where they cannot be read."""
+    parameters: set[str] = set()
     source = "".join(sources("utils/quantization_config.py").values())
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             for base in node.bases:
                 if isinstance(base, ast.Name):
-                    found |= _parameters(base.id)
+                    parameters |= _parameters(base.id)
             for item in node.body:
                 if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-                    found |= {argument.arg for argument in (*item.args.args, *item.args.kwonlyargs)}
-    return frozenset(found - {"self"})
+                    parameters |= {argument.arg for argument in (*item.args.args, *item.args.kwonlyargs)}
+    return frozenset(parameters - {"self"})

@@ -1,7 +1,7 @@
-"""Code that a checkpoint brings along, and whether the config lets it run.
+"""Check whether a checkpoint needs Python code of its own, and whether the config lets it run.
 
-A ``config.json`` can name classes in Python files of its own (``auto_map``).  transformers prefers its own classes
-where it has them; otherwise it runs those files, or refuses to (dynamic_module_utils.py).
+A ``config.json`` can name classes in the checkpoint's Python files (``auto_map``).  transformers prefers its own
+classes where it has them; otherwise it runs those files, or refuses to (dynamic_module_utils.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ensemble.members.huggingface.settings import COMMIT, HuggingFaceSettings
 from ensemble.members.huggingface.spec import IMAGE_CLASSIFIER
 
 _IMAGE_READER = "AutoImageProcessor"
-# The class that reads what a model gets, and the key with its arguments, where that is no tokenizer.
+# The class that prepares a model's inputs, and the key with its arguments, where it is not a tokenizer.
 _READERS = {IMAGE_CLASSIFIER: (_IMAGE_READER, "processor_kwargs")}
 _ANY_TOKENIZER = ("PreTrainedTokenizer", "PythonBackend", "TokenizersBackend")
 
@@ -25,14 +25,14 @@ _ANY_TOKENIZER = ("PreTrainedTokenizer", "PythonBackend", "TokenizersBackend")
 def code_problems(
     model: HuggingFaceSettings, folder: Path, config: Mapping[str, Any], auto_class: str
 ) -> Iterator[str]:
-    """Why a checkpoint's own code cannot or must not run, one sentence each.
+    """Yield why a checkpoint's own code cannot or must not run.
 
     Args:
-        folder: where its files lie.
+        folder: holds its files.
         config: its ``config.json``.
         auto_class: the class of transformers that will load it.
     """
-    # What a member uses, and the key of the config whose code_revision is for it.
+    # The classes that a member uses, and the key of the config that has their code_revision.
     reader, key = _READERS.get(auto_class, ("AutoTokenizer", "tokenizer_kwargs"))
     kinds = {"AutoConfig": "model_kwargs", auto_class: "model_kwargs", reader: key}
     tokenizer_config = read_json(folder / "tokenizer_config.json")
@@ -60,13 +60,13 @@ def code_problems(
         return
     model_type = str(config.get("model_type", ""))
     configs, classifiers = table("CONFIG_MAPPING_NAMES", *CONFIGS), table(*MODELS[auto_class])
-    # It has several tables and exceptions; what is named in none of them is unknown.
+    # The file has several tables and exceptions; a name in none of them is unknown.
     tokenizers = "".join(sources("models/auto/tokenization_auto.py").values())
     tokenizer = str(tokenizer_config.get("tokenizer_class") or "").removesuffix("Fast")
     knows_tokenizer = not tokenizers or any(
-        one in _ANY_TOKENIZER or re.search(rf'"{re.escape(one)}(Fast)?"', tokenizers)
-        for one in (model_type, tokenizer)
-        if one
+        name in _ANY_TOKENIZER or re.search(rf'"{re.escape(name)}(Fast)?"', tokenizers)
+        for name in (model_type, tokenizer)
+        if name
     )
     needed = None
     if "AutoConfig" in codes and configs and model_type not in configs:
@@ -85,26 +85,28 @@ def code_problems(
 
 
 def _processor_class(config: Mapping[str, Any]) -> str:
-    """The class of transformers that an image processor's settings name, without the backend at its end."""
+    """Return the class that an image processor's settings name, without the backend at its end."""
     name = str(config.get("image_processor_type") or config.get("feature_extractor_type") or "")
     return name.replace("FeatureExtractor", "ImageProcessor").removesuffix("Fast").removesuffix("Pil")
 
 
 def _image_processors() -> set[str]:
-    """The image processors that the installed transformers has."""
+    """Return the image processors of the installed transformers."""
     texts = sources("models/auto/*.py", "models/*/image_processing_*.py").values()
     return {name for text in texts for name in re.findall(r"\b(\w+ImageProcessor)\b", text)}
 
 
 def _classes(config: Mapping[str, Any]) -> dict[str, str]:
-    """``auto_map``: what is named for each of transformers' Auto classes, such as ``modeling_x.XModel``."""
-    found = config.get("auto_map")
-    if isinstance(found, list):  # an older form, in tokenizer_config.json only
-        found = {"AutoTokenizer": found}
+    """Return the ``auto_map``: for each of transformers' Auto classes a name such as ``modeling_x.XModel``."""
+    auto_map = config.get("auto_map")
+    if isinstance(auto_map, list):  # an older form, only in tokenizer_config.json
+        auto_map = {"AutoTokenizer": auto_map}
+    if not isinstance(auto_map, dict):
+        return {}
     classes = {}
-    for kind, code in found.items() if isinstance(found, dict) else ():
+    for kind, code in auto_map.items():
         # A tokenizer has a slow and a fast class.
-        named = [one for one in (code if isinstance(code, list) else [code]) if isinstance(one, str)]
-        if named:
-            classes[str(kind)] = named[-1]
+        names = [name for name in (code if isinstance(code, list) else [code]) if isinstance(name, str)]
+        if names:
+            classes[str(kind)] = names[-1]
     return classes

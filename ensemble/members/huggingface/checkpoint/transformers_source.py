@@ -1,6 +1,6 @@
-"""What the installed transformers has, read from its source: importing it takes seconds.
+"""Read what the installed transformers has from its source, since importing it takes seconds.
 
-Where a file or a table is not as expected, the answer is empty, and whoever asks takes nothing for certain.
+Where a file or a table is not as expected, the answer is empty, and callers assume nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODELS = {
 
 @cache
 def sources(*patterns: str) -> dict[str, str]:
-    """The texts of the files of transformers that fit one of these patterns, by the files' names."""
+    """Return the texts of transformers' files that match a pattern, by the files' names."""
     spec = importlib.util.find_spec("transformers")
     folders = map(Path, (spec.submodule_search_locations or ()) if spec is not None else ())
     files = (file for folder in folders for pattern in patterns for file in sorted(folder.glob(pattern)))
@@ -34,19 +34,19 @@ def sources(*patterns: str) -> dict[str, str]:
 
 @cache
 def table(name: str, *files: str) -> dict[str, str]:
-    """A dictionary in transformers' source: for each key that is text the first name that stands for it."""
-    found: dict[str, str] = {}
+    """Return a dictionary in transformers' source: for each key that is text the first name in its value."""
+    entries: dict[str, str] = {}
     for text in sources(*files).values():
         for block in re.findall(rf"^{name}\b.*?^[\])}}]", text, re.MULTILINE | re.DOTALL):
-            found |= dict(re.findall(r'"([\w.-]+)"\s*[,:]\s*\(?\s*"?(?!None\b)(\w+)', block))
-    return found
+            entries |= dict(re.findall(r'"([\w.-]+)"\s*[,:]\s*\(?\s*"?(?!None\b)(\w+)', block))
+    return entries
 
 
 @cache
 def modeling_source(model_type: str, auto_class: str = CLASSIFIER) -> str | None:
-    """The file that defines what this class makes of a kind of model; None where there is none."""
+    """Return the source of the class that ``auto_class`` loads for a model type; None where there is none."""
     name = table(*MODELS[auto_class]).get(model_type)
-    # The source is in a folder of the kind's own name, but for those in a table.
+    # The folder has the model type's name, with exceptions in a table.
     folder = table("SPECIAL_MODEL_TYPE_TO_MODULE_NAME", *CONFIGS).get(model_type) or model_type.replace(
         "-", "_"
     )

@@ -1,7 +1,7 @@
-"""Weight files as far as they can be known without loading them: all there, whole, and what they hold.
+"""Check weight files without loading them, and list their tensors.
 
-Of safetensors files that is their header.  Format: 8 bytes with the header's length, the header as JSON, the data
-(safetensors' README, "Format").
+Of safetensors files only the header is read: 8 bytes with its length, then JSON, before the data (safetensors'
+README, "Format").
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DROPPED = re.compile(
     r"|vocab_(transform|layer_norm|projector)|embed_out|qa_outputs)\."
     r"|^decoder\.(weight|bias)$|\.quant_state\.|rotary_emb\.inv_freq$|position_ids$|\.attn\.(bias|masked_bias)$"
 )
-# What stands beside packed weights: bitsandbytes, GPTQ and AWQ, compressed-tensors.
+# Tensors that accompany packed weights: of bitsandbytes, GPTQ and AWQ, compressed-tensors.
 _BESIDE_PACKED = re.compile(
     r"\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|qzeros|scales|g_idx"
     r"|weight_(format|scale|scale_inv|zero_point|shape|g_idx)|input_scale)$"
@@ -46,7 +46,7 @@ _BESIDE_PACKED = re.compile(
 
 @dataclass(frozen=True)
 class Tensor:
-    """One stored tensor; ``dtype`` is safetensors' name for its type, such as BF16."""
+    """Describe a stored tensor; ``dtype`` is safetensors' name for its type, such as BF16."""
 
     name: str
     dtype: str
@@ -66,10 +66,9 @@ class Tensor:
 
 
 def read_tensors(folder: Path) -> tuple[Tensor, ...] | None:
-    """The tensors of the files that transformers would load from a folder.
+    """Return the tensors that transformers would load from a folder, in the files' order.
 
-    Returns:
-        In the files' order; None where there are no safetensors (pickles, or nothing downloaded yet).
+    None stands for a folder without safetensors (pickles, or nothing downloaded yet).
 
     Raises:
         CheckpointError: a file is cut short, is missing though the index names it, or is no safetensors file.
@@ -87,10 +86,10 @@ def read_tensors(folder: Path) -> tuple[Tensor, ...] | None:
 
 
 def shards_of(index: Path) -> list[str]:
-    """The names of the weight files that an index lists, sorted.
+    """Return the names of the weight files in an index, sorted.
 
     Raises:
-        CheckpointError: it is no such index.
+        CheckpointError: the file is not such an index.
     """
     try:
         return sorted({str(name) for name in load_json(index)["weight_map"].values()})
@@ -99,25 +98,25 @@ def shards_of(index: Path) -> list[str]:
 
 
 def read_header(file: BinaryIO, size: int) -> bytes:
-    """The header of a safetensors file of so many bytes, from its beginning on; empty where it has none."""
+    """Read the header of a safetensors file of ``size`` bytes; empty if it has none."""
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     return file.read(length) if 0 < length <= min(_MAX_HEADER_BYTES, size - LENGTH_BYTES) else b""
 
 
 def header_entries(header: bytes) -> dict[str, Any]:
-    """A header's entries by the names of their tensors.
+    """Return a header's entries by the names of their tensors.
 
     Raises:
-        ValueError, AttributeError: it is broken.
+        ValueError, AttributeError: the header is broken.
     """
     return {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
 
 
 def read_file(path: Path) -> tuple[Tensor, ...]:
-    """The tensors of one safetensors file.
+    """Return the tensors of a safetensors file.
 
     Raises:
-        CheckpointError: it cannot be read, is cut short, is no safetensors file, or has a type unknown here.
+        CheckpointError: the file cannot be read, is cut short, is no safetensors file, or has an unknown type.
     """
     try:
         size = path.stat().st_size
@@ -142,7 +141,8 @@ def read_file(path: Path) -> tuple[Tensor, ...]:
         expected = LENGTH_BYTES + len(header) + data_bytes
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} has a broken header; copy it again") from error
-    if unknown := next((tensor for tensor in tensors if tensor.dtype not in _BITS), None):
+    unknown = next((tensor for tensor in tensors if tensor.dtype not in _BITS), None)
+    if unknown is not None:
         what = f"tensor {unknown.name} has the type {unknown.dtype}, which is unknown here"
         raise CheckpointError(f"{path}: {what}; use a newer release")
     if size != expected:
@@ -151,7 +151,7 @@ def read_file(path: Path) -> tuple[Tensor, ...]:
 
 
 def is_left_out(name: str) -> bool:
-    """Whether a tensor of this name is of no use to a classifier: another task's head, a buffer, a setting."""
+    """Whether a classifier does not load a tensor: another task's head, a buffer, a setting."""
     return _DROPPED.search(name) is not None
 
 
@@ -161,7 +161,7 @@ def stands_beside_packed(name: str) -> bool:
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The weight files that transformers would read from a folder: safetensors, or else pickles."""
+    """Return the weight files that transformers would read from a folder: safetensors, otherwise pickles."""
     for pattern in ("*.safetensors", "*.bin"):
         files = tuple(sorted(path for path in folder.glob(pattern) if not _TRAINERS.fullmatch(path.name)))
         if files:
@@ -170,11 +170,11 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def weight_problems(folder: Path, config: Mapping[str, Any], allow_pickle: bool) -> Iterator[str]:
-    """What is wrong with a checkpoint's weights, one sentence each; nothing for a whole one.
+    """Yield problems with a checkpoint's weight files.
 
     Args:
         config: its ``config.json``.
-        allow_pickle: they may be pickles, of which the worker reads no more than tensors.
+        allow_pickle: whether they may be pickles, from which the worker reads only tensors.
     """
     files = weight_files(folder)
     others = sorted(path for pattern in ("*.pt", "*.pth") for path in folder.glob(pattern))
@@ -186,9 +186,9 @@ def weight_problems(folder: Path, config: Mapping[str, Any], allow_pickle: bool)
         )
     elif not files:
         yield f"{folder} has a config.json but no weights (*.safetensors); copy them too"
-    # transformers takes the file that config.json names, and an adapter that lies beside the model.
-    named = config.get("transformers_weights")
-    pickles = [folder / named] if isinstance(named, str) and named.endswith(".bin") else []
+    # transformers also reads a file that config.json names, and an adapter beside the model.
+    named_file = config.get("transformers_weights")
+    pickles = [folder / named_file] if isinstance(named_file, str) and named_file.endswith(".bin") else []
     if (folder / "adapter_config.json").is_file() and not (folder / "adapter_model.safetensors").is_file():
         pickles.append(folder / "adapter_model.bin")
     pickles += [path for path in files[:1] if path.suffix != ".safetensors"]
@@ -201,7 +201,7 @@ def weight_problems(folder: Path, config: Mapping[str, Any], allow_pickle: bool)
             yield from error.problems
             continue
         unsafe = [name for name in shards if not name.endswith(".safetensors")]
-        # transformers goes by each file's ending, whatever the index is called.
+        # transformers decides by each file's ending, whatever the name of the index.
         if unsafe and not allow_pickle and index.name.endswith(".safetensors.index.json"):
             yield pickle_refused(folder / unsafe[0])
         missing = [name for name in shards if not (folder / name).is_file()]
@@ -215,7 +215,7 @@ def weight_problems(folder: Path, config: Mapping[str, Any], allow_pickle: bool)
             if path.suffix == ".safetensors":
                 read_file(path)
             elif allow_pickle:
-                # torch writes archives whose table of contents stands at the end; before 1.6 it wrote bare pickles.
+                # torch writes archives with a table of contents at the end; before 1.6 it wrote bare pickles.
                 with path.open("rb") as file:
                     starts_as_archive = file.read(2) == b"PK"
                 if starts_as_archive and not zipfile.is_zipfile(path):
@@ -227,7 +227,7 @@ def weight_problems(folder: Path, config: Mapping[str, Any], allow_pickle: bool)
 
 
 def pickle_refused(path: Path) -> str:
-    """The sentence for weights that are a pickle, where the config does not allow one."""
+    """Return the sentence for weights in a pickle that the config does not allow."""
     return (
         f"{path} is a pickle, and loading one can run code that is hidden in it; use a safetensors copy (load it "
         "where you trust it and call save_pretrained), or set allow_pickle: true"

@@ -1,1 +1,1 @@
-"""How much memory a checkpoint takes on a device, told from its files."""
+"""Estimate the memory of a checkpoint on a device from its files."""

@@ -1,4 +1,4 @@
-"""The memory one replica of a member takes on a device, by the files of its checkpoint; no weights are loaded."""
+"""Estimate a replica's memory on a device from the files of its checkpoint; no weights are loaded."""
 
 from __future__ import annotations
 
@@ -31,26 +31,28 @@ from ensemble.members.huggingface.spec import (
     choose_dtype,
 )
 
-# What a Python with torch, transformers and CUDA-less libraries holds on a CPU before any weights.
+# What a process with torch and transformers takes on a CPU before it loads weights.
 PROCESS_BYTES = 450 << 20
-# What torch's compiler takes there beside it: 0.54 GiB in place of 0.37 (docs/tuning.md).
+# What torch's compiler takes there in addition: 0.54 GiB instead of 0.37 (docs/tuning.md).
 COMPILER_BYTES = 180 << 20
 _TORCH_WITH_SHARED_KEYS = Requirement("torch", minimum="2.9")
-# What is proposed where the weights are too large for every GPU.
+# The quantization to propose where the weights are too large for every GPU.
 _FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
 @dataclass(frozen=True)
 class CheckpointMemory(MemoryEstimate):
-    """What is known of a member's memory by the files of its checkpoint and by its rows.
+    """Estimate a member's memory from the files of its checkpoint and from its rows.
 
-    ``lengths`` has the bytes of text per row, int64 [rows].  ``tensors`` and ``architecture`` are None where
-    they cannot be known yet (on the hub, pickled); ``adapter_bytes`` is the size of its adapter's file.
-    ``max_length`` is how many tokens a row may have; ``pools_last_token`` is False where logits are computed at
-    every position; ``has_flash_attention``: flash-attention 2 was seen to work on these devices;
-    ``cpu_takes_shared_keys`` is for ``sizes.activation``; ``vocabulary_positions``, too: a language model where
-    there are some, otherwise a classifier; ``shared_tokens`` as well.  ``head`` has the tensors of a head beside
-    the checkpoint, which is computed in float32; None: it is the checkpoint's own.
+    ``cpu_takes_shared_keys``, ``vocabulary_positions`` and ``shared_tokens`` are explained at ``sizes.activation``.
+
+    Attributes:
+        lengths: bytes of text per row, int64 [rows].
+        tensors, architecture: None where they are not known yet (on the hub, pickled).
+        adapter_bytes: of the adapter's file.
+        pools_last_token: False where logits are computed at every position.
+        has_flash_attention: whether flash-attention 2 was seen to work on these devices.
+        head: tensors of a separate head, which is computed in float32; None: the checkpoint has the head.
     """
 
     settings: HuggingFaceSettings
@@ -71,10 +73,10 @@ class CheckpointMemory(MemoryEstimate):
     def footprint(
         self, gpus: int, capability: Capability | None, quantization: Mapping[str, Any] | None = None
     ) -> Footprint | None:
-        """What a replica takes on ``gpus`` devices of this capability; None where too little is known.
+        """Return a replica's memory on ``gpus`` such devices (0: the CPU); None where too little is known.
 
         Args:
-            quantization: instead of the member's own, to see what it would change.
+            quantization: replaces the member's own.
         """
         tensors, architecture = self.tensors, self.architecture
         if tensors is None or architecture is None:
@@ -86,23 +88,31 @@ class CheckpointMemory(MemoryEstimate):
             settings = {"bnb_4bit_compute_dtype": dtype, **settings}  # as the worker sets it
         attention = self.attention(dtype, gpus, capability)
         assert attention is not None  # as the architecture is known
-        # Rows of one length need no mask and take less.
-        form = (architecture, dtype, attention, self.num_labels, settings, gpus > 0)
-        base = weights(
-            *(tensors, architecture, dtype, settings, self.num_labels, self.adapter_bytes > 0),
+        loaded = weights(
+            tensors,
+            architecture,
+            dtype,
+            settings,
+            self.num_labels,
+            is_adapter_base=self.adapter_bytes > 0,
             is_language_model=self.vocabulary_positions > 0,
             head=self.head,
         )
-        base = replace(base, bytes=base.bytes + self.adapter_bytes)
+        loaded = replace(loaded, bytes=loaded.bytes + self.adapter_bytes)
         process_bytes = PROCESS_BYTES + (COMPILER_BYTES if self.settings.torch_compile else 0)
         stored_bytes = sum(tensor.stored_bytes for tensor in tensors)
-        # What of the file is not itself the loaded weights, which stay mapped where the type is the stored one.
-        is_mapped = abs(stored_bytes - base.bytes) < 0.02 * stored_bytes
+        # Weights that are loaded in the stored type are the mapped file itself and count only once.
+        is_mapped = abs(stored_bytes - loaded.bytes) < 0.02 * stored_bytes
         return Footprint(
-            weights=base,
+            weights=loaded,
             activation=activation(
-                *form,
-                padded=True,
+                architecture,
+                dtype,
+                attention,
+                self.num_labels,
+                settings,
+                on_gpu=gpus > 0,
+                padded=True,  # rows of one length need no mask and take less
                 pools_last_token=self.pools_last_token,
                 cpu_takes_shared_keys=self.cpu_takes_shared_keys,
                 vocabulary_positions=self.vocabulary_positions,
@@ -113,7 +123,7 @@ class CheckpointMemory(MemoryEstimate):
             dtype=dtype,
             quantization=_quantization_name(settings, architecture),
             attention=attention,
-            # A token is a byte at the least; templates and special tokens add some.
+            # A token is at least a byte; templates and special tokens add some.
             width=min(self.max_length, int(self.lengths.max(initial=1)) + 64),
         )
 
@@ -121,35 +131,37 @@ class CheckpointMemory(MemoryEstimate):
         return choose_dtype(self.settings.dtype, self._stored_dtype(), gpus, capability)
 
     def attention(self, dtype: str, gpus: int, capability: Capability | None) -> str | None:
-        """The attention that a member's workers are told to take; None where only they can see the architecture.
+        """Return the attention for the workers; None where only they can see the architecture.
 
-        The kernels of flash-attention 2 are for half precision from compute capability 8.0 on.
+        flash-attention 2 needs half precision and compute capability 8.0 or more.
         """
         if self.settings.attn_implementation is not None or self.architecture is None:
             return self.settings.attn_implementation
-        is_able = gpus > 0 and capability is not None and capability >= (8, 0)
-        flash_suits = self.has_flash_attention and is_able and dtype in ("float16", "bfloat16")
+        has_capability = gpus > 0 and capability is not None and capability >= (8, 0)
+        flash_suits = self.has_flash_attention and has_capability and dtype in ("float16", "bfloat16")
         return choose_attention(self.architecture.soft_capping, self.supports_sdpa, flash_suits)
 
     def problem(self) -> str:
-        asked = self.settings.attn_implementation
-        is_capped = self.architecture is not None and self.architecture.soft_capping
-        return cap_problem(asked, self.settings.name) if is_capped else ""
+        if self.architecture is None or not self.architecture.soft_capping:
+            return ""
+        return cap_problem(self.settings.attn_implementation, self.settings.name)
 
     def smaller(self, capability: Capability | None) -> Iterator[tuple[str, Footprint]]:
         plain = self.footprint(1, capability)
         if plain is None or plain.quantization or self.settings.merge_adapter:
             return
-        if (four := self.footprint(1, capability, _FOUR_BITS)) is not None:
+        quantized = self.footprint(1, capability, _FOUR_BITS)
+        if quantized is not None:
             keys = ", ".join(f"{key}: {str(value).lower()}" for key, value in _FOUR_BITS.items())
-            yield f"quantization_config: {{{keys}}}", four
+            yield f"quantization_config: {{{keys}}}", quantized
 
     def with_flash_attention(self) -> MemoryEstimate | None:
-        is_asked = self.settings.attn_implementation is not None
-        return None if is_asked else replace(self, has_flash_attention=True)
+        if self.settings.attn_implementation is not None:
+            return None
+        return replace(self, has_flash_attention=True)
 
     def _stored_dtype(self) -> str | None:
-        """The type that the checkpoint says it has, or else its first floating tensor's, as transformers has it."""
+        """Return the type in the config.json, or that of the first floating-point tensor, as transformers does."""
         if self.architecture is not None and self.architecture.dtype is not None:
             return self.architecture.dtype
         names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -164,12 +176,12 @@ def checkpoint_memory(
     vocabulary_positions: int = 0,
     head: Sequence[Tensor] | None = None,
 ) -> CheckpointMemory:
-    """What the files of one member's checkpoint tell.
+    """Return what the files of a member's checkpoint tell about its memory.
 
     Args:
-        lengths: bytes of text per row, [rows].
-        vocabulary_positions: of each row, so many go through a head over the vocabulary; 0: it is a classifier.
-        head: tensors of a head that stands beside the checkpoint; None: it has one of its own.
+        lengths: bytes of text per row, int64 [rows].
+        vocabulary_positions: the positions of a row that go through a head over the vocabulary; 0: a classifier.
+        head: tensors of a separate head; None: the checkpoint has the head.
 
     Raises:
         CheckpointError: a weight file is broken.
@@ -179,7 +191,9 @@ def checkpoint_memory(
     max_length = model.max_length or own_max_length(folder) or DEFAULT_MAX_LENGTH
     if architecture is not None and architecture.max_positions is not None:
         max_length = min(max_length, architecture.max_positions)
-    auto_class = LANGUAGE_MODEL if vocabulary_positions else CLASSIFIER if head is None else BACKBONE
+    auto_class = CLASSIFIER if head is None else BACKBONE
+    if vocabulary_positions:
+        auto_class = LANGUAGE_MODEL
     adapter = model.adapter_name_or_path
     adapter_files = Path(adapter).glob("adapter_model.*") if adapter is not None else ()
     return CheckpointMemory(
@@ -199,48 +213,50 @@ def checkpoint_memory(
 
 
 def whole_tensors(model: HuggingFaceSettings, folder: Path) -> tuple[Tensor, ...] | None:
-    """A checkpoint's tensors; None where they are not known, or not all there.
+    """Return a checkpoint's tensors; None where they are not known or incomplete.
 
     Raises:
         CheckpointError: a weight file is broken.
     """
-    index = folder / "model.safetensors.index.json"
-    # In the hub's cache the weights may be in part.
-    is_whole = Path(model.model_name_or_path).is_dir() or all(
-        (folder / name).is_file() for name in (shards_of(index) if index.is_file() else ["model.safetensors"])
-    )
-    return read_tensors(folder) if is_whole and model.gguf_file is None else None
+    if model.gguf_file is not None:
+        return None
+    if not Path(model.model_name_or_path).is_dir():  # the hub's cache, which may lack some of the files
+        index = folder / "model.safetensors.index.json"
+        names = shards_of(index) if index.is_file() else ["model.safetensors"]
+        if not all((folder / name).is_file() for name in names):
+            return None
+    return read_tensors(folder)
 
 
 def supports_sdpa(model_type: str, auto_class: str = CLASSIFIER) -> bool:
-    """Whether the installed transformers runs models of this kind with torch's fused attention.
+    """Whether the installed transformers runs models of this type with torch's fused attention.
 
-    A kind that is not there is taken for one of today's, which do.  A class that does not say so does not
-    (transformers, modeling_utils.py, PreTrainedModel).
+    Unknown types count as recent ones, which do.  A class without ``_supports_sdpa`` does not (transformers,
+    modeling_utils.py, PreTrainedModel).
     """
     source = modeling_source(model_type, auto_class)
     return source is None or re.search(r"^    _supports_sdpa = True", source, re.MULTILINE) is not None
 
 
 def cpu_takes_shared_keys() -> bool:
-    """Whether the installed torch's fused attention of a CPU takes keys that heads share as they are.
+    """Whether the installed torch's fused attention on a CPU uses keys that heads share without copies.
 
-    It does from 2.9 on (pytorch pull request 157893; seen in 2.9.1 and 2.10, not in 2.8 and 2.6).  A torch that is
-    not installed here is taken for one of today's.
+    It does from 2.9 on (pytorch pull request 157893; seen in 2.9.1 and 2.10, not in 2.8 and 2.6).  If torch is not
+    installed, a recent release is assumed.
     """
     return not _TORCH_WITH_SHARED_KEYS.wrong(installed_versions(["torch"]).get("torch", "3"))
 
 
 def scores_every_position(model_type: str) -> bool:
-    """Whether a classifier of this kind sends all positions through its head, and not only the one it pools.
+    """Whether a classifier of this type computes logits at all positions, not only at the pooled one.
 
-    So do the decoders that have a forward of their own; for the others the worker pools first.
+    Decoders with a forward of their own do; for the others the worker pools first.
     """
     return "self.score(hidden_states)" in (modeling_source(model_type) or "")
 
 
 def _quantization_name(settings: Mapping[str, Any] | None, architecture: Architecture) -> str:
-    """What people call a quantization: nf4, fp4, int8, gptq, ...; empty without one."""
+    """Return the usual name of a quantization, such as nf4, fp4, int8 or gptq; empty without one."""
     if settings is None:
         return architecture.quant_method or ""
     if settings.get("load_in_4bit"):

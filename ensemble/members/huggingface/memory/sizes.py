@@ -1,7 +1,7 @@
-"""PURE: how many bytes weights take once they are loaded, and a forward pass beside them.
+"""Calculate the bytes of loaded weights and of a forward pass.
 
-Arithmetic over the tensors of a checkpoint and the numbers of its ``config.json``; nothing is loaded.  The forms
-come from reading transformers' modelling code (5.x) and are held to what a tracker of live tensors sees
+The inputs are the tensors of a checkpoint and the numbers of its ``config.json``; nothing is loaded.  The formulas
+come from reading transformers' modelling code (5.x) and are tested against a tracker of live tensors
 (tests/planning/test_memory.py).
 """
 
@@ -27,30 +27,30 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 _HEAD = re.compile(r"(^|\.)(score|classifier|classification_head)\.")
 _VOCABULARY_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")
 _EMBEDDING = re.compile(r"embed|(^|\.)(wte|wpe|shared|relative_attention_bias)\.")
-# The module that is an embedding: what lies in one, such as a projection, is multiplied.
+# Embeddings themselves; other layers within an embedding module, such as a projection, are multiplied.
 _LOOKED_UP = re.compile(
     r"(^|[._])(embed(dings?)?(_in|_tokens(_per_layer)?|_positions)?|wte|wpe|shared)\.weight$"
 )
-# Heads, which stay as they are: the worker names these to bitsandbytes.
+# Heads, which are not quantized: the worker passes these names to bitsandbytes.
 UNQUANTIZED = ("score", "classifier", "classification_head", "lm_head")
-# bitsandbytes scales blocks of so many weights, and so many of those scales where it quantizes them as well.
+# bitsandbytes has a scale for each block of weights, and with nested quantization another for each block of scales.
 _BLOCK, _NESTED_BLOCK = 64, 256
 # The 16 values that 4 bits stand for, float32, with every layer.
 _TABLE_BYTES = 64
 _BLOCK_OF_LAYER = re.compile(r".*?\.\d+\.")
 # Post-norm encoders: BERT and what was made from its code.
 _LIKE_BERT = frozenset("bert camembert data2vec-text distilbert electra ernie roberta xlm-roberta".split())
-# Pre-norm decoders whose layers drop what attention gave once it is added.
+# Pre-norm decoders whose layers free the attention's output once it is added.
 _LIKE_LLAMA = frozenset(
     "falcon gemma gemma2 gemma3_text llama ministral mistral olmo olmo2 opt phi3 qwen2 qwen3 smollm3".split()
 )
-# Pre-norm layers that hold on to it until they end.
+# Pre-norm layers that keep it until their end.
 _LIKE_GPT2 = frozenset(("gpt2", "modernbert"))
-# Eager attention that takes its softmax in float32, whatever the weights; the other known ones keep their type.
+# Families whose eager attention computes its softmax in float32, whatever the type of the weights.
 _FLOAT32_SOFTMAX = (_LIKE_LLAMA - {"falcon"}) | {"modernbert"}
-# Token ids and attention mask, int64, and what is made of them.
+# Per token: token ids and attention mask, int64, and tensors made from them.
 _INPUT_BYTES = 24
-# torch's attention of CUDA sums values of more than this width up in float32 (its kernel_forward.h).
+# Above this width torch's attention on CUDA sums values in float32 (kernel_forward.h).
 _REGISTER_WIDTH = 128
 
 
@@ -64,21 +64,21 @@ def weights(
     is_language_model: bool = False,
     head: Sequence[Tensor] | None = None,
 ) -> Weights:
-    """What is in memory once a classifier, a language model, or a backbone with its head is loaded.
+    """Calculate the size of a loaded classifier, language model, or backbone with a head.
 
     Args:
         tensors: of the checkpoint.
-        dtype: what floating-point tensors are loaded as.
-        quantization: asked for when loading; a checkpoint that is stored quantized stays as it is.
+        dtype: of floating-point tensors once loaded.
+        quantization: applied when loading; a checkpoint that is stored quantized stays as it is.
         num_labels: of the head that is made where the checkpoint has none.
-        is_adapter_base: whether an adapter brings a head of its own, kept beside the base model's.
-        is_language_model: whether its head is one over the vocabulary, which may share the embeddings' weights.
-        head: stands beside a backbone, in float32, in the place of the checkpoint's own; None: there is none.
+        is_adapter_base: whether an adapter brings a head, which is kept in addition to the base model's.
+        is_language_model: whether the head is over the vocabulary; it may share the embeddings' weights.
+        head: a separate head in float32, instead of the checkpoint's; None: there is none.
     """
     is_packed, settings = bool(architecture.quant_method), quantization or {}
     bits = 0 if is_packed else quantized_bits(quantization)
     packed = {tensor.name.removesuffix(".absmax") for tensor in tensors if tensor.name.endswith(".absmax")}
-    parameters, of_embeddings = 0, 0
+    parameters, embedding_parameters = 0, 0
     blocks: dict[str, int] = {}
     # Encoder and decoder of one kind share their embeddings, which some checkpoints hold three times.
     is_shared = any(tensor.name.endswith("shared.weight") for tensor in tensors)
@@ -96,29 +96,35 @@ def weights(
         name, count = tensor.name, tensor.elements
         is_beside = is_packed and stands_beside_packed(name)
         if not tensor.is_float or is_beside:
-            loaded = tensor.stored_bytes
+            loaded_bytes = tensor.stored_bytes
         elif bits and _is_linear(tensor, settings):
-            loaded = _quantized_bytes(tensor, bits, settings)
+            loaded_bytes = _quantized_bytes(tensor, bits, settings)
         else:
-            loaded = count * DTYPE_BYTES[dtype]
+            loaded_bytes = count * DTYPE_BYTES[dtype]
         match = _BLOCK_OF_LAYER.match(name)
         block = match[0] if match else name
-        blocks[block] = blocks.get(block, 0) + loaded
+        blocks[block] = blocks.get(block, 0) + loaded_bytes
         if is_packed and tensor.dtype == "U8" and name in packed:
             count *= 2  # bitsandbytes packs two into a byte
         elif is_packed and tensor.dtype == "I32" and name.endswith(("qweight", "weight_packed")):
             count = count * 32 // (architecture.quant_bits or 4)
-        parameters += 0 if is_beside else count
+        if is_beside:
+            continue
+        parameters += count
         # A patch embedding, with four dimensions, is multiplied.
-        is_looked_up = not is_beside and len(tensor.shape) == 2 and _LOOKED_UP.search(name)
-        of_embeddings += count if is_looked_up else 0
-    of_head = sum(tensor.elements for tensor in head or ())
-    size = sum(blocks.values()) + 4 * of_head
-    return Weights(parameters + of_head, size, max(blocks.values()), of_embeddings)
+        if len(tensor.shape) == 2 and _LOOKED_UP.search(name):
+            embedding_parameters += count
+    head_parameters = sum(tensor.elements for tensor in head or ())
+    return Weights(
+        parameters=parameters + head_parameters,
+        bytes=sum(blocks.values()) + 4 * head_parameters,
+        largest_layer_bytes=max(blocks.values()),
+        embedding_parameters=embedding_parameters,
+    )
 
 
 def _is_linear(tensor: Tensor, settings: Mapping[str, Any]) -> bool:
-    """Whether bitsandbytes takes a tensor: the weight of a linear layer that is neither embedding nor head."""
+    """Whether bitsandbytes quantizes a tensor: the weight of a linear layer that is no embedding and no head."""
     if len(tensor.shape) != 2 or not tensor.name.endswith(".weight") or _EMBEDDING.search(tensor.name):
         return False
     module = tensor.name.removesuffix(".weight")
@@ -133,23 +139,24 @@ def _quantized_bytes(tensor: Tensor, bits: int, settings: Mapping[str, Any]) -> 
     if settings.get("load_in_8bit"):
         return tensor.elements + 4 * tensor.shape[0]  # int8, and a float32 scale for each row
     blocks = math.ceil(tensor.elements / _BLOCK)
-    loaded = math.ceil(tensor.elements * bits / 8) + _TABLE_BYTES
+    weight_bytes = math.ceil(tensor.elements * bits / 8) + _TABLE_BYTES
     if not settings.get("bnb_4bit_use_double_quant"):
-        return loaded + 4 * blocks
-    # The scales in 8 bits with scales of their own; their table of 256 values and an offset, float32.
-    return loaded + blocks + 4 * (math.ceil(blocks / _NESTED_BLOCK) + 256 + 1)
+        return weight_bytes + 4 * blocks
+    # Scales of 8 bits with scales of their own; their table of 256 values and an offset, float32.
+    return weight_bytes + blocks + 4 * (math.ceil(blocks / _NESTED_BLOCK) + 256 + 1)
 
 
 def cuda_context_bytes(capability: Capability | None) -> int:
-    """What a process takes on a GPU before its first tensor: context, kernels, the workspace of cuBLAS.
+    """Return what a process takes on a GPU before its first tensor: context, kernels, the workspace of cuBLAS.
 
     With lazily loaded kernels, which CUDA has from 11.7 on, a context takes about 300 MB (a torch developer in
     pytorch issue 107667; more than 1 GB before), and more the more multiprocessors a device has; users report
     up to 600 MB.  torch gives cuBLAS 32 MiB on compute capability 9.0 and 8.1 MiB elsewhere (CublasHandlePool.cpp).
     """
     major = capability[0] if capability else 8
-    context = 300 if major < 8 else 450 if major < 9 else 600
-    return (context + (32 if major >= 9 else 9)) << 20
+    if major < 8:
+        return (300 + 9) << 20
+    return (450 + 9 if major < 9 else 600 + 32) << 20
 
 
 def activation(
@@ -165,19 +172,19 @@ def activation(
     vocabulary_positions: int = 0,
     shared_tokens: int = 0,
 ) -> Activation:
-    """What one forward pass in inference mode takes beside the weights.
+    """Calculate the memory of a forward pass in inference mode, without the weights.
 
     Args:
-        dtype: of the weights that are not quantized, and so of what is computed.
+        dtype: of the weights that are not quantized, and so of activations.
         attention: as transformers names it: eager, sdpa, flash_attention_2, flex_attention.
         num_labels: columns of the head; for a head over the vocabulary its size.
-        quantization: what bitsandbytes is asked for when loading, None without.
-        padded: whether rows of a batch differ in length, so that sdpa is given a mask.
+        quantization: bitsandbytes' settings for loading; None: no quantization.
+        padded: whether rows of a batch differ in length, so that sdpa gets a mask.
         pools_last_token: whether the head sees only one position of each row.
-        cpu_takes_shared_keys: whether torch's fused attention of a CPU takes keys that heads share as they are;
-            where it does not, batches without padding need more, and they are meant, too.
-        vocabulary_positions: of each row, so many go through a head over the vocabulary; 0: it has another.
-        shared_tokens: so many that rows begin with have their keys and values kept from batch to batch.
+        cpu_takes_shared_keys: whether torch's fused attention on a CPU uses keys that heads share without copies;
+            where it does not, batches without padding need more, which is counted, too.
+        vocabulary_positions: the positions of a row that go through a head over the vocabulary; 0: another head.
+        shared_tokens: the first tokens of all rows, whose keys and values are kept from batch to batch.
     """
     a, size = architecture, DTYPE_BYTES[dtype]
     # Bytes per token pair of the masks that live throughout: floats for eager attention, booleans for sdpa.
@@ -195,14 +202,15 @@ def activation(
     elif bits == 4 and computed != size:
         # Input and output once more in the type that bitsandbytes computes in.
         mlp += computed * (a.hidden + a.intermediate)
-    # The layer's forward still names the attention weights that eager attention gave it.
+    # The layer's forward keeps a reference to the attention weights of eager attention.
     scores = a.heads * size if attention == "eager" and not a.relative_terms else 0
     stages = _attention_stages(a, size, attention, mask, on_gpu, padded)
     if attention == "sdpa" and not (on_gpu or cpu_takes_shared_keys) and a.kv_heads < a.heads:
         stages.append(_plain_products(a, size))
     stages.append(Stage(mlp + _INPUT_BYTES, mask + scores))
-    if a.model_type not in LOOKED_AT and (experts := a.inner_copies // 4) > 1:
-        # transformers up to 5.12 weights what the experts gave in float32, in the order of experts and of tokens.
+    experts = a.inner_copies // 4
+    if a.model_type not in LOOKED_AT and experts > 1:
+        # transformers up to 5.12 weights the experts' outputs in float32, in the order of experts and of tokens.
         outputs = experts * (3 * size * a.intermediate + (2 * size + 8) * a.hidden)
         stages.append(Stage(outputs + (5 * size + 4) * a.hidden + _INPUT_BYTES, mask))
     if not pools_last_token:
@@ -210,33 +218,33 @@ def activation(
         head = 2 * a.hidden * size + num_labels * (size + 4)
         stages.append(Stage(head + _INPUT_BYTES, mask))
     if vocabulary_positions:
-        # Hidden states before and after the last norm; logits as they come and in float32, and their exponentials.
+        # Hidden states before and after the last norm; logits, these in float32, and their exponentials.
         row = vocabulary_positions * a.vocabulary * (size + 4 + (4 if size == 2 else 0))
         stages.append(Stage(2 * a.hidden * size + _INPUT_BYTES, mask, row))
     fixed = 2 * shared_tokens * a.layers * a.kv_heads * a.head_dim * size
     if bits == 4 or (a.quant_method == "bitsandbytes" and a.quant_bits == 4):
-        # The largest linear layer's weight, which bitsandbytes makes anew from 4 bits for every product.
+        # The largest linear layer's weight, which bitsandbytes unpacks from 4 bits for every product.
         largest = a.hidden * max(a.intermediate * (2 if a.fused_gate else 1), a.heads * a.head_dim)
         fixed += largest * _compute_bytes(size, quantization or a.quantization)
     if a.relative_terms:
-        # The table of relative positions: normed, and projected to keys and queries, in two layouts each.
+        # The table of relative positions: normalized, and projected to keys and queries, in two layouts each.
         fixed += 5 * 2 * a.position_buckets * a.hidden * size
     return Activation(tuple(stages), fixed)
 
 
 def _hidden_copies(a: Architecture) -> int:
-    """Tensors as wide as the hidden states that live while a layer's MLP runs.
+    """Count the tensors as wide as the hidden states that live while a layer's MLP runs.
 
-    The embeddings, which the backbone's forward keeps; the layer's input; and of a post-norm layer what attention
-    gave, of a pre-norm one the sum with it and its normed copy.
+    These are the embeddings, which the backbone's forward keeps; the layer's input; and in a post-norm layer the
+    attention's output, in a pre-norm layer the sum with it and its normalized copy.
     """
     if a.relative_terms or a.model_type in ("deberta", "deberta-v2"):
-        return a.layers + 2  # DeBERTa's encoder keeps the states of every layer, asked or not
+        return a.layers + 2  # DeBERTa's encoder always keeps the states of every layer
     if a.model_type in _LIKE_BERT:
         return 3
     if a.model_type in _LIKE_LLAMA:
         return 4
-    # Of an unknown family the worst that is known, and one more.
+    # For an unknown family the most that is known, and one more.
     return 5 if a.model_type in _LIKE_GPT2 else 6
 
 
@@ -252,8 +260,8 @@ def _attention_stages(
     live: float = size * (_hidden_copies(a) - 1) * a.hidden + _INPUT_BYTES
     if a.relative_terms:
         # DeBERTa's scores between contents, from contents to positions, from positions to contents. Each of the
-        # latter two is gathered out of a product with the table of positions, [heads, width, 2 * buckets]. The
-        # table's two projections are repeated for every row of the batch, in all but the first version.
+        # latter two is gathered from a product with the table of positions, [heads, width, 2 * buckets]. The
+        # table's two projections are repeated for every row of the batch, except in the first version.
         live += size * 3 * queries
         scores = a.heads * size
         table = 0 if a.model_type == "deberta" else 2 * 2 * a.position_buckets * a.hidden * size
@@ -264,40 +272,41 @@ def _attention_stages(
         ]
     if a.model_type not in _LIKE_BERT | _LIKE_LLAMA | _LIKE_GPT2:
         live += 2 * 2 * 4 * queries  # some turn queries and keys in float32
-    # Rotary embedding: beside queries, keys and values three more tensors like the queries.
+    # Rotary embedding: queries, keys, values, and three more tensors like the queries.
     rotary = Stage(live + size * (4 * queries + 2 * keys), mask)
-    given = live + size * (queries + 2 * keys)
+    inputs = live + size * (queries + 2 * keys)
     repeated = 2 * size * queries if a.kv_heads < a.heads else 0
     if attention == "eager":
-        return [rotary, Stage(given + repeated, mask + a.heads * _score_bytes(a, size, on_gpu))]
+        return [rotary, Stage(inputs + repeated, mask + a.heads * _score_bytes(a, size, on_gpu))]
     if attention == "flash_attention_2":
-        # Without padding once more: queries, keys, values, the result; and the result with padding.
-        return [rotary, Stage(given + size * (3 * queries + 2 * keys), mask)]
+        # Copies without padding of queries, keys, values and the result; and the result with padding.
+        return [rotary, Stage(inputs + size * (3 * queries + 2 * keys), mask)]
     result = size * queries
     if a.head_dim > _REGISTER_WIDTH and size == 2 and on_gpu:
         result += 4 * queries
     if padded or attention == "flex_attention":
         # sdpa casts the boolean mask for every layer, and copies it where its width is no multiple of 16.
-        cast = Stage(given + repeated, mask + 2 * size)
-        return [rotary, cast, Stage(given + repeated + result, mask + size)]
-    # Shared keys are passed on as they are where there is no mask, unless that leaves only slow kernels of a GPU.
-    return [rotary, Stage(given + (repeated if on_gpu else 0) + result, 0.0)]
+        cast = Stage(inputs + repeated, mask + 2 * size)
+        return [rotary, cast, Stage(inputs + repeated + result, mask + size)]
+    # Without a mask shared keys are not copied, except on a GPU, where only slow kernels would be left.
+    return [rotary, Stage(inputs + (repeated if on_gpu else 0) + result, 0.0)]
 
 
 def _plain_products(a: Architecture, size: int) -> Stage:
-    """What torch's fused attention of a CPU falls back to: attention.cpp, _scaled_dot_product_attention_math.
+    """Return the stage of the fallback of torch's fused attention on a CPU.
 
-    Queries, keys and values as they were, and scaled and repeated in float32; scores, their sum with the causal
-    mask or their softmax, and that mask, which all heads share.
+    It holds queries, keys and values, and their scaled and repeated copies in float32; scores, their sum with the
+    causal mask or their softmax, and that mask, which all heads share (attention.cpp,
+    _scaled_dot_product_attention_math).
     """
     queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    given = size * ((_hidden_copies(a) - 1) * a.hidden + queries + 2 * keys) + _INPUT_BYTES
+    inputs = size * ((_hidden_copies(a) - 1) * a.hidden + queries + 2 * keys) + _INPUT_BYTES
     cast = 0 if size == 4 else queries + 2 * keys
-    return Stage(given + 4 * (4 * queries + cast), 8.0 * a.heads + 4.0)
+    return Stage(inputs + 4 * (4 * queries + cast), 8.0 * a.heads + 4.0)
 
 
 def _score_bytes(a: Architecture, size: int, on_gpu: bool) -> float:
-    """Bytes per head and token pair while eager attention takes its softmax."""
+    """Return the bytes per head and token pair during the softmax of eager attention."""
     if a.model_type not in _FLOAT32_SOFTMAX:
         if a.model_type in _LIKE_BERT | _LIKE_GPT2:
             return 2.0 * size  # the scores and their softmax
@@ -310,6 +319,6 @@ def _score_bytes(a: Architecture, size: int, on_gpu: bool) -> float:
 
 
 def _compute_bytes(size: int, quantization: Mapping[str, Any] | None) -> int:
-    # transformers' BitsAndBytesConfig computes in float32 unless it is told otherwise.
+    # The default of transformers' BitsAndBytesConfig is float32.
     name = str((quantization or {}).get("bnb_4bit_compute_dtype") or "float32").removeprefix("torch.")
     return {"float16": 2, "bfloat16": 2, "float32": 4}.get(name, size)
