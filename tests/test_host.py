@@ -142,86 +142,48 @@ def test_idle_cores_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("idle", "used_usec", "is_ours", "expected"),
-    [
-        (60, 0, False, False),
-        (60, 0, True, False),
-        (60, 1e9, True, True),  # others in the container have its two CPUs
-        (1, 0, True, True),
-        (1, 0, False, True),
-    ],
+    ("idle", "limit", "is_expected"),
+    [(60, "max", False), (60, "200000", False), (1, "200000", True), (1, "max", True)],
 )
 def test_what_keeps_cores_busy(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    idle: int,
-    used_usec: float,
-    is_ours: bool,
-    expected: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: int, limit: str, is_expected: bool
 ) -> None:
-    """On a machine of 64 CPUs; ``is_ours``: in a container that gets the time of two."""
-    clock, times = tmp_path / "stat", []
-    for turn in (0, 1):
-        cpus = (
-            f"cpu{n} {0 if n < idle else turn * 50} 0 0 {turn * 50 if n < idle else 0} 0 0 0 0"
-            for n in range(64)
-        )
-        times.append(stat(*cpus))
-    group = write(
-        tmp_path / "group", cpu__max="200000 100000" if is_ours else "max 100000", cpu__stat="usage_usec 0"
-    )
-
-    def sleep(_: float) -> None:
-        clock.write_text(times[1])
-        write(group, cpu__stat=f"usage_usec {used_usec:.0f}")
-
-    clock.write_text(times[0])
+    """On a machine of 64 CPUs, and in a container that gets the time of two."""
+    clock = tmp_path / "stat"
+    busy_times = [f"cpu{number} 50 0 0 0 0 0 0 0" for number in range(idle, 64)]
+    idle_times = [f"cpu{number} 0 0 0 50 0 0 0 0" for number in range(idle)]
+    group = write(tmp_path / "group", cpu__max=f"{limit} 100000")
+    clock.write_text(stat(*(f"cpu{number} 0 0 0 0 0 0 0 0" for number in range(64))))
     monkeypatch.setattr(host, "_STAT", str(clock))
     monkeypatch.setattr(host, "own_groups", lambda _: Groups(True, (group,)))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with monkeypatch.context() as patched:
-        patched.setattr(time, "sleep", sleep)
-        found = is_busy()
-    assert found == expected
+        patched.setattr(time, "sleep", lambda _: clock.write_text(stat(*idle_times, *busy_times)))
+        result = is_busy()
+    assert result == is_expected
 
 
-def test_what_a_system_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sandboxes have no times of CPUs; then the group counts, and else the load."""
-    group = write(tmp_path / "group", cpu__max="200000 100000", cpu__stat="usage_usec 0")
+def test_the_load_decides_where_a_system_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = write(tmp_path / "group", cpu__max="200000 100000")
     monkeypatch.setattr(host, "_STAT", str(tmp_path / "nothing"))
     monkeypatch.setattr(host, "own_groups", lambda _: Groups(True, (group,)))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
-
-    def found(used_usec: int | None) -> bool:
-        def sleep(_: float) -> None:
-            if used_usec is not None:
-                write(group, cpu__stat=f"usage_usec {used_usec}")
-            else:
-                (group / "cpu.stat").unlink()
-
-        with monkeypatch.context() as patched:
-            patched.setattr(time, "sleep", sleep)
-            return is_busy()
-
-    assert not found(0)
-    assert found(10**9)
-    assert not found(None)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0.0, 0.0))
+    assert not is_busy()
     monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 0.0, 0.0))
-    write(group, cpu__stat="usage_usec 0")
-    assert found(None), "of two CPUs"
+    assert is_busy(), "of two CPUs"
 
 
-def test_used_time_of_groups(tmp_path: Path) -> None:
-    new = write(tmp_path / "new", cpu__max="150000 100000", cpu__stat="usage_usec 2500000\nuser_usec 7")
-    above = write(tmp_path / "above", cpu__max="max 100000", cpu__stat="usage_usec 9")
-    assert Groups(True, (new, above)).cpu_budgets() == {new: (1.5, 2.5)}
+def test_limits_of_groups(tmp_path: Path) -> None:
+    new = write(tmp_path / "new", cpu__max="150000 100000")
+    above = write(tmp_path / "above", cpu__max="max 100000")
+    assert Groups(True, (new, above)).cpu_limit() == 1.5
     old = write(tmp_path / "old", **{"cpu__cfs_quota_us": 400000, "cpu__cfs_period_us": 100000})
-    assert Groups(False, (old,)).cpu_budgets() == {old: (4.0, None)}
-    write(old, cpuacct__usage=3 * 10**9)
-    assert Groups(False, (old,)).cpu_budgets() == {old: (4.0, 3.0)}
+    assert Groups(False, (old,)).cpu_limit() == 4.0
 
 
 def test_a_program_that_computes_keeps_cores_busy() -> None:

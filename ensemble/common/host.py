@@ -1,6 +1,6 @@
-"""How much memory and CPU this machine has for us, within the limits of the container or job that we are in.
+"""Read how much memory and CPU this machine has for us, within the limits of a container or job.
 
-Such limits are set by Linux's control groups, versions 1 and 2.  Sources: the kernel's "Control Group v2" and
+Linux's control groups, versions 1 and 2, set such limits. Sources: the kernel's "Control Group v2" and
 "cgroup-v1/memory", proc(5) for /proc/self/mountinfo, /proc/meminfo, /proc/stat and /proc/self/stat.
 """
 
@@ -16,110 +16,112 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-# Flags of a CPU as the kernel names them, x86 and ARM, that PyTorch and bitsandbytes have kernels for.
+# Flags of a CPU as the kernel names them, x86 and ARM, for which PyTorch and bitsandbytes have kernels.
 _PRODUCTS = (
-    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16", "amx_fp16"),
-    *("asimdhp", "asimddp", "i8mm", "bf16", "sve"),
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_int8",
+    "amx_bf16",
+    "amx_fp16",
+    "asimdhp",
+    "asimddp",
+    "i8mm",
+    "bf16",
+    "sve",
 )
-# What other programs may take of the cores that we can use: now, and by the system's average over a minute.
+# The share of the usable CPUs that other programs may take: now, and by the system's average over a minute.
 _BUSY, _BUSY_LOAD = 0.25, 0.5
 _STAT = "/proc/stat"
-# For so long it is looked at; the kernel counts in hundredths.
-_LOOK_SECONDS = 0.3
+# How long CPUs are watched; the kernel counts in hundredths of a second.
+_WATCH_SECONDS = 0.3
 
 
 def available_memory_bytes() -> int | None:
-    """Bytes that can be used before the kernel swaps or kills; None where the system does not tell."""
+    """Return the bytes that can be used before the kernel swaps or kills; None if the system does not say."""
     sizes = meminfo_bytes(_text("/proc/meminfo"), "MemAvailable"), own_groups("memory").memory_left()
     return min((size for size in sizes if size is not None), default=None)
 
 
 def total_memory_bytes() -> int | None:
-    """Bytes there are, or that the container or job may use; None where the system does not tell."""
+    """Return the bytes that the machine, container or job has; None if the system does not say."""
     sizes = meminfo_bytes(_text("/proc/meminfo"), "MemTotal"), own_groups("memory").memory_limit()
     return min((size for size in sizes if size is not None), default=None)
 
 
 def usable_cpus() -> int:
-    """How many threads can compute at a time: on the CPUs that this process may use, within a container's limit and
-    that of OMP_NUM_THREADS, where they are set."""
+    """Return how many threads can compute at a time, within the limits of a container and OMP_NUM_THREADS."""
     limits = [float(len(os.sched_getaffinity(0))), own_groups("cpu").cpu_limit() or math.inf]
-    if (asked := asked_threads()) is not None:
-        limits.append(float(asked))
+    threads = asked_threads()
+    if threads is not None:
+        limits.append(float(threads))
     return max(1, math.ceil(min(limits)))
 
 
 def asked_threads() -> int | None:
-    """How many OMP_NUM_THREADS asks for, on its first level; None where it names no number."""
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    return int(asked) if asked.isdecimal() else None
+    """Return the first number in OMP_NUM_THREADS; None if it is not a number."""
+    first_level = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(first_level) if first_level.isdecimal() else None
 
 
 def is_busy() -> bool:
-    """Whether programs take so much of the CPUs that speeds measured now say little; looks for a moment.
+    """Watch for a moment whether other programs use so much of the CPUs that measured speeds say little.
 
-    The system's average over a minute would still count what has just ended, such as the run before this one; it
-    decides where the system does not tell more, as in some sandboxes.
+    The system's average over a minute still counts what has just ended, such as the run before this one. It decides
+    only if the system does not count the CPUs' time, as in some sandboxes.
     """
-    groups, usable = own_groups("cpu"), usable_cpus()
-    began, before, used = time.monotonic(), _text(_STAT), groups.cpu_budgets()
-    time.sleep(_LOOK_SECONDS)
+    usable = usable_cpus()
+    before = _text(_STAT)
+    time.sleep(_WATCH_SECONDS)
     idle = idle_cpus(before, _text(_STAT), os.sched_getaffinity(0))
-    left = [] if idle is None else [idle]
-    after = groups.cpu_budgets()
-    seconds = time.monotonic() - began
-    for folder, (limit, last) in after.items():  # what is idle outside of a container is not ours
-        _, first = used.get(folder, (limit, None))
-        left.append(
-            math.nan if first is None or last is None else math.ceil(limit) - (last - first) / seconds
-        )
-    if not left or any(map(math.isnan, left)):
+    if idle is None:
         return os.getloadavg()[0] > usable * _BUSY_LOAD
-    return min(left) < usable * (1 - _BUSY)
+    return idle < usable * (1 - _BUSY)
 
 
 def idle_cpus(before: str, after: str, cpus: Collection[int]) -> float | None:
-    """How many of these CPUs had nothing to do between two texts of /proc/stat; None where those do not tell."""
-    times = [
-        {
-            int(number): [int(value) for value in values.split()[:8]]  # guests' time is in user's, too
-            for number, values in re.findall(r"^cpu(\d+)((?: \d+)+)", text, re.MULTILINE)
-        }
-        for text in (before, after)
-    ]
-    idle: list[float] = []
+    """Return how many of these CPUs were idle between two texts of /proc/stat; None if they do not say."""
+    times_before, times_after = _cpu_times(before), _cpu_times(after)
+    idle = 0.0
     for cpu in cpus:
-        passed: list[int] = [
-            last - first for first, last in zip(*(one.get(cpu, []) for one in times), strict=False)
-        ]
+        pairs = zip(times_before.get(cpu, []), times_after.get(cpu, []), strict=False)
+        passed = [end - start for start, end in pairs]
         if len(passed) < 5 or sum(passed) <= 0:
             return None
-        idle.append((passed[3] + passed[4]) / sum(passed))  # idle, and waiting for a disk
-    return sum(idle)
+        idle += (passed[3] + passed[4]) / sum(passed)  # idle, and waiting for a disk
+    return idle
+
+
+def _cpu_times(text: str) -> dict[int, list[int]]:
+    """Return the times of each CPU in the text of /proc/stat, without guests' times, which count as user's, too."""
+    lines = re.findall(r"^cpu(\d+)((?: \d+)+)", text, re.MULTILINE)
+    return {int(cpu): [int(value) for value in values.split()[:8]] for cpu, values in lines}
 
 
 def threads_of(cpus: int, share: float) -> int:
-    """Threads of a worker that has this share of so many CPUs; thirds do not add up to 1."""
+    """Return the threads of a worker with this share of the CPUs; thirds do not add up to 1."""
     return max(1, int(cpus * share + 1e-6))
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has ended for want of memory: in this process's group, or the whole machine.
+    """Return how many processes the kernel has killed for lack of memory, in this group or on this machine.
 
-    A count that goes up between a worker's start and its end by SIGKILL tells why it was killed, probably.
+    If the count grows while a worker runs that ends by SIGKILL, that is probably why it was killed.
     """
-    of_group = own_groups("memory").oom_kills()
-    return of_group if of_group is not None else _statistic("/proc/vmstat", "oom_kill") or 0
+    in_group = own_groups("memory").oom_kills()
+    return in_group if in_group is not None else _statistic("/proc/vmstat", "oom_kill") or 0
 
 
 def meminfo_bytes(text: str, key: str) -> int | None:
-    """One size out of the text of /proc/meminfo, whose kB are 1,024 bytes."""
-    found = re.search(rf"^{key}:\s*(\d+) kB$", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+    """Return one size in the text of /proc/meminfo, whose kB are 1,024 bytes."""
+    match = re.search(rf"^{key}:\s*(\d+) kB$", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
 
 
 def process_age_seconds() -> float:
-    """Seconds since this process was started, imports included; 0 where the system does not tell."""
+    """Return the seconds since this process was started, imports included; 0 if the system does not say."""
     try:
         started = int(_text("/proc/self/stat").rpartition(")")[2].split()[19])  # clock ticks after boot
         return max(0.0, float(_text("/proc/uptime").split()[0]) - started / os.sysconf("SC_CLK_TCK"))
@@ -135,58 +137,50 @@ class Groups:
     folders: tuple[Path, ...]
 
     def memory_limit(self) -> int | None:
-        """The most bytes these groups may use, None without a limit; version 1 says a huge number then."""
+        """Return the most bytes these groups may use; None, or a huge number in version 1, without a limit."""
         name = "memory.max" if self.is_v2 else "memory.limit_in_bytes"
-        limits = [int(text) for folder in self.folders if (text := _text(folder / name)).isdecimal()]
-        return min(limits, default=None)
+        limits = [_text(folder / name) for folder in self.folders]
+        return min((int(limit) for limit in limits if limit.isdecimal()), default=None)
 
     def memory_left(self) -> int | None:
-        """Bytes until the first of these groups is at its limit, None without a limit."""
+        """Return the bytes until the first of these groups is at its limit; None without a limit."""
         names = ("max", "current", "") if self.is_v2 else ("limit_in_bytes", "usage_in_bytes", "total_")
         left = []
         for folder in self.folders:
             limit, used = (_text(folder / f"memory.{name}") for name in names[:2])
             if limit.isdecimal() and used.isdecimal():
-                # Files' pages are given up before anything is killed; the kernel's MemAvailable counts them too.
+                # The kernel drops cached pages of files before it kills; its MemAvailable counts them, too.
                 kinds = (f"{names[2]}{kind}_file" for kind in ("active", "inactive"))
                 files = sum(_statistic(folder / "memory.stat", kind) or 0 for kind in kinds)
                 left.append(max(0, int(limit) - max(0, int(used) - files)))
         return min(left, default=None)
 
     def oom_kills(self) -> int | None:
-        """How many processes of the innermost group the kernel has ended for want of memory, its own or not."""
+        """Return how many processes of the innermost group the kernel has killed for lack of memory."""
         names = ("memory.events.local", "memory.events") if self.is_v2 else ("memory.oom_control",)
         counts = (_statistic(folder / name, "oom_kill") for folder in self.folders[:1] for name in names)
         return next((count for count in counts if count is not None), None)
 
     def cpu_limit(self) -> float | None:
-        """How many CPUs' time these groups get, None without a limit."""
-        return min((limit for limit, _ in self.cpu_budgets().values()), default=None)
-
-    def cpu_budgets(self) -> dict[Path, tuple[float, float | None]]:
-        """Of each group that has one: how many CPUs' time it gets, and how many seconds of it have been used; None
-        where that is not told, as by version 1 with both controllers apart."""
-        budgets: dict[Path, tuple[float, float | None]] = {}
+        """Return how many CPUs' time these groups get; None without a limit."""
+        limits = []
         for folder in self.folders:
             if self.is_v2:
                 quota, _, period = _text(folder / "cpu.max").partition(" ")
-                used, unit = _statistic(folder / "cpu.stat", "usage_usec"), 1e-6
             else:
                 quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
-                text, unit = _text(folder / "cpuacct.usage"), 1e-9
-                used = int(text) if text.isdecimal() else None
             if quota.isdecimal() and period.isdecimal() and int(period):  # "max" and -1: no limit
-                budgets[folder] = int(quota) / int(period), None if used is None else used * unit
-        return budgets
+                limits.append(int(quota) / int(period))
+        return min(limits, default=None)
 
 
 def own_groups(controller: str) -> Groups:
-    """This process's groups for a controller such as "memory"; none where the system has no such thing."""
+    """Return this process's groups for a controller such as "memory"; none if the system has no groups."""
     return find_groups(controller, _text("/proc/self/cgroup"), _text("/proc/self/mountinfo"))
 
 
 def find_groups(controller: str, memberships: str, mounts: str) -> Groups:
-    """The groups for a controller; version 1 where it has the controller, as on systems with both.
+    """Return the groups for a controller; those of version 1 if that has the controller.
 
     Args:
         memberships: the text of /proc/<pid>/cgroup.
@@ -198,15 +192,22 @@ def find_groups(controller: str, memberships: str, mounts: str) -> Groups:
         paths |= dict.fromkeys(controllers.split(","), path)
     is_v2 = controller not in paths
     group = PurePosixPath(paths.get("" if is_v2 else controller, ""))
-    for line in mounts.splitlines() if group.parts else ():
+    if not group.parts:
+        return Groups(is_v2, ())
+    for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
         # mountinfo writes spaces and the like as \040.
-        fields = [re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), one) for one in before.split()]
+        fields = [
+            re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field) for field in before.split()
+        ]
         kind, _, *options = [*after.split(), "", ""]
-        is_of_it = kind == "cgroup" and controller in ",".join(options).split(",")
-        if len(fields) >= 5 and (kind == "cgroup2" if is_v2 else is_of_it):
-            # Which part of the file system is mounted, and where.  In a container the group's path can be the
-            # host's, of which it sees only what is below that part.
+        if is_v2:
+            has_controller = kind == "cgroup2"
+        else:
+            has_controller = kind == "cgroup" and controller in ",".join(options).split(",")
+        if len(fields) >= 5 and has_controller:
+            # The mounted part of the file system, and where it is mounted. In a container the group's path can be
+            # the host's; the container sees only what is below that part.
             root, point = fields[3], Path(fields[4])
             inside = group.relative_to(root) if group.is_relative_to(root) else PurePosixPath()
             folders = (point / part for part in (inside, *inside.parents))
@@ -216,7 +217,7 @@ def find_groups(controller: str, memberships: str, mounts: str) -> Groups:
 
 @cache
 def cpu_name() -> str:
-    """What the CPU is called, such as "AMD EPYC 9B14"; on systems that do not say, its architecture."""
+    """Return the CPU's name, such as "AMD EPYC 9B14"; on systems that do not say, its architecture."""
     for line in _text("/proc/cpuinfo").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -224,19 +225,14 @@ def cpu_name() -> str:
 
 
 def cpu_products() -> str:
-    """What the CPU is called, and which products of short numbers it has: they decide which precision is fast.
+    """Return the CPU's name and its instructions for short numbers, which decide which precision is fast.
 
-    One name stands for CPUs that have them and CPUs that do not, on virtual machines above all.
+    CPUs of one name may differ in these instructions, above all on virtual machines.
     """
-    found = cpu_flags()
-    has = ", ".join(one for one in _PRODUCTS if one in found)
-    return f"{cpu_name()} ({has})" if has else cpu_name()
-
-
-def cpu_flags() -> frozenset[str]:
-    """What the CPU has, as the kernel names it; nothing on systems that do not say."""
     line = re.search(r"^(?:flags|Features)\s*:(.*)$", _text("/proc/cpuinfo"), re.MULTILINE)
-    return frozenset(line[1].split() if line else ())
+    flags = set(line[1].split()) if line else set()
+    products = ", ".join(product for product in _PRODUCTS if product in flags)
+    return f"{cpu_name()} ({products})" if products else cpu_name()
 
 
 def _text(file: Path | str) -> str:
@@ -247,6 +243,6 @@ def _text(file: Path | str) -> str:
 
 
 def _statistic(file: Path | str, name: str) -> int | None:
-    """A number in a file with one on each line, behind its name; None where it has none of this name."""
-    found = re.search(rf"^{name} (\d+)$", _text(file), re.MULTILINE)
-    return int(found[1]) if found else None
+    """Return the number of this name in a file of lines "name number"; None if there is none."""
+    match = re.search(rf"^{name} (\d+)$", _text(file), re.MULTILINE)
+    return int(match[1]) if match else None
