@@ -1,8 +1,8 @@
-"""GPUs: which there are, how they are doing, and how a worker is pinned to some of them.
+"""List the GPUs, measure their state, and pin workers to them.
 
-All by NVML, NVIDIA's driver library that answers without starting CUDA.  Devices are known by UUID, because
-NVML's numbers and CUDA's are not the same.  The rules for CUDA_VISIBLE_DEVICES are those of the CUDA C++
-Programming Guide ("CUDA Environment Variables") and the NVIDIA MIG User Guide ("Device Enumeration").
+NVML, NVIDIA's driver library, answers without starting CUDA. Devices are named by UUID, because NVML and CUDA
+number them differently. The rules for CUDA_VISIBLE_DEVICES are those of the CUDA C++ Programming Guide ("CUDA
+Environment Variables") and the NVIDIA MIG User Guide ("Device Enumeration").
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ensemble.common.text import gib
 _MASK = "CUDA_VISIBLE_DEVICES"
 _ORDER = "CUDA_DEVICE_ORDER"
 _PCI_ORDER = "PCI_BUS_ID"
-# Entries that people write to end the list on purpose.
+# Entries with which people end the list on purpose.
 _LIST_ENDS = ("", "-1", "NoDevFiles")
 _T = TypeVar("_T")
-# Less than this of a GPU is a desktop's or the driver's own.
+# A desktop or the driver itself uses less than this.
 MIN_REPORTED_BYTES = 512 << 20
-# Why a GPU's clocks are lower than they could be: the bits of nvmlDeviceGetCurrentClocksEventReasons by the names
-# that nvidia-smi has for them (NVML API reference, "NvmlClocksEventReasons").  Bit 0, that it is idle, is left out.
+# The bits of nvmlDeviceGetCurrentClocksEventReasons, which say why clocks are lowered, with nvidia-smi's names for
+# them (NVML API reference, "NvmlClocksEventReasons"). Bit 0, an idle GPU, is left out.
 _CLOCK_EVENTS = {
     0x002: "applications_clocks_setting",
     0x004: "sw_power_cap",
@@ -51,10 +51,10 @@ class Device:
     uuid: str  # as CUDA_VISIBLE_DEVICES takes it, "GPU-..." or "MIG-..."; "cpu" for the CPU
     name: str
     compute_capability: tuple[int, int] | None
-    total_bytes: int  # that processes can have, without what the driver reserves; 0 for the CPU
-    used_bytes: int  # what all processes held when it was looked at
+    total_bytes: int  # available to processes: without what the driver reserves; 0 for the CPU
+    used_bytes: int  # by all processes, when the device was listed
     node: str = ""  # of a cluster; empty on the run's own machine
-    is_held: bool = False  # another job of the cluster has it: nobody else can until that lets go
+    is_held: bool = False  # another job of the cluster has the device
 
     @property
     def is_gpu(self) -> bool:
@@ -62,13 +62,13 @@ class Device:
 
     @property
     def title(self) -> str:
-        """Its name, with its UUID if it is a GPU and its node if it has one."""
-        own = f"{self.name} ({self.uuid})" if self.is_gpu else self.name
-        return own + (f" on {self.node}" if self.node else "")
+        """Return the name, with the UUID of a GPU and the node of a cluster."""
+        title = f"{self.name} ({self.uuid})" if self.is_gpu else self.name
+        return f"{title} on {self.node}" if self.node else title
 
     @property
     def is_slice(self) -> bool:
-        """Whether it is a MIG slice, of which CUDA gives a process one at most."""
+        """Return whether this is a MIG slice; CUDA gives a process one at most."""
         return self.uuid.startswith("MIG-")
 
 
@@ -76,26 +76,25 @@ class Device:
 class Inventory:
     """The GPUs that a run may use."""
 
-    gpus: tuple[
-        Device, ...
-    ]  # within the inherited CUDA_VISIBLE_DEVICES and in its order, else in PCI bus order
+    # Within the inherited CUDA_VISIBLE_DEVICES and in its order, else in PCI bus order.
+    gpus: tuple[Device, ...]
     note: str  # a sentence on why there are none
     driver_version: str | None
     warnings: tuple[str, ...]
-    mask_problem: str = ""  # where CUDA_VISIBLE_DEVICES hides them all by naming one that is not there
-    # The CPUs of a cluster's nodes, each of which takes a worker at a time; empty: this machine's own.
+    mask_problem: str = ""  # if CUDA_VISIBLE_DEVICES hides all GPUs because it names an unknown one
+    # The CPUs of a cluster's nodes, each of which takes a worker at a time; empty without a cluster.
     hosts: tuple[Device, ...] = ()
 
 
 @dataclass(frozen=True)
 class Telemetry:
-    """How a GPU is doing now; None for what it does not tell.  A MIG slice is doing as its GPU is."""
+    """A GPU's state now; None for what it does not report. A MIG slice has the state of its GPU."""
 
     sm_clock_mhz: int | None
     max_sm_clock_mhz: int | None
     temperature_celsius: int | None
     power_watts: float | None
-    clock_events: tuple[str, ...]  # why its clocks are lower than they could be, in nvidia-smi's names
+    clock_events: tuple[str, ...]  # why clocks are lowered, in nvidia-smi's names
 
 
 @dataclass
@@ -104,7 +103,7 @@ class _Gpu:
     uuid: str | None = None
     model: tuple[str, tuple[int, int] | None] | None = None
     pci: tuple[int, int, int] | None = None
-    devices: tuple[Device, ...] = ()  # itself, or its MIG slices, or nothing when it cannot be used
+    devices: tuple[Device, ...] = ()  # the GPU itself, or its MIG slices, or nothing if it cannot be used
     slices: dict[str, Device] = field(default_factory=dict)  # by CUDA's older names, which a mask may use
 
 
@@ -114,11 +113,11 @@ class _NoDriverError(Exception):
 
 @dataclass
 class _Session:
-    """NVML, open while somebody holds it; what is asked of it is asked by one thread at a time."""
+    """NVML stays open while it has users; the lock lets one thread at a time call it."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
-    holders: int = 0
-    process: int = 0  # that opened it; 0: it is not open
+    users: int = 0
+    process: int = 0  # the process that opened NVML; 0: it is not open
 
 
 _session = _Session()
@@ -126,37 +125,38 @@ _session = _Session()
 
 @contextlib.contextmanager
 def driver_session() -> Iterator[None]:
-    """Keep NVML open from the first question on: to start it can take a second, where nothing keeps the driver up.
+    """Keep NVML open once it was used, because opening it can take a second.
 
-    May be nested, by threads too; the last one to end closes it.
+    Sessions may be nested, also by threads; the last one to end closes NVML.
     """
     with _session.lock:
-        _session.holders += 1
+        _session.users += 1
     try:
         yield
     finally:
         with _session.lock:
-            _session.holders -= 1
-            if not _session.holders:
+            _session.users -= 1
+            if not _session.users:
                 _close()
 
 
 def inventory(environ: Mapping[str, str] | None = None) -> Inventory:
-    """Look at the GPUs within this process's environment, or another; without a working driver there are none."""
+    """Return the GPUs that this environment, or another, makes visible; none without a working driver."""
     environ = os.environ if environ is None else environ
     warnings: list[str] = []
 
-    def look(nvml: ModuleType) -> tuple[list[_Gpu], str | None]:
+    def read(nvml: ModuleType) -> tuple[list[_Gpu], str | None]:
         warnings.clear()
-        found, version = _read_gpus(nvml, warnings), None
+        gpus = _read_gpus(nvml, warnings)
+        version = None
         with contextlib.suppress(nvml.NVMLError):
             version = nvml.nvmlSystemGetDriverVersion()
-        return found, version
+        return gpus, version
 
     try:
-        gpus, version = _ask(look)
+        gpus, version = _ask(read)
     except _NoDriverError as error:
-        other = ""  # a GPU that is there but not NVIDIA's, so that nobody wonders
+        other = ""  # names GPUs of other makers, so that nobody wonders why they are idle
         if sys.platform == "darwin":
             other = ", and Apple's GPUs are not used"
         elif Path("/dev/kfd").exists():  # of AMD's compute driver, as ROCm's installation guide names it
@@ -165,40 +165,34 @@ def inventory(environ: Mapping[str, str] | None = None) -> Inventory:
     devices = _visible(gpus, environ, warnings)
     if devices:
         return Inventory(devices, "", version, tuple(warnings))
-    reason, problem = "no GPU can be used" if gpus else "the NVIDIA driver shows no GPU", ""
-    if there := ", ".join(device.uuid for gpu in gpus for device in gpu.devices):
+    reason = "no GPU can be used" if gpus else "the NVIDIA driver shows no GPU"
+    problem = ""
+    usable_uuids = [device.uuid for gpu in gpus for device in gpu.devices]
+    if usable_uuids:
         mask = environ.get(_MASK, "")
-        reason, first = f"{_MASK}={mask} leaves no GPU", mask.split(",")[0].strip()
-        if first not in _LIST_ENDS:  # a 9B model on the CPU by a slip of the pen would take weeks
+        first_entry = mask.split(",")[0].strip()
+        reason = f"{_MASK}={mask} leaves no GPU"
+        if first_entry not in _LIST_ENDS:  # by a slip of the pen, a 9B model would take weeks on the CPU
             warnings.clear()
             problem = (
-                f"{_MASK}={mask}: {first!r} names no GPU here, which hides all of them; there are {len(gpus)} "
-                f"({there}); fix it, or set it to -1 to run on the CPU"
+                f"{_MASK}={mask}: {first_entry!r} names no GPU here, which hides all of them; "
+                f"there are {len(gpus)} ({', '.join(usable_uuids)}); fix it, or set it to -1 to run on the CPU"
             )
     return Inventory((), f"{reason}: running on the CPU", version, tuple(warnings), problem)
 
 
-def has_driver() -> bool:
-    """Whether the library of NVIDIA's driver is here; it is not asked anything."""
-    try:
-        ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return False
-    return True
-
-
 def used_memory(uuids: Iterable[str]) -> dict[str, int | None]:
-    """Bytes used now, by UUID; None where it cannot be told (a lost GPU, the CPU, no driver)."""
-    return _of_each(uuids, lambda nvml, handle: _memory(nvml, handle)[1])
+    """Return the bytes used now, by UUID; None if unknown (a lost GPU, the CPU, no driver)."""
+    return _ask_each(uuids, lambda nvml, handle: _memory(nvml, handle)[1])
 
 
 def telemetry(uuids: Iterable[str]) -> dict[str, Telemetry | None]:
-    """How devices are doing now, by UUID; None where it cannot be told."""
-    return _of_each(uuids, _telemetry)
+    """Return the devices' state now, by UUID; None if unknown."""
+    return _ask_each(uuids, _telemetry)
 
 
 def driver_cuda_version() -> tuple[int, int] | None:
-    """The newest CUDA that the driver knows, major and minor; None when it does not say."""
+    """Return the newest CUDA that the driver supports, major and minor; None if it does not say."""
     with contextlib.suppress(_NoDriverError):
         number = _ask(lambda nvml: nvml.nvmlSystemGetCudaDriverVersion_v2())  # 12040 for 12.4
         return number // 1000, number % 1000 // 10
@@ -206,50 +200,55 @@ def driver_cuda_version() -> tuple[int, int] | None:
 
 
 def processes_on(uuid: str) -> tuple[tuple[int, str | None, int | None], ...]:
-    """Who computes on a device: (process id, name, bytes used); empty when a driver cannot tell (before R510).
+    """Return who computes on a device: (process id, name, bytes used); empty with drivers before R510.
 
-    For messages only: in a container the ids may be the host's, so neither an id nor a missing one proves anything.
+    For messages only: in a container, ids may be the host's, and processes may be missing.
     """
 
-    def look(nvml: ModuleType, handle: object) -> tuple[tuple[int, str | None, int | None], ...]:
-        found: list[tuple[int, str | None, int | None]] = []
-        for one in nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle):
+    def read(nvml: ModuleType, handle: object) -> tuple[tuple[int, str | None, int | None], ...]:
+        processes: list[tuple[int, str | None, int | None]] = []
+        for process in nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle):
             name = None
             # The driver cuts long names anywhere, also inside a character.
             with contextlib.suppress(nvml.NVMLError, UnicodeDecodeError):
-                name = nvml.nvmlSystemGetProcessName(one.pid)
-            found.append((one.pid, name, one.usedGpuMemory))
-        return tuple(found)
+                name = nvml.nvmlSystemGetProcessName(process.pid)
+            processes.append((process.pid, name, process.usedGpuMemory))
+        return tuple(processes)
 
-    return _of_each([uuid], look)[uuid] or ()
+    return _ask_each([uuid], read)[uuid] or ()
 
 
 def gpu_users(device: Device) -> str:
-    """Who holds a GPU's memory, as far as NVML shows; of a GPU of a node, how to find out."""
+    """Return a sentence on who uses a GPU's memory, as far as NVML shows; on a node, how to find out."""
     if device.node:
         return f"nvidia-smi on {device.node} shows who"
-    found = [
-        f"process {pid}{f' ({name})' if name else ''}{f' with {gib(size)}' if size else ''}"
-        for pid, name, size in processes_on(device.uuid)
-    ]
-    return f"NVML shows {', '.join(found) or 'no process'} there"
+    users = []
+    for pid, name, size in processes_on(device.uuid):
+        name_text = f" ({name})" if name else ""
+        size_text = f" with {gib(size)}" if size else ""
+        users.append(f"process {pid}{name_text}{size_text}")
+    return f"NVML shows {', '.join(users) or 'no process'} there"
 
 
 def device_names(devices: Iterable[Device]) -> dict[str, str]:
-    """What each of a run's devices is called, by UUID: GPU 0, GPU 1 on node-b; a CPU by "cpu" and its node."""
-    names, gpus = dict[str, str](), 0
-    for one in devices:
-        where = f" on {one.node}" if one.node else ""
-        names[f"{one.uuid}{'' if one.is_gpu else where}"] = (f"GPU {gpus}" if one.is_gpu else "CPU") + where
-        gpus += one.is_gpu
+    """Return names for a run's devices by UUID: GPU 0, GPU 1 on node-b; a CPU's key is "cpu" and its node."""
+    names: dict[str, str] = {}
+    gpus = 0
+    for device in devices:
+        node = f" on {device.node}" if device.node else ""
+        if device.is_gpu:
+            names[device.uuid] = f"GPU {gpus}{node}"
+            gpus += 1
+        else:
+            names[f"{device.uuid}{node}"] = f"CPU{node}"
     return names
 
 
 def worker_environment(devices: Sequence[Device]) -> dict[str, str]:
-    """What pins a worker to ``devices``, in their order, before it starts; no GPU among them hides every GPU.
+    """Return the environment that pins a worker to ``devices``, in their order; without a GPU it hides all GPUs.
 
     Raises:
-        DeviceError: a MIG slice together with another device, of which CUDA would show one and hide the rest.
+        DeviceError: a MIG slice together with another device, because CUDA would hide all but one.
     """
     uuids = [device.uuid for device in devices if device.is_gpu]
     if len(uuids) > 1 and any(uuid.startswith("MIG-") for uuid in uuids):
@@ -257,8 +256,8 @@ def worker_environment(devices: Sequence[Device]) -> dict[str, str]:
     return {_MASK: ",".join(uuids), _ORDER: _PCI_ORDER}
 
 
-def _of_each(uuids: Iterable[str], question: Callable[[ModuleType, object], _T]) -> dict[str, _T | None]:
-    """The answers by UUID; None for devices that do not answer."""
+def _ask_each(uuids: Iterable[str], question: Callable[[ModuleType, object], _T]) -> dict[str, _T | None]:
+    """Return the answers by UUID; None for devices that do not answer."""
 
     def ask(uuid: str, nvml: ModuleType) -> _T:
         return question(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
@@ -272,16 +271,16 @@ def _of_each(uuids: Iterable[str], question: Callable[[ModuleType, object], _T])
 
 
 def _ask(question: Callable[[ModuleType], _T]) -> _T:
-    """What NVML says; where it was open already and does not answer, what it says once it is opened anew.
+    """Return NVML's answer. If an open NVML fails, open it again and ask once more.
 
-    So a driver that was loaded anew, or a GPU that was lost and is back, shows again.
+    A driver that was reloaded, or a GPU that was lost and is back, is then seen again.
 
     Raises:
-        _NoDriverError: NVML cannot be started, or an error of it was not dealt with in ``question``.
+        _NoDriverError: NVML cannot be started, or raised an error that ``question`` does not handle.
     """
     try:
         if sys.platform == "linux":
-            # pynvml opens this very name; where it is missing, importing all of pynvml would be for nothing.
+            # pynvml opens this very name; without it, importing pynvml is a waste of time.
             ctypes.CDLL("libnvidia-ml.so.1")
         import pynvml
     except OSError:
@@ -297,8 +296,8 @@ def _ask(question: Callable[[ModuleType], _T]) -> _T:
     )
     try:
         with driver_session(), _session.lock:
-            # A fork's copy of an open session is its parent's: NVML counts, so that what is opened and closed
-            # beside it leaves it alone.
+            # A fork must not use the session of its parent. NVML counts users, so that opening and closing it
+            # here does not close the parent's.
             if _session.process == os.getpid():
                 try:
                     return question(pynvml)
@@ -326,7 +325,7 @@ def _close() -> None:
 
 
 def _read_gpus(nvml: ModuleType, warnings: list[str]) -> list[_Gpu]:
-    """Every GPU that this process may open, in PCI bus order; one that fails keeps its place."""
+    """Return every GPU that this process may open, in PCI bus order; one that fails keeps its place."""
     gpus = []
     for index in range(nvml.nvmlDeviceGetCount()):
         gpu = _Gpu(f"GPU {index}")
@@ -335,7 +334,7 @@ def _read_gpus(nvml: ModuleType, warnings: list[str]) -> list[_Gpu]:
             _read_gpu(nvml, index, gpu)
         except nvml.NVMLError as error:
             if gpu.uuid is None and isinstance(error, nvml.NVMLError_NoPermission):
-                continue  # kept from this container or job: CUDA does not number it either
+                continue  # hidden from this container or job: CUDA does not number it either
             problem = str(error)
         if not gpu.devices:
             warnings.append(f"{gpu.label} is left out: {problem}")
@@ -346,40 +345,49 @@ def _read_gpus(nvml: ModuleType, warnings: list[str]) -> list[_Gpu]:
 
 
 def _read_gpu(nvml: ModuleType, index: int, gpu: _Gpu) -> None:
-    """Fill in ``gpu`` as far as the driver answers; the error that stops it is the caller's."""
+    """Fill in ``gpu`` as far as the driver answers; its errors are the caller's to handle."""
 
-    def if_known(ask: Callable[[object], _T], handle: object, otherwise: _T) -> _T:
+    def ask_if_supported(ask: Callable[[object], _T], handle: object, default: _T) -> _T:
         try:
             return ask(handle)
         except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound):  # by this driver or GPU
-            return otherwise
+            return default
 
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     gpu.uuid = nvml.nvmlDeviceGetUUID(handle)
     gpu.label += f" ({gpu.uuid})"
     address = nvml.nvmlDeviceGetPciInfo(handle)
     gpu.pci = (address.domain, address.bus, address.device)
-    capability = if_known(nvml.nvmlDeviceGetCudaComputeCapability, handle, None)
-    gpu.model = (name := nvml.nvmlDeviceGetName(handle), capability)
-    mode = if_known(nvml.nvmlDeviceGetMigMode, handle, [nvml.NVML_DEVICE_MIG_DISABLE])
+    capability = ask_if_supported(nvml.nvmlDeviceGetCudaComputeCapability, handle, None)
+    name = nvml.nvmlDeviceGetName(handle)
+    gpu.model = (name, capability)
+    mode = ask_if_supported(nvml.nvmlDeviceGetMigMode, handle, [nvml.NVML_DEVICE_MIG_DISABLE])
     if mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
-        gpu.devices = (Device(gpu.uuid, name, capability, *_memory(nvml, handle)),)
+        total, used = _memory(nvml, handle)
+        gpu.devices = (Device(gpu.uuid, name, capability, total, used),)
         return
     for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         # Numbers have holes where no slice was made; a container may open some slices only.
         with contextlib.suppress(nvml.NVMLError_NotFound, nvml.NVMLError_NoPermission):
-            part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-            ids = nvml.nvmlDeviceGetGpuInstanceId(part), nvml.nvmlDeviceGetComputeInstanceId(part)
-            shard_name = if_known(nvml.nvmlDeviceGetName, part, name)
-            device = Device(nvml.nvmlDeviceGetUUID(part), shard_name, capability, *_memory(nvml, part))
-            gpu.slices[f"MIG-{gpu.uuid}/{ids[0]}/{ids[1]}"] = device
+            mig_slice = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+            gpu_instance = nvml.nvmlDeviceGetGpuInstanceId(mig_slice)
+            compute_instance = nvml.nvmlDeviceGetComputeInstanceId(mig_slice)
+            total, used = _memory(nvml, mig_slice)
+            device = Device(
+                uuid=nvml.nvmlDeviceGetUUID(mig_slice),
+                name=ask_if_supported(nvml.nvmlDeviceGetName, mig_slice, name),
+                compute_capability=capability,
+                total_bytes=total,
+                used_bytes=used,
+            )
+            gpu.slices[f"MIG-{gpu.uuid}/{gpu_instance}/{compute_instance}"] = device
     gpu.devices = tuple(gpu.slices.values())
 
 
 def _memory(nvml: ModuleType, handle: object) -> tuple[int, int]:
-    """Total and used bytes."""
-    # Version 1 counts what the driver reserves as used; version 2 tells it apart, and nobody can have it.
-    # Which one is asked depends on the driver alone, so that all answers of one run can be compared.
+    """Return total and used bytes."""
+    # Version 1 counts what the driver reserves as used; version 2 reports it separately. The driver alone decides
+    # which version is asked, so that all answers of a run are comparable.
     try:
         info = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     except nvml.NVMLError_FunctionNotFound:  # a driver before R510
@@ -389,7 +397,7 @@ def _memory(nvml: ModuleType, handle: object) -> tuple[int, int]:
 
 
 def _telemetry(nvml: ModuleType, handle: object) -> Telemetry:
-    with contextlib.suppress(nvml.NVMLError):  # it is no slice, or the driver knows of none
+    with contextlib.suppress(nvml.NVMLError):  # not a slice, or the driver has none
         handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
 
     def ask(name: str, *arguments: object) -> int | None:
@@ -414,11 +422,11 @@ def _telemetry(nvml: ModuleType, handle: object) -> Telemetry:
 
 
 def _visible(gpus: Sequence[_Gpu], environ: Mapping[str, str], warnings: list[str]) -> tuple[Device, ...]:
-    """The devices within CUDA_VISIBLE_DEVICES, read as CUDA does; each surprise in it is a warning."""
+    """Return the devices in CUDA_VISIBLE_DEVICES, read as CUDA does; warn about each surprise in it."""
     mask = environ.get(_MASK)
     if mask is None:
         return tuple(device for gpu in gpus for device in gpu.devices)
-    # What each name stands for: all slices for a GPU in MIG mode, nothing for one that is lost.
+    # The devices by name: all slices of a GPU in MIG mode, none of a lost GPU.
     names: dict[str, tuple[Device, ...]] = {}
     for index, gpu in enumerate(gpus):
         names |= {device.uuid: (device,) for device in gpu.devices}
@@ -434,22 +442,22 @@ def _visible(gpus: Sequence[_Gpu], environ: Mapping[str, str], warnings: list[st
         )
     chosen: dict[str, Device] = {}
     for position, entry in enumerate(entries, 1):
-        found = names.get(entry)
-        if found is None and entry.startswith(("GPU-", "MIG-")):
-            # CUDA takes the beginning of a UUID for the whole where only one fits.
-            fitting = [full for full in names if full.startswith(entry)]
-            if len(fitting) == 1:
-                found = names[fitting[0]]
-            elif not fitting and any(gpu.uuid is None for gpu in gpus):
+        devices = names.get(entry)
+        if devices is None and entry.startswith(("GPU-", "MIG-")):
+            # CUDA accepts the beginning of a UUID if only one UUID begins so.
+            matches = [full for full in names if full.startswith(entry)]
+            if len(matches) == 1:
+                devices = names[matches[0]]
+            elif not matches and any(gpu.uuid is None for gpu in gpus):
                 continue  # a lost GPU may not tell its UUID: it must not hide the GPUs that work
-        if found is None:
+        if devices is None:
             if entry not in _LIST_ENDS or any(entries[position:]):
                 warnings.append(f"{name}: {entry!r} names no single GPU here; it and all after it are hidden")
             break
-        if len(found) > 1:
-            hint = f"name the slices' UUIDs to use all {len(found)}"
-            warnings.append(f"{name}: {entry!r} is in MIG mode and stands for {found[0].uuid} only; {hint}")
-        for device in found[:1]:
+        if len(devices) > 1:
+            hint = f"name the slices' UUIDs to use all {len(devices)}"
+            warnings.append(f"{name}: {entry!r} is in MIG mode and stands for {devices[0].uuid} only; {hint}")
+        for device in devices[:1]:
             if device.uuid in chosen:
                 warnings.append(f"{name}: {entry!r} names {device.uuid} again, which CUDA refuses; kept once")
             chosen[device.uuid] = device

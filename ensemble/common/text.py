@@ -1,4 +1,4 @@
-"""Sizes, counts, times and names as people read them."""
+"""Write sizes, counts, times and names as people read them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NO_BREAK = "\xa0"  # a space at which no line ends
 _MAX_COMPARED = 1_000
 # Where Kaggle's notebooks have their inputs.
 _KAGGLE_MOUNT = Path("/kaggle/input")
-# By the first folder below it: what is mounted there, and how many folders deep its own one is.
+# By the first folder below it: what is mounted there, and how many folders deep.
 _KAGGLE_INPUTS = {
     "datasets": ("dataset", 3),
     "models": ("model", 3),
@@ -23,14 +23,15 @@ _MAX_NAME_CHARACTERS = 100
 
 
 def gib(size: float) -> str:
-    """Bytes in GiB, or in MiB where they are less than half a GiB."""
+    """Return bytes in GiB, or in MiB if they are less than half a GiB."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**29 else f"{size / 2**20:,.1f} MiB"
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 row``, ``1,200 rows``; the noun takes an s, and a batch or a match an es."""
-    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{count:,} {noun}{ending}"
+    """Return a count and its noun: ``1 row``, ``1,200 rows``, ``2 batches``."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def were(count: int) -> str:
@@ -39,12 +40,12 @@ def were(count: int) -> str:
 
 
 def rate(per_second: float) -> str:
-    """A speed, with a digit behind the point below 1,000."""
+    """Return a speed, with one decimal below 1,000."""
     return f"{per_second:,.1f}" if per_second < 1_000 else f"{per_second:,.0f}"
 
 
 def duration(seconds: float) -> str:
-    """8.2 s, 1:05 min, 2:03:10 h."""
+    """Return a time such as 8.2 s, 1:05 min, 2:03:10 h."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -53,37 +54,37 @@ def duration(seconds: float) -> str:
 
 
 def shown_path(path: Path) -> str:
-    """A path as short as it can be said: below the working directory, relative to it."""
+    """Return a path, relative to the working directory if it is below that."""
     try:
         return str(path.resolve().relative_to(Path.cwd().resolve()))
     except (ValueError, OSError):
         return str(path)
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that ``name`` is most likely a typing error of; None where none is near."""
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """Return the name that is most like ``name``; None if none is near."""
     # difflib's time grows with the square of the length, and with the names.
-    near = [one for one in islice(known, _MAX_COMPARED) if len(one) <= _MAX_NAME_CHARACTERS]
-    by_folded = {one.strip().casefold(): one for one in reversed(near)}
-    wanted = name.strip().casefold() if len(name) <= _MAX_NAME_CHARACTERS else ""
-    close = difflib.get_close_matches(wanted, by_folded, n=1, cutoff=0.6)
+    compared = [other for other in islice(names, _MAX_COMPARED) if len(other) <= _MAX_NAME_CHARACTERS]
+    by_folded = {other.strip().casefold(): other for other in reversed(compared)}
+    folded = name.strip().casefold() if len(name) <= _MAX_NAME_CHARACTERS else ""
+    close = difflib.get_close_matches(folded, by_folded, n=1, cutoff=0.6)
     return by_folded[close[0]] if close else None
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)`` with the name nearest to ``name``, or nothing."""
-    near = nearest(name, known)
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return `` (did you mean 'x'?)`` with the name nearest to ``name``, or nothing."""
+    near = nearest(name, names)
     return f" (did you mean {near!r}?)" if near is not None else ""
 
 
-def nearest_or_all(name: str, known: Sequence[str], what: str) -> str:
-    """``did you mean x?`` with the name nearest to ``name``, or all that there are where none is near."""
-    near = nearest(name, known)
-    return f"did you mean {near}?" if near is not None else f"the {what}s here are {', '.join(known)}"
+def nearest_or_all(name: str, names: Sequence[str], what: str) -> str:
+    """Return ``did you mean x?`` with the name nearest to ``name``, or all names if none is near."""
+    near = nearest(name, names)
+    return f"did you mean {near}?" if near is not None else f"the {what}s here are {', '.join(names)}"
 
 
 def not_attached(path: Path) -> str:
-    """What to add of a path that is not there because it lies in an input that a Kaggle notebook does not have.
+    """Return what to add about a missing path in an input that is not attached to a Kaggle notebook.
 
     Datasets are mounted at /kaggle/input/NAME or /kaggle/input/datasets/OWNER/NAME, others in the second way.
     """
@@ -95,15 +96,17 @@ def not_attached(path: Path) -> str:
     name, mount = names[:depth][-1], _KAGGLE_MOUNT.joinpath(*names[:depth])
     if mount.is_dir():
         return ""
-    ways = (name, f"*/{name}", f"*/*/{name}")
-    if found := next((one for way in ways for one in sorted(_KAGGLE_MOUNT.glob(way)) if one.is_dir()), None):
-        return f" (nothing is mounted at {mount}); {name} is mounted at {found}: name that"
+    for pattern in (name, f"*/{name}", f"*/*/{name}"):
+        for folder in sorted(_KAGGLE_MOUNT.glob(pattern)):
+            if folder.is_dir():
+                return f" (nothing is mounted at {mount}); {name} is mounted at {folder}: name that"
     return f" (nothing is mounted at {mount}); attach the {kind} {name} to the notebook (Add Input)"
 
 
 def similar_file(path: Path) -> str:
-    """What to add of a file that is not there: one of a like name beside it, or that the folder is missing too."""
-    if advice := not_attached(path):
+    """Return what to add about a missing file: a file of a similar name, or that the folder is missing, too."""
+    advice = not_attached(path)
+    if advice:
         return advice
     if not path.parent.is_dir():
         return f"; there is no folder {path.parent} either"
@@ -114,18 +117,18 @@ def similar_file(path: Path) -> str:
 
 
 def listed(names: Sequence[str], most: int = 20, show: Callable[[str], str] | None = None) -> str:
-    """Names for a message: separated by commas, cut after ``most``, each as ``show`` has it (``quoted``)."""
+    """Return names for a message: with commas, cut after ``most``, each written by ``show``, or quoted."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(map(show or quoted, names[:most])) + more
 
 
 def quoted(text: str, most: int = 60) -> str:
-    """Text from a file or a config as a message shows it: on one line, and short."""
+    """Return text from a file or a config for a message: on one line, and short."""
     return repr(text) if len(text) <= most else f"{text[:most]!r}..."
 
 
 def error_text(error: Exception, most: int = 200) -> str:
-    """What a library says of an error, on one line."""
+    """Return the text of a library's error, on one line."""
     text = " ".join(str(error).split())
     text = text if text.isprintable() else repr(text)[1:-1]
     return text if len(text) <= most else f"{text[:most]}..."
