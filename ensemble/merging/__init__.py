@@ -1,1 +1,1 @@
-"""Parts -> predictions -> ensemble: gathering, alignment, the weighted mean, scores."""
+"""Merge members' values: blocks, checks, calibration, rules, merge methods and scores."""

@@ -1,4 +1,4 @@
-"""Members' values -> blocks -> merged values, block by block: so that a method's arrays stay in a core's cache."""
+"""Merge members' values block by block, so that a method's arrays stay in a core's cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ensemble.merging.scoring import CascadeScoring, Scoring
 
 # Changes a block of the table's rows in place: its first row, and float64 [rows, labels].
 Rules: TypeAlias = Callable[[int, npt.NDArray[np.float64]], None]
-# Of a block: enough that a thread is not busy with Python, few enough for a core's cache.
+# The size of a block: large enough that Python takes little of the time, small enough for a core's cache.
 _MAX_ROWS = 32_768
 _MIN_ROWS = 256
 _CELLS = 131_072
@@ -26,7 +26,7 @@ _CELLS = 131_072
 
 @dataclass(frozen=True)
 class Without:
-    """The merge without a member: ``method`` is one of its own, ``scoring`` compares it with the whole merge."""
+    """The merge without a member: ``method`` computes it, ``scoring`` compares it with the merge of all."""
 
     method: MergeMethod
     scoring: CascadeScoring
@@ -34,11 +34,13 @@ class Without:
 
 @dataclass
 class MergedMember:
-    """A member on its way into the merge.
+    """A member to merge.
 
-    ``values`` are float64 [rows, labels], in the table's order, each column in one piece.
-    ``scoring`` where the truth is known, for members that have all rows: it sees what is merged, after calibration.
-    ``ruled``, where there are ``rules``, sees what the member alone would give with them; see ``RowRules.apply``.
+    Attributes:
+        values: float64 [rows, labels], in the table's order, each column contiguous.
+        scoring: scores the calibrated values, if the truth is known, of a member that has all rows.
+        rules: change the member's values before ``ruled`` scores them; see ``RowRules.apply``.
+        ruled: scores what the member alone gives with the rules.
     """
 
     name: str
@@ -66,7 +68,7 @@ class MergedMember:
 
 
 def block_spans(rows: int, labels: int) -> list[tuple[int, int]]:
-    """Where the blocks of a table start and stop."""
+    """Return where the blocks of a table start and stop."""
     step = max(_MIN_ROWS, min(_MAX_ROWS, _CELLS // labels))
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
@@ -79,79 +81,80 @@ def merge_blocks(
     comparing: Mapping[int, Without] | None = None,
     rules: Rules | None = None,
 ) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
-    """The merged values from the first row to the last; a row of NaN is one that no member with a weight reached.
+    """Merge a table from the first row to the last; rows that no member with a weight reached are NaN.
 
     Args:
-        open_members: gives the members, some with a weight, whatever the row and the label;
-            called once for each pass.
-        ids: of the table's rows, [rows]; and ``text_bytes``, [rows].
-        comparing: takes what each row that a member has would be without it, by the member's number.
+        open_members: returns the members, some of them with a weight; called once for each pass.
+        ids: of the table's rows, [rows].
+        text_bytes: of the table's rows, [rows].
+        comparing: the merges without a member, by the member's number.
         rules: change what was merged, with all members and without one.
 
     Yields:
         the block's first row, and float64 [rows of the block, labels].
 
     Raises:
-        MergeError: a member's file does not fit the table, or its rows are no probabilities; in the members' order.
+        MergeError: a member's rows do not hold what its activation promises; the first such member is named.
     """
     labels = len(method.members.labels)
+    merges_without = comparing or {}
     if method.needs_first_pass:
         for block in _read_blocks(open_members(), ids, text_bytes, labels):
             method.look(block)
-            for number, one in (comparing or {}).items():
-                one.method.look(_without(block, number))
+            for number, comparison in merges_without.items():
+                comparison.method.look(_without(block, number))
     members = open_members()
     edges = method.settings.length_bins or ()
     weights = weights_by_bin([member.weight for member in members], method.members.labels, len(edges) + 1)
     for block in _read_blocks(members, ids, text_bytes, labels):
-        own = weights_of_rows(weights, edges, block.text_bytes)
-        merged = method.merge(block, own)
+        block_weights = weights_of_rows(weights, edges, block.text_bytes)
+        merged = method.merge(block, block_weights)
         if rules is not None:
             rules(block.start, merged)
-        for number, one in (comparing or {}).items():
-            without = one.method.merge(_without(block, number), own)
+        for number, comparison in merges_without.items():
+            without = comparison.method.merge(_without(block, number), block_weights)
             if rules is not None:
                 rules(block.start, without)
             rows = np.flatnonzero(block.is_present[number] & ~np.isnan(without).any(axis=1))
-            one.scoring.add(block.start + rows, merged[rows], without[rows])
+            comparison.scoring.add(block.start + rows, merged[rows], without[rows])
         yield block.start, merged
 
 
 def _without(block: Block, number: int) -> Block:
-    """The block as it would be if a member had none of its rows."""
+    """Return the block as if a member had none of its rows."""
     is_present, probabilities = block.is_present.copy(), block.probabilities.copy(order="K")
     is_present[number], probabilities[number] = False, np.nan
     return replace(block, is_present=is_present, probabilities=probabilities)
 
 
-def weights_by_bin(given: Sequence[AnyWeight], labels: Sequence[str], bins: int) -> npt.NDArray[np.float64]:
-    """The members' weights as numbers.
+def weights_by_bin(weights: Sequence[AnyWeight], labels: Sequence[str], bins: int) -> npt.NDArray[np.float64]:
+    """Return the members' weights as numbers.
 
     Args:
-        given: a number, a mapping by label, or a tuple by length bin for each member.
+        weights: a number, a mapping by label, or a tuple by length bin for each member.
         bins: how many length bins there are.
 
     Returns:
-        float64 [members, bins or 1, labels or 1]; 1 where all have the same.
+        float64 [members, bins or 1, labels or 1]; 1 if all have the same.
     """
     # Weights of 0 for every label are no reason to scale rows.
-    by_label = any(isinstance(weight, dict) and any(weight.values()) for weight in given)
-    by_bin = any(isinstance(weight, tuple) for weight in given)
-    found = np.empty((len(given), bins if by_bin else 1, len(labels) if by_label else 1))
-    for numbers, weight in zip(found, given, strict=True):
+    by_label = any(isinstance(weight, dict) and any(weight.values()) for weight in weights)
+    by_bin = any(isinstance(weight, tuple) for weight in weights)
+    numbers = np.empty((len(weights), bins if by_bin else 1, len(labels) if by_label else 1))
+    for of_member, weight in zip(numbers, weights, strict=True):
         if isinstance(weight, dict):
-            numbers[:] = [weight[label] for label in labels] if by_label else 0.0
+            of_member[:] = [weight[label] for label in labels] if by_label else 0.0
         elif isinstance(weight, tuple):
-            numbers[:] = np.array(weight)[:, None]
+            of_member[:] = np.array(weight)[:, None]
         else:
-            numbers[:] = weight
-    return found
+            of_member[:] = weight
+    return numbers
 
 
 def weights_of_rows(
     weights: npt.NDArray[np.float64], edges: Sequence[int], text_bytes: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """The weights that count in rows, float64 [members, rows or 1, labels or 1]; 1 where all have the same.
+    """Return the weights that count in rows, float64 [members, rows or 1, labels or 1]; 1 if all have the same.
 
     Args:
         weights: see ``weights_by_bin``.
@@ -171,11 +174,10 @@ def _read_blocks(
 ) -> Iterator[Block]:
     """Yield the blocks.
 
-    Once something is wrong with a member's rows there are no more blocks, but all rows are still looked at, so that
-    the error can say how many.
+    After the first wrong row there are no more blocks, but all rows are checked, so that the error can count them.
     """
     for start, stop in block_spans(len(ids), labels):
-        # Each member's columns in one piece.
+        # The rows of each member and label are contiguous.
         probabilities = np.empty((len(members), labels, stop - start)).swapaxes(1, 2)
         is_present = np.empty((len(members), stop - start), dtype=np.bool_)
         for number, member in enumerate(members):

@@ -1,10 +1,10 @@
-"""Calibration at the merge: a member's probabilities, less sure or surer of themselves, before they are merged.
+"""Calibrate members' probabilities before they are merged.
 
     softmax   p(k)  ->  softmax over k of  ln p(k) * scale(k) / temperature + bias(k)
     sigmoid   p(k)  ->  sigmoid of  logit p(k) * scale(k) / temperature + bias(k),    logit p = ln(p / (1 - p))
 
-Probabilities below float64's epsilon (2.2e-16) count as that, and of sigmoid members those above 1 - epsilon.  The
-members' predictions stay as they are on disk: only what is merged, and scored, is calibrated.
+Probabilities are clipped to float64's epsilon (2.2e-16), those of sigmoid members to 1 - epsilon, too. The members'
+predictions stay as they are on disk: only what is merged, and scored, is calibrated.
 
 C. Guo, G. Pleiss, Y. Sun and K. Q. Weinberger, "On Calibration of Modern Neural Networks", ICML 2017 (temperature
 and vector scaling).
@@ -29,19 +29,19 @@ Calibrator: TypeAlias = Callable[[Values], None]
 
 
 def calibrator(
-    given: CalibrationConfig | None, activation: Activation, labels: Sequence[str]
+    settings: CalibrationConfig | None, activation: Activation, labels: Sequence[str]
 ) -> Calibrator | None:
-    """What a member's values go through; None where that changes nothing."""
-    if given is None or given == CalibrationConfig():
+    """Return the function that calibrates a member's values; None if it would change nothing."""
+    if settings is None or settings == CalibrationConfig():
         return None
-    scale = np.array([given.scale.get(label, 1.0) for label in labels]) / given.temperature
-    bias = np.array([given.bias.get(label, 0.0) for label in labels])
+    scale = np.array([settings.scale.get(label, 1.0) for label in labels]) / settings.temperature
+    bias = np.array([settings.bias.get(label, 0.0) for label in labels])
 
     return lambda values: rescale(values, scale, bias, activation)
 
 
 def rescale(values: Values, scale: Values | float, bias: Values | float, activation: Activation) -> None:
-    """Calibrate probabilities in place: a scale (over the temperature) and a bias, of all labels or each."""
+    """Calibrate probabilities in place; ``scale`` (over the temperature) and ``bias`` are of all labels or each."""
     scores = features(values, activation)
     scores *= scale
     scores += bias
@@ -49,17 +49,20 @@ def rescale(values: Values, scale: Values | float, bias: Values | float, activat
 
 
 def features(values: Values, activation: Activation) -> Values:
-    """Logarithms of softmax probabilities, log odds of sigmoid ones, raw values as they are; a new array."""
+    """Return logarithms of softmax probabilities, log odds of sigmoid ones, or a copy of raw values."""
     if activation == "none":
         return values.copy(order="K")
-    clipped: Values = np.clip(values, EPSILON, 1.0 if activation == "softmax" else 1.0 - EPSILON)
-    rest = np.log1p(-clipped) if activation == "sigmoid" else None
+    if activation == "softmax":
+        clipped: Values = np.clip(values, EPSILON, 1.0)
+        return np.log(clipped, out=clipped)
+    clipped = np.clip(values, EPSILON, 1.0 - EPSILON)
+    logs_of_rest = np.log1p(-clipped)
     logs: Values = np.log(clipped, out=clipped)
-    return logs if rest is None else np.subtract(logs, rest, out=logs)
+    return np.subtract(logs, logs_of_rest, out=logs)
 
 
 def probabilities_of(scores: Values, activations: Collection[Activation]) -> Values:
-    """Scores [rows, labels] as values of such members: softmax where all are, raw where all are, else sigmoid."""
+    """Turn scores [rows, labels] into values: softmax if all members are softmax, raw if all are, else sigmoid."""
     if set(activations) == {"none"}:
         return scores
     return softmax(scores) if set(activations) == {"softmax"} else sigmoid(scores)

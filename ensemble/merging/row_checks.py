@@ -1,4 +1,4 @@
-"""Whether a member's values are what they should be: the last look before they are merged."""
+"""Check a member's values before they are merged."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _OTHER_SUMS = "values that do not sum to 1"
 
 
 class RowCheck:
-    """Looks at a member's rows block by block, and tells in the end what is wrong with all of them.
+    """Checks a member's rows block by block, and raises in the end if some are wrong.
 
     Args:
-        source: what is said to hold them.
+        source: what the message says has the rows.
         activation: "softmax" for probabilities that sum to 1, "sigmoid" for any from 0 to 1, "none" for any number.
         ids: of the rows, [rows].
-        may_lack_rows: a row of NaN is one that the member did not reach.
-        advice: what to do where something is wrong.
+        may_lack_rows: whether a row may be NaN, because the member did not reach it.
+        advice: what to do about wrong rows.
 
     Attributes:
-        reached: rows that hold numbers, of those seen so far.
+        reached: how many of the rows so far hold numbers.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class RowCheck:
         self._activation = activation
         self._ids = ids
         self._may_lack_rows = may_lack_rows
-        self._bad: dict[str, tuple[int, int]] = {}  # what is wrong with how many rows, and the first of them
+        self._bad: dict[str, tuple[int, int]] = {}  # count and first row, by what is wrong
         self.reached = 0
 
     @property
@@ -52,7 +52,7 @@ class RowCheck:
         return bool(self._bad)
 
     def look(self, start: int, values: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
-        """Look at the rows from ``start`` on, float64 [rows, labels]; returns which of them are there, [rows]."""
+        """Check the rows from ``start`` on, float64 [rows, labels]; return which are present, [rows]."""
         if self._is_all_good(values):
             self.reached += len(values)
             return np.ones(len(values), dtype=np.bool_)
@@ -62,23 +62,20 @@ class RowCheck:
         self.reached += len(values) - int(missing.sum())
         wrong = {_IN_PART: odd & ~missing} if self._may_lack_rows else {_NOT_FINITE: odd}
         if self._activation != "none":  # comparing NaN is False
-            wrong[_OUTSIDE] = np.logical_or.reduce([(one < 0) | (one > 1) for one in columns])
+            wrong[_OUTSIDE] = np.logical_or.reduce([(column < 0) | (column > 1) for column in columns])
         if self._activation == "softmax":
             with np.errstate(invalid="ignore"):  # infinite values
                 wrong[_OTHER_SUMS] = np.abs(_sums(values) - 1) > SUM_TOLERANCE
         for what, is_wrong in wrong.items():
-            if len(rows := np.flatnonzero(is_wrong)):
+            rows = np.flatnonzero(is_wrong)
+            if len(rows):
                 count, first = self._bad.get(what, (0, start + int(rows[0])))
                 self._bad[what] = count + len(rows), first
         is_present: npt.NDArray[np.bool_] = ~missing
         return is_present
 
     def refuse(self) -> None:
-        """Say what was found.
-
-        Raises:
-            MergeError: values that are not finite, below 0 or above 1, or that do not sum to 1; the first is named.
-        """
+        """Raise MergeError if values are not finite, below 0 or above 1, or do not sum to 1; name the first row."""
         for what in (_IN_PART, _NOT_FINITE, _OUTSIDE, _OTHER_SUMS):
             if what in self._bad:
                 count, first = self._bad[what]
@@ -86,7 +83,7 @@ class RowCheck:
                 raise MergeError(f"{self._source}: {where}; {self._advice}")
 
     def _is_all_good(self, values: npt.NDArray[np.float64]) -> bool:
-        """By a few passes over columns that lie in one piece; False where there is a closer look to take."""
+        """Return whether all rows are good, by a few quick passes over contiguous columns."""
         if self._activation == "none":
             return all(bool(np.isfinite(column).all()) for column in values.T)
         if not all(column.min() >= 0 and column.max() <= 1 for column in values.T):  # False for NaN

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, Literal, TypeAlias
 
@@ -99,9 +99,9 @@ class Resamples:
     def mean(self, sums: Values, counts: Values | None = None) -> Interval:
         """Return the mean of numbers by their sums and counts in each group, [groups] each; None: of all rows."""
         resampled_counts = self._resampled_sizes if counts is None else self.sums(counts)
-        whole = (self.sizes if counts is None else counts).sum()
+        total_count = (self.sizes if counts is None else counts).sum()
         with np.errstate(invalid="ignore", divide="ignore"):
-            return self.interval(float(sums.sum() / whole), self.sums(sums) / resampled_counts)
+            return self.interval(float(sums.sum() / total_count), self.sums(sums) / resampled_counts)
 
 
 @dataclass(frozen=True)
@@ -206,19 +206,26 @@ class Scoring:
         """Return the score of all rows, once each was added; None if such values have none."""
         rows = len(self._truth)
         accuracy = self._hits / rows if self._activation == "softmax" else None
-        score = Score(None, accuracy, rows, None, no_better_than_prior=False)
+        score = Score(
+            log_loss=None, accuracy=accuracy, rows=rows, prior_log_loss=None, no_better_than_prior=False
+        )
         if not self._has_loss:
             return None if accuracy is None else score
         if self._activation == "none":
-            rmse = float(np.sqrt(self._squares / rows).mean())
-            return Score(None, None, rows, None, no_better_than_prior=False, rmse=rmse)
+            return replace(score, rmse=float(np.sqrt(self._squares / rows).mean()))
         prior_losses = self._prior_losses()
         prior = float(prior_losses.mean())
         by_group = self._resamples.by_group(slice(None), prior_losses[:, None])
         above_prior = self._resamples.mean((self._losses - by_group)[:, 0])
         possible_gain = prior - self._least_loss()
         is_no_better = possible_gain > _ROUNDING and above_prior.low > -possible_gain * _NO_GAIN
-        return Score(self.loss / rows, accuracy, rows, prior, is_no_better, above_prior=above_prior)
+        return replace(
+            score,
+            log_loss=self.loss / rows,
+            prior_log_loss=prior,
+            no_better_than_prior=is_no_better,
+            above_prior=above_prior,
+        )
 
     def gain_over(self, member: Scoring, name: str) -> Gain:
         """Return how much less the loss is than a member's on the same rows."""

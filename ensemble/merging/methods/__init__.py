@@ -25,5 +25,5 @@ METHODS: Registry[MergeMethod] = Registry(
 
 
 def merge_method(settings: EnsembleConfig, members: Members) -> MergeMethod:
-    """The method that a config names, for one merge."""
+    """Return the method that a config names, for one merge."""
     return METHODS.load(settings.method)(settings, members)

@@ -1,4 +1,4 @@
-"""What a merge method is: all members' probabilities of a block of rows in, one row of values for each out.
+"""The interface of merge methods: all members' probabilities of a block of rows in, one row of values for each out.
 
 docs/extending.md shows how to write one.
 """
@@ -23,10 +23,10 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Members:
-    """Who is merged, in the order of the blocks; ``labels`` are the config's.
+    """The merged members, in the order of the blocks; ``labels`` are the config's.
 
     A member's activation is "softmax" for probabilities that sum to 1, "sigmoid" for any from 0 to 1, "none" for
-    any number.  ``weights`` are as the config has them: a number, a mapping by label, or a tuple by length bin.
+    any number. Each of ``weights`` is a number, a mapping by label, or a tuple by length bin, as in the config.
     """
 
     names: tuple[str, ...]
@@ -36,28 +36,28 @@ class Members:
 
     @property
     def are_exclusive(self) -> bool:
-        """Whether every member with a weight says of the labels that a row has one of them."""
+        """Return whether every member with a weight has exclusive labels."""
         weights = self.weights or (1.0,) * len(self.names)
         pairs = zip(self.activations, weights, strict=True)
         return all(activation == "softmax" for activation, weight in pairs if any(weight_numbers(weight)))
 
     def with_activation(self, activation: Activation) -> tuple[str, ...]:
-        """The names of the members that have it."""
+        """Return the names of the members that have this activation."""
         pairs = zip(self.names, self.activations, strict=True)
-        return tuple(name for name, own in pairs if own == activation)
+        return tuple(name for name, of_member in pairs if of_member == activation)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of the table that follow each other.  A method reads a block and changes nothing in it.
+    """Consecutive rows of the table. A method changes nothing in a block.
 
     Attributes:
-        start: the number of its first row in the table, from 0.
+        start: the number of the first row in the table, from 0.
         ids: strings, [rows].
-        probabilities: float64 [members, rows, labels]; NaN in the rows that a member lacks.  The values of one
-            member and label lie in one piece.
-        is_present: bool [members, rows]; False where a member did not reach the row.
-        text_bytes: int64 [rows], UTF-8 bytes of all that some member reads of the row: a stand-in for tokens.
+        probabilities: float64 [members, rows, labels]; NaN in rows that a member lacks. The values of a member
+            and label are contiguous.
+        is_present: bool [members, rows]; False if a member did not reach the row.
+        text_bytes: int64 [rows], UTF-8 bytes of all columns that members read: a stand-in for tokens.
     """
 
     start: int
@@ -68,15 +68,14 @@ class Block:
 
 
 class MergeMethod(ABC):
-    """One merge of one run: made once, given the table's blocks from the first to the last.
+    """One merge of a run; it gets the table's blocks from the first to the last.
 
     Attributes:
-        Settings: the keys below ``ensemble`` in the config, ``method`` among them; ``settings`` is one of these.
-        needs_first_pass: ``look`` is to see every block before ``merge`` sees the first; all files are read twice.
-        gives_probabilities: of probabilities, or of raw values such; False where results are shares of votes,
-            ranks or the like, of which log loss says nothing, and which ``rules`` do not scale.
-        fit_options: what the command ``fit CONFIG`` needs beside a config of this method; empty where it finds
-            weights for the method itself.
+        Settings: the keys below ``ensemble`` in the config, ``method`` among them; the class of ``settings``.
+        needs_first_pass: whether ``look`` must see every block before ``merge`` sees the first.
+        gives_probabilities: whether results are of the members' sort: probabilities, or raw values; False for
+            shares of votes, ranks and the like, which have no log loss and which ``rules`` do not scale.
+        fit_options: the options that ``fit CONFIG`` needs for this method; empty if it fits the method's weights.
     """
 
     Settings: ClassVar[type[EnsembleConfig]] = EnsembleConfig
@@ -89,29 +88,30 @@ class MergeMethod(ABC):
         self.members = members
 
     def problems(self) -> Iterator[str]:
-        """What does not go together, found before anything runs; each sentence names its key."""
+        """Yield a sentence for each problem of the settings, with its key; called before anything runs."""
         return iter(())
 
     def problems_of_raw_values(self) -> Iterator[str]:
-        """The problem that members give raw values, for a method that needs probabilities."""
-        if raw := self.members.with_activation("none"):
+        """Yield a problem if members give raw values, for a method that needs probabilities."""
+        raw = self.members.with_activation("none")
+        if raw:
             yield (
                 f"ensemble.method: {self.settings.method} is for probabilities, and raw values (regression) come "
                 f"from {', '.join(raw)}; use mean"
             )
 
     def look(self, block: Block) -> None:  # noqa: B027 - most methods need no first pass
-        """Take from a block what ``merge`` needs to know of the whole table, such as ranks."""
+        """Collect from a block what ``merge`` needs of the whole table, such as ranks."""
 
     @abstractmethod
     def merge(self, block: Block, weights: Values) -> Values:
-        """The merged values of a block's rows.
+        """Merge the members' values of a block.
 
         Args:
-            weights: float64 [members, rows or 1, labels or 1], to be broadcast to the probabilities: 1 where all
-                rows, or all labels, have the same.  Each is at least 0, and for each row and label that of some
-                member is more; not scaled to sum to 1, and whatever it is where a member lacks a row.
+            weights: float64 [members, rows or 1, labels or 1], to be broadcast to the probabilities: 1 if all
+                rows, or all labels, have the same weights. Each is at least 0, and for each row and label some
+                member's is above 0. They are not scaled to sum to 1, and ignore whether members have the row.
 
         Returns:
-            float64 [rows, labels]; NaN in all of a row if for some label no member with a weight above 0 has it.
+            float64 [rows, labels]; a row is NaN if for some label no member with a weight above 0 has it.
         """

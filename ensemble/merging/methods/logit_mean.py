@@ -23,7 +23,8 @@ class LogitMean(GeometricMean):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if exclusive := self.members.with_activation("softmax"):
+        exclusive = self.members.with_activation("softmax")
+        if exclusive:
             yield (
                 "ensemble.method: logit_mean is for labels that do not exclude each other, and softmax "
                 f"probabilities come from {', '.join(exclusive)}; use geometric_mean, which is the same there"

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ensemble.merging.methods.base import Block, MergeMethod, Values
 from ensemble.merging.methods.weighted_mean import scaled
 
-# Relative; what sums of weights may be off where they should be half of the whole.
+# By how much sums of weights may miss half of the whole, relative.
 _ROUNDING = 1e-12
 
 

@@ -28,7 +28,6 @@ class RankMean(MergeMethod):
 
     gives_probabilities = False
     needs_first_pass = True
-    gives_probabilities = False
 
     def __init__(self, settings: EnsembleConfig, members: Members) -> None:
         super().__init__(settings, members)
@@ -47,8 +46,8 @@ class RankMean(MergeMethod):
         blocks = [*self._blocks.values()]
         for place in np.ndindex(len(self.members.names), len(self.members.labels)):
             column = np.concatenate([block[place[0], :, place[1]] for block in blocks])
-            is_there = ~np.isnan(column)
-            column[is_there] = _shares(column[is_there])
+            is_present = ~np.isnan(column)
+            column[is_present] = _shares(column[is_present])
             ends = np.cumsum([block.shape[1] for block in blocks])[:-1]
             for block, ranks in zip(blocks, np.split(column, ends), strict=True):
                 block[place[0], :, place[1]] = ranks
@@ -56,7 +55,7 @@ class RankMean(MergeMethod):
 
 
 def _shares(values: Values) -> Values:
-    """(rank - 1/2) / count of each value, [count]."""
+    """Return (rank - 1/2) / count of each value, [count]."""
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
     shares: Values = ((counts.cumsum() - counts / 2) / max(1, len(values)))[which]
     return shares

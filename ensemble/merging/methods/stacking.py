@@ -64,23 +64,30 @@ class Stacking(MergeMethod):
     def __init__(self, settings: EnsembleConfig, members: Members) -> None:
         super().__init__(settings, members)
         self._intercept = np.array([self.settings.intercept.get(label, 0.0) for label in members.labels])
-        self._matrices = {name: self._matrix(one) for name, one in self.settings.coefficients.items()}
+        self._matrices = {
+            name: self._matrix(coefficients) for name, coefficients in self.settings.coefficients.items()
+        }
 
     def problems(self) -> Iterator[str]:
         labels, names = self.members.labels, self.members.names
-        given = self.settings.coefficients
-        by_label: list[tuple[str, Mapping[str, object]]] = []
-        for name, one in given.items():
-            if isinstance(one, dict):
-                by_label.append((f"coefficients.{name}", one))
-                inner = ((label, row) for label, row in one.items() if isinstance(row, dict))
-                by_label += [(f"coefficients.{name}.{label}", row) for label, row in inner]
-        for key, named in (*by_label, ("intercept", self.settings.intercept)):
-            for label in (one for one in named if one not in labels):
-                yield f"ensemble.{key}.{label}: {foreign_label(labels)}"
-        for name in (one for one in given if one not in names):
-            yield f"ensemble.coefficients.{name}: there is no member of that name"
-        if missing := [name for name in names if name not in given]:
+        by_member = self.settings.coefficients
+        mappings: dict[str, Mapping[str, object]] = {}
+        for name, coefficients in by_member.items():
+            if isinstance(coefficients, dict):
+                mappings[f"coefficients.{name}"] = coefficients
+                for label, row in coefficients.items():
+                    if isinstance(row, dict):
+                        mappings[f"coefficients.{name}.{label}"] = row
+        mappings["intercept"] = self.settings.intercept
+        for key, mapping in mappings.items():
+            for label in mapping:
+                if label not in labels:
+                    yield f"ensemble.{key}.{label}: {foreign_label(labels)}"
+        for name in by_member:
+            if name not in names:
+                yield f"ensemble.coefficients.{name}: there is no member of that name"
+        missing = [name for name in names if name not in by_member]
+        if missing:
             yield f"ensemble.coefficients: has none for {', '.join(missing)}; give each member one, if only 0"
         if any(weight != 1 for weight in self.members.weights):
             yield "ensemble.method: stacking has coefficients in place of weights; leave weight out of the models"
@@ -90,13 +97,13 @@ class Stacking(MergeMethod):
 
     def merge(self, block: Block, weights: Values) -> Values:
         members = zip(self.members.names, self.members.activations, block.probabilities, strict=True)
-        read = {
+        by_member = {
             name: (features(values, activation), is_present[:, None])
             for (name, activation, values), is_present in zip(members, block.is_present, strict=True)
             if self._matrices[name].any()
         }
         mean, count = np.zeros(block.probabilities.shape[1:]), np.zeros(block.probabilities.shape[1:])
-        for name, (values, is_present) in read.items():
+        for name, (values, is_present) in by_member.items():
             counts = is_present & self._matrices[name].any(axis=0)
             mean += np.where(counts, values, 0.0)
             count += counts
@@ -104,22 +111,21 @@ class Stacking(MergeMethod):
             mean /= count
         scores = np.tile(self._intercept, (len(mean), 1))
         for name, matrix in self._matrices.items():
-            if matrix.any():  # who is not merged lacks all rows
-                values, is_present = read.get(name, (mean, count > 0))
+            if matrix.any():  # members that are not merged lack all rows
+                values, is_present = by_member.get(name, (mean, count > 0))
                 filled = np.where(is_present, values, mean)
                 filled[:, ~matrix.any(axis=0)] = 0.0
                 scores += filled @ matrix.T
         return probabilities_of(scores, self.members.activations)
 
-    def _matrix(self, given: float | dict[str, float | dict[str, float]]) -> Values:
-        """float64 [labels, labels]: of each label's score, by the member's label."""
+    def _matrix(self, coefficients: float | dict[str, float | dict[str, float]]) -> Values:
+        """Return a member's coefficients as float64 [labels, labels]: by the score's label and the member's."""
         labels = self.members.labels
         matrix = np.zeros((len(labels), len(labels)))
         for row, label in enumerate(labels):
-            own = given.get(label, 0.0) if isinstance(given, dict) else given
-            for column, other in enumerate(labels):
-                if isinstance(own, dict):
-                    matrix[row, column] = own.get(other, 0.0)
-                elif row == column:
-                    matrix[row, column] = own
+            of_label = coefficients.get(label, 0.0) if isinstance(coefficients, dict) else coefficients
+            if isinstance(of_label, dict):
+                matrix[row] = [of_label.get(other, 0.0) for other in labels]
+            else:
+                matrix[row, row] = of_label
         return matrix

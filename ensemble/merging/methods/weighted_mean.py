@@ -1,4 +1,4 @@
-"""Soft voting: the mean of the members' values by their weights, a linear opinion pool."""
+"""Soft voting: the weighted mean of the members' values, a linear opinion pool."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _MIN_SHARE = float(np.finfo(np.float64).tiny)
 
 
 class WeightedMean(MergeMethod):
-    """The mean of the members' values, each counted by its weight over the sum of the weights.
+    """The weighted mean of the members' values.
 
-    Where labels exclude each other and have weights of their own, rows are scaled to a sum of 1.
+    If labels are exclusive and have weights of their own, rows are scaled to a sum of 1.
     """
 
     fit_options = ""
@@ -27,21 +27,21 @@ class WeightedMean(MergeMethod):
 
 
 def weighted_mean(weights: Values, members: Iterable[Values], is_present: npt.NDArray[np.bool_]) -> Values:
-    """The mean over the members that have a row, by their weights over the sum of these members' weights.
+    """Return the weighted mean over the members that have a row.
 
     Args:
-        weights: float64 [members, rows or 1, labels or 1], >= 0, some of them more.
-        members: float64 [rows, labels] each.  Where all weights are 0 nothing of them counts.
+        weights: float64 [members, rows or 1, labels or 1], at least 0, some of them above 0.
+        members: the values of each member, float64 [rows, labels].
         is_present: bool [members, rows].
 
     Returns:
-        float64 [rows, labels]; NaN in a row if for some label nobody with a weight above 0 has it.
+        float64 [rows, labels]; a row is NaN if for some label no member with a weight above 0 has it.
     """
-    # From the first to the last, which numpy's own sum need not do.
+    # Added from the first to the last, which numpy's sum does not promise.
     is_plain = weights.size == len(weights)
-    whole = np.array([[sum(weights.ravel().tolist())]]) if is_plain else weights.sum(axis=0)
-    with np.errstate(invalid="ignore"):  # where nobody has a weight
-        shares = weights / whole
+    sums = np.array([[sum(weights.ravel().tolist())]]) if is_plain else weights.sum(axis=0)
+    with np.errstate(invalid="ignore"):  # rows and labels for which all weights are 0
+        shares = weights / sums
     counts = shares.any(axis=(1, 2))
     total: Values | None = None
     for share, values, present, does_count in zip(shares, members, is_present, counts, strict=True):
@@ -54,22 +54,22 @@ def weighted_mean(weights: Values, members: Iterable[Values], is_present: npt.ND
                 part[~present] = 0.0
             total = part if total is None else np.add(total, part, out=total)
     assert total is not None
-    # Rows that nobody lacks stay as they are, bit for bit.
-    short = np.flatnonzero((shares.any(axis=2) & ~is_present).any(axis=0))
-    if len(short):
-        of_short = shares if shares.shape[1] == 1 else shares[:, short]
-        there = np.zeros((len(short), shares.shape[2]))
-        for share, present in zip(of_short, is_present, strict=True):
-            there += share * present[short, None]
-        there[(there < _MIN_SHARE).any(axis=1)] = np.nan
-        total[short] /= there
-    if not whole.all():
-        total[np.broadcast_to((whole == 0).any(axis=-1), len(total))] = np.nan
+    # Only incomplete rows are scaled; the others stay the same, bit for bit.
+    incomplete = np.flatnonzero((shares.any(axis=2) & ~is_present).any(axis=0))
+    if len(incomplete):
+        incomplete_shares = shares if shares.shape[1] == 1 else shares[:, incomplete]
+        present_shares = np.zeros((len(incomplete), shares.shape[2]))
+        for share, present in zip(incomplete_shares, is_present, strict=True):
+            present_shares += share * present[incomplete, None]
+        present_shares[(present_shares < _MIN_SHARE).any(axis=1)] = np.nan
+        total[incomplete] /= present_shares
+    if not sums.all():
+        total[np.broadcast_to((sums == 0).any(axis=-1), len(total))] = np.nan
     return total
 
 
 def scaled(values: Values) -> Values:
-    """Rows of numbers >= 0, scaled to a sum of 1; one of zeros alone gives all labels the same."""
+    """Scale rows of numbers of at least 0 to a sum of 1, in place; a row of zeros becomes equal parts."""
     values += np.finfo(np.float64).tiny
     values /= values.sum(axis=1)[:, None]
     return values
