@@ -1,4 +1,4 @@
-"""What files hold, as digests: each file read once, and none that changes meanwhile."""
+"""Digests of files: each file is read once, and a file that changes meanwhile is refused."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ensemble.common.files import FileState, file_state, unreadable
 _BUFFER_BYTES = 4_096
 _THREADS = 8
 _hash = partial(hashlib.blake2b, digest_size=32)
-# The pieces of a large file that tell it from another.
+# Reads those pieces of a large file that tell it from another.
 Samples: TypeAlias = Callable[[BinaryIO], Iterator[bytes]]
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """What a file held, as a digest, and the state in which it did."""
+    """The digest of a file, and the file's state at that time."""
 
     digest: str
     state: FileState
@@ -35,26 +35,26 @@ class FileDigests:
 
     Args:
         whole: read every byte of weights, too.
-        before: the states, by absolute path, in which files must still be that something was read of before.
+        before: the states of files that were read earlier, by absolute path; files must still have them.
 
     Attributes:
-        seen: every file that was asked for, by absolute path.
+        seen: the digests that were returned, by absolute path.
     """
 
     def __init__(self, whole: bool, before: Mapping[str, FileState] | None = None) -> None:
         self._whole = whole
         self._before = before or {}
-        self._known: dict[tuple[str, bool], FileDigest] = {}
+        self._cache: dict[tuple[str, bool], FileDigest] = {}
         self.seen: dict[str, FileDigest] = {}
 
     def for_another(self) -> FileDigests:
-        """The same knowledge, for somebody who has not asked for any file yet."""
+        """Return an object that shares what was read, and has seen no file."""
         other = FileDigests(self._whole, self._before)
-        other._known = self._known
+        other._cache = self._cache
         return other
 
     def together(self, folder: Path, files: Mapping[Path, Samples | None]) -> str:
-        """One digest of many files, by their names within the folder; arguments and errors as for ``digest``."""
+        """Return one digest of many files and their names in the folder; arguments and errors as for ``digest``."""
         # hashlib lets other threads run while it hashes.
         with ThreadPoolExecutor(_THREADS) as pool:
             digests = pool.map(self.digest, files, files.values())
@@ -62,10 +62,10 @@ class FileDigests:
             return digest_of(sorted(zip(names, digests, strict=True)))
 
     def digest(self, path: Path, samples: Samples | None = None) -> str:
-        """A digest of all that a file holds.
+        """Return a digest of a file's content.
 
         Args:
-            samples: of a large file, which is enough unless the run asks for every byte.
+            samples: reads samples of a large file, unless the run wants every byte; None: every byte.
 
         Raises:
             CheckpointError: it cannot be read, or changed since the run started.
@@ -73,16 +73,16 @@ class FileDigests:
         samples = None if self._whole else samples
         key, name = (os.path.realpath(path), samples is None), str(path.absolute())
         state = file_state(path)
-        if key not in self._known:
+        if key not in self._cache:
             file: Any
             try:
                 with path.open("rb", buffering=_BUFFER_BYTES) as file:
-                    found = _hash(b"".join(samples(file))) if samples else hashlib.file_digest(file, _hash)
+                    content = _hash(b"".join(samples(file))) if samples else hashlib.file_digest(file, _hash)
             except OSError as error:
                 raise CheckpointError(unreadable(path, error)) from error
             if state is not None:
-                self._known[key] = FileDigest(found.hexdigest(), state)
-        seen = self._known.get(key)
+                self._cache[key] = FileDigest(content.hexdigest(), state)
+        seen = self._cache.get(key)
         if seen is None or not state == file_state(path) == seen.state == self._before.get(name, state):
             raise CheckpointError(
                 f"{path} changed while the run started; run the same command again when it is complete"
@@ -92,12 +92,12 @@ class FileDigests:
 
 
 def digest_of(value: object) -> str:
-    """A digest of a value as YAML can hold it, in any order of its keys."""
+    """Return a digest of a value as YAML can have it, whatever the order of its keys."""
     return _hash(json.dumps(_plain(value)).encode()).hexdigest()
 
 
 def _plain(value: object) -> object:
-    # YAML has keys that are numbers, and dates; JSON would refuse the one and cannot sort the other.
+    # YAML has dates, and keys that are numbers; JSON refuses dates and cannot sort such keys.
     if isinstance(value, Mapping):
         return {"keys": sorted([repr(key), _plain(item)] for key, item in value.items())}
     if isinstance(value, list | tuple):

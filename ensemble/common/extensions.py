@@ -1,7 +1,7 @@
-"""What can be extended by name: what is built in, and what other installed packages bring by entry points.
+"""Registries of extensions by name: built-in ones, and those of other installed packages (entry points).
 
-A registry imports an extension when it is asked for, and looks at installed packages only for a name that is not
-built in: to read their entry points takes longer than to check a small config.
+A registry imports an extension when it is needed, and searches installed packages only for names that are not built
+in, because reading their entry points takes longer than checking a small config.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ class Registry(Generic[T]):
     """The extensions of one kind, each a subclass of ``base``."""
 
     group: str  # of entry points, such as "ensemble.merge_methods"
-    what: str  # what one of them is called, such as "merge method"
+    what: str  # the word for an extension in messages, such as "merge method"
     base: type[T]
-    package: str  # where the modules of those that are built in are found
+    package: str  # the package of the built-in modules
     built_in: Mapping[str, str]  # ".module:Class" by name
 
     def names(self) -> list[str]:
-        """All names, those that are built in first; raises as ``load`` does."""
+        """Return all names, built-in ones first; raises as ``load`` does."""
         return [*self.built_in, *sorted(self._installed())]
 
     def load(self, name: str) -> type[T]:
-        """The class of this name.
+        """Import and return the class of this name.
 
         Raises:
-            ConfigError: there is none, installed packages give one name to two things, or the package that has it
-                cannot be imported or has something else there.
+            ConfigError: the name is unknown, two packages have it, or its package cannot be imported or has
+                something else under that name.
         """
         if name in self.built_in:
             module, _, attribute = self.built_in[name].partition(":")
             try:
-                found: type[T] = getattr(import_module(module, self.package), attribute)
+                extension: type[T] = getattr(import_module(module, self.package), attribute)
             except ModuleNotFoundError as error:
                 missing = (error.name or "").partition(".")[0]
                 extras = [package for package in own_requirements() if package.extra]
@@ -52,16 +52,16 @@ class Registry(Generic[T]):
                 raise ConfigError(
                     f"{self.what} {name} needs {missing}, which is not installed; {package.install}"
                 ) from error
-            return found
+            return extension
         installed = self._installed()
         if name not in installed:
-            known = [*self.built_in, *sorted(installed)]
-            raise ConfigError(f"unknown {self.what} {name!r}; {nearest_or_all(name, known, self.what)}")
+            names = [*self.built_in, *sorted(installed)]
+            raise ConfigError(f"unknown {self.what} {name!r}; {nearest_or_all(name, names, self.what)}")
         entry, owner = installed[name]
         place = f"{self.what} {name}: the entry point {name} = {entry.value} of the package {owner}"
         try:
             loaded = entry.load()
-        except Exception as error:  # whatever a module raises while it is imported
+        except Exception as error:  # a module may raise anything while it is imported
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             problem = f"{place} cannot be imported ({reason}); fix or uninstall that package"
             raise ConfigError(problem) from error
@@ -71,23 +71,25 @@ class Registry(Generic[T]):
         return loaded
 
     def _installed(self) -> dict[str, tuple[metadata.EntryPoint, str]]:
-        """The entry point of each name, and the package that it is of."""
-        found: dict[str, tuple[metadata.EntryPoint, str]] = {}
+        """Return the entry point and the package of each name."""
+        entries: dict[str, tuple[metadata.EntryPoint, str]] = {}
+        owners = dict.fromkeys(self.built_in, DISTRIBUTION)
         clashes = []
         for entry in sorted(metadata.entry_points(group=self.group), key=lambda entry: entry.name):
             owner = entry.dist.name if entry.dist is not None else "?"
-            other = DISTRIBUTION if entry.name in self.built_in else found.get(entry.name, (None, ""))[1]
-            if other:
-                what, both = f"{self.what} {entry.name}", " and ".join(sorted((owner, other)))
+            if entry.name in owners:
+                both = " and ".join(sorted((owner, owners[entry.name])))
+                what = f"{self.what} {entry.name}"
                 clashes.append(f"{what}: the packages {both} both have one so named; uninstall one")
-            found[entry.name] = entry, owner
+            owners.setdefault(entry.name, owner)
+            entries[entry.name] = entry, owner
         if clashes:
             raise ConfigError(clashes)
-        return found
+        return entries
 
 
 class SettingsByName(Mapping[str, type[Any]]):
-    """The ``Settings`` of each extension, for the config; one, and the registry, is imported when asked for."""
+    """The ``Settings`` class of each extension by name, for the config; imports happen when a name is looked up."""
 
     def __init__(self, registry: Callable[[], Registry[Any]]) -> None:
         self._registry = registry

@@ -1,8 +1,7 @@
-"""The messages on the channel between the parent and a worker process.
+"""The messages between the parent and a worker process.
 
-Commands go to the worker as JSON lines on its standard input, events come back as JSON lines on a pipe of
-their own.  A message is a frozen dataclass; on the wire it is an object whose ``type`` is the class's name.
-Nothing here knows how a message is sent or what it causes.
+Commands go to the worker as JSON lines on its standard input, events come back as JSON lines on their own pipe. A
+message is a frozen dataclass; in JSON it is an object whose ``type`` is the class's name.
 """
 
 from __future__ import annotations
@@ -15,47 +14,47 @@ from operator import add, attrgetter
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 Activation = Literal["softmax", "sigmoid", "none"]
-# What the sum of a row's exclusive probabilities may miss 1 by; they are written in full.
+# By how much the sum of a row's exclusive probabilities may miss 1; they are written in full.
 SUM_TOLERANCE: Final = 1e-3
 
 
 class ProtocolError(ValueError):
-    """The other side said what it should not, or what this version of the package does not know."""
+    """A message is not one of this version of the package."""
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What work took and what came of it, from the forward pass over the wire to run.json; ``+`` adds them up.
+    """Counts of work, from the worker's forward passes to run.json; ``+`` adds them up.
 
     This is the only list of these names: a new counter is a line here, and one where it is counted.
     """
 
-    chunks: int = 0  # that stand as shards
-    rows: int = 0  # of these chunks, with those that cannot be computed
+    chunks: int = 0  # that have a shard
+    rows: int = 0  # of these chunks, bad rows included
     bad_rows: int = 0  # that cannot be computed
-    tokens: int = 0  # real ones, in forward passes
-    padded_tokens: int = 0  # what was computed, real tokens and padding
+    tokens: int = 0  # in forward passes, without padding
+    padded_tokens: int = 0  # in forward passes, with padding
     batches: int = 0  # forward passes
     truncated_rows: int = 0  # cut at max_length
-    cut_tokens: int = 0  # of these rows: how many tokens fewer they have
+    cut_tokens: int = 0  # tokens that these rows lost
     oom_events: int = 0  # forward passes that ran out of memory and were run again smaller
     recomputed_rows: int = 0  # came out non-finite and were computed again in float32
     float32_rows: int = 0  # computed in float32 at once, since most rows before them came out non-finite
     repeated_rows: int = 0  # had the token ids of another row of the chunk and were not computed again
-    shared_tokens: int = 0  # of these tokens, those at the beginning of all rows that were computed only once
+    shared_tokens: int = 0  # at the beginning of all rows, computed only once
     other_mass: float = 0.0  # of language models: the probability of tokens of no label, summed over rows
-    predict_seconds: float = 0.0  # from a chunk's command to its shard's rename, less what timed batches took
+    predict_seconds: float = 0.0  # from a chunk's command until its shard is complete
     forward_seconds: float = 0.0  # the device's time in forward passes
 
     def __add__(self, other: Counters) -> Counters:
         return Counters(*map(add, _COUNTS(self), _COUNTS(other)))
 
     def rounded(self, digits: int) -> dict[str, Any]:
-        """As plain JSON values, seconds to so many digits."""
+        """Return plain JSON values, rounded to so many digits."""
         return {name: round(value, digits) for name, value in vars(self).items()}
 
 
-# A report's workers are counters with more fields.
+# Reads the counters alone, because subclasses in the report have more fields.
 _COUNTS = attrgetter(*Counters.__dataclass_fields__)
 
 
@@ -64,9 +63,9 @@ class ViewSpec:
     """A view of the table's rows.
 
     Attributes:
-        folder: where its shards go, below ``shards_dir``.
-        columns: the column whose cells stand in another one's place, by that one's name.
-        label_order: for each of the config's labels the number of the one that is predicted in its place.
+        folder: the folder of its shards, below ``shards_dir``.
+        columns: by column, the other column whose cells replace its cells.
+        label_order: for each of the config's labels, the number of the label that is predicted instead.
     """
 
     folder: str
@@ -76,21 +75,20 @@ class ViewSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class CommonSpec:
-    """What a worker must know whatever the kind of its member."""
+    """What every worker must know, whatever its member's kind."""
 
     labels: tuple[str, ...]  # the config's, in its order
-    # Probabilities of labels that exclude each other (softmax) or do not (sigmoid), or any numbers (none).
+    # Softmax: probabilities of exclusive labels; sigmoid: of others; none: any numbers.
     activation: Activation
     gpus: int  # how many devices the worker has; 0: the CPU
     memory_limit_bytes: int | None  # of each of the worker's devices, weights included; None: all
     seed: int
     table_path: str  # the published table
     order_path: str  # the numbers of the member's rows in the order of its chunks
-    shards_dir: str  # where the shards go
-    # Of a member that gets each row in several views: row r of n is numbered r + v * n in view v.  Empty: it gets
-    # rows as they are.
+    shards_dir: str  # the folder of the shards
+    # If the member gets each row in several views: row r of n is numbered r + v * n in view v.
     views: tuple[ViewSpec, ...] = ()
-    # The states (see ``common.files``) in which the member's own files must stay, by absolute path.
+    # The states (see ``common.files``) in which the member's files must stay, by absolute path.
     files: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -99,28 +97,28 @@ class WorkerSpec:
     """Everything a worker must know about its member."""
 
     common: CommonSpec
-    kind: str  # the module that is the child side of its kind, such as "ensemble.members.seq_cls.child"
-    settings: dict[str, Any]  # that kind's own, of what JSON has
+    kind: str  # the module of its kind's child side, such as "ensemble.members.seq_cls.child"
+    settings: dict[str, Any]  # of that kind, as JSON values
 
 
 @dataclass(frozen=True)
 class Start:
-    """The first command: get ready to load the member described here, with everything that needs no device."""
+    """The first command: prepare to load this member, without using a device."""
 
     spec: WorkerSpec
 
 
 @dataclass(frozen=True)
 class Load:
-    """The devices are yours: put the model on them."""
+    """Put the model on the devices, which are free now."""
 
 
 @dataclass(frozen=True)
 class Predict:
-    """Compute rows ``order[start:stop]`` and leave them as a shard; ``chunk`` is the parent's number for them.
+    """Compute rows ``order[start:stop]`` and write their shard; ``chunk`` is the parent's number for them.
 
-    ``rows`` are these rows' numbers where the order is not known when the worker starts, as base64 of little-endian
-    int32: a pipe shall take two chunks' of them, whatever the worker does.  None: the file has the order.
+    ``rows`` are these rows' numbers if the order is unknown when the worker starts, as base64 of little-endian
+    int32, so short that a pipe takes those of two chunks. None: the file has the order.
     """
 
     chunk: int
@@ -131,7 +129,7 @@ class Predict:
 
 @dataclass(frozen=True)
 class Stop:
-    """There is nothing left to do: close and exit 0."""
+    """Close and exit 0; there is no more work."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Ready:
-    """The member is on its devices; what its kind knows of it, for the user and for run.json."""
+    """The member is on its devices; with facts for the user and for run.json."""
 
     load_seconds: float = 0.0
     device: str = "cpu"  # or a GPU's name
@@ -158,7 +156,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Progress:
-    """How much of the chunk in hand is computed; tokens include the rows of this chunk only."""
+    """How much of the current chunk is computed; the counts are of this chunk alone."""
 
     chunk: int
     rows: int
@@ -168,25 +166,25 @@ class Progress:
 
 @dataclass(frozen=True)
 class Computed:
-    """The chunk's forward passes are over and its shard is being written: the next chunk may come."""
+    """The chunk is computed and its shard is being written: the next chunk may come."""
 
     chunk: int
 
 
 @dataclass(frozen=True)
 class ChunkDone:
-    """The chunk's shard stands under its final name."""
+    """The chunk's shard is complete."""
 
     chunk: int
-    shard: str  # the file's path within ``shards_dir``: its name, of a view's in a folder there
+    shard: str  # the file's path within ``shards_dir``; a view's shards are in a folder
     counters: Counters
-    bad_rows: tuple[int, ...] = ()  # rows of the table that cannot be computed; the shard does not hold them
+    bad_rows: tuple[int, ...] = ()  # rows of the table that cannot be computed and are not in the shard
     bad_row_reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class ChunkFailed:
-    """The chunk could not be computed, and which row is to blame is not known; the process waits for another."""
+    """The chunk could not be computed, because of an unknown row; the process waits for another chunk."""
 
     chunk: int
     error_type: str
@@ -196,16 +194,15 @@ class ChunkFailed:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The process lives.  The first one comes before ``Started``."""
+    """The process lives. The first heartbeat comes before ``Started``."""
 
-    idle_seconds: (
-        float  # since its main thread finished its last step, such as a batch; 0 waiting for a command
-    )
+    # Since the main thread finished its last step, such as a batch; 0 while it waits for a command.
+    idle_seconds: float
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The worker cannot go on; it exits after this."""
+    """The worker cannot go on and exits."""
 
     error_type: str
     message: str
@@ -216,10 +213,10 @@ class Failed:
 
 @dataclass(frozen=True)
 class Closed:
-    """The last word of a worker that was told to stop."""
+    """The last message of a worker that was asked to stop."""
 
     peak_memory_bytes: int
-    peak_gpu_memory_bytes: int | None = None  # of the GPU that held most; None on a CPU
+    peak_gpu_memory_bytes: int | None = None  # of the GPU with the highest peak; None on a CPU
 
 
 Command: TypeAlias = Start | Load | Predict | Stop
@@ -231,12 +228,12 @@ _TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in (*get_args(Comma
 
 
 def encode(message: Command | Event) -> str:
-    """One message as one line of JSON, newline included."""
+    """Return a message as a line of JSON, newline included."""
     return json.dumps({"type": type(message).__name__, **dataclasses.asdict(message)}) + "\n"
 
 
 def decode(line: str) -> Any:
-    """The message in a line of JSON.
+    """Return the message in a line of JSON.
 
     Raises:
         ProtocolError: the line is not a message of this version of the package.
@@ -257,5 +254,5 @@ def decode(line: str) -> Any:
 
 
 def with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A dataclass's fields as JSON gave them, without tuples: every list is one; deeper ones are the user's."""
+    """Return a dataclass's fields from JSON with tuples for lists; nested lists stay, as they are the user's."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}

@@ -1,4 +1,4 @@
-"""Which rows of a table a condition is true for: a template of true or false, in the sandbox of the prompts."""
+"""Find the rows for which a condition, a template that gives true or false, is true."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SHOWN_CHARACTERS = 60
 
 
 def compile_condition(source: str) -> PromptTemplate:
-    """Compiles a condition.
+    """Compile a condition.
 
     Raises:
-        TemplateProblem: as ``compile_template`` says; also one that reads no column.
+        TemplateProblem: see ``compile_template``; also a condition that reads no column.
     """
     compiled = compile_template(source)
     if not compiled.columns:
@@ -34,7 +34,7 @@ def rows_that_meet(table: InputTable, conditions: Sequence[PromptTemplate]) -> n
     """Return whether each condition is true, bool [conditions, rows]; the table is read once for each.
 
     Raises:
-        ConditionProblem: a row for which one fails, or gives neither true nor false.
+        ConditionProblem: a condition fails for a row, or gives neither true nor false.
     """
     is_met = np.zeros((len(conditions), table.rows), dtype=np.bool_)
     for number, condition in enumerate(conditions):
@@ -48,7 +48,7 @@ def rows_that_meet(table: InputTable, conditions: Sequence[PromptTemplate]) -> n
 
 
 class ConditionProblem(DataError):
-    """A row that a condition fails for; ``condition`` is its number."""
+    """A condition fails for a row; ``condition`` is the condition's number."""
 
     def __init__(self, condition: int, problem: str) -> None:
         super().__init__(problem)

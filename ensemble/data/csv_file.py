@@ -1,8 +1,7 @@
-"""CSV files in and out, with every cell kept as the text it is.
+"""Read and write CSV files; every cell keeps its text.
 
-Reading: no type is guessed and no text means null, so ids such as ``001``, ``1e5``, ``nan`` or `` x`` stay
-byte for byte.  Row 1 is the first below the header; blank lines are no rows.
-Writing: a cell is quoted only where it must be.
+Reading guesses no types and no nulls, so ids such as ``001``, ``1e5``, ``nan`` or `` x`` stay byte for byte. Row 1
+is the first below the header; blank lines are no rows. Writing quotes a cell only if it must.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from ensemble.data.input_file import (
     text_bytes,
 )
 
-# A row must fit into a block: where one does not, the file is read again in larger blocks.
+# A row must fit into a block; if it does not, the file is read again in larger blocks.
 _BLOCK_BYTES = (1 << 19, 1 << 24, 1 << 29)
-# What pyarrow says then, of a row and of the header.
+# pyarrow's messages then, about a row and about the header.
 _ROW_TOO_LONG = ("straddles two block boundaries", "cannot infer number of columns")
 # Read of a header's file beyond its block, so that the block is not the last one.
 _MORE_BYTES = 1 << 16
@@ -46,13 +45,13 @@ _UTF8_ADVICE = "convert the file to UTF-8 first, for example with: iconv -f WIND
 # Blanks at either end survive in plain CSV too, but some readers strip them unless they are quoted; U+FEFF at the
 # start of a file is a byte order mark.
 _MUST_QUOTE = r'[",\r\n]|^\s|\s$|^\x{feff}'
-# Without any of these bytes no cell must be quoted; \s is a tab, line feed, form feed, return or blank.
+# Cells without any of these bytes need no quotes; \s is a tab, line feed, form feed, return or blank.
 _MAY_NEED_QUOTES = (b'"', b",", b"\r", b"\n", b"\t", b"\f", b" ", "\ufeff".encode())
 _NUMBER = r"(?i)^[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|inf|infinity)$"
-# A cell that stands in no file: U+10FFFF is no character and never will be.  Put behind the last row, it comes out
-# as a row only if no quote is open there.
+# A cell that no file has: U+10FFFF is no character and never will be. Put behind the last row, it is read as a row
+# only if no quote is open there.
 _END = "\U0010ffffend of file\U0010ffff"
-# Stands for a byte that is not UTF-8, which pyarrow could not show in a broken row; no character either.
+# Replaces a byte that is not UTF-8, which pyarrow could not show in a broken row; no character either.
 _NOT_UTF8 = "\ufffe"
 
 
@@ -133,7 +132,8 @@ def read_text_csv(path: Path, columns: Sequence[str] | None = None, limit: int |
     """
     header = read_header(path)
     names = list(header if columns is None else columns)
-    if missing := [name for name in names if name not in header]:
+    missing = [name for name in names if name not in header]
+    if missing:
         raise DataError([missing_column(path, "column", name, header) for name in missing])
     return _read_columns(path, header, names, limit)
 
@@ -265,7 +265,7 @@ def _refuse_other_encodings(path: Path, table: pa.Table) -> None:
 
 
 def is_comma_separated(path: Path) -> bool:
-    """Return whether there are commas between its cells, by its name; else there are tabs."""
+    """Return whether a file's cells are separated by commas, judged by its name; else they are by tabs."""
     return _delimiter(path) == ","
 
 
@@ -274,26 +274,26 @@ def _delimiter(path: Path) -> str:
 
 
 class _WithEnd(io.RawIOBase):
-    """A stream of UTF-8 for pyarrow's reader of CSV, with an ending put behind it.
+    """A stream of UTF-8 for pyarrow's CSV reader, followed by an ending.
 
-    pyarrow takes whatever one call gives for a block.  Where a block ends with ``\\r`` it drops a ``\\n`` at the
-    start of the next, within quotes too; so no block ends with one here.
+    pyarrow takes the result of each call for a block. If a block ends with ``\\r``, it drops a ``\\n`` at the start
+    of the next, even within quotes; so no block of this stream ends with ``\\r``.
 
     Attributes:
-        is_utf8: whether it was so far; each byte that was not has become ``_NOT_UTF8``.
+        is_utf8: whether all bytes so far were UTF-8; others are replaced by ``_NOT_UTF8``.
     """
 
     def __init__(self, stream: BinaryIO, ending: bytes) -> None:
         self.is_utf8 = True
         self._stream = stream
         self._ending = ending
-        self._kept = b""
+        self._pending = b""
 
     def readable(self) -> bool:
         return True
 
     def read(self, size: int = _BLOCK_BYTES[0]) -> bytes:
-        data = self._kept + self._stream.read(size - len(self._kept))
+        data = self._pending + self._stream.read(size - len(self._pending))
         is_last = len(data) < size
         if is_last:
             data, self._ending = data + self._ending, b""
@@ -304,34 +304,35 @@ class _WithEnd(io.RawIOBase):
             self.is_utf8 = False
             text, used = codecs.utf_8_decode(data, "surrogateescape", is_last)
             block = re.sub("[\udc80-\udcff]", _NOT_UTF8, text).encode()
-        self._kept = data[used:]
+        self._pending = data[used:]
         if block.endswith(b"\r"):
-            self._kept = b"\r" + self._kept
+            self._pending = b"\r" + self._pending
         return block.removesuffix(b"\r")
 
 
 def text_as_numbers(
     cells: pa.Array | pa.ChunkedArray,
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """Text as float64 [rows], NaN where it is no number; and which of the cells are no number, [rows]."""
+    """Return text as float64 [rows], NaN for other text; and which cells are no number, [rows]."""
     try:
-        found, is_text = pc.cast(cells, pa.float64()), np.zeros(len(cells), dtype=np.bool_)
-    except pa.ArrowInvalid:  # one cell is enough for that
+        numbers = pc.cast(cells, pa.float64())
+        is_other = np.zeros(len(cells), dtype=np.bool_)
+    except pa.ArrowInvalid:  # some cell is no number
         cells = pc.utf8_trim_whitespace(cells)
         is_number = pc.match_substring_regex(cells, _NUMBER)
-        found = pc.cast(pc.if_else(is_number, cells, "nan"), pa.float64())
-        is_text = ~np.asarray(is_number)
-    return np.asarray(found.to_numpy()), is_text
+        numbers = pc.cast(pc.if_else(is_number, cells, "nan"), pa.float64())
+        is_other = ~np.asarray(is_number)
+    return np.asarray(numbers.to_numpy()), is_other
 
 
 def write_csv(path: Path, header: Sequence[str], columns: Sequence[pa.Array | pa.ChunkedArray]) -> None:
-    """Writes a CSV file: UTF-8, commas, ``\\n`` line ends, quotes only where they are needed.
+    """Write a CSV file: UTF-8, commas, ``\\n`` line ends, quotes only if they are needed.
 
     Args:
-        path: written in place; making that atomic is the caller's business.
+        path: written in place; the caller makes that atomic.
         header: one name per column.
-        columns: each of shape (rows,).  Text is written as it is, numbers in the shortest form that reads
-            back as the same number, nulls as nothing.
+        columns: each of shape (rows,). Text is written as it is, numbers in the shortest form that reads back as
+            the same number, nulls as nothing.
 
     Raises:
         ValueError: the lengths do not agree.
@@ -347,12 +348,12 @@ def write_csv(path: Path, header: Sequence[str], columns: Sequence[pa.Array | pa
 
 
 def header_line(names: Sequence[str]) -> pa.Buffer:
-    """The first line of a CSV file."""
+    """Return the first line of a CSV file."""
     return csv_lines([csv_cells(pa.array([name], pa.large_string())) for name in names])
 
 
 def csv_cells(column: pa.Array) -> pa.Array:
-    """A column's values as they stand in a CSV file, quoted where they must be: strings; nulls become empty."""
+    """Return a column's values as text for a CSV file, with the quotes that they need; nulls become empty."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     cells = column if is_text(column.type) else pc.cast(column, pa.string())
@@ -372,10 +373,10 @@ def csv_cells(column: pa.Array) -> pa.Array:
 
 
 def csv_lines(cells: Sequence[pa.Array]) -> pa.Buffer:
-    """The text of lines, each ended by ``\\n``.
+    """Return the text of lines, each ended by ``\\n``.
 
     Args:
-        cells: what :func:`csv_cells` gave, one per column, of the same length.
+        cells: the results of :func:`csv_cells`, one per column, of the same length.
     """
     if not len(cells[0]):
         return pa.py_buffer(b"")
@@ -384,15 +385,17 @@ def csv_lines(cells: Sequence[pa.Array]) -> pa.Buffer:
     with contextlib.suppress(pa.ArrowInvalid):  # a cell is quoted
         return _plain_lines(cells)
     # Large, so that the joined lines may pass 2 GB.
-    lines = pc.binary_join_element_wise(*(pc.cast(one, pa.large_string()) for one in cells), _large(","))
+    columns = [pc.cast(column, pa.large_string()) for column in cells]
+    lines = pc.binary_join_element_wise(*columns, _large(","))
     # Joined as one list, with an empty line at its end, because joining row by row takes three times as long.
     lines = pa.concat_arrays([lines, pa.array([""], pa.large_string())])
     return text_bytes(pc.binary_join(pa.LargeListArray.from_arrays([0, len(lines)], lines), _large("\n")))
 
 
 def _plain_lines(cells: Sequence[pa.Array]) -> pa.Buffer:
-    """As :func:`csv_lines`, by Arrow's writer, which is quicker; raises ArrowInvalid where a cell is quoted."""
-    batch, sink = pa.record_batch(cells, [str(place) for place in range(len(cells))]), pa.BufferOutputStream()
+    """Do as :func:`csv_lines` by Arrow's quicker writer; raises ArrowInvalid if a cell is quoted."""
+    batch = pa.record_batch(cells, [str(number) for number in range(len(cells))])
+    sink = pa.BufferOutputStream()
     options = pa_csv.WriteOptions(include_header=False, batch_size=len(batch), quoting_style="none")
     pa_csv.write_csv(batch, sink, options)
     return sink.getvalue()

@@ -1,6 +1,6 @@
-"""Digests of what cells hold, whatever chunks and buffers Arrow keeps them in: of a column, and of each row.
+"""Digests of columns and of rows, the same however Arrow splits the cells into chunks and buffers.
 
-By the digest of a row it is known again in a table that grew, shrank or was put in order.
+By its digest a row is recognized in a table that grew, shrank or was sorted.
 """
 
 from __future__ import annotations
@@ -22,96 +22,99 @@ from ensemble.data.input_file import cell_texts, is_json_field, is_text, text_by
 
 DIGEST_BYTES = 16
 RowDigests = npt.NDArray[np.uint64]
-# Rows at a time: what is copied, because some of its cells are null, stays small.
+# Rows hashed at a time, so that copies of cells stay small.
 _ROWS = 65_536
 _NULL = -1
-# Fast on any processor; SHA-256 is so only on those that have instructions for it.
+# Fast on any processor; SHA-256 needs special instructions for that.
 _hash = partial(blake2b, digest_size=32)
 _Hashes = defaultdict[str, Any]
 
 
-def rows_digest(ids: pa.ChunkedArray, columns: pa.Table, names: Sequence[str], known: dict[str, str]) -> str:
-    """A digest of the ids and of every cell of some columns, in order.
+def rows_digest(ids: pa.ChunkedArray, columns: pa.Table, names: Sequence[str], cache: dict[str, str]) -> str:
+    """Return a digest of the ids and of every cell of some columns, in order.
 
     Args:
         ids: shape (rows,), strings.
-        columns: holds those of ``names`` that are not in ``known``, shape (rows,) each.
-        known: digests of columns by name, and of the ids by the empty name; takes those that are computed here.
+        columns: has those of ``names`` that are not in ``cache``, shape (rows,) each.
+        cache: digests of columns by name, and of the ids by the empty name; new ones are added.
     """
-    if "" not in known:
-        known[""] = column_digest(ids, pa.field("", ids.type))
+    if "" not in cache:
+        cache[""] = column_digest(ids, pa.field("", ids.type))
     for name in names:
-        if name not in known:
-            known[name] = column_digest(columns.column(name), columns.schema.field(name))
-    parts = [known[""], *((name, known[name]) for name in names)]
+        if name not in cache:
+            cache[name] = column_digest(columns.column(name), columns.schema.field(name))
+    parts = [cache[""], *((name, cache[name]) for name in names)]
     return _hash(json.dumps(parts).encode()).hexdigest()
 
 
 def column_digest(column: pa.ChunkedArray, field: pa.Field) -> str:
-    """A digest of every cell: its value, where it ends, and whether it is null, empty or neither.
+    """Return a digest of every cell: its value, and whether it is null or empty.
 
-    The same cells give the same digest in any number of chunks, as strings or large strings, and with anything
-    in the buffers below a null.  The type counts, and so does the mark of JSON text.
+    The same cells have the same digest in any number of chunks, as strings or large strings, and with anything
+    in the buffers below a null. The type counts, and so does the mark of JSON text.
 
     Args:
         column: shape (rows,).
         field: the column's.
     """
-    # Each buffer of the layout has a hash of its own, which goes on from chunk to chunk.
+    # Each buffer of the layout has its own hash, which continues from chunk to chunk.
     hashes: _Hashes = defaultdict(_hash)
     for chunk in column.chunks:
         for start in range(0, len(chunk), _ROWS):
             _add(chunk.slice(start, _ROWS), "", hashes)
-    parts = [(place, found.hexdigest()) for place, found in sorted(hashes.items())]
+    parts = [(path, buffer_hash.hexdigest()) for path, buffer_hash in sorted(hashes.items())]
     return _hash(json.dumps([_kind(field), len(column), parts]).encode()).hexdigest()
 
 
 def _kind(field: pa.Field) -> str:
-    return "json" if is_json_field(field) else "text" if is_text(field.type) else str(field.type)
+    if is_json_field(field):
+        return "json"
+    return "text" if is_text(field.type) else str(field.type)
 
 
-def _add(array: pa.Array, place: str, hashes: _Hashes) -> None:
-    """Hash the cells of an array; ``place`` says where it stands within those that are nested."""
+def _add(array: pa.Array, path: str, hashes: _Hashes) -> None:
+    """Hash the cells of an array; ``path`` says where it is within a nested column."""
     kind = array.type
-    data = f"{place}/data"
+    data = f"{path}/data"
     if is_text(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        _add_lengths(array, pc.binary_length, place, hashes)
+        _add_lengths(array, pc.binary_length, path, hashes)
         hashes[data].update(text_bytes(array.drop_null()))
     elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        _add_lengths(array, pc.list_value_length, place, hashes)
-        _add(array.flatten(), f"{place}/items", hashes)
+        _add_lengths(array, pc.list_value_length, path, hashes)
+        _add(array.flatten(), f"{path}/items", hashes)
     elif pa.types.is_struct(kind):
-        _add_valid(array, place, hashes)
+        _add_valid(array, path, hashes)
         for number, part in enumerate(array.flatten()):
-            _add(part, f"{place}/{number}", hashes)
+            _add(part, f"{path}/{number}", hashes)
     elif pa.types.is_primitive(kind):
-        _add_valid(array, place, hashes)
+        _add_valid(array, path, hashes)
         array = array.drop_null()
         if pa.types.is_boolean(kind):
             array = array.cast(pa.uint8())  # from bits, which need not begin at a byte
-        width, found = array.type.bit_width // 8, hashes[data]
+        width = array.type.bit_width // 8
+        data_hash = hashes[data]
         if len(array):
-            found.update(array.buffers()[1].slice(array.offset * width, len(array) * width))
-    else:  # rare: decimals, maps, and what else Parquet may hold
+            data_hash.update(array.buffers()[1].slice(array.offset * width, len(array) * width))
+    else:  # rare: decimals, maps, and other types of Parquet
         for value in array.to_pylist():
-            hashes[f"{place}/values"].update(json.dumps(value, default=str).encode() + b"\n")
+            hashes[f"{path}/values"].update(json.dumps(value, default=str).encode() + b"\n")
 
 
 def _add_lengths(
-    array: pa.Array, measure: Callable[[pa.Array], pa.Array], place: str, hashes: _Hashes
+    array: pa.Array, measure: Callable[[pa.Array], pa.Array], path: str, hashes: _Hashes
 ) -> None:
     lengths: npt.NDArray[np.int64] = pc.fill_null(measure(array), _NULL).to_numpy().astype("<i8")
-    hashes[f"{place}/lengths"].update(lengths)
+    hashes[f"{path}/lengths"].update(lengths)
 
 
-def _add_valid(array: pa.Array, place: str, hashes: _Hashes) -> None:
-    hashes[f"{place}/valid"].update(array.is_valid().cast(pa.uint8()).to_numpy())
+def _add_valid(array: pa.Array, path: str, hashes: _Hashes) -> None:
+    hashes[f"{path}/valid"].update(array.is_valid().cast(pa.uint8()).to_numpy())
 
 
 def truth_sha256(
     ids: pa.ChunkedArray, labels: Sequence[str], truth: npt.NDArray[np.int64] | npt.NDArray[np.float64]
 ) -> str:
-    """Compute the SHA-256 of rows' ids and labels, by which a table is known again; see ``FittingConfig``.
+    """Return the SHA-256 of rows' ids and labels, by which a table is recognized; see ``FittingConfig``.
 
     Args:
         ids: shape (rows,), unique strings.
@@ -134,24 +137,24 @@ def _label_text(label: str, value: float) -> str:
 
 
 def row_digests(columns: pa.Table, names: Sequence[str]) -> RowDigests:
-    """A digest of each row's cells in some columns: uint64 [rows, 2].
+    """Return a digest of each row's cells in some columns: uint64 [rows, 2].
 
-    Rows are alike where all of these cells are: their values, and which of them are null.  Types count, ids do not.
+    Rows have the same digest if all of these cells have the same values and types. Ids do not count.
 
     Args:
-        columns: holds ``names``, shape (rows,) each.
+        columns: has ``names``, shape (rows,) each.
     """
     table = columns.select(list(names))
     kinds = json.dumps([(field.name, _kind(field)) for field in table.schema])
-    # Sets apart rows of other columns.
+    # Makes rows of other columns differ.
     mark = blake2b(kinds.encode(), digest_size=DIGEST_BYTES).digest()
-    found: RowDigests = np.empty((columns.num_rows, 2), "<u8")
+    all_digests: RowDigests = np.empty((columns.num_rows, 2), "<u8")
     start = 0
     for batch in table.to_batches(max_chunksize=_ROWS):
         pieces: list[pa.Array] = []
         for column in batch.columns:
             column = pc.cast(cell_texts(column), pa.large_binary())
-            # A length in front of each cell: no two rows have the same bytes then.  A null has none.
+            # With a length in front of each cell, no two rows have the same bytes. A null has no length.
             lengths = pc.cast(pc.cast(pc.binary_length(column), pa.large_string()), pa.large_binary())
             pieces += [pc.fill_null(lengths, b"-"), pc.fill_null(column, b"")]
         joined = pc.binary_join_element_wise(*pieces, pa.scalar(b":", pa.large_binary()))
@@ -160,16 +163,16 @@ def row_digests(columns: pa.Table, names: Sequence[str]) -> RowDigests:
             blake2b(view[begin:end], digest_size=DIGEST_BYTES, person=mark).digest()
             for begin, end in pairwise(text_ends(joined).tolist())
         ]
-        found[start : start + len(batch)] = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
+        all_digests[start : start + len(batch)] = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
         start += len(batch)
-    return found
+    return all_digests
 
 
-def find_rows(wanted: RowDigests, there: RowDigests) -> npt.NDArray[np.int64]:
-    """For each of the wanted rows the place of one that is like it, -1 where there is none: [wanted]."""
-    if not len(there):
-        return np.full(len(wanted), -1, dtype=np.int64)
-    order = np.argsort(there[:, 0], kind="stable")
-    keys = there[order, 0]
-    places = order[np.minimum(np.searchsorted(keys, wanted[:, 0]), len(keys) - 1)]
-    return np.where((there[places] == wanted).all(axis=1), places, -1)
+def find_rows(rows: RowDigests, stored: RowDigests) -> npt.NDArray[np.int64]:
+    """Return for each row the number of a stored row with the same digest, -1 if there is none: [rows]."""
+    if not len(stored):
+        return np.full(len(rows), -1, dtype=np.int64)
+    order = np.argsort(stored[:, 0], kind="stable")
+    keys = stored[order, 0]
+    numbers = order[np.minimum(np.searchsorted(keys, rows[:, 0]), len(keys) - 1)]
+    return np.where((stored[numbers] == rows).all(axis=1), numbers, -1)

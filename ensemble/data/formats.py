@@ -1,7 +1,7 @@
-"""The formats of tables and predictions, by the extensions of their files; each is read into the same ``Contents``.
+"""The formats of tables and predictions, by file extension; each is read into the same ``Contents``.
 
-A format owns what depends on it: how ids and labels become text, what a cell becomes for a template, how far to
-read when the rows are limited.  The checks that hold for every format are in ``table.py``.
+A format decides how ids and labels become text, what a cell becomes for a template, and how far to read if rows
+are limited. The checks of all formats are in ``table.py``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from ensemble.data.parquet import read_parquet
 
 @dataclass(frozen=True)
 class Format:
-    """How to read files with these extensions, in lower case; ``gzipped``: with .gz behind them as well.
+    """How to read files with some extensions.
 
-    ``header`` gives the columns' names alone; without it ``read`` does, which reads a row.
+    Attributes:
+        extensions: in lower case.
+        gzipped: whether each extension may have .gz behind it.
+        header: reads the columns' names alone; without it, ``read`` reads one row for them.
     """
 
     read: Callable[[Path, Wanted], Contents]
@@ -42,15 +45,15 @@ FORMATS = (
 
 
 def read_contents(path: Path, wanted: Wanted) -> Contents:
-    """Reads the file by its extension.
+    """Read a file in the format of its extension.
 
     Raises:
-        DataError: an unknown extension, a missing or unreadable file, or a broken structure (ragged CSV
-            rows, lines that are not JSON objects, two columns with one name), after which no row number
-            can be counted on.
+        DataError: an unknown extension, a missing or unreadable file, or a broken structure (ragged CSV rows, lines
+            that are not JSON objects, two columns with one name), after which row numbers are not reliable.
     """
-    if (known := known_format(path)) is not None:
-        return known.read(path, wanted)
+    file_format = known_format(path)
+    if file_format is not None:
+        return file_format.read(path, wanted)
     refuse_url(path)
     extension = _extension(path)
     kind = f"of type {extension}" if extension else "without extension"
@@ -58,34 +61,35 @@ def read_contents(path: Path, wanted: Wanted) -> Contents:
 
 
 def known_format(path: Path) -> Format | None:
-    """The format of a file by its extension; None where that is not known."""
+    """Return the format of a file by its extension; None if that is unknown."""
     extension = _extension(path)
     plain = extension.removesuffix(".gz")
-    return next(
-        (form for form in FORMATS if plain in form.extensions and (form.gzipped or plain == extension)), None
-    )
+    for file_format in FORMATS:
+        if plain in file_format.extensions and (file_format.gzipped or plain == extension):
+            return file_format
+    return None
 
 
 def is_plain_csv(path: Path) -> bool:
-    """Whether predictions stand there with commas between them, as those do that a run writes."""
+    """Return whether predictions are a CSV file with commas, like those that a run writes."""
     return format_of_predictions(path) is _CSV and is_comma_separated(path)
 
 
 def format_of_predictions(path: Path) -> Format:
-    """Return the format of a file of predictions: one of no known type is a CSV."""
+    """Return the format of a file of predictions: CSV if the extension is unknown."""
     return known_format(path) or _CSV
 
 
 def column_names(path: Path) -> tuple[str, ...]:
-    """Return the columns of predictions: of JSON lines the keys of the first.
+    """Return the columns of predictions; in JSON lines these are the keys of the first line.
 
     Raises:
         DataError: as ``read_contents`` does.
     """
-    known = format_of_predictions(path)
-    if known.header is not None:
-        return known.header(path)
-    return known.read(path, Wanted("", None, (), 1)).names
+    file_format = format_of_predictions(path)
+    if file_format.header is not None:
+        return file_format.header(path)
+    return file_format.read(path, Wanted("", None, (), 1)).names
 
 
 def _extension(path: Path) -> str:

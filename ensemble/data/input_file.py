@@ -1,7 +1,4 @@
-"""An input file, whatever its format: opening it, naming what is wrong with it, and what was read from it.
-
-Does not know any format.
-"""
+"""Open input files of any format, say what is wrong with them, and hold what was read."""
 
 from __future__ import annotations
 
@@ -26,9 +23,9 @@ from ensemble.common.errors import DataError
 from ensemble.common.files import dangling_link, unreadable
 from ensemble.common.text import did_you_mean, error_text, listed, quoted, similar_file
 
-# The worker knows this mark as well (published_table.py): the field's text is JSON for a value that is not text.
+# Marks a field whose text is JSON for values that are not text; workers use it, too (published_table.py).
 JSON_MARK = {b"ensemble": b"json"}
-# By their first bytes; under a name of Parquet's it is for its reader to say what is wrong.
+# By their first bytes. If the name is one of Parquet's, its reader says what is wrong.
 _OTHER_FORMATS = {
     b"PK\x03\x04": "is a zip archive, as Excel's files are, not text; save what is in it as CSV",
     b"PAR1\x15": "is a Parquet file; give it a name that ends in .parquet",
@@ -38,11 +35,11 @@ _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to read: a column may be the id, the label and a text all at once.
+    """What to read; a column may be id, label and text all at once.
 
     Attributes:
-        limit: read only the first so many rows.
-        numbers: those of ``columns`` that a format without types reads as numbers, if they hold nothing else.
+        limit: read only this many rows.
+        numbers: those of ``columns`` that a format without types reads as numbers, if all their cells are.
     """
 
     id_column: str
@@ -52,21 +49,21 @@ class Wanted:
     numbers: tuple[str, ...] = ()
 
     def names(self) -> list[str]:
-        """All of them, each once."""
+        """Return all columns, each once."""
         label = [] if self.label_column is None else [self.label_column]
         return list(dict.fromkeys([self.id_column, *label, *self.columns]))
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file holds of the wanted columns.
+    """The contents of a file, as far as columns were wanted.
 
     Attributes:
         rows: rows read.
         names: every column in the file.
-        ids: shape (rows,), strings; None if the column is missing or cannot serve as an id.
+        ids: shape (rows,), strings; None if the column is missing or cannot be an id.
         labels: the same for the label column.
-        columns: those of the wanted columns that are there.  A field marked with JSON_MARK holds JSON text.
+        columns: those of the wanted columns that the file has. A field marked with JSON_MARK has JSON text.
         problems: what is wrong with single cells or types.
     """
 
@@ -79,22 +76,23 @@ class Contents:
 
 
 def shown_type(kind: pa.DataType, most: int = 60) -> str:
-    """A type's name; that of a struct of many fields is cut."""
+    """Return a type's name; that of a struct of many fields is cut."""
     name = " ".join(str(kind).split())
     return name if len(name) <= most else f"{name[:most]}..."
 
 
 @contextmanager
 def open_input(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file for reading, uncompressed if its name ends in ``.gz``.
+    """Open a file for reading; one whose name ends in ``.gz`` is uncompressed.
 
     Raises:
-        DataError: there is no such file (names one that is close), it is a directory, a pipe, empty or UTF-16, it
+        DataError: there is no such file (a similar name is shown), it is a directory, a pipe, empty or UTF-16, it
             cannot be read, or (while reading, inside the ``with``) its gzip stream is broken or cut short.
     """
     refuse_url(path)
-    if link := dangling_link(path):
-        raise DataError(link)
+    link_problem = dangling_link(path)
+    if link_problem:
+        raise DataError(link_problem)
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -126,19 +124,19 @@ def open_input(path: Path) -> Iterator[BinaryIO]:
 
 
 def refuse_url(path: Path) -> None:
-    """Raises DataError where a URL was given; as a path it has lost one of its two slashes."""
+    """Raise DataError if the path is a URL, which has lost one of its two slashes as a path."""
     scheme, colon, rest = str(path).partition(":/")
     if colon and len(scheme) > 1 and scheme.isalnum() and not path.exists():
         raise DataError(f"{scheme}://{rest}: is a URL; download the file first, then name it here")
 
 
 def without_pandas_index(names: Sequence[str]) -> list[str]:
-    """The columns, but for those in which pandas keeps an index that has no name."""
+    """Return the columns without those in which pandas keeps an index without a name."""
     return [name for name in names if not re.fullmatch(r"__index_level_\d+__", name)]
 
 
 def check_names(path: Path, names: Sequence[str]) -> None:
-    """Raises DataError where two columns share a name."""
+    """Raise DataError if two columns have the same name."""
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise DataError(f"{path}: the header names {listed(twice)} more than once; rename the columns")
@@ -147,10 +145,10 @@ def check_names(path: Path, names: Sequence[str]) -> None:
 def missing_column(
     path: Path, role: str, name: str, present: Sequence[str], read_by: str | None = None
 ) -> str:
-    """The problem of a column that is not there: the nearest name and the list of columns that are.
+    """Return the problem of a missing column, with the nearest name and the list of columns.
 
     Args:
-        read_by: the key that asks for it.
+        read_by: the key that needs the column.
     """
     hint = did_you_mean(name, present)
     if len(present) == 1 and any(mark in present[0] for mark in ";\t|"):
@@ -160,12 +158,12 @@ def missing_column(
 
 
 def first_ids(ids: pa.Array | pa.ChunkedArray, most: int = 3) -> str:
-    """The first few of some ids, for a message."""
+    """Return the first few ids, for a message."""
     return ", ".join(map(quoted, ids[:most].to_pylist())) + (", ..." if len(ids) > most else "")
 
 
 def is_json_field(column: pa.Field) -> bool:
-    """Whether a column's text is JSON for values that are not text."""
+    """Return whether a column's text is JSON for values that are not text."""
     return bool(column.metadata) and column.metadata.get(b"ensemble") == b"json"
 
 
@@ -186,31 +184,29 @@ def is_binary(kind: pa.DataType) -> bool:
 
 
 def cell_texts(column: pa.Array) -> pa.Array:
-    """The cells as text or bytes: as they are, as Arrow spells numbers and times, or as JSON; nulls stay nulls."""
+    """Return cells as text or bytes, numbers and times as Arrow spells them, others as JSON; nulls stay nulls."""
     if is_text(column.type) or is_binary(column.type):
         return column
     try:
         return pc.cast(column, pa.large_string())
-    except pa.ArrowException:  # nested, or a type that has no text of its own
-        return pa.array(
-            [
-                None if cell is None else json.dumps(cell, ensure_ascii=False, default=str)
-                for cell in column.to_pylist()
-            ],
-            pa.large_string(),
-        )
+    except pa.ArrowException:  # nested, or another type without text
+        cells = column.to_pylist()
+        texts = [
+            None if cell is None else json.dumps(cell, ensure_ascii=False, default=str) for cell in cells
+        ]
+        return pa.array(texts, pa.large_string())
 
 
 def text_ends(cells: pa.Array) -> npt.NDArray[np.integer]:
-    """Where each cell's text ends in the array's third buffer, [rows + 1]; before that, where the first begins."""
+    """Return where the first cell begins and where each ends in the array's third buffer, [rows + 1]."""
     width = 8 if cells.type in (pa.large_string(), pa.large_binary()) else 4
     offsets = cells.buffers()[1]
-    if not len(cells):  # for which Arrow may keep a buffer or not
+    if not len(cells):  # Arrow may have a buffer or not
         return np.zeros(1, np.int64)
     return np.frombuffer(offsets, f"<i{width}", len(cells) + 1, cells.offset * width)
 
 
 def text_bytes(cells: pa.Array) -> pa.Buffer:
-    """The bytes of all cells in one piece, without a copy; none of them is null."""
+    """Return the bytes of all cells as one buffer, without a copy; no cell may be null."""
     data, ends = cells.buffers()[2], text_ends(cells)
     return pa.py_buffer(b"") if data is None else data.slice(int(ends[0]), int(ends[-1] - ends[0]))

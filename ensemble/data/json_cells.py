@@ -1,6 +1,6 @@
-"""Text in a table's cells: the JSON that it may be, and what no tokenizer takes.
+"""Parse JSON in a table's cells, and replace characters that no tokenizer accepts.
 
-Shared by parent and worker.  Kept apart from the templates, so that reading a table does not import Jinja2.
+Parent and worker share this module. It is apart from the templates, so that reading a table does not import Jinja2.
 """
 
 from __future__ import annotations
@@ -9,29 +9,29 @@ import json
 import re
 from typing import NoReturn
 
-# Of lists and objects in JSON. Python's own limit depends on who asks, so that what the parent has read a worker
-# might refuse.
+# Of lists and objects within each other. Python's own limit depends on the caller's stack: a worker might refuse
+# what the parent has read.
 MAX_JSON_LEVELS = 100
 _EXCERPT_CHARACTERS = 60
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class TemplateProblem(ValueError):
-    """A template that cannot be compiled, or a row that it cannot render.  The message is one sentence."""
+    """A template cannot be compiled, or a row cannot be rendered; the message is one sentence."""
 
 
 def parse_json_cell(text: object) -> object:
-    """Reads a cell that holds JSON: what the ``fromjson`` filter does.
+    """Parse a cell of JSON, as the ``fromjson`` filter does.
 
     Args:
-        text: JSON text, or a value that has been parsed already (list, dict, number, boolean).
+        text: JSON text, or a value that is parsed already (list, dict, number, boolean).
 
     Returns:
-        the parsed value with every null inside it turned into empty text.  A null or blank cell, and the
-        JSON text ``null``, give an empty list.
+        the parsed value with every null inside it turned into empty text; an empty list for a null or blank cell
+        and for the JSON text ``null``.
 
     Raises:
-        TemplateProblem: broken JSON, NaN or Infinity, or a value that is none of the above.
+        TemplateProblem: broken JSON, NaN or Infinity, or a value of another type.
     """
     if text is None:
         return []
@@ -45,7 +45,9 @@ def parse_json_cell(text: object) -> object:
         value = _DECODER.decode(text)
         # Searching the text is much cheaper than walking every value.
         if text.count("[") + text.count("{") <= MAX_JSON_LEVELS or not is_too_deep(value):
-            return [] if value is None else without_nulls(value) if "null" in text else value
+            if value is None:
+                return []
+            return without_nulls(value) if "null" in text else value
         detail = f"nested more than {MAX_JSON_LEVELS} levels deep"
     except (ValueError, RecursionError) as error:
         detail = json_detail(error)
@@ -54,30 +56,32 @@ def parse_json_cell(text: object) -> object:
 
 
 def is_too_deep(value: object, most: int = MAX_JSON_LEVELS) -> bool:
-    """Whether lists and objects stand in each other more than ``most`` levels deep."""
+    """Return whether lists and objects are nested more than ``most`` levels deep."""
     level = [value]
     for _ in range(most + 1):
         outer = [item for item in level if isinstance(item, list | dict)]
         if not outer:
             return False
-        level = [inner for item in outer for inner in (item.values() if isinstance(item, dict) else item)]
+        level = []
+        for item in outer:
+            level += item.values() if isinstance(item, dict) else item
     return True
 
 
 def json_detail(error: ValueError | RecursionError) -> str:
-    """What is wrong with JSON, by what Python's decoder has raised."""
+    """Return what is wrong with JSON, from the error of Python's decoder."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 at byte {error.start + 1:,}"
     if isinstance(error, RecursionError):
         return f"nested more than {MAX_JSON_LEVELS} levels deep"
-    # From Python itself comes advice on how to allow for more.
+    # Python's message has advice for programmers.
     return "a number of too many digits" if "set_int_max_str_digits" in str(error) else str(error)
 
 
 def replace_lone_surrogates(text: str) -> str:
-    """Puts U+FFFD where ``text`` holds half of a surrogate pair, which UTF-8 and tokenizers refuse."""
+    """Replace halves of surrogate pairs, which UTF-8 and tokenizers refuse, by U+FFFD."""
     if text.isascii():
         return text
     try:
@@ -88,7 +92,7 @@ def replace_lone_surrogates(text: str) -> str:
 
 
 def without_nulls(value: object, null: str = "") -> object:
-    """The value with ``null`` in place of every null inside it."""
+    """Return the value with ``null`` for every null inside it."""
     if value is None:
         return null
     if isinstance(value, list):
@@ -99,7 +103,7 @@ def without_nulls(value: object, null: str = "") -> object:
 
 
 def refuse_constant(name: str) -> NoReturn:
-    """For ``json``: NaN and Infinity are no JSON."""
+    """Refuse NaN and Infinity, which are not JSON; for ``json.JSONDecoder``."""
     raise ValueError(f"{name} is not a JSON number")
 
 

@@ -1,7 +1,7 @@
-"""JSON lines: one object per line, each value kept as what it is.
+"""Read JSON lines: one object per line.
 
-A column of strings stays text; any other column is stored as JSON text under a mark, so that templates get
-lists, numbers and objects back.
+A column of strings stays text; other columns become JSON text with a mark, so that templates get lists, numbers and
+objects back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ensemble.data.json_cells import (
 )
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# Of records that are Python objects at a time.
+# How many records, and bytes of them, are Python objects at a time.
 _ROWS = 8_192
 _BYTES = 1 << 24
 _MAX_NAMES = 10_000
@@ -34,7 +34,7 @@ _SHOWN = 3
 
 
 class _Float(float):
-    """A number that remembers how the file spells it: ``1.50`` is not the id ``1.5``."""
+    """A number with the text that the file has for it: the id ``1.50`` is not ``1.5``."""
 
     text: str
 
@@ -47,7 +47,7 @@ def _float(text: str) -> _Float:
 
 @dataclass
 class _Column:
-    """One column while it grows: plain text until a value comes that is not, JSON text from then on."""
+    """A growing column: plain text as long as all values are text, then JSON text."""
 
     is_json: bool = False
     chunks: list[pa.Array] = field(default_factory=list)
@@ -61,7 +61,7 @@ class _Column:
 
 @dataclass
 class _Keys:
-    """Ids or labels while they grow: text, numbers as the file spells them, nothing else."""
+    """A growing column of ids or labels: text, or numbers as the file spells them."""
 
     role: str
     name: str | None
@@ -72,10 +72,13 @@ class _Keys:
         texts = []
         for row, value in enumerate(values, first_row):
             is_text = isinstance(value, str)
+            text: str | None
             if type(value) is int:
-                text: str | None = str(value)
+                text = str(value)
+            elif isinstance(value, _Float):
+                text = value.text
             else:
-                text = value if is_text else value.text if isinstance(value, _Float) else _json_text(value)
+                text = value if is_text else _json_text(value)
             texts.append(_clean(text))
             if texts[-1] != text or isinstance(value, list | dict):
                 reason = "half of a character" if is_text else "neither text nor a number"
@@ -96,7 +99,7 @@ def _clean(text: Any) -> str | None:
 
 
 def read_jsonl(path: Path, wanted: Wanted) -> Contents:
-    """Reads a file of JSON lines; a key that a line lacks is a null.
+    """Read a file of JSON lines; a key that a line lacks is a null.
 
     Raises:
         DataError: see ``input_file.open_input``; also lines that are not JSON objects in UTF-8.
@@ -108,7 +111,8 @@ def read_jsonl(path: Path, wanted: Wanted) -> Contents:
     rows = 0
     for records in _blocks(path, wanted.limit):
         for record in records:
-            names.update(dict.fromkeys(record if len(names) < _MAX_NAMES else wanted_names & record.keys()))
+            new_names = record.keys() if len(names) < _MAX_NAMES else wanted_names & record.keys()
+            names.update(dict.fromkeys(new_names))
         for key in keys:
             key.add([record.get(key.name) for record in records], rows + 1)
         for name, column in columns.items():
@@ -142,13 +146,13 @@ def read_jsonl(path: Path, wanted: Wanted) -> Contents:
 
 
 def _blocks(path: Path, limit: int | None) -> Iterator[list[dict[Any, object]]]:
-    """Yields the objects of the lines that are not blank, a few thousand at a time.
+    """Yield the objects of the lines that are not blank, a few thousand at a time.
 
     Raises:
-        DataError: once at the end, for every line that is not a JSON object in UTF-8.
+        DataError: at the end, with every line that is not a JSON object in UTF-8.
     """
     decoder = json.JSONDecoder(parse_float=_float, parse_constant=refuse_constant)
-    broken, found, pending_bytes = 0, 0, 0
+    broken, rows, pending_bytes = 0, 0, 0
     shown: list[str] = []
     records: list[dict[Any, object]] = []
     is_json = path.name.lower().removesuffix(".gz").endswith(".json")
@@ -159,7 +163,7 @@ def _blocks(path: Path, limit: int | None) -> Iterator[list[dict[Any, object]]]:
                 continue
             if number == 1 and data.startswith(b"[") and is_json:
                 raise DataError(f"{path}: holds one JSON array; write one object per line (JSON lines)")
-            found += 1
+            rows += 1
             try:
                 record = decoder.decode(data.decode())
                 if not isinstance(record, dict):
@@ -170,12 +174,13 @@ def _blocks(path: Path, limit: int | None) -> Iterator[list[dict[Any, object]]]:
                 records.append(record)
             except (ValueError, RecursionError) as error:
                 broken += 1
-                shown += [f"line {number:,}: {json_detail(error)}"][: _SHOWN - len(shown)]
+                if len(shown) < _SHOWN:
+                    shown.append(f"line {number:,}: {json_detail(error)}")
             pending_bytes += len(data)
             if len(records) == _ROWS or pending_bytes > _BYTES:
                 yield records
                 records, pending_bytes = [], 0
-            if found == limit:
+            if rows == limit:
                 break
     yield records
     if broken:

@@ -25,20 +25,20 @@ _ROWS = 8_192
 
 
 def read_parquet(path: Path, wanted: Wanted) -> Contents:
-    """Reads a Parquet file, no further than the wanted rows.
+    """Read a Parquet file, up to the limit of rows.
 
     Raises:
-        DataError: see ``input_file.open_input`` and :func:`arrow_contents`; also what is no Parquet.
+        DataError: see ``input_file.open_input`` and :func:`arrow_contents`; also if the file is not Parquet.
     """
     from pyarrow import parquet
 
-    with open_input(path):  # missing, empty and the like, in the same words as for the other formats
+    with open_input(path):  # refuses missing and empty files in the same words as for other formats
         pass
     try:
         with parquet.ParquetFile(path) as file:
 
             def batches(columns: list[str]) -> Iterable[pa.RecordBatch]:
-                # One by one: dictionaries in structs do not go together.
+                # Group by group, because dictionaries within structs cannot be joined.
                 for group in range(file.num_row_groups):
                     yield from file.iter_batches(batch_size=_ROWS, row_groups=[group], columns=columns)
 
@@ -56,14 +56,15 @@ def arrow_contents(
     num_rows: int,
     batches: Callable[[list[str]], Iterable[pa.RecordBatch]],
 ) -> Contents:
-    """What a file of typed columns holds, whatever its format.
+    """Return the contents of a file of typed columns, whatever its format.
 
     Args:
-        schema: of the file; ``num_rows`` are all of its rows.
-        batches: gives some of its columns, a few thousand rows at a time.
+        schema: of the file.
+        num_rows: of the whole file.
+        batches: reads some of the columns, a few thousand rows at a time.
 
     Raises:
-        DataError: two columns with one name, text that is not UTF-8, values that no template could use.
+        DataError: two columns have one name, text is not UTF-8, values cannot be used by a template.
     """
     names = tuple(schema.names)
     check_names(path, names)
@@ -94,11 +95,11 @@ def arrow_contents(
             problems.append(f"{where}, which cannot be an id; {advice}")
             ids = None
     if wanted.label_column is not None and wanted.label_column in names:
-        found = table.column(wanted.label_column)
+        column = table.column(wanted.label_column)
         try:
-            labels = pc.cast(found, pa.string())
+            labels = pc.cast(column, pa.string())
         except pa.ArrowException:
-            where = f"{path}: label column {quoted(wanted.label_column)} is of type {shown_type(found.type)}"
+            where = f"{path}: label column {quoted(wanted.label_column)} is of type {shown_type(column.type)}"
             problems.append(f"{where}; write it as text or numbers")
     return Contents(
         rows=rows,
@@ -113,16 +114,17 @@ def arrow_contents(
 def _checked(
     path: Path, batch: pa.RecordBatch, schema: pa.Schema, columns: list[str], first_row: int
 ) -> pa.RecordBatch:
-    """A batch without dictionaries (each has one of its own), string views and pandas' metadata.
+    """Return a batch without dictionaries, string views and pandas' metadata, once its cells are checked.
 
-    A broken cell or value would end a worker hours later: a file promises UTF-8 and nobody has looked, and Arrow
-    knows times that Python does not, such as nanoseconds.
+    A broken cell would end a worker hours later: text may not be UTF-8 as the file promises, and Arrow has times
+    that Python lacks, such as nanoseconds.
 
     Args:
-        schema: what the batch is to have.
-        columns: those whose values templates will see.
+        schema: of the batch to return.
+        columns: the columns whose values templates will see.
     """
-    arrays, near = [], f"near row {first_row + 1:,}"
+    arrays = []
+    near = f"near row {first_row + 1:,}"
     for field, column in zip(schema, batch.columns, strict=True):
         where = f"{path}: column {quoted(field.name)}"
         try:
@@ -133,7 +135,7 @@ def _checked(
         arrays.append(column if column.type == field.type else pc.cast(column, field.type))
         if field.name in columns and len(column) and not _is_plain(field.type):
             try:
-                # Where pandas is imported, pyarrow gives its values, which know nanoseconds; a worker has none.
+                # If pandas is imported, pyarrow returns its values, which have nanoseconds; workers have no pandas.
                 if column.type == pa.duration("ns"):
                     column.cast(pa.duration("us"))
                 elif pa.types.is_timestamp(column.type) and column.type.unit == "ns":
@@ -141,7 +143,7 @@ def _checked(
                 arrays[-1].take(pa.array([0])).to_pylist()
                 arrays[-1].to_pylist()
             except (ArithmeticError, LookupError, TypeError, ValueError, pa.ArrowException) as error:
-                # What follows is advice for programmers.
+                # The second sentence is advice for programmers.
                 reason = error_text(error).partition(". ")[0].rstrip(".")
                 what = f"holds {shown_type(field.type)} values that cannot be used, {near}"
                 raise DataError(f"{where} {what} ({reason}); write it as text") from error
@@ -149,7 +151,7 @@ def _checked(
 
 
 def _is_plain(kind: pa.DataType) -> bool:
-    """Whether every value of the type is one of Python's, and a worker can pick rows of it."""
+    """Return whether every value of the type has a Python value, and workers can pick rows of it."""
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return _is_plain(kind.value_type)
     if pa.types.is_struct(kind):

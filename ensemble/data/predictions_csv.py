@@ -1,4 +1,4 @@
-"""Files of predictions: reading them, joining them to a table by their ids, and whether they are as written."""
+"""Read files of predictions, join them to a table by ids, and check whether they were changed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class PredictionFile:
-    """What a file of predictions holds, in its own order.
+    """The contents of a file of predictions, in its order.
 
     Attributes:
         labels: the columns that were read.
         ids: text, [rows].
-        values: float64 [rows, labels], each column in one piece.
+        values: float64 [rows, labels], each column contiguous.
     """
 
     path: Path
@@ -77,13 +77,13 @@ class PredictionFile:
 
 
 def file_stem(path: Path) -> str:
-    """A file's name without the ending of an input format, with or without .gz, in any case."""
-    endings = "|".join(re.escape(ending) for known in FORMATS for ending in known.extensions)
+    """Return a file's name without the extension of an input format and without .gz, in upper or lower case."""
+    endings = "|".join(re.escape(ending) for file_format in FORMATS for ending in file_format.extensions)
     return re.sub(rf"(?i)({endings})?(\.gz)?$", "", path.name) or path.name
 
 
 def is_as_written(predictions: Path) -> bool | None:
-    """Whether a member's predictions have the SHA-256 of the manifest beside them; None: there is no manifest."""
+    """Return whether predictions have the SHA-256 of the manifest beside them; None without a manifest."""
     manifest = read_json(predictions.with_suffix(".json"))
     if not isinstance(manifest.get("fingerprint"), dict):
         return None
@@ -94,9 +94,9 @@ def is_as_written(predictions: Path) -> bool | None:
 
 
 def demand_as_written(predictions: Path) -> None:
-    """Raises DataError where predictions were changed after their run wrote them; other files may be anything.
+    """Raise DataError if predictions were changed after their run wrote them, or cannot be read.
 
-    Those that cannot be read raise it, too.
+    Files without a manifest may have any content.
     """
     if is_as_written(predictions) is False:
         try:
@@ -111,8 +111,10 @@ def demand_as_written(predictions: Path) -> None:
 
 
 def guessed_id_column(names: Sequence[str], others: Collection[str] = (), usual: str = ID_COLUMN) -> str:
-    """The column of the ids where nobody names it: the usual one, else the first that is none of the others."""
-    return usual if usual in names else next((name for name in names if name not in others), names[0])
+    """Return the probable id column: the usual one, else the first that is not among ``others``."""
+    if usual in names:
+        return usual
+    return next((name for name in names if name not in others), names[0])
 
 
 def read_predictions(
@@ -121,7 +123,7 @@ def read_predictions(
     labels: Sequence[str] | None = None,
     may_lack: bool = False,
 ) -> PredictionFile:
-    """Read predictions in any format of tables; a file of no known type is a CSV.
+    """Read predictions in any format of tables; files with unknown extensions are CSV.
 
     Args:
         id_column: None: the first column.
@@ -143,14 +145,15 @@ def read_predictions(
         for name, role in roles.items()
         if name not in contents.names
     ]
-    if problems := [*contents.problems, *missing]:
+    problems = [*contents.problems, *missing]
+    if problems:
         raise DataError(problems)
     ids, rows = contents.ids, contents.rows
     assert ids is not None
     if ids.null_count:
         raise DataError(f"{path}: {plural(ids.null_count, 'row')} without an id; give every row an id")
     columns = [contents.columns.column(label) for label in labels]
-    del contents  # each column is freed once it is copied
+    del contents  # so that each column is freed once it is copied
     may_be_empty = _empty_rows(columns, rows) if may_lack else np.zeros(rows, np.bool_)
     values = np.empty((rows, len(labels)), order="F")
     for index, label in enumerate(labels):

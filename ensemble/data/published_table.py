@@ -1,7 +1,6 @@
-"""The worker's view of the published table: any rows, in any order, straight from the memory-mapped file.
+"""Read any rows of the published table, in any order, straight from the memory-mapped file.
 
-Imports nothing of the parent's ``table.py``; the file's layout is all that they share.  Does not know what
-the rows are for.
+Workers use this; it imports nothing of the parent's ``table.py``, with which it shares the file's layout alone.
 """
 
 from __future__ import annotations
@@ -21,51 +20,53 @@ class PublishedTable:
     Row r is numbered r + v * ``rows`` in view v.
 
     Args:
-        views: for each view the column whose cells stand in another one's place, by that one's name.
+        views: for each view, by column, the other column whose cells replace its cells.
 
     Attributes:
-        rows: number of rows, whatever the views.
+        rows: number of rows of the table, without views.
         columns: the names of the columns.
         schema: of the columns.
-        has_nulls: whether some row has no value there, by column.
+        has_nulls: whether some row has no value, by column.
 
     Raises:
         OSError: the file cannot be opened.
-        pyarrow.ArrowInvalid: it is not an Arrow IPC file.
+        pyarrow.ArrowInvalid: the file is not an Arrow IPC file.
     """
 
     def __init__(self, path: Path, views: Sequence[Mapping[str, str]] = ()) -> None:
         self._views = views or ({},)
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
-        # A mapped batch is a set of pointers: its pages are read when a row in them is.
+        # A mapped batch is a set of pointers: its pages are read when their rows are.
         self._batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
         self._ids: list[pa.Array] = []
         fields = list(reader.schema)
         if fields and (fields[-1].metadata or {}).get(b"ensemble") == b"ids":
-            places = list(range(len(fields) - 1))
-            self._ids = [batch.column(len(places)) for batch in self._batches]
-            self._batches = [batch.select(places) for batch in self._batches]
             fields.pop()
+            self._ids = [batch.column(len(fields)) for batch in self._batches]
+            self._batches = [batch.select(list(range(len(fields)))) for batch in self._batches]
         self.schema = pa.schema(fields)
         self.columns: tuple[str, ...] = tuple(self.schema.names)
         self._json_columns = json_columns(self.schema)
-        self.has_nulls = {
-            name: any(batch.column(place).null_count for batch in self._batches)
-            for place, name in enumerate(self.columns)
+        has_nulls = {
+            name: any(batch.column(index).null_count for batch in self._batches)
+            for index, name in enumerate(self.columns)
         }
-        nulls = dict(self.has_nulls)
+        self.has_nulls = dict(has_nulls)
         for view in self._views:
-            for name, shown in view.items():
-                self.has_nulls[name] = self.has_nulls[name] or nulls[shown]
+            for name, replacement in view.items():
+                self.has_nulls[name] = self.has_nulls[name] or has_nulls[replacement]
         self.rows = int(reader.schema.metadata[b"ensemble.rows"])
 
     def view_of(self, indices: npt.NDArray[np.integer]) -> int:
-        """The number of the view that these rows are of; all are of one, as those of a chunk are."""
+        """Return the number of the view of these rows, which all have the same view, as those of a chunk do."""
         return int(indices[0]) // self.rows if len(indices) else 0
 
     def take(self, indices: npt.NDArray[np.integer]) -> list[dict[str, object]]:
-        """Rows ``indices`` (shape (n,), integers from 0 to views * ``rows`` - 1, repeats allowed), in that order.
+        """Return rows in the order of ``indices``.
+
+        Args:
+            indices: integers from 0 to views * ``rows`` - 1, repeats allowed, shape (n,).
 
         Returns:
             shape (n,): dicts of column to Python value.  JSON cells are parsed; nulls are None.
@@ -73,52 +74,52 @@ class PublishedTable:
         Raises:
             IndexError: an index outside of the table.
         """
-        views, wanted = self._checked(indices)
+        view_numbers, rows = self._views_and_rows(indices)
         if not self.columns:
-            return [{} for _ in wanted]
-        taken: list[dict[str, object]] = [{}] * len(wanted)
-        for home, places, local in self._homes(wanted):
-            batch = self._batches[home]
-            for place, row in zip(places.tolist(), batch.take(pa.array(local)).to_pylist(), strict=True):
+            return [{} for _ in rows]
+        taken: list[dict[str, object]] = [{}] * len(rows)
+        for batch_number, positions, batch_rows in self._by_batch(rows):
+            cells_of_rows = self._batches[batch_number].take(pa.array(batch_rows)).to_pylist()
+            for position, cells in zip(positions.tolist(), cells_of_rows, strict=True):
                 for name in self._json_columns:
-                    cell = row[name]
-                    if isinstance(cell, str):
-                        row[name] = json.loads(cell)
-                if shown := self._views[views[place]]:
-                    row = {name: row[shown.get(name, name)] for name in row}
-                taken[place] = row
+                    if isinstance(cells[name], str):
+                        cells[name] = json.loads(cells[name])
+                view = self._views[view_numbers[position]]
+                if view:
+                    cells = {name: cells[view.get(name, name)] for name in cells}
+                taken[position] = cells
         return taken
 
     def ids(self, indices: npt.NDArray[np.integer]) -> list[str]:
-        """The ids of these rows, of a table that was published with them; arguments and errors as for ``take``."""
-        _, wanted = self._checked(indices)
-        taken = [""] * len(wanted)
-        for home, places, local in self._homes(wanted):
-            found = self._ids[home].take(pa.array(local)).to_pylist()
-            for place, one in zip(places.tolist(), found, strict=True):
-                taken[place] = one
+        """Return the ids of rows, if the table was published with ids; arguments and errors as for ``take``."""
+        _, rows = self._views_and_rows(indices)
+        taken = [""] * len(rows)
+        for batch_number, positions, batch_rows in self._by_batch(rows):
+            ids = self._ids[batch_number].take(pa.array(batch_rows)).to_pylist()
+            for position, row_id in zip(positions.tolist(), ids, strict=True):
+                taken[position] = row_id
         return taken
 
-    def _checked(
+    def _views_and_rows(
         self, indices: npt.NDArray[np.integer]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The view that each row is of, and its number in the table."""
-        wanted = np.asarray(indices, dtype=np.int64)
+        """Return the view of each row, and its number in the table."""
+        rows = np.asarray(indices, dtype=np.int64)
         count = self.rows * len(self._views)
-        if len(wanted) and (wanted.min() < 0 or wanted.max() >= count):
-            raise IndexError(f"rows {wanted.min()} to {wanted.max()} of a table of {count} rows")
-        return np.divmod(wanted, max(1, self.rows))
+        if len(rows) and (rows.min() < 0 or rows.max() >= count):
+            raise IndexError(f"rows {rows.min()} to {rows.max()} of a table of {count} rows")
+        return np.divmod(rows, max(1, self.rows))
 
-    def _homes(
-        self, wanted: npt.NDArray[np.int64]
+    def _by_batch(
+        self, rows: npt.NDArray[np.int64]
     ) -> Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """For each batch that has some of the rows: its number, their places among them, their places in it."""
-        homes = np.searchsorted(self._ends, wanted, side="right")
-        for home in np.unique(homes).tolist():
-            places = np.flatnonzero(homes == home)
-            yield home, places, wanted[places] - (self._ends[home] - self._batches[home].num_rows)
+        """Yield for each batch with some of the rows: its number, their positions in ``rows`` and in the batch."""
+        batch_of_row = np.searchsorted(self._ends, rows, side="right")
+        for batch in np.unique(batch_of_row).tolist():
+            positions = np.flatnonzero(batch_of_row == batch)
+            yield batch, positions, rows[positions] - (self._ends[batch] - self._batches[batch].num_rows)
 
 
 def json_columns(schema: pa.Schema) -> tuple[str, ...]:
-    """The columns whose text the parent marked as JSON for a value that is not text."""
+    """Return the columns whose text the parent marked as JSON."""
     return tuple(field.name for field in schema if (field.metadata or {}).get(b"ensemble") == b"json")

@@ -1,6 +1,6 @@
-"""Columns whose cells name files, such as images: where these are, and what they hold, as digests.
+"""Find and digest the files that the cells of a column name, such as images.
 
-What a file holds counts as what its row holds: a row whose image has changed is another row.
+A file's content counts as content of its row: a row whose image has changed is another row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pyarrow as pa
 
 _THREADS = 8
 _hash = partial(hashlib.blake2b, digest_size=32)
-# Rows that are looked at before a run starts: network drives take a millisecond for each.
+# Rows whose files are checked before a run starts: network drives take a millisecond for each.
 _LOOKED_AT = 1_000
 
 
@@ -27,10 +27,10 @@ class FileCells:
 
     Attributes:
         column: of the table.
-        key: of the member, which names it.
-        folder: where relative paths start; None: that of the table.
-        suffix: stands behind each cell in the file's name.
-        advice: what to do where files are missing.
+        key: the member's key that names the column.
+        folder: where relative paths start; None: the table's folder.
+        suffix: added to each cell for the file's name.
+        advice: what to do if files are missing.
     """
 
     column: str
@@ -40,30 +40,27 @@ class FileCells:
     advice: str = ""
 
     def path(self, cell: object) -> Path | None:
-        """The file that a cell names; None where it names none.
-
-        An absolute path stands for itself; ``folder`` must be known for others.
-        """
+        """Return the file that a cell names; None for an empty cell. Relative paths need ``folder``."""
         if cell is None or not str(cell).strip():
             return None
         return Path(self.folder or "", f"{cell}{self.suffix}").absolute()
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a regular file: not a pipe, of which nobody knows when it ends."""
+    """Return whether there is a regular file; a pipe, which may never end, is none."""
     try:
         return path.is_file()
-    except (OSError, ValueError):  # too long for the file system, a zero byte in it
+    except (OSError, ValueError):  # too long for the file system, or with a zero byte
         return False
 
 
 @dataclass(frozen=True)
 class LookedAt:
-    """Some rows of a table, and which of them have no file.
+    """Which of some rows have no file.
 
     Attributes:
-        rows: how many were looked at.
-        missing: the numbers of those without, and the file that each names, if any.
+        rows: how many rows were checked.
+        missing: the numbers of rows without a file, and the file that each names, if any.
     """
 
     rows: int
@@ -71,7 +68,7 @@ class LookedAt:
 
 
 def look_for_files(cells: pa.ChunkedArray, files: FileCells) -> LookedAt:
-    """Look whether files are there, of at most 1,000 rows evenly spread over the table.
+    """Check whether files exist, for at most 1,000 rows spread evenly over the table.
 
     Args:
         cells: the column, text [rows].
@@ -79,21 +76,21 @@ def look_for_files(cells: pa.ChunkedArray, files: FileCells) -> LookedAt:
     rows = np.unique(np.linspace(0, len(cells) - 1, min(len(cells), _LOOKED_AT)).astype(np.int64))
     paths = [files.path(cell) for cell in cells.take(pa.array(rows)).to_pylist()]
     with ThreadPoolExecutor(_THREADS) as pool:
-        there = pool.map(lambda path: path is not None and is_file(path), paths)
-        looked = zip(rows.tolist(), paths, there, strict=True)
-        return LookedAt(len(rows), tuple((row, path) for row, path, is_there in looked if not is_there))
+        exist = list(pool.map(lambda path: path is not None and is_file(path), paths))
+    checked = zip(rows.tolist(), paths, exist, strict=True)
+    return LookedAt(len(rows), tuple((row, path) for row, path, exists in checked if not exists))
 
 
 def file_digests(cells: pa.ChunkedArray, files: FileCells) -> pa.Array:
-    """A digest of every byte of each row's file, as text [rows]; null where there is none that can be read.
+    """Return a digest of each row's whole file, as text [rows]; null if there is none that can be read.
 
     Args:
         cells: the column, text [rows].
     """
     unique: Sequence[object] = cells.unique().to_pylist()
     with ThreadPoolExecutor(_THREADS) as pool:  # hashlib lets other threads run while it hashes
-        known = dict(zip(unique, pool.map(partial(_digest, files), unique), strict=True))
-    return pa.array([known[cell] for cell in cells.to_pylist()], pa.string())
+        by_cell = dict(zip(unique, pool.map(partial(_digest, files), unique), strict=True))
+    return pa.array([by_cell[cell] for cell in cells.to_pylist()], pa.string())
 
 
 def _digest(files: FileCells, cell: object) -> str | None:

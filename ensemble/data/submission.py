@@ -1,10 +1,8 @@
-"""The submission: a sample file says which columns and rows it has, and in which order.
-
-Does not know where the probabilities come from.
-"""
+"""Write the submission, with the columns and rows of a sample file, in its order."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +33,7 @@ _OTHER_TABLE = (
 
 
 def read_sample(path: Path, id_column: str, labels: Sequence[str], columns_map: Mapping[str, str]) -> Sample:
-    """Reads a sample submission (CSV or TSV); its example values are for :meth:`Sample.values`.
+    """Read a sample submission (CSV or TSV), except its values, which :meth:`Sample.values` reads.
 
     Args:
         labels: the labels that are predicted.
@@ -56,11 +54,11 @@ class Sample:
     """A sample submission.
 
     Attributes:
-        id_column: which of its columns holds the ids.
+        id_column: the column of the ids.
         columns: every column, in file order.
         ids: shape (rows,), strings, in file order.
-        labels: those that are predicted.
-        columns_map: column to label, where the two differ.
+        labels: the labels that are predicted.
+        columns_map: the label of each column whose name is no label.
     """
 
     path: Path
@@ -71,11 +69,11 @@ class Sample:
     columns_map: Mapping[str, str]
 
     def problems(self, ids: pa.ChunkedArray, limited: bool) -> tuple[str, ...]:
-        """What keeps a submission from being written, found before anything runs.
+        """Return why no submission could be written; called before anything runs.
 
         Args:
             ids: shape (rows,), the table's ids, unique.
-            limited: the table is only the first rows of the real one, so it may lack ids of the sample.
+            limited: whether the table has only the first rows, so that it may lack ids of the sample.
         """
         problems = []
         others = [name for name in self.columns if name != self.id_column]
@@ -83,25 +81,25 @@ class Sample:
             problems.append(
                 f"has no column besides {quoted(self.id_column)}; a column per label to submit is needed"
             )
-        strangers = [name for name in others if self._label(name) not in self.labels]
-        for name in strangers[:_SHOWN]:
+        unknown_columns = [name for name in others if self._label(name) not in self.labels]
+        for name in unknown_columns[:_SHOWN]:
             label = self._label(name)
             mapped = f" is mapped to {quoted(label)}, which" if name in self.columns_map else ""
             hint = f"{did_you_mean(label, self.labels)}; map it to one of {listed(self.labels)}"
             problems.append(f"column {quoted(name)}{mapped} is not a label{hint}")
-        if len(strangers) > _SHOWN:
-            count = plural(len(strangers) - _SHOWN, "more column")
+        if len(unknown_columns) > _SHOWN:
+            count = plural(len(unknown_columns) - _SHOWN, "more column")
             problems.append(f"{count} that are not labels; is this the sample submission?")
         problems += [
             f"has no column {quoted(name)}{did_you_mean(name, others)}, though it is mapped to a label"
             for name in self.columns_map
             if name not in others
         ]
-        given = [self._label(name) for name in others]
+        counts_by_label = Counter(self._label(name) for name in others)
         problems += [
-            f"label {quoted(label)} would stand in {given.count(label)} columns; fix submission.columns"
-            for label in dict.fromkeys(given)
-            if label in self.labels and given.count(label) > 1
+            f"label {quoted(label)} would stand in {count} columns; fix submission.columns"
+            for label, count in counts_by_label.items()
+            if label in self.labels and count > 1
         ]
         places = places_among(self.ids, ids)
         counts = np.bincount(places[places >= 0], minlength=len(ids))
@@ -117,7 +115,7 @@ class Sample:
         return tuple(f"{self.path}: {problem}" for problem in problems)
 
     def value_problems(self) -> tuple[str, ...]:
-        """What keeps the sample's own values from standing in for predictions: cells that are no finite number.
+        """Return why the sample's values cannot replace predictions: cells that are no finite number.
 
         Raises:
             DataError: the file cannot be read.
@@ -125,27 +123,27 @@ class Sample:
         return self._read_values()[2]
 
     def values(self, ids: pa.ChunkedArray) -> npt.NDArray[np.float64]:
-        """The values that stand in the sample, read from its file.
+        """Read the sample's values from its file.
 
-        A label without a column gets what the others leave of 1, in equal parts with the other labels that have
-        none, and never less than 0: with a single column for one of two classes, the other class has the rest.
-        None of it is in the submission, which has no such column either.
+        Labels without a column share the rest of 1 in equal parts, at least 0: if the sample has a column for one
+        of two classes, the other class gets the rest. The submission has no such columns.
 
         Args:
-            ids: shape (rows,), strings, unique; the rows wanted, which may be some of the sample's only.
+            ids: shape (rows,), strings, unique; of the rows to return, which may be some of the sample's.
 
         Returns:
             float64 [rows, labels], in the order of ``ids``.
 
         Raises:
-            DataError: the file cannot be read, a cell is no finite number, or an id is not there (any more).
+            DataError: the file cannot be read, a cell is no finite number, or an id is missing.
         """
-        found_ids, by_label, problems = self._read_values()
+        file_ids, by_label, problems = self._read_values()
         if problems:
             raise DataError(problems)
-        rows = places_among(ids, found_ids)
-        if len(lacking := ids.filter(pa.array(rows < 0))):
-            raise DataError(f"{self.path}: {_lacks(lacking)}")
+        rows = places_among(ids, file_ids)
+        missing = ids.filter(pa.array(rows < 0))
+        if len(missing):
+            raise DataError(f"{self.path}: {_lacks(missing)}")
         values = np.zeros((len(rows), len(self.labels)), order="F")
         for index, label in enumerate(self.labels):
             if label in by_label:
@@ -156,47 +154,48 @@ class Sample:
         return values
 
     def is_in_order(self, ids: pa.ChunkedArray) -> bool:
-        """Whether it has the rows of ``ids``, shape (rows,), in the same order."""
+        """Return whether the sample has the rows of ``ids``, shape (rows,), in the same order."""
         return bool(self.ids.cast(ids.type).equals(ids))
 
     @property
     def label_numbers(self) -> tuple[int | None, ...]:
-        """What stands in each of its columns: the index of a label, or None for the ids."""
+        """Return the index of the label of each column, None for the ids."""
         return tuple(
             None if name == self.id_column else self.labels.index(self._label(name)) for name in self.columns
         )
 
     def write(self, path: Path, ids: pa.ChunkedArray, probabilities: npt.NDArray[np.float64]) -> None:
-        """Writes exactly the sample's columns, in the sample's order of columns and rows.
+        """Write exactly the sample's columns, in the sample's order of columns and rows.
 
         Args:
-            path: written in place; making that atomic is the caller's business.
-            ids: shape (rows,), those for which ``problems`` found none; the sample's rows of others are left out.
+            path: written in place; the caller makes that atomic.
+            ids: shape (rows,), without ``problems``; rows of the sample with other ids are left out.
             probabilities: shape (rows, labels).
 
         Raises:
             OSError: the file cannot be written.
         """
         places = places_among(self.ids, ids)
-        has_place = places >= 0
-        submitted, rows = self.ids.filter(pa.array(has_place)), places[has_place]
+        is_written = places >= 0
+        written_ids, rows = self.ids.filter(pa.array(is_written)), places[is_written]
         with path.open("wb") as stream:
             stream.write(header_line(self.columns))
-            for start in range(0, len(rows), _WRITE_ROWS):  # so that no other copy of the table is made
-                taken = rows[start : start + _WRITE_ROWS]
-                written = pa.concat_arrays(submitted.slice(start, len(taken)).chunks)
-                columns = (
-                    written if n is None else pa.array(probabilities[taken, n]) for n in self.label_numbers
-                )
+            for start in range(0, len(rows), _WRITE_ROWS):  # so that the table is not copied as a whole
+                block = rows[start : start + _WRITE_ROWS]
+                block_ids = pa.concat_arrays(written_ids.slice(start, len(block)).chunks)
+                columns = [
+                    block_ids if number is None else pa.array(probabilities[block, number])
+                    for number in self.label_numbers
+                ]
                 stream.write(csv_lines([csv_cells(column) for column in columns]))
 
     def _label(self, column: str) -> str:
         return self.columns_map.get(column, column)
 
     def _read_values(self) -> tuple[pa.ChunkedArray, dict[str, npt.NDArray[np.float64]], tuple[str, ...]]:
-        """Ids, numbers by label, and the problems of cells that are none; all in file order."""
+        """Return ids, numbers by label, and the problems of cells that are no numbers; all in file order."""
         names = [name for name in self.columns if name != self.id_column and self._label(name) in self.labels]
-        # The ids once more: their order is the file's as it is now.
+        # The ids are read again, because the file's order may have changed.
         table = read_text_csv(self.path, [self.id_column, *names])
         by_label, problems = {}, []
         for name in names:

@@ -1,8 +1,7 @@
-"""The input table: read it, check it, publish it to the workers.
+"""Read the input table, check it, and publish it to the workers.
 
-Everything that would stop a run later (a row without an id, broken JSON in row 17,000, an unknown label) is
-found here, before any model is loaded, and reported all at once.  Formats: ``formats.py``.  What the workers see
-of the published file: ``published_table.py``.
+What would stop a run later (a row without an id, broken JSON in row 17,000, an unknown label) is found here, before
+any model is loaded, and reported all at once. ``formats.py`` reads the files, workers use ``published_table.py``.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ from ensemble.data.json_cells import TemplateProblem, parse_json_cell
 from ensemble.data.row_files import FileCells, LookedAt, file_digests, look_for_files
 
 PUBLISHED_ROWS_PER_BATCH = 65_536
-# Rows that are Python objects at a time.
+# How many rows are turned into Python objects at a time.
 _PYTHON_ROWS = 8_192
 _SHOWN = 3
-# Stands for a column of digests of files; no column of a table is called so.
+# The name of a column of files' digests; no column of a table has it.
 _FILES = "\0files"
-# What a row of probabilities may miss 1 by: thirds are often written with two digits.
+# By how much a row of probabilities may miss 1: thirds are often written with two digits.
 _SUM_TOLERANCE = 0.02
 # Each row's label: its index in the config's labels, int64 [rows]; or how likely each is, float64 [rows, labels].
 Truth: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.float64]
@@ -54,21 +53,21 @@ Truth: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TableNeeds:
-    """What a run asks of its table.
+    """What a run needs of its table.
 
     Attributes:
-        id_column: names the rows; never null, empty or repeated.
-        label_column: the true label of each row, or None.
-        label_columns: instead, the column of each label with its probability, in the labels' order; or none.
-        labels: the labels that may stand in it.
+        id_column: the column of ids, which must not be null, empty or repeated.
+        label_column: the column with the true label of each row, or None.
+        label_columns: instead, a column for each label with its probability, in the labels' order; or none.
+        labels: the labels that ``label_column`` may have.
         columns: every column that some member reads, as text or in a template.
         json_columns: those that a template parses with ``fromjson``.
         text_columns: those that are used directly as text.
-        limit: use only the first so many rows; at least 1.
-        read_by: for a message, the key that asks for a column.
-        also: columns that are read beside these, and what they are for, in a few words.
-        truth_as: what ``label_columns`` hold: "softmax" for probabilities that sum to 1 and are scaled to it,
-            "sigmoid" for one from 0 to 1 in each of them, "none" for any numbers.
+        limit: read only this many rows; at least 1.
+        read_by: the key that needs a column, by column, for messages.
+        also: other columns to read, and in a few words what they are for.
+        truth_as: what ``label_columns`` have: "softmax" for probabilities that sum to about 1 and are scaled to it,
+            "sigmoid" for numbers from 0 to 1, "none" for any numbers.
     """
 
     id_column: str
@@ -91,9 +90,9 @@ class InputTable:
         rows: number of rows.
         ids: shape (rows,), strings (large strings above 2 GB of text), in file order.
         truth: see ``Truth``; None if there is none.
-        null_texts: for each of ``TableNeeds.columns``, its null or empty cells; in a JSON column also those
-            that hold an empty list or, anywhere inside, a null.
-        null_turns: of these the cells that hold a null inside a list or an object.
+        null_texts: by column, the number of null or empty cells; in a JSON column also of those with an empty list
+            or with a null inside.
+        null_turns: by column, the number of cells with a null inside a list or an object.
     """
 
     def __init__(
@@ -117,11 +116,12 @@ class InputTable:
 
     @property
     def remarks(self) -> list[str]:
-        """What the user should know of its texts, a sentence each."""
+        """Return sentences for the user about empty texts."""
         remarks = []
         for column, count in self.null_texts.items():
             with_nulls = self.null_turns.get(column, 0)
-            if (empty := count - with_nulls) and is_text(self._columns.schema.field(column).type):
+            empty = count - with_nulls
+            if empty and is_text(self._columns.schema.field(column).type):
                 remarks.append(f"{plural(empty, 'empty text')} in {column!r}, read as an empty string")
             elif empty:
                 remarks.append(f"{plural(empty, 'empty cell')} in {column!r}")
@@ -132,44 +132,44 @@ class InputTable:
         return remarks
 
     def text_lengths(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
-        """UTF-8 bytes per row, summed over ``columns``: shape (rows,), a cheap stand-in for tokens.
+        """Return UTF-8 bytes per row, summed over ``columns``: shape (rows,), a cheap stand-in for tokens.
 
-        Nested values count by their JSON text, numbers by their decimal form, nulls as 0.  Each column is measured
-        once, before ``forget_columns``; the result is not to be changed.
+        Nested values count by their JSON text, numbers by their decimal form, nulls as 0. Each column is measured
+        once, before ``forget_columns``; the caller must not change the result.
         """
         for name in columns:
             if name not in self._text_lengths:
-                found, start = np.empty(self.rows, np.int64), 0
+                lengths, start = np.empty(self.rows, np.int64), 0
                 for text in map(cell_texts, self._columns.column(name).chunks):
-                    found[start : start + len(text)] = pc.fill_null(pc.binary_length(text), 0).to_numpy()
+                    lengths[start : start + len(text)] = pc.fill_null(pc.binary_length(text), 0).to_numpy()
                     start += len(text)
-                self._text_lengths[name] = found
+                self._text_lengths[name] = lengths
         if len(columns) == 1:
             return self._text_lengths[columns[0]]
         return sum((self._text_lengths[name] for name in columns), start=np.zeros(self.rows, dtype=np.int64))
 
     @property
     def text_bytes(self) -> npt.NDArray[np.int64]:
-        """UTF-8 bytes per row of all that some member reads: shape (rows,)."""
+        """Return UTF-8 bytes per row of all columns that members read: shape (rows,)."""
         return self.text_lengths(self._columns.column_names)
 
     @property
     def column_bytes(self) -> int:
-        """What the published table takes on disk, and in memory until ``forget_columns``."""
+        """Return the size of the published table on disk, and in memory until ``forget_columns``."""
         return int(self._columns.nbytes)
 
     def digest(self, columns: Sequence[str], files: FileCells | None = None) -> str:
-        """What the ids and these columns hold, in order; each column is read once, before ``forget_columns``.
+        """Return a digest of the ids and these columns; each column is read once, before ``forget_columns``.
 
         Args:
-            files: one of the columns, with the files that its cells name, which are read, too.
+            files: one of the columns, whose cells name files; these are read, too.
         """
         assert self._columns.num_rows == self.rows or self._digests.keys() >= set(columns)
         cells = rows_digest(self.ids, self._columns, columns, self._digests)
         return cells if files is None else digest_of([cells, self._digests_of(files).to_pylist()])
 
     def row_digests(self, columns: Sequence[str], files: FileCells | None = None) -> RowDigests:
-        """A digest of each row's cells in these columns, [rows, 2]; made once, before ``forget_columns``.
+        """Return a digest of each row's cells in these columns, [rows, 2]; made once, before ``forget_columns``.
 
         Args:
             files: as for ``digest``.
@@ -180,19 +180,19 @@ class InputTable:
             if files is not None:
                 table = self._columns.append_column(_FILES, self._digests_of(files))
                 digests = row_digests(table, [*names, _FILES])
+            elif names:
+                digests = row_digests(self._columns, names)
             else:
-                digests = (
-                    row_digests(self._columns, names) if names else np.zeros((self.rows, 2), dtype="<u8")
-                )
+                digests = np.zeros((self.rows, 2), dtype="<u8")
             self._row_digests[names, files] = digests
         return self._row_digests[names, files]
 
     def look_for_files(self, files: FileCells) -> LookedAt:
-        """Look whether some of the files are there that a column names."""
+        """Check for some of the files that a column names whether they exist."""
         return look_for_files(self._columns.column(files.column), files)
 
     def row_files(self, files: FileCells) -> list[str]:
-        """The files that a column names, each once, whether they are there or not; before ``forget_columns``."""
+        """Return the files that a column names, each once, existing or not; call it before ``forget_columns``."""
         paths = map(files.path, self._columns.column(files.column).unique().to_pylist())
         return [str(path) for path in paths if path is not None]
 
@@ -207,12 +207,12 @@ class InputTable:
         ids: pa.ChunkedArray,
         change: Callable[[pa.Field, pa.ChunkedArray], pa.Array | pa.ChunkedArray],
     ) -> InputTable:
-        """A table without labels of its rows by number, in that order and as often as they are named.
+        """Return a table without labels that has this table's rows by number, repeats allowed.
 
         Args:
-            numbers: of its rows, from 0, [rows of the new table].
+            numbers: of this table's rows, from 0, [rows of the new table].
             ids: of the new table's rows, unique text.
-            change: makes a column's new cells, of the same type, from those that the numbers name.
+            change: makes a column's new cells, of the same type, from the cells of these rows.
         """
         taken = pa.array(numbers)
         columns = [
@@ -222,7 +222,7 @@ class InputTable:
         return InputTable(pa.table(columns, schema=self._columns.schema), ids, None, {})
 
     def python_rows(self, columns: Sequence[str]) -> Iterator[dict[str, object]]:
-        """Each row's cells in some columns, as templates will see them; few are in memory at a time."""
+        """Yield each row's cells in some columns, as templates will see them; few are in memory at a time."""
         table = self._columns.select(columns)
         marked = [column.name for column in table.schema if is_json_field(column)]
         for batch in table.to_batches(max_chunksize=_PYTHON_ROWS):
@@ -232,29 +232,30 @@ class InputTable:
                 yield row
 
     def types(self, columns: Iterable[str]) -> dict[str, str]:
-        """What some of its columns hold, in a word; of a name that is no column of it nothing."""
+        """Return in a word what columns hold, by column; names that are no column are left out."""
         schema = self._columns.schema
-        fields = [schema.field(name) for name in columns if name in schema.names]
-        return {
-            one.name: "text"
-            if is_text(one.type) and not is_json_field(one)
-            else "lists and the like"
-            if is_json_field(one)
-            else shown_type(one.type)
-            for one in fields
-        }
+        types: dict[str, str] = {}
+        for name in columns:
+            if name not in schema.names:
+                continue
+            column = schema.field(name)
+            if is_json_field(column):
+                types[name] = "lists and the like"
+            else:
+                types[name] = "text" if is_text(column.type) else shown_type(column.type)
+        return types
 
     def only(self, columns: Sequence[str]) -> InputTable:
-        """The same rows with these of its columns."""
+        """Return the same rows with only these columns."""
         nulls = {name: count for name, count in self.null_texts.items() if name in columns}
         return InputTable(self._columns.select(columns), self.ids, self.truth, nulls, self.null_turns)
 
     def forget_columns(self) -> None:
-        """Free the texts, once they are published; ids, truth and counts stay."""
+        """Free the columns' memory once they are published; ids, truth and counts stay."""
         self._columns = self._columns.schema.empty_table()
 
     def head(self, count: int) -> list[dict[str, object]]:
-        """The first ``count`` rows, each a dict of column to value, as templates will see them."""
+        """Return the first ``count`` rows, each a dict of column to value, as templates will see them."""
         rows: list[dict[str, object]] = self._columns.slice(0, count).to_pylist()
         if not self._columns.num_columns:
             return [{} for _ in range(min(count, self.rows))]
@@ -264,14 +265,14 @@ class InputTable:
         return rows
 
     def publish(self, path: Path, with_ids: bool = False) -> None:
-        """Writes the columns as an uncompressed Arrow IPC file, ready to be memory-mapped.
+        """Write the columns as an uncompressed Arrow IPC file, ready to be memory-mapped.
 
-        Record batches hold at most 65,536 rows.  The schema's metadata names the number of rows, which a
-        table without columns could not tell otherwise.
+        Record batches have at most 65,536 rows. The schema's metadata has the number of rows, because a table
+        without columns cannot tell it.
 
         Args:
-            path: written in place; making that atomic is the caller's business.
-            with_ids: the rows' ids, too, as a last column that is marked as such.
+            path: written in place; the caller makes that atomic.
+            with_ids: write the rows' ids, too, as a last column that is marked.
 
         Raises:
             OSError: the file cannot be written.
@@ -287,11 +288,11 @@ class InputTable:
 
 
 def read_table(path: Path, needs: TableNeeds) -> InputTable:
-    """Reads and checks the table.
+    """Read and check the table.
 
     Raises:
-        DataError: with every problem found.  A broken structure (see ``formats.read_contents``) is reported
-            alone, because nothing after it can be counted on.
+        DataError: with every problem. A broken structure (see ``formats.read_contents``) is reported alone,
+            because later row numbers are not reliable.
     """
     columns = tuple(dict.fromkeys([*needs.columns, *needs.also]))
     wanted = tuple(dict.fromkeys([*columns, *needs.label_columns]))
@@ -306,10 +307,10 @@ def read_table(path: Path, needs: TableNeeds) -> InputTable:
     names = contents.names
     readers = needs.read_by
     label_key = "label_columns" if needs.label_column is None else "label_column"
-    way_out = {"label column": f"; for a table without true labels, --set data.{label_key}=null"}
+    advice = {"label column": f"; for a table without true labels, --set data.{label_key}=null"}
     missing = [
-        missing_column(path, roles[name], name, names, readers.get(name)) + way_out.get(roles[name], "")
-        for name in roles
+        missing_column(path, role, name, names, readers.get(name)) + advice.get(role, "")
+        for name, role in roles.items()
         if name not in names
     ]
     problems = [*contents.problems, *missing]
@@ -321,10 +322,10 @@ def read_table(path: Path, needs: TableNeeds) -> InputTable:
         problems += _label_problems(path, needs, contents, numbers)
         truth = pc.fill_null(numbers, -1).to_numpy().astype(np.int64)
     elif needs.label_columns and not set(needs.label_columns) - set(names):
-        truth, wrong = _probabilities(path, needs, contents)
-        problems += wrong
-    held = [name for name in contents.columns.column_names if name in columns]
-    contents = replace(contents, columns=contents.columns.select(held))
+        truth, label_problems = _probabilities(path, needs, contents)
+        problems += label_problems
+    present = [name for name in contents.columns.column_names if name in columns]
+    contents = replace(contents, columns=contents.columns.select(present))
     problems += _type_problems(path, needs, contents)
     null_texts, null_turns, json_problems = _cell_facts(path, needs, contents)
     problems += json_problems
@@ -357,9 +358,11 @@ def _id_problems(path: Path, column: str, ids: pa.ChunkedArray) -> Iterator[str]
 
 
 def _first(mask: pa.ChunkedArray) -> tuple[int, list[int]]:
-    """How often ``mask`` (shape (rows,), booleans, null counting as false) is true, and the first few indices."""
+    """Return how often ``mask`` (booleans, shape (rows,); null is false) is true, and the first few indices."""
     count = pc.sum(mask).as_py() or 0
-    return count, pc.indices_nonzero(pc.fill_null(mask, False))[:_SHOWN].to_pylist() if count else []
+    if not count:
+        return 0, []
+    return count, pc.indices_nonzero(pc.fill_null(mask, False))[:_SHOWN].to_pylist()
 
 
 def _label_problems(
@@ -381,7 +384,7 @@ def _label_problems(
 def _probabilities(
     path: Path, needs: TableNeeds, contents: Contents
 ) -> tuple[npt.NDArray[np.float64], list[str]]:
-    """The label columns as float64 [rows, labels], as ``truth_as`` has them; and what is wrong with them."""
+    """Return the label columns as float64 [rows, labels], as ``truth_as`` says, and what is wrong with them."""
     columns = {name: contents.columns.column(name) for name in needs.label_columns}
     problems = [
         f"{path}: label column {quoted(name)} holds {shown_type(column.type)} values; write it as numbers"
@@ -410,22 +413,21 @@ def _probabilities(
         advice = "each row holds a number for each label"
     where = f"{path}: label columns {listed(needs.label_columns)}"
     for what, mask in wrong.items():
-        if len(rows := np.flatnonzero(mask)):
-            shown = "; ".join(
-                f"{_row(row, contents.ids)}: "
-                + ", ".join(
-                    quoted("" if (cell := cells[row].as_py()) is None else str(cell))
-                    for cells in columns.values()
-                )
-                for row in rows[:_SHOWN].tolist()
-            )
-            problems.append(f"{where}: {plural(len(rows), 'row')} {what}; {shown}; {advice}")
+        rows = np.flatnonzero(mask)
+        if len(rows):
+            shown = []
+            for row in rows[:_SHOWN].tolist():
+                cells = [column[row].as_py() for column in columns.values()]
+                texts = ["" if cell is None else str(cell) for cell in cells]
+                shown.append(f"{_row(row, contents.ids)}: {', '.join(map(quoted, texts))}")
+            count = plural(len(rows), "row")
+            problems.append(f"{where}: {count} {what}; {'; '.join(shown)}; {advice}")
     is_scaled = needs.truth_as == "softmax" and not problems
     return values / sums[:, None] if is_scaled else values, problems
 
 
 def _as_numbers(column: pa.ChunkedArray) -> npt.NDArray[np.float64]:
-    """Numbers of whatever type, or as text, as float64 [rows]: true is 1, false 0, and what is no number NaN."""
+    """Return numbers of any type, or in text, as float64 [rows]: true is 1, false is 0, other cells are NaN."""
     if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
         return np.asarray(pc.cast(column, pa.float64()).to_numpy())
     text = pc.fill_null(pa.chunked_array([cell_texts(chunk) for chunk in column.chunks]), "")
@@ -437,7 +439,7 @@ def _as_numbers(column: pa.ChunkedArray) -> npt.NDArray[np.float64]:
 
 
 def _type_problems(path: Path, needs: TableNeeds, contents: Contents) -> Iterator[str]:
-    """Columns used as plain text whose values are lists, structs or bytes."""
+    """Yield a problem for each column used as plain text whose values are lists, structs or bytes."""
     for name in dict.fromkeys(needs.text_columns):
         if name not in contents.columns.column_names:
             continue
@@ -457,7 +459,7 @@ def _type_problems(path: Path, needs: TableNeeds, contents: Contents) -> Iterato
 def _cell_facts(
     path: Path, needs: TableNeeds, contents: Contents
 ) -> tuple[dict[str, int], dict[str, int], list[str]]:
-    """``InputTable``'s ``null_texts`` and ``null_turns``, and what is wrong with cells that a template parses."""
+    """Return ``InputTable``'s ``null_texts`` and ``null_turns``, and the problems of JSON cells."""
     null_texts: dict[str, int] = {}
     null_turns: dict[str, int] = {}
     problems: list[str] = []
@@ -466,7 +468,7 @@ def _cell_facts(
         if field.name not in needs.json_columns:
             null_texts[field.name] = int(column.null_count)
             if is_text(column.type):
-                # JSON text spells the empty text with its quotes.
+                # In JSON, an empty text has quotes.
                 blank = '""' if is_json_field(field) else ""
                 null_texts[field.name] += pc.sum(pc.equal(column, blank)).as_py() or 0
             continue
@@ -479,7 +481,7 @@ def _cell_facts(
                 if broken <= _SHOWN:
                     shown += f"; {_row(row, contents.ids)}: {problem}"
                 continue
-            if isinstance(cell, str):  # most are cleared without being parsed again
+            if isinstance(cell, str):  # most need not be parsed again
                 cell = json.loads(cell) if "null" in cell else None
             empty += value in ([], "", {})
             with_nulls += _holds_null(cell)
@@ -498,7 +500,7 @@ def _holds_null(value: object) -> bool:
 
 
 def _python_cells(column: pa.ChunkedArray, is_json: bool) -> Iterator[object]:
-    """The cells as templates will see them, a few thousand in memory at a time."""
+    """Yield the cells as templates will see them, a few thousand in memory at a time."""
     for chunk in column.chunks:
         for start in range(0, len(chunk), _PYTHON_ROWS):
             for cell in chunk.slice(start, _PYTHON_ROWS).to_pylist():

@@ -1,11 +1,9 @@
-"""Prompt templates: Jinja2 source in, checked and renderable template out.
+"""Compile, check and render prompt templates.
 
-Shared by the parent, which compiles a template only to find its mistakes and the columns it reads, and by the
-worker, which renders it row by row.  What a template may reach and how much it may make is for
-``template_sandbox`` to say; what can be refused before any row is rendered is refused here.
+The parent compiles a template to find its mistakes and the columns it reads; the worker renders it row by row.
+``template_sandbox`` says what a template may reach.
 
-A null cell reads as empty text (``x is none`` is still true for it), so that no prompt ever says "None".
-Nothing here reads tables, tokenizes or truncates.
+A null cell is empty text (``x is none`` is still true for it), so that no prompt ever says "None".
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _MAX_MESSAGE: Final = 1000  # characters of Jinja2's or Python's, which may show
 
 
 class _Null(str):
-    """A null cell: empty text everywhere, and still ``none`` to the test of that name."""
+    """A null cell: empty text, for which ``x is none`` is true."""
 
     __slots__ = ()
 
@@ -40,10 +38,10 @@ class PromptTemplate:
     Attributes:
         source: the template's text.
         columns: the columns it reads, sorted.
-        json_columns: those of them that ``fromjson`` is applied to directly, sorted.
-        fixed_texts: the text that stands in every prompt whatever the row, in its order.
-        reads_by_number: whether it takes items by a number that it computes, such as ``a[loop.index0]``, so that
-            an item that is left out would put all behind it in wrong places.
+        json_columns: those columns to which ``fromjson`` is applied directly, sorted.
+        fixed_texts: the text that every prompt has whatever the row, in order.
+        reads_by_number: whether it reads items by a computed number, such as ``a[loop.index0]``, so that truncation
+            must not leave out items before others.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class PromptTemplate:
         self._template = template
 
     def render(self, row: Mapping[str, object]) -> str:
-        """Renders one row; columns that the template does not read are ignored.
+        """Render one row; columns that the template does not read are ignored.
 
         Raises:
             TemplateProblem: a column is missing, or rendering failed; names the exception and the line.
@@ -75,18 +73,17 @@ class PromptTemplate:
         try:
             return replace_lone_surrogates(self._template.render(cells))
         except Exception as error:
-            # From the frames that Jinja2 rewrites, the line of the template.
+            # Jinja2 rewrites frames, so that they show the line of the template.
             frames = traceback.walk_tb(error.__traceback__)
             lines = [line for frame, line in frames if frame.f_code.co_filename == "<template>"]
             where = f"line {lines[-1]}: " if lines else ""
-            text = (
-                error if isinstance(error, TemplateProblem) else f"{type(error).__name__}: {_sentence(error)}"
-            )
-            raise TemplateProblem(f"{where}{text}") from error
+            if isinstance(error, TemplateProblem):
+                raise TemplateProblem(f"{where}{error}") from error
+            raise TemplateProblem(f"{where}{type(error).__name__}: {_sentence(error)}") from error
 
 
 def compile_template(source: str) -> PromptTemplate:
-    """Compiles and checks a prompt template.
+    """Compile and check a prompt template.
 
     Raises:
         TemplateProblem: a syntax error (with its line), an unknown filter or test, an include or import, an
@@ -113,16 +110,23 @@ def compile_template(source: str) -> PromptTemplate:
         raise
     except TemplateSyntaxError as error:
         raise TemplateProblem(f"line {error.lineno}: {_sentence(error)}") from None
-    # Python itself refuses numbers of too many digits, and too many loops in each other.
+    # Python refuses numbers of too many digits, and too many nested loops.
     except (TemplateError, RecursionError, MemoryError, SyntaxError, ValueError) as error:
         raise TemplateProblem(f"the template cannot be compiled: {_sentence(error)}") from None
     json_columns = tuple(sorted(parsed & columns))
-    return PromptTemplate(source, template, tuple(sorted(columns)), json_columns, fixed, by_number)
+    return PromptTemplate(
+        source=source,
+        template=template,
+        columns=tuple(sorted(columns)),
+        json_columns=json_columns,
+        fixed_texts=fixed,
+        reads_by_number=by_number,
+    )
 
 
 @lru_cache(maxsize=1)
 def _environment() -> Sandbox:
-    # Jinja2's own tojson escapes < > & ' for HTML, which a prompt would show as \u003c.
+    # Jinja2's tojson escapes < > & ' for HTML; a prompt would have \u003c.
     return Sandbox(
         {
             "fromjson": parse_json_cell,
@@ -133,9 +137,9 @@ def _environment() -> Sandbox:
 
 
 def _check_tree(tree: nodes.Template, environment: Sandbox) -> None:
-    """Refuses what can be seen before any row is rendered.
+    """Raise TemplateProblem for mistakes that show before any row is rendered.
 
-    Jinja2 itself reports an unknown filter inside an ``if`` only when that branch is reached.
+    Jinja2 reports an unknown filter inside an ``if`` only when that branch is reached.
     """
     for node in tree.find_all(nodes.Node):
         problem = None

@@ -1,8 +1,8 @@
-"""Where prompt templates run, and what they may reach.
+"""The sandbox in which prompt templates run.
 
-Templates see their row, the methods of text and lists that are named here, and nothing else.  That is stricter
-than Jinja2's sandbox, which refuses what is known to be dangerous.  The time and memory of a template are not
-limited: like the rest of a config, it is trusted not to waste the machine.
+Templates can reach their row and the methods that are named here. That is stricter than Jinja2's sandbox, which
+refuses what is known to be dangerous. The time and memory of a template are not limited: like the rest of a config,
+it is trusted not to waste the machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jinja2.utils import Cycler, Namespace
 from ensemble.data.json_cells import TemplateProblem
 
 _REACHABLE: Final[dict[type, list[str]]] = {
-    # Not format, which reaches attributes by itself, nor what pads to any width.
+    # Not format, which reaches attributes by itself, nor methods that pad to any width.
     str: """capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier
         islower isnumeric isprintable isspace istitle isupper join lower lstrip partition removeprefix removesuffix
         replace rfind rindex rpartition rsplit rstrip split splitlines startswith strip swapcase title
@@ -34,18 +34,18 @@ _REACHABLE: Final[dict[type, list[str]]] = {
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja2's sandbox, narrowed to what is reachable here.
+    """Jinja2's sandbox, limited to the reachable methods.
 
     Args:
-        filters: own filters by name, beside Jinja2's or instead of them.
-        tests: own tests by name, likewise.
+        filters: filters by name, in addition to Jinja2's or instead of them.
+        tests: tests by name, likewise.
     """
 
     def __init__(self, filters: dict[str, Callable[..., Any]], tests: dict[str, Callable[..., Any]]) -> None:
         super().__init__(
             autoescape=False, undefined=StrictUndefined, keep_trailing_newline=True, finalize=_output
         )
-        # Random numbers, and HTML; the same row must give the same prompt in every run.
+        # Randomness, because the same row must give the same prompt in every run; HTML; and padding to any width.
         del self.globals["lipsum"]
         for name in ("random", "center", "urlize", "wordwrap", "xmlattr"):
             del self.filters[name]
@@ -62,21 +62,21 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
         if attr.startswith("_"):
             return False
-        if type(obj) is Namespace:  # holds what the template itself has put there
+        if type(obj) is Namespace:  # its attributes were set by the template itself
             return True
         return any(isinstance(obj, kind) and attr in names for kind, names in _REACHABLE.items())
 
     def wrap_str_format(self, value: object) -> None:
-        """Leave ``str.format`` to ``is_safe_attribute``; releases before 3.1.6 have no such method."""
+        """Leave ``str.format`` to ``is_safe_attribute``; Jinja2 calls this since 3.1.6."""
 
     def unsafe_undefined(self, obj: object, attribute: str) -> Undefined:
-        """Refuse at once, where Jinja2 waits until the value is used."""
+        """Refuse at once; Jinja2 waits until the value is used."""
         hint = "; write '%.2f' | format(x) instead" if attribute.startswith("format") else ""
         raise TemplateProblem(f"{attribute!r} of type {type(obj).__name__} cannot be reached{hint}")
 
 
 def _output(value: object) -> object:
-    """Return what stands in the text for a value: nothing for None.
+    """Return what a value becomes in the text: nothing for None.
 
     Raises:
         TemplateProblem: the value is no text, number, list or mapping.
