@@ -6,12 +6,10 @@ By its digest a row is recognized in a table that grew, shrank or was sorted.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from hashlib import blake2b, sha256
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +25,6 @@ _ROWS = 65_536
 _NULL = -1
 # Fast on any processor; SHA-256 needs special instructions for that.
 _hash = partial(blake2b, digest_size=32)
-_Hashes = defaultdict[str, Any]
 
 
 def rows_digest(ids: pa.ChunkedArray, columns: pa.Table, names: Sequence[str], cache: dict[str, str]) -> str:
@@ -43,26 +40,27 @@ def rows_digest(ids: pa.ChunkedArray, columns: pa.Table, names: Sequence[str], c
     for name in names:
         if name not in cache:
             cache[name] = column_digest(columns.column(name), columns.schema.field(name))
-    parts = [cache[""], *((name, cache[name]) for name in names)]
+    parts = [cache[""], *[(name, cache[name]) for name in names]]
     return _hash(json.dumps(parts).encode()).hexdigest()
 
 
 def column_digest(column: pa.ChunkedArray, field: pa.Field) -> str:
     """Return a digest of every cell: its value, and whether it is null or empty.
 
-    The same cells have the same digest in any number of chunks, as strings or large strings, and with anything
-    in the buffers below a null. The type counts, and so does the mark of JSON text.
+    The same cells have the same digest in any number of chunks, as strings or large strings. The type counts, and
+    so does the mark of JSON text.
 
     Args:
         column: shape (rows,).
         field: the column's.
     """
-    # Each buffer of the layout has its own hash, which continues from chunk to chunk.
-    hashes: _Hashes = defaultdict(_hash)
+    lengths, data = _hash(), _hash()
     for chunk in column.chunks:
         for start in range(0, len(chunk), _ROWS):
-            _add(chunk.slice(start, _ROWS), "", hashes)
-    parts = [(path, buffer_hash.hexdigest()) for path, buffer_hash in sorted(hashes.items())]
+            cells = pc.cast(cell_texts(chunk.slice(start, _ROWS)), pa.large_binary())
+            lengths.update(pc.fill_null(pc.binary_length(cells), _NULL).to_numpy().astype("<i8"))
+            data.update(text_bytes(cells.drop_null()))
+    parts = [("/data", data.hexdigest()), ("/lengths", lengths.hexdigest())]
     return _hash(json.dumps([_kind(field), len(column), parts]).encode()).hexdigest()
 
 
@@ -70,45 +68,6 @@ def _kind(field: pa.Field) -> str:
     if is_json_field(field):
         return "json"
     return "text" if is_text(field.type) else str(field.type)
-
-
-def _add(array: pa.Array, path: str, hashes: _Hashes) -> None:
-    """Hash the cells of an array; ``path`` says where it is within a nested column."""
-    kind = array.type
-    data = f"{path}/data"
-    if is_text(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        _add_lengths(array, pc.binary_length, path, hashes)
-        hashes[data].update(text_bytes(array.drop_null()))
-    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        _add_lengths(array, pc.list_value_length, path, hashes)
-        _add(array.flatten(), f"{path}/items", hashes)
-    elif pa.types.is_struct(kind):
-        _add_valid(array, path, hashes)
-        for number, part in enumerate(array.flatten()):
-            _add(part, f"{path}/{number}", hashes)
-    elif pa.types.is_primitive(kind):
-        _add_valid(array, path, hashes)
-        array = array.drop_null()
-        if pa.types.is_boolean(kind):
-            array = array.cast(pa.uint8())  # from bits, which need not begin at a byte
-        width = array.type.bit_width // 8
-        data_hash = hashes[data]
-        if len(array):
-            data_hash.update(array.buffers()[1].slice(array.offset * width, len(array) * width))
-    else:  # rare: decimals, maps, and other types of Parquet
-        for value in array.to_pylist():
-            hashes[f"{path}/values"].update(json.dumps(value, default=str).encode() + b"\n")
-
-
-def _add_lengths(
-    array: pa.Array, measure: Callable[[pa.Array], pa.Array], path: str, hashes: _Hashes
-) -> None:
-    lengths: npt.NDArray[np.int64] = pc.fill_null(measure(array), _NULL).to_numpy().astype("<i8")
-    hashes[f"{path}/lengths"].update(lengths)
-
-
-def _add_valid(array: pa.Array, path: str, hashes: _Hashes) -> None:
-    hashes[f"{path}/valid"].update(array.is_valid().cast(pa.uint8()).to_numpy())
 
 
 def truth_sha256(

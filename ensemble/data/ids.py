@@ -27,7 +27,8 @@ def repeated_ids(ids: pa.ChunkedArray) -> pa.Array:
 
 def refuse_repeated_ids(path: Path, ids: pa.ChunkedArray, id_column: str = ID_COLUMN) -> None:
     """Raise DataError if ids of a file come more than once."""
-    if len(repeated := repeated_ids(ids)):
+    repeated = repeated_ids(ids)
+    if len(repeated):
         raise DataError(_repeated_text(path, repeated, id_column))
 
 

@@ -222,14 +222,8 @@ class InputTable:
         return InputTable(pa.table(columns, schema=self._columns.schema), ids, None, {})
 
     def python_rows(self, columns: Sequence[str]) -> Iterator[dict[str, object]]:
-        """Yield each row's cells in some columns, as templates will see them; few are in memory at a time."""
-        table = self._columns.select(columns)
-        marked = [column.name for column in table.schema if is_json_field(column)]
-        for batch in table.to_batches(max_chunksize=_PYTHON_ROWS):
-            for row in batch.to_pylist():
-                for name in marked:
-                    row[name] = _loaded_cell(row[name])
-                yield row
+        """Return each row's cells in some columns, as templates will see them; few are in memory at a time."""
+        return _python_rows(self._columns.select(columns))
 
     def types(self, columns: Iterable[str]) -> dict[str, str]:
         """Return in a word what columns hold, by column; names that are no column are left out."""
@@ -256,13 +250,9 @@ class InputTable:
 
     def head(self, count: int) -> list[dict[str, object]]:
         """Return the first ``count`` rows, each a dict of column to value, as templates will see them."""
-        rows: list[dict[str, object]] = self._columns.slice(0, count).to_pylist()
         if not self._columns.num_columns:
             return [{} for _ in range(min(count, self.rows))]
-        for name in [column.name for column in self._columns.schema if is_json_field(column)]:
-            for row in rows:
-                row[name] = _loaded_cell(row[name])
-        return rows
+        return list(_python_rows(self._columns.slice(0, count)))
 
     def publish(self, path: Path, with_ids: bool = False) -> None:
         """Write the columns as an uncompressed Arrow IPC file, ready to be memory-mapped.
@@ -497,6 +487,15 @@ def _cell_facts(
 def _holds_null(value: object) -> bool:
     items = list(value.values()) if isinstance(value, dict) else value
     return isinstance(items, list) and any(item is None or _holds_null(item) for item in items)
+
+
+def _python_rows(table: pa.Table) -> Iterator[dict[str, object]]:
+    json_names = [column.name for column in table.schema if is_json_field(column)]
+    for batch in table.to_batches(max_chunksize=_PYTHON_ROWS):
+        for row in batch.to_pylist():
+            for name in json_names:
+                row[name] = _loaded_cell(row[name])
+            yield row
 
 
 def _python_cells(column: pa.ChunkedArray, is_json: bool) -> Iterator[object]:
