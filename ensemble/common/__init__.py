@@ -1,1 +1,1 @@
-"""What parent and child share."""
+"""Code that all rooms share, in the parent and in workers."""

@@ -1,4 +1,4 @@
-"""From scores to probabilities: softmax and sigmoid, float64 [rows, labels], in the parent."""
+"""Turn scores into probabilities in the parent: softmax and sigmoid, float64 [rows, labels]."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 
 def softmax(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """exp(x - m) / sum of exp(x - m) with m the row's largest x, written over the scores.
+    """Return exp(x - m) / sum of exp(x - m) with m the row's largest x, written over the scores.
 
     -inf beside a finite x becomes 0; rows with NaN, with inf or with no finite x become NaN.
     """
@@ -19,7 +19,7 @@ def softmax(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def sigmoid(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """1 / (1 + exp(-x)), a new array; NaN stays NaN."""
-    with np.errstate(over="ignore"):  # exp of much is inf, and meant
+    """Return 1 / (1 + exp(-x)) in a new array; NaN stays NaN."""
+    with np.errstate(over="ignore"):  # exp of a large number is inf, as it should be
         odds = np.exp(-scores)
     return np.asarray(1.0 / (1.0 + odds))

@@ -1,4 +1,4 @@
-"""Clocks for deadlines and limits; neither is the wall clock, which can be set while a run goes on."""
+"""Clocks for deadlines and limits; neither is the wall clock, which can be set during a run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Callable
 class Watch:
     """A clock, in seconds, that stands still while its own process does not run.
 
-    Stopped (SIGSTOP, Ctrl-Z), frozen by a container's freezer, or in a virtual machine that is paused: the
-    monotonic clock counts that time, but nobody can be blamed for what was not done in it.  So this one has to be
-    read in every turn of a loop, and no turn counts for more than ``longest_seconds``.
+    A process may be stopped (SIGSTOP, Ctrl-Z), frozen with its container, or paused with its virtual machine. The
+    monotonic clock counts that time. This clock must be read in every turn of a loop, and no turn counts for more
+    than ``longest_seconds``.
 
     Args:
-        longest_seconds: what may pass between two readings; of anything longer only this counts.
+        longest_seconds: the most that counts between two readings.
         clock: the monotonic clock, in seconds.
     """
 
@@ -34,8 +34,8 @@ class Watch:
 
 
 def boot_seconds() -> float:
-    """Seconds since the machine was started, those included in which it was suspended (clock_gettime(2)).
+    """Return the seconds since the machine was started, including suspended time (clock_gettime(2)).
 
-    A time limit goes by it: whoever ends a session after so many hours, such as a cluster, counts them on.
+    Time limits use this clock, because a cluster that ends sessions after some hours counts suspended time, too.
     """
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

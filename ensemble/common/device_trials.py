@@ -1,6 +1,6 @@
-"""Test processes: a fresh process per device, pinned as a worker would be, that tries torch there.
+"""Try torch on each device, in a fresh process that is pinned to it as a worker would be.
 
-What they try is in ``ensemble.worker.probe``; what it means is the doctor's and the planner's to say.
+``ensemble.worker.probe`` is what these processes do; the doctor and the planner judge their reports.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Report:
-    """What a test process has to say."""
+    """The report of a test process."""
 
     torch: str | None = None
     cuda: str | None = None
@@ -51,7 +51,7 @@ class Trial:
     seconds: float
     report: Report | None = None
     ending: str = ""  # a sentence on why there is no report
-    signal_number: int | None = None  # that ended it; None where it was none or our own
+    signal_number: int | None = None  # the signal that ended the process, unless we sent it
 
 
 def run_trials(
@@ -65,15 +65,16 @@ def run_trials(
 
     Args:
         devices: GPUs, MIG slices or ``CPU``.
-        imports: modules that the first of the processes imports besides.
-        host_bytes: memory that is free on the host, None where it is not known.
-        timeout_seconds: for each process; one that takes longer is ended, with all it started.
+        imports: modules that the first process imports, too.
+        host_bytes: free memory of the host; None if it is unknown.
+        timeout_seconds: for each process; a slower one is ended, with its children.
         flash_attention: try flash-attention 2, too.
 
     Returns:
-        A trial per device, in their order.
+        a trial for each device, in their order.
     """
-    to_start, running = list(devices), list[_Process]()
+    to_start = list(devices)
+    running: list[_Process] = []
     done: dict[str, Trial] = {}
     try:
         while to_start or running:
@@ -82,12 +83,17 @@ def run_trials(
                 size = _ALLOCATE_BYTES
                 if not device.is_gpu and host_bytes is not None:
                     size = min(size, host_bytes // 4)
-                options = [f"--allocate-bytes={size}", *(["--on-gpu"] if device.is_gpu else [])]
-                options += [f"--import={name}" for name in imports if device is devices[0]]
-                options += ["--flash-attention"] if flash_attention else []
+                options = [f"--allocate-bytes={size}"]
+                if device.is_gpu:
+                    options.append("--on-gpu")
+                if device is devices[0]:
+                    options += [f"--import={name}" for name in imports]
+                if flash_attention:
+                    options.append("--flash-attention")
                 running.append(_Process(device, options, timeout_seconds))
             for process in list(running):
-                if (trial := process.poll()) is not None:
+                trial = process.poll()
+                if trial is not None:
                     done[process.device.uuid] = trial
                     running.remove(process)
             time.sleep(0.02)
@@ -103,7 +109,7 @@ class _Process:
         self._timeout_seconds = timeout_seconds
         self._watch = Watch(1.0)  # the loop looks many times a second
         self._began = self._watch()
-        # Files, because a pipe that nobody reads in time stops the one who writes.
+        # Files, because a full pipe that nobody reads stops its writer.
         self._output, self._errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         limits = (f"--parent-pid={os.getpid()}", f"--seconds={int(timeout_seconds + _GRACE_SECONDS) + 1}")
         self._process = subprocess.Popen(
@@ -116,15 +122,15 @@ class _Process:
         )
 
     def poll(self) -> Trial | None:
-        """How it ended; None while it runs within its time."""
+        """Return how the process ended; None while it runs within its time."""
         seconds = self._watch() - self._began
-        # Not reaped here: until then its group's number cannot belong to anybody else.
+        # WNOWAIT: until the process is reaped, no other group can get its number.
         is_running = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
         if is_running and seconds <= self._timeout_seconds:
             return None
         if not self.kill():
             ending = f"test process {self._process.pid} hangs inside the driver and cannot be ended"
-            return Trial(self.device, seconds, None, ending)
+            return Trial(self.device, seconds, ending=ending)
         texts = []
         for file in (self._output, self._errors):
             with file:
@@ -132,19 +138,21 @@ class _Process:
                 texts.append(file.read().decode("utf-8", "replace").strip())
         if is_running:
             ending = f"the test process gave no answer within {self._timeout_seconds:g} s and was ended"
-            return Trial(self.device, seconds, None, ending)
-        # What runs before the probe, such as a sitecustomize, may have printed too: its line is the last.
+            return Trial(self.device, seconds, ending=ending)
+        # The last line, because other code, such as a sitecustomize, may have printed before.
         with contextlib.suppress(IndexError, ValueError, TypeError, AttributeError):
-            return Trial(self.device, seconds, Report(**with_tuples(json.loads(texts[0].splitlines()[-1]))))
+            report = Report(**with_tuples(json.loads(texts[0].splitlines()[-1])))
+            return Trial(self.device, seconds, report)
         code = self._process.returncode
         if code < 0:
-            name = {one.value: one.name for one in signal.Signals}.get(-code, f"signal {-code}")
-            return Trial(self.device, seconds, None, f"the test process was ended by {name}", -code)
+            names = {number.value: number.name for number in signal.Signals}
+            ending = f"the test process was ended by {names.get(-code, f'signal {-code}')}"
+            return Trial(self.device, seconds, ending=ending, signal_number=-code)
         last_line = f": {texts[1].splitlines()[-1].strip()[:200]}" if texts[1] else ""
-        return Trial(self.device, seconds, None, f"the test process ended with exit code {code}{last_line}")
+        return Trial(self.device, seconds, ending=f"the test process ended with exit code {code}{last_line}")
 
     def kill(self) -> bool:
-        """End it with all it started; False where it hangs in the kernel and cannot be."""
+        """End the process and its children; return False if it hangs in the kernel and cannot be ended."""
         if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             try:

@@ -1,7 +1,7 @@
-"""Every error this package raises on purpose, and the exit code each one ends the program with.
+"""The errors that this package raises on purpose, with the program's exit codes.
 
-Messages name the key, file, row or GPU, and say what to do.  An error can carry several problems, so that
-one run of ``validate`` shows everything there is to fix.
+Messages name the key, file, row or GPU, and say what to do. An error can have several problems, so that one run of
+``validate`` shows everything to fix.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-# What ends a sentence about a run that stopped before it was done.
+# The end of sentences about a run that stopped before it was done.
 RESUMES: Final = "the same command resumes where it stopped"
 
 
 class EnsembleError(Exception):
-    """Base of all that follow but ``Interrupted``.
+    """Base of the errors below, except ``Interrupted``.
 
     Args:
         problems: one sentence, or several; each names where and what to do.
@@ -36,11 +36,11 @@ class DataError(EnsembleError):
 
 
 class CheckpointError(EnsembleError):
-    exit_code = 2  # a model folder is missing something that is known before loading
+    exit_code = 2  # a model folder lacks something, as is seen before loading
 
 
 class DeviceError(EnsembleError):
-    exit_code = 2  # a member asks for GPUs that are not there
+    exit_code = 2  # a member needs GPUs that do not exist
 
 
 class OutputError(EnsembleError):
@@ -48,11 +48,11 @@ class OutputError(EnsembleError):
 
 
 class OutputInUse(EnsembleError):
-    exit_code = 3  # another run holds the output directory
+    exit_code = 3  # another run uses the output directory
 
 
 class WriteError(EnsembleError):
-    exit_code = 1  # a file could not be written in mid-run, such as on a full disk
+    exit_code = 1  # a file could not be written during a run, such as on a full disk
 
 
 class MembersFailed(EnsembleError):
@@ -60,7 +60,7 @@ class MembersFailed(EnsembleError):
 
 
 class MemberError(EnsembleError):
-    exit_code = 1  # a member gives nothing that can be used, whatever its rows
+    exit_code = 1  # a member gives no usable values, whatever its rows
 
 
 class MergeError(EnsembleError):
@@ -72,11 +72,11 @@ class TimeLimitReached(EnsembleError):
 
 
 class Interrupted(BaseException):
-    """The run was stopped by a signal; no Exception, so that nothing which survives errors swallows it.
+    """The run was stopped by a signal; not an Exception, so that no error handling swallows it.
 
     Args:
         signal_number: the signal; the exit code is 128 plus it, as shells have it.
-        kept: what became of the work, for the user.
+        kept: what became of the work, in words for the user.
     """
 
     def __init__(self, signal_number: int, kept: str = f"what is done is kept, and {RESUMES}") -> None:

@@ -58,16 +58,16 @@ class Registry(Generic[T]):
             names = [*self.built_in, *sorted(installed)]
             raise ConfigError(f"unknown {self.what} {name!r}; {nearest_or_all(name, names, self.what)}")
         entry, owner = installed[name]
-        place = f"{self.what} {name}: the entry point {name} = {entry.value} of the package {owner}"
+        subject = f"{self.what} {name}: the entry point {name} = {entry.value} of the package {owner}"
         try:
             loaded = entry.load()
         except Exception as error:  # a module may raise anything while it is imported
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            problem = f"{place} cannot be imported ({reason}); fix or uninstall that package"
+            problem = f"{subject} cannot be imported ({reason}); fix or uninstall that package"
             raise ConfigError(problem) from error
         if not (isinstance(loaded, type) and issubclass(loaded, self.base)):
             base = f"{self.base.__module__}.{self.base.__qualname__}"
-            raise ConfigError(f"{place} is no subclass of {base}; fix that package")
+            raise ConfigError(f"{subject} is no subclass of {base}; fix that package")
         return loaded
 
     def _installed(self) -> dict[str, tuple[metadata.EntryPoint, str]]:

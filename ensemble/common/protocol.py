@@ -10,7 +10,6 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import add, attrgetter
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 Activation = Literal["softmax", "sigmoid", "none"]
@@ -47,15 +46,13 @@ class Counters:
     forward_seconds: float = 0.0  # the device's time in forward passes
 
     def __add__(self, other: Counters) -> Counters:
-        return Counters(*map(add, _COUNTS(self), _COUNTS(other)))
+        # Not all fields of self: a report's workers are counters with more fields.
+        names = Counters.__dataclass_fields__
+        return Counters(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
     def rounded(self, digits: int) -> dict[str, Any]:
         """Return plain JSON values, rounded to so many digits."""
         return {name: round(value, digits) for name, value in vars(self).items()}
-
-
-# Reads the counters alone, because subclasses in the report have more fields.
-_COUNTS = attrgetter(*Counters.__dataclass_fields__)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Processes of this very Python: how one starts, ends with the one that started it, imports and computes faster."""
+"""Start processes of this Python, end them with their parent, and make their imports and computing faster."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _THREADS = "OPENBLAS_NUM_THREADS"
-# The user's ways to say how long threads of OpenMP spin before they sleep: in turns of a loop (GNU's library), in
-# milliseconds (Intel's and LLVM's), and by a word that all of them know.
+# Variables by which users set how long OpenMP's threads spin before they sleep: in turns of a loop (GNU's library),
+# in milliseconds (Intel's and LLVM's), and by a word that all of them know.
 WAITING = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")
 
 
 def python_command(module: str) -> list[str]:
-    """What runs ``module.main()`` in a fresh exec of this very Python; the module's arguments go behind it."""
-    # -P: a `torch.py` or `datasets/` in the user's working directory is not the library.
+    """Return the command that runs ``module.main()`` by this Python; add the module's arguments to it."""
+    # -P, so that a `torch.py` or `datasets/` in the user's working directory does not replace the library.
     return [sys.executable, "-P", "-c", f"from {module} import main; main()"]
 
 
 def python_environment() -> dict[str, str]:
-    """Return what the process of ``python_command`` needs in its environment, beyond this process's own."""
+    """Return what the process of ``python_command`` needs in its environment, in addition to this process's."""
     environment = {
         **_short_waits(),
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
-        # transformers would look for weights that a bot has made of a pickle, in no revision that the user named.
+        # Otherwise transformers looks for weights that a bot has converted, in a revision that no user named.
         "DISABLE_SAFETENSORS_CONVERSION": "1",
     }
-    # The child must find this very package, also when it was started from a checkout.
+    # The child must find this package, also in a checkout.
     package_root = Path(__file__).resolve().parents[2]
     if package_root.name not in ("site-packages", "dist-packages"):
         paths = [str(package_root), os.environ.get("PYTHONPATH", "")]
@@ -57,19 +57,19 @@ def _short_waits() -> dict[str, str]:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask Linux for SIGKILL when the parent is gone; the end of standard input covers other systems."""
+    """Ask Linux for SIGKILL when the parent is gone; on other systems standard input ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it went before the request was made
+    if os.getppid() != parent_pid:  # the parent ended before the request
         os._exit(1)
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what is freed, for the next pass, instead of giving it back to the kernel.
+    """Let the C library keep freed memory for the next forward pass, instead of giving it back to the kernel.
 
-    A forward pass frees its activations, megabytes each, and the next one wants as much again; what was given back
-    comes as new pages, each of which the kernel must find and clear.  The peak stays what it was.  Does nothing
-    where the C library is another one (mallopt(3)).
+    Each forward pass allocates megabytes for its activations and frees them. Memory that was given back must be
+    found and cleared by the kernel again. The peak stays the same. Other C libraries than GNU's are left alone
+    (mallopt(3)).
     """
     with contextlib.suppress(AttributeError, OSError):
         library = ctypes.CDLL(None)
@@ -78,10 +78,10 @@ def keep_freed_memory() -> None:
 
 
 def keep_pandas_out() -> None:
-    """Keep pandas out of pyarrow in a process of our own, not a notebook's; call before any other use of pyarrow.
+    """Keep pyarrow from importing pandas; call this before any other use of pyarrow, and not in a notebook.
 
-    pyarrow imports pandas the first time it turns a Python object into an Arrow value: 0.6 s and 60 MB for a
-    library that no run uses.  It tries once per process; this makes that one try find nothing.
+    pyarrow imports pandas when it first turns a Python object into an Arrow value: 0.6 s and 60 MB for a library
+    that no run uses. It tries once in each process; this makes the one try fail.
     """
     import pyarrow as pa
 
@@ -100,10 +100,7 @@ def keep_pandas_out() -> None:
 
 @contextlib.contextmanager
 def one_thread_for_numpy() -> Iterator[None]:
-    """If numpy is imported within, in a process of our own, it gets no thread per CPU for its matrices.
-
-    What the user set in the environment holds.
-    """
+    """Give numpy, if it is imported within, one thread for matrices, unless the user has set their number."""
     if _THREADS in os.environ:
         yield
         return
@@ -111,4 +108,4 @@ def one_thread_for_numpy() -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[_THREADS]  # workers inherit this environment, and have matrices to multiply
+        del os.environ[_THREADS]  # because workers inherit this environment and multiply matrices

@@ -1,8 +1,7 @@
-"""Secrets out of what is printed, logged and written about a run; its CSV files are never touched.
+"""Keep secrets out of what is printed, logged and written about a run; its CSV files are never changed.
 
-A value is a secret by its name: that of its environment variable, or of its key in the config.  A variable that the
-config takes in under an ordinary name, such as ``${DATA}`` in a path, is none, or no message could name a file any
-more.
+A value is a secret by the name of its environment variable, or of its key in the config. Variables that the config
+uses under an ordinary name, such as ``${DATA}`` in a path, are no secrets: messages must be able to name files.
 """
 
 from __future__ import annotations
@@ -23,53 +22,59 @@ from urllib.parse import quote
 from ensemble.common.errors import EnsembleError
 
 MASK: Final = "***"
-# Shorter values are words that stand everywhere, such as "true" or "/tmp".
+# Shorter values are common words, such as "true" or "/tmp".
 _MIN_CHARACTERS: Final = 8
 _VARIABLE = re.compile(
     r"TOKEN(_|$)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|(ACCESS|PRIVATE)_?KEY|_(KEY|PAT|PWD)$|^AWS_",
     re.IGNORECASE,
 )
-_LOCATION = re.compile(r"_(FILE|PATH|DIR)$", re.IGNORECASE)  # where a secret lies is none
+_LOCATION = re.compile(r"_(FILE|PATH|DIR)$", re.IGNORECASE)  # the path of a secret is no secret
 _KEY = re.compile(
     r"((use_)?(hf|auth|access|api|bearer)_)?token|.*(secret|passw|api_?key|credential).*", re.IGNORECASE
 )
-_HARMLESS = {int, float, bool, type(None)}  # most of what a report holds
-# Whatever their origin: tokens of the Hugging Face hub, and name:password@ in an address.
+_HARMLESS = {int, float, bool, type(None)}  # most values of a report
+# Tokens of the Hugging Face hub, and name:password@ in an address, wherever they come from.
 _BY_LOOKS = r"\bhf_[A-Za-z0-9]{16,}\b|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 
 
 def secrets_in(settings: object) -> Iterator[str]:
-    """The text values in mappings and lists whose keys say that they are secret, such as ``token``."""
+    """Yield the texts in mappings and lists whose keys say that they are secret, such as ``token``."""
     if isinstance(settings, Mapping):
         for key, value in settings.items():
             if isinstance(value, str) and _KEY.fullmatch(str(key)):
                 yield value
         settings = [*settings.values()]
-    for item in settings if isinstance(settings, list | tuple) else ():
-        yield from secrets_in(item)
+    if isinstance(settings, list | tuple):
+        for item in settings:
+            yield from secrets_in(item)
 
 
 class Redactor:
-    """Puts ``***`` where a secret of the environment or of a config, or of parts of one, stands."""
+    """Replaces secrets of the environment and of a config, or of parts of one, by ``***``."""
 
     def __init__(self, environ: Mapping[str, str], settings: object = None) -> None:
-        named = (name for name in environ if _VARIABLE.search(name) and not _LOCATION.search(name))
+        secrets = [
+            value for name, value in environ.items() if _VARIABLE.search(name) and not _LOCATION.search(name)
+        ]
+        secrets += secrets_in(settings)
         forms: set[str] = set()
-        for secret in map(str.strip, (*(environ[name] for name in named), *secrets_in(settings))):
-            # As it may stand in text: as it is, by its lines, and as Python, JSON or an address write it.
+        for secret in map(str.strip, secrets):
+            # Text may have the secret itself, single lines of it, or Python's, JSON's or an address's spelling.
             forms |= {secret, *secret.splitlines(), repr(secret)[1:-1], json.dumps(secret)[1:-1]}
             forms.add(quote(secret, safe=""))
-        # The longest first, since a secret may begin like another.
+        # The longest first, because a secret may begin like another.
         forms = {form for form in forms if len(form) >= _MIN_CHARACTERS}
-        listed = [re.escape(form) for form in sorted(forms, key=lambda form: (-len(form), form))]
-        self._pattern = re.compile("|".join([*listed, _BY_LOOKS]))
+        patterns = [re.escape(form) for form in sorted(forms, key=lambda form: (-len(form), form))]
+        self._pattern = re.compile("|".join([*patterns, _BY_LOOKS]))
 
     def __call__(self, text: str) -> str:
         return self._pattern.sub(MASK, text)
 
     def document(self, value: Any) -> Any:
-        """Every text redacted in mappings (their keys aside), lists, tuples and dataclasses; the rest as it is,
-        and what holds no secret is the same object."""
+        """Redact every text in mappings (except keys), lists, tuples and dataclasses.
+
+        A value without secrets is returned itself, not a copy.
+        """
         if isinstance(value, str):
             return self(value)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -88,7 +93,7 @@ class Redactor:
 
 
 class RedactingFormatter(logging.Formatter):
-    """A log's formatter; not a filter, which would have to know of tracebacks and stacks as well."""
+    """A log's formatter without secrets; a filter would not see tracebacks."""
 
     def __init__(self, pattern: str, redactor: Redactor) -> None:
         super().__init__(pattern)
@@ -110,10 +115,10 @@ def redacted_errors(redactor: Redactor | None = None) -> Iterator[None]:
 
 
 class RedactedStream:
-    """A text stream without secrets, on which writing never fails.
+    """A text stream that redacts secrets, and on which writing never fails.
 
-    What cannot be printed is dropped: the terminal or the reader (`| head`) is gone, a disk behind a redirection is
-    full, or somebody closed the stream.  Nor is a secret redacted that is printed in pieces.
+    Text is dropped if the terminal or the reader (`| head`) is gone, the disk of a redirection is full, or the
+    stream was closed. A secret that is printed in pieces is not redacted.
     """
 
     def __init__(self, stream: IO[str], redactor: Redactor) -> None:
@@ -145,7 +150,7 @@ class RedactedStream:
 
 
 class _RedactedBytes:
-    """The bytes under a ``RedactedStream``, which takes them as text."""
+    """The ``buffer`` of a ``RedactedStream``, which turns bytes into text."""
 
     def __init__(self, stream: RedactedStream) -> None:
         self._stream = stream
@@ -159,15 +164,15 @@ class _RedactedBytes:
 
 
 def guard_output(redactor: Redactor) -> None:
-    """Redact whatever Python prints to standard output and error from now on, be it by rich, logging or a library.
+    """Redact all that Python prints to standard output and error from now on, by rich, logging or a library.
 
-    Characters that the stream's encoding lacks are written as escapes.  What a library in C writes to the
-    descriptors themselves is not redacted.  Called again, it adds a redactor.
+    Characters that the stream's encoding lacks are written as escapes. Output that a C library writes to the file
+    descriptors is not redacted. A second call adds a redactor.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if isinstance(stream, RedactedStream):  # which libraries' log handlers may hold
+        if isinstance(stream, RedactedStream):  # not replaced, because libraries' log handlers may use it
             stream.redactors.append(redactor)
-        elif isinstance(stream, io.TextIOWrapper):  # otherwise it is a notebook's or a test's
+        elif isinstance(stream, io.TextIOWrapper):  # other streams are a notebook's or a test's
             stream.reconfigure(errors="backslashreplace")
             setattr(sys, name, RedactedStream(stream, redactor))

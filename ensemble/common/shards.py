@@ -61,7 +61,7 @@ def shard_table(content: bytes | None, rows: int) -> pa.Table | None:
         table = pa_csv.read_csv(io.BytesIO(content), convert_options=options)
     except pa.ArrowInvalid:
         return None
-    if table.column_names != ["row", *(f"p{label}" for label in range(len(names) - 1))]:
+    if table.column_names != ["row"] + [f"p{label}" for label in range(len(names) - 1)]:
         return None
     numbers = table.column("row").to_numpy()
     return table if not len(numbers) or (numbers.min() >= 0 and numbers.max() < rows) else None

@@ -44,7 +44,7 @@ class Interval:
 
     @property
     def size(self) -> Interval:
-        """The difference without its sign, as in "0.01 worse"."""
+        """Return the difference without its sign, as in "0.01 worse"."""
         return self if self.value >= 0 else Interval(-self.value, -self.high, -self.low)
 
 
@@ -65,7 +65,7 @@ class Resamples:
 
     @cached_property
     def _counts(self) -> npt.NDArray[np.uint16]:
-        """How often each group is in each resample, [resamples, groups]."""
+        """Return how often each group is in each resample, [resamples, groups]."""
         counts = np.zeros((RESAMPLES, self._groups), np.uint16)
         for row in counts:
             row[:] = np.bincount(
@@ -199,7 +199,7 @@ class Scoring:
 
     @property
     def loss(self) -> float:
-        """The sum of all losses."""
+        """Return the sum of all losses."""
         return float(self._losses.sum())
 
     def score(self) -> Score | None:

@@ -1,1 +1,1 @@
-"""The child process: one member on its devices.  The only room that may import torch or transformers."""
+"""The child process of one member. Together with the members' child sides, the only code that imports torch."""

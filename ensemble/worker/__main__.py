@@ -1,8 +1,8 @@
-"""A worker process: its signals, its channel to the parent, its heartbeat; what it does is in ``session``.
+"""Run a worker process: set up its signals, its channel to the parent and its heartbeat; ``session`` does the work.
 
-Everything a library prints goes to the log file that is this process's standard output and error.  Stacks go there
-too: an exception's, and all threads' where SIGSEGV or SIGABRT ends the process (the parent sends the latter to one
-that hangs).  Neither log nor events tell secrets.
+The log file is this process's standard output and error. It gets what libraries print, and stacks: those of
+exceptions, and those of all threads if SIGSEGV or SIGABRT ends the process (the parent sends SIGABRT to a worker
+that hangs). Secrets are redacted in log and events.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ensemble.common.python_process import die_with_parent
 from ensemble.worker.channel import CommandReader, HeartbeatThread, event_sender
 from ensemble.worker.session import Terminated, serve
 
-# After SIGTERM, for the main thread's way out, which removes its temporary file; a forward pass may keep it longer.
+# After SIGTERM the main thread has this long to remove its temporary file and end; a forward pass may take longer.
 END_SECONDS = 1.0
 
 
@@ -37,7 +37,7 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with_parent(arguments.parent_pid)
     faulthandler.enable()
-    # No core: the memory of a process that holds a model, written where the user's run stands; the stacks say more.
+    # No core dumps: they are as large as the model, and the stacks say more.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     send = event_sender(arguments.events_fd)
     heartbeat = HeartbeatThread(send)
@@ -47,8 +47,8 @@ def main() -> None:
         end_on_sigterm()
         commands.start()
         code = serve(commands, send, heartbeat, began)
-        # Not sys.exit: interpreter teardown with a CUDA context and thread pools alive takes seconds and can hang,
-        # and everything this process owns on disk is already complete.
+        # Not sys.exit: with a CUDA context and thread pools, the interpreter's teardown takes seconds and can hang,
+        # and all files of this process are complete.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
@@ -60,37 +60,37 @@ def main() -> None:
 
 
 def end_on_sigterm() -> None:
-    """From now on SIGTERM raises ``Terminated`` in the main thread; to be called from there.
+    """Let SIGTERM raise ``Terminated`` in the main thread, which must call this.
 
-    Python runs handlers between two bytecodes of its main thread only, which can be deep in a library.  So
-    another thread hears of the signal as well: it ends the process after ``END_SECONDS``, at a second SIGTERM at
-    once.
+    Python runs handlers only between two bytecodes of its main thread, which can be deep in a library. Therefore
+    another thread is woken by the signal, too: it ends the process after ``END_SECONDS``, or at once after a
+    second SIGTERM.
 
-    SIGINT and SIGHUP are the parent's to handle, also where they are sent to every process there is: a worker that
-    ended by one would look as if it had failed.
+    SIGINT and SIGHUP are ignored, because the parent handles them even if every process gets them: a worker that
+    they ended would look like a failed one.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
     signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, _drop)
-    threading.Thread(target=_watch, args=(read_fd,), name="shutdown", daemon=True).start()
+    signal.signal(signal.SIGTERM, _raise_terminated)
+    threading.Thread(target=_end_after_sigterm, args=(read_fd,), name="shutdown", daemon=True).start()
 
 
 def end_by(number: int) -> NoReturn:
-    """End this process by the signal as if nothing handled it, from any thread, so that the parent sees which."""
-    ctypes.CDLL(None).signal(number, None)  # Python's own signal.signal() is for the main thread
+    """End this process by an unhandled signal, from any thread, so that the parent sees which signal it was."""
+    ctypes.CDLL(None).signal(number, None)  # Python's signal.signal() works in the main thread alone
     os.kill(os.getpid(), number)
     os._exit(128 + number)
 
 
-def _drop(number: int, frame: FrameType | None) -> NoReturn:
+def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     raise Terminated
 
 
-def _watch(read_fd: int) -> None:
+def _end_after_sigterm(read_fd: int) -> None:
     received = b""
     while signal.SIGTERM not in received:
         received += os.read(read_fd, 64)

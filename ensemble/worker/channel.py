@@ -1,7 +1,7 @@
-"""The worker's ends of the channel to the parent: commands as they arrive, events as they are sent, the heartbeat.
+"""The worker's side of the channel to the parent: commands, events and the heartbeat.
 
-Everything a library prints goes to the log file that is this process's standard output and error; the events
-have a pipe of their own, so that no print can break the protocol.
+What libraries print goes to the log file, which is this process's standard output and error. Events have a pipe of
+their own, so that no print can break the protocol.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INTERVAL_SECONDS = 2.0
 
 
 def event_sender(events_fd: int) -> Callable[[Event], None]:
-    """What sends an event there, from any thread."""
+    """Return a function that sends an event to the parent, from any thread."""
     os.set_inheritable(events_fd, False)
     lock = threading.Lock()
 
@@ -30,16 +30,16 @@ def event_sender(events_fd: int) -> Callable[[Event], None]:
                 while data:
                     data = data[os.write(events_fd, data) :]
         except OSError:
-            os._exit(1)  # the parent has gone: there is nobody to compute for
+            os._exit(1)  # the parent is gone
 
     return send
 
 
 class HeartbeatThread:
-    """Says how long ago the main thread took a step: when it is started, and then every ``INTERVAL_SECONDS``.
+    """Sends how long ago the main thread finished a step, at its start and then every ``INTERVAL_SECONDS``.
 
     Attributes:
-        clock: in seconds; leaves out the time in which this process was stopped.
+        clock: in seconds, without the time in which this process was stopped.
     """
 
     def __init__(self, send: Callable[[Event], None]) -> None:
@@ -52,23 +52,23 @@ class HeartbeatThread:
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def step(self) -> None:
-        """The main thread got somewhere: a command has come, a batch is done."""
+        """Note that the main thread finished a step: a command has come, a batch is done."""
         self._last_step = self.clock()
 
     def wait(self) -> None:
-        """The main thread waits for a command; however long that takes, it does not hang."""
+        """Note that the main thread waits for a command, and does not hang."""
         self._last_step = None
 
     def begin_write(self) -> None:
-        """Another thread begins to write a shard: until ``end_write``, this process can hang in that."""
+        """Note that another thread writes a shard, and may hang, until ``end_write``."""
         self._writing_since = self.clock()
 
     def end_write(self) -> None:
         self._writing_since = None
 
     def idle_seconds(self) -> float:
-        """Seconds since the last step; 0 while there is nothing to do."""
-        now = self.clock()  # in any case, so that it is read at every heartbeat
+        """Return the seconds since the last step; 0 while there is nothing to do."""
+        now = self.clock()  # always, because the clock must be read at every heartbeat
         last = self._last_step if self._last_step is not None else self._writing_since
         return 0.0 if last is None else round(now - last, 3)
 
@@ -79,9 +79,9 @@ class HeartbeatThread:
 
 
 class CommandReader:
-    """Commands as they arrive on standard input, which itself becomes empty, so that no library can wait on it.
+    """Yields commands from standard input, which becomes empty, so that no library can wait for it.
 
-    The heartbeat is told when the main thread waits, and when it has got a command.
+    The heartbeat is told when the main thread waits and when a command comes.
     """
 
     def __init__(self, heartbeat: HeartbeatThread) -> None:
@@ -97,7 +97,7 @@ class CommandReader:
         threading.Thread(target=self._read, args=(commands_fd,), name="commands", daemon=True).start()
 
     def stop(self) -> None:
-        """Let the main thread come to its end as if it had been told to, from any thread."""
+        """Stop the main thread like a ``Stop`` command, from any thread."""
         self._arrived.put(Stop())
 
     def __iter__(self) -> Iterator[Command]:
@@ -113,4 +113,4 @@ class CommandReader:
                 for line in lines:
                     self._arrived.put(decode(line))
         finally:
-            os._exit(1)  # the parent has gone or talks nonsense: there is nobody to compute for
+            os._exit(1)  # the parent is gone, or does not follow the protocol

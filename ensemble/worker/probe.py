@@ -1,6 +1,6 @@
-"""A test process: whether torch works on the one device that this process can see.
+"""Test whether torch works on the one device that this process can see.
 
-Prints one line of JSON on standard output and nothing else there; what libraries print goes to standard error.
+Standard output gets one line of JSON; what libraries print goes to standard error.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 _SIZE = 256
-# Against a product in float64 of the same numbers, relative to its largest: a few roundings of the result, which
-# has 24, 11 and 8 bits; on GPUs half precision may also be summed in half precision.
+# The largest error of a product, relative to its largest number: a few roundings of results with 24, 11 and 8 bits;
+# GPUs may also add up half precision in half precision.
 _TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--flash-attention", action="store_true")
     arguments = parser.parse_args()
     die_with_parent(arguments.parent_pid)
-    # Whoever started this ends it in time; the alarm is for systems where nothing tells that it has gone.
+    # The parent ends this process in time; the alarm is for systems without a signal that the parent is gone.
     signal.alarm(arguments.seconds)
     line_fd = os.dup(1)
     os.dup2(2, 1)
@@ -46,18 +46,18 @@ def main() -> None:
             report["has_flash_attention"] = has_flash_attention()
     os.write(line_fd, f"{json.dumps(report)}\n".encode())
     sys.stderr.flush()
-    os._exit(0)  # as a worker does: with a CUDA context alive the interpreter's teardown can hang
+    os._exit(0)  # as workers do: with a CUDA context, the interpreter's teardown can hang
 
 
 def probe(on_gpu: bool, allocate_bytes: int, imports: list[str]) -> dict[str, Any]:
     """Try torch on the first GPU or on the CPU, then import modules.
 
     Args:
-        allocate_bytes: how much to allocate and free; at most half of what is free on a GPU.
+        allocate_bytes: how much to allocate and free; on a GPU at most half of its free memory.
         imports: modules that a worker needs besides torch.
 
     Returns:
-        The facts, the types of numbers that ``passed``, and ``errors``: what failed, by what was tried.
+        facts, the dtypes that ``passed``, and ``errors`` by what was tried.
     """
     errors: dict[str, str] = {}
     report: dict[str, Any] = {"errors": errors, "passed": []}
@@ -78,8 +78,9 @@ def probe(on_gpu: bool, allocate_bytes: int, imports: list[str]) -> dict[str, An
         if on_gpu:
             with _trying("ask the GPU", errors):
                 report["capability"] = torch.cuda.get_device_capability()
-                # Below 8.0 bfloat16 is only emulated, and no member gets it there.
-                names += ["float16", *(["bfloat16"] if report["capability"] >= (8, 0) else [])]
+                names.append("float16")
+                if report["capability"] >= (8, 0):  # older GPUs emulate bfloat16, and no member uses it there
+                    names.append("bfloat16")
                 report["free_bytes"] = torch.cuda.mem_get_info()[0]
                 allocate_bytes = min(allocate_bytes, report["free_bytes"] // 2)
         with _trying(f"allocate {allocate_bytes >> 20} MiB", errors):
@@ -101,33 +102,29 @@ def probe(on_gpu: bool, allocate_bytes: int, imports: list[str]) -> dict[str, An
 
 
 def check_library(bitsandbytes: Any) -> None:
-    """Whether bitsandbytes has opened a library for torch's CUDA: without one its import succeeds all the same.
-
-    Raises:
-        RuntimeError: it has not.
-    """
+    """Raise RuntimeError if bitsandbytes, although it could be imported, has no library for torch's CUDA."""
     library = bitsandbytes.cextension.lib
     if not library.compiled_with_cuda:
-        reason = getattr(library, "formatted_error", "")  # a build for CPUs has a function by any name
+        reason = getattr(library, "formatted_error", "")  # builds for CPUs return a function for any name
         raise RuntimeError(reason if isinstance(reason, str) and reason else "it is a build for CPUs")
 
 
 def product_error(dtype: torch.dtype, device: torch.device) -> float:
-    """How far a product of two matrices is off, relative to its largest number."""
+    """Return the error of a product of two matrices, relative to its largest number."""
     import torch
 
     random = torch.Generator().manual_seed(0)
     left, right = (torch.randn(_SIZE, _SIZE, generator=random).to(dtype) for _ in range(2))
     expected = left.double() @ right.double()
-    # The product is cuBLAS's work; making it float64 there is a kernel of torch's own, built for other GPUs.
-    got = (left.to(device) @ right.to(device)).double().cpu()
-    return float((got - expected).abs().max() / expected.abs().max())
+    # cuBLAS computes the product; its cast to float64 tests a kernel of torch, which may be built for other GPUs.
+    product = (left.to(device) @ right.to(device)).double().cpu()
+    return float((product - expected).abs().max() / expected.abs().max())
 
 
 def has_flash_attention() -> bool:
-    """Whether flash-attention 2 is there, is taken by transformers, and computes capped scores right on this GPU.
+    """Return whether transformers accepts flash-attention 2, and it computes capped scores right on this GPU.
 
-    That its package can be found does not mean so: a build for another torch, CUDA or GPU fails when it is used.
+    An installed package does not prove that: a build for another torch, CUDA or GPU fails when it is used.
     """
     import torch
     from transformers.utils import is_flash_attn_2_available
@@ -143,16 +140,16 @@ def has_flash_attention() -> bool:
     scores = cap * torch.tanh(scores / cap)
     scores = scores.masked_fill(torch.ones(32, 32, dtype=torch.bool).triu(1), float("-inf"))
     expected = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value.double())
-    got = flash_attn_func(
+    output = flash_attn_func(
         query.cuda(), key.cuda(), value.cuda(), softmax_scale=scale, causal=True, softcap=cap
     )
-    return bool((got.double().cpu() - expected).abs().max() < _TOLERANCES["float16"])
+    return bool((output.double().cpu() - expected).abs().max() < _TOLERANCES["float16"])
 
 
 @contextlib.contextmanager
 def _trying(what: str, errors: dict[str, str]) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # whatever it is, it is the finding
+    except Exception as error:  # any error is a result
         first_line = str(error).strip().partition("\n")[0].strip()
         errors[what] = f"{type(error).__name__}: {first_line}"[:300]

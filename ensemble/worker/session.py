@@ -1,6 +1,6 @@
-"""A worker's session: commands in, events out, one member's shards on disk in between.
+"""A worker's session: follow commands, send events, and write one member's shards.
 
-Knows nothing of what a member is: that is its kind's, whose child side the spec names.
+The child side of the member's kind, which the spec names, computes the values.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Terminated(BaseException):
 def serve(
     commands: CommandReader, send: Callable[[Event], None], heartbeat: HeartbeatThread, began: float
 ) -> int:
-    """Do as the commands say until the end, and answer with events; returns the process's exit code.
+    """Follow commands until the end, answer with events, and return the process's exit code.
 
     Args:
-        heartbeat: is told of every step; its clock times the chunks.
+        heartbeat: notes every step; its clock times the chunks.
         began: when this process started, on the monotonic clock, in seconds.
 
     Raises:
@@ -94,38 +94,45 @@ def serve(
                     send_redacted(ChunkFailed(chunk, type(error).__name__, one_line(error, redact), trace))
                 chunk = None
         session.close()
-    except BaseException as error:  # whatever it is, the parent must hear of it before this process ends
-        is_told_to_end = isinstance(error, Terminated)
-        trace = "" if is_told_to_end else _logged_traceback()
+    except BaseException as error:  # the parent must hear of any error before this process ends
+        is_terminated = isinstance(error, Terminated)
+        trace = "" if is_terminated else _logged_traceback()
         if session is not None:
-            # A shard that is being written takes a moment, and no half of it is left behind.
+            # Writing a shard takes a moment; an unfinished one would leave a temporary file.
             with contextlib.suppress(Exception):
                 session.wait()
             if session.unwritten_chunk is not None:
                 chunk = session.unwritten_chunk
-        if is_told_to_end:
+        if is_terminated:
             raise
         can_retry = classify(error) is Verdict.SUSPECT
-        send_redacted(Failed(type(error).__name__, one_line(error, redact), trace, chunk, can_retry))
+        failure = Failed(
+            error_type=type(error).__name__,
+            message=one_line(error, redact),
+            traceback=trace,
+            chunk=chunk,
+            can_retry=can_retry,
+        )
+        send_redacted(failure)
         return 1
     return 0
 
 
 class Session:
-    """A member in this process, whatever its kind: what comes before, between and after its predictions.
+    """A member in this process, of any kind.
 
-    Made, it has imported the kind's libraries, said so, and holds a predictor that needs no device yet.
+    The constructor imports the kind's libraries, sends ``Started``, and makes a predictor that uses no device yet.
 
     Args:
-        failed: called by another thread when a shard could not be written; ``predict`` and ``close`` raise why.
+        failed: called by another thread if a shard cannot be written; ``predict`` and ``close`` raise the error.
 
     Attributes:
         predictor: the kind's.
-        unwritten_chunk: the number of the chunk whose shard could not be written; None: there is none.
+        unwritten_chunk: the number of the chunk whose shard could not be written, or None.
 
     Raises:
-        FilesChanged: the member's files are no longer those that the run has begun with.
-        Exception: whatever the kind's child side raises.
+        FilesChanged: the member's files have changed since the run began.
+        Exception: any error of the kind's child side.
     """
 
     def __init__(
@@ -145,7 +152,7 @@ class Session:
         self._writing: Future[None] | None = None
         child = cast(Child, importlib.import_module(start.spec.kind))
         versions = {"python": platform.python_version(), **child.import_libraries()}
-        # Not before: some libraries must be the first to import numpy or pyarrow.
+        # Not earlier, because some libraries must be the first to import numpy or pyarrow.
         keep_pandas_out()
         import numpy as np
 
@@ -165,7 +172,7 @@ class Session:
         self._making_seconds = time.monotonic() - making_since
 
     def load(self) -> None:
-        """Put the member on its devices; raises what making a session does."""
+        """Put the member on its devices; raises as the constructor does."""
         began = time.monotonic()
         with self._unchanged():
             ready = self.predictor.load()
@@ -175,12 +182,12 @@ class Session:
     def predict(self, command: Predict) -> None:
         """Compute a chunk; a thread writes its shard, without the rows that cannot be computed.
 
-        Returns when the device has nothing left to do for the chunk.  No more than one shard is being written while
-        the next chunk is computed.
+        This returns when the device has finished the chunk. At most one shard is written while the next chunk is
+        computed.
 
         Raises:
             WriteError: an earlier shard could not be written; ``unwritten_chunk`` says which.
-            Exception: whatever comes out of the predictor; which row is to blame is not known then.
+            Exception: any error of the predictor; the row to blame is unknown.
         """
         began, last = self._heartbeat.clock(), time.monotonic()
 
@@ -197,7 +204,7 @@ class Session:
                 self._heartbeat.end_write()
                 seconds = self._heartbeat.clock() - began
                 self._send(replace(done, counters=replace(done.counters, predict_seconds=seconds)))
-            except BaseException:  # whatever it is, the main thread must hear of it
+            except BaseException:  # the main thread must hear of any error
                 self.unwritten_chunk = command.chunk
                 self._failed()
                 raise
@@ -219,34 +226,34 @@ class Session:
         return np.frombuffer(base64.b64decode(command.rows), "<i4").astype(np.int64)
 
     def wait(self) -> None:
-        """Until the last shard stands under its name; raises why it could not be written."""
+        """Wait until the last shard is complete; raise the error if it could not be written."""
         if self._writing is not None:
             self._writing.result()
 
     def close(self) -> None:
-        """There is nothing left to do; raises as ``wait`` does."""
+        """Close the predictor once the last shard is complete; raises as ``wait`` does."""
         self.wait()
         self.predictor.close()
         self._send(Closed(_peak_memory_bytes(), self.predictor.peak_gpu_memory_bytes()))
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Whatever is read of the member's files meanwhile is of the files that the run has begun with."""
+        """Raise FilesChanged if the member's files have changed since the run began."""
         try:
             yield
-        finally:  # half a new file ends in an error that does not say so
+        finally:  # reading a changed file may raise an error that does not say so
             check_unchanged(self._common.files)
 
 
 def _logged_traceback() -> str:
     text = traceback.format_exc()
-    with contextlib.suppress(OSError):  # the disk may be full, and the parent must hear of it all the same
+    with contextlib.suppress(OSError):  # even if the disk is full, the parent must hear of the error
         print(text, file=sys.stderr, flush=True)  # noqa: T201
     return text
 
 
 def _peak_memory_bytes() -> int:
-    # Not ru_maxrss first: on Linux it survives the exec and can be the parent's peak.
+    # Not ru_maxrss, which on Linux survives the exec and can be the parent's peak.
     with contextlib.suppress(OSError, IndexError):
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
         return int(status.partition("\nVmHWM:")[2].split()[0]) * 1024

@@ -1,4 +1,4 @@
-"""What came of a chunk -> its shard on disk, without the rows that cannot be computed."""
+"""Write a chunk's predictions as a shard, without the rows that cannot be computed."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def write_shard(
     prediction: Prediction,
     table_rows: int,
 ) -> ChunkDone:
-    """Write a chunk's shard under its final name.
+    """Write a chunk's shard.
 
     Args:
-        spec: says where shards go, what the numbers in them are, and which files must not change.
-        rows: the chunk's rows, numbered through the views of the table; the shard has their numbers in the table,
-            and labels that have changed places in their view are back in them.
-        prediction: of these.
-        table_rows: how many the table has.
+        spec: says where shards go, what the values are, and which files must not change.
+        rows: the chunk's rows, numbered through the views of the table. The shard has their numbers in the table,
+            and labels that a view has reordered are in the config's order again.
+        prediction: of these rows.
+        table_rows: how many rows the table has.
 
     Raises:
-        ValueError: the prediction is of another shape than was asked for.
+        ValueError: the prediction has a wrong shape.
         WriteError: the shard could not be written.
-        FilesChanged: the member's files are no longer those it was to be made of; there is no shard then.
+        FilesChanged: the member's files have changed since the run began; there is no shard then.
     """
     values = np.asarray(prediction.values, dtype=np.float64)
     expected = (len(rows), len(spec.labels))
@@ -44,26 +44,29 @@ def write_shard(
     good = _good_rows(values, spec.activation)
     good[list(prediction.bad_rows)] = False
     reason = "came out as NaN, infinite or not as probabilities"
-    reason += f"; {prediction.advice}" if prediction.advice else ""
+    if prediction.advice:
+        reason += f"; {prediction.advice}"
     bad = dict.fromkeys(np.flatnonzero(~good).tolist(), reason) | dict(prediction.bad_rows)
     bad_places = sorted(bad, key=rows.__getitem__)
 
-    folder, places = "", rows
+    folder, table_numbers = "", rows
     if spec.views:
         number = int(rows[0]) // table_rows if len(rows) else 0
-        view, places = spec.views[number], rows - number * table_rows
-        folder, values = f"{view.folder}/", values[:, list(view.label_order)]
-    columns = {"row": pa.array(places[good])}
+        view = spec.views[number]
+        folder = f"{view.folder}/"
+        table_numbers = rows - number * table_rows
+        values = values[:, list(view.label_order)]
+    columns = {"row": pa.array(table_numbers[good])}
     columns |= {f"p{label}": pa.array(numbers) for label, numbers in enumerate(values[good].T)}
     buffer = pa.BufferOutputStream()
     pa_csv.write_csv(pa.table(columns), buffer)
     content = buffer.getvalue().to_pybytes()
     name = folder + shard_name(command.start, command.stop, content)
-    if folder:  # on another machine than the run's
+    if folder:  # may be missing on a machine that is not the run's
         (Path(spec.shards_dir) / folder).mkdir(parents=True, exist_ok=True)
     with atomic_path(Path(spec.shards_dir) / name) as temporary:
         temporary.write_bytes(content)
-        # Last: weights can be mapped, so that whoever writes into their file changes a loaded model.
+        # Last, because weights can be mapped: writing into their file changes a loaded model.
         check_unchanged(spec.files)
     return ChunkDone(
         chunk=command.chunk,
@@ -75,7 +78,7 @@ def write_shard(
 
 
 def _good_rows(values: npt.NDArray[np.float64], activation: Activation) -> npt.NDArray[np.bool_]:
-    """Which rows are finite, and for probabilities within 0..1, summing to 1 where they exclude each other."""
+    """Return which rows are finite, and if they are probabilities, valid ones, [rows]."""
     good = np.isfinite(values).all(axis=1)
     with np.errstate(invalid="ignore"):
         if activation != "none":

@@ -44,13 +44,13 @@ class RankMean(MergeMethod):
 
     def _rank(self) -> None:
         blocks = [*self._blocks.values()]
-        for place in np.ndindex(len(self.members.names), len(self.members.labels)):
-            column = np.concatenate([block[place[0], :, place[1]] for block in blocks])
+        for member, label in np.ndindex(len(self.members.names), len(self.members.labels)):
+            column = np.concatenate([block[member, :, label] for block in blocks])
             is_present = ~np.isnan(column)
             column[is_present] = _shares(column[is_present])
             ends = np.cumsum([block.shape[1] for block in blocks])[:-1]
             for block, ranks in zip(blocks, np.split(column, ends), strict=True):
-                block[place[0], :, place[1]] = ranks
+                block[member, :, label] = ranks
         self._are_ranks = True
 
 
