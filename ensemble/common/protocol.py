@@ -94,7 +94,7 @@ class WorkerSpec:
     """Everything a worker must know about its member."""
 
     common: CommonSpec
-    kind: str  # the module of its kind's child side, such as "ensemble.members.seq_cls.child"
+    kind: str  # the child side of its kind, such as "ensemble.members.python.child"; see ``predictor.load_child``
     settings: dict[str, Any]  # of that kind, as JSON values
 
 

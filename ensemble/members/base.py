@@ -207,7 +207,7 @@ class MemberKind(ABC, Generic[S, I]):
     Attributes:
         Settings: the type of ``settings``; its ``task_type`` names the kind.
         needs_worker: whether workers compute its predictions.
-        child: the module that its workers run (see ``predictor.Child``).
+        child: the child side that its workers run (see ``predictor.load_child``).
         activation_key: the key that says what its values are, for advice; empty: there is no such key.
         rows_advice: what to do about wrong values in predictions that it has already.
     """

@@ -1,16 +1,17 @@
 """The child side of a member kind: what a worker process needs of it, and all that it knows of it.
 
-A spec names the module that is a kind's child side.  It has the functions of ``Child``, and importing it must
-cost next to nothing: what is slow to import comes with ``import_libraries``.
+A spec names a kind's child side (see ``load_child``).  Importing its module must cost next to nothing: what is slow
+to import comes with ``import_libraries``.
 """
 
 # ruff: noqa: B027  most kinds need none of what is empty here
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ensemble.common.protocol import CommonSpec, Counters, Ready
 
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class Child(Protocol):
-    """The module of a kind's child side."""
+    """A kind's child side: a module, or an object."""
 
     def import_libraries(self) -> Mapping[str, str]:
-        """Import what predicting takes; returns the versions of what was imported, by name.
+        """Import what predicting takes and return the versions of what was imported, by name.
 
         pandas, too, where it is needed: pyarrow does without it if it comes later (``common.python_process``).
         """
@@ -33,24 +34,36 @@ class Child(Protocol):
     def make_predictor(
         self, common: CommonSpec, settings: Mapping[str, Any], table: PublishedTable
     ) -> Predictor:
-        """Everything that needs no device; ``settings`` are the kind's own, as JSON gives them."""
+        """Do everything that needs no device; ``settings`` are the kind's own, as JSON gives them."""
+
+
+def load_child(kind: str) -> Child:
+    """Import a kind's child side.
+
+    Args:
+        kind: its module; or ``module:predictor`` for a module that serves several kinds and has ``child_of``, which
+            makes a child side of the predictor's dotted path.
+    """
+    module_name, _, predictor = kind.partition(":")
+    module = importlib.import_module(module_name)
+    return cast(Child, module.child_of(predictor) if predictor else module)
 
 
 class Report(Protocol):
-    """Tells that a step is done, such as a batch, and how much of the rows at hand is computed by now."""
+    """Report that a step such as a batch is done, and how many rows and tokens are computed by now."""
 
     def __call__(self, rows: int, tokens: int = 0, padded_tokens: int = 0) -> None: ...
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What came of some rows.
+    """The result of some rows.
 
     Attributes:
         values: probabilities in the config's order of labels, float64 [rows, labels]; those of bad rows do not
             count.
-        bad_rows: rows that cannot be computed, by their places among these, with the reasons.
-        counters: what it took; chunks, rows, bad rows and the whole time are counted by the worker.
+        bad_rows: why rows cannot be computed, by their positions among these.
+        counters: the work done; chunks, rows, bad rows and the whole time are counted by the worker.
         advice: what is probably wrong, and what to do about it, where a row's values are not finite or no
             probabilities; such a row is a bad one, too.
     """
@@ -70,7 +83,7 @@ class Predictor(ABC):
 
     @abstractmethod
     def load(self) -> Ready:
-        """The devices are there: load onto them; ``load_seconds`` is filled in by the worker.
+        """Load onto the devices, which are free now; the worker fills in ``load_seconds``.
 
         Raises:
             ValueError: it cannot be used, with the reason and what to do, in a sentence for the user.
@@ -78,20 +91,19 @@ class Predictor(ABC):
 
     @abstractmethod
     def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
-        """Predict rows of the table, by their numbers; returns when the devices have nothing left to do for them.
+        """Predict rows of the table, by their numbers, and return when the devices have finished them.
 
         Raises:
-            MemberError: no rows would fare better, nor would another process.
-            Exception: whatever else it is, which row is to blame is not known; see
-                ``common.torch_errors.classify``.
+            MemberError: all rows would fail, in any process.
+            Exception: any other error, of which nobody knows the row; see ``common.torch_errors.classify``.
         """
 
     def check_device(self) -> None:
-        """Raise what an error before has left behind, if this process can compute nothing any more."""
+        """Raise an error if an earlier one has left the devices unusable for this process."""
 
     def peak_gpu_memory_bytes(self) -> int | None:
-        """The most that was ever held on one of the GPUs; None on a CPU."""
+        """Return the peak memory of the GPU that used most; None on a CPU."""
         return None
 
     def close(self) -> None:
-        """There is nothing left to do."""
+        """Release what the predictor holds, after its last rows."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import importlib
 import os
 import platform
 import resource
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from ensemble.common.files import check_unchanged
 from ensemble.common.protocol import (
@@ -37,7 +36,7 @@ from ensemble.common.protocol import (
 from ensemble.common.python_process import keep_pandas_out
 from ensemble.common.redact import Redactor, guard_output
 from ensemble.common.torch_errors import Verdict, classify, one_line
-from ensemble.members.predictor import Child
+from ensemble.members.predictor import load_child
 from ensemble.worker.channel import CommandReader, HeartbeatThread
 
 if TYPE_CHECKING:
@@ -150,7 +149,7 @@ class Session:
         self.unwritten_chunk: int | None = None
         self._writer = ThreadPoolExecutor(1, "writer")
         self._writing: Future[None] | None = None
-        child = cast(Child, importlib.import_module(start.spec.kind))
+        child = load_child(start.spec.kind)
         versions = {"python": platform.python_version(), **child.import_libraries()}
         # Not earlier, because some libraries must be the first to import numpy or pyarrow.
         keep_pandas_out()

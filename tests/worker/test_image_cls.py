@@ -13,6 +13,7 @@ from ensemble.common.protocol import CommonSpec, Counters
 from ensemble.data.published_table import PublishedTable
 from ensemble.data.table import InputTable
 from ensemble.members.base import Assigned, OutputColumns
+from ensemble.members.predictor import load_child
 from tests.checkpoints import image_reference, make_image_checkpoint
 from tests.images import make_image
 
@@ -21,7 +22,6 @@ LABELS = ("a", "b", "c")
 
 def make_member(folder: Path, paths: list[Path], gpus: int = 0, **keys: Any) -> Any:
     """The predictor of a checkpoint in ``folder`` over these images, loaded."""
-    from ensemble.members.image_cls.child import make_predictor
     from ensemble.members.image_cls.parent import ImageClassification
     from ensemble.members.image_cls.settings import ImageClassifierSettings
 
@@ -43,7 +43,9 @@ def make_member(folder: Path, paths: list[Path], gpus: int = 0, **keys: Any) -> 
         shards_dir="",
     )
     table = PublishedTable(folder / "table.arrow")
-    member = make_predictor(common, kind.worker_settings(inspected, assigned, None), table)
+    member = load_child(kind.child).make_predictor(
+        common, kind.worker_settings(inspected, assigned, None), table
+    )
     member.load()
     return member
 

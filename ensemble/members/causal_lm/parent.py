@@ -25,7 +25,7 @@ from ensemble.members.huggingface.checkpoint.inspect import (
 from ensemble.members.huggingface.checkpoint.tokenizer_files import stored_encode
 from ensemble.members.huggingface.checkpoint.transformers_source import MODELS, modeling_source, table
 from ensemble.members.huggingface.parent import TextCheckpoint
-from ensemble.members.huggingface.spec import LANGUAGE_MODEL
+from ensemble.members.huggingface.spec import CHILD, LANGUAGE_MODEL
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,7 +50,7 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
     """Describe a language model that transformers loads, and the texts that stand for the labels."""
 
     Settings: ClassVar[type[MemberConfig]] = CausalSettings
-    child: ClassVar[str] = "ensemble.members.causal_lm.child"
+    child: ClassVar[str] = f"{CHILD}:ensemble.members.causal_lm.predictor.CausalMember"
     auto_class: ClassVar[str] = LANGUAGE_MODEL
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from ensemble.members.huggingface.loading.load import Loaded
 from ensemble.members.huggingface.scoring.classifier import probabilities
 from ensemble.members.huggingface.scoring.encode import Prompt
 from ensemble.members.huggingface.scoring.member import TextMember
-from ensemble.members.huggingface.spec import too_much_text
+from ensemble.members.huggingface.spec import CheckpointSpec, too_much_text
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -29,6 +30,8 @@ class CausalMember(TextMember[CausalSpec]):
         OSError: the tokenizer's files cannot be read.
         ValueError: the labels' texts cannot be told apart, or leave no room for a prompt.
     """
+
+    Spec: ClassVar[type[CheckpointSpec]] = CausalSpec
 
     @cached_property
     def _label_ids(self) -> tuple[tuple[int, ...], ...]:

@@ -13,6 +13,8 @@ from typing import Any, Self
 
 from ensemble.common.protocol import CommonSpec, with_tuples
 
+# The child side of all kinds that run a checkpoint, before a colon and the path of the kind's predictor.
+CHILD = "ensemble.members.huggingface.child"
 # Classes of transformers that load a checkpoint; a backbone is one without its head.
 CLASSIFIER, LANGUAGE_MODEL = "AutoModelForSequenceClassification", "AutoModelForCausalLM"
 BACKBONE = "AutoModel"

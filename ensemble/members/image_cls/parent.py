@@ -20,7 +20,7 @@ from ensemble.members.huggingface.checkpoint.digests import hub_commit
 from ensemble.members.huggingface.checkpoint.hub import how_to_install, read_config
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint, label_names
 from ensemble.members.huggingface.parent import HuggingFaceMember, without_fetching
-from ensemble.members.huggingface.spec import IMAGE_CLASSIFIER
+from ensemble.members.huggingface.spec import CHILD, IMAGE_CLASSIFIER
 from ensemble.members.image_cls.settings import ImageClassifierSettings
 from ensemble.members.image_cls.spec import ImageSettings
 
@@ -45,7 +45,7 @@ class ImageClassification(HuggingFaceMember[ImageClassifierSettings, ImageCheckp
     """Describe an image classifier, which transformers loads."""
 
     Settings: ClassVar[type[MemberConfig]] = ImageClassifierSettings
-    child: ClassVar[str] = "ensemble.members.image_cls.child"
+    child: ClassVar[str] = f"{CHILD}:ensemble.members.image_cls.predictor.ImageClassifierMember"
     activation_key: ClassVar[str] = "problem_type"
     auto_class: ClassVar[str] = IMAGE_CLASSIFIER
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from ensemble.members.huggingface.scoring.compiled import compile_model
 from ensemble.members.huggingface.scoring.forward import BatchSizes
 from ensemble.members.huggingface.scoring.member import CheckpointMember
 from ensemble.members.huggingface.scoring.warmup import check_attention
+from ensemble.members.huggingface.spec import CheckpointSpec
 from ensemble.members.image_cls.scoring.images import EncodedImages, ImageReader
 from ensemble.members.image_cls.spec import ImageSpec
 from ensemble.members.predictor import Prediction, Report
@@ -95,6 +96,9 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
         OSError: the image processor's settings cannot be read.
         ValueError: there is no image processor that runs here.
     """
+
+    Spec: ClassVar[type[CheckpointSpec]] = ImageSpec
+    packages: ClassVar[tuple[str, ...]] = ("pillow",)
 
     def __init__(self, spec: ImageSpec, table: PublishedTable) -> None:
         self._reader = ImageReader(spec)

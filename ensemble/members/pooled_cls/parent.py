@@ -16,7 +16,7 @@ from ensemble.members.huggingface.checkpoint.architecture import read_architectu
 from ensemble.members.huggingface.checkpoint.digests import weight_samples
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, activation_of, read_checkpoint
 from ensemble.members.huggingface.parent import TextCheckpoint
-from ensemble.members.huggingface.spec import BACKBONE
+from ensemble.members.huggingface.spec import BACKBONE, CHILD
 from ensemble.members.pooled_cls.head import LAYER_NORM, Head, read_head
 from ensemble.members.pooled_cls.settings import PooledSettings
 
@@ -29,7 +29,7 @@ class PooledClassification(TextCheckpoint[PooledSettings]):
     """Describe a checkpoint that is loaded without its head, and a file with another head."""
 
     Settings: ClassVar[type[MemberConfig]] = PooledSettings
-    child: ClassVar[str] = "ensemble.members.pooled_cls.child"
+    child: ClassVar[str] = f"{CHILD}:ensemble.members.pooled_cls.predictor.PooledMember"
     activation_key: ClassVar[str] = "problem_type"
     auto_class: ClassVar[str] = BACKBONE
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,12 +29,15 @@ from ensemble.members.huggingface.scoring.classifier import (
 )
 from ensemble.members.huggingface.scoring.encode import Encoded
 from ensemble.members.huggingface.scoring.member import TextMember
+from ensemble.members.huggingface.spec import CheckpointSpec
 from ensemble.members.pooled_cls.head import LAYER_NORM, LINEAR
 from ensemble.members.pooled_cls.spec import PooledSpec
 
 
 class PooledMember(TextMember[PooledSpec]):
     """A backbone whose last hidden states are pooled, and a head from a file."""
+
+    Spec: ClassVar[type[CheckpointSpec]] = PooledSpec
 
     def load(self) -> Ready:
         ready = super().load()

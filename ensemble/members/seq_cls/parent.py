@@ -20,7 +20,7 @@ from ensemble.members.huggingface.checkpoint.inspect import (
     row_limit,
 )
 from ensemble.members.huggingface.parent import TextCheckpoint
-from ensemble.members.huggingface.spec import CLASSIFIER
+from ensemble.members.huggingface.spec import CHILD, CLASSIFIER
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 
 
@@ -28,7 +28,7 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
     """Describe a checkpoint with a classification head, which transformers loads."""
 
     Settings: ClassVar[type[MemberConfig]] = SequenceClassifierSettings
-    child: ClassVar[str] = "ensemble.members.seq_cls.child"
+    child: ClassVar[str] = f"{CHILD}:ensemble.members.seq_cls.predictor.SequenceClassifier"
     activation_key: ClassVar[str] = "problem_type"
     auto_class: ClassVar[str] = CLASSIFIER
 

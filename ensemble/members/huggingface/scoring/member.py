@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -49,8 +49,15 @@ class CheckpointMember(Predictor, Generic[_X, _E]):
 
     Args:
         spec: what to load.
-        encode: what the model gets of rows of the table, with a callback after each block of them.
+        encode: makes what the model gets of rows of the table, and calls back after each block of them.
+
+    Attributes:
+        Spec: the class of ``spec``.
+        packages: further packages whose versions belong on record.
     """
+
+    Spec: ClassVar[type[CheckpointSpec]]
+    packages: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, spec: _X, encode: Callable[[npt.NDArray[np.int64], Callable[[], None]], _E]) -> None:
         self._spec = spec
@@ -146,6 +153,8 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         ValueError: the tokenizer leaves no room for text, or is not the one that its files are for; the template
             leaves none for the fields that may be cut.
     """
+
+    Spec: ClassVar[type[CheckpointSpec]] = ModelSpec
 
     def __init__(self, spec: S, table: PublishedTable) -> None:
         super().__init__(

@@ -1,0 +1,71 @@
+"""The child side of all kinds that run a checkpoint: import the libraries, then make the predictor."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from importlib.util import find_spec
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+from ensemble.common.protocol import CommonSpec
+
+if TYPE_CHECKING:
+    from ensemble.data.published_table import PublishedTable
+    from ensemble.members.predictor import Predictor
+
+
+class CheckpointChild:
+    """The child side of the kind with this predictor.
+
+    Args:
+        predictor: the class, a ``CheckpointMember``, by module and name, such as "package.module.Class".
+    """
+
+    def __init__(self, predictor: str) -> None:
+        self._predictor = predictor
+
+    def import_libraries(self) -> Mapping[str, str]:
+        with _no_collections():
+            import torch
+            import transformers
+
+            predictor = resolve_name(self._predictor)
+        packages = ("accelerate", "bitsandbytes", "pyarrow", "tokenizers")
+        installed = [name for name in packages if find_spec(name) is not None]
+        return {
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda or "",
+            "transformers": transformers.__version__,
+            **{name: version(name) for name in (*installed, *predictor.packages)},
+        }
+
+    def make_predictor(
+        self, common: CommonSpec, settings: Mapping[str, Any], table: PublishedTable
+    ) -> Predictor:
+        predictor = resolve_name(self._predictor)
+        made: Predictor = predictor(predictor.Spec.of(common, settings), table)
+        return made
+
+
+def child_of(predictor: str) -> CheckpointChild:
+    """Return the child side of the kind with this predictor, as ``predictor.load_child`` asks for it."""
+    return CheckpointChild(predictor)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keep garbage collection off: imports make a million objects, all of which stay.
+
+    What was made by the end is never looked through.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()
