@@ -1,4 +1,4 @@
-"""An adapter of peft onto a loaded base, beside its layers or merged into them; nothing of it left random."""
+"""Attach an adapter of peft to a loaded base, unmerged or merged, and check that no weight of it is random."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ensemble.common.text import plural
 from ensemble.members.huggingface.checkpoint.adapter_files import WEIGHTS
 from ensemble.members.huggingface.spec import CheckpointSpec
 
@@ -21,14 +22,14 @@ _NAME = "default"
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """An adapter's two files: peft's config, and the names of the tensors as they stand in the file."""
+    """An adapter's two files: peft's config, and the names of the tensors in the weights' file."""
 
     folder: Path
     config: Any
     tensors: frozenset[str]
 
     def whole_modules(self) -> list[str]:
-        """Modules that it holds as a whole, by their names within the base."""
+        """Return the modules that were trained as a whole, by their names within the base."""
         names = [name.removeprefix(_PREFIX) for name in self.tensors if ".lora_" not in name]
         return sorted({name.rpartition(".")[0] for name in names})
 
@@ -38,11 +39,11 @@ def open_adapter(name_or_path: str, allow_pickle: bool = False) -> AdapterFiles:
 
     Args:
         name_or_path: a folder, or a name on the Hugging Face hub.
-        allow_pickle: its weights may be a pickle, of which torch reads tensors only.
+        allow_pickle: whether its weights may be a pickle, of which torch reads tensors only.
 
     Raises:
         ValueError: its weights are broken or a pickle.
-        OSError: a file is missing or cannot be had.
+        OSError: a file is missing or cannot be downloaded.
     """
     from peft import PeftConfig
 
@@ -50,8 +51,10 @@ def open_adapter(name_or_path: str, allow_pickle: bool = False) -> AdapterFiles:
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        wanted = ["adapter_config.json", WEIGHTS, *([_PICKLE] if allow_pickle else [])]
-        folder = Path(snapshot_download(name_or_path, allow_patterns=wanted))
+        patterns = ["adapter_config.json", WEIGHTS]
+        if allow_pickle:
+            patterns.append(_PICKLE)
+        folder = Path(snapshot_download(name_or_path, allow_patterns=patterns))
     config = PeftConfig.from_pretrained(str(folder))
     path = folder / WEIGHTS
     try:
@@ -73,17 +76,17 @@ def open_adapter(name_or_path: str, allow_pickle: bool = False) -> AdapterFiles:
 def attach_adapter(
     base: Any, adapter: AdapterFiles, missing: Sequence[str], spec: CheckpointSpec, notes: list[str]
 ) -> Any:
-    """The base with the adapter in its layers, still of transformers' class.
+    """Return the base with the adapter in its layers, still of transformers' class.
 
-    peft puts its own layers into the base and keeps the original ones inside; ``get_base_model`` is the base so
-    changed.  The adapter is computed in the type of the base's own weights.
+    peft puts its own layers into the base and keeps the original ones inside; ``get_base_model`` returns the base
+    changed in this way.  The adapter is computed in the type of the base's own weights.
 
     Args:
-        missing: parameters that the base's checkpoint did not bring.
+        missing: parameters that the base's checkpoint does not have.
         notes: takes a sentence for the user.
 
     Raises:
-        ValueError: neither of the two brought a parameter, or the adapter does not belong to this base.
+        ValueError: neither of the two has a parameter, or the adapter does not belong to this base.
     """
     from peft import PeftModel, get_peft_model_state_dict
 
@@ -114,18 +117,22 @@ def attach_adapter(
         reason = lines[0] if lines else str(error)
         raise ValueError(f"{is_not_for}: {reason.rstrip('.')}; {trained_on}") from error
 
-    # Every tensor of the file must be in the model now, and every one of the model from the file; peft only warns.
+    # Every tensor of the file must be in the model now, and every one of the adapter in the file; peft only warns.
     expected = set(get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False))
     # An embedding may be saved whole beside its adapter, under the base's name or the one that peft gave it.
-    own = set(model.state_dict())
-    if lost := _plain(adapter.tensors - expected - own - {key.replace(".base_layer.", ".") for key in own}):
+    of_model = set(model.state_dict())
+    of_base = {key.replace(".base_layer.", ".") for key in of_model}
+    lost = _comparable(adapter.tensors - expected - of_model - of_base)
+    if lost:
         raise ValueError(f"{is_not_for}, which has no place for {some(lost)}; {trained_on}")
-    if absent := _plain(expected - adapter.tensors):
+    absent = _comparable(expected - adapter.tensors)
+    if absent:
         raise ValueError(
             f"adapter {name} has no weights for {some(absent)}; they would be random. Copy it again, or name the "
             "base that it was trained on"
         )
-    if random := [parameter for parameter in missing if _PREFIX + parameter not in adapter.tensors]:
+    random = [parameter for parameter in missing if _PREFIX + parameter not in adapter.tensors]
+    if random:
         raise ValueError(
             f"neither {spec.model_name_or_path} nor its adapter {name} has weights for {some(random)}; they would "
             "be random. Name an adapter that was trained with its head (task type SEQ_CLS), or a base that has one"
@@ -135,9 +142,8 @@ def attach_adapter(
         # On a quantized base peft makes its layers in float32, whatever the base computes in.
         if f".{_NAME}" in key and parameter.is_floating_point() and parameter.dtype != base.dtype:
             parameter.data = parameter.data.to(base.dtype)
-    layers = ("lora_A", "lora_embedding_A")
-    modules = sum(any(_NAME in (getattr(one, key, None) or ()) for key in layers) for one in base.modules())
-    rank = f"rank {config.r}, over {modules} module{'s' * (modules != 1)}, " if modules else ""
+    adapted = sum(map(_has_lora, base.modules()))
+    rank = f"rank {config.r}, over {plural(adapted, 'module')}, " if adapted else ""
     how = "merged into the weights" if spec.merge_adapter else "unmerged"
     notes.append(f"{config.peft_type.value.replace('LORA', 'LoRA')} adapter {name}, {rank}{how}")
     # safe_merge refuses weights that come out as NaN.
@@ -145,10 +151,14 @@ def attach_adapter(
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few of many names."""
+    """Return the first few of many names, and how many there are beside them."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _plain(names: Iterable[str]) -> list[str]:
+def _has_lora(module: Any) -> bool:
+    return any(_NAME in (getattr(module, key, None) or ()) for key in ("lora_A", "lora_embedding_A"))
+
+
+def _comparable(names: Iterable[str]) -> list[str]:
     # transformers fuses a mixture's experts and renames them, and peft follows: those are not compared.
     return sorted(name.removeprefix(_PREFIX) for name in names if ".experts." not in name)

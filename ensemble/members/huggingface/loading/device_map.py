@@ -1,4 +1,4 @@
-"""Where a model's layers lie: what accelerate is asked for, what it made of it, where a batch must go."""
+"""Where a model's layers are: the options for accelerate, a check of its placement, the devices of a batch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ensemble.members.huggingface.spec import CheckpointSpec
 
 
 def placement_options(spec: CheckpointSpec, on_gpu: bool) -> dict[str, Any]:
-    """What ``from_pretrained`` is told of devices.
+    """Return the options of ``from_pretrained`` that concern devices.
 
     Args:
-        on_gpu: whether it has a GPU that torch can use.
+        on_gpu: whether the member has a GPU that torch can use.
     """
     sizes = {
         "cpu" if name == "cpu" else int(name): size
@@ -34,14 +34,14 @@ def placement_options(spec: CheckpointSpec, on_gpu: bool) -> dict[str, Any]:
 
 
 def check_placement(model: Any, spec: CheckpointSpec, on_gpu: bool, notes: list[str]) -> None:
-    """Hold accelerate's device map against what was asked for; a note says what lies where.
+    """Compare accelerate's device map with the settings; a note says how many blocks are on each device.
 
     Raises:
-        ValueError: layers lie on the CPU or on disk although nobody asked for that: each batch would wait for
+        ValueError: layers are on the CPU or on disk although nobody asked for that: each batch would wait for
             them to be copied; or nothing would bring them back from the disk.
     """
     device_map = getattr(model, "hf_device_map", None) or {}
-    if not device_map and any(one.is_meta for one in model.parameters()):
+    if not device_map and any(parameter.is_meta for parameter in model.parameters()):
         # Releases of transformers before 5.23 dispatch only what lies in two places and more.
         raise ValueError(
             f"{spec.model_name_or_path}: this release of transformers cannot keep a whole model on the disk; let "
@@ -67,36 +67,40 @@ def check_placement(model: Any, spec: CheckpointSpec, on_gpu: bool, notes: list[
 
 
 def input_device(model: Any) -> torch.device:
-    """Where a batch must be: the device of what reads it, or the one to which its offloaded weights are brought."""
+    """Return the device of the module that reads a batch, or the one to which its offloaded weights are brought."""
     if getattr(model, "main_input_name", "input_ids") == "input_ids":
         return _device_of(model.get_input_embeddings())
-    return _device_of(
-        next(one for one in model.modules() if next(one.parameters(recurse=False), None) is not None)
-    )
+    return _device_of(_modules_with_weights(model)[0])
 
 
 def last_device(model: Any) -> torch.device:
-    """Where a forward pass ends: the device of the module that holds the last of the weights, such as the head."""
-    modules = [one for one in model.modules() if next(one.parameters(recurse=False), None) is not None]
-    return _device_of(modules[-1])
+    """Return the device on which a forward pass ends: that of the last weights, such as the head's."""
+    return _device_of(_modules_with_weights(model)[-1])
+
+
+def _modules_with_weights(model: Any) -> list[Any]:
+    return [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
 
 
 def align_hooks(module: Any) -> list[Any]:
-    """accelerate's hooks that bring weights and inputs of a module to where it computes (AlignDevicesHook)."""
-    hook = getattr(module, "_hf_hook", None)
-    return [one for one in getattr(hook, "hooks", (hook,)) if hasattr(one, "execution_device")]
+    """Return accelerate's hooks that bring a module's weights and inputs to its device (AlignDevicesHook)."""
+    module_hook = getattr(module, "_hf_hook", None)
+    hooks = getattr(module_hook, "hooks", (module_hook,))
+    return [hook for hook in hooks if hasattr(hook, "execution_device")]
 
 
 def execution_device(module: Any) -> torch.device | None:
-    """Where accelerate has a module compute; None: it does not say."""
-    told = (one.execution_device for one in align_hooks(module))
-    return next((torch.device(device) for device in told if device is not None), None)
+    """Return the device on which accelerate lets a module compute; None if it does not say."""
+    for hook in align_hooks(module):
+        if hook.execution_device is not None:
+            return torch.device(hook.execution_device)
+    return None
 
 
 def _device_of(module: Any) -> torch.device:
     device = next(module.parameters()).device
     if device.type == "meta":
-        told = (execution_device(part) for part in module.modules())
-        device = next((one for one in told if one is not None), device)
+        devices = [execution_device(part) for part in module.modules()]
+        device = next((device for device in devices if device is not None), device)
     assert isinstance(device, torch.device)
     return device

@@ -1,4 +1,4 @@
-"""A member's settings -> model, and tokenizer where it has one, on the device, and the limits that come with it."""
+"""A member's settings -> its model on the device, its tokenizer, and the limits that come with them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _POSITIONS = ("position_embeddings", ".wpe", "embed_positions", "positions_embed
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model on its device, and what was decided on the way."""
+    """A model on its device, and what was decided while loading."""
 
     model: Any
     token_budget: int
@@ -47,7 +47,7 @@ def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
     """Load a member that reads text onto the devices this process can see.
 
     Args:
-        tokenizer: the member's, where it is there already.
+        tokenizer: the member's, if it is loaded already.
 
     Raises:
         ValueError: as ``load_on_devices``, and where tokenizer and model do not belong together.
@@ -55,27 +55,27 @@ def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
     """
     tokenizer = load_tokenizer(spec) if tokenizer is None else tokenizer
     loaded = load_on_devices(spec)
-    model, notes = loaded.model, [*loaded.notes]
-    rows = int(model.get_input_embeddings().weight.shape[0])
-    known = max([len(tokenizer), *(1 + number for number in tokenizer.get_vocab().values())])
-    if known > rows:
+    notes = list(loaded.notes)
+    embeddings = int(loaded.model.get_input_embeddings().weight.shape[0])
+    tokens = max([len(tokenizer), *(1 + token_id for token_id in tokenizer.get_vocab().values())])
+    if tokens > embeddings:
         raise ValueError(
-            f"the tokenizer of {spec.model_name_or_path} knows {known} tokens, its model only {rows}; "
+            f"the tokenizer of {spec.model_name_or_path} knows {tokens} tokens, its model only {embeddings}; "
             "they do not belong together"
         )
-    # To fill up with. A checkpoint without a pad token lends its eos, since the mask decides, not the id.
+    # A checkpoint without a pad token is padded with eos: the mask decides, not the id.
     pad_ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    limit = max_length(spec, tokenizer, _position_limit(model), notes)
+    limit = max_length(spec, tokenizer, _position_limit(loaded.model), notes)
     return Loaded(
         **{**vars(loaded), "notes": tuple(notes)},
         tokenizer=tokenizer,
-        pad_token_id=next(int(token) for token in pad_ids if token is not None),
+        pad_token_id=next(int(token_id) for token_id in pad_ids if token_id is not None),
         max_length=limit,
     )
 
 
 def load_on_devices(spec: CheckpointSpec) -> LoadedModel:
-    """Load a member's model onto the devices this process can see, whatever it reads.
+    """Load a member's model, for text or images, onto the devices this process can see.
 
     Raises:
         ValueError: weights are missing (a head that would be random), or a setting does not exist.
@@ -100,12 +100,12 @@ def load_on_devices(spec: CheckpointSpec) -> LoadedModel:
     choose_kernels(least)
     model = load_model(spec, least, notes)
     if not on_gpu:
-        keep_freed_memory()  # not before: what only loading needs shall go back
+        keep_freed_memory()  # after loading, so that its own memory is given back
     model.eval()
     for config in (model.config, model.config.get_text_config()):
-        # Nothing is generated, so no keys and values need be kept; nor what else a config may ask for.
+        # Nothing is generated, so no keys and values are kept, nor any other output that a config asks for.
         config.use_cache = config.output_hidden_states = config.output_attentions = False
-        # ModernBERT compiles itself where Triton is, unless told not to.
+        # ModernBERT compiles itself if Triton is installed.
         if hasattr(config, "reference_compile"):
             config.reference_compile = False
     return LoadedModel(
@@ -121,43 +121,46 @@ def load_on_devices(spec: CheckpointSpec) -> LoadedModel:
 
 
 def max_length(spec: ModelSpec, tokenizer: Any, limit: int | None, notes: list[str]) -> int:
-    """Tokens that a row may have, special tokens included.
+    """Return how many tokens a row may have, special tokens included.
 
     Args:
-        limit: the model's positions; None where it has no limit, or none is known yet.
-        notes: takes a sentence where it is less than the user asked for.
+        limit: the model's positions; None if there is no limit, or none is known yet.
+        notes: takes a sentence if the result is less than the user asked for.
 
     Raises:
         ValueError: no token of a text would be left.
     """
-    wanted = spec.max_length or default_max_length(tokenizer.model_max_length)
-    if limit is not None and wanted > limit:
+    length = spec.max_length or default_max_length(tokenizer.model_max_length)
+    if limit is not None and length > limit:
         if "max_length" in spec.asked:
             notes.append(
-                f"max_length {wanted} is more than the {limit} positions of the model: using {limit}"
+                f"max_length {length} is more than the {limit} positions of the model: using {limit}"
             )
-        wanted = limit
+        length = limit
     is_pair = len(spec.text_columns) == 2
     special = tokenizer.num_special_tokens_to_add(is_pair) if spec.add_special_tokens else 0
-    if wanted <= special:
+    if length <= special:
         raise ValueError(
-            f"max_length {wanted} leaves no room for text beside {special} special tokens; raise it"
+            f"max_length {length} leaves no room for text beside {special} special tokens; raise it"
         )
-    return wanted
+    return length
 
 
 def _position_limit(model: Any) -> int | None:
-    """Tokens for which a model with learnt absolute positions has an embedding; None for the others."""
+    """Return the number of positions of a model with learned absolute positions; None for other models."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding) and name.endswith(_POSITIONS):
-            # RoBERTa's kind counts its positions from padding_idx + 1, OPT's from an offset of 2.
+            # RoBERTa-like models count their positions from padding_idx + 1, OPT's from an offset of 2.
             after_padding = 0 if module.padding_idx is None else module.padding_idx + 1
             return module.num_embeddings - (getattr(module, "offset", 0) or after_padding)
     return None
 
 
 def _memory_limit(spec: CheckpointSpec, model: Any, on_gpu: bool) -> MemoryLimit | None:
-    """What a batch may take; None where the plan does not know, nothing limits it, or the user set the size."""
+    """Return the memory that a batch may take.
+
+    None if the plan does not know it, if nothing limits it, or if the user set the size of batches.
+    """
     if not spec.bytes_per_token or spec.token_budget is not None or spec.batch_size is not None:
         return None
     limit = spec.memory_limit_bytes
@@ -171,24 +174,28 @@ def _memory_limit(spec: CheckpointSpec, model: Any, on_gpu: bool) -> MemoryLimit
             available.append(free - int(RESERVE_SHARE * total))
     elif limit is not None:
         tensors = [*model.parameters(), *model.buffers()]
-        available.append(limit - sum(one.nbytes for one in tensors if one.device.type != "meta"))
+        weight_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device.type != "meta")
+        available.append(limit - weight_bytes)
     if not available:
         return None
-    room = max(1, min(available) - spec.fixed_bytes)
-    return MemoryLimit(room, spec.bytes_per_token, spec.bytes_per_token_pair or 0.0)
+    return MemoryLimit(
+        available_bytes=max(1, min(available) - spec.fixed_bytes),
+        bytes_per_token=spec.bytes_per_token,
+        bytes_per_token_pair=spec.bytes_per_token_pair or 0.0,
+    )
 
 
 def allocator_notes(spec: CheckpointSpec, settings: Mapping[str, Any]) -> list[str]:
-    """What the allocator does not do as the config says, a sentence each.
+    """Return a sentence for each setting of the config that the allocator did not take.
 
     Args:
         settings: "allocator_settings" of torch.cuda.memory._snapshot() (torch/csrc/cuda/Module.cpp): among them
             expandable_segments as a bool, max_split_size in bytes (-1 for no limit), and the text that set them.
-            What a release does not tell is not judged.
+            What a release does not report is not checked.
     """
-    was_told = settings.get("PYTORCH_CUDA_ALLOC_CONF") or "nothing"
+    configuration = settings.get("PYTORCH_CUDA_ALLOC_CONF") or "nothing"
     because = (
-        f"torch's allocator was told {was_told!r}; look at PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF in "
+        f"torch's allocator was told {configuration!r}; look at PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF in "
         "the environment, and whether this system supports it"
     )
     notes = []

@@ -1,4 +1,4 @@
-"""Numbers: which types the weights and the arithmetic have on this device."""
+"""The types of the weights and of the arithmetic on this device."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from ensemble.members.huggingface.spec import CheckpointSpec, choose_dtype
 
 
 def capability(on_gpu: bool) -> Capability | None:
-    """The compute capability of the least capable GPU that this process sees; None on a CPU."""
+    """Return the compute capability of the least capable GPU that this process sees; None on a CPU."""
     if not on_gpu:
         return None
     return min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
 
 
 def model_dtype(spec: CheckpointSpec, least: Capability | None, notes: list[str]) -> torch.dtype | str:
-    """The type for ``from_pretrained``: the spec's, or what this device has instead; "auto": the checkpoint's own.
+    """Return the type for ``from_pretrained``: the spec's, or one that this device has; "auto": the checkpoint's.
 
     Args:
         least: the compute capability of the least capable device; None on a CPU.
-        notes: takes a sentence where the type may surprise.
+        notes: takes a sentence if the type may surprise.
     """
-    is_asked, planned = "dtype" in spec.asked, spec.dtype
-    asked = planned if is_asked or planned == "float32" else "auto"
-    dtype = choose_dtype(asked, None if planned == "auto" else planned, least is not None, least)
+    is_asked = "dtype" in spec.asked
+    asked = spec.dtype if is_asked or spec.dtype == "float32" else "auto"
+    stored = None if spec.dtype == "auto" else spec.dtype
+    dtype = choose_dtype(asked, stored, least is not None, least)
     if least is not None and least < AMPERE:
         if is_asked and dtype == "bfloat16":
             notes.append(
@@ -39,14 +40,14 @@ def model_dtype(spec: CheckpointSpec, least: Capability | None, notes: list[str]
 
 
 def set_tf32(spec: CheckpointSpec, least: Capability | None, notes: list[str]) -> None:
-    """Let float32 products use TF32's 10 bits of mantissa or not, and note what did not take effect.
+    """Let float32 products use TF32's 10 bits of mantissa or not, and note if that has no effect.
 
-    cuDNN's is on in torch unless it is set.  The two switches are the ones that all releases have; since torch
-    2.9 they set ``fp32_precision`` too, while after setting that one, whatever reads these raises an error.
+    By default torch turns it on for cuDNN.  All releases have these two switches; since torch 2.9 they set
+    ``fp32_precision`` too, but once that is set directly, reading the switches raises an error.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = spec.allow_tf32
     if spec.allow_tf32 and least is not None:
         if least < AMPERE:
             notes.append("allow_tf32 has no effect below compute capability 8.0")
-        elif os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":  # of cuBLAS and cuDNN, whatever a program sets
+        elif os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":  # overrides what a program sets
             notes.append("allow_tf32 has no effect while NVIDIA_TF32_OVERRIDE=0 is in the environment")

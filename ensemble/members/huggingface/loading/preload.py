@@ -1,6 +1,6 @@
-"""What can be done of loading before a device is free: the model's code is imported.
+"""The part of loading that needs no device: importing the model's code.
 
-This never fails: what is wrong with a checkpoint shows when it is loaded.
+It never fails: problems of a checkpoint show when it is loaded.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ensemble.members.huggingface.spec import CheckpointSpec
 
 
 def import_model_class(spec: CheckpointSpec) -> None:
-    """Import the module of the model's class, unless it is code that the checkpoint brings along."""
+    """Import the module of the model's class, unless the checkpoint brings its own code."""
     if spec.gguf_file is not None or spec.trust_remote_code:
         return
-    # Packages of kernels that some models import ask for the device at once, which a standby has not got yet.
+    # Some models import packages of kernels that look for the device at once, which a standby does not have yet.
     if any(find_spec(name) for name in ("fla", "mamba_ssm")):
         return
     with contextlib.suppress(Exception):
@@ -30,7 +30,7 @@ def import_model_class(spec: CheckpointSpec) -> None:
 
 
 def checkpoint_folder(name_or_path: str, revision: str | None) -> Path | None:
-    """A folder, or where the hub's files of this name lie; None where they do not."""
+    """Return a checkpoint's folder, or the one in the hub's cache; None if it is in neither."""
     if Path(name_or_path).is_dir():
         return Path(name_or_path)
     with contextlib.suppress(Exception):

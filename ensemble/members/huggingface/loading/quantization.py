@@ -23,10 +23,10 @@ def is_bitsandbytes(settings: Mapping[str, Any] | None) -> bool:
 
 
 def quantization_config(settings: Mapping[str, Any], dtype: torch.dtype | str = "auto") -> Any:
-    """transformers' quantization config for a mapping from the YAML.
+    """Return transformers' quantization config for a mapping from the YAML.
 
     Args:
-        dtype: of what is not quantized.  4-bit layers compute in it where the settings do not say otherwise;
+        dtype: of the weights that are not quantized.  4-bit layers compute in it unless the settings say otherwise;
             transformers' own default is float32, several times slower on a GPU and twice the memory.
 
     Raises:
@@ -35,36 +35,37 @@ def quantization_config(settings: Mapping[str, Any], dtype: torch.dtype | str = 
     if not is_bitsandbytes(settings):
         return AutoQuantizationConfig.from_dict(dict(settings))
     # A config.json that was saved names the method and repeats two keys with a line in front.
-    given = {
+    keys = {
         key: value for key, value in settings.items() if key != "quant_method" and not key.startswith("_")
     }
-    known = set(inspect.signature(BitsAndBytesConfig.__init__).parameters) - {"self", "kwargs"}
-    unknown = sorted(set(given) - known)
+    parameters = set(inspect.signature(BitsAndBytesConfig.__init__).parameters) - {"self", "kwargs"}
+    unknown = sorted(set(keys) - parameters)
     if unknown:
         raise ValueError(
-            f"quantization_config: unknown key {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+            f"quantization_config: unknown key {', '.join(unknown)}; known: {', '.join(sorted(parameters))}"
         )
-    if given.get("load_in_4bit") and isinstance(dtype, torch.dtype):
-        given.setdefault("bnb_4bit_compute_dtype", dtype)
-    # Heads are small, and transformers finds by itself only the ones named like Llama's.
-    return BitsAndBytesConfig(**keep_whole(given, UNQUANTIZED))
+    if keys.get("load_in_4bit") and isinstance(dtype, torch.dtype):
+        keys.setdefault("bnb_4bit_compute_dtype", dtype)
+    # Heads are small, and transformers finds by itself only heads that are named like Llama's.
+    return BitsAndBytesConfig(**keep_whole(keys, UNQUANTIZED))
 
 
 def compute_notes(settings: Mapping[str, Any] | None, least: Capability | None) -> list[str]:
-    """What a user may not expect of the type that 4-bit layers are asked to compute in.
+    """Return a note if the GPU only emulates the type that 4-bit layers are asked to compute in.
 
     Args:
         least: the compute capability of the least capable GPU; None on a CPU.
     """
-    if (instead := choose_compute_dtype(settings, least)) is None:
+    supported = choose_compute_dtype(settings, least)
+    if supported is None:
         return []
     return [
         "bnb_4bit_compute_dtype: bfloat16 is only emulated below compute capability 8.0: slow; "
-        f"{instead} is what this GPU has"
+        f"{supported} is what this GPU has"
     ]
 
 
 def keep_whole(settings: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Any]:
-    """bitsandbytes' settings with these modules left as they are."""
+    """Return bitsandbytes' settings with these modules left unquantized."""
     skipped = settings.get("llm_int8_skip_modules") or []
     return {**settings, "llm_int8_skip_modules": [*dict.fromkeys([*skipped, *modules])]}

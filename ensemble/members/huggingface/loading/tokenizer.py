@@ -1,4 +1,4 @@
-"""A member's tokenizer: from the checkpoint's own files, or from the GGUF file that holds its vocabulary too."""
+"""A member's tokenizer, from the checkpoint's files or from the vocabulary of its GGUF file."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from transformers import AutoTokenizer
 
 from ensemble.members.huggingface.spec import ModelSpec
 
-# With one of these a folder has a tokenizer of its own, beside a GGUF file.
-_OWN_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+# A folder with one of these has a tokenizer beside its GGUF file.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
 def load_tokenizer(spec: ModelSpec) -> Any:
-    """The tokenizer, with the settings of the config.
+    """Load the tokenizer, with the settings of the config.
 
     Raises:
         OSError: its files cannot be read.
-        ValueError: its class can make nothing of them.
+        ValueError: its class cannot use them.
     """
     options = dict(spec.tokenizer_kwargs)
-    # Files beside the GGUF file go first: what is converted from its vocabulary may lack some of their rules.
+    # Files beside the GGUF file go first: a tokenizer converted from its vocabulary may lack some of their rules.
     folder = Path(spec.model_name_or_path)
-    if spec.gguf_file is not None and not any((folder / name).is_file() for name in _OWN_FILES):
+    if spec.gguf_file is not None and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         options.setdefault("gguf_file", spec.gguf_file)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -37,11 +37,11 @@ def load_tokenizer(spec: ModelSpec) -> Any:
     except OSError:
         raise
     except Exception as error:  # a class that is not for this vocabulary fails in any way
-        # Releases before 5.12 ask for protobuf where it is missing, whatever went wrong before.
+        # Releases before 5.12 ask for a missing protobuf after any other error.
         if isinstance(error, ImportError) and isinstance(error.__context__, Exception):
             error = error.__context__
         if spec.trust_remote_code or isinstance(error, ImportError):
-            raise  # perhaps by the checkpoint's own code, whose words say more
+            raise  # perhaps by the checkpoint's own code, whose message says more
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         raise ValueError(
             f"the tokenizer of {spec.model_name_or_path} cannot be made of its files ({type(error).__name__}: "

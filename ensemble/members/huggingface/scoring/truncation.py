@@ -2,8 +2,8 @@
 
 The tokens of a prompt are not those of its parts side by side: pieces merge over borders, and some tokenizers put a
 space before each text.  So the columns are cut where their own tokens end, the template is rendered with what is
-left, and the whole is tokenized as always.  If that is too long, or leaves room, the columns get as much less or
-more, until it fits; mostly once or twice.
+left, and the whole prompt is tokenized as always.  If it is too long or too short, the columns get as many tokens
+less or more, until it fits; mostly once or twice.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from ensemble.members.huggingface.spec import too_much_text
 
 # A prompt that leaves no more tokens unused than this is full.
 _UNUSED_TOKENS: Final = 2
-# How often a row is measured before what fits so far is taken; and before its room is found by halves, for
-# templates that make more or less of a cell than it has.
-_ROUNDS: Final = 12
-_STEPS: Final = 5
-# Characters at an end of a text that may belong to no token, for which its tokens are still looked up.
-_SPACES: Final = 20
+# After so many measurements of a row the best fit so far is taken.
+_MAX_MEASUREMENTS: Final = 12
+# After so many the search goes by bisection, for templates that repeat or drop parts of a cell.
+_MAX_GUESSES: Final = 5
+# Characters at either end of a text, such as spaces, that may belong to no token.
+_MAX_SPACES: Final = 20
 
 Arrays: TypeAlias = dict[str, npt.NDArray[np.int64]]
-# Texts -> for each its inputs by name, uncut.
+# Texts -> each text's inputs by name, uncut.
 Tokenize: TypeAlias = Callable[[Sequence[str]], list[Arrays]]
 
 
 class FieldTruncation:
-    """Shortens the columns of rows that are too long.
+    """Shorten the columns of rows that are too long.
 
     Args:
         settings: the member's key ``truncation``: ``fields``, by column ``share`` and ``keep``, and ``marker``.
@@ -45,7 +45,7 @@ class FieldTruncation:
         tokenize: inputs of whole prompts, uncut, as the model gets them.
 
     Raises:
-        ValueError: the tokenizer is not a fast one, or what the template says of every row leaves no room.
+        ValueError: the tokenizer is not a fast one, or the template's own text leaves no room.
     """
 
     def __init__(
@@ -61,17 +61,22 @@ class FieldTruncation:
                 f"truncation: {type(tokenizer).__name__} does not tell which characters a token stands for; this "
                 "needs a fast tokenizer (tokenizer.json). Leave truncation out, or use truncation_side"
             )
-        self._template, self._max_length, self._tokenize = template, max_length, tokenize
+        self._template = template
+        self._max_length = max_length
+        self._tokenize = tokenize
         self._tokenizer = tokenizer
         self.columns = tuple(settings["fields"])
         self._shares = [float(settings["fields"][column]["share"]) for column in self.columns]
         self._keep = [settings["fields"][column]["keep"] for column in self.columns]
-        self._of_rounds = tuple(place for place, keep in enumerate(self._keep) if keep == "newest_rounds")
+        self._round_columns = tuple(
+            column for column, keep in enumerate(self._keep) if keep == "newest_rounds"
+        )
         self._marker = settings["marker"]
         self._marker_tokens = len(self._encode([self._marker])[0])
         (fixed,) = tokenize(["".join(template.fixed_texts)])
-        if (tokens := len(fixed["input_ids"])) > max_length:
-            raise ValueError(too_much_text(tokens, max_length, self.columns))
+        fixed_tokens = len(fixed["input_ids"])
+        if fixed_tokens > max_length:
+            raise ValueError(too_much_text(fixed_tokens, max_length, self.columns))
 
     def fit(
         self,
@@ -79,7 +84,7 @@ class FieldTruncation:
         lengths: Mapping[int, int],
         prompts: Mapping[int, tuple[str, Any]],
     ) -> tuple[dict[int, Arrays], dict[int, str]]:
-        """The inputs of rows whose prompts are too long, after their columns have been cut.
+        """Cut the columns of rows whose prompts are too long.
 
         Args:
             rows: by their number.
@@ -87,33 +92,18 @@ class FieldTruncation:
             prompts: the text of each, uncut, and its encoding.
 
         Returns:
-            the inputs by row, of at most ``max_length`` tokens, and why the other rows have none.
+            the inputs by row, of at most ``max_length`` tokens, and the reason for each row without inputs.
         """
-        cells = {
-            (number, column): _Cell(row[column], column in self._template.json_columns)
-            for number, row in rows.items()
-            for column in self.columns
-        }
-        unlike: list[tuple[_Cell, int]] = []
-        for (number, _), cell in cells.items():
-            for place, text in enumerate(cell.texts):
-                # Mostly the prompt has the text as it stands, and where its tokens end is known already.
-                cell.parts.append(_part(text, *prompts[number]))
-                if text and cell.parts[-1].encoding is None:
-                    unlike.append((cell, place))
-        encodings = self._encode([cell.texts[place] for cell, place in unlike])
-        for (cell, place), encoding in zip(unlike, encodings, strict=True):
-            cell.parts[place] = _Part(len(encoding), encoding)
-        searches, units = {}, {}
+        cells = self._cells(rows, prompts)
+        units = {number: self._units(cells[number]) for number in rows}
+        searches = {}
         for number in rows:
-            of_row = [cells[number, column] for column in self.columns]
-            units[number] = self._units(of_row)
-            counts = [sum(sum(of_row[place].counts) for place in unit) for unit in units[number]]
+            counts = [sum(sum(cells[number][column].counts) for column in unit) for unit in units[number]]
             searches[number] = _Search(counts, lengths[number], self._max_length)
-        found: dict[int, Arrays] = {}
+        inputs: dict[int, Arrays] = {}
         problems: dict[int, str] = {}
         active = list(rows)
-        for tried in itertools.count():
+        for measurement in itertools.count():
             texts: dict[int, str] = {}
             for number in active:
                 search = searches[number]
@@ -123,17 +113,7 @@ class FieldTruncation:
                         f"all that may be cut; max_length is {self._max_length:,}"
                     )
                     continue
-                shares = [sum(self._shares[place] for place in unit) for unit in units[number]]
-                budgets = share_out(search.counts, shares, search.tokens)
-                cut: dict[str, object] = {}
-                for unit, budget in zip(units[number], budgets, strict=True):
-                    names = [self.columns[place] for place in unit]
-                    of_unit = [cells[number, name] for name in names]
-                    if len(unit) > 1:
-                        cut.update(zip(names, self._cut_rounds(rows[number], of_unit, budget), strict=True))
-                        continue
-                    texts_of_it = self._cut(of_unit[0], budget, self._keep[unit[0]])
-                    cut[names[0]] = of_unit[0].with_texts(texts_of_it, self._template.reads_by_number)
+                cut = self._cut_row(rows[number], cells[number], units[number], search)
                 try:
                     texts[number] = self._template.render({**rows[number], **cut})
                 except TemplateProblem as error:
@@ -145,50 +125,95 @@ class FieldTruncation:
                 search = searches[number]
                 tokens = len(arrays["input_ids"])
                 if tokens <= self._max_length and search.tokens > search.fits:
-                    found[number] = arrays
-                if not search.measured(tokens, tried):
+                    inputs[number] = arrays
+                if not search.measured(tokens, measurement):
                     active.append(number)
-        return found, problems
+        return inputs, problems
+
+    def _cells(
+        self, rows: Mapping[int, Mapping[str, object]], prompts: Mapping[int, tuple[str, Any]]
+    ) -> dict[int, list[_Cell]]:
+        """Return each row's cells, in the order of the columns, with the tokens of their texts."""
+        cells: dict[int, list[_Cell]] = {}
+        not_in_prompt: list[tuple[_Cell, int]] = []
+        for number, row in rows.items():
+            cells[number] = [
+                _Cell(row[column], column in self._template.json_columns) for column in self.columns
+            ]
+            for cell in cells[number]:
+                for turn, text in enumerate(cell.texts):
+                    # Mostly the prompt has the text as it stands, and where its tokens end is known already.
+                    cell.parts.append(_part(text, *prompts[number]))
+                    if text and cell.parts[-1].encoding is None:
+                        not_in_prompt.append((cell, turn))
+        encodings = self._encode([cell.texts[turn] for cell, turn in not_in_prompt])
+        for (cell, turn), encoding in zip(not_in_prompt, encodings, strict=True):
+            cell.parts[turn] = _Part(len(encoding), encoding)
+        return cells
 
     def _units(self, cells: Sequence[_Cell]) -> list[tuple[int, ...]]:
-        """What of a row is cut together, by the numbers of the columns."""
-        rounds = self._of_rounds
-        if len({cells[place].turns for place in rounds}) != 1 or not cells[rounds[0]].turns:
-            return [(place,) for place in range(len(cells))]
-        return [rounds, *((place,) for place in range(len(cells)) if place not in rounds)]
+        """Return the columns of a row, by their positions, in groups that are cut together."""
+        rounds = self._round_columns
+        if len({cells[column].turns for column in rounds}) != 1 or not cells[rounds[0]].turns:
+            return [(column,) for column in range(len(cells))]
+        return [rounds, *((column,) for column in range(len(cells)) if column not in rounds)]
+
+    def _cut_row(
+        self,
+        row: Mapping[str, object],
+        cells: Sequence[_Cell],
+        units: Sequence[tuple[int, ...]],
+        search: _Search,
+    ) -> dict[str, object]:
+        """Return the values of a row's columns, cut to the tokens that the search tries next."""
+        shares = [sum(self._shares[column] for column in unit) for unit in units]
+        budgets = share_out(search.counts, shares, search.tokens)
+        cut: dict[str, object] = {}
+        for unit, budget in zip(units, budgets, strict=True):
+            if len(unit) > 1:
+                names = [self.columns[column] for column in unit]
+                values = self._cut_rounds(row, [cells[column] for column in unit], budget)
+                cut.update(zip(names, values, strict=True))
+            else:
+                cell = cells[unit[0]]
+                texts = self._cut(cell, budget, self._keep[unit[0]])
+                cut[self.columns[unit[0]]] = cell.with_texts(texts, self._template.reads_by_number)
+        return cut
 
     def _cut_rounds(self, row: Mapping[str, object], cells: Sequence[_Cell], tokens: int) -> list[object]:
-        """Cells of as many turns each with so many tokens together, the markers' among them.
+        """Return the values of cells with equally many turns, cut to so many tokens together, markers included.
 
-        The newest rounds stay whole; the one before them shares out what is left.
+        The newest rounds stay whole; the round before them shares the tokens that are left.
         """
         rounds = [list(counts) for counts in zip(*(cell.counts for cell in cells), strict=True)]
         if tokens >= sum(map(sum, rounds)):
             return [cell.value for cell in cells]
-        shares = [self._shares[place] for place in self._of_rounds]
+        shares = [self._shares[column] for column in self._round_columns]
         for markers in range(1, len(cells) + 1):  # as many as it takes
-            room = left = tokens - markers * self._marker_tokens
+            budget = left = tokens - markers * self._marker_tokens
             first = len(rounds) - 1
             while sum(rounds[first]) <= left:
                 left -= sum(rounds[first])
                 first -= 1
-            given = share_out(rounds[first], shares, left)
+            kept_counts = share_out(rounds[first], shares, left)
             is_newest = first == len(rounds) - 1
-            if not is_newest and not any(given):
+            if not is_newest and not any(kept_counts):
                 first += 1
-                given = rounds[first]
-            is_cut = [sum(cell.counts[: first + 1]) > count for cell, count in zip(cells, given, strict=True)]
+                kept_counts = rounds[first]
+            is_cut = [
+                sum(cell.counts[: first + 1]) > count for cell, count in zip(cells, kept_counts, strict=True)
+            ]
             if sum(is_cut) <= markers:
                 break
-        # With a column that is none of them, and that a template reads by the rounds' numbers, these must stay.
-        names = {self.columns[place] for place in self._of_rounds}
+        # Where the template reads turns by number, a further list column needs the turns at their positions.
+        names = {self.columns[column] for column in self._round_columns}
         lists = {name for name in self._template.columns if isinstance(row[name], list)}
-        keeps_places = (
+        keeps_positions = (
             self._template.reads_by_number and not lists.union(self._template.json_columns) <= names
         )
-        marker = self._marker if room >= 0 else ""
+        marker = self._marker if budget >= 0 else ""
         values = []
-        for cell, count, has_marker in zip(cells, given, is_cut, strict=True):
+        for cell, count, has_marker in zip(cells, kept_counts, is_cut, strict=True):
             text, part = cell.texts[first], cell.parts[first]
             if count < part.tokens:
                 head = (count + 1) // 2 if is_newest else 0
@@ -196,17 +221,17 @@ class FieldTruncation:
                 text = text[: part.end(head)] + marker + back
             elif has_marker:
                 text = marker + text
-            values.append(cell.with_texts([*[None] * first, text, *cell.texts[first + 1 :]], keeps_places))
+            values.append(cell.with_texts([*[None] * first, text, *cell.texts[first + 1 :]], keeps_positions))
         return values
 
     def _cut(self, cell: _Cell, tokens: int, keep: str) -> Sequence[str | None]:
-        """The texts of a cell with so many of its tokens, the marker's among them; None for a turn that goes."""
+        """Return the texts of a cell cut to so many tokens, the marker included; None for a turn that goes."""
         counts = cell.counts
         total = sum(counts)
         if tokens >= total:
             return cell.texts
-        room = tokens - self._marker_tokens
-        begin, head, tail = ranges(counts, room, keep)
+        budget = tokens - self._marker_tokens
+        begin, head, tail = ranges(counts, budget, keep)
         texts: list[str | None] = []
         first = 0
         for text, part, count in zip(cell.texts, cell.parts, counts, strict=True):
@@ -226,11 +251,11 @@ class FieldTruncation:
             first = last
         if texts and not any(text is not None for text in texts):
             # Templates may look at the first or the last turn.
-            texts[0 if keep == "head" else -1] = "" if room < 0 else self._marker
+            texts[0 if keep == "head" else -1] = "" if budget < 0 else self._marker
         return texts
 
     def _encode(self, texts: Sequence[str]) -> Sequence[Any]:
-        """Encodings of parts of prompts, with the characters that each token stands for."""
+        """Return encodings of parts of prompts, which tell the characters of each token."""
         backend = self._tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
@@ -239,48 +264,57 @@ class FieldTruncation:
 
 @dataclass(frozen=True)
 class _Part:
-    """The tokens of a text: all of an encoding, or those from ``first`` on of a text that has it at ``at``."""
+    """The tokens of a text, which may be a part of an encoded prompt.
+
+    ``first`` is the text's first token in the encoding, ``start_character`` its first character in the prompt.
+    """
 
     tokens: int
     encoding: Any = None
     first: int = 0
-    at: int = 0
+    start_character: int = 0
 
     def end(self, tokens: int) -> int:
-        """The character behind the first so many tokens, or before a character that only a part of them is in."""
+        """Return the end of the first so many tokens, in characters; a character is never split."""
         while 0 < tokens < self.tokens and self._chars(tokens)[0] < self._chars(tokens - 1)[1]:
             tokens -= 1
         return max(0, self._chars(tokens - 1)[1]) if tokens else 0
 
     def start(self, token: int) -> int:
-        """The character at which a token begins, or the next one that begins one."""
+        """Return the character at which a token begins; of a token that begins within one, that of the next."""
         while 0 < token < self.tokens and self._chars(token)[0] < self._chars(token - 1)[1]:
             token += 1
         return max(0, self._chars(token)[0] if token < self.tokens else self._chars(token - 1)[1])
 
     def _chars(self, token: int) -> tuple[int, int]:
         begin, end = self.encoding.token_to_chars(self.first + token)
-        return begin - self.at, end - self.at
+        return begin - self.start_character, end - self.start_character
 
 
 def _part(text: str, prompt: str, encoding: Any) -> _Part:
-    """The tokens that a text has where it stands in a prompt; no encoding where it does not."""
-    at = prompt.find(text) if text else -1
-    if at < 0:
+    """Return the tokens that a text has within a prompt; without an encoding if the prompt does not have it."""
+    start = prompt.find(text) if text else -1
+    if start < 0:
         return _Part(0)
-    inside = range(at, at + len(text))
-    # What no token stands for, such as spaces.
-    first = next(filter(_is_known, map(encoding.char_to_token, inside[:_SPACES])), None)
-    last = next(filter(_is_known, map(encoding.char_to_token, inside[: -_SPACES - 1 : -1])), None)
-    return _Part(0) if first is None or last is None else _Part(last + 1 - first, encoding, first, at)
+    characters = range(start, start + len(text))
+    first = _first_token(encoding, characters[:_MAX_SPACES])
+    last = _first_token(encoding, characters[: -_MAX_SPACES - 1 : -1])
+    if first is None or last is None:
+        return _Part(0)
+    return _Part(last + 1 - first, encoding, first, start)
 
 
-def _is_known(token: int | None) -> bool:
-    return token is not None
+def _first_token(encoding: Any, characters: Sequence[int]) -> int | None:
+    """Return the token of the first of these characters that belongs to one."""
+    for character in characters:
+        token: int | None = encoding.char_to_token(character)
+        if token is not None:
+            return token
+    return None
 
 
 class _Cell:
-    """What of a column can be cut: text, or the turns of a JSON list.
+    """A row's value in a column that may be cut: a text, or the turns of a JSON list.
 
     A turn is a text, or an object with a text as its ``content``; anything else in a list stays.
     """
@@ -298,37 +332,41 @@ class _Cell:
             except TemplateProblem:  # in a branch that this row does not take
                 self._parsed = value
         self._items = self._parsed if isinstance(self._parsed, list) else [self._parsed]
-        self._places = [place for place, item in enumerate(self._items) if _text_of(item) is not None]
-        self.texts = [replace_lone_surrogates(_text_of(self._items[place]) or "") for place in self._places]
+        self._positions = [index for index, item in enumerate(self._items) if _text_of(item) is not None]
+        self.texts = [
+            replace_lone_surrogates(_text_of(self._items[index]) or "") for index in self._positions
+        ]
 
     @property
     def counts(self) -> list[int]:
-        """Tokens of each turn."""
+        """Return the tokens of each turn."""
         return [part.tokens for part in self.parts]
 
     @property
     def turns(self) -> int:
-        """How many texts a list consists of; 0 where it is none, or has something else in it."""
-        return (
-            len(self.texts) if isinstance(self._parsed, list) and len(self._places) == len(self._items) else 0
-        )
+        """Return the number of texts in a list; 0 if the value is no list or holds anything else."""
+        is_all_text = isinstance(self._parsed, list) and len(self._positions) == len(self._items)
+        return len(self.texts) if is_all_text else 0
 
-    def with_texts(self, texts: Sequence[str | None], keeps_places: bool) -> object:
-        """The value with other texts; None leaves a turn out, or empty if all shall keep their places."""
+    def with_texts(self, texts: Sequence[str | None], keeps_positions: bool) -> object:
+        """Return the value with other texts.
+
+        None leaves a turn out; if turns keep their positions, it becomes an empty text.
+        """
         if texts is self.texts:
             return self.value
         items = list(self._items)
-        for place, text in zip(self._places, texts, strict=True):
-            item = items[place]
-            shown = "" if text is None else text
-            items[place] = {**item, "content": shown} if isinstance(item, dict) else shown
+        for index, text in zip(self._positions, texts, strict=True):
+            item = items[index]
+            content = "" if text is None else text
+            items[index] = {**item, "content": content} if isinstance(item, dict) else content
         if not isinstance(self._parsed, list):
             value: object = items[0]
-        elif keeps_places:
+        elif keeps_positions:
             value = items
         else:
-            gone = {place for place, text in zip(self._places, texts, strict=True) if text is None}
-            value = [item for place, item in enumerate(items) if place not in gone]
+            dropped = {index for index, text in zip(self._positions, texts, strict=True) if text is None}
+            value = [item for index, item in enumerate(items) if index not in dropped]
         return json.dumps(value, ensure_ascii=False) if self._is_json else value
 
 
@@ -338,82 +376,87 @@ def _text_of(item: object) -> str | None:
 
 
 class _Search:
-    """How many tokens a row's columns may have together: as many as leave its prompt no longer than it may be.
+    """Search for the largest number of tokens of a row's columns with which its prompt fits.
 
     Attributes:
         counts: tokens of each column.
-        tokens: what to try next; below 0 where even nothing of them is too much.
-        fits: the most so far of which the prompt was short enough; -1 for none.
+        tokens: the number to try next; below 0 if the prompt is too long even without the columns.
+        fits: the largest number so far with which the prompt fitted; -1 for none.
         least: the tokens of the shortest prompt so far.
     """
 
     def __init__(self, counts: list[int], length: int, max_length: int) -> None:
         self.counts = counts
-        self.fits, self._too_many = -1, sum(counts)
-        self._max_length, self.least = max_length, length
+        self.fits = -1
+        self.least = length
+        self._too_many = sum(counts)
+        self._max_length = max_length
         self.tokens = self._too_many
         self._choose(max_length - length, 0)
 
-    def measured(self, length: int, tried: int) -> bool:
-        """Takes what the prompt came to; whether that, or what fitted before, is all that can be had."""
+    def measured(self, length: int, measurement: int) -> bool:
+        """Take the length of the prompt with ``tokens`` and return whether the search is over."""
         self.least = min(self.least, length)
         unused = self._max_length - length
         if unused >= 0:
             self.fits = max(self.fits, self.tokens)
         else:
             self._too_many = min(self._too_many, self.tokens)
-        if self.fits >= 0 and (
-            0 <= unused <= _UNUSED_TOKENS or self._too_many - self.fits <= 1 or tried >= _ROUNDS
-        ):
+        is_full = 0 <= unused <= _UNUSED_TOKENS
+        is_exact = self._too_many - self.fits <= 1
+        if self.fits >= 0 and (is_full or is_exact or measurement >= _MAX_MEASUREMENTS):
             return True
-        self._choose(unused, tried)
+        self._choose(unused, measurement)
         return False
 
-    def _choose(self, unused: int, tried: int) -> None:
+    def _choose(self, unused: int, measurement: int) -> None:
         guess = self.tokens + unused
         if self._too_many <= 0:
             self.tokens = -1
-        elif tried < _STEPS and self.fits < guess < self._too_many:
+        elif measurement < _MAX_GUESSES and self.fits < guess < self._too_many:
             self.tokens = guess
         else:
-            self.tokens = (max(self.fits, 0) + self._too_many) // 2 if self.fits >= 0 else self._too_many // 2
+            self.tokens = (max(self.fits, 0) + self._too_many) // 2
 
 
 def share_out(counts: Sequence[int], shares: Sequence[float], tokens: int) -> list[int]:
-    """Tokens for each field, together so many, or all where that is enough.
+    """Share tokens out among fields.
 
     Args:
         counts: tokens that each field has.
         shares: relative to each other, more than 0.
+        tokens: for all fields together.
 
     Returns:
-        at most its count for each.  A field that needs less than its share leaves the rest to the others, by their
-        shares.
+        tokens for each field, at most its count.  A field that needs less than its share leaves the rest to the
+        others, by their shares.
     """
-    given = [0] * len(counts)
-    hungry = [index for index, count in enumerate(counts) if count > 0]
+    budgets = [0] * len(counts)
+    unmet = [index for index, count in enumerate(counts) if count > 0]
     left = max(0, tokens)
-    while hungry:
-        whole = sum(shares[index] for index in hungry)
-        parts = {index: left * shares[index] / whole for index in hungry}
-        content = [index for index in hungry if counts[index] <= parts[index]]
-        if not content:
+    while unmet:
+        total = sum(shares[index] for index in unmet)
+        parts = {index: left * shares[index] / total for index in unmet}
+        met = [index for index in unmet if counts[index] <= parts[index]]
+        if not met:
             break
-        for index in content:
-            given[index] = counts[index]
+        for index in met:
+            budgets[index] = counts[index]
             left -= counts[index]
-        hungry = [index for index in hungry if index not in content]
-    if hungry:
-        for index in hungry:
-            given[index] = int(parts[index])
-        rest = left - sum(given[index] for index in hungry)
-        for index in sorted(hungry, key=lambda index: given[index] - parts[index])[: max(0, rest)]:
-            given[index] += 1
-    return given
+        unmet = [index for index in unmet if index not in met]
+    if not unmet:
+        return budgets
+    for index in unmet:
+        budgets[index] = int(parts[index])
+    rest = left - sum(budgets[index] for index in unmet)
+    # The largest remainders get one token more.
+    for index in sorted(unmet, key=lambda index: budgets[index] - parts[index])[: max(0, rest)]:
+        budgets[index] += 1
+    return budgets
 
 
 def ranges(counts: Sequence[int], tokens: int, keep: str) -> tuple[int, int, int]:
-    """Which tokens of a field stay, where it has more than it may have.
+    """Return which tokens of a field stay if it has more than it may have.
 
     Args:
         counts: tokens of its turns.
@@ -421,17 +464,17 @@ def ranges(counts: Sequence[int], tokens: int, keep: str) -> tuple[int, int, int
         keep: head, tail, head_tail, newest_turns or newest_rounds.
 
     Returns:
-        where the head begins, how many tokens it has, and how many the tail has.
+        the first token of the head, the tokens of the head, and those of the tail.
     """
-    room, begin = max(0, tokens), 0
+    budget, begin = max(0, tokens), 0
     if keep == "head":
-        return 0, room, 0
+        return 0, budget, 0
     if keep in ("newest_turns", "newest_rounds"):
         newest = next((count for count in reversed(counts) if count), 0)
-        if newest <= room:
-            return 0, 0, room
+        if newest <= budget:
+            return 0, 0, budget
         begin = sum(counts) - newest
     elif keep == "tail":
-        return 0, 0, room
-    head = (room + 1) // 2
-    return begin, head, room - head
+        return 0, 0, budget
+    head = (budget + 1) // 2
+    return begin, head, budget - head
