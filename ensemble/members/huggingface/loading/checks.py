@@ -1,7 +1,7 @@
-"""What a member must prove before its first chunk: that its tokenizer and its weights are what they seem.
+"""Checks of a member's tokenizer and weights before its first chunk.
 
-Wrong files rarely raise an error: transformers makes up a vocabulary, leaves tensors out, or makes the tokenizer
-another class's way.  What can be known to be wrong is an error here; what only looks wrong is a note.
+Wrong files rarely raise an error: transformers makes up a vocabulary, leaves tensors out, or uses another class for
+the tokenizer.  What is certainly wrong is an error here; what only looks wrong is a note.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from ensemble.members.huggingface.checkpoint.weight_files import is_left_out, st
 from ensemble.members.huggingface.loading.adapter import some
 from ensemble.members.huggingface.spec import BACKBONE, CheckpointSpec, ModelSpec
 
-# Of a member's first rows, so many, and so many characters of each.
+# How many of a member's first rows are checked, and how many characters of each.
 ROWS, CHARACTERS = 8, 1000
-# Words, digits, upper case and punctuation; no rule of a tokenizer for odd characters applies to it.
-_PLAIN = "The quick brown fox jumps over 13 lazy dogs. Is it not so? Yes, it is."
-# More of the tokens than this are unknown where the vocabulary is not for this kind of text.
-_FLOOD = 0.2
+# Words, digits, upper case and punctuation; no tokenizer's rule for unusual characters applies to it.
+_PLAIN_TEXT = "The quick brown fox jumps over 13 lazy dogs. Is it not so? Yes, it is."
+# A larger share of unknown tokens means that the vocabulary is not for this kind of text.
+_MAX_UNKNOWN_SHARE = 0.2
 _MIN_TOKENS = 20
-# They take what is in tokenizer.json as it is.
+# Classes that use tokenizer.json as it is.
 _TAKE_THE_FILE = ("TokenizersBackend", "PreTrainedTokenizerFast")
-# Settings of tokenizer_config.json that go before what is in tokenizer.json: of which part, and the part's key.
+# Settings of tokenizer_config.json that override tokenizer.json: the part of the tokenizer, and the part's key.
 _SETTINGS = {
     "add_prefix_space": ("pre_tokenizer", "add_prefix_space", pre_tokenizers),
     "do_lower_case": ("normalizer", "lowercase", normalizers),
     "strip_accents": ("normalizer", "strip_accents", normalizers),
     "tokenize_chinese_chars": ("normalizer", "handle_chinese_chars", normalizers),
 }
-# Heads that were trained for something else, as they are called beside those that ``is_left_out`` knows; poolers of
-# models whose classifier does without; what a Trainer's loss keeps.
+# Heads that were trained for other tasks, beside those that ``is_left_out`` knows; poolers of models whose
+# classifier has none; weights that a Trainer's loss keeps.
 _HARMLESS = re.compile(
     r"(^|\.)(pooler|predictions|sop_classifier|lm_loss|pred_layer|multiple_choice_head|v_head|mtp"
     r"|loss|loss_fct|loss_fn|loss_function|criterion)\.|(^|\.)final_logits_bias$"
 )
-# What stands before the head of some classifiers, and belongs to it.
+# Layers before the head of some classifiers that belong to it.
 _BEFORE_HEAD = re.compile(r"(pre_classifier|sequence_summary)\.")
 
 
 def is_unused(spec: CheckpointSpec, key: str) -> bool:
-    """Whether a backbone's last hidden states do without a weight of this name, such as a pooler's or a head's."""
+    """Return whether a backbone's last hidden states need no weight of this name, such as a pooler's."""
     is_of_head = _HARMLESS.search(key) or is_head(key) or _BEFORE_HEAD.match(key)
     return spec.auto_class == BACKBONE and bool(is_of_head)
 
 
 def check_unexpected_keys(spec: CheckpointSpec, keys: Sequence[str], is_quantized: bool) -> None:
-    """Refuse a checkpoint with tensors that went nowhere, but for those that no classifier has a place for.
+    """Refuse a checkpoint with tensors that were not loaded, except those that no classifier has a place for.
 
     Args:
-        keys: as transformers' loading report names them.
+        keys: the unexpected ones of transformers' loading report.
 
     Raises:
         ValueError: with the first few of them.
@@ -84,10 +84,10 @@ def check_unexpected_keys(spec: CheckpointSpec, keys: Sequence[str], is_quantize
 def check_tokenizer(
     spec: ModelSpec, tokenizer: Any, folder: Path | None, texts: Sequence[str]
 ) -> Iterator[str]:
-    """What the user should know of a tokenizer, one sentence each.
+    """Yield a sentence for everything that the user should know about a tokenizer.
 
     Args:
-        folder: where its files lie; None where nobody knows.
+        folder: of its files; None if unknown.
         texts: of the member's first rows.
 
     Raises:
@@ -95,14 +95,14 @@ def check_tokenizer(
     """
     name, made_by = spec.model_name_or_path, type(tokenizer).__name__
     try:
-        tokenizer([_PLAIN], verbose=False)
+        tokenizer([_PLAIN_TEXT], verbose=False)
     except Exception as error:  # tokenizers has no kinds of errors
         raise ValueError(
             f"the tokenizer of {name} ({made_by}) fails on plain text ({error}); see that the tokenizer_class in "
             "tokenizer_config.json is the one that its vocabulary is for"
         ) from error
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    # Where there is nothing else, T5's class makes up the token for a space.
+    # Without a vocabulary, T5's class makes up the token for a space.
     if tokenizer.get_vocab().keys() <= special | {*tokenizer.all_special_tokens, "▁"}:
         raise ValueError(
             f"the tokenizer of {name} ({made_by}) knows special tokens only, all text would be unknown to it; copy "
@@ -110,50 +110,52 @@ def check_tokenizer(
         )
     texts = [text[:CHARACTERS] for text in texts if text.strip()]
     path = None if folder is None else folder / "tokenizer.json"
-    is_plain = not spec.trust_remote_code and spec.gguf_file is None and made_by not in _TAKE_THE_FILE
-    if path is not None and path.is_file() and is_plain:
+    is_comparable = not (spec.trust_remote_code or spec.gguf_file is not None or made_by in _TAKE_THE_FILE)
+    if path is not None and path.is_file() and is_comparable:
         yield from _differences(spec, tokenizer, path, texts)
     ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     unknown = tokenizer.unk_token_id
     count, total = sum(row.count(unknown) for row in ids), sum(map(len, ids))
-    if total >= _MIN_TOKENS and count > _FLOOD * total:
+    if total >= _MIN_TOKENS and count > _MAX_UNKNOWN_SHARE * total:
         yield (
             f"{count / total:.0%} of the tokens of its first {len(texts)} rows are {tokenizer.unk_token}: the "
             f"vocabulary of {name} does not know this kind of text"
         )
-    known = [(text, row) for text, row in zip(texts, ids, strict=True) if unknown not in row]
-    yield from _lost_characters(name, tokenizer, known, len(texts))
+    without_unknown = [(text, row) for text, row in zip(texts, ids, strict=True) if unknown not in row]
+    yield from _lost_characters(name, tokenizer, without_unknown, len(texts))
 
 
 def _differences(spec: ModelSpec, tokenizer: Any, path: Path, texts: Sequence[str]) -> Iterator[str]:
-    """Holds the tokens that the tokenizer's class makes against those of tokenizer.json itself."""
+    """Compare the tokens that the tokenizer's class makes with those of tokenizer.json itself."""
     settings = read_json(path.parent / "tokenizer_config.json") | dict(spec.tokenizer_kwargs)
     try:
         stored = Tokenizer.from_file(str(path))
         stored.no_truncation()
         stored.no_padding()
-        # What the settings say otherwise, as transformers has always patched it.
-        for setting, (part, key, kinds) in _SETTINGS.items():
-            if settings.get(setting) is not None and (rule := getattr(stored, part)) is not None:
-                state = json.loads(rule.__getstate__())
-                if state.get(key) not in (None, settings[setting]):
-                    kind = getattr(kinds, state.pop("type"))
-                    setattr(stored, part, kind(**{**state, key: settings[setting]}))
+        # Settings that override the file, as transformers has always patched it.
+        for setting, (part, key, module) in _SETTINGS.items():
+            rule = getattr(stored, part)
+            if settings.get(setting) is None or rule is None:
+                continue
+            state = json.loads(rule.__getstate__())
+            if state.get(key) not in (None, settings[setting]):
+                rule_class = getattr(module, state.pop("type"))
+                setattr(stored, part, rule_class(**{**state, key: settings[setting]}))
     except Exception as error:  # tokenizers has no kinds of errors
         raise ValueError(f"{path} cannot be read ({error}); copy it again") from error
-    adds_own = not any(key in settings for key in ("add_bos_token", "add_eos_token"))
+    with_special = not any(key in settings for key in ("add_bos_token", "add_eos_token"))
 
     def differs(text: str) -> bool:
-        found = tokenizer([text], add_special_tokens=adds_own, verbose=False)["input_ids"][0]
-        return bool(found != stored.encode(text, add_special_tokens=adds_own).ids)
+        ids = tokenizer([text], add_special_tokens=with_special, verbose=False)["input_ids"][0]
+        return bool(ids != stored.encode(text, add_special_tokens=with_special).ids)
 
-    # The plain text first: the wrong class may fail on others.
-    is_other = differs(_PLAIN)
-    others = 0 if is_other else sum(map(differs, texts))
+    # The plain text first: the wrong class may fail on the others.
+    is_other_class = differs(_PLAIN_TEXT)
+    others = 0 if is_other_class else sum(map(differs, texts))
     made_by = (
         f"{type(tokenizer).__name__}, by which transformers makes the tokenizer of {spec.model_name_or_path},"
     )
-    if not spec.tokenizer_kwargs and (is_other or 2 * others > len(texts)):
+    if not spec.tokenizer_kwargs and (is_other_class or 2 * others > len(texts)):
         raise ValueError(
             f"{made_by} gives other tokens than tokenizer.json itself: it is not the tokenizer_class that this "
             "vocabulary is for. Copy tokenizer_config.json again, or set tokenizer_class in it to "
@@ -167,29 +169,31 @@ def _differences(spec: ModelSpec, tokenizer: Any, path: Path, texts: Sequence[st
 
 
 def _lost_characters(
-    name: str, tokenizer: Any, known: Sequence[tuple[str, list[int]]], rows: int
+    name: str, tokenizer: Any, encoded: Sequence[tuple[str, list[int]]], rows: int
 ) -> Iterator[str]:
-    """Where text does not come back from its tokens, although neither normalizer nor splitting takes it away."""
+    """Say if text cannot be decoded from its tokens although neither normalizer nor splitting removes it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or backend.decoder is None:  # nobody knows how its tokens become text again
+    if backend is None or backend.decoder is None:
         return
     lossy: list[tuple[str, str]] = []
-    for text, ids in known:
+    for text, ids in encoded:
         kept = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
         if backend.pre_tokenizer is not None:
             kept = "".join(kept[slice(*span)] for _, span in backend.pre_tokenizer.pre_tokenize_str(kept))
-        again = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        # Without spaces, which decoders put where they like.
-        text, kept, again = (
-            "".join(unicodedata.normalize("NFC", one).replace("▁", " ").split())
-            for one in (text, kept, again)
-        )
-        if again not in (kept, text):
-            lossy.append((kept, again))
+        decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        kept, decoded = _without_spaces(kept), _without_spaces(decoded)
+        if decoded not in (kept, _without_spaces(text)):
+            lossy.append((kept, decoded))
     if lossy:
-        kept, again = lossy[0]
-        at = len(os.path.commonprefix(lossy[0]))  # noqa: RUF071  of characters it is
+        kept, decoded = lossy[0]
+        start = len(os.path.commonprefix([kept, decoded]))  # noqa: RUF071  a prefix of characters
+        end = start + 12
         yield (
             f"the tokenizer of {name} loses text of {len(lossy)} of its first {rows} rows: "
-            f"{kept[at : at + 12]!r} comes back as {again[at : at + 12]!r}, which its own rules do not explain"
+            f"{kept[start:end]!r} comes back as {decoded[start:end]!r}, which its own rules do not explain"
         )
+
+
+def _without_spaces(text: str) -> str:
+    # Decoders put spaces where they like.
+    return "".join(unicodedata.normalize("NFC", text).replace("▁", " ").split())

@@ -1,7 +1,7 @@
-"""A model with half-precision weights -> its forward pass in float32, for the rows that overflow half precision.
+"""The forward pass of a half-precision model in float32, for rows that overflow half precision.
 
-A model of nine billion parameters cannot be upcast as a whole on the GPU that it barely fits on.  So its weights
-stay as they are, and each module gets float32 copies of its own weights while it runs and no longer.
+A model of nine billion parameters cannot be upcast as a whole on a GPU that it barely fits on.  So its weights stay
+as they are, and each module gets float32 copies of its own weights only while it runs.
 """
 
 from __future__ import annotations
@@ -19,42 +19,39 @@ from ensemble.members.huggingface.spec import choose_attention, is_soft_capped
 
 _HALF = (torch.float16, torch.bfloat16)
 _ABSENT = object()
-# Numbers of a vocabulary's head that are upcast at a time: 128 MiB.
-_PIECE = 1 << 25
-# A module's dict of tensors or attributes, a name in it, and what stands there for a while.
+# Weights of a head over the vocabulary that are upcast at a time: 128 MiB.
+_PIECE_WEIGHTS = 1 << 25
+# A module's dict of tensors or attributes, a name in it, and the value that it has for a while.
 _Change = tuple[dict[str, Any], str, Any]
 
 
 def uses_half_precision(model: Any) -> bool:
-    """Whether float32 could give a finite number where this model's own types overflow."""
+    """Return whether float32 could give a finite number if this model's own types overflow."""
     return any(map(_is_half, model.modules()))
 
 
 def why_not_float32(model: Any) -> str:
-    """Why ``in_float32`` does not know how to run this model; empty where it does."""
+    """Return why ``in_float32`` cannot run this model; empty if it can."""
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None:
         return ""
     method = getattr(quantizer.quantization_config, "quant_method", "")
     method = str(getattr(method, "value", method))
-    return (
-        ""
-        if method.startswith("bitsandbytes")
-        else f"weights quantized by {method} compute in half precision only"
-    )
+    if method.startswith("bitsandbytes"):
+        return ""
+    return f"weights quantized by {method} compute in half precision only"
 
 
 @contextlib.contextmanager
 def in_float32(model: Any) -> Iterator[None]:
-    """While this lasts, the forward pass of ``model`` computes in float32; its weights are the same afterwards.
+    """Let the forward pass of ``model`` compute in float32; its weights are the same afterwards.
 
     Modules that accelerate moves from the CPU or the disk are upcast after they have arrived.  Vocabularies are
-    not upcast as a whole (256,000 x 3,584 numbers would take 3.7 GB): of embeddings only the rows in use are, and
-    heads piece by piece.
+    not upcast as a whole (256,000 x 3,584 numbers would take 3.7 GB): embeddings only in the rows in use, heads in
+    pieces.
 
     Raises:
-        RuntimeError: from the forward pass, of a model that computes with the weights of other modules than
-            the one that is running.
+        RuntimeError: in the forward pass, if a module of the model computes with another module's weights.
     """
     vocabulary = model.get_input_embeddings().weight
     attention = getattr(model.config, "_attn_implementation", None)
@@ -88,10 +85,10 @@ def _in_float32(module: Any, forward: Callable[..., Any], is_vocabulary: bool) -
     def run(*args: Any, **kwargs: Any) -> Any:
         rows: list[_Change] = []
         if is_vocabulary and args:
-            # A table of the rows in use.  The module's own forward then scales them, as Gemma's does, in this type.
+            # A table of the rows in use.  The module's own forward then scales them in this type, as Gemma's does.
             used, numbers = torch.unique(args[0], return_inverse=True)
             table = nn.Parameter(module.weight.detach()[used].float(), requires_grad=False)
-            # The padding's row is of use in training only, and need not be in this table.
+            # Only training uses the padding's row, and it need not be in this table.
             rows = [(module._parameters, "weight", table), (vars(module), "padding_idx", None)]
             args = (numbers, *args[1:])
         with _replaced(itertools.chain(rows, _upcast(module))):
@@ -103,7 +100,7 @@ def _in_float32(module: Any, forward: Callable[..., Any], is_vocabulary: bool) -
 
 @contextlib.contextmanager
 def _replaced(changes: Iterable[_Change]) -> Iterator[None]:
-    """Entries of dicts changed one after the other, also by what has been changed before, and put back."""
+    """Change entries of dicts one after the other, and restore them afterwards."""
     before: list[_Change] = []
     try:
         for entries, name, value in changes:
@@ -119,11 +116,12 @@ def _replaced(changes: Iterable[_Change]) -> Iterator[None]:
 
 
 def _upcast(module: Any) -> Iterator[_Change]:
-    """Float32 for a module's half-precision tensors, and for what would cast its input back."""
+    """Yield the changes for float32: half-precision tensors, and settings that would cast the input back."""
     for tensors, name, tensor in _half_tensors(module):
         upcast = tensor.detach().float()
         # Gemma's embeddings keep the exact number beside the buffer that was rounded with the weights.
-        if isinstance(exact := getattr(module, f"scalar_{name}", None), float):
+        exact = getattr(module, f"scalar_{name}", None)
+        if isinstance(exact, float):
             upcast.fill_(exact)
         is_parameter = isinstance(tensor, nn.Parameter)
         yield tensors, name, nn.Parameter(upcast, requires_grad=False) if is_parameter else upcast
@@ -136,8 +134,8 @@ def _upcast(module: Any) -> Iterator[_Change]:
 
 
 def _in_pieces(head: nn.Linear, states: torch.Tensor) -> torch.Tensor:
-    """What a head over a vocabulary computes in float32, [..., hidden] -> [..., vocabulary]."""
-    rows = max(1, _PIECE // head.in_features)
+    """Compute a head over a vocabulary in float32, [..., hidden] -> [..., vocabulary]."""
+    rows = max(1, _PIECE_WEIGHTS // head.in_features)
     inputs = states.float()
     parts = [nn.functional.linear(inputs, piece.float()) for piece in torch.split(head.weight.detach(), rows)]
     logits = torch.cat(parts, dim=-1)
@@ -145,9 +143,9 @@ def _in_pieces(head: nn.Linear, states: torch.Tensor) -> torch.Tensor:
 
 
 def _linear_8bit(module: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """What bitsandbytes' Linear8bitLt computes, without its casting of the input to float16.
+    """Compute bitsandbytes' Linear8bitLt without casting the input to float16.
 
-    A row of the weights is its int8 numbers times the row's largest value / 127 (LLM.int8(), Dettmers et al. 2022).
+    A row of the weights is int8 numbers times the row's largest value / 127 (LLM.int8(), Dettmers et al. 2022).
     """
     scales = module.weight.SCB if module.weight.SCB is not None else module.state.SCB
     weight = module.weight.detach().float() * (scales.float().view(-1, 1) / 127)
@@ -155,18 +153,18 @@ def _linear_8bit(module: Any, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def _is_half(module: nn.Module) -> bool:
-    # Without a type of its own Linear4bit takes its input's, and keeps it.
+    # If no type is set, Linear4bit takes that of its first input, and keeps it.
     computes_in_half = _is_4bit(module) and getattr(module, "compute_dtype", None) is not torch.float32
     return computes_in_half or _is_8bit(module) or next(_half_tensors(module), None) is not None
 
 
 def _half_tensors(module: nn.Module) -> Iterator[_Change]:
-    """A module's own, and those in its lists and dicts of parameters, which have no forward."""
+    """Yield a module's half-precision tensors, with those in its lists and dicts of parameters."""
     lists = (child for child in module.children() if isinstance(child, nn.ParameterList | nn.ParameterDict))
     for holder in (module, *lists):
         for tensors in (holder._parameters, holder._buffers):
             for name, tensor in list(tensors.items()):
-                # Packed 4-bit weights can be stored as float16: no number of theirs is one.
+                # Packed 4-bit weights may be stored as float16, but are no such numbers.
                 if tensor is not None and tensor.dtype in _HALF and not hasattr(tensor, "quant_state"):
                     yield tensors, name, tensor
 

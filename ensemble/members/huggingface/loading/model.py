@@ -42,14 +42,14 @@ _TRAINED = {
     IMAGE_CLASSIFIER: "that was trained for image classification",
     BACKBONE: "whose weights have the names that transformers' own save_pretrained gives them",
 }
-# What transformers' refusals speak of; names of modules, such as "attention.self", are not among it.
-_OF_ATTENTION = re.compile(
+# Words of transformers' errors about the attention; names of modules, such as "attention.self", do not match.
+_ABOUT_ATTENTION = re.compile(
     "attention implementation|attn_implementation|flash_attn|flash ?attention|flex attention", re.IGNORECASE
 )
 
 
 def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str]) -> Any:
-    """Load the model onto the devices this process can see, its adapter with it.
+    """Load the model with its adapter onto the devices this process can see.
 
     Args:
         least: the compute capability of the least capable GPU; None on a CPU.
@@ -71,26 +71,28 @@ def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str])
     adapter: AdapterFiles | None = None
     if spec.adapter_name_or_path is not None:
         adapter = open_adapter(spec.adapter_name_or_path, spec.allow_pickle)
-        # The base's config with the adapter's number of labels, its head left out of the base's quantization.
-        config, left = _from_pretrained(
+        # The base's config with the adapter's number of labels, and the head left out of the base's quantization.
+        config, unused = _from_pretrained(
             AutoConfig, spec, return_unused_kwargs=True, **gguf, **spec.model_kwargs
         )
         if spec.auto_class in WITH_LABELS:
             config.num_labels = len(spec.label_order)
-        carried = getattr(config, "quantization_config", None)
-        if isinstance(carried, dict) and is_bitsandbytes(carried) and (heads := adapter.whole_modules()):
-            config.quantization_config = keep_whole(carried, heads)
-        # Those of model_kwargs that are the config's own keys are in it now.
+        stored_settings = getattr(config, "quantization_config", None)
+        heads = adapter.whole_modules()
+        if isinstance(stored_settings, dict) and is_bitsandbytes(stored_settings) and heads:
+            config.quantization_config = keep_whole(stored_settings, heads)
+        # Keys of model_kwargs that belong to the config are in it now.
         options = {
-            key: value for key, value in options.items() if key in left or key not in spec.model_kwargs
+            key: value for key, value in options.items() if key in unused or key not in spec.model_kwargs
         }
         options["config"] = config
     if gguf:
         options |= gguf
-        # Newer releases leave its weights packed where they find kernels on the hub; adapters have no layers for
-        # those. Older releases have no such setting and always unpack.
-        if (kind := getattr(settings_of_transformers, "GgufConfig", None)) is not None:
-            options["quantization_config"] = kind(dequantize=True)
+        # Newer releases keep its weights packed if they find kernels on the hub; adapters have no layers for those.
+        # Older releases have no such setting and always unpack.
+        gguf_config = getattr(settings_of_transformers, "GgufConfig", None)
+        if gguf_config is not None:
+            options["quantization_config"] = gguf_config(dequantize=True)
     attention = spec.attn_implementation
     if attention is None:  # the plan could not read the architecture
         is_capped = is_soft_capped(_from_pretrained(AutoConfig, spec, **gguf).to_dict())
@@ -98,20 +100,20 @@ def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str])
     options |= {
         "dtype": dtype,
         "attn_implementation": attention,
-        # A head of another shape is thrown away and drawn anew; that is refused below, by name, unless the adapter
-        # brings another.
+        # A head of another shape would be initialized at random; that is refused below, by name, unless the adapter
+        # has one.
         "ignore_mismatched_sizes": True,
-        # None: pickles where there are no safetensors. torch then reads tensors of them and nothing else.
+        # None: pickles if there are no safetensors. torch reads only tensors from them.
         "use_safetensors": None if spec.allow_pickle else True,
         "output_loading_info": True,
     }
     try:
         model, info = _from_pretrained(auto_class, spec, **options)
     except (ImportError, ValueError) as error:
-        if not _OF_ATTENTION.search(str(error)):
+        if not _ABOUT_ATTENTION.search(str(error)):
             raise
         if "attn_implementation" in spec.asked:
-            # What follows is advice to ask for support of the architecture, and calls of transformers to try.
+            # After "Please" comes advice to ask for support of the architecture, and to try calls of transformers.
             reason = str(error).split(" Please ")[0].strip().rstrip(".")
             raise ValueError(
                 f"attn_implementation: {attention} cannot be used ({reason}); leave the key out, and the best one "
@@ -119,22 +121,23 @@ def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str])
             ) from error
         if attention == "eager":
             raise
-        # What was chosen and not asked for, such as for code that the checkpoint brings along, may not be there.
+        # The parent's choice may not exist, such as for code that the checkpoint brings along.
         options["attn_implementation"] = "eager"
         model, info = _from_pretrained(auto_class, spec, **options)
         if hasattr(model.config.get_text_config(), "num_attention_heads"):  # convolutions have none at all
             notes.append(f"eager attention, as this model has no {attention}")
-    # Some releases of transformers leave out the cap on a model's scores and say nothing.
-    taken = getattr(model.config.get_text_config(), "_attn_implementation", None)
-    if (problem := cap_problem(taken, name)) and is_soft_capped(model.config.to_dict()):
+    # Some releases of transformers silently leave out the cap on a model's scores.
+    used_attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    problem = cap_problem(used_attention, name)
+    if problem and is_soft_capped(model.config.to_dict()):
         raise ValueError(problem)
     check_placement(model, spec, on_gpu, notes)
     _run_first_hooks(model)
     if adapter is None and info["mismatched_keys"]:
-        key, stored, wanted = next(iter(info["mismatched_keys"]))
+        key, stored, expected = next(iter(info["mismatched_keys"]))
         raise ValueError(
             f"{name}: its config.json does not fit its weights: {key} is {list(stored)} in the file and "
-            f"{list(wanted)} by config.json; they are of two models"
+            f"{list(expected)} by config.json; they are of two models"
         )
     is_quantized = getattr(model, "hf_quantizer", None) is not None
     check_unexpected_keys(spec, info["unexpected_keys"], is_quantized)
@@ -147,19 +150,20 @@ def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str])
     if adapter is not None:
         return attach_adapter(model, adapter, missing, spec, notes)
     if missing:
-        fitting = _TRAINED.get(spec.auto_class, "that was trained for this")
+        trained = _TRAINED.get(spec.auto_class, "that was trained for this")
         raise ValueError(
-            f"{name} has no weights for {some(missing)}; they would be random. Name a checkpoint {fitting}, or its "
+            f"{name} has no weights for {some(missing)}; they would be random. Name a checkpoint {trained}, or its "
             "adapter"
         )
     return model
 
 
 def _set_compute_dtype(model: Any, spec: CheckpointSpec, least: Capability | None, notes: list[str]) -> None:
-    """Let 4-bit layers that were stored compute in a type that the device has."""
+    """Let stored 4-bit layers compute in a type that the device has."""
     stored = getattr(model.config, "quantization_config", None)
     stored = stored if isinstance(stored, dict) or stored is None else stored.to_dict()
-    if name := spec.compute_dtype or choose_compute_dtype(stored, least):
+    name = spec.compute_dtype or choose_compute_dtype(stored, least)
+    if name:
         for module in model.modules():
             # bitsandbytes' Linear4bit casts its input to this type.
             if hasattr(module, "compute_dtype") and hasattr(module, "compute_type_is_set"):
@@ -170,16 +174,16 @@ def _set_compute_dtype(model: Any, spec: CheckpointSpec, least: Capability | Non
         )
 
 
-def _from_pretrained(kind: Any, spec: CheckpointSpec, **options: Any) -> Any:
-    """What one of transformers' auto classes makes of the checkpoint; refusals of the attention as they are.
+def _from_pretrained(auto_class: Any, spec: CheckpointSpec, **options: Any) -> Any:
+    """Load the checkpoint by one of transformers' auto classes.
 
     Raises:
-        ValueError: there are no safetensors, or numbers that no model can have, on which transformers fails in any
-            of many ways.
+        ValueError: there are no safetensors, or its config.json has impossible numbers, on which transformers fails
+            in many ways; or transformers' own error about the attention.
     """
     name = spec.model_name_or_path
     try:
-        return kind.from_pretrained(
+        return auto_class.from_pretrained(
             name,
             revision=spec.revision or "main",
             trust_remote_code=spec.trust_remote_code,
@@ -194,7 +198,7 @@ def _from_pretrained(kind: Any, spec: CheckpointSpec, **options: Any) -> Any:
         ) from error
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
         reason = " ".join(str(error).split())
-        if _OF_ATTENTION.search(str(error)) or reason.startswith(name):
+        if _ABOUT_ATTENTION.search(str(error)) or reason.startswith(name):
             raise
         raise ValueError(
             f"{name}: transformers cannot make a model of its config.json and weights ({type(error).__name__}: "
@@ -203,10 +207,10 @@ def _from_pretrained(kind: Any, spec: CheckpointSpec, **options: Any) -> Any:
 
 
 def _run_first_hooks(model: Any) -> None:
-    """One token through the whole model, where a hook waits for that.
+    """Run one token through the whole model if it has hooks that wait for that.
 
     compressed-tensors unpacks its weights before the first pass of the whole model.  ``Classifier`` runs body and
-    head of these models apart and would never set it off, and an adapter needs the weights as well.
+    head of these models separately and would never trigger that, and an adapter needs the weights, too.
     """
     if isinstance(model, GenericForSequenceClassification) and model._forward_pre_hooks:
         token = torch.ones((1, 1), dtype=torch.int64, device=input_device(model))

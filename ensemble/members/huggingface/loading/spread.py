@@ -1,9 +1,9 @@
-"""A model spread over several GPUs: stages that do not wait for each other more than they must.
+"""Models spread over several GPUs, whose stages wait for each other no more than they must.
 
-accelerate's hooks copy whatever a module is given to its device (``AlignDevicesHook.pre_forward``), which is the
-attention mask, the positions and the rotary embeddings at every layer again.  A copy between two GPUs begins when
-both have done all that was asked of them before, and both wait for its end (ATen/native/cuda/Copy.cu).  So the
-first GPU would stand still until the last one is through, instead of starting on the next batch.
+accelerate's hooks copy each input of a module to its device (``AlignDevicesHook.pre_forward``): the attention
+mask, the positions and the rotary embeddings again at every layer.  A copy between two GPUs begins when both have
+finished all earlier work, and both wait for its end (ATen/native/cuda/Copy.cu).  So the first GPU would be idle
+until the last one has finished, instead of starting on the next batch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ensemble.members.huggingface.loading.device_map import align_hooks, executi
 
 
 class Spread:
-    """The forward passes of a model: while one runs, what is constant in it goes to each device once.
+    """Copy the constant inputs of a forward pass to each device once.
 
-    For a model that accelerate has spread over two devices and more, the stages are also made independent where
-    accelerate ties the first to the last: modules that hold constants alone, such as the rotary embedding, compute
-    where a pass begins (``infer_auto_device_map`` puts what comes after the last layer on the last device), and
-    logits stay where they end.  Other models are left alone.
+    In a model that accelerate has spread over two or more devices, the stages also become independent of each
+    other: modules that only hold constants, such as the rotary embedding, compute on the first device
+    (``infer_auto_device_map`` puts modules after the last layer on the last device), and logits stay on the last.
+    Other models are left alone.
 
     Args:
         model: on its devices; its hooks stay for as long as it lives.
@@ -36,7 +36,7 @@ class Spread:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # By identity, and weak: a tensor that is gone takes its copies along, and no other can get its place.
+        # By identity, and weak: copies go with their tensor, and no other tensor can take over its entry.
         self._copies: MutableMapping[torch.Tensor, dict[torch.device, torch.Tensor]] = (
             WeakTensorKeyDictionary()
         )
@@ -55,13 +55,13 @@ class Spread:
             skipped = {key for hook in align_hooks(block) for key in _names(hook.skip_keys)}
             block.register_forward_pre_hook(partial(self._send, device, skipped), with_kwargs=True)
         for hook in [hook for part in model.modules() for hook in align_hooks(part)]:
-            # The whole model's sends its inputs to one of the devices, and its logits back to where those were.
+            # The whole model's hook sends its inputs to one of the devices, and its logits back to theirs.
             if hook.io_same_device:
                 hook.execution_device, hook.io_same_device = start, False
 
     @contextlib.contextmanager
     def one_pass(self) -> Iterator[None]:
-        """A pass within; nothing of it is kept afterwards."""
+        """Enter a forward pass; no copies are kept after it."""
         self._is_in_pass = True
         try:
             yield
@@ -77,7 +77,7 @@ class Spread:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """A block's inputs but the hidden states, which no two blocks share and which some change in place."""
+        """Copy a block's inputs, except the hidden states, which blocks do not share and may change in place."""
         if not self._is_in_pass:
             return None
         others = tuple(self._on(device, value) for value in args[1:])
@@ -102,9 +102,10 @@ class Spread:
 
 
 def _blocks(module: nn.Module) -> Iterator[tuple[nn.Module, torch.device]]:
-    """The parts that accelerate has placed as a whole, with the devices on which they compute."""
-    # The dispatched model itself has a device, too: where its first part is.
-    if not hasattr(module, "hf_device_map") and (device := execution_device(module)) is not None:
+    """Yield the parts that accelerate has placed as a whole, with the devices on which they compute."""
+    # The dispatched model itself has a device, too: that of its first part.
+    device = None if hasattr(module, "hf_device_map") else execution_device(module)
+    if device is not None:
         yield module, device
         return
     for child in module.children():
