@@ -166,7 +166,7 @@ def test_a_copy_lasts_as_long_as_what_it_is_of_and_no_longer_than_the_pass() -> 
         spread = Spread(model)
         there = torch.device("ipu:1")
         states, mask = torch.zeros(2, device="ipu:0"), torch.arange(3, device="ipu:0")
-        with spread.one_pass():
+        with spread.forward_pass():
             _, (first,), named = model.second(states, mask, nested=[{"mask": mask}], kept=mask)
             assert first.device == there
             assert named["nested"][0]["mask"] is first
@@ -183,7 +183,7 @@ def test_a_copy_lasts_as_long_as_what_it_is_of_and_no_longer_than_the_pass() -> 
                 machine.copies.clear()  # which holds on to it
             assert len(spread._copies) == 1
         assert not len(spread._copies)
-        with spread.one_pass():
+        with spread.forward_pass():
             assert model.second(states, mask)[1][0] is not first
         machine.copies.clear()
         model.second(states, mask, mask=mask)

@@ -28,7 +28,7 @@ def run(bert: tuple[Any, Any], error: Exception, place: str, first: bool = False
     """A pass in which the module at ``place`` fails with ``error``, on a GPU by what is said."""
     import torch
 
-    from ensemble.members.huggingface.scoring.unsupported import told_in_a_sentence
+    from ensemble.members.huggingface.scoring.unsupported import explain_errors
 
     spec, model = bert
 
@@ -36,7 +36,7 @@ def run(bert: tuple[Any, Any], error: Exception, place: str, first: bool = False
         raise error
 
     model.get_submodule(place).forward = fails
-    with told_in_a_sentence(spec, model, "Tesla P4", first):
+    with explain_errors(spec, model, "Tesla P4", first):
         model(input_ids=torch.tensor([[3, 7, 4]]))
 
 

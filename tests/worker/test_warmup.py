@@ -94,7 +94,7 @@ def warmed_up(model: Any) -> Any:
     from ensemble.members.huggingface.scoring.warmup import WarmUp
 
     classifier = Classifier(model, 0)
-    assert WarmUp(classifier, encoded_of([4, 14]), softmax, True).bears_padding()
+    assert WarmUp(classifier, encoded_of([4, 14]), softmax, True).tolerates_padding()
     return classifier
 
 

@@ -73,7 +73,7 @@ class ImageClassifier:
             }
             for places in alike.values()
         ]
-        with timing or nullcontext(), self._spread.one_pass(), torch.inference_mode():
+        with timing or nullcontext(), self._spread.forward_pass(), torch.inference_mode():
             parts: list[torch.Tensor] = [self._model(**batch).logits.float() for batch in batches]
             if len(parts) == 1:
                 return parts[0]
@@ -194,8 +194,8 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
                     reads.append(reading.submit(self._encode_rows, following, report_step))
                 yield encoded
 
-    def _too_large(self, encoded: EncodedImages, place: int, in_what: str) -> str:
+    def _too_large(self, encoded: EncodedImages, row: int, in_float32: str) -> str:
         return (
-            f"its image of {encoded.size(place)} pixels does not fit into the memory of "
-            f"{self._loaded.device_name} even alone{in_what}; quantize, or give it more GPUs (num_gpus)"
+            f"its image of {encoded.size(row)} pixels does not fit into the memory of "
+            f"{self._loaded.device_name} even alone{in_float32}; quantize, or give it more GPUs (num_gpus)"
         )

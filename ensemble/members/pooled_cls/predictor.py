@@ -122,7 +122,7 @@ class PooledClassifier(Classifier):
         if Shortcut.NO_MASK in self.taken and not with_mask:
             del arrays["attention_mask"]
         inputs = {name: on_device(array, self._device) for name, array in arrays.items()}
-        with timing or nullcontext(), self._spread.one_pass(), torch.inference_mode():
+        with timing or nullcontext(), self._spread.forward_pass(), torch.inference_mode():
             parts = self._last_token_parts if Shortcut.LAST_TOKEN_LAYER in self.taken else []
             with last_token_only(parts, at):
                 states: torch.Tensor = self._model(**inputs).last_hidden_state

@@ -101,7 +101,7 @@ class LabelScorer(Classifier):
         """
         self._look_at(encoded)
         alone = self._alone() if len(rows) == 1 else nullcontext()
-        with timing or nullcontext(), alone, self._spread.one_pass(), torch.inference_mode():
+        with timing or nullcontext(), alone, self._spread.forward_pass(), torch.inference_mode():
             # Float32, to run rows again in, is not what keys and values were computed in; it comes with a mask.
             prefix = None if with_mask else self._take_prefix(encoded, rows)
             batches = [self._batch(encoded, rows, path, with_mask, prefix) for path in self._paths]

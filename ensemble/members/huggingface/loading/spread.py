@@ -60,7 +60,7 @@ class Spread:
                 hook.execution_device, hook.io_same_device = start, False
 
     @contextlib.contextmanager
-    def one_pass(self) -> Iterator[None]:
+    def forward_pass(self) -> Iterator[None]:
         """Enter a forward pass; no copies are kept after it."""
         self._is_in_pass = True
         try:

@@ -1,4 +1,4 @@
-"""PURE: token counts -> batches, within a budget of tokens and within the memory there is."""
+"""PURE: token counts -> batches, within a budget of tokens and within the available memory."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _PADDING_ALLOWED = 0.02
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The bytes that one batch may take beside the weights, and what decides how many it takes.
+    """The bytes that one batch may take beside the weights, and how many a batch takes.
 
-    Eager attention holds a score for every pair of tokens of a row, so that its memory grows with the padded
+    Eager attention keeps a score for every pair of tokens of a row, so that its memory grows with the padded
     tokens times the width; everything else grows with the padded tokens alone.
 
     Attributes:
         available_bytes: for one batch, at least 1.
         bytes_per_token: per padded token, more than 0.
-        bytes_per_token_pair: per padded token and token of the width; 0 where attention keeps no scores.
-        skipped: tokens before those that are counted, of each row: not computed, but attended to.
+        bytes_per_token_pair: per padded token and token of the width; 0 if attention keeps no scores.
+        skipped: tokens at the beginning of each row that are attended to, but not computed or counted.
     """
 
     available_bytes: int
@@ -36,20 +36,21 @@ class MemoryLimit:
     skipped: int = 0
 
     def cost(self, padded_tokens: int, width: int) -> float:
-        """Bytes that a batch of this many padded tokens, this wide, takes; no less than if none were skipped."""
-        whole = width + self.skipped
-        return padded_tokens * (whole / width) * (self.bytes_per_token + self.bytes_per_token_pair * whole)
+        """Return the bytes of a batch with this many padded tokens; no less than if no tokens were skipped."""
+        full_width = width + self.skipped
+        bytes_per_token = self.bytes_per_token + self.bytes_per_token_pair * full_width
+        return padded_tokens * (full_width / width) * bytes_per_token
 
     def tokens_at(self, width: int) -> int:
-        """Padded tokens that fit, in rows of ``width`` tokens."""
+        """Return how many padded tokens fit, in rows of ``width`` tokens."""
         return max(1, int(self.available_bytes / self.cost(1, width)))
 
 
 def tokens_for_stages(token_budget: int, stages: int, chunk_tokens: int) -> int:
     """Return how many tokens a batch may hold so that a chunk keeps all GPUs of a spread model busy.
 
-    A GPU begins the next batch while those behind it compute this one (``loading.spread``).  Of n batches on p GPUs
-    each stands still for p - 1 of n + p - 1 steps, at the chunk's beginning or its end.
+    A GPU begins the next batch while those behind it compute this one (``loading.spread``).  With n batches on p
+    GPUs each GPU is idle for p - 1 of n + p - 1 steps, at the chunk's beginning or its end.
 
     Args:
         token_budget: padded tokens that a batch may hold at most.
@@ -77,12 +78,12 @@ def make_batches(
         lengths: tokens per row, [rows].
         token_budget: padded tokens a batch may hold.
         batch_size: rows a batch, fewer in the last one; then neither the budget nor the memory counts.
-        equal_lengths: no padding at all, for models that cannot bear it; then ``batch_size`` is the most.
-        memory: what a batch may take beside its budget of tokens; None where that is not known.
+        equal_lengths: no padding at all, for models whose numbers change with it; then ``batch_size`` is a maximum.
+        memory: the memory that a batch may take; None if unknown.
 
     Returns:
-        Arrays of row numbers; together every row exactly once.  The batch that takes most comes first: by
-        ``memory`` where it is given, otherwise the one of the longest rows.
+        Arrays of row numbers; together every row exactly once.  The largest batch comes first: the one that takes
+        most of ``memory``, or the one with the longest rows if that is None.
     """
     order = np.argsort(-lengths, kind="stable")
     if batch_size is not None and not equal_lengths:
@@ -109,6 +110,7 @@ def make_batches(
         batches.append(order[start:])
     if memory is None:
         return batches
-    # Out of memory shall show in the first pass: a wide batch leaves more of the limit unused than a narrow one.
-    costs = [memory.cost(len(batch) * int(lengths[batch[0]]), int(lengths[batch[0]])) for batch in batches]
+    # Out of memory should show in the first pass: a wide batch leaves more of the limit unused than a narrow one.
+    widths = [int(lengths[batch[0]]) for batch in batches]
+    costs = [memory.cost(len(batch) * width, width) for batch, width in zip(batches, widths, strict=True)]
     return [batches[index] for index in np.argsort(-np.array(costs), kind="stable")]

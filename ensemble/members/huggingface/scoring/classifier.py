@@ -1,8 +1,8 @@
 """Batches -> logits -> probabilities: the forward pass, the last token's logits, the activation.
 
-A decoder's head sees each row's last token alone.  So its last layer needs keys and values of every token; queries,
-the projection after attention and the feed-forward of the last one only (the last-token layer).  In a model of four
-layers that is a fifth of the work, in one of 42 a fiftieth.
+A decoder's head sees only each row's last token.  So the last layer needs keys and values of every token, but
+queries, the projection after attention and the feed-forward only of the last one (the last-token layer).  In a
+model of four layers that saves a fifth of the work, in one of 42 a fiftieth.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ensemble.members.huggingface.loading.device_map import input_device, last_d
 from ensemble.members.huggingface.loading.spread import Spread
 from ensemble.members.huggingface.scoring.encode import Encoded
 
-# Of a layer, what works on one position at a time, as the decoders of transformers that look like Llama name it.
+# Parts of a layer that work on each position by itself, as transformers' decoders similar to Llama name them.
 _PARTS_OF_LAYER = ("self_attn.q_proj", "self_attn.o_proj", "mlp")
 
 
 class Shortcut(Enum):
-    """Work that some models need not be given; which ones, the warm-up tells."""
+    """Work that can be left out for some models; the warm-up finds out for which."""
 
     LAST_TOKEN = "body and head are run apart, the head on each row's last token only"
     NO_MASK = "batches go without an attention mask, as no token sees the padding behind it"
@@ -39,21 +39,21 @@ class Shortcut(Enum):
 
 
 class Classifier:
-    """A loaded sequence classifier that gives a row the same numbers whatever its neighbours in the batch.
+    """A loaded sequence classifier that gives a row the same numbers in any batch.
 
     Decoder checkpoints are classified at their last token.  transformers looks for it by comparing token ids
-    with the pad id, which fails where a checkpoint has none (Llama-3) and picks the wrong token where pad
-    equals eos and a text ends with eos.  So the position comes from the rows' lengths here, and only the last
-    token's state goes through the head where that is known to be the same.
+    with the pad id, which fails if a checkpoint has none (Llama-3) and picks the wrong token if pad equals eos
+    and a text ends with eos.  So the position comes from the rows' lengths here, and only the last token's state
+    goes through the head if that is known to give the same numbers.
 
     Args:
         model: as ``AutoModelForSequenceClassification`` loads it.
-        pad_token_id: what to fill up with; any id, since no result depends on it.
+        pad_token_id: of the padding; any id, since no result depends on it.
 
     Attributes:
         possible: the shortcuts that can be tried.
-        taken: those that are known to leave the model's numbers as they are.
-        last_device: where a pass ends.
+        taken: the shortcuts that are known to leave the model's numbers as they are.
+        last_device: the device on which a pass ends.
         stages: devices that a batch passes through, one after the other.
     """
 
@@ -64,27 +64,29 @@ class Classifier:
             isinstance(model, GenericForSequenceClassification)
             and type(model).forward is GenericForSequenceClassification.forward
         )
-        # Those pool at eos, and use the pad id for shifting.
+        # Models with an encoder and a decoder pool at eos, and use the pad id for shifting.
         is_encoder_decoder = getattr(model.config, "is_encoder_decoder", False)
-        # Whether a decoder's own forward finds the last token by the pad id (GPT-2, OPT, Falcon, Bloom, ...): along
-        # the inheritance, because some only delegate to transformers' generic forward.
-        forwards = (
-            [] if is_generic or is_encoder_decoder else [vars(c).get("forward") for c in type(model).__mro__]
-        )
-        self._searches_pad_token = any("pad_token_id" in _source(forward) for forward in forwards)
-        # Whether all of its attention says of itself that no token sees a later one, padding on the right included.
-        said = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
-        is_causal = not is_encoder_decoder and bool(said) and all(value is True for value in said)
+        # Whether a decoder's own forward finds the last token by the pad id (GPT-2, OPT, Falcon, Bloom, ...).  Base
+        # classes count, because some classes only delegate to transformers' generic forward.
+        self._searches_pad_token = False
+        if not is_generic and not is_encoder_decoder:
+            forwards = [vars(base).get("forward") for base in type(model).__mro__]
+            self._searches_pad_token = any("pad_token_id" in _source(forward) for forward in forwards)
+        # Whether all attention is declared causal: no token sees a later one, nor padding on the right.
+        flags = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+        is_causal = not is_encoder_decoder and bool(flags) and all(flag is True for flag in flags)
         self._last_token_parts = _last_token_parts(model)
-        # On the right, whatever side the tokenizer names: positions start at 0 there, encoders pool their first
-        # token, and causal attention does not see it. Only XLNet pools whatever stands last.
+        # Padding is on the right, whatever side the tokenizer names: positions then start at 0, encoders pool their
+        # first token, and causal attention does not see it. Only XLNet pools the last position.
         self._pad_left = model.config.model_type == "xlnet"
-        can_be = {
-            Shortcut.LAST_TOKEN: self._searches_pad_token and _has_body_and_score(model),
-            Shortcut.NO_MASK: is_causal and not self._pad_left,
-            Shortcut.LAST_TOKEN_LAYER: bool(self._last_token_parts),
-        }
-        self.possible = frozenset(shortcut for shortcut, it_can in can_be.items() if it_can)
+        possible = set()
+        if self._searches_pad_token and _has_body_and_score(model):
+            possible.add(Shortcut.LAST_TOKEN)
+        if is_causal and not self._pad_left:
+            possible.add(Shortcut.NO_MASK)
+        if self._last_token_parts:
+            possible.add(Shortcut.LAST_TOKEN_LAYER)
+        self.possible = frozenset(possible)
         self.taken = {Shortcut.LAST_TOKEN} if is_generic else set()
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self._device = input_device(model)
@@ -93,7 +95,7 @@ class Classifier:
         self.stages = self._spread.stages
 
     def skipped_tokens(self, encoded: Encoded) -> npt.NDArray[np.int64]:
-        """Of how many tokens each row's beginning is that a pass without a mask need not compute, [rows]."""
+        """Return how many tokens at each row's beginning a pass without a mask need not compute, [rows]."""
         return np.zeros_like(encoded.lengths)
 
     def logits(
@@ -103,12 +105,12 @@ class Classifier:
         with_mask: bool = False,
         timing: AbstractContextManager[None] | None = None,
     ) -> torch.Tensor:
-        """A forward pass over rows as a batch.
+        """Run a forward pass over rows as a batch.
 
         Args:
             encoded: token ids.
-            rows: which of them, [batch].
-            with_mask: give an attention mask although the model may do without.
+            rows: the batch, [batch].
+            with_mask: whether to pass an attention mask even if the model needs none.
             timing: entered for the pass itself, once the batch is on its way to the device.
 
         Returns:
@@ -116,35 +118,35 @@ class Classifier:
         """
         model = self._model
         last_token = Shortcut.LAST_TOKEN in self.taken
-        filler = self._pad_token_id
+        pad_token_id = self._pad_token_id
         if self._searches_pad_token and not last_token:
-            filler = unused_token(encoded, rows, self._vocabulary)
-        arrays = padded(encoded, rows, filler, self._pad_left)
+            pad_token_id = unused_token(encoded, rows, self._vocabulary)
+        arrays = padded(encoded, rows, pad_token_id, self._pad_left)
         if Shortcut.NO_MASK in self.taken and not with_mask:
             del arrays["attention_mask"]
         inputs = {name: on_device(array, self._device) for name, array in arrays.items()}
-        # Not from where the batch is: a copy between GPUs would wait for both.
+        # Copied from the host: a copy between GPUs would wait for both.
         last = on_device(encoded.lengths[rows] - 1, self.last_device)
         if self._searches_pad_token:
-            # An id that no row of this batch holds, so that looking for it is exact; none where nobody looks for
-            # it, since some bodies warn of it.
+            # An id that no row of this batch holds, so that the search is exact; none if the model does not search,
+            # since some bodies warn of it.
             text_config = model.config.get_text_config()
-            model.config.pad_token_id = text_config.pad_token_id = None if last_token else filler
-        with timing or nullcontext(), self._spread.one_pass(), torch.inference_mode():
+            model.config.pad_token_id = text_config.pad_token_id = None if last_token else pad_token_id
+        with timing or nullcontext(), self._spread.forward_pass(), torch.inference_mode():
             if not last_token:
-                own: torch.Tensor = model(**inputs).logits
-                return own.float()
+                logits: torch.Tensor = model(**inputs).logits
+                return logits.float()
             parts = self._last_token_parts if Shortcut.LAST_TOKEN_LAYER in self.taken else []
             with last_token_only(parts, last):
                 hidden = getattr(model, model.base_model_prefix)(**inputs, use_cache=False).last_hidden_state
-            pooled: torch.Tensor = model.score(hidden[_positions(hidden, last)])
-            return pooled.float()
+            last_logits: torch.Tensor = model.score(hidden[_positions(hidden, last)])
+            return last_logits.float()
 
 
 def padded(
     encoded: Encoded, rows: npt.NDArray[np.int64], pad_token_id: int, pad_left: bool = False
 ) -> dict[str, npt.NDArray[np.int64]]:
-    """Rows as wide as the longest of them, and the mask of their own tokens.
+    """Pad rows to the longest of them, and make the mask of their own tokens.
 
     Returns:
         int64 [rows, width] for each input and for ``attention_mask``.
@@ -152,26 +154,26 @@ def padded(
     lengths = encoded.lengths[rows]
     width = int(lengths.max())
     positions = np.arange(width)
-    own = positions >= width - lengths[:, None] if pad_left else positions < lengths[:, None]
-    filled = {}
+    mask = positions >= width - lengths[:, None] if pad_left else positions < lengths[:, None]
+    inputs = {}
     for name, arrays in encoded.inputs.items():
-        filled[name] = np.full(own.shape, pad_token_id if name == "input_ids" else 0, dtype=np.int64)
-        filled[name][own] = np.concatenate([arrays[row] for row in rows.tolist()])
-    return {**filled, "attention_mask": own.astype(np.int64)}
+        inputs[name] = np.full(mask.shape, pad_token_id if name == "input_ids" else 0, dtype=np.int64)
+        inputs[name][mask] = np.concatenate([arrays[row] for row in rows.tolist()])
+    return {**inputs, "attention_mask": mask.astype(np.int64)}
 
 
 def unused_token(encoded: Encoded, rows: npt.NDArray[np.int64], vocabulary: int) -> int:
-    """A token id that none of the rows holds."""
+    """Return a token id that none of the rows holds."""
     ids = encoded.inputs["input_ids"]
     used = np.unique(np.concatenate([ids[row] for row in rows.tolist()]))
     gaps = np.flatnonzero(used != np.arange(len(used)))
     free = int(gaps[0]) if len(gaps) else len(used)
-    assert free < vocabulary, "a batch that holds every token there is"
+    assert free < vocabulary, "a batch that holds every token of the vocabulary"
     return free
 
 
 def on_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A copy there; to a GPU from pinned memory, so that nobody waits for it."""
+    """Copy an array to a device; to a GPU from pinned memory, so that the host does not wait."""
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
         return tensor.to(device)
@@ -179,9 +181,9 @@ def on_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def probabilities(logits: torch.Tensor, activation: Activation) -> npt.NDArray[np.float64]:
-    """What the logits stand for.
+    """Return the logits after the activation.
 
-    In float64, so that rows sum to 1 as closely as readers such as scikit-learn ask for.
+    In float64, so that rows sum to 1 as closely as scikit-learn, for example, asks for.
 
     Args:
         logits: float32 [rows, labels].
@@ -195,10 +197,10 @@ def probabilities(logits: torch.Tensor, activation: Activation) -> npt.NDArray[n
 
 
 def _has_body_and_score(model: Any) -> bool:
-    """Whether a decoder's own forward is written as its body and then ``score`` at every position."""
+    """Return whether a decoder's own forward runs its body and then ``score`` at every position."""
     body = model.base_model_prefix
     text = _source(type(model).forward)
-    # The last is how transformers picks a position; heads without it take the mean, or the first.
+    # The last part is how transformers picks a position; heads without it take the mean, or the first position.
     parts = (f"self.{body}(", "self.score(hidden_states", "logits[torch.arange(")
     return all(part in text for part in parts) and isinstance(getattr(model, "score", None), nn.Module)
 
@@ -211,23 +213,23 @@ def _source(function: object) -> str:
 
 
 def _last_token_parts(model: Any) -> list[nn.Module]:
-    """Parts of a model's last layer that can compute single positions: [rows, tokens, numbers] -> the same."""
+    """Return the parts of a model's last layer that can compute single positions of [rows, tokens, numbers]."""
     layers = getattr(getattr(model, model.base_model_prefix, model), "layers", None)
     if not isinstance(layers, nn.ModuleList) or getattr(model, "hf_quantizer", None) is not None:
         return []
-    known = dict(layers[-1].named_modules())
-    return [known[name] for name in _PARTS_OF_LAYER if name in known and _is_linear(known[name])]
+    modules = dict(layers[-1].named_modules())
+    return [modules[name] for name in _PARTS_OF_LAYER if name in modules and _is_linear(modules[name])]
 
 
 def _is_linear(part: nn.Module) -> bool:
-    """Whether all its weights belong to linear layers, which know nothing of positions."""
+    """Return whether all weights belong to linear layers, which treat each position alike."""
     owners = [module for module in part.modules() if next(module.parameters(recurse=False), None) is not None]
     return bool(owners) and all(isinstance(module, nn.Linear) for module in owners)
 
 
 @contextlib.contextmanager
 def last_token_only(parts: list[nn.Module], last: torch.Tensor) -> Iterator[None]:
-    """While this lasts, parts compute the positions ``last``, int64 [rows], alone; their outcome stands in all."""
+    """Let parts compute only the positions ``last``, int64 [rows]; their output is repeated for all positions."""
     tokens = 0
 
     def take(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -247,5 +249,5 @@ def last_token_only(parts: list[nn.Module], last: torch.Tensor) -> Iterator[None
 
 
 def _positions(states: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What picks each row's last token out of [rows, tokens, numbers]."""
+    """Return the index of each row's last token in [rows, tokens, numbers]."""
     return torch.arange(len(states), device=states.device), last.to(states.device)

@@ -44,6 +44,6 @@ def compile_model(model: Any, first_passes: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def in_float32_uncompiled(model: Any) -> Iterator[None]:
-    """Run ``in_float32`` without compiled code, which does not look at the forward passes that it replaces."""
+    """Run ``in_float32`` without compiled code, which would ignore the forward methods that it replaces."""
     with torch.compiler.set_stance("force_eager"), in_float32(model):
         yield

@@ -14,7 +14,7 @@ from ensemble.data.template import compile_template
 from ensemble.members.huggingface.scoring.truncation import Arrays, FieldTruncation
 from ensemble.members.huggingface.spec import ModelSpec
 
-# Rows that the tokenizer gets at a time: enough for all of its threads, a moment's work for the slowest.
+# Rows that the tokenizer gets at a time: enough for all of its threads, and little work for the slowest one.
 BLOCK_ROWS = 512
 Inputs: TypeAlias = dict[str, list[npt.NDArray[np.int64]]]
 Text: TypeAlias = str | tuple[str, str]
@@ -27,9 +27,9 @@ class Encoded:
 
     ``inputs[name][i]`` is row i's array for the model's input ``name`` (``input_ids``, perhaps
     ``token_type_ids``), int64 [tokens]; ``lengths`` is int64 [rows].
-    ``truncated_rows`` are those that were cut, and ``cut_tokens`` how many tokens fewer they have.
-    ``problems[i]`` says why row i has none and is of length 0; every other row has at least one.
-    ``first[i]`` is the first row whose ids are row i's, int64 [rows]; None where no two rows share theirs.
+    ``truncated_rows`` is the number of rows that were cut, and ``cut_tokens`` how many tokens they lost.
+    ``problems[i]`` says why row i has no tokens and the length 0; every other row has at least one token.
+    ``first[i]`` is the first row with the same ids as row i, int64 [rows]; None if all rows differ.
     """
 
     inputs: dict[str, list[npt.NDArray[np.int64]]]
@@ -41,20 +41,22 @@ class Encoded:
 
 
 class Prompt:
-    """Renders and tokenizes rows as a member's settings say.
+    """Render and tokenize rows by a member's settings.
 
     Args:
         tokenizer: a transformers tokenizer; its truncation side is already set.
         max_length: tokens a row may have, special tokens included.
 
     Raises:
-        ValueError: truncation by field cannot be had of this tokenizer, or leaves no room.
+        ValueError: truncation by field does not work with this tokenizer, or leaves no room.
     """
 
     def __init__(self, spec: ModelSpec, tokenizer: Any, max_length: int) -> None:
         self._template = compile_template(spec.prompt_template) if spec.prompt_template is not None else None
-        self._spec, self._tokenizer, self._max_length = spec, tokenizer, max_length
-        # What an empty row consists of where the tokenizer adds nothing of its own: a model needs one token.
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+        # The token of an empty row if the tokenizer adds no special ones: a model needs one token.
         ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, 0)
         self._lone_token = next(token for token in ids if token is not None)
         self._truncation: FieldTruncation | None = None
@@ -64,22 +66,22 @@ class Prompt:
             )
 
     def fixed_tokens(self) -> int:
-        """Tokens of what stands in every prompt, whatever the row; 0 where there is no template."""
+        """Return the tokens of the template's own text, which is in every prompt; 0 without a template."""
         if self._template is None:
             return 0
         return len(self._tokenize_whole(["".join(self._template.fixed_texts)])[0]["input_ids"])
 
     @property
     def is_pair(self) -> bool:
-        """Whether a row's text is two texts."""
+        """Return whether a row is a pair of texts."""
         return len(self._spec.text_columns) == 2
 
     def whole(self, text: str) -> str:
-        """What the tokenizer gets of a row's text."""
+        """Return the whole text for the tokenizer, given a row's text."""
         return text
 
     def render(self, row: Mapping[str, object]) -> Text:
-        """The text of one row, or the two texts of a pair."""
+        """Return the text of a row, or the two texts of a pair."""
         if self._template is not None:
             return self._template.render(row)
         values = (row[column] for column in self._spec.text_columns)
@@ -89,9 +91,10 @@ class Prompt:
     def encode(
         self, rows: Sequence[Mapping[str, object]], step: Callable[[], None] = lambda: None
     ) -> Encoded:
-        """Token ids of the rows, cut to ``max_length``; rows that the template fails on get none.
+        """Return token ids of the rows, cut to ``max_length``; none for rows on which the template fails.
 
-        ``step`` is called after each block of rows.
+        Args:
+            step: called after each block of rows.
         """
         inputs: dict[str, list[npt.NDArray[np.int64]]] = {}
         lengths = np.zeros(len(rows), dtype=np.int64)
@@ -108,42 +111,41 @@ class Prompt:
                 except TemplateProblem as error:
                     problems[row] = f"prompt_template: {error}"
                     continue
-                # What is cut of a prompt depends on which column has what of it.
+                # How a prompt is cut depends on the columns that its text comes from.
                 fields = self._truncation.columns if self._truncation is not None else ()
                 key = (text, *(str(rows[row][column]) for column in fields))
                 first[row] = row_of_text.setdefault(key, row)
                 if first[row] == row:
                     texts[row] = text
             if self._truncation is not None and texts:
-                unfit = self._encode_fields(self._truncation, rows, texts, inputs, lengths, cut)
-                problems |= unfit
+                problems |= self._encode_fields(self._truncation, rows, texts, inputs, lengths, cut)
             elif texts:
-                chosen = list(texts)
-                arrays_of, lengths[chosen], cut[chosen], _ = self._tokenize(list(texts.values()))
-                for name, arrays in arrays_of.items():
-                    of_rows = inputs.setdefault(name, [_NO_TOKENS] * len(rows))
-                    for row, array in zip(chosen, arrays, strict=True):
-                        of_rows[row] = array
+                numbers = list(texts)
+                block, lengths[numbers], cut[numbers], _ = self._tokenize(list(texts.values()))
+                for name, arrays in block.items():
+                    row_arrays = inputs.setdefault(name, [_NO_TOKENS] * len(rows))
+                    for row, array in zip(numbers, arrays, strict=True):
+                        row_arrays[row] = array
             step()
-        # Different texts can have the same ids: in what the tokenizer leaves out or cuts.
+        # Different texts can have the same ids, if they differ where the tokenizer ignores or cuts them.
         same_ids = first.copy()
         row_of_ids: dict[bytes, int] = {}
         for row in np.flatnonzero((first == np.arange(len(rows))) & (lengths > 0)).tolist():
-            ids = b"".join(of_rows[row].tobytes() for of_rows in inputs.values())
+            ids = b"".join(arrays[row].tobytes() for arrays in inputs.values())
             same_ids[row] = row_of_ids.setdefault(ids, row)
-        for of_rows in inputs.values():
-            of_rows[:] = [of_rows[row] for row in first.tolist()]
+        for name, arrays in inputs.items():
+            inputs[name] = [arrays[row] for row in first.tolist()]
         for row in np.flatnonzero(first != np.arange(len(rows))).tolist():
             if first[row] in problems:
                 problems[row] = problems[int(first[row])]
-        of_all = cut[first]
+        cut = cut[first]
         return Encoded(
-            inputs,
-            lengths[first],
-            int((of_all >= 0).sum()),
-            int(of_all[of_all > 0].sum()),
-            dict(sorted(problems.items())),
-            same_ids[first],
+            inputs=inputs,
+            lengths=lengths[first],
+            truncated_rows=int((cut >= 0).sum()),
+            cut_tokens=int(cut[cut > 0].sum()),
+            problems=dict(sorted(problems.items())),
+            first=same_ids[first],
         )
 
     def _encode_fields(
@@ -155,10 +157,10 @@ class Prompt:
         lengths: npt.NDArray[np.int64],
         cut: npt.NDArray[np.int64],
     ) -> dict[int, str]:
-        """Puts the token ids of a block's texts where they belong; why some rows have none."""
-        found = self._tokenize([*texts.values()], is_cut=False)
-        whole = dict(zip(texts, _by_text(found[0]), strict=True))
-        encodings = dict(zip(texts, found[3] or (), strict=True))
+        """Write a block's token ids into ``inputs``, ``lengths`` and ``cut``; return why some rows have none."""
+        uncut, _, _, uncut_encodings = self._tokenize(list(texts.values()), is_cut=False)
+        whole = dict(zip(texts, _by_text(uncut), strict=True))
+        encodings = dict(zip(texts, uncut_encodings or (), strict=True))
         sizes = {row: len(arrays["input_ids"]) for row, arrays in whole.items()}
         too_long = {row: size for row, size in sizes.items() if size > self._max_length}
         fitted, problems = truncation.fit(
@@ -177,18 +179,18 @@ class Prompt:
         return problems
 
     def _tokenize_whole(self, texts: Sequence[str]) -> list[Arrays]:
-        """The inputs of each text, uncut."""
+        """Return the inputs of each text, uncut."""
         return _by_text(self._tokenize(texts, is_cut=False)[0])
 
     def encode_texts(self, texts: Sequence[Text]) -> Encoded:
-        """Token ids of texts, or of pairs where the member reads two columns."""
+        """Return token ids of texts, or of pairs if the member reads two columns."""
         inputs, lengths, cut, _ = self._tokenize(texts)
         return Encoded(inputs, lengths, int((cut >= 0).sum()), int(cut[cut > 0].sum()))
 
     def _tokenize(
         self, texts: Sequence[Text], is_cut: bool = True
     ) -> tuple[Inputs, npt.NDArray[np.int64], npt.NDArray[np.int64], Sequence[Any] | None]:
-        """Inputs, lengths, how many tokens each text lost (-1 where it is whole), and encodings if any."""
+        """Return inputs, lengths, how many tokens each text lost (-1 if it is whole), and encodings if any."""
         batch = self._call(texts, is_cut)
         is_pair = self.is_pair
         names = [name for name in ("input_ids", "token_type_ids") if name in batch]
@@ -197,13 +199,13 @@ class Prompt:
         if not is_cut:
             shortened = []
         elif batch.encodings is not None:
-            shortened = [index for index, one in enumerate(batch.encodings) if one.overflowing]
+            shortened = [index for index, encoding in enumerate(batch.encodings) if encoding.overflowing]
         else:  # tokenizers written in Python do not say; a row of exactly max_length tokens counts as cut
             shortened = [
                 index for index, ids in enumerate(inputs["input_ids"]) if len(ids) >= self._max_length
             ]
         if shortened and batch.encodings is not None and not is_pair:
-            # What was cut off comes in pieces, each with special tokens of its own.
+            # The tokens that were cut off come in pieces, each with special tokens of its own.
             added = self._tokenizer.num_special_tokens_to_add(False) if self._spec.add_special_tokens else 0
             for index in shortened:
                 cut[index] = sum(len(piece) - added for piece in batch.encodings[index].overflowing)
@@ -221,10 +223,15 @@ class Prompt:
         return inputs, lengths, cut, batch.encodings
 
     def _call(self, texts: Sequence[Text], is_cut: bool) -> Any:
-        is_pair = self.is_pair
+        seconds: list[str] | None = None
+        if self.is_pair:
+            firsts = [text[0] for text in texts]
+            seconds = [text[1] for text in texts]
+        else:
+            firsts = [self.whole(str(text)) for text in texts]
         return self._tokenizer(
-            [text[0] for text in texts] if is_pair else [self.whole(str(text)) for text in texts],
-            [text[1] for text in texts] if is_pair else None,
+            firsts,
+            seconds,
             add_special_tokens=self._spec.add_special_tokens,
             truncation=is_cut,
             max_length=self._max_length if is_cut else None,

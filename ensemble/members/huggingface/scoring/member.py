@@ -1,4 +1,4 @@
-"""A checkpoint as a member: what it reads at once, then the model on its device, then probabilities."""
+"""Members that run a checkpoint: the tokenizer, then the model on its device, then probabilities."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut
 from ensemble.members.huggingface.scoring.compiled import compile_model, in_float32_uncompiled
 from ensemble.members.huggingface.scoring.encode import Encoded, Prompt, Text
 from ensemble.members.huggingface.scoring.forward import BatchSizes, Encoding, Mode, Scorer, compute
-from ensemble.members.huggingface.scoring.unsupported import told_in_a_sentence
+from ensemble.members.huggingface.scoring.unsupported import explain_errors
 from ensemble.members.huggingface.scoring.warmup import MAX_CHARACTERS, TEXTS, WarmUp
 from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec
 from ensemble.members.predictor import Prediction, Predictor, Report
 
-_X = TypeVar("_X", bound=CheckpointSpec)
+_C = TypeVar("_C", bound=CheckpointSpec)
 _E = TypeVar("_E", bound=Encoding)
 S = TypeVar("S", bound=ModelSpec)
 
 
-class CheckpointMember(Predictor, Generic[_X, _E]):
-    """What kinds share that run a checkpoint of transformers, whatever it reads.
+class CheckpointMember(Predictor, Generic[_C, _E]):
+    """The common part of all kinds that run a checkpoint of transformers.
 
-    A kind says what its numbers stand for (``_values``) and loads, then calls ``_set_modes``, which leaves
-    ``_sizes`` to it; then ``_score`` runs the model over encoded rows.
+    A kind loads its model, calls ``_set_modes`` and sets ``_sizes``; then ``_score`` runs the model over encoded
+    rows, and ``_values`` makes probabilities of its numbers.
 
     Args:
         spec: what to load.
@@ -59,7 +59,7 @@ class CheckpointMember(Predictor, Generic[_X, _E]):
     Spec: ClassVar[type[CheckpointSpec]]
     packages: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, spec: _X, encode: Callable[[npt.NDArray[np.int64], Callable[[], None]], _E]) -> None:
+    def __init__(self, spec: _C, encode: Callable[[npt.NDArray[np.int64], Callable[[], None]], _E]) -> None:
         self._spec = spec
         self._encode_rows = encode
         self._starts_in_float32 = False
@@ -67,50 +67,51 @@ class CheckpointMember(Predictor, Generic[_X, _E]):
         import_model_class(spec)
 
     def _values(self, logits: torch.Tensor) -> npt.NDArray[np.float64]:
-        """Probabilities by the config's labels, float64 [rows, labels], of what the classifier gave."""
+        """Return probabilities by the config's labels, float64 [rows, labels], for the classifier's numbers."""
         return probabilities(logits, self._spec.activation)[:, list(self._spec.label_order)]
 
     def _more_counters(self, logits: torch.Tensor) -> Counters:
-        """What else a kind counts of what the classifier gave, [0, 0] where it gave nothing."""
+        """Return a kind's further counters for the classifier's numbers, [0, 0] if there are none."""
         return Counters()
 
     @abstractmethod
-    def _too_large(self, encoded: _E, place: int, in_what: str) -> str:
-        """Why a row that does not fit into memory even alone is a bad row.
+    def _too_large(self, encoded: _E, row: int, in_float32: str) -> str:
+        """Return why a row that does not fit into memory even alone is a bad row.
 
         Args:
-            in_what: the type that it has to be computed in, where that is another one, with a space before it.
+            in_float32: a clause, with a space before it, for a row that has to be computed in float32; else empty.
         """
 
     def _set_modes(self, loaded: LoadedModel) -> None:
-        """Note how the model runs: once it is loaded, before the first pass."""
+        """Set how the model runs, before the first pass of a loaded model."""
         self._loaded = loaded
         uses_half = uses_half_precision(loaded.model)
-        # Why its overflows cannot be run again in float32; empty where they can, or where there are none.
+        # Why its overflows cannot be run again in float32; empty if they can, or if there are none.
         self._why_not_float32 = why_not_float32(loaded.model) if uses_half else ""
         can_retry = uses_half and not self._why_not_float32
         mode = in_float32_uncompiled if self._spec.torch_compile else in_float32
         self._in_float32: Mode | None = partial(mode, loaded.model) if can_retry else None
         self._is_exact = loaded.dtype == "float32" and self._spec.quantization_config is None
-        self._passes = partial(told_in_a_sentence, self._spec, loaded.model, loaded.device_name)
+        self._passes = partial(explain_errors, self._spec, loaded.model, loaded.device_name)
 
     def _score(self, scorer: Scorer[_E], encoded: _E, report: Report) -> Prediction:
-        """Probabilities of encoded rows, in batches by ``_sizes``."""
+        """Return probabilities of encoded rows, computed in batches by ``_sizes``."""
         with self._passes():
             computed = compute(
                 scorer, encoded, self._sizes, report, self._in_float32, self._starts_in_float32
             )
         if computed.mostly_overflows:
-            # Such as Gemma-3, of which nearly every row does: trying first would be for nothing.
-            self._starts_in_float32, self._sizes = True, self._sizes.for_float32()
+            # Such as Gemma-3, of which nearly every row overflows: trying half precision would be a waste.
+            self._starts_in_float32 = True
+            self._sizes = self._sizes.for_float32()
         values = np.full((len(encoded.lengths), len(self._spec.label_order)), np.nan)
         if len(computed.rows):
             values[computed.rows] = self._values(computed.logits)
         bad_rows = dict(encoded.problems)
-        again = f" in float32, which it needs because it overflows {self._loaded.dtype}"
-        for places, in_what in ((computed.too_large, ""), (computed.too_large_in_float32, again)):
-            bad_rows |= {place: self._too_large(encoded, place, in_what) for place in places}
-        # Why rows come out as no numbers, and what to do about it.
+        bad_rows |= {row: self._too_large(encoded, row, "") for row in computed.too_large}
+        in_float32 = f" in float32, which it needs because it overflows {self._loaded.dtype}"
+        bad_rows |= {row: self._too_large(encoded, row, in_float32) for row in computed.too_large_in_float32}
+        # The probable reason for rows that are not finite, and what to do about it.
         if self._why_not_float32:
             advice = f"a float16 overflow is likely, and {self._why_not_float32}: set dtype: bfloat16"
         elif computed.float32_error:
@@ -127,7 +128,7 @@ class CheckpointMember(Predictor, Generic[_X, _E]):
         return Prediction(values, bad_rows, counters, advice)
 
     def check_device(self) -> None:
-        # Kernels run later than they are called, so that an error can show far from its cause.
+        # Kernels run later than they are called, so that an error may appear far from its cause.
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             for index in range(torch.cuda.device_count()):
                 torch.cuda.synchronize(index)
@@ -139,10 +140,10 @@ class CheckpointMember(Predictor, Generic[_X, _E]):
 
 
 class TextMember(CheckpointMember[S, Encoded], Generic[S]):
-    """What kinds share that run a model over text.  Made, it holds neither model nor device.
+    """The common part of all kinds that run a model over text; needs neither model nor device before ``load``.
 
-    A kind may say how its rows become token ids (``_make_prompt``), what runs the model (``_make_classifier``), and
-    what its numbers stand for (``_values``).
+    A kind may override how its rows become token ids (``_make_prompt``), what runs the model
+    (``_make_classifier``), and how its numbers become probabilities (``_values``).
 
     Args:
         spec: what to load, and how its rows become token ids.
@@ -161,35 +162,36 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             spec, lambda rows, step: self._prompts[table.view_of(rows)].encode(table.take(rows), step)
         )
         self._tokenizer = load_tokenizer(spec)
-        # Of the model's own limit nothing is known yet.
+        # The model's own limit is not known yet.
         self._max_length = max_length(spec, self._tokenizer, None, [])
         self._prompts = self._make_prompts()
-        first = []
+        first_texts: list[Text] = []
         for view, prompt in enumerate(self._prompts):
             for row in table.take(view * table.rows + np.arange(min(ROWS, table.rows))):
                 with contextlib.suppress(TemplateProblem):
-                    first.append(prompt.render(row))
-        self._first_texts = first
+                    first_texts.append(prompt.render(row))
+        self._first_texts = first_texts
         folder = checkpoint_folder(spec.model_name_or_path, spec.revision)
-        plain = [part for text in first for part in ([text] if isinstance(text, str) else text)]
-        self._tokenizer_notes = [*check_tokenizer(spec, self._tokenizer, folder, plain)]
+        parts = [part for text in first_texts for part in _parts(text)]
+        self._tokenizer_notes = list(check_tokenizer(spec, self._tokenizer, folder, parts))
         is_pair = self._prompts[0].is_pair
         self._warmup_texts: list[Text] = [(text, text) if is_pair else text for text in TEXTS]
-        if like := [text for text in first if isinstance(text, str) != is_pair]:
-            longest = max(like, key=lambda text: len("".join(text)))
-            cut = [part[:MAX_CHARACTERS] for part in ([longest] if isinstance(longest, str) else longest)]
+        comparable = [text for text in first_texts if isinstance(text, tuple) == is_pair]
+        if comparable:
+            longest = _parts(max(comparable, key=lambda text: len("".join(text))))
+            cut = [part[:MAX_CHARACTERS] for part in longest]
             self._warmup_texts.append((cut[0], cut[1]) if is_pair else cut[0])
         self._warmup = self._prompts[0].encode_texts(self._warmup_texts)
 
     def _make_prompts(self) -> list[Prompt]:
-        """How rows become token ids, in each view of them."""
-        spec = self._spec
-        return [
-            self._make_prompt(
-                spec if template is None else replace(spec, prompt_template=template, text_columns=())
-            )
-            for template in spec.view_templates or (None,)
-        ]
+        """Return the prompt of each view of the rows."""
+        prompts = []
+        for template in self._spec.view_templates or (None,):
+            spec = self._spec
+            if template is not None:
+                spec = replace(spec, prompt_template=template, text_columns=())
+            prompts.append(self._make_prompt(spec))
+        return prompts
 
     def _make_prompt(self, spec: S) -> Prompt:
         return Prompt(spec, self._tokenizer, self._max_length)
@@ -198,10 +200,10 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         return Classifier(loaded.model, loaded.pad_token_id)
 
     def _take_shortcuts(self, tolerance: float) -> None:
-        """Find out what other work the classifier need not do, its numbers so far from what they were at most."""
+        """Let the classifier take further shortcuts if they change its numbers by no more than the tolerance."""
 
     def _notes(self) -> list[str]:
-        """What else the user should know, a sentence each."""
+        """Return a sentence for everything else that the user should know."""
         return []
 
     def load(self) -> Ready:
@@ -213,7 +215,7 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             self._warmup = self._prompts[0].encode_texts(self._warmup_texts)
         self._classifier = self._make_classifier(loaded)
         if spec.torch_compile:
-            # Its hooks are new in each pass, and compiled code would keep the first pass's positions.
+            # This shortcut's hooks are new in each pass, and compiled code would keep the first pass's positions.
             self._classifier.possible -= {Shortcut.LAST_TOKEN_LAYER}
         notes = [*loaded.notes, *self._tokenizer_notes, *self._notes()]
         self._set_modes(loaded)
@@ -225,23 +227,24 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             in_float32=self._in_float32,
         )
         with self._passes(first=True):
-            if skipped := warm_up.check_attention(loaded.model, loaded.dtype):
-                notes.append(skipped)
-            bears_padding = warm_up.bears_padding()
-            if bears_padding and not spec.torch_compile:
+            not_compared = warm_up.check_attention(loaded.model, loaded.dtype)
+            if not_compared:
+                notes.append(not_compared)
+            tolerates_padding = warm_up.tolerates_padding()
+            if tolerates_padding and not spec.torch_compile:
                 self._take_shortcuts(1e-4 if warm_up.is_exact else 5e-2)
         if Shortcut.NO_MASK in self._classifier.taken:
-            # Without a mask transformers asks the device at each pass whether rows are packed into one; none are.
+            # Without a mask transformers would ask the device in each pass whether rows are packed into one.
             masking_utils.find_packed_sequence_indices = lambda position_ids: None
         if spec.torch_compile:
             compile_model(loaded.model, warm_up.run)
-        if not bears_padding:
+        if not tolerates_padding:
             notes.append(
                 "its numbers change with padding, so only rows of equal length share a batch: slower"
             )
-        self._sizes = BatchSizes(loaded.token_budget, spec.batch_size, not bears_padding, loaded.memory)
-        has_own_size = spec.token_budget is not None or spec.batch_size is not None
-        self._fills_stages = bears_padding and not has_own_size and self._classifier.stages > 1
+        self._sizes = BatchSizes(loaded.token_budget, spec.batch_size, not tolerates_padding, loaded.memory)
+        is_size_set = spec.token_budget is not None or spec.batch_size is not None
+        self._fills_stages = tolerates_padding and not is_size_set and self._classifier.stages > 1
         return Ready(
             device=loaded.device_name,
             dtype=loaded.dtype,
@@ -263,9 +266,13 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         )
         return replace(prediction, counters=counters)
 
-    def _too_large(self, encoded: Encoded, place: int, in_what: str) -> str:
+    def _too_large(self, encoded: Encoded, row: int, in_float32: str) -> str:
         return (
-            f"{encoded.lengths[place]:,} tokens do not fit into the memory of {self._loaded.device_name} "
-            f"even alone{in_what}; lower max_length ({self._max_length}), quantize, or give it more GPUs "
+            f"{encoded.lengths[row]:,} tokens do not fit into the memory of {self._loaded.device_name} "
+            f"even alone{in_float32}; lower max_length ({self._max_length}), quantize, or give it more GPUs "
             "(num_gpus)"
         )
+
+
+def _parts(text: Text) -> tuple[str, ...]:
+    return (text,) if isinstance(text, str) else text

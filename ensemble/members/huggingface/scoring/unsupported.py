@@ -1,7 +1,7 @@
-"""A pass that this CPU or GPU cannot compute -> one sentence: where it failed, and what else may work.
+"""An error of a pass that this CPU or GPU cannot compute -> a sentence: where it failed, and what else may work.
 
-Kernels differ between machines in the shapes and types that they take, and say so in their own words at the first
-pass.  Where a pass failed stands in the error's traceback: the innermost module of the model that was running.
+Kernels differ between machines in the shapes and types that they take, and each has error messages of its own.  The
+error's traceback tells the innermost module of the model that was running.
 """
 
 from __future__ import annotations
@@ -20,26 +20,24 @@ from ensemble.members.huggingface.spec import CheckpointSpec
 
 
 @contextlib.contextmanager
-def told_in_a_sentence(
-    spec: CheckpointSpec, model: Any, device_name: str, first: bool = False
-) -> Iterator[None]:
-    """Passes within: an error that no other rows and no fresh process get over becomes one sentence.
+def explain_errors(spec: CheckpointSpec, model: Any, device_name: str, first: bool = False) -> Iterator[None]:
+    """Explain an error of passes in a sentence if neither other rows nor a fresh process would avoid it.
 
     Args:
-        device_name: where the model is; "cpu" or a GPU's name.
-        first: these are the first passes of this model, on texts that any model can compute: whatever a kernel
-            raises is no row's fault.
+        device_name: of the model's device; "cpu" or a GPU's name.
+        first: whether these are the first passes of this model, on texts that any model can compute: no error of a
+            kernel is a row's fault then.
 
     Raises:
         ValueError: the sentence.
-        Exception: as it was, where it may be a row's fault, memory's, or that of a process that is done for.
+        Exception: the error as it was if it may be due to a row, to memory, or to a broken process.
     """
     try:
         yield
     except (RuntimeError, AssertionError) as error:
         verdict = classify(error)
-        is_ours = verdict is Verdict.HOPELESS or (first and verdict is Verdict.SOUND)
-        if not is_ours or is_out_of_memory(error):
+        is_permanent = verdict is Verdict.HOPELESS or (first and verdict is Verdict.SOUND)
+        if not is_permanent or is_out_of_memory(error):
             raise
         raise ValueError(_sentence(error, spec, model, device_name)) from error
 
@@ -54,26 +52,27 @@ def _sentence(error: BaseException, spec: CheckpointSpec, model: Any, device_nam
             module = running  # the innermost
     if module is not None:
         layer = f"in {names[id(module)]} ({type(module).__name__}"
-        if (inputs := getattr(module, "in_features", None)) is not None:
+        inputs = getattr(module, "in_features", None)
+        if inputs is not None:
             layer += f" with {inputs} inputs and {getattr(module, 'out_features', None)} outputs"
         layer += ") "
 
     settings = spec.quantization_config
-    others = []
+    alternatives = []
     if settings is not None:
         if is_bitsandbytes(settings) and settings.get("load_in_4bit"):
-            others.append("load_in_8bit: true in the place of load_in_4bit")
-        others.append("no quantization_config")
+            alternatives.append("load_in_8bit: true in the place of load_in_4bit")
+        alternatives.append("no quantization_config")
     elif getattr(model.config, "quantization_config", None) is not None:
-        others.append("the checkpoint that this one was quantized from")
+        alternatives.append("the checkpoint that this one was quantized from")
     elif model.dtype is not torch.float32:
-        others.append("dtype: float32" + (" or bfloat16" if model.dtype is torch.float16 else ""))
+        alternatives.append("dtype: float32" + (" or bfloat16" if model.dtype is torch.float16 else ""))
     attention = getattr(model.config, "_attn_implementation", None)
     if "attention" in type(module).__name__.lower() and attention not in (None, "eager"):
-        others.append("attn_implementation: eager")
-    others.append("a GPU (num_gpus: 1)" if on_cpu else "the CPU (num_gpus: 0)")
+        alternatives.append("attn_implementation: eager")
+    alternatives.append("a GPU (num_gpus: 1)" if on_cpu else "the CPU (num_gpus: 0)")
     return (
         f"its forward pass fails {layer}on {'this CPU' if on_cpu else f'this GPU ({device_name})'}: "
         f"{type(error).__name__}: {one_line(error)[:160]}; "
-        f"what else may work: {', or '.join(others)}"
+        f"what else may work: {', or '.join(alternatives)}"
     )
