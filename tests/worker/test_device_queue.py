@@ -82,7 +82,7 @@ def test_a_gpu_is_given_passes_before_those_ahead_are_over(
     queue = DeviceQueue(torch.device("cuda", 0), stages)
     seen = []
     for _ in range(12):
-        with queue.one():
+        with queue.timed_pass():
             seen.append(len(waited))
     assert seen == [max(0, number + 1 - queued) for number in range(12)]
     assert queue.finish() == 6.0
@@ -99,13 +99,13 @@ def test_passes_that_fail_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> No
     queue = DeviceQueue(torch.device("cpu"))
 
     def failing() -> None:
-        with queue.one():
+        with queue.timed_pass():
             raise KeyError
 
     with pytest.raises(KeyError):
         failing()
     assert queue.finish() == 0
     for _ in range(2):
-        with queue.one():
+        with queue.timed_pass():
             pass
     assert queue.finish() == 2

@@ -1,4 +1,4 @@
-"""A language model as a member: its labels' tokens, the prompts before them, and probabilities over the labels."""
+"""Language models that are scored at label tokens: prompts, the labels' tokens, and probabilities of labels."""
 
 from __future__ import annotations
 
@@ -28,45 +28,48 @@ class CausalMember(TextMember[CausalSpec]):
 
     Raises:
         OSError: the tokenizer's files cannot be read.
-        ValueError: the labels' texts cannot be told apart, or leave no room for a prompt.
+        ValueError: the labels' texts have the same tokens, or leave no room for a prompt.
     """
 
     Spec: ClassVar[type[CheckpointSpec]] = CausalSpec
 
     @cached_property
     def _label_ids(self) -> tuple[tuple[int, ...], ...]:
-        spec, tokenizer = self._spec, self._tokenizer
-        found = {label: label_ids(self._encode, spec.label_tokens[label]) for label in spec.labels}
-        special = {getattr(tokenizer, f"{name}_id"): name for name in reversed(_SPECIAL)}
+        spec = self._spec
+        ids = {label: label_ids(self._encode, spec.label_tokens[label]) for label in spec.labels}
+        special = {getattr(self._tokenizer, f"{name}_id"): name for name in reversed(_SPECIAL)}
         special.pop(None, None)
-        if problems := [*token_problems(found, special, spec.single_token)]:
+        problems = list(token_problems(ids, special, spec.single_token))
+        if problems:
             raise ValueError("; ".join(problems))
-        return tuple(found.values())
+        return tuple(ids.values())
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
     def _make_prompt(self, spec: CausalSpec) -> Prompt:
-        # All tokens of a label but its last are given behind the prompt.
-        given = max(map(len, self._label_ids)) - 1
-        if given >= self._max_length:
+        # The model reads all tokens of a label but its last after the prompt.
+        label_length = max(map(len, self._label_ids))
+        prompt_tokens = self._max_length - (label_length - 1)
+        if prompt_tokens <= 0:
             raise ValueError(
-                f"max_length {self._max_length} leaves no room for a prompt before labels of {given + 1} tokens; "
-                "raise it"
+                f"max_length {self._max_length} leaves no room for a prompt before labels of {label_length} "
+                "tokens; raise it"
             )
-        room = self._max_length - given
         if not spec.apply_chat_template and spec.add_special_tokens:
-            ends = (self._tokenizer("a", verbose=False)["input_ids"][-1], self._encode("a")[-1])
-            if ends[0] != ends[1]:
+            last_token = self._tokenizer("a", verbose=False)["input_ids"][-1]
+            if last_token != self._encode("a")[-1]:
                 raise ValueError(
                     f"the tokenizer of {spec.model_name_or_path} ends each text with "
-                    f"{self._tokenizer.convert_ids_to_tokens(ends[0])}, behind which no label can follow; set "
+                    f"{self._tokenizer.convert_ids_to_tokens(last_token)}, behind which no label can follow; set "
                     "add_special_tokens: false, or in tokenizer_kwargs add_eos_token: false"
                 )
-        prompt = (ChatPrompt if spec.apply_chat_template else Prompt)(spec, self._tokenizer, room)
-        if (tokens := prompt.fixed_tokens()) > room:
-            raise ValueError(too_much_text(tokens, room, ()))
+        prompt_class = ChatPrompt if spec.apply_chat_template else Prompt
+        prompt = prompt_class(spec, self._tokenizer, prompt_tokens)
+        fixed_tokens = prompt.fixed_tokens()
+        if fixed_tokens > prompt_tokens:
+            raise ValueError(too_much_text(fixed_tokens, prompt_tokens, ()))
         return prompt
 
     def _make_classifier(self, loaded: Loaded) -> LabelScorer:
@@ -83,15 +86,15 @@ class CausalMember(TextMember[CausalSpec]):
     def _notes(self) -> list[str]:
         spec = self._spec
         texts = [text for text in self._first_texts if isinstance(text, str)]
-        if isinstance(prompt := self._prompts[0], ChatPrompt):
+        prompt = self._prompts[0]
+        if isinstance(prompt, ChatPrompt):
             texts = [prompt.whole(text) for text in texts]
-        joined = sum(
-            not all(
-                follows(self._encode, text, spec.label_tokens[label], ids)
-                for label, ids in zip(spec.labels, self._label_ids, strict=True)
-            )
-            for text in texts
-        )
+        label_texts = [spec.label_tokens[label] for label in spec.labels]
+        labels = list(zip(label_texts, self._label_ids, strict=True))
+        joined = 0
+        for text in texts:
+            if not all(follows(self._encode, text, label_text, ids) for label_text, ids in labels):
+                joined += 1
         notes = []
         if spec.apply_chat_template and "strftime_now" in str(self._tokenizer.chat_template):
             notes.append(
@@ -110,7 +113,7 @@ class CausalMember(TextMember[CausalSpec]):
 
     def _take_shortcuts(self, tolerance: float) -> None:
         assert isinstance(self._classifier, LabelScorer)
-        self._classifier.takes_prefix(self._warmup, tolerance)
+        self._classifier.try_prefix(self._warmup, tolerance)
 
     def _more_counters(self, logits: torch.Tensor) -> Counters:
         assert isinstance(self._classifier, LabelScorer)

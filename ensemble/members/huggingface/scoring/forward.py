@@ -1,7 +1,7 @@
-"""What a model gets of a chunk -> logits, in batches that fit.
+"""A chunk's encoded rows -> logits, in batches that fit.
 
 On an out-of-memory error the rows run again in halves; a row that does not fit alone is left out.  Rows that
-overflow half precision run again in float32; once most of a chunk did, chunks start there.
+overflow half precision run again in float32; once most rows of a chunk did, later chunks start in float32.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ from ensemble.members.huggingface.scoring.batching import MemoryLimit, make_batc
 
 Report = Callable[[int, int, int], None]
 Mode = Callable[[], AbstractContextManager[None]]
-# Batches without an error before a budget that was cut is tried a little larger, and how much larger.
+# After so many batches without an error a reduced budget grows by this factor.
 _GROW_AFTER_BATCHES = 32
 _GROWTH = 1.25
-# Never again closer than this to a size that did not fit: the error would come back at every attempt.
+# The largest share of a failed size that is tried again: closer to it, each attempt would fail.
 _BELOW_FAILURE = 0.9
-# Passes that a GPU has been given and has not finished, of which each GPU that a model is spread over works on one:
-# enough never to run dry, few enough that what is said of the progress is true.
+# Passes that a GPU has been given and has not finished; each GPU of a spread model works on one of them.  Enough
+# that the GPU never waits, few enough that the reported progress is true.
 _MAX_QUEUED = 4
-# A chunk of fewer rows tells nothing of the others: it may be what is left of one that failed as a whole.
-_MIN_TELLING_ROWS = 16
+# A smaller chunk says nothing about others: it may be the rest of a chunk that failed as a whole.
+_MIN_TYPICAL_ROWS = 16
 
 
 class Encoding(Protocol):
-    """What a model gets of some rows, as far as it matters here."""
+    """Encoded rows, as far as this module uses them."""
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens, or what else counts a row's work, int64 [rows]; 0 where there is nothing to compute."""
+        """Tokens, or another measure of a row's work, int64 [rows]; 0 if there is nothing to compute."""
 
     @property
     def first(self) -> npt.NDArray[np.int64] | None:
-        """For each row the first one that is the same, int64 [rows]; None where no two are."""
+        """For each row the first row that equals it, int64 [rows]; None if all rows differ."""
 
     @property
     def problems(self) -> Mapping[int, str]:
-        """Why rows of length 0 have nothing to compute, by their places."""
+        """Why rows of length 0 have nothing to compute, by their positions."""
 
 
 E = TypeVar("E", bound=Encoding, contravariant=True)
 
 
 class Scorer(Protocol[E]):
-    """A loaded model that gives a row the same numbers whatever its neighbours in the batch."""
+    """A loaded model that gives a row the same numbers in any batch."""
 
     @property
     def last_device(self) -> torch.device:
-        """Where a forward pass ends."""
+        """The device on which a forward pass ends."""
 
     @property
     def stages(self) -> int:
-        """Devices that a pass goes through, one after the other, each while others work on the passes around it."""
+        """Devices that a pass goes through, one after the other, while others work on other passes."""
 
     def skipped_tokens(self, encoded: E) -> npt.NDArray[np.int64]:
-        """Of how much of each row's length a pass without a mask need not compute, int64 [rows]."""
+        """Return how much of each row's length a pass without a mask need not compute, int64 [rows]."""
 
     def logits(
         self,
@@ -76,22 +76,22 @@ class Scorer(Protocol[E]):
         with_mask: bool = False,
         timing: AbstractContextManager[None] | None = None,
     ) -> torch.Tensor:
-        """A forward pass over rows as a batch; see ``Classifier.logits``."""
+        """Run a forward pass over rows as a batch; see ``Classifier.logits``."""
 
 
 @dataclass(frozen=True)
 class Computed:
-    """What came of a chunk.
+    """The result of a chunk.
 
     Attributes:
-        rows: places in the chunk that have logits, ascending, int64 [rows].
-        logits: theirs, float32 [rows, labels] on the host; [0, 0] where there are none.
+        rows: positions in the chunk that have logits, ascending, int64 [rows].
+        logits: of these rows, float32 [rows, labels] on the host; [0, 0] if there are none.
         counters: of the forward passes; their ``rows`` have logits.
-        too_large: places of rows that did not fit into memory even alone.
-        too_large_in_float32: the same of rows that had to run again in float32; their logits are not finite.
-        float32_error: why those that should have run again could not; empty where nothing was wrong.
-        mostly_overflows: most rows overflowed half precision, and float32 gave numbers: the next chunk had better
-            start there.
+        too_large: positions of rows that did not fit into memory even alone.
+        too_large_in_float32: the same for rows that had to run again in float32; their logits are not finite.
+        float32_error: why rows could not run again in float32; empty if there was no error.
+        mostly_overflows: whether most rows overflowed half precision and float32 gave numbers: then the next chunk
+            should start in float32.
     """
 
     rows: npt.NDArray[np.int64]
@@ -104,13 +104,13 @@ class Computed:
 
 
 class BatchSizes:
-    """How large batches may be: what the user or the default says, less what memory has taught since.
+    """How large batches may be: the user's or the default size, reduced after out-of-memory errors.
 
     Args:
         token_budget: padded tokens a batch may hold.
-        batch_size: rows a batch, where the user fixed it; then the token budget does not count.
-        equal_lengths: only rows of the same length share a batch.
-        memory: what a batch may take; None where that is not known, or where the user fixed the size.
+        batch_size: rows a batch, if the user set it; then the token budget does not count.
+        equal_lengths: whether only rows of the same length share a batch.
+        memory: the memory that a batch may take; None if it is unknown, or if the user set the size.
     """
 
     def __init__(
@@ -124,24 +124,24 @@ class BatchSizes:
         self._token_budget = token_budget
         self._equal_lengths = equal_lengths
         self._memory = memory
-        # What errors teach: bytes where it is known how many a batch takes, otherwise padded tokens.
+        # Limits set by errors: in bytes if ``memory`` is known, otherwise in padded tokens.
         self._allowed = token_budget if memory is None else memory.available_bytes
         self._largest = self._allowed
         self._good_batches = 0
 
     def tokens_at(self, width: int) -> int:
-        """Padded tokens that a batch may hold now, in rows of ``width`` tokens."""
+        """Return how many padded tokens a batch may hold now, in rows of ``width`` tokens."""
         budget, memory = self._limits()
         return budget if memory is None else min(budget, memory.tokens_at(width))
 
     def set_budget(self, token_budget: int) -> None:
-        """Padded tokens a batch may hold from now on; what errors have taught stays."""
+        """Set the padded tokens of a batch; limits set by errors stay."""
         if self._memory is None and self._allowed == self._largest == self._token_budget:
             self._allowed = self._largest = token_budget
         self._token_budget = token_budget
 
     def shrink(self, rows: int, padded_tokens: int, width: int, skipped: int = 0) -> None:
-        """A batch of this size did not fit: the next ones are half as large.
+        """Make the next batches half as large as this one, which did not fit.
 
         Args:
             skipped: tokens of each row that were not computed, beside those of ``width``.
@@ -152,12 +152,12 @@ class BatchSizes:
         cost: float = padded_tokens
         if self._memory is not None:
             cost = replace(self._memory, skipped=skipped).cost(padded_tokens, width)
-        # A batch of one row can be more than was allowed: there is nothing to halve for the others then.
+        # A batch of one row can be larger than allowed: then the limit for other batches stays.
         self._allowed = min(self._allowed, max(1, int(cost // 2)))
         self._largest = min(self._largest, max(1, int(cost * _BELOW_FAILURE)))
 
     def grow(self) -> bool:
-        """A batch fitted; True when enough of them did for the limit to have grown now."""
+        """Count a batch that fitted; after enough of them raise a reduced limit and return True."""
         if self.batch_size is not None or self._allowed >= self._largest:
             return False
         self._good_batches += 1
@@ -168,7 +168,7 @@ class BatchSizes:
         return True
 
     def for_float32(self) -> BatchSizes:
-        """The same for activations of twice the size; what it learns does not come back here."""
+        """Return sizes for activations of twice the size; they change independently of these."""
         size = None if self.batch_size is None else max(1, self.batch_size // 2)
         budget, memory = self._limits()
         if memory is not None:
@@ -181,19 +181,18 @@ class BatchSizes:
         rows: npt.NDArray[np.int64],
         skipped: npt.NDArray[np.int64],
     ) -> deque[npt.NDArray[np.int64]]:
-        """Batches of these rows, of rows that are computed whole first; of each kind the one that takes most first.
+        """Cut rows into batches: whole rows come first, and the largest batch first among rows that skip equally.
 
         Args:
-            skipped: of how many tokens each row's beginning is that need not be computed; rows of one batch have
-                the same.
+            skipped: tokens at each row's beginning that need not be computed; the same for all rows of a batch.
         """
         budget, memory = self._limits()
         batches: deque[npt.NDArray[np.int64]] = deque()
         for tokens in np.unique(skipped[rows]).tolist():
-            alike = rows[skipped[rows] == tokens]
-            limit = memory and replace(memory, skipped=tokens)
-            cut = make_batches(lengths[alike] - tokens, budget, self.batch_size, self._equal_lengths, limit)
-            batches += [alike[batch] for batch in cut]
+            group = rows[skipped[rows] == tokens]
+            limit = None if memory is None else replace(memory, skipped=tokens)
+            cut = make_batches(lengths[group] - tokens, budget, self.batch_size, self._equal_lengths, limit)
+            batches += [group[batch] for batch in cut]
         return batches
 
     def _limits(self) -> tuple[int, MemoryLimit | None]:
@@ -203,25 +202,24 @@ class BatchSizes:
 
 
 class DeviceQueue:
-    """The forward passes of a chunk, which end on ``device``: what they take, and that not too many queue there.
+    """Measure the forward passes of a chunk, and limit how many of them queue on ``device``, where they end.
 
-    A GPU works off what it is given while the host goes on: the next batches are padded and copied in the
-    background of the passes before them, as long as nothing here asks the device for an answer.  On a CPU a pass is
-    over when its call returns.
+    A GPU works through its queue while the host pads and copies the next batches, as long as nothing here waits for
+    a result.  On a CPU a pass is over when its call returns.
 
     Args:
-        stages: devices that work on a pass each at the same time, the last of them ``device``.
+        stages: devices that each work on a pass at the same time; ``device`` is the last one.
     """
 
     def __init__(self, device: torch.device, stages: int = 1) -> None:
         self._device = device
-        self._most = max(_MAX_QUEUED, stages + 1)
+        self._max_queued = max(_MAX_QUEUED, stages + 1)
         self._seconds = 0.0
         self._queued: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
-        """A pass within; one that fails is not counted.
+    def timed_pass(self) -> Iterator[None]:
+        """Enter a pass; a pass that fails is not counted.
 
         Raises:
             RuntimeError: an earlier pass has failed on the GPU.
@@ -231,8 +229,8 @@ class DeviceQueue:
             yield
             self._seconds += time.perf_counter() - began
             return
-        while len(self._queued) >= self._most:
-            self._finish_one()
+        while len(self._queued) >= self._max_queued:
+            self._wait_for_oldest()
         stream = torch.cuda.current_stream(self._device)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record(stream)
@@ -241,12 +239,12 @@ class DeviceQueue:
         self._queued.append((start, end))
 
     def finish(self) -> float:
-        """Wait for all of them; the seconds that the device spent in them."""
+        """Wait for all passes and return the seconds that the device spent in them."""
         while self._queued:
-            self._finish_one()
+            self._wait_for_oldest()
         return self._seconds
 
-    def _finish_one(self) -> None:
+    def _wait_for_oldest(self) -> None:
         start, end = self._queued.popleft()
         end.synchronize()
         self._seconds += start.elapsed_time(end) / 1000
@@ -260,56 +258,29 @@ def compute(
     in_float32: Mode | None = None,
     starts_in_float32: bool = False,
 ) -> Computed:
-    """Run the model over every row of a chunk that has tokens; rows with the same ones only once.
+    """Run the model over every row of a chunk that has tokens; only once over rows with the same tokens.
 
     Args:
-        sizes: shrinks where memory runs out, and stays so for the next chunk.
-        report: called after each forward pass, also one that failed, with rows, tokens and padded tokens so far; on
-            a GPU when the device has been given the pass.
-        in_float32: while entered, the model computes in float32: then the rows whose logits came out NaN or
-            infinite run again.  None: they stay so.
-        starts_in_float32: all rows run so at once, with ``sizes`` for it; in half precision only those that do
-            not fit into memory.
+        sizes: become smaller when memory runs out, and stay so for the next chunk.
+        report: called after each forward pass, also a failed one, with rows, tokens and padded tokens so far; on a
+            GPU when the device has been given the pass.
+        in_float32: while entered, the model computes in float32, in which rows with NaN or infinite logits run
+            again.  None: they stay as they are.
+        starts_in_float32: whether all rows run in float32 at once, for which ``sizes`` are; only rows that do not
+            fit into memory then run in half precision.
 
     Raises:
-        RuntimeError: from the forward pass; not for want of memory.
+        RuntimeError: from the forward pass; not for lack of memory.
     """
     first = np.arange(len(encoded.lengths)) if encoded.first is None else encoded.first
     copies = np.bincount(first, minlength=len(first))
-    chosen = np.flatnonzero((copies > 0) & (encoded.lengths > 0))
-    bad = np.empty(0, dtype=np.int64)
+    rows = np.flatnonzero((copies > 0) & (encoded.lengths > 0))
     if starts_in_float32 and in_float32 is not None:
-        computed = _run_in_float32(classifier, encoded, sizes, chosen, copies, report, in_float32)
+        computed = _run_in_float32(classifier, encoded, sizes, rows, copies, report, in_float32)
     else:
-        computed = _run(classifier, encoded, sizes, chosen, copies, report)
-        bad = computed.rows[~_is_finite(computed.logits)]
-    if in_float32 is not None and len(bad):
-        before = computed.counters
-
-        def report_again(rows: int, tokens: int, padded_tokens: int) -> None:
-            report(before.rows, before.tokens, before.padded_tokens + padded_tokens)
-
-        try:
-            with in_float32():
-                again = _run(
-                    classifier, encoded, sizes.for_float32(), bad, copies, report_again, with_mask=True
-                )
-        except RuntimeError as error:
-            if classify(error) is Verdict.SUSPECT:
-                raise
-            computed = replace(computed, float32_error=one_line(error))
-        else:
-            if len(again.rows):
-                computed.logits[torch.from_numpy(np.searchsorted(computed.rows, again.rows))] = again.logits
-            # Their rows and tokens are counted already.
-            counters = before + replace(again.counters, rows=0, tokens=0, recomputed_rows=again.counters.rows)
-            computed = replace(
-                computed,
-                counters=counters,
-                too_large_in_float32=again.too_large,
-                mostly_overflows=len(computed.rows) >= _MIN_TELLING_ROWS
-                and 2 * int(_is_finite(again.logits).sum()) > len(computed.rows),
-            )
+        computed = _run(classifier, encoded, sizes, rows, copies, report)
+        if in_float32 is not None:
+            computed = _repeat_overflows(classifier, encoded, sizes, computed, copies, report, in_float32)
     # Row i has the logits, or the fate, of row first[i].
     rows = np.flatnonzero(np.isin(first, computed.rows))
     sources = torch.from_numpy(np.searchsorted(computed.rows, first[rows]))
@@ -327,14 +298,14 @@ def _run_in_float32(
     classifier: Scorer[E],
     encoded: E,
     sizes: BatchSizes,
-    chosen: npt.NDArray[np.int64],
+    rows: npt.NDArray[np.int64],
     copies: npt.NDArray[np.int64],
     report: Report,
     in_float32: Mode,
 ) -> Computed:
-    """Run the model over the chosen rows in float32; those that do not fit into memory so, in half precision."""
+    """Run the model over rows in float32, and over rows that do not fit into memory in half precision."""
     with in_float32():
-        full = _run(classifier, encoded, sizes, chosen, copies, report, with_mask=True)
+        full = _run(classifier, encoded, sizes, rows, copies, report, with_mask=True)
     before = replace(full.counters, float32_rows=full.counters.rows)
     if not full.too_large:
         return replace(full, counters=before)
@@ -343,12 +314,12 @@ def _run_in_float32(
         report(before.rows + rows, before.tokens + tokens, before.padded_tokens + padded_tokens)
 
     rest = _run(classifier, encoded, sizes, np.array(full.too_large), copies, report_rest)
-    found = np.concatenate([full.rows, rest.rows])
-    order = np.argsort(found)
+    computed_rows = np.concatenate([full.rows, rest.rows])
+    order = np.argsort(computed_rows)
     # Logits of no rows have no columns.
     logits = torch.cat([part.logits for part in (full, rest) if len(part.rows)] or [full.logits])
     return Computed(
-        rows=found[order],
+        rows=computed_rows[order],
         logits=logits[torch.from_numpy(order)],
         counters=before + rest.counters,
         too_large=rest.too_large,
@@ -356,8 +327,49 @@ def _run_in_float32(
     )
 
 
+def _repeat_overflows(
+    classifier: Scorer[E],
+    encoded: E,
+    sizes: BatchSizes,
+    computed: Computed,
+    copies: npt.NDArray[np.int64],
+    report: Report,
+    in_float32: Mode,
+) -> Computed:
+    """Run rows whose logits are not finite again in float32."""
+    overflows = computed.rows[~_is_finite(computed.logits)]
+    if not len(overflows):
+        return computed
+    before = computed.counters
+
+    def report_again(rows: int, tokens: int, padded_tokens: int) -> None:
+        report(before.rows, before.tokens, before.padded_tokens + padded_tokens)
+
+    try:
+        with in_float32():
+            again = _run(
+                classifier, encoded, sizes.for_float32(), overflows, copies, report_again, with_mask=True
+            )
+    except RuntimeError as error:
+        if classify(error) is Verdict.SUSPECT:
+            raise
+        return replace(computed, float32_error=one_line(error))
+    if len(again.rows):
+        computed.logits[torch.from_numpy(np.searchsorted(computed.rows, again.rows))] = again.logits
+    is_typical = len(computed.rows) >= _MIN_TYPICAL_ROWS
+    improved = int(_is_finite(again.logits).sum())
+    # Rows and tokens are counted already.
+    counters = replace(again.counters, rows=0, tokens=0, recomputed_rows=again.counters.rows)
+    return replace(
+        computed,
+        counters=before + counters,
+        too_large_in_float32=again.too_large,
+        mostly_overflows=is_typical and 2 * improved > len(computed.rows),
+    )
+
+
 def _is_finite(logits: torch.Tensor) -> npt.NDArray[np.bool_]:
-    """Which rows are numbers throughout, bool [rows]."""
+    """Return which rows have finite numbers only, bool [rows]."""
     return np.asarray(torch.isfinite(logits).all(dim=1).numpy())
 
 
@@ -365,16 +377,16 @@ def _run(
     classifier: Scorer[E],
     encoded: E,
     sizes: BatchSizes,
-    chosen: npt.NDArray[np.int64],
+    rows: npt.NDArray[np.int64],
     copies: npt.NDArray[np.int64],
     report: Report,
     with_mask: bool = False,
 ) -> Computed:
-    """Run the model over the chosen rows, each of which stands for ``copies`` rows."""
+    """Run the model over rows, each of which stands for ``copies`` rows of the chunk."""
     lengths = encoded.lengths
-    # What comes with a mask is computed whole.
+    # Passes with a mask compute all tokens.
     skipped = np.zeros_like(lengths) if with_mask else classifier.skipped_tokens(encoded)
-    batches = sizes.cut(lengths, chosen, skipped)
+    batches = sizes.cut(lengths, rows, skipped)
     done = [np.empty(0, dtype=np.int64)]
     logits: list[torch.Tensor] = []
     too_large: set[int] = set()
@@ -388,7 +400,7 @@ def _run(
         padded = width * len(batch)
         result = None
         try:
-            result = classifier.logits(encoded, batch, with_mask, queue.one())
+            result = classifier.logits(encoded, batch, with_mask, queue.timed_pass())
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -396,12 +408,16 @@ def _run(
             size_before = sizes.batch_size
             done.append(batch)
             logits.append(result)
-            rows, tokens = int(copies[batch].sum()), int(lengths[batch].sum())
-            counters += Counters(rows=rows, tokens=tokens, padded_tokens=padded, batches=1)
+            counters += Counters(
+                rows=int(copies[batch].sum()),
+                tokens=int(lengths[batch].sum()),
+                padded_tokens=padded,
+                batches=1,
+            )
             if sizes.grow() and batches:
                 batches = sizes.cut(lengths, np.concatenate(batches), skipped)
         else:
-            # Outside the except block: there the exception would still hold the tensors of the failed pass.
+            # Not in the except block, where the exception still refers to the tensors of the failed pass.
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 torch.cuda.empty_cache()
             counters += Counters(oom_events=1)
@@ -410,20 +426,20 @@ def _run(
             if len(batch) == 1 and row in tried_alone:
                 too_large.add(row)
                 left = left[1:]
-                sizes.batch_size = size_before  # it was this row that no size could fit
+                sizes.batch_size = size_before  # this row was too large for any size
             else:
-                # One row once more, with the cache emptied, which may have been all that was wrong.
+                # A single row runs once more, as the emptied cache may be enough.
                 if len(batch) == 1:
                     tried_alone.add(row)
                 tokens = int(skipped[row])
                 sizes.shrink(len(batch), padded - tokens * len(batch), width - tokens, tokens)
             batches = sizes.cut(lengths, left, skipped)
         report(counters.rows, counters.tokens, counters.padded_tokens)
-    found = np.concatenate(done)
-    order = np.argsort(found)
+    computed_rows = np.concatenate(done)
+    order = np.argsort(computed_rows)
     return Computed(
-        rows=found[order],
-        # One copy from the device per chunk: a copy per batch would wait for each of them.
+        rows=computed_rows[order],
+        # One copy from the device per chunk: a copy per batch would wait for each batch.
         logits=torch.cat(logits).cpu()[torch.from_numpy(order)] if logits else torch.empty((0, 0)),
         counters=replace(counters, forward_seconds=queue.finish()),
         too_large=tuple(sorted(too_large)),
