@@ -374,7 +374,7 @@ def test_rows_that_overflow_run_again_and_no_head_is_upcast_as_a_whole(
                 seen.append(tuple(result.shape))
             return result
 
-    monkeypatch.setattr(float32_retry, "_PIECE", 64 * 50)
+    monkeypatch.setattr(float32_retry, "_PIECE_WEIGHTS", 64 * 50)
     made = member(tmp_path, folder, texts, label_tokens=SEVERAL, dtype="float16")
     with Upcasts():  # type: ignore[no-untyped-call]
         found = predict(made, len(texts))

@@ -1,4 +1,4 @@
-"""An image classifier as a member: images are read in the background of the passes, a block of them at a time."""
+"""Image classifiers, which read images block by block in the background of the passes."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from ensemble.members.image_cls.scoring.images import EncodedImages, ImageReader
 from ensemble.members.image_cls.spec import ImageSpec
 from ensemble.members.predictor import Prediction, Report
 
-# Pixels as float32 of so many bytes are on the host at a time, and as many again that are being read.
+# Bytes of a block's float32 pixels; the host has one block, and another one that is being read.
 _BLOCK_BYTES = 256 << 20
 _MAX_BLOCK_ROWS = 512
-# Rows of the table that are looked at for images that the model takes.
+# Rows of the table whose images are used for the warm-up.
 _FIRST_ROWS = 4
 
 
 class ImageClassifier:
-    """A loaded image classifier: pixels -> logits, as ``scoring.forward`` wants them.
+    """A loaded image classifier: pixels -> logits; a ``Scorer`` of ``scoring.forward``.
 
     Args:
         model: as ``AutoModelForImageClassification`` loads it.
@@ -61,23 +61,23 @@ class ImageClassifier:
         with_mask: bool = False,
         timing: AbstractContextManager[None] | None = None,
     ) -> torch.Tensor:
-        """A forward pass over rows as a batch, or one for each size of their images; see ``Classifier.logits``."""
-        alike: dict[tuple[object, ...], list[int]] = {}
-        for place, row in enumerate(rows.tolist()):
+        """Run a forward pass over rows as a batch, or one for each size of image; see ``Classifier.logits``."""
+        positions_by_shape: dict[tuple[object, ...], list[int]] = {}
+        for position, row in enumerate(rows.tolist()):
             shapes = sorted((name, array.shape) for name, array in encoded.inputs[row].items())
-            alike.setdefault(tuple(shapes), []).append(place)
-        batches = [
-            {
-                name: self._tensor(np.stack([encoded.inputs[row][name] for row in rows[places].tolist()]))
-                for name in encoded.inputs[int(rows[places[0]])]
-            }
-            for places in alike.values()
-        ]
+            positions_by_shape.setdefault(tuple(shapes), []).append(position)
+        batches = []
+        for positions in positions_by_shape.values():
+            inputs = [encoded.inputs[row] for row in rows[positions].tolist()]
+            stacked = {name: np.stack([arrays[name] for arrays in inputs]) for name in inputs[0]}
+            batches.append({name: self._tensor(array) for name, array in stacked.items()})
         with timing or nullcontext(), self._spread.forward_pass(), torch.inference_mode():
             parts: list[torch.Tensor] = [self._model(**batch).logits.float() for batch in batches]
             if len(parts) == 1:
                 return parts[0]
-            order = torch.tensor([place for places in alike.values() for place in places])
+            order = torch.tensor(
+                [position for positions in positions_by_shape.values() for position in positions]
+            )
             return torch.cat(parts)[order.argsort().to(parts[0].device)]
 
     def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
@@ -89,8 +89,8 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
     """An image classifier with its image processor.
 
     Args:
-        spec: what to load, and where images are.
-        table: its rows.
+        spec: what to load, and the images' folder.
+        table: has the rows.
 
     Raises:
         OSError: the image processor's settings cannot be read.
@@ -104,15 +104,17 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
         self._reader = ImageReader(spec)
         super().__init__(spec, lambda rows, step: self._reader.encode(table.take(rows), step))
         self._warmup = self._first_images(table)
-        size = max(sum(array.nbytes for array in one.values()) for one in self._warmup.inputs)
-        self._block_rows = min(_MAX_BLOCK_ROWS, max(1, _BLOCK_BYTES // size))
+        image_bytes = max(sum(array.nbytes for array in arrays.values()) for arrays in self._warmup.inputs)
+        self._block_rows = min(_MAX_BLOCK_ROWS, max(1, _BLOCK_BYTES // image_bytes))
 
     def _first_images(self, table: PublishedTable) -> EncodedImages:
-        """The first of the table's images that can be read; where none can, one of noise."""
-        found = self._reader.encode(table.take(np.arange(min(_FIRST_ROWS, table.rows))))
-        good = np.flatnonzero(found.lengths)
-        if len(good):
-            return EncodedImages([found.inputs[row] for row in good.tolist()], found.lengths[good])
+        """Return the readable ones of the table's first images; an image of noise if there are none."""
+        encoded = self._reader.encode(table.take(np.arange(min(_FIRST_ROWS, table.rows))))
+        readable = np.flatnonzero(encoded.lengths)
+        if len(readable):
+            return EncodedImages(
+                [encoded.inputs[row] for row in readable.tolist()], encoded.lengths[readable]
+            )
         noise = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
         return self._reader.encode_images([Image.fromarray(noise)])
 
@@ -121,22 +123,25 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
         loaded = load_on_devices(spec)
         self._set_modes(loaded)
         self._classifier = ImageClassifier(loaded.model)
-        notes = [*loaded.notes]
+        notes = list(loaded.notes)
 
-        def passes(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        def logits_of(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
             return np.asarray(self._classifier.logits(self._warmup, rows).cpu().double().numpy())
 
-        logits = partial(passes, np.arange(len(self._warmup.lengths)))
+        logits = partial(logits_of, np.arange(len(self._warmup.lengths)))
 
         with self._passes(first=True):
-            with contextlib.suppress(torch.OutOfMemoryError):  # the first chunk will say so better
+            with contextlib.suppress(
+                torch.OutOfMemoryError
+            ):  # the first chunk will fail with a better message
                 logits()
-            if skipped := check_attention(
+            not_compared = check_attention(
                 logits, loaded.model, loaded.dtype, self._is_exact, self._in_float32
-            ):
-                notes.append(skipped)
+            )
+            if not_compared:
+                notes.append(not_compared)
         if spec.torch_compile:
-            compile_model(loaded.model, lambda: [passes(np.array(batch)) for batch in ([0, 0], [0])])
+            compile_model(loaded.model, lambda: [logits_of(np.array(batch)) for batch in ([0, 0], [0])])
         self._sizes = BatchSizes(loaded.token_budget, spec.batch_size, True, loaded.memory)
         return Ready(
             device=loaded.device_name,
@@ -147,25 +152,24 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
         )
 
     def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
-        parts, done = list[Prediction](), 0
+        parts: list[Prediction] = []
+        bad_rows: dict[int, str] = {}
+        done = 0
 
         def report_more(rows: int, tokens: int = 0, padded_tokens: int = 0) -> None:
             report(done + rows)
 
         for encoded in self._blocks(rows, lambda: report_more(0)):
-            parts.append(self._score(self._classifier, encoded, report_more))
+            part = self._score(self._classifier, encoded, report_more)
+            bad_rows |= {done + row: reason for row, reason in part.bad_rows.items()}
+            parts.append(part)
             done += len(encoded.lengths)
         counters = sum((part.counters for part in parts), Counters())
-        starts = np.cumsum([0, *(len(part.values) for part in parts)]).tolist()
         return Prediction(
-            np.concatenate([part.values for part in parts]),
-            {
-                start + place: reason
-                for start, part in zip(starts, parts, strict=False)
-                for place, reason in part.bad_rows.items()
-            },
-            replace(counters, tokens=0, padded_tokens=0),  # it has images
-            next((part.advice for part in parts if np.isnan(part.values).any()), parts[-1].advice),
+            values=np.concatenate([part.values for part in parts]),
+            bad_rows=bad_rows,
+            counters=replace(counters, tokens=0, padded_tokens=0),  # images have no tokens
+            advice=next((part.advice for part in parts if np.isnan(part.values).any()), parts[-1].advice),
         )
 
     def _blocks(self, rows: npt.NDArray[np.int64], step: Callable[[], None]) -> Iterator[EncodedImages]:
@@ -175,7 +179,7 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
             step: called after each image that the computing thread waits for.
         """
         blocks = [rows[start : start + self._block_rows] for start in range(0, len(rows), self._block_rows)]
-        if not self._spec.gpus:  # on a CPU both would want the same cores
+        if not self._spec.gpus:  # on a CPU both would need the same cores
             yield from (self._encode_rows(block, step) for block in blocks)
             return
         is_waiting = False
@@ -186,12 +190,12 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
 
         with ThreadPoolExecutor(1, "reading") as reading:
             reads = [reading.submit(self._encode_rows, blocks[0], report_step)]
-            for following in (*blocks[1:], None):
+            for next_block in (*blocks[1:], None):
                 is_waiting = True
                 encoded = reads.pop().result()
                 is_waiting = False
-                if following is not None:
-                    reads.append(reading.submit(self._encode_rows, following, report_step))
+                if next_block is not None:
+                    reads.append(reading.submit(self._encode_rows, next_block, report_step))
                 yield encoded
 
     def _too_large(self, encoded: EncodedImages, row: int, in_float32: str) -> str:

@@ -1,7 +1,6 @@
-"""A backbone with a head of its own: hidden states -> one vector for each row -> logits.
+"""A backbone with a separate head: hidden states -> one vector for each row -> logits.
 
-Pooled values and the head are float32, whatever the backbone computes in: they are small, and hand-written heads
-were mostly trained so.
+Pooled values and the head are always float32: they are small, and hand-written heads were mostly trained in it.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ class PooledMember(TextMember[PooledSpec]):
     def load(self) -> Ready:
         ready = super().load()
         assert isinstance(self._classifier, PooledClassifier)
-        of_head = sum(one.numel() for one in self._classifier.head.parameters())
+        head_parameters = sum(parameter.numel() for parameter in self._classifier.head.parameters())
         notes = list(ready.notes)
         if self._spec.pooling_mode == "cls" and Shortcut.NO_MASK in self._classifier.taken:
             notes.append(
                 "pooling_mode: cls takes the first token, and in this model no token sees those behind it: rows "
                 "that begin with the same token get the same numbers; its head was trained on lasttoken or mean"
             )
-        return replace(ready, parameters=(ready.parameters or 0) + of_head, notes=tuple(notes))
+        return replace(ready, parameters=(ready.parameters or 0) + head_parameters, notes=tuple(notes))
 
     def _make_classifier(self, loaded: Loaded) -> PooledClassifier:
         head = make_head(self._spec, last_device(loaded.model))
@@ -57,7 +56,7 @@ class PooledMember(TextMember[PooledSpec]):
 
 
 def make_head(spec: PooledSpec, device: torch.device) -> nn.Sequential:
-    """The layers of a head's file with the activations between them, in float32."""
+    """Build the layers of a head's file with the activations between them, in float32."""
     tensors = load_file(spec.head)
     layers: list[nn.Module] = []
     for kind, name in spec.head_steps:
@@ -81,11 +80,11 @@ def make_head(spec: PooledSpec, device: torch.device) -> nn.Sequential:
 
 
 class PooledClassifier(Classifier):
-    """A loaded backbone and its head, which give a row the same numbers whatever its neighbours in the batch.
+    """A loaded backbone and its head, which give a row the same numbers in any batch.
 
     Args:
         model: as ``AutoModel`` loads it.
-        pad_token_id: what to fill up with.
+        pad_token_id: of the padding.
         head: from [rows, hidden] to [rows, outputs], float32, on the model's last device.
         pooling_mode: "mean", "cls" or "lasttoken", of a row's own tokens, special ones included.
     """
@@ -97,7 +96,7 @@ class PooledClassifier(Classifier):
         self.possible -= {Shortcut.LAST_TOKEN}
         if pooling_mode != "lasttoken":
             self.possible -= {Shortcut.LAST_TOKEN_LAYER}
-        self.taken = {Shortcut.LAST_TOKEN}  # the head gets pooled states and nothing else
+        self.taken = {Shortcut.LAST_TOKEN}  # the head gets only pooled states
 
     def logits(
         self,
@@ -110,32 +109,29 @@ class PooledClassifier(Classifier):
         lengths = encoded.lengths[rows]
         width = arrays["input_ids"].shape[1]
         first = width - lengths if self._pad_left else np.zeros_like(lengths)
-        # Where the pass ends, before it begins: nobody waits for a copy then.
-        own, at, count = (
-            on_device(array, self.last_device)
-            for array in (
-                arrays["attention_mask"],
-                first if self._mode == "cls" else first + lengths - 1,
-                lengths,
-            )
-        )
+        pooled_position = first if self._mode == "cls" else first + lengths - 1
+        # Copied to the last device before the pass begins, so that no pass waits for it.
+        mask = on_device(arrays["attention_mask"], self.last_device)
+        position = on_device(pooled_position, self.last_device)
+        counts = on_device(lengths, self.last_device)
         if Shortcut.NO_MASK in self.taken and not with_mask:
             del arrays["attention_mask"]
         inputs = {name: on_device(array, self._device) for name, array in arrays.items()}
         with timing or nullcontext(), self._spread.forward_pass(), torch.inference_mode():
             parts = self._last_token_parts if Shortcut.LAST_TOKEN_LAYER in self.taken else []
-            with last_token_only(parts, at):
+            with last_token_only(parts, position):
                 states: torch.Tensor = self._model(**inputs).last_hidden_state
-            own, at, count = (one.to(states.device) for one in (own, at, count))
             if self._mode == "mean":
-                total = states.masked_fill_(own[..., None] == 0, 0).sum(1, dtype=torch.float32)
-                pooled = total / count[:, None]
+                is_padding = mask.to(states.device)[..., None] == 0
+                total = states.masked_fill_(is_padding, 0).sum(1, dtype=torch.float32)
+                pooled = total / counts.to(states.device)[:, None]
             else:
-                pooled = states[torch.arange(len(states), device=states.device), at].float()
-            wanted = next(one.shape[-1] for one in self.head.parameters())
-            if pooled.shape[-1] != wanted:
+                rows_index = torch.arange(len(states), device=states.device)
+                pooled = states[rows_index, position.to(states.device)].float()
+            head_width = next(parameter.shape[-1] for parameter in self.head.parameters())
+            if pooled.shape[-1] != head_width:
                 raise ValueError(
-                    f"its head is made for {wanted:,} numbers, and the backbone has hidden states of "
+                    f"its head is made for {head_width:,} numbers, and the backbone has hidden states of "
                     f"{pooled.shape[-1]:,}"
                 )
             logits: torch.Tensor = self.head(pooled.to(self.last_device))
