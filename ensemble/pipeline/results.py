@@ -127,7 +127,7 @@ class ResultWriter:
         for view, work in enumerate(() if whole.is_complete else whole.parts):
             if work.is_complete:
                 continue
-            values, bad_rows = work.values(len(self._labels)), whole.of_view(state.bad_rows, view)
+            values, bad_rows = work.values(len(self._labels)), whole.rows_of_view(state.bad_rows, view)
             is_missing = np.isnan(values).any(axis=1)
             missing = np.setdiff1d(
                 np.flatnonzero(is_missing if wanted is None else is_missing & wanted), list(bad_rows)
@@ -141,11 +141,11 @@ class ResultWriter:
             values[list(bad_rows)] = self._prepared.even_value(name)
             work.bad_rows, work.computed = bad_rows, computed
             if not whole.views:
-                work.workers, work.worked = tuple(workers), state.plan.work * state.computed_cost
+                work.workers, work.work_bytes = tuple(workers), state.plan.work * state.computed_cost
             self._complete(work, values)
         if not whole.is_complete:
             whole.bad_rows, whole.computed = whole.bad_rows_of_views(state.bad_rows), computed
-            whole.workers, whole.worked = tuple(workers), state.plan.work * state.computed_cost
+            whole.workers, whole.work_bytes = tuple(workers), state.plan.work * state.computed_cost
             parts = [values_of(self._rundir, one, len(self._labels)) for one in whole.views]
             mean = mean_of_views(parts, whole.weights)
             # A view can have more rows than its member is to have now, of an earlier run.
@@ -343,7 +343,7 @@ class ResultWriter:
         parts = [values_of(self._rundir, one, len(self._labels)) for one in work.parts]
         if self._config.on_bad_row == "uniform":
             for view, values in enumerate(parts):
-                values[list(work.of_view(state.bad_rows, view))] = self._prepared.even_value(name)
+                values[list(work.rows_of_view(state.bad_rows, view))] = self._prepared.even_value(name)
         if work.views:
             is_there = np.array([~np.isnan(values[:, 0]) for values in parts])
             self.results.view_rows[name] = tuple(is_there.sum(axis=1).tolist())

@@ -237,7 +237,7 @@ class _Run(RunState):
             done = [work.shards_dir for work in self.works.values()]
             for name, work in self.works.items() if config.limit is None else ():
                 done += rundir.shards_dirs(name)
-                done += [rundir.root / place for place in work.taken if place.startswith("work/")]
+                done += [rundir.root / place for place in work.rows_taken if place.startswith("work/")]
             rundir.remove_work(done)
         return self._with_page(self.report(self.status))
 
@@ -402,7 +402,7 @@ class _Run(RunState):
     def on_bad_rows(self, state: MemberState) -> None:
         work = self.works[state.plan.name]
         for view, one in enumerate(work.parts):
-            if own := work.of_view(state.bad_rows, view):
+            if own := work.rows_of_view(state.bad_rows, view):
                 write_bad_rows(one, own)
 
     def on_finished(self, state: MemberState) -> None:
