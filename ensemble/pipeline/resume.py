@@ -338,7 +338,8 @@ def find_work(
     if made_of is None:
         if isinstance(manifest.get("fingerprint"), dict):
             work.why_again = "its predictions are of another version of this program"
-    elif changed := fingerprint.changed_from(made_of):
+    elif made_of != fingerprint:
+        changed = fingerprint.changed_from(made_of)
         work.why_again = f"{', '.join(changed)} changed since its predictions were made"
         rows_before = manifest.get("rows")
         # They are of a trial, or the table grew or shrank.

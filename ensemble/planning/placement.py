@@ -175,20 +175,20 @@ def _on_cpu(index: int, facts: MemberFacts, footprint: Footprint | None, host: D
     return placement
 
 
-def chosen_devices(visible: Sequence[Device], wanted: Sequence[int | str] | None) -> tuple[Device, ...]:
+def chosen_devices(visible: Sequence[Device], names: Sequence[int | str] | None) -> tuple[Device, ...]:
     """Return the devices that the config's ``devices`` names, by number or by UUID; all if it is None.
 
     Raises:
         DeviceError: there is no such device, or it is named twice; every such entry is listed.
     """
-    if wanted is None:
+    if names is None:
         return tuple(visible)
     by_name: dict[int | str, Device] = {device.uuid: device for device in visible}
     by_name.update(enumerate(visible))
     listed = ", ".join(f"{number}: {device.uuid}" for number, device in enumerate(visible)) or "no GPU"
     problems: list[str] = []
     chosen: list[Device] = []
-    for position, entry in enumerate(wanted):
+    for position, entry in enumerate(names):
         device = by_name.get(entry)
         if device is None:
             what = "GPU has this UUID" if isinstance(entry, str) else "visible GPU has this number"
