@@ -1,6 +1,6 @@
 """Members with ``when``: which rows they compute, and what share of the table a plan expects.
 
-The rules are in ``planning.cascade``; here are the predictions that they are applied to.
+The rules are in ``planning.cascade``; this module applies them to the members' predictions.
 """
 
 from __future__ import annotations
@@ -135,9 +135,10 @@ class Cascades:
             ]
             is_present = np.array([~np.isnan(member_values[:, 0]) for member_values in values])
             for present, model in zip(is_present, models, strict=True):
-                if (rows := self.rows_of(model.name)) is not None:
+                rows = self.rows_of(model.name)
+                if rows is not None:
                     present &= rows
-            mean = _mean(config, models, activations, values, is_present, table.text_bytes)
+            mean = _calibrated_mean(config, models, activations, values, is_present, table.text_bytes)
         doubt = doubts(rule, mean, is_exclusive=all(activation == "softmax" for activation in activations))
         return _Selection(select_rows(when, doubt), doubt)
 
@@ -145,7 +146,7 @@ class Cascades:
 def expected_shares(
     config: RunConfig,
     inspected: Mapping[str, Inspection],
-    given: Mapping[str, _Values],
+    values: Mapping[str, _Values],
     ids: pa.ChunkedArray | None,
     folder: Path,
     place: str = "",
@@ -154,61 +155,80 @@ def expected_shares(
     """Estimate the share of each member with ``when`` by predictions of the members before it, if there are any.
 
     Args:
-        given: values of members that need no worker, [rows, labels], NaN where they lack a row.
-        ids: of the table's rows; None: it cannot be read.
+        values: of members that need no worker, [rows, labels], NaN in rows that they lack.
+        ids: of the table's rows; None if it cannot be read.
         folder: the directory of a run, of these rows or of others, such as a labelled sample.
-        place: what it is called; empty: its path.
-        is_named: the user has named the directory; else predictions that are not by this config are left out.
+        place: what messages call the directory; empty: its path.
+        is_named: the user has named the directory; otherwise predictions that are not by this config are left out.
 
     Raises:
         DataError: the user has named predictions that are not by this config, or were changed since.
     """
     place = place or f"in {shown_path(folder)}"
-    rundir, found = RunDir(folder), dict[str, ExpectedShare]()
-    files: dict[str, PredictionFile] = {}
-    stale = _stale(config, folder, is_named)
-    for model in config.models:
-        if model.name not in stale:
-            with contextlib.suppress(DataError):
-                file = read_predictions(rundir.predictions(model.name))
-                if file.labels == config.labels and len(file.ids):
-                    files[model.name] = file
-                    continue
-        if model.name in given and ids is not None:
-            path = rundir.predictions(model.name)
-            files[model.name] = PredictionFile(path, ID_COLUMN, config.labels, ids, given[model.name])
+    files = _prediction_files(config, values, ids, folder, is_named)
+    shares: dict[str, ExpectedShare] = {}
     for number, model in enumerate(config.models):
         if model.when is None:
             continue
-        before = [one for one in config.models[:number] if one.has_weight]
+        before = [earlier for earlier in config.models[:number] if earlier.has_weight]
+        missing = [
+            earlier.name for earlier in before if earlier.name not in files or earlier.name not in inspected
+        ]
         ((rule, limit),) = model.when.items()
         if rule == "share":
-            found[model.name] = ExpectedShare(limit, "as when says")
-        elif any(isinstance(one.weight, tuple) for one in before):
-            found[model.name] = ExpectedShare(1.0, "all are assumed: weights by length bin are not looked up")
-        elif missing := [one.name for one in before if one.name not in files or one.name not in inspected]:
-            names = " and ".join(missing)
-            why = f"all are assumed, as there are no predictions of {names} {place}"
-            found[model.name] = ExpectedShare(1.0, why)
-        else:
-            rows = max((files[one.name].ids for one in before), key=len)
-            activations = [inspected[one.name].activation for one in before]
-            of_members = [
-                files[one.name].join(rows, may_lack=True, may_have_others=True)[0].copy(order="F")
-                for one in before
-            ]
-            is_present = np.array([~np.isnan(one).any(axis=1) for one in of_members])
-            mean = _mean(
-                config, before, activations, of_members, is_present, np.zeros(len(rows), dtype=np.int64)
+            shares[model.name] = ExpectedShare(limit, "as when says")
+        elif any(isinstance(earlier.weight, tuple) for earlier in before):
+            shares[model.name] = ExpectedShare(
+                1.0, "all are assumed: weights by length bin are not looked up"
             )
+        elif missing:
+            why = f"all are assumed, as there are no predictions of {' and '.join(missing)} {place}"
+            shares[model.name] = ExpectedShare(1.0, why)
+        else:
+            rows = max((files[earlier.name].ids for earlier in before), key=len)
+            activations = [inspected[earlier.name].activation for earlier in before]
+            joined = []
+            for earlier in before:
+                member_values, _ = files[earlier.name].join(rows, may_lack=True, may_have_others=True)
+                joined.append(member_values.copy(order="F"))
+            is_present = np.array([~np.isnan(member_values).any(axis=1) for member_values in joined])
+            text_bytes = np.zeros(len(rows), dtype=np.int64)
+            mean = _calibrated_mean(config, before, activations, joined, is_present, text_bytes)
             selected = select_rows(model.when, doubts(rule, mean, set(activations) == {"softmax"}))
             why = f"by the predictions of {plural(len(rows), 'row')} {place}"
-            found[model.name] = ExpectedShare(float(selected.mean()), why)
-    return found
+            shares[model.name] = ExpectedShare(float(selected.mean()), why)
+    return shares
 
 
-def _stale(config: RunConfig, folder: Path, is_named: bool) -> Collection[str]:
-    """Return the members by which ``when`` decides whose predictions in a run's directory are not by this config.
+def _prediction_files(
+    config: RunConfig,
+    values: Mapping[str, _Values],
+    ids: pa.ChunkedArray | None,
+    folder: Path,
+    is_named: bool,
+) -> dict[str, PredictionFile]:
+    """Return the predictions of members in a run's directory, else those of ``values``, by name.
+
+    The arguments are those of ``expected_shares``.
+    """
+    rundir = RunDir(folder)
+    files: dict[str, PredictionFile] = {}
+    changed = _changed_deciders(config, folder, is_named)
+    for model in config.models:
+        path = rundir.predictions(model.name)
+        if model.name not in changed:
+            with contextlib.suppress(DataError):
+                file = read_predictions(path)
+                if file.labels == config.labels and len(file.ids):
+                    files[model.name] = file
+                    continue
+        if model.name in values and ids is not None:
+            files[model.name] = PredictionFile(path, ID_COLUMN, config.labels, ids, values[model.name])
+    return files
+
+
+def _changed_deciders(config: RunConfig, folder: Path, is_named: bool) -> Collection[str]:
+    """Return the members that a ``when`` goes by whose predictions in a run's directory are not by this config.
 
     Raises:
         DataError: there is such a member, and ``is_named``.
@@ -235,7 +255,7 @@ def _stale(config: RunConfig, folder: Path, is_named: bool) -> Collection[str]:
     return {*changed, *(name for name in names if is_as_written(rundir.predictions(name)) is False)}
 
 
-def _mean(
+def _calibrated_mean(
     config: RunConfig,
     models: Sequence[MemberConfig],
     activations: Sequence[Activation],
@@ -243,16 +263,19 @@ def _mean(
     is_present: _Rows,
     text_bytes: npt.NDArray[np.int64],
 ) -> _Values:
-    """The weighted mean of members after calibration, [rows, labels].
+    """Return the weighted mean of members after calibration, [rows, labels].
 
     Args:
-        models: some with a weight, and their activations.
-        values: [rows, labels] each, which calibration changes; NaN where ``is_present`` [members, rows] is False.
+        models: members with a weight.
+        activations: of these members.
+        values: [rows, labels] each, which calibration changes; NaN where ``is_present`` is False.
+        is_present: bool [members, rows].
         text_bytes: of the rows, for weights by length bin.
     """
-    for model, activation, own in zip(models, activations, values, strict=True):
-        if (calibrate := calibrator(model.calibration, activation, config.labels)) is not None:
-            calibrate(own)
+    for model, activation, member_values in zip(models, activations, values, strict=True):
+        calibrate = calibrator(model.calibration, activation, config.labels)
+        if calibrate is not None:
+            calibrate(member_values)
     edges = config.ensemble.length_bins or ()
     weights = weights_by_bin([model.weight for model in models], config.labels, len(edges) + 1)
     weights = weights_of_rows(weights, edges, text_bytes)

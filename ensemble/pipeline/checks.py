@@ -1,4 +1,4 @@
-"""What can be wrong with a config and what it names, as sentences; each check is a function of its own."""
+"""Checks of a config and of what it names; each is a function that yields sentences about problems."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Kinds: TypeAlias = Mapping[str, MemberKind[Any, Any]]
 
 
 def rule_key(loaded: LoadedConfig, number: int) -> str:
-    """Return where a rule's condition stands in the config."""
+    """Return the place of a rule's condition in the config."""
     return loaded.document.where(("rules", number, "when"))
 
 
@@ -48,13 +48,13 @@ def demand_a_label(
     if not is_exclusive(inspected):
         return
     spans = block_spans(table.rows, len(loaded.config.labels))
-    bare = np.concatenate([rules.without_labels(*span) for span in spans])
-    if len(bare):
-        row = int(bare[0])
+    masked = np.concatenate([rules.without_labels(*span) for span in spans])
+    if len(masked):
+        row = int(masked[0])
         place = f"row {row + 1:,} (id {quoted(table.ids[row].as_py())})"
         raise DataError(
             f"{loaded.document.where(('rules',))}: together they mask every label of "
-            f"{plural(len(bare), 'row')}, the first is {place}; leave one"
+            f"{plural(len(masked), 'row')}, the first is {place}; leave one"
         )
 
 
@@ -165,7 +165,7 @@ def place_problems(loaded: LoadedConfig, kinds: Kinds) -> Iterator[str]:
     elif target is not None:
         folders["submission.path"] = target.parent
     for key, folder in folders.items():
-        reason = unwritable_reason(key, folder) if folder is not None else None
+        reason = None if folder is None else unwritable_reason(key, folder)
         if reason:
             yield reason
     if target is not None and any(target.resolve().is_relative_to(path.resolve()) for path in inputs):
@@ -201,7 +201,7 @@ def run_warnings(
     config = loaded.config
     if config.tuned_on is not None:
         yield from _differences_from_tuned(config.tuned_on, devices)
-    if rules is not None and config.limit is None:  # in a trial's rows a rule may well select none
+    if rules is not None and config.limit is None:  # a rule may well be true for no row of a trial
         for number, rows in enumerate(rules.rows):
             if not rows.any():
                 yield f"{rule_key(loaded, number)}: is true for no row of the table"

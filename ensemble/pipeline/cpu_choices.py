@@ -1,6 +1,6 @@
-"""What a run chose of the CPU for each member, kept in the member's work folder: a resumed run is the same run.
+"""How many threads and workers a run chose for each member on a CPU, kept in the member's work folder.
 
-Products of other sizes, as other numbers of threads compute them, can differ in their last digits.
+A resumed run takes the choice over, as another number of threads can change last digits.
 """
 
 from __future__ import annotations
@@ -20,19 +20,24 @@ from ensemble.scheduling.launchers.threads import worker_threads
 
 def kept_cpu_choices(works: Mapping[str, MemberWork]) -> dict[str, CpuChoice]:
     """Return what earlier runs chose for members that are not complete, by name."""
-    choices = {name: _read(work.shards_dir) for name, work in works.items() if not work.is_complete}
-    return {name: choice for name, choice in choices.items() if choice is not None}
+    choices = {}
+    for name, work in works.items():
+        choice = None if work.is_complete else _read(work.shards_dir)
+        if choice is not None:
+            choices[name] = choice
+    return choices
 
 
 def keep_cpu_choice(shards_dir: Path, member: MemberPlan) -> None:
-    """Write down what this run chose for a member, if its rows so far were not computed in the same way.
+    """Write what this run chose for a member, unless an earlier run chose the same threads.
 
     Raises:
         WriteError: the disk is full or the like.
     """
-    choice = CpuChoice(member.cpu_threads or worker_threads(member.cpu_share), member.replicas)
+    threads = member.cpu_threads or worker_threads(member.cpu_share)
+    choice = CpuChoice(threads=threads, workers=member.replicas)
     kept = _read(shards_dir)
-    if kept is None or kept.threads != choice.threads:
+    if kept is None or kept.threads != threads:
         write_text(cpu_choice_path(shards_dir), json.dumps(asdict(choice)) + "\n")
 
 
@@ -61,7 +66,9 @@ def changed_cpu_choices(plan: Plan, kept: Mapping[str, CpuChoice]) -> Iterator[s
 
 
 def _read(shards_dir: Path) -> CpuChoice | None:
-    kept = read_json(cpu_choice_path(shards_dir))
-    numbers = [kept.get("threads"), kept.get("workers")]
-    threads, workers = (number if isinstance(number, int) and number > 0 else 0 for number in numbers)
-    return CpuChoice(threads, workers) if threads and workers else None
+    """Return the choice in a member's work folder; None if there is none, or the file is damaged."""
+    document = read_json(cpu_choice_path(shards_dir))
+    threads, workers = document.get("threads"), document.get("workers")
+    if not isinstance(threads, int) or not isinstance(workers, int) or min(threads, workers) < 1:
+        return None
+    return CpuChoice(threads=threads, workers=workers)

@@ -1,7 +1,7 @@
 """The identity of a member's work: what its probabilities depend on, as digests.
 
-An earlier run's work is this run's where the fingerprints agree.  Only digests leave this module: settings may hold
-secrets from the environment.
+A run takes over an earlier run's work if the fingerprints are equal.  Only digests leave this module, as settings
+may hold secrets from the environment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 from ensemble.planning.plan import MemberPlan
 
-# To be raised where the same digests come to mean something else; older work then counts as another's.
+# Raise it when the meaning of digests changes: fingerprints of an older scheme are never taken for equal.
 SCHEME = 3
 
 
@@ -30,10 +30,12 @@ SCHEME = 3
 class Fingerprint:
     """What a member's probabilities depend on; each component is a digest in hexadecimal.
 
-    ``settings`` are the kind, the keys that change numbers and the columns of the member's CSV, ``content`` the
-    files that it is made of, by what they are, such as "weights" and "tokenizer", ``rows`` the ids and the columns
-    that the member reads, and the files that these name.  Devices, replicas, chunks, batches and the member's name
-    are in none of them.
+    Devices, replicas, chunks, batches and the member's name are in none of them.
+
+    Attributes:
+        settings: the kind, the keys that change numbers, and the columns of the member's CSV.
+        content: the member's files, by what they are, such as "weights" and "tokenizer".
+        rows: the ids, the columns that the member reads, and the files that these name.
     """
 
     settings: str
@@ -42,39 +44,41 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """All components in one."""
+        """The digest of all components."""
         return digest_of(self.to_dict())
 
     def changed_from(self, other: Fingerprint) -> tuple[str, ...]:
-        """What differs, in words that can follow "its": settings, weights, tokenizer, rows."""
-        mine, theirs = self.to_dict(), other.to_dict()
-        return tuple(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
+        """Return the names of components that differ, such as settings, weights, tokenizer and rows."""
+        ours, theirs = self.to_dict(), other.to_dict()
+        return tuple(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
 
     def to_dict(self) -> dict[str, str | int]:
-        """As JSON can hold it, for ``from_dict``."""
+        """Return the components as JSON can hold them, for ``from_dict``."""
         return {"scheme": SCHEME, "settings": self.settings, **self.content, "rows": self.rows}
 
     @classmethod
     def from_dict(cls, document: object) -> Fingerprint | None:
-        """What ``to_dict`` gave; None for anything else, and for a fingerprint of another scheme."""
+        """Read what ``to_dict`` returned; None for anything else, and for a fingerprint of another scheme."""
         if not isinstance(document, dict) or document.get("scheme") != SCHEME:
             return None
         content = {name: digest for name, digest in document.items() if name != "scheme"}
-        if not all(re.fullmatch("[0-9a-f]{64}", str(one)) for one in content.values()):
+        if not all(re.fullmatch("[0-9a-f]{64}", str(digest)) for digest in content.values()):
             return None
         settings, rows = content.pop("settings", None), content.pop("rows", None)
-        return None if settings is None or rows is None else cls(settings, content, rows)
+        if settings is None or rows is None:
+            return None
+        return cls(settings=settings, content=content, rows=rows)
 
 
 def member_fingerprint(
     prepared: Prepared, member: MemberPlan, files: FileDigests | None = None
 ) -> Fingerprint:
-    """The fingerprint of a member's work, before the table forgets its columns.
+    """Return the fingerprint of a member's work; the table must still have its columns.
 
-    With ``hash_weights`` every byte of the weights counts, so that switching it on or off counts as a change, too.
+    With ``hash_weights`` every byte of the weights counts; switching it on or off counts as a change.
 
     Args:
-        files: what is known of files already; one for all members of a run, where they share weights.
+        files: digests of files, which members that share files can share.
 
     Raises:
         CheckpointError: a file that the member is made of cannot be read.
@@ -84,66 +88,70 @@ def member_fingerprint(
     content = member_kind(member.model).content(inspected, files)
     columns = prepared.columns[member.name]
     rows = prepared.table.digest(columns, prepared.files.get(member.name))
-    return Fingerprint(_settings(prepared, member, None), content, rows)
+    return Fingerprint(settings=_settings(prepared, member, None), content=content, rows=rows)
 
 
 def view_fingerprints(
     prepared: Prepared, member: MemberPlan, content: Mapping[str, str]
 ) -> list[Fingerprint]:
-    """Those of a member's work in each of its views: of a view that changes nothing, that of one without views.
+    """Return the fingerprint of a member's work in each of its views.
+
+    That of a view that changes nothing equals that of the member without views.
 
     Args:
         content: of the member's own fingerprint.
     """
-    views = zip(member.model.counted_views, prepared.view_columns[member.name], strict=True)
-    return [
-        Fingerprint(
-            _settings(prepared, member, view),
-            content,
-            prepared.table.digest(columns, file_cells(prepared, member.name, view)),
-        )
-        for view, columns in views
-    ]
+    fingerprints = []
+    for view, columns in zip(member.model.counted_views, prepared.view_columns[member.name], strict=True):
+        rows = prepared.table.digest(columns, file_cells(prepared, member.name, view))
+        settings = _settings(prepared, member, view)
+        fingerprints.append(Fingerprint(settings=settings, content=content, rows=rows))
+    return fingerprints
 
 
 def file_cells(prepared: Prepared, member: str, view: ViewConfig) -> FileCells | None:
-    """The cells that name a member's files in one of its views; None where it reads no files."""
+    """Return the cells that name a member's files in one of its views; None if it reads no files."""
     cells = prepared.files.get(member)
     return cells and replace(cells, column=view.columns.get(cells.column, cells.column))
 
 
-def mean_fingerprint(member: MemberPlan, views: Sequence[Fingerprint], own: Fingerprint) -> Fingerprint:
-    """That of the mean over a member's views.
+def mean_fingerprint(
+    member: MemberPlan, views: Sequence[Fingerprint], without_views: Fingerprint
+) -> Fingerprint:
+    """Return the fingerprint of the mean over a member's views.
 
     Args:
-        own: the member's, as if it had none.
+        without_views: the member's fingerprint if it had no views.
     """
     weights = [view.weight for view in member.model.counted_views]
-    parts = [[one.settings, one.rows, weight] for one, weight in zip(views, weights, strict=True)]
-    return Fingerprint(digest_of({"mean of views": parts}), own.content, own.rows)
+    parts = [[view.settings, view.rows, weight] for view, weight in zip(views, weights, strict=True)]
+    settings = digest_of({"mean of views": parts})
+    return replace(without_views, settings=settings)
 
 
 def settings_digests(config: RunConfig, model: MemberConfig) -> dict[str, str]:
-    """A digest of each key that a member's probabilities may depend on, by its name: the same on every machine."""
+    """Return a digest of each key that a member's probabilities may depend on; it is the same on every machine."""
     of_run = {"seed": config.seed, "data.id_column": config.data.id_column, "labels": config.labels}
     values = {**member_kind(model).predicted_by(), **of_run}
     return {key: digest_of(value)[:16] for key, value in values.items()}
 
 
 def changed_members(config: RunConfig, names: Collection[str], run_dir: Path) -> dict[str, list[str]]:
-    """Of these members, by name, what has changed since their predictions in a run's directory were made.
+    """Return what has changed of each member since its predictions in a run's directory were made.
 
-    That are keys of the config, and what their files hold, such as "weights".  Files that are not on this machine
-    are not compared, nor are the rows: the run may be of a sample.
+    These are keys of the config, and what files hold, such as "weights".  Files that are not on this machine are
+    not compared, nor are the rows, as the run may be of a sample.
 
     Raises:
         EnsembleError: run.json or a member's file cannot be read.
     """
     rundir, files = RunDir(run_dir), FileDigests(config.hash_weights)
-    before = {one.name: one.settings for one in RunReport.read(rundir.run_json).members}
+    before = {member.name: member.settings for member in RunReport.read(rundir.run_json).members}
     columns = OutputColumns(config.data.id_column, config.labels, config.data.path.parent)
-    changed = dict[str, list[str]]()
-    for model in (one for one in config.models if one.name in names):
+    changed: dict[str, list[str]] = {}
+    for model in config.models:
+        if model.name not in names:
+            continue
         kind, manifest = member_kind(model), read_json(rundir.manifest(model.name))
         # A run that was interrupted has its own settings in run.json, beside an earlier run's predictions.
         digests = manifest.get("settings") or before.get(model.name, {})
@@ -154,17 +162,17 @@ def changed_members(config: RunConfig, names: Collection[str], run_dir: Path) ->
             made_of = Fingerprint.from_dict(manifest.get("fingerprint"))
             content = kind.content(kind.inspect(columns), files)
             values = kind.predicted_by()
-            # Another path of files that hold the same changes nothing.
+            # A path does not count, if the files hold the same.
             keys = [key for key in keys if str(values.get(key)) not in sources]
             if made_of is not None:
-                keys += [what for what in content if content[what] != made_of.content.get(what)]
+                keys += [name for name in content if content[name] != made_of.content.get(name)]
         if keys:
             changed[model.name] = keys
     return changed
 
 
 def changed_sentence(changed: Mapping[str, Sequence[str]]) -> str:
-    """What ``changed_members`` found, as the beginning of a sentence."""
+    """Return what ``changed_members`` returned as the beginning of a sentence."""
     members = " and ".join(f"{name} ({', '.join(keys)})" for name, keys in changed.items())
     return f"the settings of {members} have changed since the predictions there were made"
 

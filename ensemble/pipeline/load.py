@@ -1,4 +1,4 @@
-"""A config with all that is installed to extend it: what every command reads a YAML file with."""
+"""Reads configs with the installed merge methods and member kinds, for all commands."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def load(
     """Read and check a config of one source or several, see ``load_config``.
 
     Raises:
-        ConfigError: with every problem there is.
+        ConfigError: with every problem.
     """
     methods, kinds = SettingsByName(_merge_methods), SettingsByName(lambda: KINDS)
-    several = [sources] if isinstance(sources, Path) else sources
-    return load_config(several, overrides, methods, kinds, environ, texts)
+    source_list = [sources] if isinstance(sources, Path) else sources
+    return load_config(source_list, overrides, methods, kinds, environ, texts)
 
 
 def _merge_methods() -> Registry[MergeMethod]:
-    # With numpy, so only for a config that names a method: a typo in a key shall be told at once.
+    # It imports NumPy, so only for a config that names a method; without one, typos are reported sooner.
     from ensemble.merging.methods import METHODS
 
     return METHODS

@@ -1,6 +1,6 @@
-"""Files of predictions that a user names: which member each of them is, the column of its ids, and the labels.
+"""Files of predictions that a user names: the member's name, the column of ids, and the labels.
 
-``merge``, ``fit`` and ``compare`` go by the same rules.
+``merge``, ``fit`` and ``compare`` share these rules.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ ROWS_ADVICE: Final = "correct the file, or say what its values are with --activa
 
 
 def path_of(file: str | os.PathLike[str]) -> Path:
-    """The path in ``NAME=file`` or ``file``."""
+    """Return the path in ``NAME=file`` or ``file``."""
     _, equals, path = str(file).partition("=")
     return Path(path) if equals and not Path(file).exists() else Path(file)
 
 
 def named_files(files: Sequence[str | os.PathLike[str]]) -> dict[str, Path]:
-    """Each file by its member's name: what stands before ``=``, else the file's own name without its ending.
+    """Return the files by their members' names: the text before ``=``, else the file name without its ending.
 
     Raises:
-        ConfigError: a name that is taken, or that no member can have; or there is no file.
+        ConfigError: there is no file, or a name occurs twice, or no member can have it.
     """
     if not files:
         raise ConfigError("no predictions; name one CSV or more")
@@ -47,8 +47,9 @@ def named_files(files: Sequence[str | os.PathLike[str]]) -> dict[str, Path]:
         path = path_of(file)
         name = file_stem(path) if path == Path(file) else str(file).partition("=")[0]
         advice = f"name it yourself, as in a={path}"
-        if other := next((known for known in paths if known.lower() == name.lower()), None):
-            problems.append(f"{path}: has the same name as {paths[other]}; {advice}")
+        same = [other for other in paths if other.lower() == name.lower()]
+        if same:
+            problems.append(f"{path}: has the same name as {paths[same[0]]}; {advice}")
         elif not is_member_name(name):
             problems.append(
                 f"{path}: {quoted(name)} cannot be a name (letters, digits, '.', '_' and '-', at most "
@@ -68,16 +69,16 @@ def file_columns(
     truth_column: str | None = None,
     choose: str = "",
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The column of the ids in each file by its name, and the labels, in the first file's order.
+    """Return the column of the ids in each file by its name, and the labels, in the first file's order.
 
     Args:
         id_column: None: see ``guessed_id_column``.
-        columns: the labels; none: all columns but the ids, which must then be the same in every file.
-        truth_column: one that is no prediction, where it stands beside others.
-        choose: the option by which columns are chosen.
+        columns: the labels; none: all columns except the ids, which must then be the same in every file.
+        truth_column: has the true labels; a file may have it beside its predictions.
+        choose: the option that chooses columns, for messages.
 
     Raises:
-        DataError: with every problem of the first kind that there is.
+        DataError: files cannot be read or lack columns, or have different labels; it lists all such files.
     """
     headers: dict[str, tuple[str, ...]] = {}
     ids: dict[str, str] = {}
@@ -101,25 +102,30 @@ def file_columns(
         raise DataError(problems)
     if columns:
         return ids, tuple(columns)
-    own = {
-        name: [one for one in without_pandas_index(header) if one != ids[name]]
-        for name, header in headers.items()
-    }
-    own = {name: [one for one in found if one != truth_column] or found for name, found in own.items()}
+    labels_by_name: dict[str, list[str]] = {}
+    for name, header in headers.items():
+        others = [column for column in without_pandas_index(header) if column != ids[name]]
+        # If the truth column is the only one, it is a label.
+        labels_by_name[name] = [column for column in others if column != truth_column] or others
     first = next(iter(paths))
-    labels = own[first]
+    labels = labels_by_name[first]
     if not labels:
         raise DataError(f"{paths[first]}: has no column beside its ids; a column per label is needed")
-    for name, found in own.items():
-        only = [one for one in labels if one not in found], [one for one in found if one not in labels]
-        if any(only):
-            where = zip((paths[first], paths[name]), only, strict=True)
-            said = ", ".join(f"only {path} has {listed(those)}" for path, those in where if those)
-            shared = next((one for one in labels if one in found), None)
-            advice = f"name those to take, such as {choose} {shared}" if choose and shared else ""
+    for name, file_labels in labels_by_name.items():
+        only_first = [label for label in labels if label not in file_labels]
+        only_here = [label for label in file_labels if label not in labels]
+        differences = []
+        if only_first:
+            differences.append(f"only {paths[first]} has {listed(only_first)}")
+        if only_here:
+            differences.append(f"only {paths[name]} has {listed(only_here)}")
+        if differences:
+            shared = [label for label in labels if label in file_labels]
+            advice = "rename or remove them, or map them by columns in a config (task_type: csv)"
+            if choose and shared:
+                advice = f"name those to take, such as {choose} {shared[0]}"
             problems.append(
-                f"{paths[name]}: has other label columns than {paths[first]}: {said}; "
-                f"{advice or 'rename or remove them, or map them by columns in a config (task_type: csv)'}"
+                f"{paths[name]}: has other label columns than {paths[first]}: {', '.join(differences)}; {advice}"
             )
     if problems:
         raise DataError(problems)

@@ -1,7 +1,7 @@
-"""Everything that can be known of a run without loading a model: what ``validate`` does.
+"""The checks of a run that need no loaded model: what ``validate`` does.
 
-Gathers the problems of config, table, checkpoints, templates, devices and output into one error, so that one
-look shows all there is to fix.  Writes nothing.
+The problems of config, table, checkpoints, templates, devices and output become one error, so that users see
+everything that there is to fix at once.  Nothing is written.
 """
 
 from __future__ import annotations
@@ -64,13 +64,14 @@ _Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Members:
-    """The config's members as far as they could be looked at.
+    """The config's members, as far as they could be inspected.
 
     Attributes:
-        kinds: by member name, in the config's order, as all that follow.
-        columns: those of the table that each reads, in any of its views.
-        files: the column that names files, of those that read some.
-        file_states: of the files that they are made of, from before anything was read of them.
+        kinds: by member name, in the config's order.
+        columns: of the table, that each member reads in any of its views, by name.
+        files: the column that names files, by name of the members that read files.
+        file_states: of the members' files, by path, from before anything was read of them.
+        inspected: by member name.
     """
 
     kinds: Kinds
@@ -98,8 +99,9 @@ class _Input:
     """The table, as far as it could be read.
 
     Attributes:
-        table: None: it could not.
-        rules: the config's, with the rows that they are for.
+        state: of the table's file.
+        table: None if it could not be read.
+        rules: of the config, with the rows that they are for.
         previews: the first row as each template renders it.
     """
 
@@ -116,8 +118,8 @@ class _Devices:
     """What the run may compute on.
 
     Attributes:
-        gpus: those of the inventory that the config names.
-        are_known: False: asking for them failed, so that nothing can be planned.
+        gpus: of the inventory, that the config names.
+        are_known: False if asking for them failed, so that nothing can be planned.
     """
 
     inventory: Inventory
@@ -134,13 +136,13 @@ def prepare(
     """Check a run.
 
     Args:
-        must_fit: a member that fits on no device is a problem like any other; else only the plan says so.
-        predictions_in: the directory of a run by whose predictions the share of rows of members with ``when`` is
-            expected; None: the config's own.
-        is_for_run: the launcher stays open, and is the caller's to close; else it is closed.
+        must_fit: a member that fits on no device is a problem; otherwise only the plan says so.
+        predictions_in: the directory of a run whose predictions tell how many rows members with ``when`` will
+            compute; None: the config's own.
+        is_for_run: the launcher stays open, and the caller closes it.
 
     Raises:
-        EnsembleError: of exit code 2, with every problem found.
+        EnsembleError: of exit code 2, with every problem.
     """
     problems = Problems()
     launcher: Launcher | None = None
@@ -172,7 +174,7 @@ def _prepare(
     problems.add(place_problems(loaded, members.kinds))
     source = _read_input(loaded, members, problems)
     devices = _find_devices(config, members, launcher, problems)
-    values, warnings = _read_given(config, members, source.table, outputs, problems)
+    values, warnings = _read_predictions(config, members, source.table, outputs, problems)
     warnings += _look_for_files(members, source.table, problems)
     problems.add(member_problems(config, members.kinds, members.inspected, bool(devices.gpus)))
     problems.add(rule_problems(loaded, members.inspected))
@@ -372,7 +374,7 @@ def _device_names(devices: _Devices) -> list[str]:
     return [device.name for device in devices.gpus or devices.inventory.hosts] or [cpu_products()]
 
 
-def _read_given(
+def _read_predictions(
     config: RunConfig,
     members: _Members,
     table: InputTable | None,
@@ -382,8 +384,8 @@ def _read_given(
     """Read the predictions of members that need no worker.
 
     Returns:
-        Their values, [rows, labels] by name, if a member's ``when`` goes by them; and warnings about rows that they
-        lack, or have and the table does not.
+        Their values, [rows, labels] by name, if there are members with ``when``; and warnings about rows that they
+        lack, and about rows that the table does not have.
     """
     has_when = any(model.when is not None for model in config.models)
     values: dict[str, _Values] = {}
@@ -395,19 +397,19 @@ def _read_given(
         if kind.needs_worker or name not in members.inspected:
             continue
         with problems.at(f"models[{index}] ({name})"):
-            given = given_predictions(kind, members.inspected[name], table, outputs)
+            predictions = given_predictions(kind, members.inspected[name], table, outputs)
             if has_when:
-                values[name] = given.values
-            is_present = ~np.isnan(given.values[:, 0])
+                values[name] = predictions.values
+            is_present = ~np.isnan(predictions.values[:, 0])
             if kind.settings.has_weight:
                 present.append(is_present)
             if not is_present.all():
                 count = f"{int(is_present.sum()):,} of {plural(table.rows, 'row')}"
                 warnings.append(f"{name}: has {count}; the other members decide the rest")
-            if given.ignored_ids and config.limit is None:  # a trial leaves out most of them
-                rows = f"{plural(given.ignored_ids, 'row')} of {' and '.join(kind.sources())}"
+            if predictions.ignored_ids and config.limit is None:  # a trial leaves out most of them
+                rows = f"{plural(predictions.ignored_ids, 'row')} of {' and '.join(kind.sources())}"
                 warnings.append(f"{name}: {rows} left out, with ids that the table does not have")
-    # Of all members that count; where one has a worker, or its file cannot be read, there are more.
+    # Only if ``present`` has all members with a weight: one with a worker, or a broken file, may have the rows.
     if len(present) == sum(model.has_weight for model in config.models) and config.time_limit is None:
         missing = np.flatnonzero(~np.logical_or.reduce(present))
         if len(missing):
@@ -463,24 +465,25 @@ def _expected_shares(
 
 
 def _file_states(kinds: Iterable[MemberKind[Any, Any]]) -> dict[str, FileState]:
-    """Of the files that members are made of, by path."""
+    """Return the states of the members' files, by path."""
     states: dict[str, FileState] = {}
     for source in dict.fromkeys(source for kind in kinds for source in kind.sources()):
         states |= folder_states(source)
-        # Not Path.is_file, which raises an error where a folder above may not be entered.
-        if os.path.isfile(source) and (state := file_state(source)) is not None:  # noqa: PTH113
+        # Path.is_file raises an error if a folder above it cannot be entered.
+        state = file_state(source) if os.path.isfile(source) else None  # noqa: PTH113
+        if state is not None:
             states[str(Path(source).absolute())] = state
     return states
 
 
 def node_sources(config: RunConfig) -> dict[str, tuple[str, ...]]:
-    """What each member that needs a worker is made of, by its name: folders and files, or what a hub has."""
+    """Return the folders and files, or names on a hub, of each member that needs a worker, by its name."""
     kinds = {model.name: member_kind(model) for model in config.models}
     return {name: kind.sources() for name, kind in kinds.items() if kind.needs_worker}
 
 
 def hub_files(config: RunConfig, inspected: Mapping[str, Any]) -> dict[str, tuple[HubFile, ...]]:
-    """What those that were inspected have from the hub."""
+    """Return the files from the hub of each member that was inspected and needs a worker, by its name."""
     kinds = {model.name: member_kind(model) for model in config.models}
     return {
         name: kind.hub_files(inspected[name])
@@ -490,10 +493,10 @@ def hub_files(config: RunConfig, inspected: Mapping[str, Any]) -> dict[str, tupl
 
 
 def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Prepared:
-    """The same run with other rows, without a submission or rules; checkpoints and devices are not looked at again.
+    """Return the same run with other rows, without submission and rules; checkpoints and devices stay.
 
     Args:
-        loaded: as ``prepared`` has it but for what changes neither members nor devices; it may lack members.
+        loaded: may lack members of ``prepared``, and differ from it in what changes neither members nor devices.
         table: has the same columns.
 
     Raises:
@@ -520,25 +523,25 @@ def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Pre
 def given_predictions(
     kind: MemberKind[Any, Any], inspected: Inspection, table: InputTable, columns: OutputColumns
 ) -> ExternalPredictions:
-    """The predictions of a member that needs no worker, once they are what predictions should be.
+    """Return the predictions of a member that needs no worker, once they are checked.
 
     Raises:
-        DataError: they cannot be had, or are no probabilities.
+        DataError: they cannot be read, or are no probabilities.
     """
-    given = kind.predictions(table.ids, columns)
+    predictions = kind.predictions(table.ids, columns)
     source, may_lack = " and ".join(kind.sources()), kind.may_lack_rows
     check = RowCheck(source, inspected.activation, table.ids, may_lack, kind.rows_advice)
-    for start, stop in block_spans(*given.values.shape):
-        check.look(start, given.values[start:stop])
+    for start, stop in block_spans(*predictions.values.shape):
+        check.look(start, predictions.values[start:stop])
     try:
         check.refuse()
     except MergeError as error:
         raise DataError(error.problems) from None
-    return given
+    return predictions
 
 
 def needed_packages(config: RunConfig, inspected: Mapping[str, Inspection]) -> dict[str, str]:
-    """Packages of extras that the config needs, and the first key that needs each.
+    """Return the packages of extras that the config needs, and the first key that needs each.
 
     Args:
         inspected: by member name, as far as members could be inspected.
@@ -551,7 +554,7 @@ def needed_packages(config: RunConfig, inspected: Mapping[str, Inspection]) -> d
 
 
 def may_use_gpus(config: RunConfig) -> list[bool]:
-    """For each member that needs a worker whether that may run on a GPU."""
+    """Return for each member that needs a worker whether it may run on a GPU."""
     kinds = map(member_kind, config.models)
     return [kind.request().num_gpus != 0 for kind in kinds if kind.needs_worker]
 
@@ -567,26 +570,38 @@ def _plan(
     hosts: tuple[Device, ...],
     launcher: Launcher | None,
 ) -> Plan:
-    """The plan; without the table, what can be said of devices.
+    """Return the plan; without the table, it is about devices only.
 
     Raises:
         EnsembleError: a file of a member is broken.
     """
-    lengths_of = cache((lambda _: np.zeros(1, dtype=np.int64)) if table is None else table.text_lengths)
+
+    @cache
+    def text_lengths(names: tuple[str, ...]) -> npt.NDArray[np.int64]:
+        return np.zeros(1, dtype=np.int64) if table is None else table.text_lengths(names)
+
     facts = {}
     for name, kind in kinds.items():
-        lengths, memory = lengths_of(columns[name]), None
-        if (row_bytes := kind.reads().row_bytes) is not None:
+        lengths, memory, expected_share = text_lengths(columns[name]), None, 1.0
+        row_bytes = kind.reads().row_bytes
+        if row_bytes is not None:
             lengths = np.full(len(lengths), row_bytes, dtype=np.int64)
         if table is not None and name in inspected:
             memory = kind.memory(inspected[name], lengths, len(config.labels))
-        share = shares[name].share if name in shares and kind.settings.when is not None else 1.0
-        facts[name] = MemberFacts(name, kind.request(), lengths, memory, kind.needs_worker, share)
+        if name in shares and kind.settings.when is not None:
+            expected_share = shares[name].share
+        facts[name] = MemberFacts(
+            name=name,
+            request=kind.request(),
+            lengths=lengths,
+            memory=memory,
+            needs_worker=kind.needs_worker,
+            expected_share=expected_share,
+        )
     speeds: dict[str, Speed] = {}
     with contextlib.suppress(DataError):  # there was no run here, or one of another version
         report = RunReport.read(RunDir(config.output_dir).run_json)
         computed_as = {model.name: model.computed_as for model in config.models}
         speeds = measured_speeds(report, [gpu.name for gpu in gpus], computed_as)
-
     trials = run_trials if launcher is None else launcher.trials
     return plan_run(config, facts, gpus, speeds, hosts, trials)

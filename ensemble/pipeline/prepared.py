@@ -1,4 +1,4 @@
-"""A run that has passed every check: what all later stages of the road work with."""
+"""A run that has passed every check: the input of all later stages."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class Prepared:
 
     Attributes:
         inspected: by member name.
-        columns: those of the table that a member reads, as text or in its template, by member name.
-        view_columns: the same for each of its views, in their order; a member without views has one entry.
-        previews: the first row's text of each member with a template, by member name; of each view by
+        columns: of the table, that a member reads as text or in its template, by member name.
+        view_columns: the same for each view, in their order; a member without views has one entry.
+        previews: the first row's text of each member with a template, by member name; of a view by
             "member (view name)".
-        file_states: of the files that members are made of, from before anything was read of them, by absolute path.
-        table_state: the same of the table's file.
+        file_states: of the members' files, by absolute path, from before anything was read of them.
+        table_state: of the table's file, from before it was read.
         needs: what is read of the table.
         shares: the share of the rows that each member with ``when`` is expected to compute, by name.
         rules: of the config, with the rows that they are for; None if there are none.
-        files: the column that names files, by name of the members that read some.
+        files: the column that names files, by name of the members that read files.
         nodes: of the cluster; none on one machine.
-        reuse: the directory of another run, from which rows are taken over; None: only from its own.
+        reuse: the directory of another run, from which rows are taken over; None: only from the run's own.
     """
 
     loaded: LoadedConfig

@@ -1,4 +1,4 @@
-"""Collecting errors, so that one look at a config shows all there is to fix."""
+"""Collects errors, so that users see all problems of a config at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ensemble.data.json_cells import TemplateProblem
 
 
 class Problems:
-    """Collects errors of exit code 2, so that later checks can still be made."""
+    """Collects errors of exit code 2, so that later checks still run."""
 
     def __init__(self) -> None:
         self._errors: list[EnsembleError] = []
@@ -38,7 +38,7 @@ class Problems:
                 raise kind(problems)
 
     def raise_any(self) -> None:
-        """Raise what was collected: a single error as it is, several as one ConfigError."""
+        """Raise the collected errors: a single one as it is, several as one ConfigError."""
         if len(self._errors) == 1:
             raise self._errors[0]
         if self._errors:

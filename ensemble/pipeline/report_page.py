@@ -1,4 +1,4 @@
-"""The report of a run, report.html, at its end: a process of its own makes it, and nothing of that ends the run."""
+"""The report of a run, report.html: another process writes it at the end, and its failure never ends the run."""
 
 from __future__ import annotations
 
@@ -24,75 +24,78 @@ from ensemble.pipeline.run_report import RunReport
 
 MAKER: Final = "ensemble.analysis.report.__main__"
 DIGEST: Final = "ensemble-digest"  # the name of the page's <meta>
-# Under a time limit: with less than this left it is not begun.
+# Under a time limit, the page is not begun if less time is left.
 MIN_SECONDS: Final = 10.0
-# Of a time limit, for the end of the process and of the run behind it.
+# Under a time limit, for the end of the process and of the run.
 _MARGIN_SECONDS = 2.0
-# A process that hangs must not hold up a run for ever: several times what it takes, also on a slow machine.
+# Of a process that hangs: several times what it takes on a slow machine.
 _MAX_SECONDS = 120.0
 _MAX_SECONDS_PER_VALUE = 1e-4  # a value is a row of a member
-_TOLD_AFTER_SECONDS = 5.0
-_WAIT_SECONDS = 0.1
-_REAP_SECONDS = 10.0
+_MESSAGE_AFTER_SECONDS = 5.0
+_POLL_SECONDS = 0.1
+_END_SECONDS = 10.0
 _LOG_BYTES = 4_096
 
 
 def page_digest(report: RunReport) -> str:
-    """What a report is made of, but for when and how fast the run went: the same again, and nothing has changed.
+    """Return a digest of what a page shows, without times and speeds; a page with an equal digest stays.
 
-    Whether the table can be read belongs to it: what its absence left out is shown once it is back.
+    Whether the table exists is a part of it, as a page without the table lacks texts.
     """
-    members = [
-        (one.name, one.weight, one.status, one.fingerprint, one.bad_rows, one.failure and one.failure.message)
-        for one in report.members
-    ]
-    results = (report.merged_rows, report.filled_rows, [*map(str, report.scores.items())], report.ensemble)
-    is_table_there = bool(report.table) and Path(report.table).exists()
-    rules = [str(one) for one in report.rules]
-    asked = rules, report.config, report.overrides, report.versions.get("ensemble")
-    told = json.dumps([is_table_there, report.status, report.rows, members, results, asked], sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()
+    members = []
+    for member in report.members:
+        message = member.failure and member.failure.message
+        members.append(
+            (member.name, member.weight, member.status, member.fingerprint, member.bad_rows, message)
+        )
+    scores = [str(score) for score in report.scores.items()]
+    results = (report.merged_rows, report.filled_rows, scores, report.ensemble)
+    has_table = bool(report.table) and Path(report.table).exists()
+    rules = [str(rule) for rule in report.rules]
+    config = rules, report.config, report.overrides, report.versions.get("ensemble")
+    content = json.dumps([has_table, report.status, report.rows, members, results, config], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def is_report(page: Path) -> bool:
-    """Whether a file is a report of some run."""
+    """Return whether a file is the report of a run."""
     return f'name="{DIGEST}"'.encode() in head(page)
 
 
 def write_page(
     rundir: RunDir,
     report: RunReport,
-    is_wanted: bool,
+    is_enabled: bool,
     seconds_left: float,
     is_stopped: Callable[[], bool],
     say: Callable[[str], None],
 ) -> Path | None:
-    """Have the page made of what stands in the directory; one of the same results stays as it is.
+    """Have the page written from what is in the directory; a page of the same results stays as it is.
 
     Args:
-        report: the run's last one, as it is in run.json.
-        is_wanted: whether the config asks for it; if not, one of other results is removed all the same.
-        seconds_left: of the time limit; infinite without one.
-        is_stopped: whether a signal has come, which ends this and nothing else.
-        say: takes a sentence for the user.
+        report: as it is in run.json.
+        is_enabled: the config asks for a page; if not, a page of other results is removed all the same.
+        seconds_left: of the time limit; infinite if there is none.
+        is_stopped: returns whether a signal has come, which ends the writing and nothing else.
+        say: shows the user a sentence.
 
     Returns:
-        the page; None where there is none, about which something has been said unless none is wanted.
+        the page; None if it was not written, which the user is told unless the config asks for none.
     """
     page = rundir.report_page
-    found = re.search(rf'name="{DIGEST}" content="([0-9a-f]{{64}})"'.encode(), head(page))
-    if found is not None and found[1].decode() == page_digest(report):
+    match = re.search(rf'name="{DIGEST}" content="([0-9a-f]{{64}})"'.encode(), head(page))
+    if match is not None and match[1].decode() == page_digest(report):
         return page
-    with contextlib.suppress(OSError):  # it shows what is no longer so
+    with contextlib.suppress(OSError):  # it shows other results
         page.unlink(missing_ok=True)
-    if not is_wanted:
+    if not is_enabled:
         return None
     max_seconds = _MAX_SECONDS + _MAX_SECONDS_PER_VALUE * report.rows * len(report.members)
     seconds_left -= _MARGIN_SECONDS
     if seconds_left < MIN_SECONDS:
         why = "time_limit leaves no time for it"
     else:
-        why = _made(rundir, min(max_seconds, seconds_left), is_stopped, say)
+        why = _write(rundir, min(max_seconds, seconds_left), is_stopped, say)
         if not why:
             return page
     log.warning("the report was not written: %s", why)
@@ -103,12 +106,12 @@ def write_page(
     return None
 
 
-def _made(
+def _write(
     rundir: RunDir, max_seconds: float, is_stopped: Callable[[], bool], say: Callable[[str], None]
 ) -> str:
-    """Why the page could not be made; empty where it was."""
-    kills, began, is_told = oom_kills(), time.monotonic(), False
-    where = f"; {shown_path(rundir.report_log)} says more"
+    """Write the page, and return why it could not be written; empty if it was."""
+    kills_before, began, has_said = oom_kills(), time.monotonic(), False
+    see_log = f"; {shown_path(rundir.report_log)} says more"
     try:
         with open_log(rundir.report_log) as output:
             log_start = output.seek(0, os.SEEK_END)
@@ -131,34 +134,35 @@ def _made(
     try:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_WAIT_SECONDS)
+                process.wait(_POLL_SECONDS)
                 break
             passed = time.monotonic() - began
             if is_stopped():
                 why = "a signal stopped it"
             elif passed > max_seconds:
                 is_log_empty = rundir.report_log.stat().st_size == log_start
-                why = f"it was not done after {duration(max_seconds)}{'' if is_log_empty else where}"
-            elif passed > _TOLD_AFTER_SECONDS and not is_told:
-                is_told = True
+                why = f"it was not done after {duration(max_seconds)}{'' if is_log_empty else see_log}"
+            elif passed > _MESSAGE_AFTER_SECONDS and not has_said:
+                has_said = True
                 say("the report is being written")
             if why:
                 break
     finally:
         process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: nobody waits for it
-            process.wait(_REAP_SECONDS)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it is stuck in the kernel
+            process.wait(_END_SECONDS)
     if why or process.returncode == 0:
         return why
     if process.returncode < 0:
+        why = "its process was killed"
         with contextlib.suppress(ValueError):
-            why = f"its process was killed by {signal.Signals(-process.returncode).name}"
-        if process.returncode == -signal.SIGKILL and oom_kills() > kills:
+            why += f" by {signal.Signals(-process.returncode).name}"
+        if process.returncode == -signal.SIGKILL and oom_kills() > kills_before:
             why += ", probably because the machine ran out of memory"
-        return (why or "its process was killed") + where
-    said = ""
+        return why + see_log
+    last_line = ""
     with contextlib.suppress(OSError), rundir.report_log.open("rb") as file:
         file.seek(max(log_start, file.seek(0, os.SEEK_END) - _LOG_BYTES))
         lines = file.read().decode("utf-8", "replace").split("\n")
-        said = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return f"{said[:300] or 'its process failed'}{where}"
+        last_line = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f"{last_line[:300] or 'its process failed'}{see_log}"

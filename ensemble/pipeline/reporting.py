@@ -1,4 +1,4 @@
-"""From a run as it stands to its report."""
+"""The report of a run as it stands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from ensemble.common.gpus import Device
 from ensemble.common.host import cpu_name
@@ -32,6 +32,7 @@ from ensemble.pipeline.run_report import (
     WorkerReport,
 )
 from ensemble.planning.forecast import calibrated
+from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.gaps import Gap
 from ensemble.scheduling.records import Failure, NodeChange
@@ -43,10 +44,10 @@ class RunState:
     """A run as it stands.
 
     Attributes:
-        began: when, by ``clock``, in seconds.
-        works: by member name, as far as it is known yet.
-        pool: None before there is one.
-        left_out: members that the others were merged without.
+        began: when it began, by ``clock``, in seconds.
+        works: by member name; empty before they are looked up.
+        pool: None before workers can start.
+        left_out: the failures of members that the others were merged without.
         explanation: see ``RunReport``.
     """
 
@@ -65,8 +66,10 @@ class RunState:
     cascades: Cascades | None = None
 
     def report(self, status: Status) -> RunReport:
-        """Its report; no text in it is a secret."""
+        """Return the report; no text in it is a secret."""
         prepared, results = self.prepared, self.results
+        tuned_on = prepared.config.tuned_on
+        left_out = {failure.member for failure in self.left_out}
         loaded, libc = prepared.loaded, "".join(platform.libc_ver())
         names = [model.name for model in prepared.config.models]
         gpus = self.pool.seen if self.pool else prepared.plan.gpus
@@ -76,7 +79,7 @@ class RunState:
             versions=_versions(self.members),
             written_at=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds_left=_seconds_left(prepared, self.members) if status == "running" else None,
-            # As platform.platform() has it, which starts a process (uname -p) to know less.
+            # What platform.platform() returns; that starts a process (uname -p).
             platform="-".join((platform.system(), platform.release(), platform.machine(), "with", libc)),
             devices=gpus or prepared.inventory.hosts or (Device("cpu", cpu_name(), None, 0, 0),),
             driver_version=prepared.inventory.driver_version,
@@ -98,7 +101,7 @@ class RunState:
                 )
                 for state in self.members
             ),
-            left_out=tuple(name for name in names if any(one.member == name for one in self.left_out)),
+            left_out=tuple(name for name in names if name in left_out),
             merged_rows=dict(results.merged_rows),
             filled_rows=results.filled_rows,
             scores=dict(results.scores),
@@ -109,41 +112,47 @@ class RunState:
             ensemble=prepared.config.ensemble.model_dump(mode="json", exclude_none=True),
             rules=self._rules(),
             warnings=tuple(prepared.warnings),
-            # A copy: members are finished in another thread meanwhile.
+            # A copy, because another thread may be finishing a member.
             files=_members_first(dict(results.files), names),
             config=loaded.text,
             config_files=tuple(map(str, loaded.paths)),
             overrides=tuple(loaded.overrides),
             table=str(prepared.config.data.path.absolute()),
             fitted_on=results.fitted_on,
-            tuned_on=None if (tuned := prepared.config.tuned_on) is None else tuned.model_dump(mode="json"),
+            tuned_on=None if tuned_on is None else tuned_on.model_dump(mode="json"),
         )
         redacted: RunReport = loaded.redactor.document(report)
         return redacted
 
     def computation(self, state: MemberState) -> Computation | None:
-        """Say what this run computed rows of a member with by now; None where it computed none."""
-        devices, driver = dict[str, str](), self.prepared.inventory.driver_version
+        """Return what this run has computed rows of a member with so far; None if it has computed none."""
+        devices: dict[str, str] = {}
         for worker in state.workers:
             if worker.ready is not None and worker.counters.rows:
                 devices |= dict.fromkeys(worker.devices, worker.ready.device)
         if not devices:
             return None
+        if "cpu" in devices:
+            devices["cpu"] = cpu_name()
+        versions = _versions([state])
+        driver = self.prepared.inventory.driver_version
+        if driver:
+            versions["driver"] = driver
         return Computation(
             at=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=round(state.predicting_seconds, 3),
-            versions=_versions([state]) | ({"driver": driver} if driver else {}),
-            devices=devices | ({"cpu": cpu_name()} if "cpu" in devices else {}),
+            versions=versions,
+            devices=devices,
         )
 
     def _nodes(self) -> tuple[NodeReport, ...]:
-        nodes = {one.node: NodeReport(one.node, one.total_bytes) for one in self.prepared.inventory.hosts}
+        nodes = {host.node: NodeReport(host.node, host.total_bytes) for host in self.prepared.inventory.hosts}
         for change in self.node_changes:
             if not change.is_lost:
                 nodes[change.node] = NodeReport(change.node, change.total_bytes, change.after_seconds)
-            elif (node := nodes.get(change.node)) is not None:
+            elif change.node in nodes:
                 nodes[change.node] = replace(
-                    node, lost_after_seconds=change.after_seconds, why_lost=change.why
+                    nodes[change.node], lost_after_seconds=change.after_seconds, why_lost=change.why
                 )
         return tuple(nodes.values())
 
@@ -152,8 +161,8 @@ class RunState:
         if rules is None or "ensemble" not in self.results.files:
             return ()
         return tuple(
-            RuleReport(one.when, one.set, one.mask, int(rows.sum()))
-            for one, rows in zip(rules.rules, rules.rows, strict=True)
+            RuleReport(when=rule.when, set=rule.set, mask=rule.mask, rows=int(rows.sum()))
+            for rule, rows in zip(rules.rules, rules.rows, strict=True)
         )
 
     def _views(self, state: MemberState) -> dict[str, ViewReport]:
@@ -167,7 +176,7 @@ class RunState:
         }
 
     def _cascade(self, member: str) -> CascadeReport | None:
-        model = next(one for one in self.prepared.config.models if one.name == member)
+        model = next(model for model in self.prepared.config.models if model.name == member)
         if model.when is None or self.cascades is None:
             return None
         rows = self.cascades.rows_of(member)
@@ -180,35 +189,49 @@ class RunState:
 
 
 def _versions(members: Sequence[MemberState]) -> dict[str, str]:
-    """Versions of what runs: the parent never imports torch, so that its workers say what they run with."""
+    """Return versions of packages, those of the workers included: this process imports no torch."""
     versions = {"ensemble": __version__, "python": platform.python_version()}
-    for worker in (worker for state in members for worker in state.workers):
-        versions |= {name: version for name, version in worker.versions.items() if version}
+    for state in members:
+        for worker in state.workers:
+            versions |= {name: version for name, version in worker.versions.items() if version}
     return versions
 
 
 def worker_reports(state: MemberState) -> tuple[WorkerReport, ...]:
-    """What a member's workers did."""
+    """Return what a member's workers did."""
     reports = []
-    for record in state.workers:
-        ready, life, counters = record.ready, record.life_seconds, record.counters
-        sources = (
-            (record, ("replica", "devices", "process", "exit_code", "start_seconds", "load_seconds")),
-            (record, ("started_after_seconds", "leased_after_seconds", "life_seconds")),
-            (ready, ("dtype", "attn_implementation", "parameters", "max_length", "token_budget")),
-            (record.closed, ("peak_memory_bytes", "peak_gpu_memory_bytes")),
+    for worker in state.workers:
+        ready, closed = worker.ready, worker.closed
+        reports.append(
+            WorkerReport(
+                replica=worker.replica,
+                devices=worker.devices,
+                process=worker.process,
+                exit_code=worker.exit_code,
+                started_after_seconds=worker.started_after_seconds,
+                leased_after_seconds=worker.leased_after_seconds,
+                start_seconds=worker.start_seconds,
+                load_seconds=worker.load_seconds,
+                life_seconds=worker.life_seconds,
+                forward_share=_share(worker.counters.forward_seconds, worker.life_seconds),
+                peak_memory_bytes=closed.peak_memory_bytes if closed else None,
+                peak_gpu_memory_bytes=closed.peak_gpu_memory_bytes if closed else None,
+                device_name=ready.device if ready else None,
+                dtype=ready.dtype if ready else None,
+                attn_implementation=ready.attn_implementation if ready else None,
+                parameters=ready.parameters if ready else None,
+                max_length=ready.max_length if ready else None,
+                token_budget=ready.token_budget if ready else None,
+                notes=ready.notes if ready else (),
+                log=worker.log_path,
+                **worker.counters.rounded(3),
+            )
         )
-        fields: dict[str, Any] = {
-            name: getattr(source, name, None) for source, names in sources for name in names
-        }
-        fields |= {"device_name": ready.device if ready else None, "notes": ready.notes if ready else ()}
-        fields |= {"forward_share": _share(counters.forward_seconds, life), "log": record.log_path}
-        reports.append(WorkerReport(**fields, **counters.rounded(3)))
     return tuple(reports)
 
 
 def speed_report(state: MemberState) -> SpeedReport:
-    """What was measured of a member by now, for the next plan; see ``forecast.measured_speeds``."""
+    """Return what has been measured of a member so far, for the next plan."""
     speed = state.speed
     return SpeedReport(speed.startup_seconds or None, speed.seconds_per_work or None, speed.cpu_share)
 
@@ -220,24 +243,19 @@ def _members_first(files: dict[str, Path], names: Sequence[str]) -> dict[str, st
 
 
 def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
-    plan, counters, needed, forecast = state.plan, state.counters, state.plan.placement.footprint, None
-    # Of a member that an earlier run did, what that run's workers did.
+    """Return a member's report, without what its run knows of it."""
+    plan, counters = state.plan, state.counters
+    # The workers of a member that an earlier run completed are that run's.
     is_reused = work is not None and work.is_complete and not state.workers
     workers = work.workers if work is not None and is_reused else worker_reports(state)
-    if needed is not None:
-        tokens = max(filter(None, (worker.token_budget for worker in workers)), default=needed.width)
-        forecast = MemoryForecast(
-            parameters=needed.weights.parameters,
-            weight_bytes=needed.weights.bytes,
-            context_bytes=needed.context_bytes,
-            peak_bytes=needed.peak_bytes(plan.gpus, tokens),
-            token_budget=tokens,
-            width=needed.width,
-        )
+    status: Literal["failed", "complete", "unfinished"] = "complete" if state.finished else "unfinished"
+    if state.failure:
+        status = "failed"
+    bad_rows = state.bad_rows if work is None else work.bad_rows_of_views(state.bad_rows)
     return MemberReport(
         name=plan.name,
         phase=state.phase,
-        status="failed" if state.failure else "complete" if state.finished else "unfinished",
+        status=status,
         weight=plan.model.weight,
         calibration={} if plan.model.calibration is None else plan.model.calibration.model_dump(mode="json"),
         gpus_per_replica=plan.gpus,
@@ -245,12 +263,12 @@ def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
         first_replicas=plan.first_replicas,
         fingerprint=work.fingerprint.digest if work is not None else None,
         reused_rows=0 if work is not None and work.is_new else state.reused_rows,
-        taken_over=dict(work.taken) if work is not None else {},
-        work=work.worked if work is not None and is_reused else plan.work * state.computed_cost,
+        taken_over=dict(work.rows_taken) if work is not None else {},
+        work=work.work_bytes if work is not None and is_reused else plan.work * state.computed_cost,
         computed_as=plan.model.computed_as,
         settings={} if work is None else dict(work.settings),
         speed=speed_report(state),
-        forecast=forecast,
+        forecast=_memory_forecast(plan, workers),
         progress=ProgressReport(
             rows_done=state.rows_done,
             share=round(state.fraction, 4),
@@ -264,12 +282,7 @@ def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
         padded_tokens=counters.padded_tokens,
         real_token_share=_share(counters.tokens, counters.padded_tokens),
         lost_rows=state.speed_meter.lost_rows,
-        bad_rows={
-            str(row): reason
-            for row, reason in sorted(
-                (state.bad_rows if work is None else work.bad_rows_of_views(state.bad_rows)).items()
-            )
-        },
+        bad_rows={str(row): bad_rows[row] for row in sorted(bad_rows)},
         faults=tuple(state.faults),
         failure=state.failure,
         workers=workers,
@@ -277,28 +290,43 @@ def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
     )
 
 
+def _memory_forecast(plan: MemberPlan, workers: Sequence[WorkerReport]) -> MemoryForecast | None:
+    footprint = plan.placement.footprint
+    if footprint is None:
+        return None
+    tokens = max((worker.token_budget or 0 for worker in workers), default=0) or footprint.width
+    return MemoryForecast(
+        parameters=footprint.weights.parameters,
+        weight_bytes=footprint.weights.bytes,
+        context_bytes=footprint.context_bytes,
+        peak_bytes=footprint.peak_bytes(plan.gpus, tokens),
+        token_budget=tokens,
+        width=footprint.width,
+    )
+
+
 def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float | None:
-    """Until the last member ends, by the speeds so far; None before there is one."""
+    """Return the seconds until the last member ends, by the speeds so far; None before any is known."""
     measured = {}
     for state in members:
-        whole = state.seconds_per_cost  # what all of its work would take one replica
-        if whole is None and state.computed_cost:
-            whole = state.predicting_seconds * max(1, state.running) / state.computed_cost
-        if whole:
-            measured[state.plan.name] = whole
+        whole_seconds = state.seconds_per_cost  # of all of its work on one replica
+        if whole_seconds is None and state.computed_cost:
+            whole_seconds = state.predicting_seconds * max(1, state.running) / state.computed_cost
+        if whole_seconds:
+            measured[state.plan.name] = whole_seconds
     if not measured and not all(state.plan.speed.is_measured for state in members):
         return None
-    guessed = {one.plan.name: one.plan.whole_seconds for one in members}
+    guessed = {state.plan.name: state.plan.whole_seconds for state in members}
     seconds = calibrated(guessed, measured)
     jobs = []
     for state in members:
         if state.finished or state.failure is not None:
             continue
-        whole = seconds[state.plan.name]
-        if whole is None:
+        whole_seconds = seconds[state.plan.name]
+        if whole_seconds is None:
             return None
         startup = 0.0 if state.running else state.plan.job.startup_seconds
-        left = whole * (1.0 - state.fraction) * state.plan.expected_share
+        left = whole_seconds * (1.0 - state.fraction) * state.plan.expected_share
         jobs.append(replace(state.plan.job, startup_seconds=startup, compute_seconds=left))
     return round(prepared.plan.seconds_of(jobs), 3)
 

@@ -1,7 +1,7 @@
-"""What a run hands over: a CSV per member as soon as it is done, then the merge, the scores and the submission.
+"""The results of a run: a CSV for each member as soon as it is done, then the merge, the scores and the submission.
 
-The merge goes block by block.  Owned here: where each member's rows come from, which rows are filled in and how,
-and which files the merged rows go to.
+The merge goes block by block.  This module decides where each member's rows come from, which rows are filled in and
+how, and which files the merged rows go to.
 """
 
 from __future__ import annotations
@@ -53,26 +53,31 @@ from ensemble.scheduling.state import MemberState
 
 # The ensemble's name among the scores.
 ENSEMBLE_ROW: Final = "ensemble"
-# More than the members: their text is made meanwhile.
+# Of threads that turn merged blocks into text.
 _MAX_THREADS = 16
 _Values = npt.NDArray[np.float64]
 _Blocks: TypeAlias = Iterator[tuple[int, _Values]]
 
 
 def predictions_title(member: str) -> str:
-    """What a member's predictions are called among a run's results."""
+    """Return the name of a member's predictions among a run's results."""
     return f"predictions of {member}"
 
 
 @dataclass
 class Results:
-    """Scores by the member's name (and the ensemble's), and files by what they are, in the order they were made.
+    """What came of a run.
 
-    ``gain`` is the ensemble's over its best member, None where no member has all rows or there is one alone.
-    ``merged_rows`` counts the rows that each merged member gave, ``filled_rows`` those that none did.
-    ``comparisons`` are of members with ``when``: the ensemble with them and without them.  ``view_rows`` has, of
-    members that were merged before they were complete, how many rows each view has, ``partial_rows`` how many lack
-    some of their views: they are the mean of the others.  ``fitted_on``: see ``RunReport``.
+    Attributes:
+        scores: by member name, and of the ensemble.
+        gain: of the ensemble over its best member; None if no member has all rows, or there is only one.
+        files: by what they are, in the order in which they were made.
+        merged_rows: how many rows each merged member gave.
+        filled_rows: how many rows no member gave.
+        comparisons: of the ensemble with and without each member with ``when``.
+        view_rows: how many rows each view has, of members that were merged before they were complete.
+        partial_rows: how many rows of these members lack some of their views, and are the mean of the others.
+        fitted_on: see ``RunReport``.
     """
 
     scores: dict[str, Score] = field(default_factory=dict)
@@ -87,17 +92,17 @@ class Results:
 
 
 class ResultWriter:
-    """Writes a run's results; raises ``WriteError`` where the disk is full or the like.
+    """Writes a run's results; raises ``WriteError`` if the disk is full or the like.
 
     Args:
         works: by member name.
-        results: takes what comes of it.
+        results: takes scores, files and counts.
     """
 
     def __init__(
         self, prepared: Prepared, rundir: RunDir, works: Mapping[str, MemberWork], results: Results
     ) -> None:
-        # Returns the rows that a member is to have; None: all.
+        # Returns the rows that a member is to have, bool [rows]; None: all.
         self.rows_of: Callable[[str], npt.NDArray[np.bool_] | None] = lambda name: None
         self._prepared = prepared
         self._config = prepared.config
@@ -109,85 +114,94 @@ class ResultWriter:
     def write_predictions(
         self, state: MemberState, workers: Sequence[WorkerReport], computed: Computation | None = None
     ) -> None:
-        """Gather a finished member's shards into its CSV, and complete it with its manifest.
+        """Gather a finished member's shards into its CSV, and write its manifest.
 
         Rows that could not be computed get equal probabilities.
 
         Args:
             workers: what its workers did, for the manifest.
-            computed: what they computed with, for the manifest; None where they computed no row.
+            computed: what they computed with, for the manifest; None if they computed no row.
 
         Raises:
             MergeError: a row is missing, or the checkpoint's files changed since the run began.
         """
-        name, whole = state.plan.name, self._works[state.plan.name]
-        wanted = self.rows_of(name)
-        if not whole.is_complete:
-            demand_unchanged(self._prepared, state.plan.model, whole)
-        for view, work in enumerate(() if whole.is_complete else whole.parts):
-            if work.is_complete:
-                continue
-            values, bad_rows = work.values(len(self._labels)), whole.of_view(state.bad_rows, view)
-            is_missing = np.isnan(values).any(axis=1)
-            missing = np.setdiff1d(
-                np.flatnonzero(is_missing if wanted is None else is_missing & wanted), list(bad_rows)
-            )
-            if len(missing):
-                shown = ", ".join(f"row {row + 1}" for row in missing[:3])
-                raise MergeError(
-                    f"{plural(len(missing), 'row')} missing in its shards in {work.shards_dir} ({shown}): some "
-                    "were removed or changed; run the same command again"
-                )
-            values[list(bad_rows)] = self._prepared.even_value(name)
-            work.bad_rows, work.computed = bad_rows, computed
-            if not whole.views:
-                work.workers, work.worked = tuple(workers), state.plan.work * state.computed_cost
-            self._complete(work, values)
-        if not whole.is_complete:
-            whole.bad_rows, whole.computed = whole.bad_rows_of_views(state.bad_rows), computed
-            whole.workers, whole.worked = tuple(workers), state.plan.work * state.computed_cost
-            parts = [values_of(self._rundir, one, len(self._labels)) for one in whole.views]
-            mean = mean_of_views(parts, whole.weights)
-            # A view can have more rows than its member is to have now, of an earlier run.
-            mean[np.isnan(parts).any(axis=(0, 2))] = np.nan
-            self._complete(whole, mean)
+        name, member_work = state.plan.name, self._works[state.plan.name]
+        if not member_work.is_complete:
+            demand_unchanged(self._prepared, state.plan.model, member_work)
+            member_work.workers = tuple(workers)
+            member_work.work_bytes = state.plan.work * state.computed_cost
+            for view, work in enumerate(member_work.parts):
+                if not work.is_complete:
+                    bad_rows = member_work.rows_of_view(state.bad_rows, view)
+                    self._complete_from_shards(name, work, bad_rows, computed)
+        if not member_work.is_complete:
+            member_work.bad_rows = member_work.bad_rows_of_views(state.bad_rows)
+            member_work.computed = computed
+            views = [values_of(self._rundir, view, len(self._labels)) for view in member_work.views]
+            mean = mean_of_views(views, member_work.weights)
+            # From an earlier run, a view can have more rows than its member is to have now.
+            mean[np.isnan(views).any(axis=(0, 2))] = np.nan
+            self._complete(member_work, mean)
         self.results.files[predictions_title(name)] = self._rundir.predictions(name)
+
+    def _complete_from_shards(
+        self, member: str, work: MemberWork, bad_rows: dict[int, str], computed: Computation | None
+    ) -> None:
+        """Complete the work of a member, or of one of its views, by its shards.
+
+        Raises:
+            MergeError: a row is missing.
+        """
+        values, selected = work.values(len(self._labels)), self.rows_of(member)
+        is_missing = np.isnan(values).any(axis=1)
+        if selected is not None:
+            is_missing &= selected
+        missing = np.setdiff1d(np.flatnonzero(is_missing), list(bad_rows))
+        if len(missing):
+            shown = ", ".join(f"row {row + 1}" for row in missing[:3])
+            raise MergeError(
+                f"{plural(len(missing), 'row')} missing in its shards in {work.shards_dir} ({shown}): some "
+                "were removed or changed; run the same command again"
+            )
+        values[list(bad_rows)] = self._prepared.even_value(member)
+        work.bad_rows, work.computed = bad_rows, computed
+        self._complete(work, values)
 
     def write_given(self, member: MemberPlan) -> None:
         """Write the predictions of a member that needs no worker, with their manifest.
 
         Raises:
-            DataError: they cannot be had, or are no probabilities.
+            DataError: they cannot be read, or are no probabilities.
             MergeError: a file that they are made of changed since the run began.
         """
         columns = OutputColumns(self._config.data.id_column, self._labels)
         kind, inspected = member_kind(member.model), self._prepared.inspected[member.name]
-        given = given_predictions(kind, inspected, self._prepared.table, columns)
+        predictions = given_predictions(kind, inspected, self._prepared.table, columns)
         work = self._works[member.name]
         demand_unchanged(self._prepared, member.model, work)
-        self._complete(work, given.values)
+        self._complete(work, predictions.values)
         work.is_new = True
 
     def _complete(self, work: MemberWork, values: _Values) -> None:
-        table = self._prepared.table
-        is_there, ids = np.asarray(~np.isnan(values).any(axis=1)), table.ids
-        if not is_there.all():
-            ids, values = ids.filter(pa.array(is_there)), values[is_there]
+        """Write the predictions and the manifest of a work; rows with NaN are left out."""
+        is_present, ids = np.asarray(~np.isnan(values).any(axis=1)), self._prepared.table.ids
+        if not is_present.all():
+            ids, values = ids.filter(pa.array(is_present)), values[is_present]
         with atomic_path(self._rundir.predictions(work.member)) as temporary:
             names = [self._config.data.id_column, *self._labels]
             write_csv(temporary, names, [ids, *map(pa.array, values.T)])
             sha256 = file_sha256(temporary)
-        write_manifest(self._rundir, work, sha256, is_there)
-        work.is_done[:] = is_there
+        write_manifest(self._rundir, work, sha256, is_present)
+        work.is_done[:] = is_present
         work.is_complete = True
 
     def merge(self, members: Sequence[MemberState]) -> None:
-        """Merge the members' values, score them where the truth is known, write ensemble and submission.
+        """Merge the members' values, score them if the truth is known, write ensemble and submission.
 
         A row that some of them did not reach is merged from the others; one that none reached is filled in.
 
         Args:
-            members: those to merge, finished or not; none, or none with a weight, and every row is filled in.
+            members: finished or not; if none of them has a weight, every row is filled in.
 
         Raises:
             MergeError: the CSVs do not fit together, or rows are missing.
@@ -195,14 +209,14 @@ class ResultWriter:
         if not any(state.plan.model.has_weight for state in members):
             members = ()
         results = self.results
-        # Those of a first submission.
+        # A first submission may have left some.
         results.scores, results.gain, results.merged_rows, results.filled_rows = {}, None, {}, 0
         results.comparisons, results.view_rows, results.partial_rows = {}, {}, {}
         rules = self._prepared.rules
         note_rule_rows(self._rundir.rule_rows, None if rules is None else rules.rows)
-        table, merged = self._prepared.table, list[MergedMember]()
-        is_scored = METHODS.load(self._config.ensemble.method).gives_probabilities
-        scoring = self._scoring(is_scored) if members else None
+        merged: list[MergedMember] = []
+        gives_probabilities = METHODS.load(self._config.ensemble.method).gives_probabilities
+        scoring = self._scoring(gives_probabilities) if members else None
         threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
         with ThreadPoolExecutor(threads, "merge") as pool:
             blocks = self._merged_blocks(members, merged)
@@ -210,41 +224,52 @@ class ResultWriter:
                 blocks = self._filled(blocks)
             if scoring is not None:
                 blocks = _scored(blocks, scoring)
-            whole = self._write_blocks(blocks, pool, threads)
+            all_values = self._write_blocks(blocks, pool, threads)
         for member in merged:
             results.merged_rows[member.name] = member.check.reached
-            own = member.scoring if member.check.reached == table.rows else None
-            if own is not None and (score := own.score()) is not None:
+            if member.scoring is None or member.check.reached != self._prepared.table.rows:
+                continue
+            score = member.scoring.score()
+            if score is not None:
                 results.scores[member.name] = score
-        if scoring is not None and (score := scoring.score()) is not None:
-            # What fills rows that no member reached says nothing of the members.
+        score = None if scoring is None else scoring.score()
+        if scoring is not None and score is not None:
+            # Rows that were filled in say nothing about the members.
             if results.filled_rows:
                 score = replace(score, no_better_than_prior=False)
-            elif is_scored and len(merged) > 1:
+            elif gives_probabilities and len(merged) > 1:
                 with_all_rows = [member for member in merged if member.name in results.scores]
                 results.gain = _gain_over_best(scoring, with_all_rows)
             results.scores[ENSEMBLE_ROW] = score
-        # Without some member the weights are not those that were fitted.
-        are_all = len(members) == len(self._config.models)
-        results.fitted_on = self._fitted_on if are_all and ENSEMBLE_ROW in results.scores else None
-        asked, sample, written = self._config.submission, self._prepared.sample, self._rundir.submission
-        if asked is None or sample is None:
+        # If a member is left out, the weights are not those that were fitted.
+        has_all_members = len(members) == len(self._config.models)
+        results.fitted_on = self._fitted_on if has_all_members and ENSEMBLE_ROW in results.scores else None
+        self._write_submission(all_values)
+
+    def _write_submission(self, all_values: _Values | None) -> None:
+        """Finish the submission, and copy it to where the config wants it.
+
+        Args:
+            all_values: see ``_write_blocks``.
+        """
+        submission, sample, path = self._config.submission, self._prepared.sample, self._rundir.submission
+        if submission is None or sample is None:
             return
+        if all_values is not None:
+            with atomic_path(path) as temporary:
+                sample.write(temporary, self._prepared.table.ids, all_values)
+        # A trial on the first rows must not replace a real submission.
         is_trial = self._config.limit is not None
-        if whole is not None:
-            with atomic_path(written) as temporary:
-                sample.write(temporary, table.ids, whole)
-        # A trial on the first rows must not take the place of a real submission.
-        if asked.path is not None and not is_trial:
-            asked.path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_path(asked.path) as temporary:
-                shutil.copyfile(written, temporary)
-            written = asked.path
-        results.files["submission"] = written
+        if submission.path is not None and not is_trial:
+            submission.path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_path(submission.path) as temporary:
+                shutil.copyfile(path, temporary)
+            path = submission.path
+        self.results.files["submission"] = path
 
     @cached_property
     def _fitted_on(self) -> FittedOn | None:
-        """What the weights were fitted on, where that is this table with these labels."""
+        """What the weights were fitted on, if that is this table with these labels."""
         fitted, table, truth = self._config.fitted_on, self._prepared.table, self._prepared.truth
         if fitted is None or truth is None or fitted.rows != table.rows:
             return None
@@ -267,7 +292,7 @@ class ResultWriter:
         members: Sequence[MemberState],
         merged: list[MergedMember],
     ) -> _Blocks:
-        """Yield the blocks; ``merged`` takes the members as they are read."""
+        """Yield the merged blocks; ``merged`` takes the members as they are read."""
         table, config = self._prepared.table, self._config
         if not members:
             for start, stop in block_spans(table.rows, len(self._labels)):
@@ -283,11 +308,10 @@ class ResultWriter:
         def open_members() -> list[MergedMember]:
             merged.clear()
             for state, values, activation in zip(members, values_of_members, activations, strict=True):
-                name, is_complete = state.plan.name, self._works[state.plan.name].is_complete
-                place = self._rundir.predictions(name) if is_complete else self._works[name].shards_dir
-                is_of_all = is_complete and self._works[name].is_done.all() and self.rows_of(name) is None
-                check = RowCheck(str(place), activation, table.ids, may_lack_rows=not is_of_all)
-                model = state.plan.model
+                name, model, work = state.plan.name, state.plan.model, self._works[state.plan.name]
+                source = self._rundir.predictions(name) if work.is_complete else work.shards_dir
+                has_all_rows = work.is_complete and work.is_done.all() and self.rows_of(name) is None
+                check = RowCheck(str(source), activation, table.ids, may_lack_rows=not has_all_rows)
                 calibrate = calibrator(model.calibration, activation, self._labels)
                 scoring, ruled = self._scoring(), None if rules is None else self._scoring()
                 merged.append(
@@ -296,22 +320,21 @@ class ResultWriter:
             return merged
 
         weights = tuple(state.plan.model.weight for state in members)
-        merged_by = Members(names, activations, self._labels, weights)
-        method = merge_method(config.ensemble, merged_by)
-        truth, comparing = self._prepared.truth, dict[int, Without]()
+        facts = Members(names, activations, self._labels, weights)
+        method = merge_method(config.ensemble, facts)
+        truth = self._prepared.truth
+        # The ensemble without a member with ``when``, by the member's number.
+        without: dict[int, Without] = {}
         if truth is not None and method.gives_probabilities:
-            limited = [number for number, name in enumerate(names) if self.rows_of(name) is not None]
-            comparing = {
-                number: Without(
-                    merge_method(config.ensemble, merged_by),
-                    CascadeScoring(truth, self._prepared.activation, self._resamples),
-                )
-                for number in limited
-            }
-        yield from merge_blocks(method, open_members, table.ids, table.text_bytes, comparing, rules)
-        for number, one in comparing.items():
-            if (found := one.scoring.result()) is not None:
-                self.results.comparisons[names[number]] = found
+            for number, name in enumerate(names):
+                if self.rows_of(name) is not None:
+                    cascade_scoring = CascadeScoring(truth, self._prepared.activation, self._resamples)
+                    without[number] = Without(merge_method(config.ensemble, facts), cascade_scoring)
+        yield from merge_blocks(method, open_members, table.ids, table.text_bytes, without, rules)
+        for number, ensemble in without.items():
+            comparison = ensemble.scoring.result()
+            if comparison is not None:
+                self.results.comparisons[names[number]] = comparison
 
     def _values_to_merge(self, state: MemberState) -> _Values:
         """Return the values of the rows that a member is to have, float64 [rows, labels]; NaN in the others.
@@ -320,9 +343,11 @@ class ResultWriter:
             MergeError: its predictions do not fit the table.
         """
         name, work, table = state.plan.name, self._works[state.plan.name], self._prepared.table
-        wanted = self.rows_of(name)
+        selected = self.rows_of(name)
         if work.is_complete:
-            is_merged = np.ones(int(work.is_done.sum()), np.bool_) if wanted is None else wanted[work.is_done]
+            is_merged = np.ones(int(work.is_done.sum()), np.bool_)
+            if selected is not None:
+                is_merged = selected[work.is_done]
             note_merged_rows(self._rundir.merged_rows(name), is_merged)
             may_lack = not work.is_done.all()
             try:
@@ -333,75 +358,81 @@ class ResultWriter:
             except DataError as error:
                 raise MergeError(error.problems) from error
         else:
-            values = self._unfinished(state)
-        if wanted is not None:
-            values[~wanted] = np.nan
+            values = self._values_so_far(state)
+        if selected is not None:
+            values[~selected] = np.nan
         return values
 
-    def _unfinished(self, state: MemberState) -> _Values:
+    def _values_so_far(self, state: MemberState) -> _Values:
+        """Return the values of a member that is not complete, [rows, labels]; NaN in rows that it does not have."""
         name, work = state.plan.name, self._works[state.plan.name]
-        parts = [values_of(self._rundir, one, len(self._labels)) for one in work.parts]
+        parts = [values_of(self._rundir, part, len(self._labels)) for part in work.parts]
         if self._config.on_bad_row == "uniform":
             for view, values in enumerate(parts):
-                values[list(work.of_view(state.bad_rows, view))] = self._prepared.even_value(name)
+                values[list(work.rows_of_view(state.bad_rows, view))] = self._prepared.even_value(name)
         if work.views:
-            is_there = np.array([~np.isnan(values[:, 0]) for values in parts])
-            self.results.view_rows[name] = tuple(is_there.sum(axis=1).tolist())
-            self.results.partial_rows[name] = int((is_there.any(axis=0) & ~is_there.all(axis=0)).sum())
+            is_present = np.array([~np.isnan(values[:, 0]) for values in parts])
+            is_partial = is_present.any(axis=0) & ~is_present.all(axis=0)
+            self.results.view_rows[name] = tuple(is_present.sum(axis=1).tolist())
+            self.results.partial_rows[name] = int(is_partial.sum())
         return mean_of_views(parts, work.weights)
 
     def _apply_rules(self, start: int, values: _Values, only: npt.NDArray[np.bool_] | None = None) -> None:
         """Change a block's rows by the config's rules, in place."""
-        if (rules := self._prepared.rules) is not None:
+        rules = self._prepared.rules
+        if rules is not None:
             method = METHODS.load(self._config.ensemble.method)
             rules.apply(start, values, rules.are_exclusive(self._prepared.activation, method), only)
 
     def _filled(self, blocks: _Blocks) -> _Blocks:
-        """The blocks with something in each row, where the config says what."""
-        rule, table, sample, sample_values = (
-            self._config.fill,
-            self._prepared.table,
-            self._prepared.sample,
-            None,
-        )
+        """Yield the blocks with all rows that hold NaN filled in, by the config's ``fill``."""
+        rule, table, sample = self._config.fill, self._prepared.table, self._prepared.sample
+        sample_values: _Values | None = None
         even = self._prepared.even_value(self._config.models[0].name)
         if rule == "prior":  # the mean of all rows must be known first
-            whole = np.empty((table.rows, len(self._labels)), order="F")
+            all_values = np.empty((table.rows, len(self._labels)), order="F")
             for start, values in blocks:
-                whole[start : start + len(values)] = values
-            empty = np.isnan(whole[:, 0])
-            self.results.filled_rows = fill_rows(whole, rule, None, even)
-            for start, stop in block_spans(*whole.shape):
-                self._apply_rules(start, whole[start:stop], empty[start:stop])
-                yield start, whole[start:stop]
+                all_values[start : start + len(values)] = values
+            is_empty = np.isnan(all_values[:, 0])
+            self.results.filled_rows = fill_rows(all_values, rule, None, even)
+            for start, stop in block_spans(*all_values.shape):
+                self._apply_rules(start, all_values[start:stop], is_empty[start:stop])
+                yield start, all_values[start:stop]
             return
         for start, values in blocks:
-            if (empty := np.isnan(values[:, 0])).any():
+            is_empty = np.isnan(values[:, 0])
+            if is_empty.any():
                 if rule == "sample" and sample is not None and sample_values is None:
                     sample_values = sample.values(table.ids)
-                own = None if sample_values is None else sample_values[start : start + len(values)]
-                self.results.filled_rows += fill_rows(values, rule, own, even)
-                self._apply_rules(start, values, empty)
+                stop = start + len(values)
+                block_sample = None if sample_values is None else sample_values[start:stop]
+                self.results.filled_rows += fill_rows(values, rule, block_sample, even)
+                self._apply_rules(start, values, is_empty)
             yield start, values
 
     def _write_blocks(self, blocks: _Blocks, pool: ThreadPoolExecutor, threads: int) -> _Values | None:
-        """Write the files whose rows stand in the table's order; returns all rows where the submission's do not."""
+        """Write the files that have their rows in the table's order: the ensemble, and perhaps the submission.
+
+        Returns:
+            all rows if the submission has another order; else None.
+        """
         rundir, table, sample = self._rundir, self._prepared.table, self._prepared.sample
-        # A path and its columns: names, and labels by number, None for the ids.
+        # Each has a path, the names of its columns, and the numbers of their labels, None for the ids.
         targets: list[tuple[Path, Sequence[str], Sequence[int | None]]] = [
             (rundir.ensemble, (self._config.data.id_column, *self._labels), (None, *range(len(self._labels))))
         ]
-        whole: _Values | None = None
+        all_values: _Values | None = None
         if sample is not None and sample.is_in_order(table.ids):
             targets.append((rundir.submission, sample.columns, sample.label_numbers))
         elif sample is not None:
-            whole = np.empty((table.rows, len(self._labels)), order="F")
+            all_values = np.empty((table.rows, len(self._labels)), order="F")
         texts: deque[Future[list[pa.Buffer]]] = deque()
         missing, first_missing = 0, ""
         with ExitStack() as files:
             streams: list[BinaryIO] = []
-            for path, header, _ in reversed(targets):  # because the first then gets its name first
-                # Under another name, which becomes its own where nothing goes wrong before the end of the "with".
+            # The contexts end in reverse order, so the ensemble is renamed first.
+            for path, header, _ in reversed(targets):
+                # The temporary file gets the name of ``path`` if nothing goes wrong before the end of the "with".
                 temporary = files.enter_context(atomic_path(path))
                 streams.insert(0, files.enter_context(temporary.open("wb")))
                 streams[0].write(header_line(header))
@@ -411,7 +442,7 @@ class ResultWriter:
                     stream.write(lines)
 
             def text_of(start: int, values: _Values) -> list[pa.Buffer]:
-                """The lines of a block for each target; numbers become text once for all."""
+                """Return the lines of a block for each target; numbers become text once for all of them."""
                 ids = csv_cells(pa.concat_arrays(table.ids.slice(start, len(values)).chunks))
                 cells = [csv_cells(pa.array(column)) for column in values.T]
                 return [
@@ -420,11 +451,12 @@ class ResultWriter:
                 ]
 
             for start, values in blocks:
-                if (empty := np.flatnonzero(np.isnan(values[:, 0]))).size:
-                    first_missing = first_missing if missing else str(table.ids[start + int(empty[0])])
-                    missing += len(empty)
-                if whole is not None:
-                    whole[start : start + len(values)] = values
+                empty = np.flatnonzero(np.isnan(values[:, 0]))
+                if empty.size and not missing:
+                    first_missing = str(table.ids[start + int(empty[0])])
+                missing += len(empty)
+                if all_values is not None:
+                    all_values[start : start + len(values)] = values
                 texts.append(pool.submit(text_of, start, values))
                 if len(texts) > threads:
                     write_text(texts.popleft())
@@ -436,10 +468,11 @@ class ResultWriter:
                     f"{first_missing}; run the same command again, or add a member that has them"
                 )
         self.results.files["ensemble"] = rundir.ensemble
-        return whole
+        return all_values
 
 
 def _scored(blocks: _Blocks, scoring: Scoring) -> _Blocks:
+    """Yield the blocks, and add them to the scoring."""
     for start, values in blocks:
         scoring.add(start, values)
         yield start, values
@@ -447,12 +480,15 @@ def _scored(blocks: _Blocks, scoring: Scoring) -> _Blocks:
 
 def _gain_over_best(scoring: Scoring, members: Sequence[MergedMember]) -> Gain | None:
     """Return the gain over the member with the least loss; None if there are no members."""
-    by_name = {member.name: member.ruled or member.scoring for member in members}
-    alone = {name: single for name, single in by_name.items() if single is not None}
-    if not alone:
+    scorings: dict[str, Scoring] = {}
+    for member in members:
+        member_scoring = member.ruled or member.scoring
+        if member_scoring is not None:
+            scorings[member.name] = member_scoring
+    if not scorings:
         return None
-    best = min(alone, key=lambda name: alone[name].loss)
-    return scoring.gain_over(alone[best], best)
+    best = min(scorings, key=lambda name: scorings[name].loss)
+    return scoring.gain_over(scorings[best], best)
 
 
 def fill_rows(
@@ -465,20 +501,20 @@ def fill_rows(
 
     Args:
         values: float64 [rows, labels].
-        rule: ``uniform``: ``even`` in each column; ``prior``: the mean of the other rows, uniform where there are
+        rule: ``uniform``: ``even`` in each column; ``prior``: the mean of the other rows, ``even`` if there are
             none; ``sample``: the row of ``sample_values``.
         sample_values: float64 [rows, labels], all finite; only ``sample`` needs them.
 
     Returns:
         how many rows were filled.
     """
-    empty = np.isnan(values).any(axis=1)
+    is_empty = np.isnan(values).any(axis=1)
     if rule == "sample":
         assert sample_values is not None
-        values[empty] = sample_values[empty]
-    elif rule == "prior" and not empty.all():
-        # Column by column, where the rows need not be copied.
-        values[empty] = [column.mean(where=~empty) for column in values.T]
+        values[is_empty] = sample_values[is_empty]
+    elif rule == "prior" and not is_empty.all():
+        # Column by column, so that the rows need not be copied.
+        values[is_empty] = [column.mean(where=~is_empty) for column in values.T]
     else:
-        values[empty] = even
-    return int(empty.sum())
+        values[is_empty] = even
+    return int(is_empty.sum())

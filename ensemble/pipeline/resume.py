@@ -1,8 +1,8 @@
-"""What stands on disk of a member's work: shards, rows that could not be computed, complete predictions.
+"""What a member's work has left on disk: shards, rows that could not be computed, complete predictions.
 
-A run asks here what is left to do.  Nothing is believed that cannot be proved: a shard must hold what its name
-says, predictions what their manifest says, and both must carry the fingerprint of the work that is asked for now.
-Whatever writes here raises ``WriteError`` where the disk is full or the like.
+A run learns here what is left to do.  Only what can be proved counts: a shard must hold what its name says,
+predictions what their manifest says, and both must carry the fingerprint of the work that this run is to do.
+Functions that write raise ``WriteError`` if the disk is full or the like.
 """
 
 from __future__ import annotations
@@ -52,31 +52,32 @@ from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.reuse import EarlierWork, write_row_file, write_shards
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import Computation, RunReport, WorkerReport, makers_from
+from ensemble.planning.plan import MemberPlan
 
 
 @dataclass
 class MemberWork:
-    """A member's work, as far as it is done.
+    """The work of a member, or of one of its views, as far as it is done.
 
     Attributes:
-        is_done: bool [rows], the rows whose probabilities stand in shards or in the complete predictions.
-        bad_rows: table row to reason, of rows that could not be computed.
-        is_complete: the predictions and their manifest are there, and are what this run would write.
+        is_done: bool [rows], the rows whose probabilities are in shards or in the complete predictions.
+        bad_rows: the reason of each table row that could not be computed.
+        is_complete: the predictions and their manifest exist, and are what this run would write.
         is_new: this run made them, without any worker.
-        workers: what the workers of the run did that made the predictions.
+        workers: the workers of the run that made the predictions.
         computed: what this run computed rows with, once the predictions are written.
         computed_before: what earlier runs computed rows with, the oldest first.
-        worked: what they did of the member's work, in bytes of text.
-        why_again: why predictions that are there do not count, in words; empty without any.
-        files: what the files that it is made of held when the run began, by absolute path.
-        row_digests: of the table's rows, [rows, 2]; None where nothing is left to do, or nobody asked.
-        taken: how many rows are of other work, and whose: places within the run directory.
-        views: the work in each view of a member that has several; its own predictions are their weighted mean, and
-            its own ``shards_dir`` is where their folders are.
+        work_bytes: the share of the member's work that the workers did, in bytes of text.
+        why_again: why existing predictions do not count, in words; empty if there are none.
+        files: the member's files as they were when the run began, by absolute path.
+        row_digests: of the table's rows, [rows, 2]; None if nothing is left to do.
+        rows_taken: how many rows are taken over from each other work, by its path within the run directory.
+        views: the work of each view, if the member has several; its predictions are their weighted mean, and its
+            ``shards_dir`` holds their folders.
         weights: of the views.
-        columns: of the table, that it reads.
+        columns: of the table, that the member reads.
         settings: see ``settings_digests``.
-        files_in: the one of them whose cells name files; None: it reads none.
+        file_cells: the column whose cells name files; None if it reads no files.
     """
 
     member: str
@@ -89,20 +90,20 @@ class MemberWork:
     workers: tuple[WorkerReport, ...] = ()
     computed: Computation | None = None
     computed_before: tuple[Computation, ...] = ()
-    worked: float = 0.0
+    work_bytes: float = 0.0
     why_again: str = ""
     files: dict[str, FileDigest] = field(default_factory=dict)
     row_digests: RowDigests | None = None
-    taken: dict[str, int] = field(default_factory=dict)
+    rows_taken: dict[str, int] = field(default_factory=dict)
     views: tuple[MemberWork, ...] = ()
     weights: tuple[float, ...] = ()
     columns: tuple[str, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
-    files_in: FileCells | None = None
+    file_cells: FileCells | None = None
 
     @property
     def parts(self) -> tuple[MemberWork, ...]:
-        """Its work in each view; itself where it has none."""
+        """The work in each view; the work itself if there are no views."""
         return self.views or (self,)
 
     @property
@@ -110,58 +111,66 @@ class MemberWork:
         """Rows that need not be computed, numbered through the views, bool [views * rows]."""
         if self.is_complete:
             return np.tile(self.is_done, len(self.parts))
-        return np.concatenate([one.is_done for one in self.parts])
+        return np.concatenate([part.is_done for part in self.parts])
 
     @property
     def noted_bad_rows(self) -> dict[int, str]:
         """Rows that could not be computed, numbered through the views."""
         rows = len(self.is_done)
         return {
-            row + view * rows: why for view, one in enumerate(self.parts) for row, why in one.bad_rows.items()
+            row + view * rows: reason
+            for view, part in enumerate(self.parts)
+            for row, reason in part.bad_rows.items()
         }
 
-    def of_view(self, numbered: Mapping[int, str], view: int) -> dict[int, str]:
-        """Those of rows that are numbered through the views that are of one view, by their numbers in the table."""
+    def rows_of_view(self, numbered: Mapping[int, str], view: int) -> dict[int, str]:
+        """Return the rows of one view by their table row, from rows that are numbered through the views."""
         rows = len(self.is_done)
-        return {row - view * rows: why for row, why in numbered.items() if row // rows == view}
+        return {row - view * rows: reason for row, reason in numbered.items() if row // rows == view}
 
     def bad_rows_of_views(self, numbered: Mapping[int, str]) -> dict[int, str]:
-        """Those of rows that are numbered through the views, by their numbers in the table, with the views."""
+        """Return bad rows by their table row, with the views in the reasons.
+
+        Args:
+            numbered: bad rows, numbered through the views.
+        """
         if not self.views:
             return dict(numbered)
-        found = dict[int, str]()
-        for view, one in enumerate(self.views):
-            for row, why in self.of_view(numbered, view).items():
-                before = f"{found[row]}; " if row in found else ""
-                found[row] = f"{before}view {one.member.rpartition('@')[2]}: {why}"
-        return dict(sorted(found.items()))
+        reasons: dict[int, list[str]] = {}
+        for view, part in enumerate(self.views):
+            name = part.member.rpartition("@")[2]
+            for row, reason in self.rows_of_view(numbered, view).items():
+                reasons.setdefault(row, []).append(f"view {name}: {reason}")
+        return {row: "; ".join(reasons[row]) for row in sorted(reasons)}
 
     def values(self, labels: int) -> npt.NDArray[np.float64]:
-        """What its shards hold, [rows, labels]; NaN where none has the row."""
+        """Return the values in the shards, [rows, labels]; NaN in rows that no shard has."""
         return gather_shards(shards_in(self.shards_dir, len(self.is_done)), len(self.is_done), labels)
 
     def make_shards_dir(self) -> None:
-        """Make the folder of its shards, with what says which rows they are of; and those of its views."""
+        """Make the folders of the shards and of the views' shards, with the file of row digests."""
         self.shards_dir.mkdir(parents=True, exist_ok=True)
-        for one in self.views:
-            one.make_shards_dir()
+        for view in self.views:
+            view.make_shards_dir()
         if self.row_digests is not None:
             write_row_file(rows_path(self.shards_dir), self.fingerprint, self.row_digests)
 
-    def keep_bad_rows(self, noted: Mapping[int, str]) -> None:
-        """Count rows as done that could not be computed."""
-        bad_rows = {row: reason for row, reason in noted.items() if not self.is_done[row]}
-        self.bad_rows |= bad_rows
-        self.is_done[list(bad_rows)] = True
+    def count_as_done(self, bad_rows: Mapping[int, str]) -> None:
+        """Count rows that could not be computed as done."""
+        new_rows = {row: reason for row, reason in bad_rows.items() if not self.is_done[row]}
+        self.bad_rows |= new_rows
+        self.is_done[list(new_rows)] = True
 
 
 def refuse_trial(prepared: Prepared, rundir: RunDir) -> None:
-    """A trial on the first rows must not take the place of a real run.
+    """Check that a trial on the first rows does not replace a real run.
 
     Raises:
         ConfigError: the directory holds predictions of more rows.
     """
-    for member in prepared.plan.members if prepared.config.limit is not None else ():
+    if prepared.config.limit is None:
+        return
+    for member in prepared.plan.members:
         rows = read_json(rundir.manifest(member.name)).get("rows")
         if isinstance(rows, int) and rows > prepared.table.rows:
             raise ConfigError(
@@ -171,79 +180,29 @@ def refuse_trial(prepared: Prepared, rundir: RunDir) -> None:
 
 
 def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -> dict[str, MemberWork]:
-    """What is done of every member, by name.
+    """Return what is done of every member, by name.
 
     Args:
-        say: takes a sentence for the user about each member of which something is, or was, there.
+        say: shows the user a sentence about each member that has, or had, some work on disk.
 
     Raises:
         CheckpointError: a weight file cannot be read.
-        DataError: there is nothing to take over in the run that ``prepared.reuse`` names.
+        DataError: no row can be taken over from the run that ``prepared.reuse`` names.
     """
-    works = {}
     files = FileDigests(prepared.config.hash_weights, prepared.file_states)
+    members = prepared.plan.members
     keeps_bad_rows = prepared.config.on_bad_row == "uniform"
-    rows = prepared.table.rows
-    for member in prepared.plan.members:
-        own = files.for_another()
-        fingerprint = member_fingerprint(prepared, member, own)
-        may_lack = member.model.when is not None or member_kind(member.model).may_lack_rows
-        ids = prepared.table.ids if may_lack else None
-        if views := member.model.counted_views:
-            of_views = view_fingerprints(prepared, member, fingerprint.content)
-            fingerprint = mean_fingerprint(member, of_views, fingerprint)
-        work = find_work(rundir, member.name, fingerprint, rows, keeps_bad_rows, ids, is_mean=bool(views))
-        work.columns, work.files_in = prepared.columns[member.name], prepared.files.get(member.name)
-        work.settings = settings_digests(prepared.config, member.model)
-        if views:
-            work.weights = tuple(view.weight for view in views)
-            work.views = tuple(
-                find_work(
-                    rundir,
-                    view_name(member.name, view.name),
-                    of_view,
-                    rows,
-                    keeps_bad_rows,
-                    ids,
-                    work.shards_dir / f"{view.name}.{of_view.digest[:16]}",
-                )
-                for view, of_view in zip(views, of_views, strict=True)
-            )
-            of_views_columns = prepared.view_columns[member.name]
-            for one, view, columns in zip(work.views, views, of_views_columns, strict=True):
-                one.columns, one.files_in = columns, file_cells(prepared, member.name, view)
-        works[member.name] = work
-        for one in {id(one): one for one in (work, *work.parts)}.values():
-            one.files = own.seen
-        for one in work.parts if member.needs_worker and not work.is_complete else ():
-            if not one.is_complete:
-                one.row_digests = _row_digests(prepared, one)
-    for member in prepared.plan.members:  # before any is completed, in the place of what another may need
-        whole = works[member.name]
-        for work in (whole,) if whole.is_complete else whole.parts:
-            name = work.member
+    works = {member.name: _work_of_member(prepared, rundir, member, files) for member in members}
+    # Before any member is completed: its predictions may replace rows that another member takes over.
+    for member in members:
+        member_work = works[member.name]
+        for work in (member_work,) if member_work.is_complete else member_work.parts:
             if work.row_digests is not None and not work.is_done.all():
                 take_over(rundir, work, len(prepared.config.labels), keeps_bad_rows, prepared.reuse)
-            done = int(work.is_done.sum())
-            own_rows = 0 if work.is_complete else done - sum(work.taken.values())
-            if work.is_complete:
-                say(f"{name}: done by an earlier run, reused")
-            elif work.why_again and not own_rows:
-                again = "it runs again" if member.needs_worker else "it is read again"
-                say(f"{name}: {work.why_again}; {'rows that are as they were are kept' if done else again}")
-            if own_rows:
-                say(f"{name}: {own_rows:,} of {plural(rows, 'row')} kept from an earlier run")
-            for place, count in work.taken.items():
-                shown = shown_path(Path(place)) if place.startswith("/") else place
-                say(f"{name}: {count:,} of {plural(rows, 'row')} taken over from {shown}")
+            _say_what_is_kept(work, member.needs_worker, say)
     if prepared.reuse is not None:
-        computed = [works[member.name] for member in prepared.plan.members if member.needs_worker]
-        if computed and not any(work.has_rows.any() for work in computed):
-            raise DataError(
-                f"--reuse: {shown_path(prepared.reuse)} has no row of this table by members with these settings; "
-                "name another run, or leave the option out to compute all rows"
-            )
-        for member in prepared.plan.members:
+        _demand_reused_rows(prepared.reuse, [works[member.name] for member in members if member.needs_worker])
+        for member in members:
             work = works[member.name]
             left = int((~work.is_done).sum())
             if work.row_digests is not None and left:
@@ -253,38 +212,101 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
     return works
 
 
-def _add_from_report(rundir: RunDir, works: Iterable[MemberWork]) -> None:
-    """Add what manifests lack and the report of the run before has.
+def _work_of_member(prepared: Prepared, rundir: RunDir, member: MemberPlan, files: FileDigests) -> MemberWork:
+    """Return what is done of a member under its own name, and of its views."""
+    files = files.for_another()
+    fingerprint = member_fingerprint(prepared, member, files)
+    keeps_bad_rows = prepared.config.on_bad_row == "uniform"
+    rows = prepared.table.rows
+    may_lack_rows = member.model.when is not None or member_kind(member.model).may_lack_rows
+    ids = prepared.table.ids if may_lack_rows else None
+    views = member.model.counted_views
+    of_views: list[Fingerprint] = []
+    if views:
+        of_views = view_fingerprints(prepared, member, fingerprint.content)
+        fingerprint = mean_fingerprint(member, of_views, fingerprint)
+    work = find_work(rundir, member.name, fingerprint, rows, keeps_bad_rows, ids, is_mean=bool(views))
+    work.columns = prepared.columns[member.name]
+    work.file_cells = prepared.files.get(member.name)
+    work.settings = settings_digests(prepared.config, member.model)
+    work.weights = tuple(view.weight for view in views)
+    for number, view in enumerate(views):
+        fingerprint = of_views[number]
+        folder = work.shards_dir / f"{view.name}.{fingerprint.digest[:16]}"
+        # No member can have a name with "@".
+        name = f"{member.name}@{view.name}"
+        view_work = find_work(rundir, name, fingerprint, rows, keeps_bad_rows, ids, folder)
+        view_work.columns = prepared.view_columns[member.name][number]
+        view_work.file_cells = file_cells(prepared, member.name, view)
+        work.views += (view_work,)
+    for part in (work, *work.views):
+        part.files = files.seen
+    if member.needs_worker and not work.is_complete:
+        for part in work.parts:
+            if not part.is_complete:
+                part.row_digests = _row_digests(prepared, part)
+    return work
 
-    Of workers that is what they told after their member's last row, such as peaks; of rows in shards, what computed
-    them.
+
+def _say_what_is_kept(work: MemberWork, needs_worker: bool, say: Callable[[str], None]) -> None:
+    """Tell the user which rows of a work are kept, and from where, or why it begins again."""
+    name, rows = work.member, len(work.is_done)
+    done = int(work.is_done.sum())
+    kept = 0 if work.is_complete else done - sum(work.rows_taken.values())
+    if work.is_complete:
+        say(f"{name}: done by an earlier run, reused")
+    elif work.why_again and not kept:
+        again = "it runs again" if needs_worker else "it is read again"
+        say(f"{name}: {work.why_again}; {'rows that are as they were are kept' if done else again}")
+    if kept:
+        say(f"{name}: {kept:,} of {plural(rows, 'row')} kept from an earlier run")
+    for path, count in work.rows_taken.items():
+        shown = shown_path(Path(path)) if path.startswith("/") else path
+        say(f"{name}: {count:,} of {plural(rows, 'row')} taken over from {shown}")
+
+
+def _demand_reused_rows(reuse: Path, works: Sequence[MemberWork]) -> None:
+    """Check that something is done of the members that need workers.
+
+    Raises:
+        DataError: nothing is done of any of them.
     """
-    lacking = [
-        work
-        for work in works
-        if any(one.life_seconds is None for one in work.workers)
-        or (not work.is_complete and work.has_rows.any())
-    ]
-    if not lacking:
+    if works and not any(work.has_rows.any() for work in works):
+        raise DataError(
+            f"--reuse: {shown_path(reuse)} has no row of this table by members with these settings; "
+            "name another run, or leave the option out to compute all rows"
+        )
+
+
+def _add_from_report(rundir: RunDir, works: Iterable[MemberWork]) -> None:
+    """Add what the last run's report has and manifests lack.
+
+    That is what workers reported after their member's last row, such as peaks, and what computed the rows in
+    shards.
+    """
+    incomplete = []
+    for work in works:
+        has_open_worker = any(worker.life_seconds is None for worker in work.workers)
+        if has_open_worker or (not work.is_complete and work.has_rows.any()):
+            incomplete.append(work)
+    if not incomplete:
         return
-    with suppress(DataError):  # there is none, or one of another version
+    try:
         report = RunReport.read(rundir.run_json)
-        ended = {(one.name, worker.key): worker for one in report.members for worker in one.workers}
-        members = {one.fingerprint: one for one in report.members}
-        for work in lacking:
-            work.workers = tuple(ended.get((work.member, one.key), one) for one in work.workers)
-            if work.is_complete:
-                continue
-            if (before := members.get(work.fingerprint.digest)) is not None:
-                work.computed_before = (*before.computations, *work.computed_before)
-            else:  # some of its views may be complete
-                views = [run for view in work.views for run in view.computed_before]
-                work.computed_before = (*work.computed_before, *views)
-
-
-def view_name(member: str, view: str) -> str:
-    """What the work in a member's view is called; no member can have that name."""
-    return f"{member}@{view}"
+    except DataError:  # there is none, or one of another version
+        return
+    reported = {(member.name, worker.key): worker for member in report.members for worker in member.workers}
+    members = {member.fingerprint: member for member in report.members}
+    for work in incomplete:
+        work.workers = tuple(reported.get((work.member, worker.key), worker) for worker in work.workers)
+        if work.is_complete:
+            continue
+        before = members.get(work.fingerprint.digest)
+        if before is not None:
+            work.computed_before = (*before.computations, *work.computed_before)
+        else:  # some of its views may be complete
+            by_views = tuple(run for view in work.views for run in view.computed_before)
+            work.computed_before += by_views
 
 
 def find_work(
@@ -297,51 +319,38 @@ def find_work(
     folder: Path | None = None,
     is_mean: bool = False,
 ) -> MemberWork:
-    """What is done of a member under its own name; shards that are not what their names say are removed.
+    """Return what is done of a member under its own name; shards that do not hold what their names say are removed.
 
     Args:
         rows: of the table.
-        keeps_bad_rows: rows that could not be computed count as done (``on_bad_row: uniform``); else they are
+        keeps_bad_rows: rows that could not be computed count as done (``on_bad_row: uniform``); otherwise they are
             tried again.
-        ids: of the rows, for a member that may have predictions of some of them alone; None: it needs all.
+        ids: of the rows, for a member whose predictions may lack rows; None if they must have all.
         folder: of its shards; None: the member's own.
-        is_mean: it has predictions, and no shards of its own.
+        is_mean: it has predictions, but no shards of its own.
     """
     folder = folder or rundir.shards_dir(member, fingerprint.digest)
-    predictions = rundir.predictions(member)
-    work = MemberWork(member, fingerprint, folder, np.zeros(rows, dtype=np.bool_))
+    work = MemberWork(
+        member=member, fingerprint=fingerprint, shards_dir=folder, is_done=np.zeros(rows, dtype=np.bool_)
+    )
     manifest = read_json(rundir.manifest(member))
     made_of = Fingerprint.from_dict(manifest.get("fingerprint"))
     if made_of is None:
         if isinstance(manifest.get("fingerprint"), dict):
             work.why_again = "its predictions are of another version of this program"
-    elif changed := fingerprint.changed_from(made_of):
+    elif made_of != fingerprint:
+        changed = fingerprint.changed_from(made_of)
         work.why_again = f"{', '.join(changed)} changed since its predictions were made"
-        before = manifest.get("rows")
-        if (
-            changed == ("rows",) and isinstance(before, int) and before != rows
-        ):  # a trial's, or it grew or shrank
+        rows_before = manifest.get("rows")
+        # They are of a trial, or the table grew or shrank.
+        if changed == ("rows",) and isinstance(rows_before, int) and rows_before != rows:
             work.why_again = (
-                f"its predictions are of a table of {plural(before, 'row')}, this one has {rows:,}"
+                f"its predictions are of a table of {plural(rows_before, 'row')}, this one has {rows:,}"
             )
-    else:
-        bad_rows = rows_with_reasons(manifest.get("bad_rows"), rows)
-        is_whole, is_of_all = is_as_written(predictions), manifest.get("present") is None
-        if is_whole and (keeps_bad_rows or not bad_rows) and (is_of_all or ids is not None):
-            if is_of_all or ids is None:
-                work.is_done[:] = True
-            else:
-                file = read_predictions(predictions)
-                numbers = match_ids(predictions, file.ids, ids, may_lack=True)
-                work.is_done[numbers] = True
-                bad_rows = {int(numbers[place]): reason for place, reason in bad_rows.items()}
-            work.is_complete, work.bad_rows = True, bad_rows
-            worked = manifest.get("work")
-            makers = makers_from(manifest)
-            work.workers, work.computed_before = makers.workers, makers.computed
-            work.worked = worked if isinstance(worked, float) and math.isfinite(worked) else 0.0
-            return work
-        work.why_again = "" if is_whole else f"{predictions} has been changed"
+    elif not is_as_written(rundir.predictions(member)):
+        work.why_again = f"{rundir.predictions(member)} has been changed"
+    elif _take_predictions(work, rundir.predictions(member), manifest, keeps_bad_rows, ids):
+        return work
     if is_mean:
         return work
     for path in sorted(folder.glob("*.csv")):
@@ -351,12 +360,47 @@ def find_work(
         elif path.is_file():
             path.unlink()
     if keeps_bad_rows:
-        work.keep_bad_rows(bad_rows_in(folder, rows))
+        work.count_as_done(bad_rows_in(folder, rows))
     return work
 
 
+def _take_predictions(
+    work: MemberWork,
+    predictions: Path,
+    manifest: Mapping[str, object],
+    keeps_bad_rows: bool,
+    ids: pa.ChunkedArray | None,
+) -> bool:
+    """Complete a work by its predictions, and return whether they have the rows that they must have.
+
+    Args:
+        manifest: of the predictions, which are as they were written.
+        keeps_bad_rows: see ``find_work``, as for ``ids``.
+    """
+    bad_rows = rows_with_reasons(manifest.get("bad_rows"), len(work.is_done))
+    has_all_rows = manifest.get("present") is None
+    if bad_rows and not keeps_bad_rows:
+        return False
+    if has_all_rows:
+        work.is_done[:] = True
+    elif ids is None:
+        return False
+    else:
+        file = read_predictions(predictions)
+        row_numbers = match_ids(predictions, file.ids, ids, may_lack=True)
+        work.is_done[row_numbers] = True
+        bad_rows = {int(row_numbers[position]): reason for position, reason in bad_rows.items()}
+    work.is_complete, work.bad_rows = True, bad_rows
+    makers = makers_from(manifest)
+    work.workers, work.computed_before = makers.workers, makers.computed
+    work_bytes = manifest.get("work")
+    if isinstance(work_bytes, float) and math.isfinite(work_bytes):
+        work.work_bytes = work_bytes
+    return True
+
+
 def values_of(rundir: RunDir, work: MemberWork, labels: int) -> npt.NDArray[np.float64]:
-    """What is known of the rows of a work without views, [rows, labels]; NaN where nothing is."""
+    """Return the values of a work without views, [rows, labels]; NaN in rows that it does not have."""
     if not work.is_complete:
         return work.values(labels)
     values = np.full((len(work.is_done), labels), np.nan, order="F")
@@ -367,36 +411,33 @@ def values_of(rundir: RunDir, work: MemberWork, labels: int) -> npt.NDArray[np.f
 def mean_of_views(
     values: Sequence[npt.NDArray[np.float64]], weights: Sequence[float]
 ) -> npt.NDArray[np.float64]:
-    """The weighted mean of a member's views, [rows, labels]: of those that have the row; NaN where none has it.
+    """Return the weighted mean of the views that have a row, [rows, labels]; NaN in rows that no view has.
 
     Args:
-        values: of each view, [rows, labels]; NaN where it has not been computed.
+        values: of each view, [rows, labels]; NaN in rows that have not been computed.
         weights: above 0.
     """
     if len(values) == 1:
         return values[0]
     sums, shares = np.zeros(values[0].shape, order="F"), np.zeros(len(values[0]))
-    for one, weight in zip(values, weights, strict=True):
-        is_there = ~np.isnan(one[:, 0])
-        sums[is_there] += weight * one[is_there]
-        shares[is_there] += weight
+    for view_values, weight in zip(values, weights, strict=True):
+        is_present = ~np.isnan(view_values[:, 0])
+        sums[is_present] += weight * view_values[is_present]
+        shares[is_present] += weight
     with np.errstate(invalid="ignore"):
         return np.asarray(sums / shares[:, None])
 
 
 def _row_digests(prepared: Prepared, work: MemberWork) -> RowDigests:
-    return prepared.table.row_digests(work.columns, work.files_in)
+    return prepared.table.row_digests(work.columns, work.file_cells)
 
 
 def reopen(prepared: Prepared, rundir: RunDir, work: MemberWork) -> None:
-    """Go on with a member whose predictions are not of all rows that it is to have now: they become shards.
-
-    So do those of its views, of which some can be complete where it is not.
-    """
+    """Turn complete predictions that lack rows, of a member or of its views, into shards to go on with."""
     if work.views:
         work.is_complete = False
-        for one in work.views:
-            reopen(prepared, rundir, one)
+        for view in work.views:
+            reopen(prepared, rundir, view)
     if not work.is_complete:
         return
     work.row_digests = _row_digests(prepared, work)
@@ -408,7 +449,8 @@ def reopen(prepared: Prepared, rundir: RunDir, work: MemberWork) -> None:
     write_shards(work.shards_dir, rows[is_good], values[is_good])
     if work.bad_rows:
         write_bad_rows(work, work.bad_rows)
-    for shard in shards_in(work.shards_dir, len(work.is_done)):  # of a run that had gone on as well
+    # A run that was interrupted after it had reopened them has left further shards.
+    for shard in shards_in(work.shards_dir, len(work.is_done)):
         work.is_done[shard.column("row").to_numpy()] = True
 
 
@@ -419,49 +461,55 @@ def take_over(
 
     Args:
         labels: how many values a row has.
-        keeps_bad_rows: as for ``find_work``.
+        keeps_bad_rows: see ``find_work``.
         reuse: the other run's directory.
     """
     assert work.row_digests is not None
-    others = [] if reuse is None else EarlierWork.all_in(RunDir(reuse.resolve()))
-    of_others = (replace(source, place=str(source.values_path)) for source in others)
-    for source in chain(EarlierWork.all_in(rundir), of_others):
+    sources = EarlierWork.all_in(rundir)
+    if reuse is not None:
+        of_other_run = EarlierWork.all_in(RunDir(reuse.resolve()))
+        sources = chain(
+            sources, (replace(source, location=str(source.values_path)) for source in of_other_run)
+        )
+    for source in sources:
         if work.is_done.all() or source.values_path == work.shards_dir:
             continue
-        places = source.places_of(work.fingerprint, work.row_digests)
-        if places is None or not ((places >= 0) & ~work.is_done).any():
+        positions = source.positions_of(work.fingerprint, work.row_digests)
+        if positions is None or not ((positions >= 0) & ~work.is_done).any():
             continue
-        if (found := source.values(labels)) is None:
+        values_and_bad_rows = source.values(labels)
+        if values_and_bad_rows is None:
             continue
-        values, bad_rows = found
-        rows = np.flatnonzero((places >= 0) & ~work.is_done & ~np.isnan(values[places]).any(axis=1))
+        values, bad_rows = values_and_bad_rows
+        has_values = (positions >= 0) & ~np.isnan(values[positions]).any(axis=1)
+        rows = np.flatnonzero(has_values & ~work.is_done)
         if len(rows):
             work.make_shards_dir()
-            write_shards(work.shards_dir, rows, values[places[rows]])
+            write_shards(work.shards_dir, rows, values[positions[rows]])
             work.is_done[rows] = True
-            work.taken[source.place] = len(rows)
+            work.rows_taken[source.location] = len(rows)
             work.computed_before += makers_from(read_json(source.path.with_suffix(".json"))).computed
         if keeps_bad_rows and bad_rows:
-            known = len(work.bad_rows)
-            bad = np.flatnonzero(np.isin(places, list(bad_rows))).tolist()
-            work.keep_bad_rows({row: bad_rows[int(places[row])] for row in bad})
-            if len(work.bad_rows) > known:
+            count_before = len(work.bad_rows)
+            rows_with_reason = np.flatnonzero(np.isin(positions, list(bad_rows))).tolist()
+            work.count_as_done({row: bad_rows[int(positions[row])] for row in rows_with_reason})
+            if len(work.bad_rows) > count_before:
                 work.make_shards_dir()
                 write_bad_rows(work, work.bad_rows)
 
 
 def demand_unchanged(prepared: Prepared, model: MemberConfig, work: MemberWork) -> None:
-    """Find a member's files as they were when the run began, before its predictions count as complete.
+    """Check that a member's files are as they were when the run began, before its predictions count as complete.
 
-    Its workers have looked at the files' states; here their content is looked at once more, and whether there
-    are others by now.  Where the content differs and the states have not told, nothing proves any of its shards:
-    they are removed.
+    Workers have compared the files' states; this compares their content, and looks for new files.  If the content
+    changed and the states did not show it, no shard is proved to be of the old content: all are removed.
 
     Raises:
-        MergeError: they are not; names them.
+        MergeError: files have changed; it names them.
     """
-    files, is_same = FileDigests(prepared.config.hash_weights), False
-    with suppress(CheckpointError):  # one of them is being replaced now
+    files = FileDigests(prepared.config.hash_weights)
+    is_same = False
+    with suppress(CheckpointError):  # a file is being replaced at this moment
         content = member_kind(model).content(prepared.inspected[model.name], files)
         is_same = content == work.fingerprint.content
     changed = set(changed_files({path: seen.state for path, seen in work.files.items()}))
@@ -476,44 +524,43 @@ def demand_unchanged(prepared: Prepared, model: MemberConfig, work: MemberWork) 
 
 
 def write_bad_rows(work: MemberWork, bad_rows: Mapping[int, str]) -> None:
-    """Keep which rows could not be computed, for the next run."""
+    """Write which rows could not be computed, for the next run."""
     write_text(bad_rows_path(work.shards_dir), _json(dict(sorted(bad_rows.items()))))
 
 
 def write_manifest(
-    rundir: RunDir, work: MemberWork, sha256: str, is_there: npt.NDArray[np.bool_] | None = None
+    rundir: RunDir, work: MemberWork, sha256: str, is_present: npt.NDArray[np.bool_] | None = None
 ) -> None:
-    """Say beside a member's predictions what they were made of.
+    """Write the manifest of a member's predictions: what they were made of.
 
-    Rows that could not be computed are named by their places in the predictions.
+    Rows that could not be computed are named by their positions in the predictions.
 
     Args:
         sha256: of the predictions.
-        is_there: the rows that they hold, bool [rows]; None: all.
+        is_present: the rows that they hold, bool [rows]; None: all.
     """
-    is_there = np.ones(len(work.is_done), dtype=np.bool_) if is_there is None else is_there
-    is_of_all = bool(is_there.all())
-    places = np.cumsum(is_there) - 1
-    bad_places = {row: int(places[row]) for row in sorted(work.bad_rows) if is_there[row]}
+    if is_present is None:
+        is_present = np.ones(len(work.is_done), dtype=np.bool_)
+    has_all_rows = bool(is_present.all())
+    positions = np.cumsum(is_present) - 1
     document: dict[str, object] = {
         "fingerprint": work.fingerprint.to_dict(),
         "settings": dict(work.settings),
         "sha256": sha256,
         "rows": len(work.is_done),
-        "bad_rows": {place: work.bad_rows[row] for row, place in bad_places.items()},
+        "bad_rows": {
+            int(positions[row]): work.bad_rows[row] for row in sorted(work.bad_rows) if is_present[row]
+        },
         "workers": [asdict(worker) for worker in work.workers],
         "computed": [asdict(run) for run in (*work.computed_before, work.computed) if run is not None],
-        "work": work.worked,
+        "work": work.work_bytes,
     }
-    if not is_of_all:
-        document["present"] = int(is_there.sum())
+    if not has_all_rows:
+        document["present"] = int(is_present.sum())
     if work.row_digests is not None:
-        write_row_file(
-            rundir.rows(work.member),
-            work.fingerprint,
-            work.row_digests if is_of_all else work.row_digests[is_there],
-        )
-    elif work.views:  # those of a run without views say nothing of these predictions
+        digests = work.row_digests if has_all_rows else work.row_digests[is_present]
+        write_row_file(rundir.rows(work.member), work.fingerprint, digests)
+    elif work.views:  # the row file of a run without views does not describe these predictions
         rundir.rows(work.member).unlink(missing_ok=True)
     write_text(rundir.manifest(work.member), _json(document))
 

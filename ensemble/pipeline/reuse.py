@@ -1,7 +1,7 @@
-"""Rows that other work has computed already: of a trial, of the table as it was, of a member under another name.
+"""Rows that other work has already computed: of a trial, of the table as it was, of a member under another name.
 
-Settings, weights and tokenizer must be the same; rows are known by their digests, never by their ids.  What is
-taken over becomes a shard like any other.  Whatever writes here raises ``WriteError`` where the disk is full.
+Settings, weights and tokenizer must be the same.  Rows are compared by their digests, never by their ids.  Rows
+that are taken over become a shard like any other.  Functions that write raise ``WriteError`` if the disk is full.
 """
 
 from __future__ import annotations
@@ -39,47 +39,48 @@ _MAX_LINE_BYTES = 4_096
 
 @dataclass(frozen=True)
 class EarlierWork:
-    """Work of some member on ``rows`` rows of a table, as the first line of its file of row digests describes it.
+    """Work of a member on ``rows`` rows of a table, as the first line of its file of row digests describes it.
 
     Attributes:
         path: the file: ``<member>.rows`` beside predictions, or ``rows.bin`` in a folder of shards.
         sha256: of the digests.
-        place: the path of its values: within the run directory, or absolute where that is another run's.
+        location: the path of its values: within the run directory, or absolute if that is another run's.
     """
 
     path: Path
     fingerprint: Fingerprint
     rows: int
     sha256: str
-    place: str = ""
+    location: str = ""
 
     @classmethod
     def at(cls, path: Path) -> EarlierWork | None:
-        """None where there is no such file, or it is of another scheme, or cut short."""
+        """Read a file of row digests; None if there is none, it is of another scheme, or it is cut short."""
         try:
             with path.open("rb") as file:
                 line = file.readline(_MAX_LINE_BYTES)
-                expected = path.stat().st_size - len(line)
+                digests_size = path.stat().st_size - len(line)
             document = json.loads(line)
             fingerprint = Fingerprint.from_dict(document["fingerprint"])
             rows, sha256 = int(document["rows"]), str(document["sha256"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        if fingerprint is None or rows * DIGEST_BYTES != expected:
+        if fingerprint is None or rows * DIGEST_BYTES != digests_size:
             return None
-        return cls(path, fingerprint, rows, sha256)
+        return cls(path=path, fingerprint=fingerprint, rows=rows, sha256=sha256)
 
     @classmethod
     def all_in(cls, rundir: RunDir) -> Iterator[EarlierWork]:
-        """All in a run directory, complete predictions first."""
+        """Yield all work in a run directory, complete predictions first."""
         for folder, pattern in (
             (rundir.predictions_dir, "*.rows"),
             (rundir.work_dir, "*/rows.bin"),
             (rundir.work_dir, "*/*/rows.bin"),  # of views
         ):
             for path in sorted(folder.glob(pattern)):
-                if (found := cls.at(path)) is not None:
-                    yield replace(found, place=str(found.values_path.relative_to(rundir.root)))
+                work = cls.at(path)
+                if work is not None:
+                    yield replace(work, location=str(work.values_path.relative_to(rundir.root)))
 
     @property
     def values_path(self) -> Path:
@@ -87,9 +88,9 @@ class EarlierWork:
         return self.path.with_suffix(".csv") if self.path.suffix == ".rows" else self.path.parent
 
     def values(self, labels: int) -> tuple[npt.NDArray[np.float64], dict[int, str]] | None:
-        """Its rows' values, [rows, labels], NaN where it has none, and why some could not be computed.
+        """Return the rows' values, [rows, labels], NaN in rows without any, and the reasons of bad rows.
 
-        None: it is not what it should be.
+        None if its files were changed.
         """
         path = self.values_path
         if path == self.path.parent:
@@ -104,28 +105,36 @@ class EarlierWork:
         values[list(bad_rows)] = np.nan
         return values, bad_rows
 
-    def places_of(self, fingerprint: Fingerprint, wanted: RowDigests) -> npt.NDArray[np.int64] | None:
-        """For each wanted row its place in this work, -1 where it has none like it; None: this is other work.
+    def positions_of(self, fingerprint: Fingerprint, digests: RowDigests) -> npt.NDArray[np.int64] | None:
+        """Return the position of each row in this work, -1 if it does not have the row.
+
+        None if this is work with other settings or files.
 
         Args:
-            fingerprint: of the work that wants them.
-            wanted: digests of the rows, [rows, 2].
+            fingerprint: of the work that takes rows over.
+            digests: of its rows, [rows, 2].
         """
         if replace(self.fingerprint, rows=fingerprint.rows) != fingerprint:
             return None
-        if self.fingerprint == fingerprint and self.rows == len(wanted):
-            return np.arange(len(wanted))
+        if self.fingerprint == fingerprint and self.rows == len(digests):
+            return np.arange(len(digests))
         try:
             content = self.path.read_bytes().partition(b"\n")[2]
         except OSError:
             return None
         if hashlib.sha256(content).hexdigest() != self.sha256 or len(content) != self.rows * DIGEST_BYTES:
             return None
-        return find_rows(wanted, np.frombuffer(content, "<u8").reshape(-1, 2))
+        return find_rows(digests, np.frombuffer(content, "<u8").reshape(-1, 2))
 
 
 def demand_reusable(folder: Path, output_dir: Path) -> None:
-    """Raises EnsembleError where a run cannot take rows over from a directory, such as its own, or no run's."""
+    """Check that a run can take rows over from a directory.
+
+    Raises:
+        ConfigError: it is the run's own, or no run's.
+        OutputInUse: a run is writing there.
+        DataError: its predictions were changed.
+    """
     rundir = RunDir(folder)
     if folder.resolve() == output_dir.resolve():
         raise ConfigError(
@@ -134,18 +143,19 @@ def demand_reusable(folder: Path, output_dir: Path) -> None:
         )
     if not rundir.run_json.is_file():
         raise ConfigError(f"--reuse: {folder} has no run.json; name the output_dir of another run")
-    if (process := holder(rundir)) is not None:
+    process = holder(rundir)
+    if process is not None:
         raise OutputInUse(f"--reuse: {folder} is in use by {process}; wait for its run to end")
     for path in sorted(rundir.predictions_dir.glob("*.csv")):
         demand_as_written(path)
 
 
 def write_row_file(path: Path, fingerprint: Fingerprint, digests: RowDigests) -> None:
-    """Write the file that says which rows a member's work is of, unless it is there already."""
-    there = EarlierWork.at(path)
+    """Write the file that says which rows a member's work is of, unless it exists already."""
+    existing = EarlierWork.at(path)
     content = np.ascontiguousarray(digests, "<u8").reshape(-1).data
     sha256 = hashlib.sha256(content).hexdigest()
-    if there is not None and (there.fingerprint, there.sha256) == (fingerprint, sha256):
+    if existing is not None and (existing.fingerprint, existing.sha256) == (fingerprint, sha256):
         return
     line = json.dumps({"fingerprint": fingerprint.to_dict(), "rows": len(digests), "sha256": sha256})
     with atomic_path(path) as temporary, temporary.open("wb") as file:
@@ -154,11 +164,11 @@ def write_row_file(path: Path, fingerprint: Fingerprint, digests: RowDigests) ->
 
 
 def write_shards(folder: Path, rows: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> None:
-    """Leave rows as shards, in blocks.
+    """Write rows as shards.
 
     Args:
-        rows: of the table, [n].
-        values: theirs, [n, labels].
+        rows: numbers of table rows, [n].
+        values: of these rows, [n, labels].
     """
     names = ["row", *(f"p{label}" for label in range(values.shape[1]))]
     for start in range(0, len(rows), _ROWS_PER_SHARD):
@@ -171,16 +181,12 @@ def write_shards(folder: Path, rows: npt.NDArray[np.int64], values: npt.NDArray[
 
 
 def note_merged_rows(path: Path, is_merged: npt.NDArray[np.bool_]) -> None:
-    """Write which rows of a member's predictions a merge takes, bool [rows there]; nothing where it takes all."""
-    if is_merged.all():
-        path.unlink(missing_ok=True)
-    else:
-        with atomic_path(path) as temporary:
-            temporary.write_bytes(np.packbits(is_merged).tobytes())
+    """Write which rows of a member's predictions a merge takes, bool [rows of the file]; no file if all."""
+    _write_bits(path, None if is_merged.all() else is_merged)
 
 
 def rows_merged(path: Path, rows: int) -> npt.NDArray[np.bool_]:
-    """Which of so many rows of a member's predictions the last merge has taken, [rows]."""
+    """Return which of ``rows`` rows of a member's predictions the last merge has taken, bool [rows]."""
     try:
         bits = np.frombuffer(path.read_bytes(), np.uint8)
     except OSError:
@@ -191,19 +197,26 @@ def rows_merged(path: Path, rows: int) -> npt.NDArray[np.bool_]:
 
 
 def note_rule_rows(path: Path, rows: npt.NDArray[np.bool_] | None) -> None:
-    """Write which rows each rule of a merge was for, bool [rules, rows]; None: it had none."""
-    if rows is None:
+    """Write which rows each rule of a merge was for, bool [rules, rows]; None if there were no rules."""
+    _write_bits(path, rows)
+
+
+def _write_bits(path: Path, flags: npt.NDArray[np.bool_] | None) -> None:
+    """Write a bit for each flag, each row of flags from a new byte on; None: remove the file."""
+    if flags is None:
         path.unlink(missing_ok=True)
-    else:
-        with atomic_path(path) as temporary:
-            temporary.write_bytes(np.packbits(rows, axis=1).tobytes())
+        return
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(np.packbits(flags, axis=-1).tobytes())
 
 
 def rule_rows(path: Path, counts: Sequence[int], rows: int) -> npt.NDArray[np.bool_] | None:
-    """Which of so many rows each rule of the last merge was for, bool [rules, rows].
+    """Return which of ``rows`` rows each rule of the last merge was for, bool [rules, rows].
+
+    None if the file is missing, or is of other rules.
 
     Args:
-        counts: of each rule's rows; None where the file is of other ones.
+        counts: how many rows each rule was for.
     """
     try:
         bits = np.frombuffer(path.read_bytes(), np.uint8)
@@ -211,5 +224,5 @@ def rule_rows(path: Path, counts: Sequence[int], rows: int) -> npt.NDArray[np.bo
         return None
     if len(bits) != len(counts) * -(-rows // 8):
         return None
-    found = np.unpackbits(bits.reshape(len(counts), -1), axis=1, count=rows).astype(np.bool_)
-    return found if found.sum(axis=1).tolist() == [*counts] else None
+    is_for = np.unpackbits(bits.reshape(len(counts), -1), axis=1, count=rows).astype(np.bool_)
+    return is_for if is_for.sum(axis=1).tolist() == list(counts) else None

@@ -1,4 +1,4 @@
-"""The road of a run, in order, and nothing else."""
+"""The steps of a run, in order, and nothing else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from ensemble.pipeline.reuse import demand_reusable
 from ensemble.pipeline.run_dir import RunDir, hold, log, logging_to, remove_cache
 from ensemble.pipeline.run_report import MERGED, RunReport
 from ensemble.pipeline.signals import Signals, heed_signals
-from ensemble.pipeline.wait_for_gpus import held_texts, wait_for_room
+from ensemble.pipeline.wait_for_gpus import held_texts, wait_for_gpu_memory
 from ensemble.planning.plan import MemberPlan, without_done
 from ensemble.scheduling.deadline import Deadline, reserve_seconds, time_limit_text
 from ensemble.scheduling.device_pool import DevicePool
@@ -52,10 +52,11 @@ from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
 from ensemble.scheduling.state import MemberState, Phase
 
-# How old what ``status`` shows of a running run may be; short enough for people, long enough for slow disks.  With
-# hundreds of workers a report takes a good part of a second: no more than this share of the time, or ten times as
-# much where a member has got to another phase.
-_REPORT_SECONDS, _REPORT_SHARE, _REPORT_MAX_SECONDS = 5.0, 0.005, 60.0
+# A running run writes its report this often: often enough for people, seldom enough for slow disks.
+_REPORT_SECONDS, _REPORT_MAX_SECONDS = 5.0, 60.0
+# With hundreds of workers a report takes a good part of a second.  Reports take no more than this share of the
+# time, or ten times as much when a member enters another phase.
+_REPORT_SHARE = 0.005
 
 
 @driver_session()
@@ -70,29 +71,28 @@ def run(
 ) -> RunReport:
     """Run a config from its checks to its merged files; what an earlier run did of the same work is kept.
 
-    Where members failed and the report's ``status`` is "failed", nothing was merged, and the others' CSVs stand.
+    If the report's ``status`` is "failed", members have failed and nothing was merged; the other members' CSVs are
+    complete.
 
     Args:
         fresh: start over, whatever an earlier run did.
-        elapsed_seconds: how much of ``time_limit`` is over already.
-        clock: what the limit goes by, in seconds; it goes on while nobody runs.
-        owns_process: as :func:`heed_signals` takes it.
-        reuse: the directory of another run, of which the same rows by the same members are taken over.
+        elapsed_seconds: how much of ``time_limit`` has passed already.
+        clock: returns seconds, for ``time_limit``; it goes on while the machine sleeps.
+        owns_process: see :func:`heed_signals`.
+        reuse: the directory of another run, from which equal rows of the same members are taken over.
 
     Raises:
-        EnsembleError: of exit code 2 before anything is written, 3 when the directory is in use, 1 when
-            the disk was full or the members' CSVs do not fit together.
+        EnsembleError: of exit code 2 before anything is written, 3 if the directory is in use, 1 if the disk is
+            full or the members' CSVs do not fit together.
         Interrupted: a signal came.
     """
     began = clock() - elapsed_seconds
     if reuse is not None:
         demand_reusable(reuse, loaded.config.output_dir)
     prepared = replace(prepare(loaded, is_for_run=True), reuse=reuse)
-    for text in (
-        f"{shown_path(loaded.config.data.path)}: {plural(prepared.table.rows, 'row')}",
-        *prepared.table.remarks,
-    ):
-        display.say(text)
+    display.say(f"{shown_path(loaded.config.data.path)}: {plural(prepared.table.rows, 'row')}")
+    for remark in prepared.table.remarks:
+        display.say(remark)
     return run_prepared(prepared, display, fresh, began, clock, owns_process)
 
 
@@ -104,9 +104,12 @@ def run_prepared(
     clock: Callable[[], float] = boot_seconds,
     owns_process: bool = True,
 ) -> RunReport:
-    """What :func:`run` does once the checks are passed; the run began at ``began`` by ``clock``.
+    """Run what has passed the checks, as :func:`run` does, and close its launcher.
 
-    The caller holds a :func:`driver_session`, from its checks on.  The launcher is closed in the end.
+    The caller holds a :func:`driver_session`, from its checks on.
+
+    Args:
+        began: when the run began, by ``clock``.
     """
     try:
         return _run_prepared(prepared, display, fresh, began, clock, owns_process)
@@ -124,15 +127,14 @@ def _run_prepared(
 ) -> RunReport:
     config, rundir = prepared.config, RunDir(prepared.config.output_dir)
     target = None if config.submission is None else config.submission.path
-    said: list[str] = []
     if config.limit is not None and target is not None:
-        said.append(f"a trial on the first rows: {shown_path(target)} will not be written")
-    said += [prepared.inventory.note, *prepared.warnings, *held_texts(prepared.plan.gpus)]
-    for text in filter(None, said):
-        display.say(text)
+        display.say(f"a trial on the first rows: {shown_path(target)} will not be written")
+    for text in (prepared.inventory.note, *prepared.warnings, *held_texts(prepared.plan.gpus)):
+        if text:
+            display.say(text)
     if not config.wait_for_gpu and prepared.reuse is None and not rundir.run_json.exists():
-        # Before anything is written; a run that goes on may have nothing left that needs a GPU.
-        wait_for_room(prepared.plan, prepared.launcher, lambda text: None)
+        # Before anything is written.  A run that goes on may have nothing left that needs a GPU.
+        wait_for_gpu_memory(prepared.plan, prepared.launcher, lambda text: None)
     rundir.create()
     try:
         with hold(rundir), heed_signals(owns_process) as signals:
@@ -146,8 +148,8 @@ def _run_prepared(
                 for ignored in signals.ignored:
                     log.info("%s is ignored: this process was started so", ignored.name)
                 return _Run(prepared, began, clock, rundir, display, signals).go()
-    except OSError as error:  # outside of the writing of a file, such as in the making of a folder
-        if error.filename is None:  # not of a file: a socket, a process
+    except OSError as error:  # from anything but writing a file, such as making a folder
+        if error.filename is None:  # it is not about a file, but a socket or a process
             raise EnsembleError(
                 f"the run ended with an error of the system ({type(error).__name__}: {error}); {RESUMES}"
             ) from error
@@ -157,7 +159,7 @@ def _run_prepared(
 
 
 class _Run(RunState):
-    """One run, with what its steps share beside its report."""
+    """A run with the state that its steps share."""
 
     def __init__(
         self,
@@ -174,85 +176,106 @@ class _Run(RunState):
         self._display = display
         self.say = display.say
         self._signals = signals
-        self._not_given: dict[str, Failure] = {}
+        # Failures of members that need no worker, by name.
+        self._early_failures: dict[str, Failure] = {}
         self._writer = ResultWriter(prepared, rundir, self.works, self.results)
-        # What workers are given goes by this one, and what is told of them.
+        # Measures how long workers take, without the time in which this process did not run.
         self._watch = Watch(MAX_TURN_SECONDS)
         self._phases: list[Phase] = []
-        self._before_seconds = 0.0  # until workers could start
+        self._seconds_before_workers = 0.0
         self._report_due = self._change_due = -math.inf
 
     def go(self) -> RunReport:
-        rundir, config, writer = self._rundir, self._config, self._writer
+        """Take all steps from the work of earlier runs to the report page."""
+        rundir, config = self._rundir, self._config
         try:
             if config.time_limit is not None and config.hash_weights and not rundir.ensemble.exists():
-                writer.merge([])  # to read all weights can take minutes
+                self._writer.merge([])  # reading all weights can take minutes
             self.works.update(find_works(self.prepared, rundir, self.say))
-            self._take_given()
+            self._write_predictions_without_workers()
             self._take_over_cpu_choices()
             self._plan_what_is_left()
-            rundir.remove_caches([one.shards_dir for one in self.works.values() if not one.has_rows.all()])
+            works = self.works.values()
+            rundir.remove_caches([work.shards_dir for work in works if not work.has_rows.all()])
             self.report("running").write(rundir.run_json)
             is_work_left = any(state.has_work for state in self.members)
-            # The mean of views may be another with nothing to compute.
-            if is_work_left or any(one.views and not one.is_complete for one in self.works.values()):
+            # If weights of views changed, their mean is another one, with nothing to compute.
+            if is_work_left or any(work.views and not work.is_complete for work in works):
                 rundir.forget_results()
             loaded = self.prepared.loaded
             write_text(rundir.config, loaded.redactor(loaded.whole))
-            reserve = self._first_submission() if is_work_left else 0.0
+            reserve = 0.0
             if is_work_left:
-                self._wait_for_room(reserve)
-                wants_ids = any(member_kind(one).reads().ids for one in self.prepared.config.models)
-                with atomic_path(rundir.table) as temporary:
-                    self.prepared.table.publish(temporary, wants_ids)
-                for member in self.prepared.plan.members:
-                    if member.chunks or member.waits_for:
-                        work = self.works[member.name]
-                        work.make_shards_dir()
-                        with (
-                            atomic_path(order_path(work.shards_dir)) as temporary,
-                            temporary.open("wb") as file,
-                        ):
-                            np.save(file, member.order)
-                        if not member.gpus and config.launcher == "local":
-                            keep_cpu_choice(work.shards_dir, member)
-                sync_directory(rundir.work_dir)  # so that the new folders are there after a power cut
+                reserve = self._write_first_submission()
+                self._wait_for_gpu_memory(reserve)
+                self._publish_work()
             self._run_members(reserve)
             self._merge()
-            self._look_back(reserve)
+            self._check_outcome(reserve)
         except Interrupted as stopped:
             self.status = "interrupted"
             log.warning("interrupted: %s", stopped)
             raise
         finally:
-            if self.members:  # else the report of an earlier run says more
-                # What ended the run says more than this; what nothing ended is not done without its report.
+            if self.members:  # otherwise the report of an earlier run says more
+                # An error that ended the run matters more than one of its report; a merged run needs its report.
                 with contextlib.nullcontext() if self.status in MERGED else contextlib.suppress(WriteError):
                     self.results.files |= {"log": rundir.run_log, "report": rundir.run_json}
                     self.report(self.status).write(rundir.run_json)
         if self.status == "complete":
             rundir.remove_caches(())
-        if self.status == "complete" and not self.left_out:  # who was left out can resume from its shards
-            # Not those of members that this config leaves out, which another run may resume; of a trial its own.
-            done = [work.shards_dir for work in self.works.values()]
-            for name, work in self.works.items() if config.limit is None else ():
-                done += rundir.shards_dirs(name)
-                done += [rundir.root / place for place in work.taken if place.startswith("work/")]
-            rundir.remove_work(done)
-        return self._with_page(self.report(self.status))
+            if not self.left_out:  # a member that was left out can resume from its shards
+                self._remove_work()
+        return self._add_page(self.report(self.status))
 
-    def _with_page(self, report: RunReport) -> RunReport:
-        """Have report.html written, if results stand; the run's own files are complete by now."""
+    def _publish_work(self) -> None:
+        """Write what workers read: the table, and the order of each member's rows."""
+        rundir = self._rundir
+        needs_ids = any(member_kind(model).reads().ids for model in self._config.models)
+        with atomic_path(rundir.table) as temporary:
+            self.prepared.table.publish(temporary, needs_ids)
+        for member in self.prepared.plan.members:
+            if not member.chunks and not member.waits_for:
+                continue
+            work = self.works[member.name]
+            work.make_shards_dir()
+            with atomic_path(order_path(work.shards_dir)) as temporary, temporary.open("wb") as file:
+                np.save(file, member.order)
+            if not member.gpus and self._config.launcher == "local":
+                keep_cpu_choice(work.shards_dir, member)
+        sync_directory(rundir.work_dir)  # so that the new folders survive a power cut
+
+    def _remove_work(self) -> None:
+        """Remove shards of this run's members; those of members that the config leaves out stay."""
+        folders = [work.shards_dir for work in self.works.values()]
+        if self._config.limit is None:  # a trial removes only its own
+            for name, work in self.works.items():
+                folders += self._rundir.shards_dirs(name)
+                folders += [self._rundir.root / path for path in work.rows_taken if path.startswith("work/")]
+        self._rundir.remove_work(folders)
+
+    def _add_page(self, report: RunReport) -> RunReport:
+        """Have report.html written if there are results; the run's own files are complete by now."""
         if report.status not in MERGED:
             return report
-        config = self._config
-        left = math.inf if config.time_limit is None else self.began + config.time_limit - self.clock()
         with self._signals.postponed(is_report=True):
-            page = write_page(self._rundir, report, config.report, left, lambda: self._signals.came, self.say)
+            page = write_page(
+                self._rundir,
+                report,
+                self._config.report,
+                self._seconds_left(),
+                lambda: self._signals.came,
+                self.say,
+            )
         return report if page is None else replace(report, files={**report.files, "report page": str(page)})
 
-    def _take_given(self) -> None:
-        """Write the predictions of members that need no worker: first, so that the first submission has them."""
+    def _seconds_left(self, reserve: float = 0.0) -> float:
+        """Return the seconds until ``time_limit``, without the last ``reserve``; infinite if there is no limit."""
+        limit = self._config.time_limit
+        return math.inf if limit is None else self.began + limit - reserve - self.clock()
+
+    def _write_predictions_without_workers(self) -> None:
+        """Write the predictions of members that need no worker, so that the first submission has them."""
         for member in self.prepared.plan.members:
             if member.needs_worker or self.works[member.name].is_complete:
                 continue
@@ -262,18 +285,19 @@ class _Run(RunState):
                 self._writer.write_given(member)
             except (DataError, MergeError) as error:
                 log.error("%s failed: %s", member.name, error)
-                self._not_given[member.name] = Failure(member.name, "; ".join(error.problems))
+                self._early_failures[member.name] = Failure(member.name, "; ".join(error.problems))
 
     def _take_over_cpu_choices(self) -> None:
-        """Plan members on the CPU as the run began with them; nodes of a cluster have cores of their own."""
-        kept = kept_cpu_choices(self.works) if self._config.launcher == "local" else {}
-        if kept:
+        """Plan members on the CPU as the run began with them; nodes of a cluster have their own cores."""
+        choices = kept_cpu_choices(self.works) if self._config.launcher == "local" else {}
+        if choices:
             plan = self.prepared.plan
-            self.prepared = replace(self.prepared, plan=plan.again(plan.gpus, kept))
-            for text in changed_cpu_choices(self.prepared.plan, kept):
+            self.prepared = replace(self.prepared, plan=plan.again(plan.gpus, choices))
+            for text in changed_cpu_choices(self.prepared.plan, choices):
                 self.say(text)
 
     def _plan_what_is_left(self) -> None:
+        """Reduce the plan to the chunks that are left to do."""
         plan = self.prepared.plan
         is_timed = self._config.time_limit is not None
         if self.cascades is None and any(member.waits_for for member in plan.members):
@@ -285,7 +309,8 @@ class _Run(RunState):
             MemberState(member, self.works[member.name].noted_bad_rows, self._watch) for member in members
         ]
         for state in self.members:
-            if (failure := self._not_given.get(state.plan.name)) is not None:
+            failure = self._early_failures.get(state.plan.name)
+            if failure is not None:
                 state.fail(failure)
 
     def _what_is_left(self, member: MemberPlan, is_timed: bool) -> MemberPlan:
@@ -307,24 +332,27 @@ class _Run(RunState):
             return self.cascades.planned(self.prepared.plan, member)
         return replace(member, chunks=(), order=member.order[:0])
 
-    def _first_submission(self) -> float:
-        """Under a time limit: a submission of what there is; returns the seconds to keep for the last one."""
+    def _write_first_submission(self) -> float:
+        """Write a submission of the rows so far, if there is a time limit.
+
+        Returns:
+            the seconds to reserve for the last submission.
+        """
         limit = self._config.time_limit
         if limit is None:
             return 0.0
         began = self.clock()
-        self._writer.merge([one for one in self.members if self.works[one.plan.name].has_rows.any()])
+        self._writer.merge([state for state in self.members if self.works[state.plan.name].has_rows.any()])
         self.say(
             f"time limit {duration(limit)}: a first submission is written; rows that no member reaches are filled "
             f"in (fill: {self._config.fill})"
         )
         return reserve_seconds(self.clock() - began, len(self._config.models), limit)
 
-    def _wait_for_room(self, reserve: float) -> None:
-        limit = self._config.time_limit
-        left = math.inf if limit is None else self.began + limit - reserve - self.clock()
+    def _wait_for_gpu_memory(self, reserve: float) -> None:
         prepared = self.prepared
-        plan = wait_for_room(prepared.plan, prepared.launcher, self.say, left)
+        seconds_left = self._seconds_left(reserve)
+        plan = wait_for_gpu_memory(prepared.plan, prepared.launcher, self.say, seconds_left)
         if plan is not prepared.plan:
             self.prepared = replace(prepared, plan=plan)
             self._plan_what_is_left()
@@ -332,6 +360,7 @@ class _Run(RunState):
             self.say(text)
 
     def _run_members(self, reserve: float) -> None:
+        """Run the scheduler until all members have ended."""
         config, display, prepared = self._config, self._display, self.prepared
         launcher = prepared.launcher
         working = [member for member in prepared.plan.members if member.chunks or member.waits_for]
@@ -357,36 +386,40 @@ class _Run(RunState):
             deadline = Deadline(self.began + config.time_limit - reserve, workers, self.clock)
         scheduler = Scheduler(self.members, self.pool, launcher, self, rules, self._watch, deadline)
         self.gaps, self.node_changes = scheduler.gaps.measured, scheduler.node_changes
-        self._before_seconds = self.clock() - self.began
+        self._seconds_before_workers = self.clock() - self.began
         try:
             with self._signals.postponed():
                 scheduler.run()
             self._signals.check()
         finally:
             display.stop()
-            launcher.close()  # before the merge: what it holds of other machines is not needed any more
+            launcher.close()  # before the merge, which needs no other machines
 
     def _files_of(self, member: MemberPlan) -> MemberFiles:
+        """Return the files that a member's workers read."""
         work = self.works[member.name]
         spec = worker_spec(self.prepared, self._rundir, member, work.shards_dir, None, {})
-        # Files that settings name besides, such as a tokenizer's, are among those that must stay as they are.
+        # ``work.files`` has those that other settings name, such as a tokenizer's.
         sources = (*member_kind(member.model).sources(), *work.files)
-        if (cells := self.prepared.files.get(member.name)) is None:
+        cells = self.prepared.files.get(member.name)
+        if cells is None:
             return MemberFiles(spec, sources)
         folder = str((cells.folder or Path()).absolute())
         return MemberFiles(spec, sources, folder, partial(self.prepared.table.row_files, cells))
 
     def worker_start(self, member: MemberPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
-        work, folder = self.works[member.name], None
-        if member.request.offload_folder is not None:
-            # transformers names its files there after parameters, which are alike in every model.
-            folder = member.request.offload_folder / f"{member.name}-{replica}-{os.getpid()}"
+        """Return how to start one of a member's workers."""
+        work = self.works[member.name]
+        offload_folder = member.request.offload_folder
+        if offload_folder is not None:
+            # Each worker has its own: transformers names files after parameters, which are alike in every model.
+            offload_folder = offload_folder / f"{member.name}-{replica}-{os.getpid()}"
         files = {path: seen.state for path, seen in work.files.items()}
-        spec = worker_spec(self.prepared, self._rundir, member, work.shards_dir, folder, files)
+        spec = worker_spec(self.prepared, self._rundir, member, work.shards_dir, offload_folder, files)
         if work.views:
             views = tuple(
-                ViewSpec(one.shards_dir.name, view.columns, view.label_order(self._config.labels))
-                for one, view in zip(work.views, member.model.counted_views, strict=True)
+                ViewSpec(view_work.shards_dir.name, view.columns, view.label_order(self._config.labels))
+                for view_work, view in zip(work.views, member.model.counted_views, strict=True)
             )
             spec = replace(spec, common=replace(spec.common, views=views))
         return WorkerStart(
@@ -396,31 +429,36 @@ class _Run(RunState):
             log=self._rundir.log(member.name, replica),
             cpu_share=member.cpu_share,
             cpu_threads=member.cpu_threads,
-            scratch=folder,
+            scratch=offload_folder,
         )
 
     def on_bad_rows(self, state: MemberState) -> None:
+        """Write the rows of a member that could not be computed."""
         work = self.works[state.plan.name]
-        for view, one in enumerate(work.parts):
-            if own := work.of_view(state.bad_rows, view):
-                write_bad_rows(one, own)
+        for view, part in enumerate(work.parts):
+            bad_rows = work.rows_of_view(state.bad_rows, view)
+            if bad_rows:
+                write_bad_rows(part, bad_rows)
 
     def on_finished(self, state: MemberState) -> None:
+        """Write the predictions of a member that has all of its rows."""
         remove_cache(self.works[state.plan.name].shards_dir)
         self._writer.write_predictions(state, worker_reports(state), self.computation(state))
 
     def on_ended(self, state: MemberState) -> None:
+        """Begin members with ``when`` whose rows can be selected now that a member has finished or failed."""
         if self.cascades is None:
             return
         failure, may_go_on = state.failure, self._config.on_member_failure == "continue"
         if failure is not None and not failure.is_dropped and not may_go_on:
-            return  # members that wait for it go on in the run that has it
+            return  # members that wait for it go on in a later run, which has its rows
         selected = self.cascades.end(state.plan.name, is_left_out=failure is not None)
         for waiting in self.members:
             if waiting.plan.name in selected and waiting.is_undecided:
                 waiting.begin(self.cascades.planned(self.prepared.plan, waiting.plan))
 
     def on_change(self, members: Sequence[MemberState]) -> None:
+        """Show the members, and write the report if it is due."""
         self._display.update(members)
         phases = [state.phase for state in members]
         due = self._change_due if phases != self._phases else self._report_due
@@ -434,40 +472,40 @@ class _Run(RunState):
         self._signals.check()
 
     def _merge(self) -> None:
-        """Merge what may be merged."""
+        """Merge the members, unless one has failed that the run may not go on without."""
         good = [state for state in self.members if state.failure is None]
         failures = [state.failure for state in self.members if state.failure is not None]
         may_go_on = self._config.on_member_failure == "continue"
         is_timed = self._config.time_limit is not None
-        counting = [state for state in good if state.plan.model.has_weight]
-        if not counting or not all(failure.is_dropped or may_go_on for failure in failures):
-            if is_timed and any(state.rows_done for state in counting):
+        weighted = [state for state in good if state.plan.model.has_weight]
+        if not weighted or not all(failure.is_dropped or may_go_on for failure in failures):
+            if is_timed and any(state.rows_done for state in weighted):
                 self._writer.merge(good)  # better than the first submission, which is there in any case
                 names = ", ".join(failure.member for failure in failures)
                 self.say(f"the submission holds what there is, without {names}")
             return
         self._writer.merge(good)
         self.left_out = failures
-        # One whose CSV was not written in time has its shards, which must stay.
-        unfinished = is_timed and not all(self.works[state.plan.name].is_complete for state in good)
-        self.status = "time_limit" if unfinished else "complete"
+        # The shards of a member whose CSV was not written in time must stay.
+        is_unfinished = is_timed and not all(self.works[state.plan.name].is_complete for state in good)
+        self.status = "time_limit" if is_unfinished else "complete"
 
-    def _look_back(self, reserve: float) -> None:
-        """Say that the table changed, and where the time went of a limit that left none to compute anything."""
+    def _check_outcome(self, reserve: float) -> None:
+        """Say if the table changed meanwhile, and where the time went if a limit left none to compute rows."""
         path, limit = self._config.data.path, self._config.time_limit
         if file_state(path) != self.prepared.table_state:
             self.say(
                 f"{shown_path(path)} changed during the run; the results are of the rows as they were read at its "
                 "start: run the same command again for the rows that are new"
             )
-        # What a worker wrote in its last moment counts, though nobody heard of it.
-        reached = self.results.merged_rows
-        has_got_further = any(
-            reached.get(one.plan.name, 0) > one.reused_rows or one.rows_done > one.reused_rows
-            for one in self.members
+        # Merged rows include those that a worker wrote too late to report them.
+        merged_rows = self.results.merged_rows
+        has_new_rows = any(
+            max(merged_rows.get(state.plan.name, 0), state.rows_done) > state.reused_rows
+            for state in self.members
         )
-        if limit is not None and self.status == "time_limit" and not has_got_further:
-            self.explanation = time_limit_text(self.members, limit, self._before_seconds, reserve)
+        if limit is not None and self.status == "time_limit" and not has_new_rows:
+            self.explanation = time_limit_text(self.members, limit, self._seconds_before_workers, reserve)
             log.warning("%s", self.explanation)
 
 
@@ -479,16 +517,23 @@ def worker_spec(
     offload_folder: Path | None,
     files: Mapping[str, FileState],
 ) -> WorkerSpec:
-    """What a worker is told of its member; ``offload_folder`` is for it alone, ``files`` must stay as they are."""
+    """Return what a worker must know of its member.
+
+    Args:
+        offload_folder: of this worker alone.
+        files: must stay as they are.
+    """
     kind, inspected = member_kind(member.model), prepared.inspected[member.name]
-    # A worker's share of a GPU that it does not have to itself, without what CUDA takes of it.
+    # The worker's share of a GPU that several share, without the memory that CUDA takes.
     memory_limit = None
-    if member.gpus and (sharing := prepared.config.max_workers_per_gpu) > 1:
+    workers_per_gpu = prepared.config.max_workers_per_gpu
+    if member.gpus and workers_per_gpu > 1:
         gpus = [gpu for gpu in prepared.plan.gpus if gpu.uuid in member.placement.devices]
         free = min(gpu.total_bytes - gpu.used_bytes for gpu in gpus)
-        memory_limit = free * member.placement.places // sharing
-        if (needed := member.placement.footprint) is not None:
-            memory_limit -= needed.context_bytes
+        memory_limit = free * member.placement.places // workers_per_gpu
+        footprint = member.placement.footprint
+        if footprint is not None:
+            memory_limit -= footprint.context_bytes
     common = CommonSpec(
         labels=prepared.config.labels,
         activation=inspected.activation,
@@ -505,7 +550,7 @@ def worker_spec(
 
 
 class Display(Protocol):
-    """Shows a run; ``update`` is called a few times a second with every member's state."""
+    """Shows a run; ``update`` is called with every member's state, a few times a second."""
 
     def say(self, text: str) -> None: ...
     def update(self, members: Sequence[MemberState]) -> None: ...

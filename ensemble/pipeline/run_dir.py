@@ -1,4 +1,4 @@
-"""Every path in a run directory, its lock and its log, and what proves that a run has made it.
+"""Every path in a run directory, its lock and its log, and how a directory that a run has made is recognized.
 
 output_dir/
   config.yaml              as given; several files, and what --set says, in one
@@ -12,8 +12,7 @@ output_dir/
   logs/run.log             what the parent did; logs/<member>-<replica>.log: all a worker printed;
                            logs/report.log: what went wrong with the report
   work/                    the table as Arrow; <member>.<fingerprint>/: which rows, their order, shards, bad
-                           rows, and in cache/ what loads of the member keep for later ones; removed when the
-                           run is complete
+                           rows, and in cache/ what the member's workers share; removed when the run is complete
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from ensemble.common.version import __version__
 
 _LOCK_ATTEMPTS = 5
 log = logging.getLogger("ensemble")
-# How files begin that only runs write.
+# The beginnings of files that only runs write.
 _RUN_LOG = rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO ensemble \S+ runs as process \d+ on "
 _RUN_JSON = rb'\{\s*"status": "\w+",\s*"pid": \d+,\s*"versions": \{\s*"ensemble": "'
 _MADE_OF = rb'\{\s*"fingerprint": \{\s*"scheme": \d+,\s*"settings": "[0-9a-f]{64}"'
@@ -68,12 +67,12 @@ class RunDir:
         self.lock = root / ".lock"
         self._resolved: dict[Path, str] = {}
         self._folders = (self.predictions_dir, self.work_dir, self.logs_dir)
-        # All that a run uses, but for its lock.
         self._results = (self.ensemble, self.submission, self.report_page)
-        self._own = (*self._folders, self.config, self.run_json, *self._results)
+        # All that a run uses, without its lock.
+        self._run_paths = (*self._folders, self.config, self.run_json, *self._results)
 
     def resolved(self, path: Path) -> str:
-        """Absolute and without links; looked up once, as hundreds of workers may be told."""
+        """Return a path as absolute and without links; it is looked up once for all workers."""
         if path not in self._resolved:
             self._resolved[path] = str(path.resolve())
         return self._resolved[path]
@@ -97,30 +96,31 @@ class RunDir:
         return self.work_dir / f"{member}.{fingerprint[:16]}"
 
     def shards_dirs(self, member: str) -> list[Path]:
-        """The folders of a member's shards, whatever they are made of."""
+        """Return the folders of a member's shards, with any fingerprint."""
         return [path for path in self.work_dir.glob("*.*") if path.name.rpartition(".")[0] == member]
 
     def endangered(self, inputs: Iterable[Path], target: Path | None) -> Iterator[str]:
-        """Why a run here would destroy something: files that no run has made, its own inputs, its own files.
+        """Yield why a run here would destroy files: those that no run has made, its inputs, or its own files.
 
         Args:
             inputs: what the run reads.
-            target: where the submission goes, if that is said.
+            target: where the submission goes, if the config names a path.
         """
         yield from self._misplaced()
-        if strangers := self.strangers():
+        foreign = self.foreign_names()
+        if foreign:
             yield (
-                f"output_dir: {self.root} holds {', '.join(strangers)}, which no run has made and this one "
+                f"output_dir: {self.root} holds {', '.join(foreign)}, which no run has made and this one "
                 "would replace; choose another output_dir"
             )
-        if target is not None and target.resolve() != self.submission.resolve() and self._is_own(target):
+        if target is not None and target.resolve() != self.submission.resolve() and self._is_used(target):
             yield f"submission.path: {target} is a file that the run itself writes; choose another name"
         for path in inputs:
-            if self._is_own(path):
+            if self._is_used(path):
                 yield f"output_dir: {path} is read by this run and would be overwritten; choose another output_dir"
 
     def _misplaced(self) -> Iterator[str]:
-        """Name folders where a run writes files, and files where it makes folders."""
+        """Yield sentences about folders where a run writes files, and files where it makes folders."""
         files = [
             self.config,
             self.run_json,
@@ -138,16 +138,18 @@ class RunDir:
             if path.is_file() and not path.is_symlink():
                 yield f"output_dir: {path} is a file, and the run makes a folder there; remove or rename it"
 
-    def strangers(self) -> list[str]:
-        """The names that a run would use and that stand for something to lose; none in a directory of runs.
+    def foreign_names(self) -> list[str]:
+        """Return the names of files and folders that a run would replace and that no run has made.
 
-        Empty files and folders are none, nor are links that lead nowhere.
+        Empty files and folders do not count, nor do links that lead nowhere.
         """
-        named = [path for path in self._own if _holds_something(path)]
-        return [] if not named or self.is_made_by_runs() else [path.name for path in named]
+        paths = [path for path in self._run_paths if _has_content(path)]
+        if not paths or self.is_made_by_runs():
+            return []
+        return [path.name for path in paths]
 
     def is_made_by_runs(self) -> bool:
-        """Whether something in the directory proves that a run has made it."""
+        """Return whether a file in the directory proves that a run has made it."""
         heads = {self.run_json: _RUN_JSON, self.run_log: _RUN_LOG}
         for folder, pattern in (
             (self.predictions_dir, "*.json"),
@@ -162,16 +164,18 @@ class RunDir:
         return any(read_shard(path) is not None for path in shards)
 
     def demand_free(self, option: str, path: Path) -> None:
-        """For a file that a user names for something else.
+        """Check that a file that the user names for something else is not one of the runs'.
 
         Raises:
             OutputError: runs, or ``tune``, write there themselves.
         """
-        if self._is_own(path) or path.resolve().is_relative_to(self.tune_dir.resolve()):
+        if self._is_used(path) or path.resolve().is_relative_to(self.tune_dir.resolve()):
             raise OutputError(f"{option}: runs write {path} themselves; choose another name")
 
-    def _is_own(self, path: Path) -> bool:
-        return any(path.resolve().is_relative_to(own.resolve()) for own in (*self._own, self.lock))
+    def _is_used(self, path: Path) -> bool:
+        """Return whether runs write to a path."""
+        resolved = path.resolve()
+        return any(resolved.is_relative_to(used.resolve()) for used in (*self._run_paths, self.lock))
 
     def create(self) -> None:
         """Make the directory and prove that it can be written.
@@ -191,20 +195,18 @@ class RunDir:
             raise OutputError(cannot_write("output_dir", self.root, error)) from error
 
     def tidy(self) -> None:
-        """Make the folders and remove the halves of files that a killed run left; what is whole stays."""
+        """Make the folders, and remove the incomplete files that a killed run left."""
         for folder in self._folders:
             if folder.is_symlink():
                 folder.unlink()
             folder.mkdir(exist_ok=True)
         for path in (*self.work_dir.iterdir(), *self.logs_dir.iterdir()):
             remove_link(path)
-        shards = [path for path in self.work_dir.iterdir() if path.is_dir() and not path.is_symlink()]
-        # Of views; and what python members keep.
-        shards += [
-            path for folder in shards for path in folder.iterdir() if path.is_dir() and not path.is_symlink()
-        ]
-        caches = [path for path in map(cache_dir, shards) if not path.is_symlink()]
-        for folder in (self.root, self.predictions_dir, self.work_dir, *shards, *caches):
+        shards_dirs = _folders_in(self.work_dir)
+        for folder in list(shards_dirs):
+            shards_dirs += _folders_in(folder)  # those of views
+        caches = [path for path in map(cache_dir, shards_dirs) if not path.is_symlink()]
+        for folder in (self.root, self.predictions_dir, self.work_dir, *shards_dirs, *caches):
             for leftover in folder.glob(f".*{TEMPORARY}*"):
                 if leftover.is_dir() and not leftover.is_symlink():
                     shutil.rmtree(leftover, ignore_errors=True)
@@ -212,48 +214,49 @@ class RunDir:
                     leftover.unlink(missing_ok=True)
 
     def remove_caches(self, but: Collection[Path]) -> None:
-        """Remove what python members have kept, except for the work whose shards are in these folders."""
+        """Remove the caches of python members, other than those in the given folders of shards."""
         if not self.work_dir.is_symlink() and self.work_dir.is_dir():
-            for folder in {*self.work_dir.iterdir()} - {*but}:
+            for folder in set(self.work_dir.iterdir()) - set(but):
                 remove_cache(folder)
 
     def forget_results(self) -> None:
-        """Remove merged files and report, so that nothing old can be taken for the result of a run that goes on."""
+        """Remove merged files and report, so that nobody takes them for the results of the run that goes on."""
         for file in self._results:
             file.unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Remove all that earlier runs left."""
+        """Remove everything that earlier runs left."""
         self.forget_results()
         self.run_json.unlink(missing_ok=True)
         for folder in self._folders:
             if folder.is_dir() and not folder.is_symlink():
-                shutil.rmtree(folder)  # what stayed would be taken for this run's work
+                shutil.rmtree(folder)  # raises an error: what stayed would be taken for this run's work
         self.tidy()
 
     def remove_work(self, shards_dirs: Iterable[Path]) -> None:
-        """Remove these folders of shards, and the published table; of other members' work nothing."""
+        """Remove these folders of shards, and the published table; other members' work stays."""
         if self.work_dir.is_symlink():
             return
         for folder in shards_dirs:
             shutil.rmtree(folder, ignore_errors=True)
         self.table.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # what others have not finished is in it
+        with contextlib.suppress(OSError):  # it is not empty: it holds other members' work
             self.work_dir.rmdir()
 
 
 def cache_dir(shards_dir: Path) -> Path:
-    """Return where a python member, whose shards these are, keeps what its workers share."""
+    """Return the folder, in a member's folder of shards, for what a python member's workers share."""
     return shards_dir / "cache"
 
 
 def remove_cache(shards_dir: Path) -> None:
+    """Remove what a python member's workers share."""
     if not shards_dir.is_symlink():
         shutil.rmtree(cache_dir(shards_dir), ignore_errors=True)  # follows no link
 
 
 def holder(rundir: RunDir) -> str | None:
-    """Who holds the directory, such as "process 12 on a host"; None: nobody."""
+    """Return the process that holds the directory, such as "process 12 on a host"; None if there is none."""
     with contextlib.suppress(OSError, OutputError), _open_lock(rundir, os.O_RDONLY, "r") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -264,7 +267,7 @@ def holder(rundir: RunDir) -> str | None:
 
 @contextlib.contextmanager
 def hold(rundir: RunDir) -> Iterator[IO[str]]:
-    """Hold the directory for this process; the kernel lets go when the process ends, however it ends.
+    """Lock the directory for this process; the kernel releases the lock when the process ends, however it ends.
 
     Raises:
         OutputInUse: another run holds it; the message names its process.
@@ -276,15 +279,15 @@ def hold(rundir: RunDir) -> Iterator[IO[str]]:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except BlockingIOError:  # perhaps only a look by ``holder``
+            except BlockingIOError:  # ``holder`` may hold it for a moment
                 if left:
                     time.sleep(0.1)
                     continue
-                holder = lock.read().strip() or "another process"
+                process = lock.read().strip() or "another process"
                 raise OutputInUse(
-                    f"output_dir: {rundir.root} is in use by {holder}; wait for it, or choose another output_dir"
+                    f"output_dir: {rundir.root} is in use by {process}; wait for it, or choose another output_dir"
                 ) from None
-            except OSError as error:  # of some network file systems
+            except OSError as error:  # on some network file systems
                 raise OutputError(
                     f"output_dir: the file system of {rundir.root} has no file locks (flock: {error.strerror}), "
                     "which keep two runs from writing to one directory; choose an output_dir on another disk"
@@ -299,7 +302,7 @@ def hold(rundir: RunDir) -> Iterator[IO[str]]:
 
 
 def _open_lock(rundir: RunDir, flags: int, mode: str) -> IO[str]:
-    # Not removed like other links: whoever holds the file behind it would no longer be noticed.
+    # It is not removed like other links: a process that holds the file behind it would no longer be noticed.
     refused = f"output_dir: {rundir.lock} is a link to another file; remove it"
     try:
         descriptor = os.open(rundir.lock, flags | os.O_NOFOLLOW, 0o666)
@@ -314,8 +317,8 @@ def _open_lock(rundir: RunDir, flags: int, mode: str) -> IO[str]:
     return lock
 
 
-class _Log(logging.StreamHandler[TextIO]):
-    """The run's log; where the disk is full it goes without."""
+class _LogHandler(logging.StreamHandler[TextIO]):
+    """Writes the run's log, and leaves lines out if the disk is full."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the name is logging's
         pass
@@ -324,12 +327,12 @@ class _Log(logging.StreamHandler[TextIO]):
 @contextlib.contextmanager
 def logging_to(path: Path, redactor: Redactor) -> Iterator[None]:
     """Write the package's log to a file, without secrets, and nowhere else."""
-    handler = _Log(io.TextIOWrapper(open_log(path), encoding="utf-8", errors="backslashreplace"))
+    handler = _LogHandler(io.TextIOWrapper(open_log(path), encoding="utf-8", errors="backslashreplace"))
     handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s", redactor))
     log.addHandler(handler)
     level, propagate = log.level, log.propagate
     log.setLevel(logging.INFO)
-    log.propagate = False  # or it would stand in the notebook of whoever has set up logging
+    log.propagate = False  # otherwise it would show in notebooks that have set up logging
     try:
         log.info("ensemble %s runs as process %d on %s", __version__, os.getpid(), socket.gethostname())
         yield
@@ -345,8 +348,12 @@ def _files(folder: Path, pattern: str) -> Iterator[Path]:
     return iter(()) if folder.is_symlink() else folder.glob(pattern)
 
 
+def _folders_in(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+
+
 def head(path: Path) -> bytes:
-    """The first bytes of a file; nothing of a link or a folder, or where there is none."""
+    """Return the first bytes of a file; none if it is a link or a folder, or does not exist."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -356,7 +363,7 @@ def head(path: Path) -> bytes:
     return b""
 
 
-def _holds_something(path: Path) -> bool:
+def _has_content(path: Path) -> bool:
     if path.is_dir() and not path.is_symlink():
-        return any(map(_holds_something, path.iterdir()))
+        return any(map(_has_content, path.iterdir()))
     return path.exists() and (path.is_dir() or not path.is_file() or path.stat().st_size > 0)

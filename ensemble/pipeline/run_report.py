@@ -1,4 +1,4 @@
-"""run.json: what ran, where, for how long, and what came of it, as typed values that are written and read back."""
+"""run.json as typed values: what ran, where, for how long, and with what results."""
 
 from __future__ import annotations
 
@@ -32,17 +32,20 @@ from ensemble.scheduling.state import Phase
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-# How a run stands, or how it ended; ``time_limit`` is merged too, but not of all rows.
+# ``time_limit``: merged, but not with all rows of all members.
 Status = Literal["running", "complete", "time_limit", "failed", "interrupted"]
-# More than any run, and than any table has bytes.
+# Larger measurements in a file are taken for damage.
 _MAX_SECONDS: Final = 1e15
-# Those of runs that have handed over an ensemble.
+# The statuses of runs that have written an ensemble.
 MERGED: Final = ("complete", "time_limit")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerReport(Counters):
-    """One worker: its counters, seconds since the run's start, and bytes; None for what it did not get to."""
+    """A worker, with its counters; None for what it did not get to.
+
+    Times are in seconds, ``..._after_seconds`` since the run's start; memory is in bytes.
+    """
 
     replica: int
     devices: tuple[str, ...]
@@ -67,14 +70,16 @@ class WorkerReport(Counters):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What no other worker of its member has: its process, and when that was started."""
+        """Identifies the worker among those of its member."""
         return self.replica, self.process, self.started_after_seconds, self.rows
 
 
 @dataclass(frozen=True)
 class SpeedReport:
-    """What was measured of a member, for the next plan; ``seconds_per_work`` is for a byte of text, on a CPU with
-    ``cpu_share`` of its cores."""
+    """What was measured of a member, for the next plan.
+
+    ``seconds_per_work`` is for a byte of text; on a CPU, with ``cpu_share`` of its cores.
+    """
 
     startup_seconds: float | None
     seconds_per_work: float | None
@@ -83,7 +88,7 @@ class SpeedReport:
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """What the plan said of a replica's memory, per device, at the token budget that the workers then took."""
+    """The planned memory of a replica on each device, in bytes, with the token budget that the workers took."""
 
     parameters: int
     weight_bytes: int
@@ -95,7 +100,7 @@ class MemoryForecast:
 
 @dataclass(frozen=True)
 class ProgressReport:
-    """How far a member is, chunks in hand included; ``seconds`` and ``seconds_left`` are of computing."""
+    """How far a member is, chunks in progress included; ``seconds`` and ``seconds_left`` are of computing."""
 
     rows_done: int = 0
     share: float = 0.0
@@ -108,8 +113,8 @@ class ProgressReport:
 class CascadeReport:
     """A member with ``when``: how many rows are selected for it, and whether they are selected yet.
 
-    ``comparison`` is of the ensemble with it and without it; None where the truth is not known, and where the
-    merge gives no probabilities.
+    ``comparison`` is of the ensemble with and without it; None if the truth is not known, or the merge gives no
+    probabilities.
     """
 
     when: dict[str, float]
@@ -130,7 +135,7 @@ class FittedOn:
 
     @property
     def text(self) -> str:
-        """What the weights are worth on rows that they were not fitted on."""
+        """The score of the weights on rows that they were not fitted on, in words."""
         metric = self.metric.replace("_", " ")
         text = f"fitted on these {plural(self.rows, 'row')}; held-out {metric}: {self.value:.4f}"
         if self.interval is None:
@@ -141,7 +146,7 @@ class FittedOn:
 
 @dataclass(frozen=True)
 class RuleReport:
-    """A rule as the config has it, one of ``set`` and ``mask``, and how many rows it was for."""
+    """A rule as in the config, with ``set`` or ``mask``, and how many rows it was for."""
 
     when: str
     set: dict[str, float] | None
@@ -150,13 +155,13 @@ class RuleReport:
 
     @property
     def config(self) -> RuleConfig:
-        given = {"set": self.set} if self.mask is None else {"mask": [*self.mask]}
-        return RuleConfig.model_validate({"when": self.when, **given})
+        action = {"set": self.set} if self.mask is None else {"mask": list(self.mask)}
+        return RuleConfig.model_validate({"when": self.when, **action})
 
 
 @dataclass(frozen=True)
 class ViewReport:
-    """One of a member's views: its weight, and how many rows it has; None while nothing is merged."""
+    """A view of a member: its weight, and how many rows it has; None before the first merge."""
 
     weight: float
     rows: int | None
@@ -164,9 +169,12 @@ class ViewReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Computation:
-    """What one run computed rows of a member with, for how many seconds, and when, as ISO 8601 in UTC.
+    """What a run computed rows of a member with.
 
-    ``devices`` are names by UUID, or by "cpu" with its node.
+    Attributes:
+        at: when, as ISO 8601 in UTC.
+        seconds: of computing.
+        devices: names by UUID, or by "cpu" with its node.
     """
 
     at: str
@@ -177,17 +185,23 @@ class Computation:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberReport:
-    """One member.
+    """A member.  With views, all counts of rows other than ``bad_rows`` count a row once for each view.
 
-    ``workers`` of a member that an earlier run did are that run's.  ``chunks`` were left to do when this run began,
-    ``reused_rows`` were done by then.  ``bad_rows`` could not be computed: row of the table to reason.  What its
-    values are says ``activation``; None in a run.json from before there was this key.  ``calibration`` is that of
-    the merge, as the config has it; empty without one.  Of one with ``views``, by name, all counts of rows but
-    that of ``bad_rows`` count a row once for each view; ``partial_rows`` lack some of their views and are the mean
-    of the others.  ``computed`` says what this run computed rows with, None where it computed none;
-    ``computed_before`` says the same of earlier runs, the oldest first.  ``settings`` has a digest of each key that
-    its probabilities may depend on; empty in a run.json from before there was this key.
-    ``lost_rows`` at least were computed and not kept, because the time limit ended their chunk.
+    Attributes:
+        reused_rows: how many were done when this run began.
+        taken_over: how many rows were taken over from each other work, by its path.
+        chunks: how many were left to do when this run began.
+        bad_rows: the reason of each table row that could not be computed.
+        workers: those of an earlier run, if that completed the member.
+        activation: None in a run.json from before this key existed.
+        calibration: of the merge, as in the config; empty if there is none.
+        views: by name.
+        partial_rows: how many rows lack some of their views, and are the mean of the others.
+        lost_rows: at least so many were computed and not kept, because the time limit ended their chunk.
+        settings: a digest of each key that the probabilities may depend on; empty in a run.json from before this
+            key existed.
+        computed: what this run computed rows with; None if it computed none.
+        computed_before: what earlier runs computed rows with, the oldest first.
     """
 
     name: str
@@ -226,29 +240,31 @@ class MemberReport:
 
     @property
     def computations(self) -> tuple[Computation, ...]:
-        """All runs that computed rows of it, this one last."""
+        """What all runs computed rows with, this one last."""
         return self.computed_before if self.computed is None else (*self.computed_before, self.computed)
 
     @property
     def has_weight(self) -> bool:
-        """Whether it counts in the merge."""
+        """Whether the member counts in the merge."""
         return any(weight_numbers(self.weight))
 
     @property
     def workers_now(self) -> tuple[WorkerReport, ...]:
-        """Those of this run."""
+        """The workers of this run."""
         return self.workers if self.chunks else ()
 
     @property
     def counters(self) -> Counters:
-        """Of this run's workers together."""
+        """The sum over this run's workers."""
         return sum(self.workers_now, Counters())
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """A node of a cluster: bytes of its host's memory, and when it came and was lost, if it was there not all of
-    the time; in seconds since the workers could begin."""
+    """A node of a cluster, with the bytes of its host's memory.
+
+    Times are in seconds since the workers could begin; None if the node was there from the start, or to the end.
+    """
 
     name: str
     total_bytes: int
@@ -262,23 +278,26 @@ class RunReport:
     """The content of run.json: seconds, bytes and counts; no text in it is a secret.
 
     Attributes:
-        written_at: in UTC, as ISO 8601 has it; ``seconds_left`` is from then on, None where it is not known.
+        written_at: in UTC, as ISO 8601.
+        seconds_left: from ``written_at`` on; None if it is not known.
         timing: seconds by phase of the whole run.
         idle_gaps: in which a device computed nothing between two members.
         left_out: members that the others were merged without.
-        merged_rows: the rows that each merged member gave; ``filled_rows`` those that none did.
-        nodes: of the cluster that it ran on; none on one machine.
-        gain: of the ensemble over its best member; None where there is nothing to say, or nothing said it then.
-        explanation: where the time went of a limit that left none to compute anything, in a sentence.
+        merged_rows: how many rows each merged member gave.
+        filled_rows: how many rows no member gave.
+        nodes: of the cluster; none on one machine.
+        gain: of the ensemble over its best member; None if there is none, or in a run.json from before this key
+            existed.
+        explanation: a sentence about where the time went, if a time limit left none to compute rows.
         ensemble: the merge method and its settings.
         rules: in the config's order, once they have been applied.
         files: results by what they are: the members' in the config's order, then the others.
-        config: the YAML as it was written; of several files, or with ``${CONFIG_DIR}``, what they are together with
-            the overrides and that folder.
+        config: the YAML as it was written; for several files, or with ``${CONFIG_DIR}``, all in one, with the
+            overrides and that folder.
         config_files: as they were named.
         table: the absolute path of the input table.
-        fitted_on: the config's key of that name, where the run has scored the same rows; else None.
-        tuned_on: the config's key of that name; None where no file that ``tune`` wrote is among its files.
+        fitted_on: the config's ``fitted_on``, if the run has scored the same rows; else None.
+        tuned_on: the config's ``tuned_on``; None if ``tune`` wrote none of its files.
     """
 
     status: Status
@@ -317,10 +336,10 @@ class RunReport:
     tuned_on: dict[str, Any] | None = None
 
     def table_path(self) -> Path:
-        """Where the run's table is.
+        """Return the path of the run's table.
 
         Raises:
-            DataError: it is not known, holds a secret, or there is no such file any more.
+            DataError: it is not known, holds a secret, or the file does not exist any more.
         """
         if not self.table:
             raise DataError(
@@ -331,13 +350,14 @@ class RunReport:
                 "the path of the run's table holds a secret, which run.json does not keep, so its texts and true "
                 "labels cannot be read"
             )
-        if not (path := Path(self.table)).exists():
+        path = Path(self.table)
+        if not path.exists():
             raise DataError(f"the table of the run, {path}, is not there any more")
         return path
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Of the members that failed."""
+        """The failures of members."""
         return tuple(member.failure for member in self.members if member.failure is not None)
 
     def __repr__(self) -> str:
@@ -349,17 +369,19 @@ class RunReport:
             lines.append(f"{name}: {', '.join(shown)}")
         if self.fitted_on is not None:
             lines.append(f"ensemble: {self.fitted_on.text}")
-        return "\n".join([*lines, *(f"{one.member} failed: {one.message}" for one in self.failures)])
+        lines += [f"{failure.member} failed: {failure.message}" for failure in self.failures]
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """Show a notebook the same lines, and a link to the page of the report."""
+        """Return the same lines for a notebook, with a link to the page of the report."""
+        html = f'<pre style="white-space: pre-wrap">{escape(repr(self))}</pre>'
         page = RunDir(Path(self.files.get("report", "")).parent).report_page
-        link = f'<p><a href="{quote(os.path.relpath(page))}" target="_blank">{page.name}</a></p>'
-        more = link if page.is_file() else ""
-        return f'<pre style="white-space: pre-wrap">{escape(repr(self))}</pre>{more}'
+        if page.is_file():
+            html += f'<p><a href="{quote(os.path.relpath(page))}" target="_blank">{page.name}</a></p>'
+        return html
 
     def write(self, path: Path) -> None:
-        """Write run.json; a number that JSON has not is a text, such as "NaN", and read as that number again.
+        """Write run.json; numbers that JSON does not have become texts, such as "NaN", which are read as numbers.
 
         Raises:
             WriteError: the disk is full or the like.
@@ -367,14 +389,14 @@ class RunReport:
         from pydantic_core import to_json
 
         document = dict(vars(self))
-        if not self.nodes:  # on one machine there is nothing to tell of them
+        if not self.nodes:  # keys about nodes say nothing on one machine
             del document["nodes"]
-            left_out = "node", "is_held"
+            keys_of_nodes = "node", "is_held"
             document["devices"] = [
-                {name: value for name, value in vars(device).items() if name not in left_out}
+                {name: value for name, value in vars(device).items() if name not in keys_of_nodes}
                 for device in self.devices
             ]
-        # In a fraction of the time of the standard library: of hundreds of workers it is a megabyte each time.
+        # Much faster than the standard library; with hundreds of workers it is a megabyte each time.
         write_text(path, to_json(document, indent=2, inf_nan_mode="strings").decode() + "\n")
 
     @classmethod
@@ -382,7 +404,7 @@ class RunReport:
         """Read run.json.
 
         Raises:
-            DataError: there is none, it may not be read, is damaged, or was written by a version that has others.
+            DataError: there is none, it cannot be read, it is damaged, or another version has written it.
         """
         from pydantic import TypeAdapter, ValidationError
 
@@ -401,7 +423,7 @@ class RunReport:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or "the file"
             why = f"{where}: {first['msg'][:1].lower()}{first['msg'][1:]}"
-            if first["type"] == "dataclass_type":  # pydantic would name a class of ours
+            if first["type"] == "dataclass_type":  # pydantic's text names a class of this package
                 why = f"{where}: must be a JSON object"
             if version not in (None, __version__):
                 why = f"it was written by ensemble {version}, and this is {__version__}; {why}"
@@ -415,14 +437,14 @@ class RunReport:
 
 @dataclass(frozen=True)
 class Makers:
-    """Who made a member's predictions, as their manifest says: the last run's workers, and all runs."""
+    """What made a member's predictions, by their manifest: the last run's workers, and computations of all runs."""
 
     workers: tuple[WorkerReport, ...] = ()
     computed: tuple[Computation, ...] = ()
 
 
 def makers_from(manifest: Mapping[str, object]) -> Makers:
-    """Read who made a member's predictions; nobody where another version, or another hand, wrote the manifest."""
+    """Read what made a member's predictions; nothing if the manifest was written by another version, or edited."""
     from pydantic import ValidationError
 
     try:
@@ -441,26 +463,26 @@ def _makers() -> TypeAdapter[Makers]:
 def measured_speeds(
     report: RunReport, gpu_names: Sequence[str], computed_as: Mapping[str, str]
 ) -> dict[str, Speed]:
-    """Speeds by member name from the report of an earlier run.
+    """Return speeds by member name from the report of an earlier run.
 
     Args:
-        gpu_names: the kinds of GPU there are now; a run on others tells nothing.
+        gpu_names: of the GPUs that there are now; a run on other kinds has no speeds for them.
         computed_as: ``MemberConfig.computed_as`` by member name; a member that was computed otherwise is left out.
     """
     if {gpu.name for gpu in report.devices if gpu.is_gpu} != set(gpu_names):
         return {}
-    found = {}
+    speeds = {}
     for member in report.members:
         startup, per_work = member.speed.startup_seconds, member.speed.seconds_per_work
         values = [value for value in (startup, per_work) if value is not None]
         is_same = member.computed_as == computed_as.get(member.name)
         share = member.speed.cpu_share
         if is_same and values and all(0 < value < _MAX_SECONDS for value in values) and 0 <= share <= 1:
-            found[member.name] = Speed(
-                startup or 0.0,
-                per_work or 0.0,
-                per_work is not None,
-                startup is not None,
-                share,
+            speeds[member.name] = Speed(
+                startup_seconds=startup or 0.0,
+                seconds_per_work=per_work or 0.0,
+                is_measured=per_work is not None,
+                is_startup_measured=startup is not None,
+                cpu_share=share,
             )
-    return found
+    return speeds

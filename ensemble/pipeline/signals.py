@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP end a run through its own clean-up; a second one ends it at once."""
+"""SIGINT, SIGTERM and SIGHUP end a run with its clean-up; a second one ends it at once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from types import FrameType
 
 from ensemble.common.errors import Interrupted
 
-# Ignored by whoever started this process, as nohup does, and a script does for what it starts in the background,
-# these stay ignored.  SIGTERM never does, or nothing but SIGKILL could end the run.
+# These stay ignored if the process was started so, as nohup does, or a script for processes in the background.
+# SIGTERM is never ignored, or only SIGKILL could end the run.
 _MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)
-_HEEDED = (*_MAY_BE_IGNORED, signal.SIGTERM)
+_HANDLED = (*_MAY_BE_IGNORED, signal.SIGTERM)
 
 
 class Signals:
-    """What came while a run goes on; ``ignored`` are not heeded, because this process was started so."""
+    """The signals that come during a run; ``ignored`` are those that this process was started to ignore."""
 
     def __init__(self, ignored: list[signal.Signals], owns_process: bool) -> None:
         self.ignored = ignored
@@ -29,11 +29,11 @@ class Signals:
         self.has_ended_report = False  # a signal came when nothing else was left to do
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """The handler of the signals: raises, or keeps the signal for ``check`` while it is postponed."""
+        """Handle a signal: raise ``Interrupted``, or keep the signal for ``check`` while it is postponed."""
         if self._came is not None:
             if self.has_ended_report:
                 return
-            # A terminal that goes away sends SIGHUP twice, by the kernel and by the shell: nobody is impatient.
+            # A terminal that closes sends SIGHUP twice, by the kernel and by the shell; the second does not count.
             if number == signal.SIGHUP or not self._owns_process:
                 return
             os._exit(128 + number)  # workers go with this process: the kernel kills them
@@ -44,10 +44,10 @@ class Signals:
 
     @contextlib.contextmanager
     def postponed(self, is_report: bool = False) -> Iterator[None]:
-        """While processes are started and ended, an exception at any line could lose one of them.
+        """Postpone signals while processes are started and ended, as an exception at any line could lose one.
 
         Args:
-            is_report: the run is complete but for its report; a signal ends that alone, and further ones nothing.
+            is_report: only the report is left to do; a signal ends the report alone, and further ones do nothing.
         """
         self._is_postponed, self._is_report = True, is_report
         try:
@@ -57,7 +57,7 @@ class Signals:
 
     @property
     def came(self) -> bool:
-        """Whether one has."""
+        """Whether a signal has come."""
         return self._came is not None
 
     def check(self) -> None:
@@ -68,26 +68,26 @@ class Signals:
 
 @contextlib.contextmanager
 def heed_signals(owns_process: bool = True) -> Iterator[Signals]:
-    """Handle the signals within, but for those that this process was started to ignore.
+    """Handle signals in the block, except those that this process was started to ignore.
 
-    In a thread none is handled: Python hands signals to the main thread alone.
+    Only the main thread handles signals, as Python gives them to no other.
 
     Args:
-        owns_process: False in somebody else's program, such as a notebook: then a second signal does not end it.
+        owns_process: False in another program, such as a notebook; then a second signal does not end the process.
     """
-    handlers = {number: signal.getsignal(number) for number in _HEEDED}
+    handlers = {number: signal.getsignal(number) for number in _HANDLED}
     ignored = [number for number in _MAY_BE_IGNORED if handlers[number] is signal.SIG_IGN]
     signals = Signals(ignored, owns_process)
-    # None is a handler that was not set by Python, which could not be put back.
-    heeded = [number for number in _HEEDED if number not in ignored and handlers[number] is not None]
+    # None is a handler that Python has not set and could not restore.
+    handled = [number for number in _HANDLED if number not in ignored and handlers[number] is not None]
     if threading.current_thread() is not threading.main_thread():
-        heeded = []
-    for number in heeded:
+        handled = []
+    for number in handled:
         signal.signal(number, signals.handle)
     try:
         yield signals
     finally:
-        for number in heeded:
-            # The summary is still to come, and somebody presses Ctrl-C more than once.
+        for number in handled:
+            # Users press Ctrl-C more than once, and the summary is still to come.
             is_dropped = signals.has_ended_report and owns_process and number == signal.SIGINT
             signal.signal(number, signal.SIG_IGN if is_dropped else handlers[number])

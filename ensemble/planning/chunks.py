@@ -9,29 +9,31 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-# A chunk is what is lost when a worker dies and what two devices can differ by at the end.  One MiB of text is
-# about 250,000 tokens: three to five minutes of a 9B model on a T4, under a minute of a small one on two cores.
+# A chunk is lost when a worker dies, and two devices can differ by one at the end.  One MiB of text is about
+# 250,000 tokens: three to five minutes of a 9B model on a T4, under a minute of a small one on two cores.
 CHUNK_BYTES = 1 << 20
 CHUNK_MAX_ROWS = 4096
-# Small tables are cut into about 16 chunks, but none so small that it holds only a batch or two: rows are in
-# order of their bytes, and it takes some batches to put them into order of their tokens without padding.
-CHUNKS_WANTED = 16
+# Small tables are cut into about 16 chunks, but none is so small that it holds only a batch or two: rows are in
+# order of their bytes, and within some batches they can be put in order of their tokens, to avoid padding.
+TARGET_CHUNKS = 16
 CHUNK_MIN_BYTES = 1 << 16
-# The first chunk of a member whose speed nobody has measured, under a time limit: a batch or two.
+# The first chunk, under a time limit, of a member whose speed has not been measured: a batch or two.
 FIRST_CHUNK_ROWS = 16
 # Of text that tokenizers were made for: 4 to 4.5 in English, 3 to 5 in most other languages and in code.  The
-# parent has no tokenizer; what it estimates with this are costs, never what is computed.
+# parent has no tokenizer, and uses this to estimate costs only.
 BYTES_PER_TOKEN = 4.0
-# What a row costs beyond its text, in bytes of text: template, special tokens, bookkeeping.
+# What a row costs beyond its text, in bytes of text: template and special tokens.
 ROW_OVERHEAD_BYTES = 32
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows ``order[start:stop]`` of a member; ``cost`` is their share of the member's work.
+    """Rows ``order[start:stop]`` of a member.
 
-    ``index`` is the chunk's number on the channel; no two chunks of a member have the same.  ``view`` is the number
-    of the view that its rows are in.
+    Attributes:
+        index: the chunk's number in messages to workers; no other chunk of the member has it.
+        cost: the rows' share of the member's work.
+        view: the number of the view that the rows are in.
     """
 
     index: int
@@ -104,14 +106,14 @@ def _slices(ranked: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> tu
     """Cut rows into slices of about equal lengths by ``ranked``, with their costs by ``lengths``; both in order."""
     ranks_before, costs_before = _costs_before(ranked), _costs_before(lengths)
     total, rows = float(ranks_before[-1]), len(ranked)
-    target = min(float(CHUNK_BYTES), max(float(CHUNK_MIN_BYTES), total / CHUNKS_WANTED))
+    target = min(float(CHUNK_BYTES), max(float(CHUNK_MIN_BYTES), total / TARGET_CHUNKS))
     chunks: list[Chunk] = []
     start = 0
     while start < rows:
         within = int(np.searchsorted(ranks_before, ranks_before[start] + target, side="right")) - 1
         stop = min(max(within, start + 1), start + CHUNK_MAX_ROWS, rows)
         if total - ranks_before[stop] < target / 4 and rows - start <= CHUNK_MAX_ROWS:
-            stop = rows  # no crumb at the end
+            stop = rows  # a small rest joins the last chunk
         cost = float(costs_before[stop] - costs_before[start]) / float(costs_before[-1])
         chunks.append(Chunk(len(chunks), start, stop, cost))
         start = stop
@@ -221,7 +223,7 @@ def cut_to_rows(
     cut: list[Chunk] = []
     for chunk in chunks:
         rest, rows = chunk, next(max_rows)
-        while 2 * rest.rows >= 3 * rows:  # no crumb at the end
+        while 2 * rest.rows >= 3 * rows:  # a small rest stays with the last one
             first, rest = rest.split(numbers, rest.start + rows)
             cut.append(first)
             rows = next(max_rows)

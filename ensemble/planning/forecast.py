@@ -1,7 +1,7 @@
-"""PURE: how long members take, and which way of sharing the GPUs ends first.
+"""PURE: how long members take.
 
-Speeds come from an earlier run's run.json where there is one that fits; else they are guessed from the size of
-the model, which is good enough to weigh a second load against a shared table, and is never shown.
+Speeds come from an earlier run's run.json if there is one that fits.  Otherwise they are guessed from the size of
+the model; that is good enough to choose how members share the GPUs, and is never shown.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from statistics import geometric_mean
 from ensemble.members.footprint import BATCHES_PER_STAGE, Capability, Footprint
 from ensemble.planning.chunks import BYTES_PER_TOKEN
 
-# A fresh Python with torch and transformers, then a CUDA context.
+# Of a new Python process with torch and transformers, and a CUDA context.
 _IMPORT_SECONDS = 10.0
-# Loading as people see it on shared disks: 84 to 170 s for 9B models on Kaggle, 18 GB of weights.
+# On shared disks: 84 to 170 s for 9B models on Kaggle, 18 GB of weights.
 _LOAD_BYTES_PER_SECOND = 150e6
 # On a CPU there is less to import, and no context.
 _CPU_IMPORT_SECONDS = 4.0
@@ -32,11 +32,14 @@ _CPU_FLOPS = 1e11
 
 @dataclass(frozen=True)
 class Speed:
-    """``startup_seconds`` until a worker computes; ``seconds_per_work`` for a byte of text on one replica.
+    """The speed of a member's replica.
 
-    On a CPU that replica has ``cpu_share`` of the cores.  ``is_measured`` tells an earlier run's speed from a
-    guess, ``is_startup_measured`` its start-up; what an earlier run did not get to measure is 0 before it is
-    guessed.
+    Attributes:
+        startup_seconds: until a worker computes; 0 before it is measured or guessed.
+        seconds_per_work: for a byte of text; 0 before it is measured or guessed.
+        is_measured: an earlier run has measured ``seconds_per_work``.
+        is_startup_measured: an earlier run has measured ``startup_seconds``.
+        cpu_share: of the cores that the replica has, on a CPU.
     """
 
     startup_seconds: float
@@ -46,7 +49,7 @@ class Speed:
     cpu_share: float = 1.0
 
     def or_guess(self, guess: Speed) -> Speed:
-        """With a guess where nothing was measured."""
+        """Return the speed with a guess of what was not measured."""
         return replace(
             self,
             startup_seconds=self.startup_seconds if self.is_startup_measured else guess.startup_seconds,
@@ -65,10 +68,10 @@ def slower_by(cpu_share: float) -> float:
 
 @dataclass(frozen=True)
 class Job:
-    """A member as the forecast sees it: seconds to start a replica, and seconds of computing on one replica.
+    """A member in the forecast: seconds to start a replica, and seconds of computing on one replica.
 
     A replica takes ``gpus`` of ``devices`` (UUIDs), ``places`` on each of them, or ``cpu_share`` of a host's cores.
-    ``first_replicas`` start before any later member, up to ``replicas`` where devices are left over.
+    ``first_replicas`` start before any later member, up to ``replicas`` if devices are left over.
     """
 
     startup_seconds: float
@@ -82,7 +85,7 @@ class Job:
 
 
 def pipelined(gpus: int) -> float:
-    """What a member over so many GPUs takes, of what it would take on one of them.
+    """Return the time of a member over so many GPUs, as a share of its time on one of them.
 
     n batches of a chunk pass through p stages in n + p - 1 steps of a p-th of a batch's work each (Huang et al.
     2019, GPipe, section 2.3).
@@ -94,100 +97,107 @@ def pipelined(gpus: int) -> float:
 
 
 def guessed_speed(
-    needed: Footprint | None, capability: Capability | None, gpus: int = 1, cpus: int = 1
+    footprint: Footprint | None, capability: Capability | None, gpus: int = 1, cpus: int = 1
 ) -> Speed:
-    """From the size: two operations per token and parameter that is not an embedding's, as Kaplan et al. (2020,
-    section 2.1) count them.
+    """Guess a member's speed from its size.
+
+    It takes two operations per token and parameter that is not an embedding's (Kaplan et al. 2020, section 2.1).
 
     Args:
+        footprint: None if it is not known.
+        capability: of the GPUs; None: the CPU.
         gpus: over which a replica is spread.
-        cpus: cores of a replica that is on none; 1 also where nobody knows.
+        cpus: cores of a replica on the CPU; 1 if they are not known.
     """
-    on_cpu = _CPU_FLOPS * (max(2, cpus) / 2) ** _THREAD_SCALING
-    flops = _FLOPS[min(max(capability[0], 7), 9)] if capability else on_cpu
+    if capability:
+        import_seconds, flops = _IMPORT_SECONDS, _FLOPS[min(max(capability[0], 7), 9)]
+    else:
+        import_seconds, flops = _CPU_IMPORT_SECONDS, _CPU_FLOPS * (max(2, cpus) / 2) ** _THREAD_SCALING
     parameters, size = 0, 0
-    if needed is not None:
-        weights = needed.weights
+    if footprint is not None:
+        weights = footprint.weights
         parameters = weights.parameters - weights.embedding_parameters
-        # Where weights are quantized while they are loaded, the whole checkpoint is read each time.
-        size = max(weights.bytes, needed.mapped_bytes)
+        # To quantize weights while they are loaded, the whole checkpoint is read.
+        size = max(weights.bytes, footprint.mapped_bytes)
     return Speed(
-        startup_seconds=(_IMPORT_SECONDS if capability else _CPU_IMPORT_SECONDS)
-        + size / _LOAD_BYTES_PER_SECOND,
+        startup_seconds=import_seconds + size / _LOAD_BYTES_PER_SECOND,
         seconds_per_work=pipelined(gpus) * 2.0 * parameters / BYTES_PER_TOKEN / flops,
         is_measured=False,
     )
 
 
 def calibrated(guessed: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float | None]:
-    """Speeds by member: measured ones as they are, guesses scaled by what the guesses of the measured were off.
+    """Return speeds by member: measured ones, and guesses scaled by how far off the measured members' guesses were.
 
-    The factor is the geometric mean of measured over guessed: guesses are wrong by factors, not by amounts.
+    The factor is the geometric mean of measured over guessed, because guesses are wrong by factors, not by amounts.
 
     Args:
-        guessed: for every member, in any unit that all share, such as seconds per work; 0 where there is no guess.
+        guessed: for every member, in any unit that all share, such as seconds per work; 0 if there is no guess.
         measured: in the same unit, for members that have computed something.
 
     Returns:
-        for every name in ``guessed``; None where nothing is known.
+        for every name in ``guessed``; None if nothing is known.
     """
-    off = [measured[name] / guess for name, guess in guessed.items() if guess and measured.get(name)]
-    factor = geometric_mean(off) if off else 1.0
+    ratios = [measured[name] / guess for name, guess in guessed.items() if guess and measured.get(name)]
+    factor = geometric_mean(ratios) if ratios else 1.0
     return {name: measured.get(name) or guess * factor or None for name, guess in guessed.items()}
 
 
 @dataclass
 class _Running:
-    """A member in the forecast: ``left`` seconds of one replica's computing, replicas by when they are ready."""
+    """A member that is running in the forecast.
+
+    ``seconds_left`` are of one replica's computing; ``ready_at`` has the time from which each replica computes.
+    """
 
     job: Job
-    left: float
+    seconds_left: float
     ready_at: list[float] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
 
 
 def total_seconds(jobs: Sequence[Job], capacity: Mapping[str, int], hosts: int = 1) -> float:
-    """When the last of ``jobs`` ends, by the scheduler's own rules.
+    """Return when the last of ``jobs`` ends, by the scheduler's own rules.
 
     Args:
         capacity: how many workers may be on each GPU, by UUID; all GPUs count as equally fast.
         hosts: machines whose CPUs workers share.
     """
-    waiting, running = list(jobs), list[_Running]()
+    waiting = list(jobs)
+    running: list[_Running] = []
     free, free_cpus, now = dict(capacity), float(hosts), 0.0
 
     def is_first(member: _Running) -> bool:
         return len(member.ready_at) < max(1, member.job.first_replicas)
 
-    def is_worth_it(member: _Running) -> bool:
-        seconds = member.left / len(member.ready_at)
-        return len(member.ready_at) < member.job.replicas and worth_joining(
-            seconds, member.job.startup_seconds
-        )
+    def can_join(member: _Running) -> bool:
+        if len(member.ready_at) >= member.job.replicas:
+            return False
+        return worth_joining(member.seconds_left / len(member.ready_at), member.job.startup_seconds)
 
     def start(
-        member: _Running, is_wanted: Callable[[_Running], bool], reserved: Collection[str] = ()
+        member: _Running, may_start: Callable[[_Running], bool], reserved: Collection[str] = ()
     ) -> None:
-        """More replicas as long as they are wanted, if the devices outside of ``reserved`` have room for them."""
+        """Start replicas as long as they may start and the devices outside of ``reserved`` have room for them."""
         nonlocal free_cpus
         job = member.job
-        # Those with the most room first, else in their order.
+        # The devices with the most room come first, equal ones in their order.
         devices = ((uuid, free.get(uuid, 0)) for uuid in job.devices if uuid not in reserved)
-        able = [(-room, place, uuid) for place, (uuid, room) in enumerate(devices) if room >= job.places]
-        heapify(able)
-        while is_wanted(member) and (
-            len(able) >= job.gpus if job.gpus else has_room(free_cpus, job.cpu_share)
-        ):
+        usable = [(-room, rank, uuid) for rank, (uuid, room) in enumerate(devices) if room >= job.places]
+        heapify(usable)
+        while may_start(member):
+            if not (len(usable) >= job.gpus if job.gpus else has_room(free_cpus, job.cpu_share)):
+                break
             free_cpus -= 0.0 if job.gpus else job.cpu_share
-            for room, place, uuid in [heappop(able) for _ in range(job.gpus)]:
+            for room, rank, uuid in [heappop(usable) for _ in range(job.gpus)]:
                 free[uuid] -= job.places
                 member.devices.append(uuid)
                 if free[uuid] >= job.places:
-                    heappush(able, (room + job.places, place, uuid))
+                    heappush(usable, (room + job.places, rank, uuid))
             member.ready_at.append(now + job.startup_seconds)
 
     while waiting or running:
-        # Members in their order; one that waits keeps the devices it may use from later ones.
+        # Members start in their order; one that waits reserves the devices that it may use.
         reserved: set[str] = set()
         for job in list(waiting):
             member = _Running(job, job.compute_seconds)
@@ -197,30 +207,35 @@ def total_seconds(jobs: Sequence[Job], capacity: Mapping[str, int], hosts: int =
                 running.append(member)
             else:
                 reserved |= set(job.devices)
-        for one in sorted(running, key=lambda one: -one.left) if not waiting else ():
-            start(one, is_worth_it)
-        if not running:  # what is left fits nowhere; the plan has said so
+        if not waiting:
+            for member in sorted(running, key=lambda member: -member.seconds_left):
+                start(member, can_join)
+        if not running:  # the waiting members fit nowhere, which is among the plan's problems
             return now
-        rates = [sum(ready <= now for ready in one.ready_at) for one in running]
-        ends = [now + one.left / rate if rate else math.inf for one, rate in zip(running, rates, strict=True)]
-        later = min([*ends, *(ready for one in running for ready in one.ready_at if ready > now)])
-        for one, rate, end in zip(list(running), rates, ends, strict=True):
-            one.left -= (later - now) * rate
-            # By its time and not by what is left of it, which rounding may keep above 0 for ever.
-            if end == later:
-                running.remove(one)
-                for uuid in one.devices:
-                    free[uuid] += one.job.places
-                free_cpus += len(one.ready_at) * one.job.cpu_share
-        now = later
+        ready_times = [ready for member in running for ready in member.ready_at if ready > now]
+        rates = [sum(ready <= now for ready in member.ready_at) for member in running]
+        ends = [
+            now + member.seconds_left / rate if rate else math.inf
+            for member, rate in zip(running, rates, strict=True)
+        ]
+        next_event = min(ends + ready_times)
+        for member, rate, end in zip(list(running), rates, ends, strict=True):
+            member.seconds_left -= (next_event - now) * rate
+            # By its time and not by ``seconds_left``, which rounding may keep above 0 for ever.
+            if end == next_event:
+                running.remove(member)
+                for uuid in member.devices:
+                    free[uuid] += member.job.places
+                free_cpus += len(member.ready_at) * member.job.cpu_share
+        now = next_event
     return now
 
 
 def has_room(free_cpus: float, cpu_share: float) -> bool:
-    """Whether hosts' CPUs, less what workers there have, take one more; thirds do not add up to 1."""
+    """Return whether the free part of the hosts' CPUs takes one more worker; shares are rounded, such as thirds."""
     return cpu_share <= free_cpus + 1e-6
 
 
 def worth_joining(seconds_left: float, startup_seconds: float) -> bool:
-    """Whether one more replica, which first has to start, still takes a good part of what is left."""
+    """Return whether one more replica, which first has to start, would still take a good part of what is left."""
     return seconds_left > 2 * startup_seconds

@@ -1,7 +1,7 @@
 """What to run where.  RunConfig + facts about table, checkpoints and devices -> Plan.
 
-PURE but for ``plan_run``: no disk, no clock, no environment; the same arguments give the same plan.  Where a member
-may run is in ``placement``, how long it takes in ``forecast``, its chunks in ``chunks``.
+PURE except ``plan_run``: no disk, no clock, no environment; the same arguments give the same plan.  ``placement``
+decides where a member may run, ``forecast`` how long it takes, ``chunks`` how its rows are cut.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from ensemble.planning.forecast import (
 )
 from ensemble.planning.placement import MemberFacts, Placement, asked_tokens, fitting, place, rooms
 
-# Side by side is chosen where it promises to be this much faster: a replica on each GPU stays balanced where the
-# promise was wrong.
+# Members share the GPUs side by side if the forecast is at most this share of the time in turn: if the forecast is
+# wrong, a replica on each GPU stays balanced.
 _WORTH_CHANGING = 0.98
-# What a worker on a GPU takes of its host: torch and transformers imported, and a chunk's token ids; about.
+# What a worker on a GPU takes of its host, about: torch and transformers imported, and a chunk's token ids.
 WORKER_HOST_BYTES = 1 << 30
 _UNMEASURED = Speed(0.0, 0.0, is_measured=False)
 _NO_TIME = Speed(0.0, 0.0, is_measured=True, is_startup_measured=True)
@@ -63,18 +63,25 @@ class CpuChoice:
 
 @dataclass(frozen=True)
 class MemberPlan:
-    """How one member runs: on ``gpus`` devices per replica (0: the CPU), ``replicas`` at most at a time.
+    """How a member runs: on ``gpus`` devices per replica (0: the CPU).
 
-    ``order`` holds row numbers, longest text first, int64 [rows]; chunks are slices of it.  A member with several
-    ``views`` of each row has all rows of the first view before those of the next, numbered through them
-    (``chunks.in_views``); the table has ``table_rows``.  ``work`` is the text of all of these rows in bytes, as far
-    as max_length lets it through, with what each row costs beyond it.
-    ``first_replicas`` start before any later member; the others join where a GPU or a part of the CPU is left over.
-    On a CPU each has ``cpu_share`` of the cores, which makes it slower, and ``cpu_threads``; None: as many as its
-    share.  A member that needs no worker has neither replicas nor chunks.  A member with ``when`` ``waits_for`` the
-    members with a weight before it: until its rows are selected (``with_rows``) its chunks are those of the whole
-    table, and the forecast takes ``expected_share`` of them.  ``advice`` is what else could be set, and what it
-    would take.
+    A member that needs no worker has neither replicas nor chunks.  Until the rows of a member with ``when`` are
+    selected (``with_rows``), its chunks are those of the whole table.
+
+    Attributes:
+        replicas: at most, at a time.
+        first_replicas: start before any later member; the others join if a GPU or a part of the CPU is left over.
+        cpu_share: of the cores, that each replica has on a CPU; the smaller, the slower it is.
+        work: the text of all rows in all views in bytes, as far as max_length lets it through, with what each row
+            costs beyond its text.
+        chunks: slices of ``order``.
+        order: row numbers, longest text first, int64 [rows]; with several views, all rows of the first view come
+            before those of the next, numbered through the views (``chunks.in_views``).
+        table_rows: rows of the table.
+        waits_for: the members with a weight before it, if it has ``when``.
+        expected_share: of the rows, that the forecast counts.
+        advice: what else could be set, and how long it would take then.
+        cpu_threads: of a worker on a CPU; None: as many as its share.
     """
 
     index: int
@@ -104,7 +111,7 @@ class MemberPlan:
 
     @property
     def views(self) -> int:
-        """In how many views it gets each row."""
+        """How many views of each row the member gets."""
         return max(1, len(self.model.counted_views))
 
     @property
@@ -113,23 +120,24 @@ class MemberPlan:
 
     @property
     def slowdown(self) -> float:
-        """How many times as long one of its replicas computes as ``speed`` says, which may be of another share."""
+        """How many times as long a replica computes as ``speed`` says, which may be of another ``cpu_share``."""
         return slower_by(self.cpu_share) / slower_by(self.speed.cpu_share)
 
     @property
     def whole_seconds(self) -> float:
-        """Of computing all rows of the table, in all views, on one replica."""
+        """How long one replica computes all rows of the table, in all views."""
         return self.speed.seconds_per_work * self.work * self.slowdown
 
     def rows_at_a_time(self) -> Iterator[int]:
-        """Yield how many rows each of its next chunks may have under a time limit.
+        """Return how many rows each of the next chunks may have under a time limit.
 
-        While its speed is not measured, each replica begins with few: at least a batch, if its size is known.
+        If its speed is not measured, each replica begins with few rows: at least a batch, if its size is known.
         """
         if self.speed.is_measured:
             return repeat(CHUNK_MAX_ROWS)
         batch_rows = self.request.batch_size or 0
-        if (tokens := self.request.max_num_batched_tokens) is not None:
+        tokens = self.request.max_num_batched_tokens
+        if tokens is not None:
             batch_rows = int(tokens * BYTES_PER_TOKEN * len(self.order) / max(self.work, 1.0))
         first_rows = max(FIRST_CHUNK_ROWS, batch_rows)
         return (first_rows * 2**step for step in count() for _ in range(max(1, self.replicas)))
@@ -150,12 +158,12 @@ class MemberPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """``problems`` name the members that cannot run; then nothing else is decided.
+    """What to run where; the other attributes are the arguments of :func:`make_plan`.
 
-    ``hosts`` is how many machines there are whose CPUs take workers, ``cpus`` what :func:`usable_cpus` says of one.
-    ``why`` says how members share the devices, where there was a choice.  ``seconds`` is the forecast of the whole
-    run, None where no earlier run has measured every member.  The others are what the plan was made from, as
-    :func:`make_plan` takes it.
+    Attributes:
+        problems: of the members that cannot run; if there are any, nothing else is decided.
+        why: how members share the devices, if there was a choice.
+        seconds: the forecast of the whole run; None if an earlier run has not measured every member.
     """
 
     config: RunConfig = field(repr=False)
@@ -173,7 +181,7 @@ class Plan:
     cpu_choices: Mapping[str, CpuChoice] = field(default_factory=dict)
 
     def seconds_of(self, jobs: Sequence[Job]) -> float:
-        """From now until the last of ``jobs`` ends on its devices."""
+        """Return the seconds until the last of ``jobs`` ends."""
         places = dict.fromkeys((gpu.uuid for gpu in self.gpus), self.config.max_workers_per_gpu)
         return total_seconds(jobs, places, self.hosts)
 
@@ -183,16 +191,19 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """What its workers take of the host's memory at a time, about: a process each, and on the CPU weights and
-        a row, or the batch that is asked, besides, of the largest that run together.  Weights on their way to a GPU
-        are mapped."""
+        """What workers take of the host's memory at a time, about.
+
+        A worker on a GPU takes a process, as weights on their way to the GPU are mapped.  One on the CPU takes
+        weights and a row or batch, too.  The largest that can run together count.
+        """
         places = len(self.gpus) * self.config.max_workers_per_gpu
-        on_gpus = min(places, sum(one.replicas for one in self.members if one.gpus))
-        on_cpu = [(_cpu_bytes(one), one) for one in self.members if one.needs_worker and not one.gpus]
-        size, free = on_gpus * WORKER_HOST_BYTES, 1.0
-        for each, one in sorted(on_cpu, key=lambda pair: -pair[0] / pair[1].cpu_share):
-            count = min(one.replicas, int(free / one.cpu_share + 1e-6))
-            size, free = size + count * each, free - count * one.cpu_share
+        gpu_workers = min(places, sum(member.replicas for member in self.members if member.gpus))
+        size, free_share = gpu_workers * WORKER_HOST_BYTES, 1.0
+        on_cpu = [member for member in self.members if member.needs_worker and not member.gpus]
+        for member in sorted(on_cpu, key=lambda member: -_cpu_bytes(member) / member.cpu_share):
+            count = min(member.replicas, int(free_share / member.cpu_share + 1e-6))
+            size += count * _cpu_bytes(member)
+            free_share -= count * member.cpu_share
         return size
 
     def again(self, gpus: Sequence[Device], cpu_choices: Mapping[str, CpuChoice] | None = None) -> Plan:
@@ -232,67 +243,72 @@ def make_plan(
         cpu_choices: per member name, what the run that goes on chose when it began.
     """
     speeds = speeds or {}
-    sharing = config.max_workers_per_gpu
-    # Under a time limit members cover the same rows first; each by itself pads least in the order of its own texts.
-    lengths = [one.lengths for one in facts.values() if one.needs_worker]
-    # A table that cannot be read has one row for some.
-    is_same_table = len({len(one) for one in lengths}) == 1
-    common = common_lengths(lengths) if config.time_limit is not None and is_same_table else None
+    # Under a time limit members cover the same rows first.  Otherwise each takes the order of its own texts, which
+    # pads least.
+    common: npt.NDArray[np.int64] | None = None
+    if config.time_limit is not None:
+        all_lengths = [member_facts.lengths for member_facts in facts.values() if member_facts.needs_worker]
+        # If the table cannot be read, some members have one row.
+        if len({len(lengths) for lengths in all_lengths}) == 1:
+            common = common_lengths(all_lengths)
     members: list[MemberPlan] = []
     warnings: list[str] = []
     problems: list[str] = []
-    # By lengths and max_length: members that read the same have one order in memory.
+    # By lengths and max_length, so that members that read the same share one order in memory.
     cuts: dict[tuple[int, int], tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]] = {}
     for index, model in enumerate(config.models):
-        known, views = facts[model.name], max(1, len(model.counted_views))
-        counted = known.lengths
-        placement, speed = place(config, index, known, gpus, host), _NO_TIME
+        member_facts = facts[model.name]
+        views, table_rows = max(1, len(model.counted_views)), len(member_facts.lengths)
+        placement = place(config, index, member_facts, gpus, host)
         problems += placement.problems
         warnings += placement.warnings
-        room = hosts
+        capacity = hosts
         if placement.gpus:
-            own = [gpu for gpu in gpus if gpu.uuid in placement.devices]
-            room = rooms(own, placement.gpus, sharing // placement.places)
-        replicas = max(1, room)
-        if (asked := known.request.replicas) != "auto":
+            usable = [gpu for gpu in gpus if gpu.uuid in placement.devices]
+            capacity = rooms(usable, placement.gpus, config.max_workers_per_gpu // placement.places)
+        replicas, asked = max(1, capacity), member_facts.request.replicas
+        if asked != "auto":
             replicas = min(asked, replicas) if placement.gpus else asked
             if replicas < asked:
                 warnings.append(
-                    f"models[{index}].replicas: {known.name} asks for {plural(asked, 'replica')} of "
+                    f"models[{index}].replicas: {model.name} asks for {plural(asked, 'replica')} of "
                     f"{plural(placement.gpus, 'GPU')} each, but there is room for {replicas} at a time; "
                     f"running {replicas}"
                 )
-        if known.needs_worker:
+        lengths, speed = member_facts.lengths, _NO_TIME
+        order = np.arange(table_rows)
+        chunks: tuple[Chunk, ...] = ()
+        if member_facts.needs_worker:
             # Order and cut go by the whole text: another cut would mean other batches, and so other last digits,
             # for little less padding.
-            counted = _computed_lengths(known)
-            key = id(known.lengths), int(counted.max(initial=0))
+            lengths = _computed_lengths(member_facts)
+            key = id(member_facts.lengths), int(lengths.max(initial=0))
             if key not in cuts:
-                cuts[key] = cut_chunks(counted, known.lengths if common is None else common)
-            order, chunks = in_views(*cuts[key], views, len(counted))
+                cuts[key] = cut_chunks(lengths, member_facts.lengths if common is None else common)
+            order, chunks = in_views(*cuts[key], views, table_rows)
             capability = gpus[0].compute_capability if placement.gpus and gpus else None
             guess = guessed_speed(placement.footprint, capability, placement.gpus, cpus)
             speed = speeds.get(model.name, _UNMEASURED).or_guess(guess)
-        else:
-            order, chunks = np.arange(len(counted)), ()
+        replicas = min(replicas, len(chunks))
+        cpu_share = 0.0
+        if not placement.gpus:
+            cpu_share = 1.0 if asked == "auto" else 1 / max(1, replicas)
         members.append(
             MemberPlan(
                 index=index,
                 model=model,
-                request=known.request,
+                request=member_facts.request,
                 placement=placement,
-                replicas=min(replicas, len(chunks)),
-                first_replicas=min(replicas, len(chunks)),
-                cpu_share=0.0
-                if placement.gpus
-                else 1 / (1 if asked == "auto" else max(1, min(asked, len(chunks)))),
+                replicas=replicas,
+                first_replicas=replicas,
+                cpu_share=cpu_share,
                 speed=speed,
-                work=_work_of(counted, views),
+                work=_work_of(lengths, views),
                 chunks=chunks,
                 order=order,
-                table_rows=len(known.lengths),
+                table_rows=table_rows,
                 waits_for=() if model.when is None else config.deciders(index),
-                expected_share=known.expected_share,
+                expected_share=member_facts.expected_share,
             )
         )
     plan = Plan(
@@ -310,8 +326,9 @@ def make_plan(
     )
     if problems:
         return plan
-    plan = _beside(_shared(plan))
-    return replace(plan, members=tuple(replace(one, advice=_advice(plan, one)) for one in plan.members))
+    plan = _share_cpu(_share_gpus(plan))
+    members = [replace(member, advice=_advice(plan, member)) for member in plan.members]
+    return replace(plan, members=tuple(members))
 
 
 def plan_run(
@@ -322,31 +339,20 @@ def plan_run(
     hosts: Sequence[Device],
     trials: Callable[..., Sequence[Trial]],
 ) -> Plan:
-    """Plan a run; the arguments are those of ``make_plan``, ``hosts`` the CPUs of nodes, none: this machine's.
+    """Plan a run, with what this machine or the nodes say of memory, cores and flash-attention 2.
 
-    ``trials`` tries devices where they are, as :func:`ensemble.common.device_trials.run_trials` does.
+    Args:
+        config: as for ``make_plan``, like all that follow here without a word.
+        hosts: the CPUs of a cluster's nodes; none: this machine.
+        trials: tries devices on their machines, as :func:`ensemble.common.device_trials.run_trials` does.
     """
     total, available = total_memory_bytes(), available_memory_bytes()
     host = None
     if total is not None and available is not None:
         host = Device("cpu", "CPU", None, total, max(0, total - available))
-    host = min(hosts, key=lambda one: one.total_bytes - one.used_bytes, default=host)
+    host = min(hosts, key=lambda node: node.total_bytes - node.used_bytes, default=host)
     if gpus and importlib.util.find_spec("flash_attn") is not None:
-        # Whether flash-attention 2 works only a process with torch can tell, which takes seconds: asked where a
-        # member would take it.
-        able = {
-            name: replace(one, memory=memory)
-            for name, one in facts.items()
-            if one.memory is not None and (memory := one.memory.with_flash_attention()) is not None
-        }
-        would_take_it = any(
-            model.name in able
-            and place(config, index, able[model.name], gpus, None).attention == "flash_attention_2"
-            for index, model in enumerate(config.models)
-        )
-        report = trials(gpus[:1], flash_attention=True)[0].report if would_take_it else None
-        if report is not None and report.has_flash_attention:
-            facts = {**facts, **able}
+        facts = _with_flash_attention(config, facts, gpus, trials)
     return make_plan(
         config,
         facts,
@@ -358,17 +364,47 @@ def plan_run(
     )
 
 
+def _with_flash_attention(
+    config: RunConfig,
+    facts: Mapping[str, MemberFacts],
+    gpus: Sequence[Device],
+    trials: Callable[..., Sequence[Trial]],
+) -> Mapping[str, MemberFacts]:
+    """Return the facts with flash-attention 2 for members that can take it, if it works.
+
+    Only a process with torch can tell that, which takes seconds; it is tried if a member would take it.
+    """
+    with_flash: dict[str, MemberFacts] = {}
+    would_take_it = False
+    for index, model in enumerate(config.models):
+        member_facts = facts.get(model.name)
+        if member_facts is None or member_facts.memory is None:
+            continue
+        memory = member_facts.memory.with_flash_attention()
+        if memory is not None:
+            with_flash[model.name] = replace(member_facts, memory=memory)
+            placement = place(config, index, with_flash[model.name], gpus, None)
+            would_take_it = would_take_it or placement.attention == "flash_attention_2"
+    if not would_take_it:
+        return facts
+    report = trials(gpus[:1], flash_attention=True)[0].report
+    if report is None or not report.has_flash_attention:
+        return facts
+    return {**facts, **with_flash}
+
+
 def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: bool) -> MemberPlan:
     """Return the member with the chunks that are left to do; chunks of which nothing is done keep their rows.
 
-    Under a time limit they are in the order of dispatch: first the longest rows, which show in the first minute
-    whether memory suffices and how fast the member is; then from the shortest up, because that covers the most
-    rows.  All rows come in one view before any comes in the next.  If its speed is unknown, the first chunks are
-    small.
+    Under a time limit they are in the order of dispatch.  The longest rows come first: they show in the first
+    minute whether memory suffices and how fast the member is.  The others come from the shortest up, because that
+    covers the most rows.  All rows come in one view before any comes in the next.  If the speed is unknown, the
+    first chunks are small.
 
     Args:
-        member: as it was planned, with all of its chunks.
+        member: with all of its chunks.
         is_done: by row number, bool [rows].
+        is_timed: there is a time limit.
     """
     numbers = count(len(member.chunks))
     order, left = what_is_left(member.chunks, member.order, is_done, numbers)
@@ -412,28 +448,25 @@ def _work_of(lengths: npt.NDArray[np.int64], views: int) -> float:
     return views * float(lengths.sum() + ROW_OVERHEAD_BYTES * len(lengths))
 
 
-def _shared(plan: Plan) -> Plan:
-    """The plan with the better way of sharing the GPUs: a replica on each, or members at the same time."""
+def _share_gpus(plan: Plan) -> Plan:
+    """Return the plan with the better way of sharing the GPUs: members in turn, or at the same time."""
     working = [member for member in plan.members if member.needs_worker]
     is_measured = all(member.speed.is_measured for member in working)
     seconds = plan.seconds_of(plan.jobs)
-    apart = replace(
-        plan,
-        members=tuple(
-            replace(member, first_replicas=1)
-            if member.gpus and member.replicas > 1 and member.request.replicas == "auto"
-            else member
-            for member in plan.members
-        ),
-    )
+    members = []
+    for member in plan.members:
+        if member.gpus and member.replicas > 1 and member.request.replicas == "auto":
+            member = replace(member, first_replicas=1)
+        members.append(member)
+    side_by_side = replace(plan, members=tuple(members))
     why = ""
-    is_known = all(member.speed.seconds_per_work > 0 for member in working)
-    if apart.members != plan.members and len(working) > 1 and is_known:
-        at_once = plan.seconds_of(apart.jobs)
+    has_speeds = all(member.speed.seconds_per_work > 0 for member in working)
+    if side_by_side.members != plan.members and len(working) > 1 and has_speeds:
+        seconds_side_by_side = plan.seconds_of(side_by_side.jobs)
         by = "by the speeds of an earlier run" if is_measured else "by the sizes of the models"
-        if at_once < _WORTH_CHANGING * seconds:
-            gain = 1 - at_once / seconds
-            plan, seconds = apart, at_once
+        if seconds_side_by_side < _WORTH_CHANGING * seconds:
+            gain = 1 - seconds_side_by_side / seconds
+            plan, seconds = side_by_side, seconds_side_by_side
             why = f"members run at the same time, one replica each at first: {by}, {gain:.0%} sooner than in turn"
         else:
             why = (
@@ -447,12 +480,12 @@ def auto_workers(cpus: int) -> int:
     return max(cpus // 2, min(cpus, 2))
 
 
-def _beside(plan: Plan) -> Plan:
+def _share_cpu(plan: Plan) -> Plan:
     """Return the plan with workers side by side on a CPU, each with its share of the cores as threads.
 
-    ``cpu_workers: auto`` takes as many as ``auto_workers`` says, as far as chunks and memory go.  A member of which
-    nobody knows what memory it takes then has the CPU to itself.  A member for which the run chose before has the
-    same threads again, unless a key says otherwise or there are too few cores.
+    ``cpu_workers: auto`` takes as many as ``auto_workers`` says, as far as chunks and memory go.  A member with
+    unknown memory then has the CPU to itself.  A run that goes on gives a member the threads that it chose before,
+    unless a key says otherwise or there are too few cores.
     """
     asked = plan.config.cpu_workers
     on_cpu = [member for member in plan.members if member.needs_worker and not member.gpus]
@@ -463,9 +496,9 @@ def _beside(plan: Plan) -> Plan:
         len(member.chunks) if member.request.replicas == "auto" else member.replicas for member in can_share
     )
     free = 0 if plan.host is None else plan.host.total_bytes - plan.host.used_bytes
-    room = free // max(_cpu_bytes(member) for member in on_cpu)
-    most = min(auto_workers(plan.cpus), room) if asked == "auto" else asked
-    workers = max(1, min(most, chunks))
+    memory_holds = free // max(_cpu_bytes(member) for member in on_cpu)
+    max_workers = min(auto_workers(plan.cpus), memory_holds) if asked == "auto" else asked
+    workers = max(1, min(max_workers, chunks))
     members = list(plan.members)
     for member in can_share:
         replicas, first_replicas = member.replicas, member.first_replicas
@@ -480,28 +513,29 @@ def _beside(plan: Plan) -> Plan:
         )
     if asked == "auto":
         for member in on_cpu:
-            members[member.index] = _as_chosen(plan, members[member.index], len(on_cpu), max(1, room))
-    made = replace(plan, members=tuple(members))
+            members[member.index] = _as_chosen(plan, members[member.index], len(on_cpu), max(1, memory_holds))
+    shared = replace(plan, members=tuple(members))
     smallest = min((members[member.index] for member in on_cpu), key=lambda member: member.cpu_share)
-    if (at_a_time := round(1 / smallest.cpu_share)) > 1:
+    at_a_time = round(1 / smallest.cpu_share)
+    if at_a_time > 1:
         each = plural(smallest.cpu_threads or threads_of(plan.cpus, smallest.cpu_share), "core")
-        takes = f"{at_a_time} workers at a time on the CPU, {each} each"
-        takes += f", take about {gib(made.host_bytes)} of memory"
-        made = replace(made, why="; ".join(filter(None, (plan.why, takes))))
-    return replace(made, seconds=made.seconds_of(made.jobs) if plan.seconds else None)
+        size = gib(shared.host_bytes)
+        why = f"{at_a_time} workers at a time on the CPU, {each} each, take about {size} of memory"
+        shared = replace(shared, why=f"{plan.why}; {why}" if plan.why else why)
+    return replace(shared, seconds=shared.seconds_of(shared.jobs) if plan.seconds else None)
 
 
-def _as_chosen(plan: Plan, member: MemberPlan, members: int, room: int) -> MemberPlan:
-    """Return the member with the threads and workers that the run chose for it when it began, if there are any.
+def _as_chosen(plan: Plan, member: MemberPlan, members: int, memory_holds: int) -> MemberPlan:
+    """Return the member with the threads and workers that the run chose when it began, if it did.
 
     Args:
         members: how many of them share the CPU.
-        room: how many workers memory holds.
+        memory_holds: how many workers memory holds.
     """
     choice = plan.cpu_choices.get(member.name)
     if choice is None or member.request.replicas != "auto" or choice.threads > plan.cpus:
         return member
-    at_a_time = min(choice.workers, plan.cpus // choice.threads, room)
+    at_a_time = min(choice.workers, plan.cpus // choice.threads, memory_holds)
     replicas = min(at_a_time, len(member.chunks))
     return replace(
         member,
@@ -513,54 +547,55 @@ def _as_chosen(plan: Plan, member: MemberPlan, members: int, room: int) -> Membe
 
 
 def _cpu_bytes(member: MemberPlan) -> int:
-    """What a worker of it takes of the host's memory on the CPU, about, with a row or the batch that is asked."""
-    needed = member.placement.footprint
-    if needed is None:
+    """Return what a worker of the member takes of the host's memory on the CPU, about, with a row or batch."""
+    footprint = member.placement.footprint
+    if footprint is None:
         return WORKER_HOST_BYTES
-    return needed.peak_bytes(0, max(needed.width, asked_tokens(member.request, needed) or 0))
+    return footprint.peak_bytes(0, max(footprint.width, asked_tokens(member.request, footprint) or 0))
 
 
 def _advice(plan: Plan, member: MemberPlan) -> str:
-    """For a member that is spread because one GPU cannot hold it: what replicas with smaller weights would take.
+    """Return what replicas with smaller weights would take, for a member that one GPU cannot hold; else "".
 
-    Nothing is decided by this, since smaller weights give other numbers.  Both are computed by the same products;
-    to unpack weights of 4 bits moves 4.5 bytes a parameter for each batch, which by the data sheets of T4, A100 and
-    H100 is 1 % of the products of 16,384 tokens, and is left out.
+    It is only said, as smaller weights give other numbers.  Both ways compute the same products.  To unpack weights
+    of 4 bits moves 4.5 bytes a parameter for each batch; by the data sheets of T4, A100 and H100 that is 1 % of the
+    products of 16,384 tokens, and is left out.
     """
-    known, config = plan.facts[member.name], plan.config
-    memory, request, capability = known.memory, known.request, member.placement.capability
+    facts, config = plan.facts[member.name], plan.config
+    memory, request, capability = facts.memory, facts.request, member.placement.capability
     if member.gpus < 2 or memory is None or member.speed.seconds_per_work <= 0:
         return ""
-    whole = memory.footprint(1, capability)
-    if whole is None or fitting(config, request, whole, plan.gpus):
-        return ""  # as the user wants it
+    on_one_gpu = memory.footprint(1, capability)
+    if on_one_gpu is None or fitting(config, request, on_one_gpu, plan.gpus):
+        return ""  # it is spread because the user wants that
     seconds = plan.seconds_of([member.job])
     for keys, smaller in memory.smaller(capability):
-        own = fitting(config, request, smaller, plan.gpus)
-        room = rooms(own, 1, config.max_workers_per_gpu)
-        replicas = min(room, len(member.chunks), room if request.replicas == "auto" else request.replicas)
+        holding = fitting(config, request, smaller, plan.gpus)
+        replicas = min(rooms(holding, 1, config.max_workers_per_gpu), len(member.chunks))
+        if request.replicas != "auto":
+            replicas = min(replicas, request.replicas)
         if replicas < 1:
             continue
         job = replace(
             member.job,
-            # A load reads the checkpoint, whatever it makes of it.
+            # ``startup_seconds`` stay: the whole checkpoint is read in any case.
             compute_seconds=member.job.compute_seconds / pipelined(member.gpus),
             gpus=1,
             replicas=replicas,
             first_replicas=replicas,
-            devices=tuple(gpu.uuid for gpu in own),
+            devices=tuple(gpu.uuid for gpu in holding),
         )
-        instead = plan.seconds_of([job])
+        seconds_instead = plan.seconds_of([job])
         what = f"{smaller.quantization} weights ({gib(smaller.weights.bytes)}) would fit one GPU: "
         what += f"{plural(replicas, 'replica')} would take "
         if member.speed.is_measured:
-            what += (
-                f"about {duration(instead)} in place of {duration(seconds)}, by the speed of an earlier run"
-            )
+            what += f"about {duration(seconds_instead)} in place of {duration(seconds)}, "
+            what += "by the speed of an earlier run"
         else:
-            what += f"{instead / seconds:.2f} of the time that it takes over {member.gpus} GPUs, by its size"
-        if instead >= _WORTH_CHANGING * seconds:
+            what += f"{seconds_instead / seconds:.2f} of the time that it takes over {member.gpus} GPUs, "
+            what += "by its size"
+        if seconds_instead >= _WORTH_CHANGING * seconds:
             return f"{what}; as it is it keeps its numbers at no cost"
-        own_keys = keys if request.num_gpus is None else f"{keys} and num_gpus: 1"
-        return f"{what}, and give other numbers; {own_keys} for that"
+        all_keys = keys if request.num_gpus is None else f"{keys} and num_gpus: 1"
+        return f"{what}, and give other numbers; {all_keys} for that"
     return ""

@@ -256,9 +256,9 @@ def test_empty_files_and_folders_are_nothing_to_lose(tmp_path: Path, project: Pr
     (folder / "logs/run.log").touch()
     (folder / "ensemble.csv").symlink_to(tmp_path / "precious")
     assert not RunDir(folder).is_made_by_runs()
-    assert RunDir(folder).strangers() == []
+    assert RunDir(folder).foreign_names() == []
     (tmp_path / "precious").write_text("precious")
-    assert RunDir(folder).strangers() == ["ensemble.csv"]
+    assert RunDir(folder).foreign_names() == ["ensemble.csv"]
     project.write_config(project.config())
     assert project.ensemble("validate", "config.yaml").returncode == 2
     (tmp_path / "precious").unlink()

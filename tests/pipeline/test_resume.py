@@ -50,7 +50,7 @@ def complete(rundir: RunDir, bad_rows: dict[int, str] | None = None) -> None:
     rundir.predictions("m").write_text("\n".join([*lines, ""]))
     digest = file_sha256(rundir.predictions("m"))
     work = find(rundir)
-    work.bad_rows, work.worked = bad_rows or {}, 12.0
+    work.bad_rows, work.work_bytes = bad_rows or {}, 12.0
     work.workers = (worker(replica=3, devices=("GPU-1", "GPU-2"), rows=ROWS),)
     write_manifest(rundir, work, digest)
 
@@ -89,7 +89,10 @@ def test_complete_predictions_are_done(rundir: RunDir) -> None:
     work = find(rundir)
     assert work.is_complete
     assert work.is_done.all()
-    assert (work.workers, work.worked) == ((worker(replica=3, devices=("GPU-1", "GPU-2"), rows=ROWS),), 12.0)
+    assert (work.workers, work.work_bytes) == (
+        (worker(replica=3, devices=("GPU-1", "GPU-2"), rows=ROWS),),
+        12.0,
+    )
     other = find(rundir, replace(NOW, content={**NOW.content, "weights": "e" * 64}, rows="f" * 64))
     assert not other.is_complete
     assert other.why_again == "weights, rows changed since its predictions were made"
