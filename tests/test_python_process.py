@@ -16,7 +16,7 @@ from tests.project import ROOT, Project, python_path
 from tests.waiting import wait_until
 
 WAITING = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")
-SHORT = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
+SHORT = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 # Every Python that starts writes down what it runs, and which of these variables it has.
 RECORDER = f"""
 import json, os, sys

@@ -53,7 +53,7 @@ def _short_waits() -> dict[str, str]:
     """
     if any(name in os.environ for name in WAITING):
         return {}
-    return {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
+    return {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 
 
 def die_with_parent(parent_pid: int) -> None:

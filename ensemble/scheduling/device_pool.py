@@ -233,27 +233,28 @@ class DevicePool:
             The devices, in the inventory's order; none if there are not so many.
         """
         numbers = {uuid: number for number, uuid in enumerate(self._gpus)}
-        sound: list[Device] = []
-        doubtful: list[Device] = []
-        for uuid, gpu in self._gpus.items():
+        sound: list[str] = []
+        doubtful: list[str] = []
+        for uuid in self._gpus:
             has_room = self._taken[uuid] + places <= self._workers_per_gpu
             if uuid not in allowed or uuid in self._releasing or not has_room:
                 continue
             if uuid in self._full or uuid in self._suspect:
-                doubtful.append(gpu)
+                doubtful.append(uuid)
             else:
-                sound.append(gpu)
+                sound.append(uuid)
         # Sorting is stable: devices with as many workers stay in the inventory's order.
-        candidates = sorted(sound, key=lambda gpu: self._taken[gpu.uuid])
+        candidates = sorted(sound, key=self._taken.__getitem__)
         if is_last_resort:
-            candidates += sorted(doubtful, key=lambda gpu: self._taken[gpu.uuid])
+            candidates += sorted(doubtful, key=self._taken.__getitem__)
         of_node: dict[str, list[Device]] = {}
-        for gpu in candidates:
+        for uuid in candidates:
+            gpu = self._gpus[uuid]
             of_node.setdefault(gpu.node, []).append(gpu)
         choice: Sequence[Device] = next((gpus[:count] for gpus in of_node.values() if len(gpus) >= count), [])
         if not choice:
             return ()
-        sound_uuids = {gpu.uuid for gpu in sound}
+        sound_uuids = set(sound)
         for devices in preferred:
             if len(devices) == count and all(gpu.uuid in sound_uuids for gpu in devices):
                 choice = devices

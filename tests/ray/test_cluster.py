@@ -113,7 +113,7 @@ def test_how_threads_wait_is_said_by_the_run_or_by_the_node(
         printed = process.communicate()[0]
     assert process.returncode == 0, printed
     waiting = dict(pair.split("=") for pair in pairs if pair.startswith(WAITING))
-    assert waiting == (of_the_run or of_the_node or {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"})
+    assert waiting == (of_the_run or of_the_node or {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"})
 
 
 def told(project: Project) -> str:
