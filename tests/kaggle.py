@@ -195,14 +195,17 @@ def lasting(page: str) -> list[str]:
     """
     lines: list[str] = []
     is_output = is_of_machine = False
-    for line in page.splitlines():
+    all_lines = page.splitlines()
+    for number, line in enumerate(all_lines):
+        # A table's header takes one line or two, by the width of its figures.
+        is_header = any("─" in below for below in all_lines[number + 1 : number + 3])
         if line.startswith("```"):
             is_output = line == "```text"
         elif not is_output:
             if line.startswith("ensemble("):
                 is_of_machine = line.startswith(('ensemble("doctor"', 'ensemble("plan"'))
             lines.append(line)
-        elif not is_of_machine and not _PASSING.search(line) and line not in lines:
+        elif not is_of_machine and not is_header and not _PASSING.search(line) and line not in lines:
             lines.append(" ".join(line.split()))
     return [line for line in lines if line]
 
