@@ -72,10 +72,6 @@ def refused(**settings: Any) -> str:
     ("code", "words"),
     [
         ("def perdict(frame, context): ...", "defines no predict (did you mean 'perdict'?)"),
-        ("async def predict(frame, context): ...", "predict is async"),
-        ("class predict: ...", "predict is a class"),
-        ("def predict(frame): ...", "is called with the frame and the context; let it take 2 arguments"),
-        ("def predict(frame, context, *, k): ...", "let it take 2 arguments"),
         ("def predict(frame, context)\n    ...", "mine.py, line 1: expected ':'"),
         ("\0", "mine.py: source code string cannot contain null bytes"),
     ],

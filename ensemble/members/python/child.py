@@ -42,8 +42,6 @@ class Context:
     Attributes:
         device: "cuda:0", or "cpu"; CUDA shows a process only its own devices, numbered from 0.
         gpus: the number of devices; 0: the CPU.
-        labels: in the order of the config.
-        kwargs: the key of the config.
         cache_dir: a folder that the processes of a member share, until its predictions are complete.
         seed: the config's; ``random`` and ``numpy.random`` are seeded with it before ``setup``.
         cpu_threads: the threads that a process should use, since several may share the CPU.
@@ -115,36 +113,33 @@ class FunctionPredictor(Predictor):
 
         values = np.full((len(rows), len(self._context.labels)), np.nan)
         bad_rows: dict[int, str] = {}
-        start = calls = failures = 0
-        was_alone, largest = False, 0
+        start = calls = failures = largest = 0
         while start < len(rows):
             frame = self._frame(rows[start : start + (self._batch_size or len(rows))])
-            stop = start + len(frame)
-            self._context.report = partial(_report_rows, report, start, len(frame))
+            count = len(frame)
+            self._context.report = partial(_report_rows, report, start, count)
             ids = frame.index.copy()  # since the user's function may change the frame
-            result, memory_error = None, ""
+            memory_error = ""
             try:
-                result = self._predict(frame, self._context)
+                values[start : start + count] = _values(
+                    self._predict(frame, self._context), ids, self._context.labels
+                )
+                calls += 1
+                largest = max(largest, count)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 memory_error = one_line(error)
-            if not memory_error:
-                values[start:stop] = _values(result, ids, self._context.labels)
-                calls += 1
-                start, was_alone, largest = stop, False, max(largest, len(frame))
-            else:
+            if memory_error:
                 # Not in the except block, where the error still holds the tensors of the failed call.
-                del result
                 _empty_cache()
                 failures += 1
-                if was_alone:  # its second try, with an emptied cache, has failed, too
-                    bad_rows[start] = f"its function ran out of memory with this row alone: {memory_error}"
-                    start, was_alone = stop, False
-                    self._batch_size = largest or self._batch_size  # the other rows fit as before
-                else:
-                    was_alone = len(frame) == 1
-                    self._batch_size = max(1, len(frame) // 2)
+                self._batch_size = max(1, count // 2)
+                if count > 1:
+                    continue
+                bad_rows[start] = f"its function ran out of memory with this row alone: {memory_error}"
+                self._batch_size = largest or 1  # the other rows fit as before
+            start += count
             report(start)
         return Prediction(values, bad_rows, Counters(batches=calls, oom_events=failures))
 
@@ -225,25 +220,7 @@ def _values(result: Any, index: pd.Index, labels: tuple[str, ...]) -> npt.NDArra
     import pandas as pd
 
     if isinstance(result, pd.DataFrame):
-        names = {str(name): name for name in result.columns}
-        missing = [label for label in labels if label not in names]
-        if missing:
-            raise MemberError(
-                f"its function returned a frame without columns for {', '.join(missing)}; it has "
-                f"{', '.join(names) or 'none'}"
-            )
-        if result.columns.has_duplicates:
-            raise MemberError("its function returned a frame in which columns have the same name")
-        result = result[[names[label] for label in labels]]
-        # A frame with a new RangeIndex is joined by position.
-        if not isinstance(result.index, pd.RangeIndex) and not result.index.equals(index):
-            if result.index.has_duplicates or set(result.index) != set(index):
-                raise ValueError(
-                    "its function returned a frame with other ids than it was called with; return one row for "
-                    "each, with the same index"
-                )
-            result = result.loc[index]
-        result = result.to_numpy()
+        result = _labelled(result, index, labels).to_numpy()
     elif not isinstance(result, np.ndarray | list | tuple) and not hasattr(result, "__array__"):
         raise MemberError(f"its function returned {type(result).__name__}; {_RETURN_ADVICE}")
     try:
@@ -252,19 +229,35 @@ def _values(result: Any, index: pd.Index, labels: tuple[str, ...]) -> npt.NDArra
         raise ValueError(
             f"its function returned what cannot be read as numbers ({error}); {_RETURN_ADVICE}"
         ) from error
-    expected = (len(index), len(labels))
-    if values.ndim == 2:
-        is_wrong_for_all = values.shape[0] == expected[0] and values.shape[1] != expected[1]
-    else:
-        is_wrong_for_all = len(index) > 1  # a single row may have lost a dimension
-    if is_wrong_for_all:
-        raise MemberError(
-            f"its function returned an array of shape {values.shape} for {expected[0]} rows and {expected[1]} "
-            f"labels; {_RETURN_ADVICE}"
-        )
-    if values.shape != expected:
-        raise ValueError(
-            f"its function returned an array of shape {values.shape} for {expected[0]} rows and {expected[1]} "
-            "labels; return one row for each"
+    rows, count = len(index), len(labels)
+    if values.shape != (rows, count):
+        # One row may have lost a dimension, or be why others are missing; all else is wrong for all rows.
+        is_by_rows = rows == 1 or (values.ndim == 2 and values.shape[1] == count)
+        raise (ValueError if is_by_rows else MemberError)(
+            f"its function returned an array of shape {values.shape} for {rows} rows and {count} labels; "
+            f"{_RETURN_ADVICE}"
         )
     return values
+
+
+def _labelled(frame: pd.DataFrame, index: pd.Index, labels: tuple[str, ...]) -> pd.DataFrame:
+    """Return a frame's columns of the labels, its rows in the order of ``index``."""
+    import pandas as pd
+
+    frame = frame.rename(columns=str)
+    missing = [label for label in labels if label not in frame.columns]
+    if missing:
+        raise MemberError(
+            f"its function returned a frame without columns for {', '.join(missing)}; it has "
+            f"{', '.join(frame.columns) or 'none'}"
+        )
+    frame = frame[list(labels)]
+    # A frame with a new RangeIndex is joined by position.
+    if isinstance(frame.index, pd.RangeIndex) or frame.index.equals(index):
+        return frame
+    if frame.index.has_duplicates or set(frame.index) != set(index):
+        raise ValueError(
+            "its function returned a frame with other ids than it was called with; return one row for each, with "
+            "the same index"
+        )
+    return frame.loc[index]

@@ -8,27 +8,26 @@ package where it is installed among others (site-packages).  Import statements a
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib
 import os
+import symtable
 import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import decode_source
 from modulefinder import Module, ModuleFinder
 from pathlib import Path
-from typing import IO, Any, TypeAlias, cast
+from typing import IO, Any, cast
 
 from ensemble.common.errors import CheckpointError
 from ensemble.common.files import unreadable
 from ensemble.common.text import did_you_mean
 
-_Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 _PACKAGE = 5  # modulefinder's number for a package
-_ARGUMENTS = {"predict": ("the frame and the context", 2), "setup": ("the context", 1)}
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,6 @@ class Source:
     """Describe a module of the user's.
 
     Attributes:
-        file: the module's file.
         root: the folder whose modules count as the user's code.
         package: the only top-level name in ``root`` that counts; empty: all do.
         name: the name for the import.
@@ -70,7 +68,7 @@ class Source:
         return tuple(name for name in names if _is_installed(name, self.root))
 
     def problems(self, function: str, role: str) -> Iterator[str]:
-        """Yield why a function cannot be "predict" or "setup", as far as the code tells without running it.
+        """Yield a sentence if the module does not define the function.
 
         Raises:
             CheckpointError: the file cannot be read, or is not Python.
@@ -78,39 +76,16 @@ class Source:
         if self.file.suffix != ".py":
             return
         try:
-            tree = ast.parse(self.file.read_bytes(), str(self.file))
+            text = decode_source(self.file.read_bytes())
+            names = [name for name in _names(text, self.file) if not name.startswith("__")]
         except OSError as error:
             raise CheckpointError(f"predict: {unreadable(self.file, error)}") from error
         except (SyntaxError, ValueError, RecursionError) as error:
             line = getattr(error, "lineno", None)
             where = f"{self.file}, line {line}" if line else str(self.file)
             raise CheckpointError(f"predict: {where}: {getattr(error, 'msg', error)}; correct it") from error
-        definitions = dict(_bindings(tree.body))
-        if function not in definitions:
-            if "*" not in definitions and "__getattr__" not in definitions:
-                guess = did_you_mean(
-                    function, [name for name, node in definitions.items() if node is not None]
-                )
-                yield f"{role}: {self.file} defines no {function}{guess}"
-            return
-        node = definitions[function]
-        if isinstance(node, ast.AsyncFunctionDef):
-            yield f"{role}: {function} is async; give a plain function"
-        elif isinstance(node, ast.ClassDef):
-            yield f"{role}: {function} is a class; give a function, and make instances in setup"
-        elif isinstance(node, ast.FunctionDef) and not node.decorator_list:
-            values, count = _ARGUMENTS[role]
-            arguments = node.args
-            max_count = len(arguments.posonlyargs) + len(arguments.args)
-            min_count = max_count - len(arguments.defaults)
-            required_keywords = [
-                argument
-                for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-                if not default
-            ]
-            takes_too_few = max_count < count and arguments.vararg is None
-            if required_keywords or min_count > count or takes_too_few:
-                yield f"{role}: {function} is called with {values}; let it take {count} arguments, in this order"
+        if function not in names and "import *" not in text and "__getattr__" not in text:
+            yield f"{role}: {self.file} defines no {function}{did_you_mean(function, names)}"
 
 
 class _Finder(ModuleFinder):
@@ -163,8 +138,7 @@ def find_source(module: str, is_file: bool) -> Source:
             "${CONFIG_DIR}/my_model.py:predict"
         )
     file = Path(spec.origin).absolute()
-    depth = module.count(".") + (file.name == "__init__.py")
-    root = file.parents[depth]
+    root = file.parents[module.count(".") + (file.name == "__init__.py")]
     installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     is_shared = str(root) in installed or root.name in ("site-packages", "dist-packages")
     return Source(file, root, module.split(".")[0] if is_shared else "", module)
@@ -200,29 +174,7 @@ def _is_installed(name: str, folder: Path) -> bool:
     return folder.resolve() not in Path(spec.origin).resolve().parents
 
 
-def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt | None]]:
-    """Yield each name that statements bind with its definition, if it has one; "*" stands for unknown names."""
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name, node
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            for alias in node.names:
-                yield alias.asname or alias.name.split(".")[0], None
-        else:
-            # All else that binds names, at any depth: assignments, loops, with, if and try.
-            for inner in ast.walk(node):
-                if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
-                    yield inner.id, None
-            for inner_body in _bodies(node):
-                yield from _bindings(inner_body)
-
-
-def _bodies(node: ast.stmt) -> Iterator[list[ast.stmt]]:
-    for key in ("body", "orelse", "finalbody"):
-        inner = getattr(node, key, None)
-        if isinstance(inner, list):
-            yield inner
-    for handler in getattr(node, "handlers", ()):
-        yield handler.body
-    for case in getattr(node, "cases", ()):
-        yield case.body
+def _names(code: str, file: Path) -> list[str]:
+    """Return the names that a module's statements bind."""
+    symbols = symtable.symtable(code, str(file), "exec").get_symbols()
+    return [symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()]

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ensemble.members.causal_lm.spec import CausalSpec
-from ensemble.members.huggingface.scoring.encode import Inputs, Prompt, Text
+from ensemble.members.huggingface.scoring.encode import Prompt, Text
+from ensemble.members.huggingface.scoring.truncation import Arrays
 
 # A placeholder for a message, which templates leave unchanged.
 _MARK = "MESSAGE7f3a"
@@ -68,39 +68,22 @@ class ChatPrompt(Prompt):
         text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return text
 
-    def _tokenize(
-        self, texts: Sequence[Text], is_cut: bool = True
-    ) -> tuple[Inputs, npt.NDArray[np.int64], npt.NDArray[np.int64], Sequence[Any] | None]:
-        inputs, lengths, cut, encodings = super()._tokenize(texts, is_cut=False)
-        if not is_cut:
-            return inputs, lengths, cut, encodings
-        for row in np.flatnonzero(lengths > self._max_length).tolist():
-            offsets = None if encodings is None else np.array(encodings[row].offsets)
-            kept = self._kept(int(lengths[row]), self.whole(str(texts[row])), offsets)
-            for arrays in inputs.values():
-                arrays[row] = arrays[row][kept]
-            cut[row] = lengths[row] - len(kept)
-            lengths[row] = len(kept)
-        return inputs, lengths, cut, encodings
-
-    def _kept(self, tokens: int, chat: str, offsets: npt.NDArray[np.int64] | None) -> npt.NDArray[np.int64]:
-        """Return which tokens of a chat stay when the message loses as many as are too many.
-
-        Args:
-            offsets: where each token begins and ends in the chat, [tokens, 2]; None if the tokenizer does not tell.
-        """
-        before, behind = self._before, self._behind
-        is_same_template = chat.startswith(before) and chat.endswith(behind)
-        if not is_same_template:  # a template with the date, after midnight
-            before, _, behind = self.whole(_MARK).partition(_MARK)
-            is_same_template = chat.startswith(before) and chat.endswith(behind)
-        of_message = np.arange(tokens)
-        if offsets is not None and is_same_template:
-            start, stop = len(before), len(chat) - len(behind)
-            of_message = np.flatnonzero((offsets[:, 0] >= start) & (offsets[:, 1] <= stop))
-        excess = tokens - self._max_length
-        is_left = self._tokenizer.truncation_side == "left"
-        dropped = of_message[:excess] if is_left else of_message[len(of_message) - excess :]
-        kept: npt.NDArray[np.int64] = np.delete(np.arange(tokens), dropped)
-        # Tokens that join message and template stay; if the message has too few tokens, the template is cut, too.
-        return kept[-self._max_length :] if is_left else kept[: self._max_length]
+    def _shorten(
+        self, texts: Sequence[Text], arrays: Sequence[Arrays], encodings: Sequence[Any] | None
+    ) -> list[Arrays]:
+        shorter = []
+        for index, inputs in enumerate(arrays):
+            tokens = len(inputs["input_ids"])
+            of_message = np.arange(tokens)
+            if encodings is not None:
+                chat, offsets = self.whole(str(texts[index])), np.array(encodings[index].offsets)
+                start, stop = len(self._before), len(chat) - len(self._behind)
+                of_message = np.flatnonzero((offsets[:, 0] >= start) & (offsets[:, 1] <= stop))
+            excess = tokens - self._max_length
+            is_left = self._tokenizer.truncation_side == "left"
+            dropped = of_message[:excess] if is_left else of_message[len(of_message) - excess :]
+            kept = np.delete(np.arange(tokens), dropped)
+            # Tokens that join message and template stay; if the message has too few tokens, the template is cut.
+            kept = kept[-self._max_length :] if is_left else kept[: self._max_length]
+            shorter.append({name: values[kept] for name, values in inputs.items()})
+        return shorter

@@ -16,7 +16,6 @@ from ensemble.members.huggingface.spec import ModelSpec
 
 # Rows that the tokenizer gets at a time: enough for all of its threads, and little work for the slowest one.
 BLOCK_ROWS = 512
-Inputs: TypeAlias = dict[str, list[npt.NDArray[np.int64]]]
 Text: TypeAlias = str | tuple[str, str]
 _NO_TOKENS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
@@ -62,14 +61,15 @@ class Prompt:
         self._truncation: FieldTruncation | None = None
         if spec.truncation is not None and self._template is not None:
             self._truncation = FieldTruncation(
-                spec.truncation, self._template, tokenizer, max_length, self._tokenize_whole
+                spec.truncation, self._template, tokenizer, max_length, lambda texts: self._tokenize(texts)[0]
             )
 
     def fixed_tokens(self) -> int:
         """Return the tokens of the template's own text, which is in every prompt; 0 without a template."""
         if self._template is None:
             return 0
-        return len(self._tokenize_whole(["".join(self._template.fixed_texts)])[0]["input_ids"])
+        arrays, _ = self._tokenize(["".join(self._template.fixed_texts)])
+        return len(arrays[0]["input_ids"])
 
     @property
     def is_pair(self) -> bool:
@@ -96,140 +96,79 @@ class Prompt:
         Args:
             step: called after each block of rows.
         """
-        inputs: dict[str, list[npt.NDArray[np.int64]]] = {}
-        lengths = np.zeros(len(rows), dtype=np.int64)
-        # Tokens that were cut off; -1 where nothing was cut.
-        cut = np.full(len(rows), -1, dtype=np.int64)
+        arrays: list[Arrays] = [{} for _ in rows]
+        cut: dict[int, int] = {}  # tokens that a row has lost
         problems: dict[int, str] = {}
-        first = np.arange(len(rows))
-        row_of_text: dict[tuple[Text, ...], int] = {}
         for start in range(0, len(rows), BLOCK_ROWS):
             texts: dict[int, Text] = {}
             for row in range(start, min(start + BLOCK_ROWS, len(rows))):
                 try:
-                    text = self.render(rows[row])
+                    texts[row] = self.render(rows[row])
                 except TemplateProblem as error:
                     problems[row] = f"prompt_template: {error}"
-                    continue
-                # How a prompt is cut depends on the columns that its text comes from.
-                fields = self._truncation.columns if self._truncation is not None else ()
-                key = (text, *(str(rows[row][column]) for column in fields))
-                first[row] = row_of_text.setdefault(key, row)
-                if first[row] == row:
-                    texts[row] = text
-            if self._truncation is not None and texts:
-                problems |= self._encode_fields(self._truncation, rows, texts, inputs, lengths, cut)
-            elif texts:
+            if texts and self._truncation is None:
+                block, lost = self._tokenize_cut(list(texts.values()))
                 numbers = list(texts)
-                block, lengths[numbers], cut[numbers], _ = self._tokenize(list(texts.values()))
-                for name, arrays in block.items():
-                    row_arrays = inputs.setdefault(name, [_NO_TOKENS] * len(rows))
-                    for row, array in zip(numbers, arrays, strict=True):
-                        row_arrays[row] = array
+                cut |= {numbers[index]: tokens for index, tokens in lost.items()}
+            elif texts:
+                block, _ = self._tokenize(list(texts.values()))
+            else:
+                block = []
+            for row, inputs in zip(texts, block, strict=True):
+                arrays[row] = inputs
+                length = len(inputs["input_ids"])
+                if self._truncation is not None and length > self._max_length:
+                    try:
+                        arrays[row] = self._truncation.fit(rows[row], length)
+                        cut[row] = length - len(arrays[row]["input_ids"])
+                    except TemplateProblem as error:
+                        arrays[row] = {}
+                        problems[row] = str(error)
             step()
-        # Different texts can have the same ids, if they differ where the tokenizer ignores or cuts them.
-        same_ids = first.copy()
         row_of_ids: dict[bytes, int] = {}
-        for row in np.flatnonzero((first == np.arange(len(rows))) & (lengths > 0)).tolist():
-            ids = b"".join(arrays[row].tobytes() for arrays in inputs.values())
-            same_ids[row] = row_of_ids.setdefault(ids, row)
-        for name, arrays in inputs.items():
-            inputs[name] = [arrays[row] for row in first.tolist()]
-        for row in np.flatnonzero(first != np.arange(len(rows))).tolist():
-            if first[row] in problems:
-                problems[row] = problems[int(first[row])]
-        cut = cut[first]
-        return Encoded(
-            inputs=inputs,
-            lengths=lengths[first],
-            truncated_rows=int((cut >= 0).sum()),
-            cut_tokens=int(cut[cut > 0].sum()),
-            problems=dict(sorted(problems.items())),
-            first=same_ids[first],
-        )
-
-    def _encode_fields(
-        self,
-        truncation: FieldTruncation,
-        rows: Sequence[Mapping[str, object]],
-        texts: Mapping[int, Text],
-        inputs: dict[str, list[npt.NDArray[np.int64]]],
-        lengths: npt.NDArray[np.int64],
-        cut: npt.NDArray[np.int64],
-    ) -> dict[int, str]:
-        """Write a block's token ids into ``inputs``, ``lengths`` and ``cut``; return why some rows have none."""
-        uncut, _, _, uncut_encodings = self._tokenize(list(texts.values()), is_cut=False)
-        whole = dict(zip(texts, _by_text(uncut), strict=True))
-        encodings = dict(zip(texts, uncut_encodings or (), strict=True))
-        sizes = {row: len(arrays["input_ids"]) for row, arrays in whole.items()}
-        too_long = {row: size for row, size in sizes.items() if size > self._max_length}
-        fitted, problems = truncation.fit(
-            {row: rows[row] for row in too_long},
-            too_long,
-            {row: (self.whole(str(texts[row])), encodings[row]) for row in too_long},
-        )
-        for row, arrays in whole.items():
-            if row in problems:
-                continue
-            for name, ids in fitted.get(row, arrays).items():
-                inputs.setdefault(name, [_NO_TOKENS] * len(rows))[row] = ids
-            lengths[row] = inputs["input_ids"][row].size
-            if row in too_long:
-                cut[row] = sizes[row] - lengths[row]
-        return problems
-
-    def _tokenize_whole(self, texts: Sequence[str]) -> list[Arrays]:
-        """Return the inputs of each text, uncut."""
-        return _by_text(self._tokenize(texts, is_cut=False)[0])
+        first = np.arange(len(rows))
+        for row, inputs in enumerate(arrays):
+            if inputs:
+                ids = b"".join(values.tobytes() for values in inputs.values())
+                first[row] = row_of_ids.setdefault(ids, row)
+        return _encoded(arrays, cut, dict(sorted(problems.items())), first)
 
     def encode_texts(self, texts: Sequence[Text]) -> Encoded:
         """Return token ids of texts, or of pairs if the member reads two columns."""
-        inputs, lengths, cut, _ = self._tokenize(texts)
-        return Encoded(inputs, lengths, int((cut >= 0).sum()), int(cut[cut > 0].sum()))
+        return _encoded(*self._tokenize_cut(texts), {}, None)
+
+    def _tokenize_cut(self, texts: Sequence[Text]) -> tuple[list[Arrays], dict[int, int]]:
+        """Return the inputs of each text, cut to ``max_length``, and how many tokens texts have lost."""
+        arrays, encodings = self._tokenize(texts)
+        lengths = [len(inputs["input_ids"]) for inputs in arrays]
+        too_long = [index for index, length in enumerate(lengths) if length > self._max_length]
+        if too_long:
+            shorter = self._shorten(
+                [texts[index] for index in too_long],
+                [arrays[index] for index in too_long],
+                [encodings[index] for index in too_long] if encodings is not None else None,
+            )
+            for index, inputs in zip(too_long, shorter, strict=True):
+                arrays[index] = inputs
+        return arrays, {index: lengths[index] - len(arrays[index]["input_ids"]) for index in too_long}
+
+    def _shorten(
+        self, texts: Sequence[Text], arrays: Sequence[Arrays], encodings: Sequence[Any] | None
+    ) -> list[Arrays]:
+        """Return the inputs of texts that are too long, cut to ``max_length``, given their uncut inputs."""
+        return self._tokenize(texts, is_cut=True)[0]
 
     def _tokenize(
-        self, texts: Sequence[Text], is_cut: bool = True
-    ) -> tuple[Inputs, npt.NDArray[np.int64], npt.NDArray[np.int64], Sequence[Any] | None]:
-        """Return inputs, lengths, how many tokens each text lost (-1 if it is whole), and encodings if any."""
-        batch = self._call(texts, is_cut)
-        is_pair = self.is_pair
-        names = [name for name in ("input_ids", "token_type_ids") if name in batch]
-        inputs = {name: [np.asarray(ids, dtype=np.int64) for ids in batch[name]] for name in names}
-        cut = np.full(len(texts), -1, dtype=np.int64)
-        if not is_cut:
-            shortened = []
-        elif batch.encodings is not None:
-            shortened = [index for index, encoding in enumerate(batch.encodings) if encoding.overflowing]
-        else:  # tokenizers written in Python do not say; a row of exactly max_length tokens counts as cut
-            shortened = [
-                index for index, ids in enumerate(inputs["input_ids"]) if len(ids) >= self._max_length
-            ]
-        if shortened and batch.encodings is not None and not is_pair:
-            # The tokens that were cut off come in pieces, each with special tokens of its own.
-            added = self._tokenizer.num_special_tokens_to_add(False) if self._spec.add_special_tokens else 0
-            for index in shortened:
-                cut[index] = sum(len(piece) - added for piece in batch.encodings[index].overflowing)
-        elif shortened:
-            whole = self._call([texts[index] for index in shortened], is_cut=False)["input_ids"]
-            cut[shortened] = [
-                len(ids) - len(inputs["input_ids"][index])
-                for index, ids in zip(shortened, whole, strict=True)
-            ]
-        for index, ids in enumerate(inputs["input_ids"]):
-            if len(ids) == 0:
-                for name, arrays in inputs.items():
-                    arrays[index] = np.array([self._lone_token if name == "input_ids" else 0], dtype=np.int64)
-        lengths = np.fromiter((len(ids) for ids in inputs["input_ids"]), dtype=np.int64, count=len(texts))
-        return inputs, lengths, cut, batch.encodings
-
-    def _call(self, texts: Sequence[Text], is_cut: bool) -> Any:
+        self, texts: Sequence[Text], is_cut: bool = False
+    ) -> tuple[list[Arrays], Sequence[Any] | None]:
+        """Return the inputs of each text, and the encodings of a fast tokenizer."""
         seconds: list[str] | None = None
         if self.is_pair:
             firsts = [text[0] for text in texts]
             seconds = [text[1] for text in texts]
         else:
             firsts = [self.whole(str(text)) for text in texts]
-        return self._tokenizer(
+        batch = self._tokenizer(
             firsts,
             seconds,
             add_special_tokens=self._spec.add_special_tokens,
@@ -239,7 +178,30 @@ class Prompt:
             return_attention_mask=False,
             verbose=False,
         )
+        names = [name for name in ("input_ids", "token_type_ids") if name in batch]
+        arrays = []
+        for index in range(len(texts)):
+            inputs = {name: np.asarray(batch[name][index], dtype=np.int64) for name in names}
+            if not len(inputs["input_ids"]):
+                inputs = {name: np.array([self._lone_token if name == "input_ids" else 0]) for name in names}
+            arrays.append(inputs)
+        return arrays, batch.encodings
 
 
-def _by_text(inputs: Inputs) -> list[Arrays]:
-    return [dict(zip(inputs, arrays, strict=True)) for arrays in zip(*inputs.values(), strict=True)]
+def _encoded(
+    arrays: Sequence[Arrays],
+    cut: Mapping[int, int],
+    problems: dict[int, str],
+    first: npt.NDArray[np.int64] | None,
+) -> Encoded:
+    names = dict.fromkeys(name for values in arrays for name in values)
+    inputs = {name: [values.get(name, _NO_TOKENS) for values in arrays] for name in names}
+    lengths = [len(values.get("input_ids", _NO_TOKENS)) for values in arrays]
+    return Encoded(
+        inputs=inputs,
+        lengths=np.array(lengths, dtype=np.int64),
+        truncated_rows=len(cut),
+        cut_tokens=sum(cut.values()),
+        problems=problems,
+        first=first,
+    )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -26,13 +25,13 @@ _UNUSED_TOKENS: Final = 2
 # After so many measurements of a row the best fit so far is taken.
 _MAX_MEASUREMENTS: Final = 12
 # After so many the search goes by bisection, for templates that repeat or drop parts of a cell.
-_MAX_GUESSES: Final = 5
-# Characters at either end of a text, such as spaces, that may belong to no token.
-_MAX_SPACES: Final = 20
+_MAX_GUESSES: Final = 6
 
 Arrays: TypeAlias = dict[str, npt.NDArray[np.int64]]
 # Texts -> each text's inputs by name, uncut.
 Tokenize: TypeAlias = Callable[[Sequence[str]], list[Arrays]]
+# Where each token of a text begins and ends, in characters.
+Offsets: TypeAlias = Sequence[tuple[int, int]]
 
 
 class FieldTruncation:
@@ -72,84 +71,57 @@ class FieldTruncation:
             column for column, keep in enumerate(self._keep) if keep == "newest_rounds"
         )
         self._marker = settings["marker"]
-        self._marker_tokens = len(self._encode([self._marker])[0])
+        self._marker_tokens = len(self._offsets([self._marker])[0])
         (fixed,) = tokenize(["".join(template.fixed_texts)])
         fixed_tokens = len(fixed["input_ids"])
         if fixed_tokens > max_length:
             raise ValueError(too_much_text(fixed_tokens, max_length, self.columns))
 
-    def fit(
-        self,
-        rows: Mapping[int, Mapping[str, object]],
-        lengths: Mapping[int, int],
-        prompts: Mapping[int, tuple[str, Any]],
-    ) -> tuple[dict[int, Arrays], dict[int, str]]:
-        """Cut the columns of rows whose prompts are too long.
+    def fit(self, row: Mapping[str, object], length: int) -> Arrays:
+        """Return the inputs of a row with its columns cut, of at most ``max_length`` tokens.
 
         Args:
-            rows: by their number.
-            lengths: tokens of each, uncut, more than ``max_length``.
-            prompts: the text of each, uncut, and its encoding.
+            length: tokens of the whole prompt, more than ``max_length``.
 
-        Returns:
-            the inputs by row, of at most ``max_length`` tokens, and the reason for each row without inputs.
+        Raises:
+            TemplateProblem: the prompt is too long even without the columns, or the template fails on what is left.
         """
-        cells = self._cells(rows, prompts)
-        units = {number: self._units(cells[number]) for number in rows}
-        searches = {}
-        for number in rows:
-            counts = [sum(sum(cells[number][column].counts) for column in unit) for unit in units[number]]
-            searches[number] = _Search(counts, lengths[number], self._max_length)
-        inputs: dict[int, Arrays] = {}
-        problems: dict[int, str] = {}
-        active = list(rows)
+        cells = [_Cell(row[column], column in self._template.json_columns) for column in self.columns]
+        for cell in cells:
+            cell.offsets = self._offsets(cell.texts)
+        units = self._units(cells)
+        counts = [sum(sum(cells[column].counts) for column in unit) for unit in units]
+        best: Arrays = {}
+        fits, too_many = -1, sum(counts)
+        tokens, unused, shortest = too_many, self._max_length - length, length
         for measurement in itertools.count():
-            texts: dict[int, str] = {}
-            for number in active:
-                search = searches[number]
-                if search.tokens < 0:
-                    problems[number] = (
-                        f"truncation: {search.least:,} tokens even without {', '.join(self.columns)}, which are "
-                        f"all that may be cut; max_length is {self._max_length:,}"
-                    )
-                    continue
-                cut = self._cut_row(rows[number], cells[number], units[number], search)
-                try:
-                    texts[number] = self._template.render({**rows[number], **cut})
-                except TemplateProblem as error:
-                    problems[number] = f"prompt_template: with columns cut by truncation: {error}"
-            if not texts:
+            if too_many <= 0:
+                raise TemplateProblem(
+                    f"truncation: {shortest:,} tokens even without {', '.join(self.columns)}, which are all that "
+                    f"may be cut; max_length is {self._max_length:,}"
+                )
+            if measurement < _MAX_GUESSES and fits < tokens + unused < too_many:
+                tokens += unused
+            else:
+                tokens = (max(fits, 0) + too_many) // 2
+            cut = self._cut_row(row, cells, units, share_out(counts, self._unit_shares(units), tokens))
+            try:
+                text = self._template.render({**row, **cut})
+            except TemplateProblem as error:
+                raise TemplateProblem(f"prompt_template: with columns cut by truncation: {error}") from error
+            (arrays,) = self._tokenize([text])
+            length = len(arrays["input_ids"])
+            unused, shortest = self._max_length - length, min(shortest, length)
+            if unused < 0:
+                too_many = min(too_many, tokens)
+            elif tokens > fits:
+                fits, best = tokens, arrays
+            is_good = (
+                0 <= unused <= _UNUSED_TOKENS or too_many - fits <= 1 or measurement >= _MAX_MEASUREMENTS
+            )
+            if best and is_good:
                 break
-            active = []
-            for number, arrays in zip(texts, self._tokenize(list(texts.values())), strict=True):
-                search = searches[number]
-                tokens = len(arrays["input_ids"])
-                if tokens <= self._max_length and search.tokens > search.fits:
-                    inputs[number] = arrays
-                if not search.measured(tokens, measurement):
-                    active.append(number)
-        return inputs, problems
-
-    def _cells(
-        self, rows: Mapping[int, Mapping[str, object]], prompts: Mapping[int, tuple[str, Any]]
-    ) -> dict[int, list[_Cell]]:
-        """Return each row's cells, in the order of the columns, with the tokens of their texts."""
-        cells: dict[int, list[_Cell]] = {}
-        not_in_prompt: list[tuple[_Cell, int]] = []
-        for number, row in rows.items():
-            cells[number] = [
-                _Cell(row[column], column in self._template.json_columns) for column in self.columns
-            ]
-            for cell in cells[number]:
-                for turn, text in enumerate(cell.texts):
-                    # Mostly the prompt has the text as it stands, and where its tokens end is known already.
-                    cell.parts.append(_part(text, *prompts[number]))
-                    if text and cell.parts[-1].encoding is None:
-                        not_in_prompt.append((cell, turn))
-        encodings = self._encode([cell.texts[turn] for cell, turn in not_in_prompt])
-        for (cell, turn), encoding in zip(not_in_prompt, encodings, strict=True):
-            cell.parts[turn] = _Part(len(encoding), encoding)
-        return cells
+        return best
 
     def _units(self, cells: Sequence[_Cell]) -> list[tuple[int, ...]]:
         """Return the columns of a row, by their positions, in groups that are cut together."""
@@ -158,16 +130,17 @@ class FieldTruncation:
             return [(column,) for column in range(len(cells))]
         return [rounds, *((column,) for column in range(len(cells)) if column not in rounds)]
 
+    def _unit_shares(self, units: Sequence[tuple[int, ...]]) -> list[float]:
+        return [sum(self._shares[column] for column in unit) for unit in units]
+
     def _cut_row(
         self,
         row: Mapping[str, object],
         cells: Sequence[_Cell],
         units: Sequence[tuple[int, ...]],
-        search: _Search,
+        budgets: Sequence[int],
     ) -> dict[str, object]:
-        """Return the values of a row's columns, cut to the tokens that the search tries next."""
-        shares = [sum(self._shares[column] for column in unit) for unit in units]
-        budgets = share_out(search.counts, shares, search.tokens)
+        """Return the values of a row's columns, cut to so many tokens for each unit."""
         cut: dict[str, object] = {}
         for unit, budget in zip(units, budgets, strict=True):
             if len(unit) > 1:
@@ -214,11 +187,11 @@ class FieldTruncation:
         marker = self._marker if budget >= 0 else ""
         values = []
         for cell, count, has_marker in zip(cells, kept_counts, is_cut, strict=True):
-            text, part = cell.texts[first], cell.parts[first]
-            if count < part.tokens:
+            text, offsets = cell.texts[first], cell.offsets[first]
+            if count < len(offsets):
                 head = (count + 1) // 2 if is_newest else 0
-                back = text[part.start(part.tokens - count + head) :] if count > head else ""
-                text = text[: part.end(head)] + marker + back
+                back = text[_start(offsets, len(offsets) - count + head) :] if count > head else ""
+                text = text[: _end(offsets, head)] + marker + back
             elif has_marker:
                 text = marker + text
             values.append(cell.with_texts([*[None] * first, text, *cell.texts[first + 1 :]], keeps_positions))
@@ -234,17 +207,18 @@ class FieldTruncation:
         begin, head, tail = ranges(counts, budget, keep)
         texts: list[str | None] = []
         first = 0
-        for text, part, count in zip(cell.texts, cell.parts, counts, strict=True):
+        for text, offsets in zip(cell.texts, cell.offsets, strict=True):
+            count = len(offsets)
             last = first + count
             front = back = None
             if begin <= first < begin + head:
                 end = min(begin + head, last) - first
-                front = text if end == count else text[: part.end(end)]
+                front = text if end == count else text[: _end(offsets, end)]
                 if begin + head <= last:
                     front += self._marker
             if total - tail < last:
                 start = max(total - tail, first) - first
-                back = text[part.start(start) :] if start else text
+                back = text[_start(offsets, start) :] if start else text
                 if not head and first <= total - tail:
                     back = self._marker + back
             texts.append(None if front is None and back is None else (front or "") + (back or ""))
@@ -254,63 +228,26 @@ class FieldTruncation:
             texts[0 if keep == "head" else -1] = "" if budget < 0 else self._marker
         return texts
 
-    def _encode(self, texts: Sequence[str]) -> Sequence[Any]:
-        """Return encodings of parts of prompts, which tell the characters of each token."""
+    def _offsets(self, texts: Sequence[str]) -> list[Offsets]:
+        """Return the offsets of each text's tokens."""
         backend = self._tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
-        return backend.encode_batch(list(texts), add_special_tokens=False) if texts else []
+        return [encoding.offsets for encoding in backend.encode_batch(list(texts), add_special_tokens=False)]
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The tokens of a text, which may be a part of an encoded prompt.
-
-    ``first`` is the text's first token in the encoding, ``start_character`` its first character in the prompt.
-    """
-
-    tokens: int
-    encoding: Any = None
-    first: int = 0
-    start_character: int = 0
-
-    def end(self, tokens: int) -> int:
-        """Return the end of the first so many tokens, in characters; a character is never split."""
-        while 0 < tokens < self.tokens and self._chars(tokens)[0] < self._chars(tokens - 1)[1]:
-            tokens -= 1
-        return max(0, self._chars(tokens - 1)[1]) if tokens else 0
-
-    def start(self, token: int) -> int:
-        """Return the character at which a token begins; of a token that begins within one, that of the next."""
-        while 0 < token < self.tokens and self._chars(token)[0] < self._chars(token - 1)[1]:
-            token += 1
-        return max(0, self._chars(token)[0] if token < self.tokens else self._chars(token - 1)[1])
-
-    def _chars(self, token: int) -> tuple[int, int]:
-        begin, end = self.encoding.token_to_chars(self.first + token)
-        return begin - self.start_character, end - self.start_character
+def _end(offsets: Offsets, tokens: int) -> int:
+    """Return the end of the first so many tokens, in characters; a character is never split."""
+    while 0 < tokens < len(offsets) and offsets[tokens][0] < offsets[tokens - 1][1]:
+        tokens -= 1
+    return offsets[tokens - 1][1] if tokens else 0
 
 
-def _part(text: str, prompt: str, encoding: Any) -> _Part:
-    """Return the tokens that a text has within a prompt; without an encoding if the prompt does not have it."""
-    start = prompt.find(text) if text else -1
-    if start < 0:
-        return _Part(0)
-    characters = range(start, start + len(text))
-    first = _first_token(encoding, characters[:_MAX_SPACES])
-    last = _first_token(encoding, characters[: -_MAX_SPACES - 1 : -1])
-    if first is None or last is None:
-        return _Part(0)
-    return _Part(last + 1 - first, encoding, first, start)
-
-
-def _first_token(encoding: Any, characters: Sequence[int]) -> int | None:
-    """Return the token of the first of these characters that belongs to one."""
-    for character in characters:
-        token: int | None = encoding.char_to_token(character)
-        if token is not None:
-            return token
-    return None
+def _start(offsets: Offsets, token: int) -> int:
+    """Return the character at which a token begins; of a token that begins within one, that of the next."""
+    while 0 < token < len(offsets) and offsets[token][0] < offsets[token - 1][1]:
+        token += 1
+    return offsets[token][0] if token < len(offsets) else offsets[token - 1][1]
 
 
 class _Cell:
@@ -321,31 +258,31 @@ class _Cell:
 
     def __init__(self, value: object, is_json: bool) -> None:
         self.value = value
-        self.parts: list[_Part] = []
-        self._parsed: object = value
-        self._was_text = isinstance(value, str)
+        self.offsets: list[Offsets] = []
+        self._parsed = value
         self._is_json = False
-        if is_json and self._was_text:
+        if is_json and isinstance(value, str):
             try:
                 self._parsed = parse_json_cell(value)
                 self._is_json = True
             except TemplateProblem:  # in a branch that this row does not take
-                self._parsed = value
+                pass
         self._items = self._parsed if isinstance(self._parsed, list) else [self._parsed]
-        self._positions = [index for index, item in enumerate(self._items) if _text_of(item) is not None]
-        self.texts = [
-            replace_lone_surrogates(_text_of(self._items[index]) or "") for index in self._positions
-        ]
+        texts = {index: _text_of(item) for index, item in enumerate(self._items)}
+        self._texts = {
+            index: replace_lone_surrogates(text) for index, text in texts.items() if text is not None
+        }
+        self.texts = list(self._texts.values())
 
     @property
     def counts(self) -> list[int]:
         """Return the tokens of each turn."""
-        return [part.tokens for part in self.parts]
+        return [len(offsets) for offsets in self.offsets]
 
     @property
     def turns(self) -> int:
         """Return the number of texts in a list; 0 if the value is no list or holds anything else."""
-        is_all_text = isinstance(self._parsed, list) and len(self._positions) == len(self._items)
+        is_all_text = isinstance(self._parsed, list) and len(self.texts) == len(self._items)
         return len(self.texts) if is_all_text else 0
 
     def with_texts(self, texts: Sequence[str | None], keeps_positions: bool) -> object:
@@ -355,68 +292,19 @@ class _Cell:
         """
         if texts is self.texts:
             return self.value
-        items = list(self._items)
-        for index, text in zip(self._positions, texts, strict=True):
-            item = items[index]
-            content = "" if text is None else text
+        items = dict(enumerate(self._items))
+        for index, text in zip(self._texts, texts, strict=True):
+            item, content = items[index], text or ""
             items[index] = {**item, "content": content} if isinstance(item, dict) else content
-        if not isinstance(self._parsed, list):
-            value: object = items[0]
-        elif keeps_positions:
-            value = items
-        else:
-            dropped = {index for index, text in zip(self._positions, texts, strict=True) if text is None}
-            value = [item for index, item in enumerate(items) if index not in dropped]
+            if text is None and not keeps_positions and isinstance(self._parsed, list):
+                del items[index]
+        value = list(items.values()) if isinstance(self._parsed, list) else items[0]
         return json.dumps(value, ensure_ascii=False) if self._is_json else value
 
 
 def _text_of(item: object) -> str | None:
     text = item.get("content") if isinstance(item, dict) else item
     return text if isinstance(text, str) else None
-
-
-class _Search:
-    """Search for the largest number of tokens of a row's columns with which its prompt fits.
-
-    Attributes:
-        counts: tokens of each column.
-        tokens: the number to try next; below 0 if the prompt is too long even without the columns.
-        fits: the largest number so far with which the prompt fitted; -1 for none.
-        least: the tokens of the shortest prompt so far.
-    """
-
-    def __init__(self, counts: list[int], length: int, max_length: int) -> None:
-        self.counts = counts
-        self.fits = -1
-        self.least = length
-        self._too_many = sum(counts)
-        self._max_length = max_length
-        self.tokens = self._too_many
-        self._choose(max_length - length, 0)
-
-    def measured(self, length: int, measurement: int) -> bool:
-        """Take the length of the prompt with ``tokens`` and return whether the search is over."""
-        self.least = min(self.least, length)
-        unused = self._max_length - length
-        if unused >= 0:
-            self.fits = max(self.fits, self.tokens)
-        else:
-            self._too_many = min(self._too_many, self.tokens)
-        is_full = 0 <= unused <= _UNUSED_TOKENS
-        is_exact = self._too_many - self.fits <= 1
-        if self.fits >= 0 and (is_full or is_exact or measurement >= _MAX_MEASUREMENTS):
-            return True
-        self._choose(unused, measurement)
-        return False
-
-    def _choose(self, unused: int, measurement: int) -> None:
-        guess = self.tokens + unused
-        if self._too_many <= 0:
-            self.tokens = -1
-        elif measurement < _MAX_GUESSES and self.fits < guess < self._too_many:
-            self.tokens = guess
-        else:
-            self.tokens = (max(self.fits, 0) + self._too_many) // 2
 
 
 def share_out(counts: Sequence[int], shares: Sequence[float], tokens: int) -> list[int]:
