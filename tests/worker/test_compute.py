@@ -183,19 +183,6 @@ def test_a_model_that_cannot_bear_padding_gets_none(tmp_path: Path) -> None:
     np.testing.assert_allclose(got[:, 1:], reference(folder, texts, 128), atol=1e-5)
 
 
-def test_a_budget_grows_back_but_not_to_what_failed() -> None:
-    from ensemble.members.huggingface.scoring.forward import BatchSizes
-
-    sizes = BatchSizes(1000, None)
-    sizes.shrink(rows=10, padded_tokens=800, width=80)
-    assert sizes.tokens_at(1) == 400
-    grown = [sizes.tokens_at(1) for _ in range(200) if sizes.grow()]
-    assert grown == [500, 625, 720]
-    for _ in range(5):
-        sizes.shrink(rows=1, padded_tokens=1, width=1)
-    assert sizes.tokens_at(1) == 1
-
-
 def test_bytes_that_did_not_fit_are_halved_for_every_width() -> None:
     from ensemble.members.huggingface.scoring.batching import MemoryLimit
     from ensemble.members.huggingface.scoring.forward import BatchSizes
@@ -205,8 +192,6 @@ def test_bytes_that_did_not_fit_are_halved_for_every_width() -> None:
     sizes.shrink(rows=2, padded_tokens=200, width=100)  # took 220,000 bytes
     assert [sizes.tokens_at(width) for width in (1, 90, 390)] == [1000, 110, 27]
     assert sizes.for_float32().tokens_at(90) == 55
-    grown = [sizes.tokens_at(90) for _ in range(200) if sizes.grow()]
-    assert grown == [137, 171, 198], "never as many bytes as failed"
 
 
 def test_a_limit_in_bytes_sets_the_batches_of_a_member(tmp_path: Path) -> None:

@@ -191,39 +191,6 @@ def test_chunks_go_on_in_half_precision_where_few_rows_overflow(llama: tuple[Any
             weight.copy_(before)
 
 
-def test_what_does_not_fit_in_float32_at_once_is_computed_in_half_precision(
-    llama: tuple[Any, Any, Any],
-) -> None:
-    from ensemble.members.huggingface.scoring.encode import Encoded
-    from tests.oom.limit import AllocatorLimit
-
-    model, classifier, encoded = llama
-    ids = [
-        *encoded.inputs["input_ids"][:40],
-        *(np.resize(row, 100) for row in encoded.inputs["input_ids"][40:]),
-    ]
-    lengths = np.array([len(row) for row in ids])
-    some = Encoded({**encoded.inputs, "input_ids": ids}, lengths, 0)
-    full = run(model, classifier, some, at_once=True)
-    assert np.isfinite(full.logits.numpy()).all()
-    assert (full.counters.float32_rows, full.counters.recomputed_rows) == (60, 0)
-    assert not full.mostly_overflows, "it was not tried"
-    # The feed-forward's states of a row in float32; the largest of the weights, the vocabulary, is smaller.
-    width = 95
-    with AllocatorLimit(largest_bytes=4 * 128 * width):
-        tight = run(model, classifier, some, at_once=True)
-    large = lengths > width
-    assert (tight.rows.tolist(), tight.too_large) == (list(range(60)), ())
-    assert (tight.counters.rows, tight.counters.float32_rows) == (60, 60 - large.sum())
-    got, expected = tight.logits.numpy(), full.logits.numpy()
-    bad = ~np.isfinite(got).all(axis=1)
-    assert tight.too_large_in_float32 == tuple(np.flatnonzero(bad))
-    assert not (bad & ~large).any()
-    assert 0 < bad.sum() < large.sum() < 60
-    np.testing.assert_allclose(got[~large], expected[~large], atol=1e-5)
-    np.testing.assert_allclose(got[large & ~bad], expected[large & ~bad], atol=0.1)
-
-
 def test_a_model_that_does_not_run_in_float32_loses_only_the_rows_that_need_it(tmp_path: Path) -> None:
     from tests.worker.broken import FailingPass
     from tests.worker.test_compute import member_of, read_shard

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from ensemble.common.errors import CheckpointError
 from ensemble.common.text import listed, plural, similar_file
@@ -23,18 +24,9 @@ ACTIVATIONS = tuple(
 )
 LINEAR, LAYER_NORM = "linear", "layer_norm"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_KEY = "head_layers"
 _MODEL_TENSOR = re.compile(r"(^|\.)(layers?|h|blocks?)\.\d+\.|embed|(^|\.)wte\.")
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Describe a layer of a head; ``inputs`` and ``outputs`` are the sizes of its vectors."""
-
-    name: str
-    kind: str
-    inputs: int
-    outputs: int
+# The shape of each layer's weight by the layer's name: [out, in] of a linear layer, [size] of a layer norm.
+_Layers: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +52,7 @@ def read_head(path: Path, steps: Sequence[str] | None, width: int | None, backbo
         labels: the number of outputs that the head must have.
 
     Raises:
-        CheckpointError: the file cannot be read, or is no such head; every problem is listed.
+        CheckpointError: the file cannot be read, or is no such head.
     """
     if path.suffix in _PICKLES and path.is_file():
         raise CheckpointError(
@@ -75,111 +67,100 @@ def read_head(path: Path, steps: Sequence[str] | None, width: int | None, backbo
         tensors = read_file(path)
     except CheckpointError as error:
         raise CheckpointError([f"head: {problem}" for problem in error.problems]) from None
-    layers, problems = _layers(path, tensors)
-    if problems:
-        raise CheckpointError(problems)
+    layers = _layers(path, tensors)
     names = _only_order(path, layers) if steps is None else [*steps]
-    by_name = {layer.name: layer for layer in layers}
     problems = [
-        f"{_KEY}: {name!r} is neither a layer of {path} ({_names(layers)}) nor an activation "
+        f"head_layers: {name!r} is neither a layer of {path} ({_shown(layers)}) nor an activation "
         f"({', '.join(ACTIVATIONS)})"
         for name in names
-        if name not in by_name and name not in ACTIVATIONS
+        if name not in layers and name not in ACTIVATIONS
     ]
-    unused = [layer for layer in layers if layer.name not in names]
+    unused = {name: shape for name, shape in layers.items() if name not in names}
     if unused:
-        problems.append(f"{_KEY}: {path} has layers that are not in this list: {_names(unused)}")
-    if not any(layer.kind == LINEAR for layer in layers):
+        problems.append(f"head_layers: {path} has layers that are not in this list: {_shown(unused)}")
+    if not any(len(shape) == 2 for shape in layers.values()):
         problems.append(f"head: {path} has no linear layer")
     if not problems:
-        ordered = [by_name[name] for name in names if name in by_name]
+        ordered = {name: layers[name] for name in names if name in layers}
         problems += _size_problems(path, ordered, width, backbone, labels)
     if problems:
         raise CheckpointError(problems)
-    return Head(tensors, tuple((by_name[name].kind if name in by_name else name, name) for name in names))
+    kinds = {name: LINEAR if len(shape) == 2 else LAYER_NORM for name, shape in layers.items()}
+    return Head(tensors, tuple((kinds.get(name, name), name) for name in names))
 
 
-def _layers(path: Path, tensors: Sequence[Tensor]) -> tuple[list[Layer], list[str]]:
-    """Return the file's layers, sorted by name with numbers as numbers, and problems."""
+def _layers(path: Path, tensors: Sequence[Tensor]) -> _Layers:
+    """Return the file's layers, sorted by name with numbers as numbers.
+
+    Raises:
+        CheckpointError: it holds a whole model, or tensors of other layers.
+    """
     if any(_MODEL_TENSOR.search(tensor.name) for tensor in tensors):
-        return [], [
+        raise CheckpointError(
             f"head: {path} holds a whole model ({tensors[0].name} and {len(tensors) - 1} more); keep the head's "
             "tensors in a file of their own, and the backbone's in model_name_or_path (docs/members.md)"
-        ]
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    problems: list[str] = []
+        )
+    parts_by_layer: dict[str, dict[str, tuple[int, ...]]] = {}
     for tensor in tensors:
         name, _, part = tensor.name.rpartition(".")
-        if part not in ("weight", "bias") or not tensor.is_float:
-            problems.append(
-                f"head: {path} has a tensor that neither a linear layer nor a layer norm has: {tensor.name}, "
-                f"{tensor.dtype} {list(tensor.shape)}; task_type: python runs any head"
-            )
-        shapes.setdefault(name, {})[part] = tensor.shape
-    if problems:
-        return [], problems
-    layers = []
-    for name, parts in shapes.items():
+        parts_by_layer.setdefault(name, {})[part if tensor.is_float else tensor.dtype] = tensor.shape
+    layers = {}
+    for name, parts in parts_by_layer.items():
         weight, bias = parts.get("weight", ()), parts.get("bias")
-        if len(weight) == 2 and bias in (None, weight[:1]):
-            layers.append(Layer(name, LINEAR, weight[1], weight[0]))
-        elif len(weight) == 1 and bias == weight:
-            layers.append(Layer(name, LAYER_NORM, weight[0], weight[0]))
-        else:
-            shown = " and ".join(f"a {part} {list(shape)}" for part, shape in parts.items())
-            problems.append(
-                f"head: {path}: {name} has {shown}, and is neither a linear layer nor a layer norm; task_type: "
+        is_linear = len(weight) == 2 and bias in (None, weight[:1])
+        is_norm = len(weight) == 1 and bias == weight
+        if not (is_linear or is_norm) or not parts.keys() <= {"weight", "bias"}:
+            shapes = " and ".join(f"a {part} {list(shape)}" for part, shape in parts.items())
+            raise CheckpointError(
+                f"head: {path}: {name} has {shapes}, and is neither a linear layer nor a layer norm; task_type: "
                 "python runs any head"
             )
+        layers[name] = weight
 
-    def sort_key(layer: Layer) -> list[tuple[int, str]]:
-        return [(int(part), "") if part.isdecimal() else (-1, part) for part in layer.name.split(".")]
+    def sort_key(name: str) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
-    return sorted(layers, key=sort_key), problems
+    return {name: layers[name] for name in sorted(layers, key=sort_key)}
 
 
-def _only_order(path: Path, layers: Sequence[Layer]) -> list[str]:
+def _only_order(path: Path, layers: _Layers) -> list[str]:
     """Return the layers' names in their only possible order.
 
     Raises:
         CheckpointError: several orders are possible.
     """
-    linear = [layer for layer in layers if layer.kind == LINEAR]
-    norms = [layer for layer in layers if layer.kind == LAYER_NORM]
-    is_first = len(linear) == len(norms) == 1 and linear[0].inputs == norms[0].inputs != linear[0].outputs
-    if len(linear) > 1 or (norms and linear and not is_first):
-        example = [layers[0].name]
-        for layer in layers[1:]:
-            example += ["ACTIVATION", layer.name] if layer.kind == LINEAR else [layer.name]
-        raise CheckpointError(
-            f"{_KEY}: {path} has {plural(len(layers), 'layer')} ({_names(layers)}), and does not say in which "
-            f"order they come and what stands between; write it down, for example {_KEY}: [{', '.join(example)}] "
-            "with relu, gelu, tanh, silu or whatever it was"
-        )
-    return [layer.name for layer in (*norms, *linear)]
+    linear = [name for name, shape in layers.items() if len(shape) == 2]
+    norms = [name for name, shape in layers.items() if len(shape) == 1]
+    if len(linear) < 2 and not norms:
+        return linear
+    if len(linear) == len(norms) == 1:
+        outputs, inputs = layers[linear[0]]
+        if layers[norms[0]] == (inputs,) != (outputs,):
+            return [*norms, *linear]
+    example = [name if len(shape) == 1 else f"ACTIVATION, {name}" for name, shape in layers.items()]
+    raise CheckpointError(
+        f"head_layers: {path} has {plural(len(layers), 'layer')} ({_shown(layers)}), and does not say in which "
+        f"order they come and what stands between; write it down, for example head_layers: "
+        f"[{', '.join(example).removeprefix('ACTIVATION, ')}] with relu, gelu, tanh, silu or whatever it was"
+    )
 
 
 def _size_problems(
-    path: Path, layers: Sequence[Layer], width: int | None, backbone: str, labels: int
+    path: Path, layers: _Layers, width: int | None, backbone: str, labels: int
 ) -> Iterator[str]:
     """Yield each layer whose inputs are not as many as the outputs before it."""
     size, source = width, f"{backbone} has hidden states of"
-    for layer in layers:
-        name = layer.name or layer.kind
-        if size is not None and layer.inputs != size:
-            yield (
-                f"head: {path}: its layer {name} is made for {layer.inputs:,} numbers, and {source} {size:,}"
-            )
-        size, source = layer.outputs, f"{name} before it gives"
+    for name, shape in layers.items():
+        if size is not None and shape[-1] != size:
+            yield f"head: {path}: its layer {name} is made for {shape[-1]:,} numbers, and {source} {size:,}"
+        size, source = shape[0], f"{name} before it gives"
     if size != labels:
         yield f"head: {path} has {plural(size or 0, 'output')}, and the config has {plural(labels, 'label')}"
 
 
-def _names(layers: Sequence[Layer]) -> str:
-    def describe(layer: Layer) -> str:
-        size = f"layer norm of {layer.inputs}"
-        if layer.kind == LINEAR:
-            size = f"{layer.inputs} -> {layer.outputs}"
-        return f"{layer.name or 'without a name'}: {size}"
-
-    return listed([describe(layer) for layer in layers], 6, str)
+def _shown(layers: _Layers) -> str:
+    sizes = {
+        name: f"{shape[1]} -> {shape[0]}" if len(shape) == 2 else f"layer norm of {shape[0]}"
+        for name, shape in layers.items()
+    }
+    return listed([f"{name or 'without a name'}: {size}" for name, size in sizes.items()], 6, str)

@@ -20,15 +20,10 @@ import torch
 
 from ensemble.common.protocol import Counters
 from ensemble.common.torch_errors import Verdict, classify, is_out_of_memory, one_line
-from ensemble.members.huggingface.scoring.batching import MemoryLimit, make_batches
+from ensemble.members.huggingface.scoring.batching import MemoryLimit, make_batches, tokens_for_stages
 
 Report = Callable[[int, int, int], None]
 Mode = Callable[[], AbstractContextManager[None]]
-# After so many batches without an error a reduced budget grows by this factor.
-_GROW_AFTER_BATCHES = 32
-_GROWTH = 1.25
-# The largest share of a failed size that is tried again: closer to it, each attempt would fail.
-_BELOW_FAILURE = 0.9
 # Passes that a GPU has been given and has not finished; each GPU of a spread model works on one of them.  Enough
 # that the GPU never waits, few enough that the reported progress is true.
 _MAX_QUEUED = 4
@@ -111,6 +106,7 @@ class BatchSizes:
         batch_size: rows a batch, if the user set it; then the token budget does not count.
         equal_lengths: whether only rows of the same length share a batch.
         memory: the memory that a batch may take; None if it is unknown, or if the user set the size.
+        stages: GPUs that each chunk should keep busy (``tokens_for_stages``).
     """
 
     def __init__(
@@ -119,26 +115,18 @@ class BatchSizes:
         batch_size: int | None,
         equal_lengths: bool = False,
         memory: MemoryLimit | None = None,
+        stages: int = 1,
     ) -> None:
         self.batch_size = batch_size
         self._token_budget = token_budget
         self._equal_lengths = equal_lengths
         self._memory = memory
-        # Limits set by errors: in bytes if ``memory`` is known, otherwise in padded tokens.
-        self._allowed = token_budget if memory is None else memory.available_bytes
-        self._largest = self._allowed
-        self._good_batches = 0
+        self._stages = stages
 
     def tokens_at(self, width: int) -> int:
         """Return how many padded tokens a batch may hold now, in rows of ``width`` tokens."""
-        budget, memory = self._limits()
-        return budget if memory is None else min(budget, memory.tokens_at(width))
-
-    def set_budget(self, token_budget: int) -> None:
-        """Set the padded tokens of a batch; limits set by errors stay."""
-        if self._memory is None and self._allowed == self._largest == self._token_budget:
-            self._allowed = self._largest = token_budget
-        self._token_budget = token_budget
+        budget = self._token_budget
+        return budget if self._memory is None else min(budget, self._memory.tokens_at(width))
 
     def shrink(self, rows: int, padded_tokens: int, width: int, skipped: int = 0) -> None:
         """Make the next batches half as large as this one, which did not fit.
@@ -146,34 +134,23 @@ class BatchSizes:
         Args:
             skipped: tokens of each row that were not computed, beside those of ``width``.
         """
-        self._good_batches = 0
         if self.batch_size is not None:
             self.batch_size = max(1, rows // 2)
-        cost: float = padded_tokens
-        if self._memory is not None:
-            cost = replace(self._memory, skipped=skipped).cost(padded_tokens, width)
         # A batch of one row can be larger than allowed: then the limit for other batches stays.
-        self._allowed = min(self._allowed, max(1, int(cost // 2)))
-        self._largest = min(self._largest, max(1, int(cost * _BELOW_FAILURE)))
-
-    def grow(self) -> bool:
-        """Count a batch that fitted; after enough of them raise a reduced limit and return True."""
-        if self.batch_size is not None or self._allowed >= self._largest:
-            return False
-        self._good_batches += 1
-        if self._good_batches < _GROW_AFTER_BATCHES:
-            return False
-        self._good_batches = 0
-        self._allowed = min(self._largest, max(self._allowed + 1, int(self._allowed * _GROWTH)))
-        return True
+        if self._memory is None:
+            self._token_budget = min(self._token_budget, max(1, padded_tokens // 2))
+        else:
+            cost = replace(self._memory, skipped=skipped).cost(padded_tokens, width)
+            available = min(self._memory.available_bytes, max(1, int(cost // 2)))
+            self._memory = replace(self._memory, available_bytes=available)
 
     def for_float32(self) -> BatchSizes:
         """Return sizes for activations of twice the size; they change independently of these."""
-        size = None if self.batch_size is None else max(1, self.batch_size // 2)
-        budget, memory = self._limits()
+        memory = self._memory
         if memory is not None:
             memory = replace(memory, available_bytes=max(1, memory.available_bytes // 2))
-        return BatchSizes(max(1, budget // 2), size, self._equal_lengths, memory)
+        size = None if self.batch_size is None else max(1, self.batch_size // 2)
+        return BatchSizes(max(1, self._token_budget // 2), size, self._equal_lengths, memory)
 
     def cut(
         self,
@@ -186,19 +163,16 @@ class BatchSizes:
         Args:
             skipped: tokens at each row's beginning that need not be computed; the same for all rows of a batch.
         """
-        budget, memory = self._limits()
+        budget = self._token_budget
+        if self._stages > 1:
+            budget = tokens_for_stages(budget, self._stages, int(lengths[rows].sum()))
         batches: deque[npt.NDArray[np.int64]] = deque()
         for tokens in np.unique(skipped[rows]).tolist():
             group = rows[skipped[rows] == tokens]
-            limit = None if memory is None else replace(memory, skipped=tokens)
+            limit = None if self._memory is None else replace(self._memory, skipped=tokens)
             cut = make_batches(lengths[group] - tokens, budget, self.batch_size, self._equal_lengths, limit)
             batches += [group[batch] for batch in cut]
         return batches
-
-    def _limits(self) -> tuple[int, MemoryLimit | None]:
-        if self._memory is None:
-            return self._allowed, None
-        return self._token_budget, replace(self._memory, available_bytes=self._allowed)
 
 
 class DeviceQueue:
@@ -266,8 +240,7 @@ def compute(
             GPU when the device has been given the pass.
         in_float32: while entered, the model computes in float32, in which rows with NaN or infinite logits run
             again.  None: they stay as they are.
-        starts_in_float32: whether all rows run in float32 at once, for which ``sizes`` are; only rows that do not
-            fit into memory then run in half precision.
+        starts_in_float32: whether all rows run in float32 at once, for which ``sizes`` are.
 
     Raises:
         RuntimeError: from the forward pass; not for lack of memory.
@@ -276,7 +249,14 @@ def compute(
     copies = np.bincount(first, minlength=len(first))
     rows = np.flatnonzero((copies > 0) & (encoded.lengths > 0))
     if starts_in_float32 and in_float32 is not None:
-        computed = _run_in_float32(classifier, encoded, sizes, rows, copies, report, in_float32)
+        with in_float32():
+            computed = _run(classifier, encoded, sizes, rows, copies, report, with_mask=True)
+        computed = replace(
+            computed,
+            counters=replace(computed.counters, float32_rows=computed.counters.rows),
+            too_large=(),
+            too_large_in_float32=computed.too_large,
+        )
     else:
         computed = _run(classifier, encoded, sizes, rows, copies, report)
         if in_float32 is not None:
@@ -291,39 +271,6 @@ def compute(
         counters=computed.counters + Counters(repeated_rows=len(rows) - len(computed.rows)),
         too_large=tuple(np.flatnonzero(np.isin(first, computed.too_large)).tolist()),
         too_large_in_float32=tuple(np.flatnonzero(np.isin(first, computed.too_large_in_float32)).tolist()),
-    )
-
-
-def _run_in_float32(
-    classifier: Scorer[E],
-    encoded: E,
-    sizes: BatchSizes,
-    rows: npt.NDArray[np.int64],
-    copies: npt.NDArray[np.int64],
-    report: Report,
-    in_float32: Mode,
-) -> Computed:
-    """Run the model over rows in float32, and over rows that do not fit into memory in half precision."""
-    with in_float32():
-        full = _run(classifier, encoded, sizes, rows, copies, report, with_mask=True)
-    before = replace(full.counters, float32_rows=full.counters.rows)
-    if not full.too_large:
-        return replace(full, counters=before)
-
-    def report_rest(rows: int, tokens: int, padded_tokens: int) -> None:
-        report(before.rows + rows, before.tokens + tokens, before.padded_tokens + padded_tokens)
-
-    rest = _run(classifier, encoded, sizes, np.array(full.too_large), copies, report_rest)
-    computed_rows = np.concatenate([full.rows, rest.rows])
-    order = np.argsort(computed_rows)
-    # Logits of no rows have no columns.
-    logits = torch.cat([part.logits for part in (full, rest) if len(part.rows)] or [full.logits])
-    return Computed(
-        rows=computed_rows[order],
-        logits=logits[torch.from_numpy(order)],
-        counters=before + rest.counters,
-        too_large=rest.too_large,
-        too_large_in_float32=tuple(rest.rows[~_is_finite(rest.logits)].tolist()),
     )
 
 
@@ -414,8 +361,6 @@ def _run(
                 padded_tokens=padded,
                 batches=1,
             )
-            if sizes.grow() and batches:
-                batches = sizes.cut(lengths, np.concatenate(batches), skipped)
         else:
             # Not in the except block, where the exception still refers to the tensors of the failed pass.
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

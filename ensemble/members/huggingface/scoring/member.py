@@ -26,7 +26,6 @@ from ensemble.members.huggingface.loading.float32_retry import (
 from ensemble.members.huggingface.loading.load import Loaded, LoadedModel, load, max_length
 from ensemble.members.huggingface.loading.preload import checkpoint_folder, import_model_class
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
-from ensemble.members.huggingface.scoring.batching import tokens_for_stages
 from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut, probabilities
 from ensemble.members.huggingface.scoring.compiled import compile_model, in_float32_uncompiled
 from ensemble.members.huggingface.scoring.encode import Encoded, Prompt, Text
@@ -242,9 +241,14 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             notes.append(
                 "its numbers change with padding, so only rows of equal length share a batch: slower"
             )
-        self._sizes = BatchSizes(loaded.token_budget, spec.batch_size, not tolerates_padding, loaded.memory)
         is_size_set = spec.token_budget is not None or spec.batch_size is not None
-        self._fills_stages = tolerates_padding and not is_size_set and self._classifier.stages > 1
+        self._sizes = BatchSizes(
+            loaded.token_budget,
+            spec.batch_size,
+            equal_lengths=not tolerates_padding,
+            memory=loaded.memory,
+            stages=self._classifier.stages if tolerates_padding and not is_size_set else 1,
+        )
         return Ready(
             device=loaded.device_name,
             dtype=loaded.dtype,
@@ -257,9 +261,6 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
 
     def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
         encoded = self._encode_rows(rows, lambda: report(0))
-        if self._fills_stages and not self._starts_in_float32:
-            chunk_tokens, stages = int(encoded.lengths.sum()), self._classifier.stages
-            self._sizes.set_budget(tokens_for_stages(self._loaded.token_budget, stages, chunk_tokens))
         prediction = self._score(self._classifier, encoded, report)
         counters = replace(
             prediction.counters, truncated_rows=encoded.truncated_rows, cut_tokens=encoded.cut_tokens
