@@ -81,9 +81,8 @@ def measure(folder: Path, rows: int, repeats: int) -> None:
     from ensemble.data.published_table import PublishedTable
     from ensemble.members.base import Assigned, OutputColumns
     from ensemble.members.causal_lm.parent import CausalLanguageModel
-    from ensemble.members.causal_lm.predictor import CausalMember
+    from ensemble.members.causal_lm.predictor import CausalMember, CausalSpec
     from ensemble.members.causal_lm.settings import CausalSettings
-    from ensemble.members.causal_lm.spec import CausalSpec
 
     class Whole(CausalMember):
         def _take_shortcuts(self, tolerance: float) -> None:

@@ -21,8 +21,12 @@ from transformers import AutoModelForSequenceClassification
 
 from bench.shapes import LLAMA_3_8B, make_full_size
 from ensemble.members.huggingface.loading.float32_retry import in_float32
-from ensemble.members.huggingface.loading.kernels import AMPERE, choose_kernels, takes_shared_keys
-from ensemble.members.huggingface.loading.precision import capability
+from ensemble.members.huggingface.loading.kernels import (
+    AMPERE,
+    capability,
+    choose_kernels,
+    takes_shared_keys,
+)
 from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut
 from ensemble.members.huggingface.scoring.encode import Encoded
 from ensemble.members.huggingface.scoring.forward import BatchSizes, Computed, compute

@@ -50,8 +50,7 @@ def test_an_image_takes_no_more_than_is_planned(architecture: str, attention: st
     import torch
     import transformers
 
-    from ensemble.members.image_cls.predictor import ImageClassifier
-    from ensemble.members.image_cls.scoring.images import EncodedImages, _encoded
+    from ensemble.members.image_cls.predictor import EncodedImages, ImageClassifier, _encoded
     from tests.planning.tracking.tracker import PeakTracker
 
     own = {**SIZES, **IMAGES}

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ensemble.members.causal_lm.scoring.chat import ChatPrompt
-from ensemble.members.causal_lm.spec import CausalSpec
+from ensemble.members.causal_lm.predictor import CausalSpec, ChatPrompt
 from ensemble.members.huggingface.scoring.encode import Encoded, Prompt
 from ensemble.members.huggingface.scoring.truncation import share_out
 from tests.checkpoints import WORDS, make_sentencepiece, make_tokenizer, make_wordpiece

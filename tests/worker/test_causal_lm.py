@@ -16,8 +16,8 @@ from ensemble.data.published_table import PublishedTable
 from ensemble.members.base import Assigned, OutputColumns
 from ensemble.members.causal_lm.label_tokens import label_ids
 from ensemble.members.causal_lm.parent import CausalLanguageModel
+from ensemble.members.causal_lm.predictor import CausalSpec
 from ensemble.members.causal_lm.settings import CausalSettings
-from ensemble.members.causal_lm.spec import CausalSpec
 from ensemble.members.huggingface.memory.estimate import CheckpointMemory
 from tests.checkpoints import (
     four_bits_tolerance,

@@ -17,8 +17,8 @@ from ensemble.common.protocol import CommonSpec
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.base import Assigned, OutputColumns
 from ensemble.members.pooled_cls.parent import PooledClassification
+from ensemble.members.pooled_cls.predictor import PooledSpec
 from ensemble.members.pooled_cls.settings import PooledSettings
-from ensemble.members.pooled_cls.spec import PooledSpec
 from tests.checkpoints import make_checkpoint, make_language_model, make_texts
 from tests.sampling import one_in
 from tests.worker.test_float32 import make_overflowing

@@ -41,7 +41,7 @@ def spec(**changes: Any) -> ModelSpec:
 def test_the_type_of_the_weights(
     asked: str, planned: str, capability: tuple[int, int] | None, expected: str, note: str
 ) -> None:
-    from ensemble.members.huggingface.loading.precision import model_dtype
+    from ensemble.members.huggingface.loading.model import model_dtype
 
     notes: list[str] = []
     changes = {"dtype": planned, "asked": ()} if asked == "auto" else {"dtype": asked}
@@ -79,7 +79,7 @@ def test_tf32_is_off_unless_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("own_tf32")
 def test_tf32_that_cannot_have_an_effect_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ensemble.members.huggingface.loading.precision import set_tf32
+    from ensemble.members.huggingface.loading.kernels import set_tf32
 
     for override, capability, expected in (
         ("", A100, ""),

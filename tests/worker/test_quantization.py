@@ -120,38 +120,9 @@ STORED = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"}
 def test_bfloat16_of_stored_layers_is_float16_before_ampere(
     stored: dict[str, Any] | None, capability: tuple[int, int] | None, expected: str | None
 ) -> None:
-    from ensemble.members.huggingface.loading.quantization import compute_notes
     from ensemble.members.huggingface.spec import choose_compute_dtype
 
     assert choose_compute_dtype(stored, capability) == expected
-    # Where the config asks for the same, it is obeyed, and said.
-    notes = compute_notes(stored, capability)
-    assert len(notes) == (expected is not None)
-    assert all(
-        "bfloat16 is only emulated" in note and "float16 is what this GPU has" in note for note in notes
-    )
-
-
-def test_bfloat16_that_is_asked_for_is_obeyed_and_noted_before_ampere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ensemble.members.huggingface.loading import quantization
-    from ensemble.members.huggingface.loading.load import load
-    from ensemble.members.huggingface.spec import choose_compute_dtype
-
-    folder = make_checkpoint(tmp_path, "llama", LABELS)
-    monkeypatch.setattr(  # a T4's rules on this CPU
-        quantization, "choose_compute_dtype", lambda settings, _: choose_compute_dtype(settings, (7, 5))
-    )
-    settings = {**FOUR_BITS, "bnb_4bit_compute_dtype": "bfloat16"}
-    loaded = load(worker_spec(folder, quantization_config=settings))
-    assert [note.split(";")[0] for note in loaded.notes if "emulated" in note] == [
-        "bnb_4bit_compute_dtype: bfloat16 is only emulated below compute capability 8.0: slow"
-    ]
-    layer = loaded.model.model.layers[0].mlp.down_proj
-    assert str(layer.compute_dtype) == "torch.bfloat16"
-    quiet = load(worker_spec(folder, quantization_config=FOUR_BITS))
-    assert not [note for note in quiet.notes if "emulated" in note]
 
 
 def test_stored_layers_compute_as_the_plan_says(tmp_path: Path) -> None:

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointChild:
-    """The child side of the kind with this predictor.
-
-    Args:
-        predictor: the class, a ``CheckpointMember``, by module and name, such as "package.module.Class".
-    """
+    """The child side of the kind with this ``CheckpointMember``, named such as "package.module.Class"."""
 
     def __init__(self, predictor: str) -> None:
         self._predictor = predictor
@@ -57,10 +53,7 @@ def child_of(predictor: str) -> CheckpointChild:
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """Keep garbage collection off: imports make a million objects, all of which stay.
-
-    What was made by the end is never looked through.
-    """
+    """Keep garbage collection off: imports make a million objects, all of which stay."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

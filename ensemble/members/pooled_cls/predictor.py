@@ -6,7 +6,7 @@ Pooled values and the head are always float32: they are small, and hand-written 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,9 +28,18 @@ from ensemble.members.huggingface.scoring.classifier import (
 )
 from ensemble.members.huggingface.scoring.encode import Encoded
 from ensemble.members.huggingface.scoring.member import TextMember
-from ensemble.members.huggingface.spec import CheckpointSpec
+from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec
 from ensemble.members.pooled_cls.head import LAYER_NORM, LINEAR
-from ensemble.members.pooled_cls.spec import PooledSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledSpec(ModelSpec):
+    """Add the head's file, the ``steps`` of ``Head`` and keys of ``PooledSettings`` to those of a text model."""
+
+    head: str
+    head_steps: tuple[tuple[str, str], ...]
+    head_layer_norm_eps: float
+    pooling_mode: str
 
 
 class PooledMember(TextMember[PooledSpec]):
@@ -83,8 +92,6 @@ class PooledClassifier(Classifier):
     """A loaded backbone and its head, which give a row the same numbers in any batch.
 
     Args:
-        model: as ``AutoModel`` loads it.
-        pad_token_id: of the padding.
         head: from [rows, hidden] to [rows, outputs], float32, on the model's last device.
         pooling_mode: "mean", "cls" or "lasttoken", of a row's own tokens, special ones included.
     """

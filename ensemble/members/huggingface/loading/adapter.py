@@ -35,11 +35,7 @@ class AdapterFiles:
 
 
 def open_adapter(name_or_path: str, allow_pickle: bool = False) -> AdapterFiles:
-    """Read an adapter's config and the names of its tensors.
-
-    Args:
-        name_or_path: a folder, or a name on the Hugging Face hub.
-        allow_pickle: whether its weights may be a pickle, of which torch reads tensors only.
+    """Read an adapter's config and the names of its tensors, from a folder or the hub.
 
     Raises:
         ValueError: its weights are broken or a pickle.
@@ -76,14 +72,10 @@ def open_adapter(name_or_path: str, allow_pickle: bool = False) -> AdapterFiles:
 def attach_adapter(
     base: Any, adapter: AdapterFiles, missing: Sequence[str], spec: CheckpointSpec, notes: list[str]
 ) -> Any:
-    """Return the base with the adapter in its layers, still of transformers' class.
-
-    peft puts its own layers into the base and keeps the original ones inside; ``get_base_model`` returns the base
-    changed in this way.  The adapter is computed in the type of the base's own weights.
+    """Return the base with the adapter in its layers, still of transformers' class and in the base's type.
 
     Args:
         missing: parameters that the base's checkpoint does not have.
-        notes: takes a sentence for the user.
 
     Raises:
         ValueError: neither of the two has a parameter, or the adapter does not belong to this base.

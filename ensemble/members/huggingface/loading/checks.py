@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from ensemble.common.files import read_json
@@ -55,14 +56,7 @@ def is_unused(spec: CheckpointSpec, key: str) -> bool:
 
 
 def check_unexpected_keys(spec: CheckpointSpec, keys: Sequence[str], is_quantized: bool) -> None:
-    """Refuse a checkpoint with tensors that were not loaded, except those that no classifier has a place for.
-
-    Args:
-        keys: the unexpected ones of transformers' loading report.
-
-    Raises:
-        ValueError: with the first few of them.
-    """
+    """Raise a ValueError for tensors that were not loaded, except those that no classifier has a place for."""
     lost = sorted(
         key
         for key in keys
@@ -81,14 +75,8 @@ def check_unexpected_keys(spec: CheckpointSpec, keys: Sequence[str], is_quantize
         )
 
 
-def check_tokenizer(
-    spec: ModelSpec, tokenizer: Any, folder: Path | None, texts: Sequence[str]
-) -> Iterator[str]:
-    """Yield a sentence for everything that the user should know about a tokenizer.
-
-    Args:
-        folder: of its files; None if unknown.
-        texts: of the member's first rows.
+def check_tokenizer(spec: ModelSpec, tokenizer: Any, texts: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for everything that the user should know about a tokenizer, given texts of the first rows.
 
     Raises:
         ValueError: it knows special tokens only, or it was made by another class than its vocabulary is for.
@@ -109,9 +97,9 @@ def check_tokenizer(
             "its vocabulary files, such as tokenizer.json"
         )
     texts = [text[:CHARACTERS] for text in texts if text.strip()]
-    path = None if folder is None else folder / "tokenizer.json"
+    path = _stored_file(spec)
     is_comparable = not (spec.trust_remote_code or spec.gguf_file is not None or made_by in _TAKE_THE_FILE)
-    if path is not None and path.is_file() and is_comparable:
+    if path is not None and is_comparable:
         yield from _differences(spec, tokenizer, path, texts)
     ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     unknown = tokenizer.unk_token_id
@@ -123,6 +111,15 @@ def check_tokenizer(
         )
     without_unknown = [(text, row) for text, row in zip(texts, ids, strict=True) if unknown not in row]
     yield from _lost_characters(name, tokenizer, without_unknown, len(texts))
+
+
+def _stored_file(spec: ModelSpec) -> Path | None:
+    """Return the tokenizer.json in the checkpoint's folder or the hub's cache; None if there is none."""
+    path = Path(spec.model_name_or_path) / "tokenizer.json"
+    if path.parent.is_dir():
+        return path if path.is_file() else None
+    cached = try_to_load_from_cache(spec.model_name_or_path, path.name, revision=spec.revision)
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def _differences(spec: ModelSpec, tokenizer: Any, path: Path, texts: Sequence[str]) -> Iterator[str]:

@@ -12,11 +12,7 @@ from ensemble.members.huggingface.spec import CheckpointSpec
 
 
 def placement_options(spec: CheckpointSpec, on_gpu: bool) -> dict[str, Any]:
-    """Return the options of ``from_pretrained`` that concern devices.
-
-    Args:
-        on_gpu: whether the member has a GPU that torch can use.
-    """
+    """Return the options of ``from_pretrained`` that concern devices."""
     sizes = {
         "cpu" if name == "cpu" else int(name): size
         for name, size in (spec.max_memory or {}).items()
@@ -37,8 +33,7 @@ def check_placement(model: Any, spec: CheckpointSpec, on_gpu: bool, notes: list[
     """Compare accelerate's device map with the settings; a note says how many blocks are on each device.
 
     Raises:
-        ValueError: layers are on the CPU or on disk although nobody asked for that: each batch would wait for
-            them to be copied; or nothing would bring them back from the disk.
+        ValueError: layers are on the CPU or on disk although nobody asked for that.
     """
     device_map = getattr(model, "hf_device_map", None) or {}
     if not device_map and any(parameter.is_meta for parameter in model.parameters()):

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def why_not_float32(model: Any) -> str:
 
 
 @contextlib.contextmanager
-def in_float32(model: Any) -> Iterator[None]:
+def in_float32(model: Any, is_compiled: bool = False) -> Iterator[None]:
     """Let the forward pass of ``model`` compute in float32; its weights are the same afterwards.
 
     Modules that accelerate moves from the CPU or the disk are upcast after they have arrived.  Vocabularies are
@@ -73,7 +74,9 @@ def in_float32(model: Any) -> Iterator[None]:
             model.config._attn_implementation = choose_attention(
                 is_soft_capped(model.config.to_dict()), model._supports_sdpa, flash_suits=False
             )
-        with _replaced(forwards):
+        # Compiled code would ignore the forward methods that are replaced.
+        stance = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+        with stance, _replaced(forwards):
             yield
     finally:
         if is_flash:

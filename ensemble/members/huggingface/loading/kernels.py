@@ -1,18 +1,16 @@
-"""The choice of torch's and cuBLAS' kernels for this GPU.
-
-torch picks kernels by device, type and shape, and transformers by the arguments that it passes on.  On some GPUs
-their defaults are slow, or round more than they need to.
-"""
+"""The choice of torch's and cuBLAS' kernels for this GPU, where the defaults are slow or round too much."""
 
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import torch
 from transformers.integrations import sdpa_attention
 
 from ensemble.members.footprint import Capability
+from ensemble.members.huggingface.spec import CheckpointSpec
 
 # GPUs below only emulate bfloat16, whatever is_bf16_supported() says, and have no TF32 (CUDA C++ Programming Guide,
 # "Compute Capabilities": both came with Ampere, as did the flash kernels).
@@ -22,24 +20,22 @@ _MAX_FLASH_WIDTH = 256
 _of_transformers = sdpa_attention.use_gqa_in_sdpa
 
 
+def capability(on_gpu: bool) -> Capability | None:
+    """Return the compute capability of the least capable GPU that this process sees; None on a CPU."""
+    if not on_gpu:
+        return None
+    return min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
+
+
 def choose_kernels(least: Capability | None) -> None:
-    """Set the kernels of this process; on a CPU nothing changes.
-
-    * cuDNN's attention makes a plan for each number of rows and width, about half a second each (transformers pull
-      request 48163), and hardly two batches here have the same shape.  torch 2.11 and later prefer it on compute
-      capability 9.0 and 10.0; the flash and the memory-efficient kernel need no plan.
-    * Products in half precision are summed up in float32.  By default cuBLAS may split long sums and add the parts
-      up in half precision: in float16 a part can overflow though the sum does not, bfloat16 keeps 8 bits, and since
-      cuBLAS splits by shape, a row's numbers would change with the size of its batch.  Only products with a small
-      result are split, such as those of the last token alone.
-    * Shared keys are repeated if the flash kernel cannot run: see ``takes_shared_keys``.
-
-    Args:
-        least: the compute capability of the least capable GPU; None on a CPU.
-    """
+    """Set this process's kernels, by the capability of the least capable GPU; nothing changes on a CPU (None)."""
     if least is None:
         return
+    # cuDNN's attention plans for each shape of a batch, about half a second each (transformers pull request 48163),
+    # and hardly two batches here have the same shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    # cuBLAS may split long sums by shape and add the parts up in half precision: a row's numbers would change with
+    # the size of its batch, and a part can overflow though the sum does not.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     sdpa_attention.use_gqa_in_sdpa = functools.partial(_passes_on_shared_keys, least)
@@ -50,11 +46,8 @@ def takes_shared_keys(least: Capability, dtype: torch.dtype, width: int) -> bool
 
     Of torch's fused kernels only flash does, which needs half precision and compute capability 8.0 or higher.  If
     it cannot run, ``enable_gqa`` leads to plain products with all scores in float32 (transformers issue 48633 and
-    pull request 46960); keys that are repeated first go through the memory-efficient kernel.
-
-    Args:
-        least: the compute capability of the least capable GPU.
-        width: numbers of a head.
+    pull request 46960); keys that are repeated first go through the memory-efficient kernel.  ``width`` counts the
+    numbers of a head.
     """
     return least >= AMPERE and dtype in (torch.float16, torch.bfloat16) and width <= _MAX_FLASH_WIDTH
 
@@ -69,3 +62,14 @@ def _passes_on_shared_keys(
     return takes_shared_keys(least, key.dtype, key.shape[-1]) and bool(
         _of_transformers(attention_mask, key, *others)
     )
+
+
+def set_tf32(spec: CheckpointSpec, least: Capability | None, notes: list[str]) -> None:
+    """Let float32 products use TF32's 10 bits of mantissa or not, and note if that has no effect."""
+    # Since torch 2.9 these switches set fp32_precision; once that is set directly, reading them raises an error.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = spec.allow_tf32
+    if spec.allow_tf32 and least is not None:
+        if least < AMPERE:
+            notes.append("allow_tf32 has no effect below compute capability 8.0")
+        elif os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":  # overrides what a program sets
+            notes.append("allow_tf32 has no effect while NVIDIA_TF32_OVERRIDE=0 is in the environment")

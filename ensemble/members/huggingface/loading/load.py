@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +9,8 @@ import torch
 
 from ensemble.common.python_process import keep_freed_memory
 from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, RESERVE_SHARE
-from ensemble.members.huggingface.loading.kernels import choose_kernels
+from ensemble.members.huggingface.loading.kernels import capability, choose_kernels, set_tf32
 from ensemble.members.huggingface.loading.model import load_model
-from ensemble.members.huggingface.loading.precision import capability, set_tf32
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.batching import MemoryLimit
 from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec, default_max_length
@@ -45,9 +43,6 @@ class Loaded(LoadedModel):
 
 def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
     """Load a member that reads text onto the devices this process can see.
-
-    Args:
-        tokenizer: the member's, if it is loaded already.
 
     Raises:
         ValueError: as ``load_on_devices``, and where tokenizer and model do not belong together.
@@ -88,8 +83,6 @@ def load_on_devices(spec: CheckpointSpec) -> LoadedModel:
         if torch.cuda.device_count() < spec.gpus:
             raise ValueError(f"assigned {spec.gpus} GPUs, but torch sees {torch.cuda.device_count()} of them")
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        if torch.cuda.get_allocator_backend() == "native":  # others have no settings to show
-            notes += allocator_notes(spec, torch.cuda.memory._snapshot().get("allocator_settings", {}))
     elif spec.gpus > 0:
         notes.append(
             f"the driver shows a GPU, but this torch ({torch.__version__}) cannot use it: running on the CPU; "
@@ -125,7 +118,6 @@ def max_length(spec: ModelSpec, tokenizer: Any, limit: int | None, notes: list[s
 
     Args:
         limit: the model's positions; None if there is no limit, or none is known yet.
-        notes: takes a sentence if the result is less than the user asked for.
 
     Raises:
         ValueError: no token of a text would be left.
@@ -157,10 +149,7 @@ def _position_limit(model: Any) -> int | None:
 
 
 def _memory_limit(spec: CheckpointSpec, model: Any, on_gpu: bool) -> MemoryLimit | None:
-    """Return the memory that a batch may take.
-
-    None if the plan does not know it, if nothing limits it, or if the user set the size of batches.
-    """
+    """Return the memory that a batch may take; None if it is not known, or if the user set the size of batches."""
     if not spec.bytes_per_token or spec.token_budget is not None or spec.batch_size is not None:
         return None
     limit = spec.memory_limit_bytes
@@ -183,28 +172,3 @@ def _memory_limit(spec: CheckpointSpec, model: Any, on_gpu: bool) -> MemoryLimit
         bytes_per_token=spec.bytes_per_token,
         bytes_per_token_pair=spec.bytes_per_token_pair or 0.0,
     )
-
-
-def allocator_notes(spec: CheckpointSpec, settings: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each setting of the config that the allocator did not take.
-
-    Args:
-        settings: "allocator_settings" of torch.cuda.memory._snapshot() (torch/csrc/cuda/Module.cpp): among them
-            expandable_segments as a bool, max_split_size in bytes (-1 for no limit), and the text that set them.
-            What a release does not report is not checked.
-    """
-    configuration = settings.get("PYTORCH_CUDA_ALLOC_CONF") or "nothing"
-    because = (
-        f"torch's allocator was told {configuration!r}; look at PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF in "
-        "the environment, and whether this system supports it"
-    )
-    notes = []
-    expandable = settings.get("expandable_segments")
-    if expandable is not None and bool(expandable) != spec.expandable_segments:
-        notes.append(
-            f"expandable_segments: {str(spec.expandable_segments).lower()} did not take effect: {because}"
-        )
-    split_bytes = settings.get("max_split_size")
-    if spec.max_split_size_mb is not None and split_bytes not in (None, spec.max_split_size_mb << 20):
-        notes.append(f"max_split_size_mb: {spec.max_split_size_mb} did not take effect: {because}")
-    return notes

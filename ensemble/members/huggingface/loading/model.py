@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,9 +17,8 @@ from ensemble.members.footprint import Capability
 from ensemble.members.huggingface.loading.adapter import AdapterFiles, attach_adapter, open_adapter, some
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys, is_unused
 from ensemble.members.huggingface.loading.device_map import check_placement, input_device, placement_options
-from ensemble.members.huggingface.loading.precision import model_dtype
+from ensemble.members.huggingface.loading.kernels import AMPERE
 from ensemble.members.huggingface.loading.quantization import (
-    compute_notes,
     is_bitsandbytes,
     keep_whole,
     quantization_config,
@@ -32,6 +33,7 @@ from ensemble.members.huggingface.spec import (
     cap_problem,
     choose_attention,
     choose_compute_dtype,
+    choose_dtype,
     is_soft_capped,
 )
 
@@ -48,12 +50,25 @@ _ABOUT_ATTENTION = re.compile(
 )
 
 
+def import_model_class(spec: CheckpointSpec) -> None:
+    """Import the module of the model's class, which needs no device; unless the checkpoint brings its own code.
+
+    Problems of the checkpoint show when it is loaded.
+    """
+    if spec.gguf_file is not None or spec.trust_remote_code:
+        return
+    # Some models import packages of kernels that look for the device at once, which a standby does not have yet.
+    if any(find_spec(name) for name in ("fla", "mamba_ssm")):
+        return
+    with contextlib.suppress(Exception):
+        config = AutoConfig.from_pretrained(
+            spec.model_name_or_path, revision=spec.revision or "main", trust_remote_code=False
+        )
+        getattr(transformers, spec.auto_class)._model_mapping[type(config)]
+
+
 def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str]) -> Any:
     """Load the model with its adapter onto the devices this process can see.
-
-    Args:
-        least: the compute capability of the least capable GPU; None on a CPU.
-        notes: takes sentences for the user.
 
     Raises:
         ValueError: weights are missing (a head that would be random) or have no place in the model, layers do not
@@ -145,8 +160,6 @@ def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str])
     missing = [key for key in missing if not is_unused(spec, key)]
     if is_quantized and model.hf_quantizer.pre_quantized:
         _set_compute_dtype(model, spec, least, notes)
-    else:
-        notes += compute_notes(spec.quantization_config, least)
     if adapter is not None:
         return attach_adapter(model, adapter, missing, spec, notes)
     if missing:
@@ -156,6 +169,22 @@ def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str])
             "adapter"
         )
     return model
+
+
+def model_dtype(spec: CheckpointSpec, least: Capability | None, notes: list[str]) -> torch.dtype | str:
+    """Return the type for ``from_pretrained``: the spec's, one that this device has, or "auto": as stored."""
+    is_asked = "dtype" in spec.asked
+    asked = spec.dtype if is_asked or spec.dtype == "float32" else "auto"
+    stored = None if spec.dtype == "auto" else spec.dtype
+    dtype = choose_dtype(asked, stored, least is not None, least)
+    if least is not None and least < AMPERE:
+        if is_asked and dtype == "bfloat16":
+            notes.append(
+                "dtype: bfloat16 is only emulated below compute capability 8.0: slow; float16 is what this GPU has"
+            )
+        elif not is_asked and dtype == "float16":
+            notes.append("float16: bfloat16 is only emulated below compute capability 8.0")
+    return dtype if dtype == "auto" else getattr(torch, dtype)
 
 
 def _set_compute_dtype(model: Any, spec: CheckpointSpec, least: Capability | None, notes: list[str]) -> None:
@@ -207,11 +236,7 @@ def _from_pretrained(auto_class: Any, spec: CheckpointSpec, **options: Any) -> A
 
 
 def _run_first_hooks(model: Any) -> None:
-    """Run one token through the whole model if it has hooks that wait for that.
-
-    compressed-tensors unpacks its weights before the first pass of the whole model.  ``Classifier`` runs body and
-    head of these models separately and would never trigger that, and an adapter needs the weights, too.
-    """
+    """Run one token through a model whose hooks wait for that, as those of compressed-tensors do to unpack."""
     if isinstance(model, GenericForSequenceClassification) and model._forward_pre_hooks:
         token = torch.ones((1, 1), dtype=torch.int64, device=input_device(model))
         with torch.no_grad():

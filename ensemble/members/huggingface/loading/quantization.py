@@ -10,15 +10,13 @@ import torch
 from transformers import BitsAndBytesConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 
-from ensemble.members.footprint import Capability
 from ensemble.members.huggingface.memory.sizes import UNQUANTIZED
-from ensemble.members.huggingface.spec import choose_compute_dtype
 
 _BITSANDBYTES = "bitsandbytes"
 
 
 def is_bitsandbytes(settings: Mapping[str, Any] | None) -> bool:
-    """Whether settings from the YAML or from a config.json mean bitsandbytes, which needs no name there."""
+    """Return whether settings from the YAML or a config.json mean bitsandbytes, which needs no name there."""
     return settings is not None and settings.get("quant_method", _BITSANDBYTES) == _BITSANDBYTES
 
 
@@ -26,8 +24,7 @@ def quantization_config(settings: Mapping[str, Any], dtype: torch.dtype | str = 
     """Return transformers' quantization config for a mapping from the YAML.
 
     Args:
-        dtype: of the weights that are not quantized.  4-bit layers compute in it unless the settings say otherwise;
-            transformers' own default is float32, several times slower on a GPU and twice the memory.
+        dtype: of the other weights.  4-bit layers compute in it unless the settings say otherwise.
 
     Raises:
         ValueError: a key that this kind of quantization does not know.
@@ -48,21 +45,6 @@ def quantization_config(settings: Mapping[str, Any], dtype: torch.dtype | str = 
         keys.setdefault("bnb_4bit_compute_dtype", dtype)
     # Heads are small, and transformers finds by itself only heads that are named like Llama's.
     return BitsAndBytesConfig(**keep_whole(keys, UNQUANTIZED))
-
-
-def compute_notes(settings: Mapping[str, Any] | None, least: Capability | None) -> list[str]:
-    """Return a note if the GPU only emulates the type that 4-bit layers are asked to compute in.
-
-    Args:
-        least: the compute capability of the least capable GPU; None on a CPU.
-    """
-    supported = choose_compute_dtype(settings, least)
-    if supported is None:
-        return []
-    return [
-        "bnb_4bit_compute_dtype: bfloat16 is only emulated below compute capability 8.0: slow; "
-        f"{supported} is what this GPU has"
-    ]
 
 
 def keep_whole(settings: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Any]:

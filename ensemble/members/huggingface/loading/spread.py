@@ -21,18 +21,11 @@ from ensemble.members.huggingface.loading.device_map import align_hooks, executi
 
 
 class Spread:
-    """Copy the constant inputs of a forward pass to each device once.
+    """Copy the constant inputs of a forward pass to each device of a spread model once.
 
-    In a model that accelerate has spread over two or more devices, the stages also become independent of each
-    other: modules that only hold constants, such as the rotary embedding, compute on the first device
+    Modules that only hold constants, such as the rotary embedding, compute on the first device
     (``infer_auto_device_map`` puts modules after the last layer on the last device), and logits stay on the last.
-    Other models are left alone.
-
-    Args:
-        model: on its devices; its hooks stay for as long as it lives.
-
-    Attributes:
-        stages: devices that a batch passes through.
+    Models on one device are left alone.  ``stages`` counts the devices that a batch passes through.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -51,11 +51,6 @@ def tokens_for_stages(token_budget: int, stages: int, chunk_tokens: int) -> int:
 
     A GPU begins the next batch while those behind it compute this one (``loading.spread``).  With n batches on p
     GPUs each GPU is idle for p - 1 of n + p - 1 steps, at the chunk's beginning or its end.
-
-    Args:
-        token_budget: padded tokens that a batch may hold at most.
-        stages: GPUs that a batch passes through.
-        chunk_tokens: tokens of the chunk's rows.
     """
     share = chunk_tokens // (BATCHES_PER_STAGE * stages)
     return max(min(MIN_STAGE_TOKENS, token_budget), min(token_budget, share))
@@ -75,15 +70,13 @@ def make_batches(
     the budget is a batch of its own.
 
     Args:
-        lengths: tokens per row, [rows].
-        token_budget: padded tokens a batch may hold.
         batch_size: rows a batch, fewer in the last one; then neither the budget nor the memory counts.
         equal_lengths: no padding at all, for models whose numbers change with it; then ``batch_size`` is a maximum.
-        memory: the memory that a batch may take; None if unknown.
+        memory: None if unknown.
 
     Returns:
-        Arrays of row numbers; together every row exactly once.  The largest batch comes first: the one that takes
-        most of ``memory``, or the one with the longest rows if that is None.
+        Row numbers.  The largest batch comes first: the one that takes most of ``memory``, or the one with the
+        longest rows if that is None.
     """
     order = np.argsort(-lengths, kind="stable")
     if batch_size is not None and not equal_lengths:

@@ -21,9 +21,8 @@ from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from ensemble.common.protocol import Activation
-from ensemble.members.huggingface.loading.device_map import input_device, last_device
-from ensemble.members.huggingface.loading.spread import Spread
 from ensemble.members.huggingface.scoring.encode import Encoded
+from ensemble.members.huggingface.scoring.forward import Scorer
 
 # Parts of a layer that work on each position by itself, as transformers' decoders similar to Llama name them.
 _PARTS_OF_LAYER = ("self_attn.q_proj", "self_attn.o_proj", "mlp")
@@ -38,7 +37,7 @@ class Shortcut(Enum):
     SHARED_PREFIX = "the tokens that all rows begin with are computed once, by kinds that know how"
 
 
-class Classifier:
+class Classifier(Scorer[Encoded]):
     """A loaded sequence classifier that gives a row the same numbers in any batch.
 
     Decoder checkpoints are classified at their last token.  transformers looks for it by comparing token ids
@@ -47,18 +46,15 @@ class Classifier:
     goes through the head if that is known to give the same numbers.
 
     Args:
-        model: as ``AutoModelForSequenceClassification`` loads it.
         pad_token_id: of the padding; any id, since no result depends on it.
 
     Attributes:
         possible: the shortcuts that can be tried.
         taken: the shortcuts that are known to leave the model's numbers as they are.
-        last_device: the device on which a pass ends.
-        stages: devices that a batch passes through, one after the other.
     """
 
     def __init__(self, model: Any, pad_token_id: int) -> None:
-        self._model = model
+        super().__init__(model)
         self._pad_token_id = pad_token_id
         is_generic = (
             isinstance(model, GenericForSequenceClassification)
@@ -89,14 +85,6 @@ class Classifier:
         self.possible = frozenset(possible)
         self.taken = {Shortcut.LAST_TOKEN} if is_generic else set()
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
-        self._device = input_device(model)
-        self.last_device = last_device(model)
-        self._spread = Spread(model)
-        self.stages = self._spread.stages
-
-    def skipped_tokens(self, encoded: Encoded) -> npt.NDArray[np.int64]:
-        """Return how many tokens at each row's beginning a pass without a mask need not compute, [rows]."""
-        return np.zeros_like(encoded.lengths)
 
     def logits(
         self,
@@ -105,17 +93,6 @@ class Classifier:
         with_mask: bool = False,
         timing: AbstractContextManager[None] | None = None,
     ) -> torch.Tensor:
-        """Run a forward pass over rows as a batch.
-
-        Args:
-            encoded: token ids.
-            rows: the batch, [batch].
-            with_mask: whether to pass an attention mask even if the model needs none.
-            timing: entered for the pass itself, once the batch is on its way to the device.
-
-        Returns:
-            float32 [batch, labels], on the device where the pass ends.
-        """
         model = self._model
         last_token = Shortcut.LAST_TOKEN in self.taken
         pad_token_id = self._pad_token_id
@@ -146,11 +123,7 @@ class Classifier:
 def padded(
     encoded: Encoded, rows: npt.NDArray[np.int64], pad_token_id: int, pad_left: bool = False
 ) -> dict[str, npt.NDArray[np.int64]]:
-    """Pad rows to the longest of them, and make the mask of their own tokens.
-
-    Returns:
-        int64 [rows, width] for each input and for ``attention_mask``.
-    """
+    """Return each input and ``attention_mask``, int64 [rows, width], padded to the longest of the rows."""
     lengths = encoded.lengths[rows]
     width = int(lengths.max())
     positions = np.arange(width)
@@ -181,13 +154,7 @@ def on_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def probabilities(logits: torch.Tensor, activation: Activation) -> npt.NDArray[np.float64]:
-    """Return the logits after the activation.
-
-    In float64, so that rows sum to 1 as closely as scikit-learn, for example, asks for.
-
-    Args:
-        logits: float32 [rows, labels].
-    """
+    """Return the logits after the activation, in float64, so that rows sum to 1 as closely as scikit-learn asks."""
     values = logits.cpu().double()
     if activation == "softmax":
         values = values.softmax(-1)
@@ -222,7 +189,6 @@ def _last_token_parts(model: Any) -> list[nn.Module]:
 
 
 def _is_linear(part: nn.Module) -> bool:
-    """Return whether all weights belong to linear layers, which treat each position alike."""
     owners = [module for module in part.modules() if next(module.parameters(recurse=False), None) is not None]
     return bool(owners) and all(isinstance(module, nn.Linear) for module in owners)
 

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ensemble.common.torch_errors import Verdict, classify, is_out_of_memory, one_line
-from ensemble.members.huggingface.loading.float32_retry import in_float32
-
-_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
 def compile_model(model: Any, first_passes: Callable[[], object]) -> None:
-    """Compile the body of a model, which computes everything but the head, for batches of any size.
-
-    Args:
-        first_passes: runs the model, so that compiling counts as loading and not as the first chunk's time.
+    """Compile the body of a model for batches of any size, and run it, so that compiling counts as loading.
 
     Raises:
         ValueError: compiling failed.
@@ -28,7 +19,7 @@ def compile_model(model: Any, first_passes: Callable[[], object]) -> None:
     from torch._inductor import config
 
     # Processes that torch starts would outlive a worker that is killed.
-    config.compile_threads = int(os.environ.setdefault(_THREADS, "1"))
+    config.compile_threads = int(os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1"))
     body = getattr(model, model.base_model_prefix, model)
     body.compile(dynamic=True)  # by default torch takes the first size for the only one
     try:
@@ -40,10 +31,3 @@ def compile_model(model: Any, first_passes: Callable[[], object]) -> None:
             f"torch_compile: compiling failed ({type(error).__name__}: {one_line(error)[:160]}); "
             "remove the key, or see the worker's log for what torch's compiler lacks"
         ) from error
-
-
-@contextlib.contextmanager
-def in_float32_uncompiled(model: Any) -> Iterator[None]:
-    """Run ``in_float32`` without compiled code, which would ignore the forward methods that it replaces."""
-    with torch.compiler.set_stance("force_eager"), in_float32(model):
-        yield

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +21,13 @@ import torch
 
 from ensemble.common.protocol import Counters
 from ensemble.common.torch_errors import Verdict, classify, is_out_of_memory, one_line
+from ensemble.members.huggingface.loading.device_map import input_device, last_device
+from ensemble.members.huggingface.loading.spread import Spread
 from ensemble.members.huggingface.scoring.batching import MemoryLimit, make_batches, tokens_for_stages
 
 Report = Callable[[int, int, int], None]
 Mode = Callable[[], AbstractContextManager[None]]
+Integers = npt.NDArray[np.int64]
 # Passes that a GPU has been given and has not finished; each GPU of a spread model works on one of them.  Enough
 # that the GPU never waits, few enough that the reported progress is true.
 _MAX_QUEUED = 4
@@ -32,46 +36,59 @@ _MIN_TYPICAL_ROWS = 16
 
 
 class Encoding(Protocol):
-    """Encoded rows, as far as this module uses them."""
+    """Encoded rows.
+
+    ``lengths`` are tokens, or another measure of a row's work, int64 [rows]; ``problems`` says why rows of length 0
+    have nothing to compute; ``first[i]`` is the first row that equals row i, None if all rows differ.
+    """
 
     @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens, or another measure of a row's work, int64 [rows]; 0 if there is nothing to compute."""
-
+    def lengths(self) -> Integers: ...
     @property
-    def first(self) -> npt.NDArray[np.int64] | None:
-        """For each row the first row that equals it, int64 [rows]; None if all rows differ."""
-
+    def problems(self) -> Mapping[int, str]: ...
     @property
-    def problems(self) -> Mapping[int, str]:
-        """Why rows of length 0 have nothing to compute, by their positions."""
+    def first(self) -> Integers | None: ...
 
 
-E = TypeVar("E", bound=Encoding, contravariant=True)
+E = TypeVar("E", bound=Encoding)
 
 
-class Scorer(Protocol[E]):
-    """A loaded model that gives a row the same numbers in any batch."""
+class Scorer(ABC, Generic[E]):
+    """A loaded model that gives a row the same numbers in any batch.
 
-    @property
-    def last_device(self) -> torch.device:
-        """The device on which a forward pass ends."""
+    Attributes:
+        last_device: the device on which a forward pass ends.
+        stages: devices that a pass goes through, one after the other, while others work on other passes.
+    """
 
-    @property
-    def stages(self) -> int:
-        """Devices that a pass goes through, one after the other, while others work on other passes."""
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._device = input_device(model)
+        self.last_device = last_device(model)
+        self._spread = Spread(model)
+        self.stages = self._spread.stages
 
-    def skipped_tokens(self, encoded: E) -> npt.NDArray[np.int64]:
-        """Return how much of each row's length a pass without a mask need not compute, int64 [rows]."""
+    def skipped_tokens(self, encoded: E) -> Integers:
+        """Return how many tokens at each row's beginning a pass without a mask need not compute, [rows]."""
+        return np.zeros_like(encoded.lengths)
 
+    @abstractmethod
     def logits(
         self,
         encoded: E,
-        rows: npt.NDArray[np.int64],
+        rows: Integers,
         with_mask: bool = False,
         timing: AbstractContextManager[None] | None = None,
     ) -> torch.Tensor:
-        """Run a forward pass over rows as a batch; see ``Classifier.logits``."""
+        """Run a forward pass over rows as a batch.
+
+        Args:
+            with_mask: whether to pass an attention mask even if the model needs none.
+            timing: entered for the pass itself, once the batch is on its way to the device.
+
+        Returns:
+            float32 [batch, labels], on the device where the pass ends.
+        """
 
 
 @dataclass(frozen=True)
@@ -83,13 +100,12 @@ class Computed:
         logits: of these rows, float32 [rows, labels] on the host; [0, 0] if there are none.
         counters: of the forward passes; their ``rows`` have logits.
         too_large: positions of rows that did not fit into memory even alone.
-        too_large_in_float32: the same for rows that had to run again in float32; their logits are not finite.
+        too_large_in_float32: the same for rows that need float32.
         float32_error: why rows could not run again in float32; empty if there was no error.
-        mostly_overflows: whether most rows overflowed half precision and float32 gave numbers: then the next chunk
-            should start in float32.
+        mostly_overflows: whether most rows overflowed half precision and float32 gave numbers.
     """
 
-    rows: npt.NDArray[np.int64]
+    rows: Integers
     logits: torch.Tensor
     counters: Counters
     too_large: tuple[int, ...] = ()
@@ -129,11 +145,7 @@ class BatchSizes:
         return budget if self._memory is None else min(budget, self._memory.tokens_at(width))
 
     def shrink(self, rows: int, padded_tokens: int, width: int, skipped: int = 0) -> None:
-        """Make the next batches half as large as this one, which did not fit.
-
-        Args:
-            skipped: tokens of each row that were not computed, beside those of ``width``.
-        """
+        """Make the next batches half as large as this one, which did not fit; it skipped tokens of each row."""
         if self.batch_size is not None:
             self.batch_size = max(1, rows // 2)
         # A batch of one row can be larger than allowed: then the limit for other batches stays.
@@ -152,12 +164,7 @@ class BatchSizes:
         size = None if self.batch_size is None else max(1, self.batch_size // 2)
         return BatchSizes(max(1, self._token_budget // 2), size, self._equal_lengths, memory)
 
-    def cut(
-        self,
-        lengths: npt.NDArray[np.int64],
-        rows: npt.NDArray[np.int64],
-        skipped: npt.NDArray[np.int64],
-    ) -> deque[npt.NDArray[np.int64]]:
+    def cut(self, lengths: Integers, rows: Integers, skipped: Integers) -> deque[Integers]:
         """Cut rows into batches: whole rows come first, and the largest batch first among rows that skip equally.
 
         Args:
@@ -166,7 +173,7 @@ class BatchSizes:
         budget = self._token_budget
         if self._stages > 1:
             budget = tokens_for_stages(budget, self._stages, int(lengths[rows].sum()))
-        batches: deque[npt.NDArray[np.int64]] = deque()
+        batches: deque[Integers] = deque()
         for tokens in np.unique(skipped[rows]).tolist():
             group = rows[skipped[rows] == tokens]
             limit = None if self._memory is None else replace(self._memory, skipped=tokens)
@@ -180,9 +187,6 @@ class DeviceQueue:
 
     A GPU works through its queue while the host pads and copies the next batches, as long as nothing here waits for
     a result.  On a CPU a pass is over when its call returns.
-
-    Args:
-        stages: devices that each work on a pass at the same time; ``device`` is the last one.
     """
 
     def __init__(self, device: torch.device, stages: int = 1) -> None:
@@ -279,7 +283,7 @@ def _repeat_overflows(
     encoded: E,
     sizes: BatchSizes,
     computed: Computed,
-    copies: npt.NDArray[np.int64],
+    copies: Integers,
     report: Report,
     in_float32: Mode,
 ) -> Computed:
@@ -316,7 +320,6 @@ def _repeat_overflows(
 
 
 def _is_finite(logits: torch.Tensor) -> npt.NDArray[np.bool_]:
-    """Return which rows have finite numbers only, bool [rows]."""
     return np.asarray(torch.isfinite(logits).all(dim=1).numpy())
 
 
@@ -324,8 +327,8 @@ def _run(
     classifier: Scorer[E],
     encoded: E,
     sizes: BatchSizes,
-    rows: npt.NDArray[np.int64],
-    copies: npt.NDArray[np.int64],
+    rows: Integers,
+    copies: Integers,
     report: Report,
     with_mask: bool = False,
 ) -> Computed:

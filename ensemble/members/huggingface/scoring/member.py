@@ -24,10 +24,10 @@ from ensemble.members.huggingface.loading.float32_retry import (
     why_not_float32,
 )
 from ensemble.members.huggingface.loading.load import Loaded, LoadedModel, load, max_length
-from ensemble.members.huggingface.loading.preload import checkpoint_folder, import_model_class
+from ensemble.members.huggingface.loading.model import import_model_class
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut, probabilities
-from ensemble.members.huggingface.scoring.compiled import compile_model, in_float32_uncompiled
+from ensemble.members.huggingface.scoring.compiled import compile_model
 from ensemble.members.huggingface.scoring.encode import Encoded, Prompt, Text
 from ensemble.members.huggingface.scoring.forward import BatchSizes, Encoding, Mode, Scorer, compute
 from ensemble.members.huggingface.scoring.unsupported import explain_errors
@@ -47,11 +47,9 @@ class CheckpointMember(Predictor, Generic[_C, _E]):
     rows, and ``_values`` makes probabilities of its numbers.
 
     Args:
-        spec: what to load.
         encode: makes what the model gets of rows of the table, and calls back after each block of them.
 
     Attributes:
-        Spec: the class of ``spec``.
         packages: further packages whose versions belong on record.
     """
 
@@ -88,8 +86,8 @@ class CheckpointMember(Predictor, Generic[_C, _E]):
         # Why its overflows cannot be run again in float32; empty if they can, or if there are none.
         self._why_not_float32 = why_not_float32(loaded.model) if uses_half else ""
         can_retry = uses_half and not self._why_not_float32
-        mode = in_float32_uncompiled if self._spec.torch_compile else in_float32
-        self._in_float32: Mode | None = partial(mode, loaded.model) if can_retry else None
+        mode = partial(in_float32, loaded.model, self._spec.torch_compile)
+        self._in_float32: Mode | None = mode if can_retry else None
         self._is_exact = loaded.dtype == "float32" and self._spec.quantization_config is None
         self._passes = partial(explain_errors, self._spec, loaded.model, loaded.device_name)
 
@@ -144,10 +142,6 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
     A kind may override how its rows become token ids (``_make_prompt``), what runs the model
     (``_make_classifier``), and how its numbers become probabilities (``_values``).
 
-    Args:
-        spec: what to load, and how its rows become token ids.
-        table: its rows.
-
     Raises:
         OSError: the tokenizer's files cannot be read.
         ValueError: the tokenizer leaves no room for text, or is not the one that its files are for; the template
@@ -170,9 +164,8 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
                 with contextlib.suppress(TemplateProblem):
                     first_texts.append(prompt.render(row))
         self._first_texts = first_texts
-        folder = checkpoint_folder(spec.model_name_or_path, spec.revision)
         parts = [part for text in first_texts for part in _parts(text)]
-        self._tokenizer_notes = list(check_tokenizer(spec, self._tokenizer, folder, parts))
+        self._tokenizer_notes = list(check_tokenizer(spec, self._tokenizer, parts))
         is_pair = self._prompts[0].is_pair
         self._warmup_texts: list[Text] = [(text, text) if is_pair else text for text in TEXTS]
         comparable = [text for text in first_texts if isinstance(text, tuple) == is_pair]

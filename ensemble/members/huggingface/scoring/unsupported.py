@@ -1,8 +1,4 @@
-"""An error of a pass that this CPU or GPU cannot compute -> a sentence: where it failed, and what else may work.
-
-Kernels differ between machines in the shapes and types that they take, and each has error messages of its own.  The
-error's traceback tells the innermost module of the model that was running.
-"""
+"""Errors of a pass that this CPU or GPU cannot compute, explained in a sentence that says what else may work."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from ensemble.common.torch_errors import Verdict, classify, is_out_of_memory, one_line
 from ensemble.members.huggingface.loading.quantization import is_bitsandbytes
@@ -24,7 +19,6 @@ def explain_errors(spec: CheckpointSpec, model: Any, device_name: str, first: bo
     """Explain an error of passes in a sentence if neither other rows nor a fresh process would avoid it.
 
     Args:
-        device_name: of the model's device; "cpu" or a GPU's name.
         first: whether these are the first passes of this model, on texts that any model can compute: no error of a
             kernel is a row's fault then.
 
@@ -39,40 +33,32 @@ def explain_errors(spec: CheckpointSpec, model: Any, device_name: str, first: bo
         is_permanent = verdict is Verdict.HOPELESS or (first and verdict is Verdict.SOUND)
         if not is_permanent or is_out_of_memory(error):
             raise
-        raise ValueError(_sentence(error, spec, model, device_name)) from error
+        device = "this CPU" if device_name == "cpu" else f"this GPU ({device_name})"
+        raise ValueError(
+            f"its forward pass fails {_failing_layer(error, model)}on {device}: {type(error).__name__}: "
+            f"{one_line(error)[:160]}; "
+            f"what else may work: {', or '.join(_alternatives(spec, model, device_name == 'cpu'))}"
+        ) from error
 
 
-def _sentence(error: BaseException, spec: CheckpointSpec, model: Any, device_name: str) -> str:
-    on_cpu = device_name == "cpu"
-    module, layer = None, ""
+def _failing_layer(error: BaseException, model: Any) -> str:
+    """Return the innermost module that was running, with a space behind it; empty if there was none."""
     names = {id(module): name for name, module in model.named_modules()}
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        running = frame.f_locals.get("self")
-        if isinstance(running, nn.Module) and names.get(id(running)):
-            module = running  # the innermost
-    if module is not None:
-        layer = f"in {names[id(module)]} ({type(module).__name__}"
-        inputs = getattr(module, "in_features", None)
-        if inputs is not None:
-            layer += f" with {inputs} inputs and {getattr(module, 'out_features', None)} outputs"
-        layer += ") "
+    running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [module for module in running if names.get(id(module))]
+    return f"in {names[id(modules[-1])]} ({modules[-1]!r:.80}) " if modules else ""
 
+
+def _alternatives(spec: CheckpointSpec, model: Any, on_cpu: bool) -> Iterator[str]:
     settings = spec.quantization_config
-    alternatives = []
     if settings is not None:
         if is_bitsandbytes(settings) and settings.get("load_in_4bit"):
-            alternatives.append("load_in_8bit: true in the place of load_in_4bit")
-        alternatives.append("no quantization_config")
+            yield "load_in_8bit: true in the place of load_in_4bit"
+        yield "no quantization_config"
     elif getattr(model.config, "quantization_config", None) is not None:
-        alternatives.append("the checkpoint that this one was quantized from")
+        yield "the checkpoint that this one was quantized from"
     elif model.dtype is not torch.float32:
-        alternatives.append("dtype: float32" + (" or bfloat16" if model.dtype is torch.float16 else ""))
-    attention = getattr(model.config, "_attn_implementation", None)
-    if "attention" in type(module).__name__.lower() and attention not in (None, "eager"):
-        alternatives.append("attn_implementation: eager")
-    alternatives.append("a GPU (num_gpus: 1)" if on_cpu else "the CPU (num_gpus: 0)")
-    return (
-        f"its forward pass fails {layer}on {'this CPU' if on_cpu else f'this GPU ({device_name})'}: "
-        f"{type(error).__name__}: {one_line(error)[:160]}; "
-        f"what else may work: {', or '.join(alternatives)}"
-    )
+        yield "dtype: float32" + (" or bfloat16" if model.dtype is torch.float16 else "")
+    if getattr(model.config, "_attn_implementation", None) not in (None, "eager"):
+        yield "attn_implementation: eager"
+    yield "a GPU (num_gpus: 1)" if on_cpu else "the CPU (num_gpus: 0)"

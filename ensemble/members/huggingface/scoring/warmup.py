@@ -62,26 +62,19 @@ class WarmUp:
 
         Also let the classifier take the shortcuts that leave the numbers of these texts as they are.
         """
-        taken = self.classifier.taken
         try:
             # The long text as well: the short one may be a single token, on which queries have no effect.
             separate = np.concatenate([self._logits(_SHORT), self._logits(_LONG)])
-            # Without a mask the short text keeps its numbers only if attention is causal.
-            if Shortcut.LAST_TOKEN in taken and Shortcut.NO_MASK in self.classifier.possible:
-                both = self._try_shortcuts(separate, Shortcut.NO_MASK, Shortcut.LAST_TOKEN_LAYER)
-                if both or self._try_shortcuts(separate, Shortcut.NO_MASK):
-                    return True
             together = self._logits(_BOTH)
             if self.in_float32 is not None and not np.isfinite([*separate, *together]).all():
                 with self.in_float32():
                     return self._has_same_values(self._logits(_SHORT), self._logits(_BOTH))
             if not self._has_same_values(separate, together):
                 return False
-            if Shortcut.LAST_TOKEN in taken:
-                self._try_shortcuts(together, Shortcut.LAST_TOKEN_LAYER)
-            elif self._try_shortcuts(together, Shortcut.LAST_TOKEN):
-                self._try_shortcuts(separate, Shortcut.NO_MASK)
-                self._try_shortcuts(together, Shortcut.LAST_TOKEN_LAYER)
+            self._try_shortcut(Shortcut.LAST_TOKEN, separate)
+            if Shortcut.LAST_TOKEN in self.classifier.taken:
+                self._try_shortcut(Shortcut.NO_MASK, separate)
+                self._try_shortcut(Shortcut.LAST_TOKEN_LAYER, separate)
         except torch.OutOfMemoryError:
             pass  # the first chunk will fail with a better message
         return True
@@ -95,24 +88,21 @@ class WarmUp:
     def _tolerance(self) -> float:
         return 1e-4 if self.is_exact else 5e-2
 
-    def _try_shortcuts(self, expected: npt.NDArray[np.float64], *shortcuts: Shortcut) -> bool:
-        """Take these shortcuts if the first rows' logits stay the same, and return whether they do."""
-        candidates = self.classifier.possible.intersection(shortcuts)
-        if not candidates:
-            return False
+    def _try_shortcut(self, shortcut: Shortcut, expected: npt.NDArray[np.float64]) -> None:
+        """Take a shortcut if the logits of both texts stay the same."""
+        if shortcut not in self.classifier.possible:
+            return
+        self.classifier.taken.add(shortcut)
         is_same = False
-        self.classifier.taken |= candidates
         try:
-            logits = self._logits(_BOTH)[: len(expected)]
             scale = np.abs(expected).max(initial=1)
-            is_same = bool(np.allclose(logits, expected, rtol=0, atol=self._tolerance * scale))
+            is_same = np.allclose(self._logits(_BOTH), expected, rtol=0, atol=self._tolerance * scale)
         except Exception as error:  # a forward that is not written for this
             if classify(error) is Verdict.SUSPECT:  # out of memory, or CUDA has failed
                 raise
         finally:
             if not is_same:
-                self.classifier.taken -= candidates
-        return is_same
+                self.classifier.taken.remove(shortcut)
 
     def _has_same_values(self, separate: npt.NDArray[np.float64], together: npt.NDArray[np.float64]) -> bool:
         values = self.values(torch.from_numpy(np.stack([separate[0], together[0]])))
@@ -133,9 +123,6 @@ def check_attention(
 
     Args:
         logits: runs a pass over the same rows each time, [rows, labels].
-        dtype: of the model's weights.
-        is_exact: whether it computes in full float32.
-        in_float32: while entered, it computes in float32; None: it cannot.
 
     Returns:
         why no comparison was possible; empty if there was one, or if the attention is eager.
@@ -186,10 +173,8 @@ def check_attention(
 
 @contextmanager
 def _eager(parts: list[PreTrainedModel]) -> Iterator[None]:
-    """Let a model's parts run with eager attention.
-
-    Through the configs and not by ``set_attn_implementation``, which leaves marks on them in some releases.
-    """
+    """Let a model's parts run with eager attention."""
+    # Through the configs and not by ``set_attn_implementation``, which leaves marks on them in some releases.
     configs = {id(config): config for part in parts for config in _with_sub_configs(part.config)}.values()
     before = [(config, config._attn_implementation) for config in configs]
     try:

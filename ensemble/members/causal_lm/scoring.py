@@ -2,6 +2,9 @@
 
 The model's own forward pass computes the logits, with any change it makes to them, such as Gemma-2's cap.  Only the
 positions that tell a label's probability go through the head over the vocabulary: a hook cuts its input.
+
+The keys and values of tokens that all prompts begin with, such as an instruction and examples, are computed once.
+The numbers equal those of whole rows but for rounding, as matrix products have other shapes.
 """
 
 from __future__ import annotations
@@ -16,10 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ensemble.common.torch_errors import Verdict, classify
-from ensemble.members.causal_lm.scoring.prefix import MIN_TOKENS, Prefix, begins_with, shared_tokens
 from ensemble.members.huggingface.scoring.classifier import (
     Classifier,
     Shortcut,
@@ -28,6 +30,11 @@ from ensemble.members.huggingface.scoring.classifier import (
     padded,
 )
 from ensemble.members.huggingface.scoring.encode import Encoded
+
+# Fewer tokens or rows are not worth a separate pass.
+_MIN_TOKENS, _MIN_ROWS = 32, 4
+# A computed prefix stays in use while it is at least this share of what could be shared.
+_MIN_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -55,12 +62,83 @@ def paths(label_ids: Sequence[tuple[int, ...]]) -> list[Path]:
     return result
 
 
+class _SharedLayer(DynamicLayer):  # type: ignore[misc]  # of a library without types
+    """A layer's keys and values of the prefix, [1, heads, tokens, width], before those of any batch's rows.
+
+    The rows' own keys and values are not kept, so that only one layer's are joined at a time.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.keys, self.values = layer.keys, layer.values
+        self.dtype, self.device = layer.keys.dtype, layer.keys.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = len(key_states)
+        return (
+            torch.cat([self.keys.expand(rows, -1, -1, -1), key_states], dim=-2),
+            torch.cat([self.values.expand(rows, -1, -1, -1), value_states], dim=-2),
+        )
+
+
+class Prefix:
+    """The tokens of a prefix, int64 [tokens], with the model's keys and values."""
+
+    def __init__(self, tokens: npt.NDArray[np.int64], filled: DynamicCache) -> None:
+        self.tokens = tokens
+        self._layers = [_SharedLayer(layer) for layer in filled.layers]
+
+    def cache(self) -> Cache:
+        """Return a cache for one pass."""
+        return Cache(layers=list(self._layers))
+
+
+def begins_with(
+    encoded: Encoded, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    """Return which of these rows begin with the tokens and have more, bool [rows]."""
+    count = len(tokens)
+    ids = encoded.inputs["input_ids"]
+    return np.array(
+        [len(ids[row]) > count and np.array_equal(ids[row][:count], tokens) for row in rows.tolist()],
+        dtype=bool,
+    )
+
+
+def shared_tokens(encoded: Encoded, computed: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the tokens that a chunk's rows begin with; none if they are too few.
+
+    ``computed``, the tokens of the chunk before, are returned if they are nearly all shared tokens.
+    """
+    # Rows that were cut have the maximal length, and may have lost their beginning: they count only where there are
+    # too few others.
+    nothing = np.empty(0, dtype=np.int64)
+    rows = np.flatnonzero(encoded.lengths > 0)
+    if len(rows) < _MIN_ROWS:
+        return nothing
+    lengths = encoded.lengths[rows]
+    shorter = rows[lengths < lengths.max()]
+    rows = shorter if len(shorter) >= _MIN_ROWS else rows
+    ids = encoded.inputs["input_ids"]
+    first = ids[int(rows[0])]
+    count = int(encoded.lengths[rows].min()) - 1  # each row needs a token of its own
+    for row in rows.tolist():
+        differences = np.flatnonzero(ids[row][:count] != first[:count])
+        if len(differences):
+            count = int(differences[0])
+    is_enough = _MIN_SHARE * count <= len(computed) <= count
+    if is_enough and np.array_equal(first[: len(computed)], computed):
+        return computed
+    return first[:count] if count >= _MIN_TOKENS else nothing
+
+
 class LabelScorer(Classifier):
     """A loaded language model that gives each row's labels the same scores in any batch.
 
     Args:
-        model: as ``AutoModelForCausalLM`` loads it.
-        pad_token_id: of the padding; any id, since no token sees the padding behind it.
         label_ids: the tokens of each label, in the config's order.
         divisors: by which each label's log-probability is divided.
     """
@@ -95,7 +173,7 @@ class LabelScorer(Classifier):
 
         Returns:
             float32 [batch, labels + 1]: the labels' log-probabilities, divided; and the logarithm of the
-            probability of first tokens that belong to no label; on the device where the pass ends.
+            probability of first tokens that belong to no label.
         """
         self._find_shared(encoded)
         single_row = self._dropping_prefix() if len(rows) == 1 else nullcontext()
@@ -144,9 +222,9 @@ class LabelScorer(Classifier):
             tolerance: relative to the largest number, at least 1.
         """
         ids = np.concatenate(encoded.inputs["input_ids"])
-        ids = np.tile(ids, -(-2 * MIN_TOKENS // len(ids)))[: 2 * MIN_TOKENS]
+        ids = np.tile(ids, -(-2 * _MIN_TOKENS // len(ids)))[: 2 * _MIN_TOKENS]
         # Different ends, of different lengths.
-        rows = [np.concatenate([ids[:MIN_TOKENS], ids[start:]]) for start in (33, 40, 50, 60)]
+        rows = [np.concatenate([ids[:_MIN_TOKENS], ids[start:]]) for start in (33, 40, 50, 60)]
         trial = Encoded({"input_ids": rows}, np.array([len(row) for row in rows]), truncated_rows=0)
         batch = np.arange(len(rows))
         is_same = False

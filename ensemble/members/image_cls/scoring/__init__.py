@@ -1,1 +1,0 @@
-"""Child side: files of images -> pixels."""
