@@ -97,7 +97,7 @@ def test_heads_that_do_not_fit_are_named_before_anything_loads(project: Project)
     assert "head.safetensors has layers that are not in this list: fc.2: 16 -> 3" in found
     assert "its layer fc.2 is made for 16 numbers, and" in problems(mlp, head_layers=["fc.2", "relu", "fc.0"])
     norm = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 3))
-    assert "fc.0 has a bias [64] and a I64 [] and a running_mean [64]" in problems(norm)
+    assert "fc.0 has a I64 num_batches_tracked [] and a bias [64] and a running_mean [64]" in problems(norm)
     assert "fc has a bias [3] and a weight [3, 64, 1], and is neither" in problems(nn.Conv1d(64, 3, 1))
     assert "head: hed.safetensors: no such file (did you mean 'head.safetensors'?)" in problems(
         "hed.safetensors"

@@ -27,9 +27,9 @@ from ensemble.members.huggingface.loading.kernels import (
     choose_kernels,
     takes_shared_keys,
 )
-from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut
+from ensemble.members.huggingface.scoring.classifier import Classifier
 from ensemble.members.huggingface.scoring.encode import Encoded
-from ensemble.members.huggingface.scoring.forward import BatchSizes, Computed, compute
+from ensemble.members.huggingface.scoring.forward import BatchSizes, Computed, Shortcut, compute
 from tests.gpu.verdicts import Row
 
 _T4 = (7, 5)

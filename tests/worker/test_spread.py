@@ -49,8 +49,9 @@ def test_each_constant_goes_to_a_device_once_in_a_pass(
     from accelerate import dispatch_model
 
     from ensemble.members.huggingface.loading.load import load
-    from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut
+    from ensemble.members.huggingface.scoring.classifier import Classifier
     from ensemble.members.huggingface.scoring.encode import Encoded
+    from ensemble.members.huggingface.scoring.forward import Shortcut
 
     folder = make_checkpoint(tmp_path / "model", architecture, LABELS, layers=6)
     loaded, rows = load(worker_spec(folder)), np.arange(len(LENGTHS))
@@ -91,8 +92,9 @@ def test_devices_compute_different_batches_at_the_same_time(
     from transformers import masking_utils
 
     from ensemble.members.huggingface.loading.load import load
-    from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut
+    from ensemble.members.huggingface.scoring.classifier import Classifier
     from ensemble.members.huggingface.scoring.encode import Encoded
+    from ensemble.members.huggingface.scoring.forward import Shortcut
 
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
     folder = make_checkpoint(tmp_path / "model", "llama", LABELS, layers=6)

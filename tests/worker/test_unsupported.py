@@ -28,7 +28,7 @@ def run(bert: tuple[Any, Any], error: Exception, place: str, first: bool = False
     """A pass in which the module at ``place`` fails with ``error``, on a GPU by what is said."""
     import torch
 
-    from ensemble.members.huggingface.scoring.unsupported import explain_errors
+    from ensemble.members.huggingface.scoring.passes import explain_errors
 
     spec, model = bert
 

@@ -15,11 +15,7 @@ _ANCHORS = (":", "\n", "")
 
 
 def label_ids(encode: Encode, text: str) -> tuple[int, ...]:
-    """Return the tokens of a label's text behind other text.
-
-    Args:
-        encode: returns the token ids of a text, without special tokens.
-    """
+    """Return the tokens of a label's text behind other text."""
     for anchor in _ANCHORS:
         anchor_ids = tuple(encode(anchor)) if anchor else ()
         ids = tuple(encode(anchor + text))

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 
 _OTHER_HEADS = ("ForSequenceClassification", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
-_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 @lru_cache(maxsize=16)
@@ -78,7 +77,7 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
         model = self.settings
         name = model.model_name_or_path
         files = read_checkpoint(model, self.auto_class)
-        problems = [*self._token_problems(files.folder)]
+        problems = [*token_problems(self._label_ids(files.folder), {}, model.single_token)]
         other_head = next((head for head in _OTHER_HEADS if files.architecture.endswith(head)), None)
         if other_head is not None:
             task = " (task_type: seq_cls runs it)" if other_head == _OTHER_HEADS[0] else ""
@@ -103,8 +102,6 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
                 f"{name} ({files.architecture}) is an encoder: its tokens see those behind them, and what comes "
                 "next cannot be asked of it; name a language model"
             )
-        if model.apply_chat_template:
-            problems += self._chat_problems(files.folder)
         if problems:
             raise CheckpointError(problems)
         return files.checkpoint(model, "softmax", tuple(range(len(columns.labels))))
@@ -135,37 +132,6 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
         # A problem, not only a warning: prompts are cut at the beginning, which is the same text in all rows.
         if inspected is not None and self.settings.truncation is None:
             yield from self.fixed_text_problems(inspected)
-
-    def _token_problems(self, folder: Path) -> Iterator[str]:
-        ids = self._label_ids(folder)
-        if not ids:
-            return
-        tokenizer = read_json(folder / "tokenizer.json")
-        id_by_token = {
-            token.get("content"): token.get("id")
-            for token in tokenizer.get("added_tokens") or ()
-            if isinstance(token, dict)
-        }
-        settings = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
-        special: dict[int, str] = {}
-        for name in _SPECIAL:
-            token = settings.get(name)
-            token = token.get("content") if isinstance(token, dict) else token
-            token_id = id_by_token.get(token) if isinstance(token, str) else None
-            if isinstance(token_id, int):
-                special.setdefault(token_id, name)
-        yield from token_problems(ids, special, self.settings.single_token)
-
-    def _chat_problems(self, folder: Path) -> Iterator[str]:
-        """Yield a sentence if there is no chat template; none where only the worker can tell."""
-        model = self.settings
-        if not Path(model.model_name_or_path).is_dir() or model.gguf_file is not None:
-            return
-        if not _has_chat_template(folder) and "chat_template" not in model.tokenizer_kwargs:
-            yield (
-                f"apply_chat_template: the tokenizer of {model.model_name_or_path} has no chat template; copy "
-                "chat_template.jinja, or leave the key out and write the prompt yourself"
-            )
 
     def memory(
         self, inspected: Checkpoint, lengths: npt.NDArray[np.int64], labels: int

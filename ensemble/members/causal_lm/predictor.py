@@ -38,12 +38,7 @@ class CausalSpec(ModelSpec):
 
 
 class CausalMember(TextMember[CausalSpec]):
-    """A language model that is scored at the tokens of each label's text.
-
-    Raises:
-        OSError: the tokenizer's files cannot be read.
-        ValueError: the labels' texts have the same tokens, or leave no room for a prompt.
-    """
+    """A language model that is scored at the tokens of each label's text."""
 
     Spec: ClassVar[type[CheckpointSpec]] = CausalSpec
 
@@ -141,13 +136,6 @@ class ChatPrompt(Prompt):
 
     A long message loses tokens, at its beginning or its end by ``truncation_side``; the chat template's own text
     stays whole.
-
-    Args:
-        tokenizer: with a chat template, which transformers renders in a sandbox.
-        max_length: tokens a row may have, the template's included.
-
-    Raises:
-        ValueError: there is no chat template, it refuses the messages, or leaves no room for a message.
     """
 
     def __init__(self, spec: CausalSpec, tokenizer: Any, max_length: int) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,40 +23,30 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from ensemble.common.torch_errors import Verdict, classify
 from ensemble.members.huggingface.scoring.classifier import (
     Classifier,
-    Shortcut,
     last_token_only,
     on_device,
     padded,
 )
 from ensemble.members.huggingface.scoring.encode import Encoded
+from ensemble.members.huggingface.scoring.forward import Shortcut
 
 # Fewer tokens or rows are not worth a separate pass.
 _MIN_TOKENS, _MIN_ROWS = 32, 4
-# A computed prefix stays in use while it is at least this share of what could be shared.
-_MIN_SHARE = 0.9
 
 
-@dataclass(frozen=True)
-class Path:
-    """Tokens that follow a row's prompt in a pass, and the labels whose probabilities can be read there.
+def paths(label_ids: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], list[int]]]:
+    """Return the fewest paths that cover all labels, the longest first: a path's tokens, and its labels.
 
-    A label with the tokens t1, t2, t3 needs t1 and t2: its probability is read at the prompt's last token and at
-    these two.
+    A path's tokens follow a row's prompt in a pass.  A label with the tokens t1, t2, t3 needs t1 and t2: its
+    probability is read at the prompt's last token and at these two.
     """
-
-    tokens: tuple[int, ...]
-    labels: tuple[int, ...]
-
-
-def paths(label_ids: Sequence[tuple[int, ...]]) -> list[Path]:
-    """Return the fewest paths that cover all labels, the longest first; one if all labels are single tokens."""
     needed = {ids[:-1] for ids in label_ids}
     prefixes = {tokens[:count] for tokens in needed for count in range(len(tokens))}
-    result: list[Path] = []
+    result: list[tuple[tuple[int, ...], list[int]]] = []
     left = dict(enumerate(label_ids))
     for tokens in sorted(needed - prefixes, key=lambda tokens: (-len(tokens), tokens)):
         labels = [label for label, ids in left.items() if tokens[: len(ids) - 1] == ids[:-1]]
-        result.append(Path(tokens, tuple(labels)))
+        result.append((tokens, labels))
         left = {label: ids for label, ids in left.items() if label not in labels}
     return result
 
@@ -108,11 +97,8 @@ def begins_with(
     )
 
 
-def shared_tokens(encoded: Encoded, computed: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the tokens that a chunk's rows begin with; none if they are too few.
-
-    ``computed``, the tokens of the chunk before, are returned if they are nearly all shared tokens.
-    """
+def shared_tokens(encoded: Encoded) -> npt.NDArray[np.int64]:
+    """Return the tokens that a chunk's rows begin with; none if they are too few."""
     # Rows that were cut have the maximal length, and may have lost their beginning: they count only where there are
     # too few others.
     nothing = np.empty(0, dtype=np.int64)
@@ -123,16 +109,11 @@ def shared_tokens(encoded: Encoded, computed: npt.NDArray[np.int64]) -> npt.NDAr
     shorter = rows[lengths < lengths.max()]
     rows = shorter if len(shorter) >= _MIN_ROWS else rows
     ids = encoded.inputs["input_ids"]
-    first = ids[int(rows[0])]
     count = int(encoded.lengths[rows].min()) - 1  # each row needs a token of its own
-    for row in rows.tolist():
-        differences = np.flatnonzero(ids[row][:count] != first[:count])
-        if len(differences):
-            count = int(differences[0])
-    is_enough = _MIN_SHARE * count <= len(computed) <= count
-    if is_enough and np.array_equal(first[: len(computed)], computed):
-        return computed
-    return first[:count] if count >= _MIN_TOKENS else nothing
+    beginnings = np.stack([ids[row][:count] for row in rows.tolist()])
+    differs = (beginnings != beginnings[0]).any(axis=0)
+    shared = beginnings[0][: differs.argmax() if differs.any() else count]
+    return shared if len(shared) >= _MIN_TOKENS else nothing
 
 
 class LabelScorer(Classifier):
@@ -180,19 +161,19 @@ class LabelScorer(Classifier):
         with timing or nullcontext(), single_row, self._spread.forward_pass(), torch.inference_mode():
             # Passes with a mask may be float32, while the prefix was computed in another type.
             prefix = None if with_mask else self._prefix_of(encoded, rows)
-            batches = [self._batch(encoded, rows, path, with_mask, prefix) for path in self._paths]
             scores: dict[int, torch.Tensor] = {}
             others = None
-            for path, (inputs, positions) in zip(self._paths, batches, strict=True):
+            batches = [self._batch(encoded, rows, tokens, with_mask, prefix) for tokens, _ in self._paths]
+            for (tokens, labels), (inputs, positions) in zip(self._paths, batches, strict=True):
                 # The last layer's parts can compute one position of each row.
-                is_single = not path.tokens and Shortcut.LAST_TOKEN_LAYER in self.taken
+                is_single = not tokens and Shortcut.LAST_TOKEN_LAYER in self.taken
                 parts = self._last_token_parts if is_single else []
                 head = self._model.get_output_embeddings()
                 cache = {} if prefix is None else {"past_key_values": prefix.cache()}
                 with last_token_only(parts, positions[:, 0]), _head_at(head, positions):
                     logits = self._model(**inputs, **cache, use_cache=prefix is not None).logits.float()
                 total = logits.logsumexp(-1)
-                for label in path.labels:
+                for label in labels:
                     ids = self._label_ids[label]
                     log_probabilities = [
                         logits[:, index, token] - total[:, index] for index, token in enumerate(ids)
@@ -215,12 +196,7 @@ class LabelScorer(Classifier):
         return np.where(begins_with(encoded, rows, self._shared), len(self._shared), 0)
 
     def try_prefix(self, encoded: Encoded, tolerance: float) -> bool:
-        """Take the shortcut of shared prefixes if rows keep their numbers, and return whether they do.
-
-        Args:
-            encoded: warm-up texts; the rows of the trial are made of their tokens.
-            tolerance: relative to the largest number, at least 1.
-        """
+        """Take the shortcut of shared prefixes if rows keep their numbers, and return whether they do."""
         ids = np.concatenate(encoded.inputs["input_ids"])
         ids = np.tile(ids, -(-2 * _MIN_TOKENS // len(ids)))[: 2 * _MIN_TOKENS]
         # Different ends, of different lengths.
@@ -253,8 +229,7 @@ class LabelScorer(Classifier):
         self._chunk = encoded
         self._shared = np.empty(0, dtype=np.int64)
         if Shortcut.SHARED_PREFIX in self.taken:
-            computed = self._shared if self._prefix is None else self._prefix.tokens
-            self._shared = shared_tokens(encoded, computed)
+            self._shared = shared_tokens(encoded)
 
     def _prefix_of(self, encoded: Encoded, rows: npt.NDArray[np.int64]) -> Prefix | None:
         """Return the chunk's prefix, after computing it if needed; None if it has none, or these rows differ."""
@@ -293,7 +268,7 @@ class LabelScorer(Classifier):
         self,
         encoded: Encoded,
         rows: npt.NDArray[np.int64],
-        path: Path,
+        path: tuple[int, ...],
         with_mask: bool,
         prefix: Prefix | None,
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -302,7 +277,7 @@ class LabelScorer(Classifier):
         Neither includes the prefix; only the attention mask does.
         """
         skipped = 0 if prefix is None else len(prefix.tokens)
-        path_tokens = np.array(path.tokens, dtype=np.int64)
+        path_tokens = np.array(path, dtype=np.int64)
         ids = encoded.inputs["input_ids"]
         extended = Encoded(
             inputs={

@@ -19,11 +19,7 @@ LabelTokens = Annotated[dict[str, Verbalizer], MustBe("a mapping of labels to te
 
 
 class CausalSettings(TextSettings):
-    """A language model that says which label's text comes next, by the probabilities of its tokens.
-
-    Raises:
-        ValidationError: a value is of the wrong type or out of range, or two keys do not go together.
-    """
+    """A language model that says which label's text comes next, by the probabilities of its tokens."""
 
     task_type: Literal["causal_lm"] = "causal_lm"
     # The text of each label that follows the prompt, with the space before it where there is one.

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.common.activations import sigmoid, softmax
 from ensemble.common.digests import FileDigests
 from ensemble.common.errors import DataError
-from ensemble.common.protocol import Activation
 from ensemble.common.shards import file_sha256
 from ensemble.common.text import quoted, shown_path
 from ensemble.config import MemberConfig
@@ -30,8 +28,6 @@ from ensemble.members.csv.settings import CsvSettings
 
 _ROWS_ADVICE = "a row is needed for each of them, or partial: true"
 _COLUMNS_ADVICE = "columns: {COLUMN: LABEL} says which column is for a label of another name"
-# Rows that are converted from logits at a time.
-_BLOCK_ROWS = 65_536
 
 
 @dataclass(frozen=True)
@@ -129,8 +125,11 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
         )
         values, ignored = file.join(ids, may_lack=may_lack, may_have_others=True, advice=_ROWS_ADVICE)
         if self._are_logits:
-            for start in range(0, len(values), _BLOCK_ROWS):
-                _make_probabilities(values[start : start + _BLOCK_ROWS], self.settings.activation)
+            if self.settings.activation == "sigmoid":
+                values = sigmoid(values)
+            else:
+                is_number = np.isfinite(values.max(axis=1))  # the check of probabilities reports the others
+                values[is_number] = softmax(values[is_number])
         return ExternalPredictions(values, ignored)
 
     @property
@@ -154,15 +153,3 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
                 f"{path}: sha256: the file's is {actual}, not {expected}; get the file that was meant, or "
                 "change the key"
             )
-
-
-def _make_probabilities(logits: npt.NDArray[np.float64], activation: Activation) -> None:
-    """Turn logits into probabilities in place, float64 [rows, labels].
-
-    Softmax skips rows whose maximum is not finite, so that the check of probabilities reports them.
-    """
-    if activation == "sigmoid":
-        logits[:] = sigmoid(logits)
-        return
-    is_number = np.isfinite(logits.max(axis=1))  # NaN where any is
-    logits[is_number] = softmax(logits[is_number])

@@ -13,11 +13,7 @@ from ensemble.config.values import Column, File, LabelMap, Sha256, same_label_pr
 
 
 class CsvSettings(MemberConfig):
-    """A file with an id and a column for each of the config's labels: CSV, TSV, Parquet or JSON lines.
-
-    Raises:
-        ValidationError: a value is of the wrong type or out of range.
-    """
+    """A file with an id and a column for each of the config's labels: CSV, TSV, Parquet or JSON lines."""
 
     task_type: Literal["csv"] = "csv"
     path: File = Field(examples=["mate.csv"])  # every row of the table once; further ones are left out

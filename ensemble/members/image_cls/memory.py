@@ -56,11 +56,7 @@ class ImageMemory(CheckpointMemory):
 
 
 def image_memory(model: HuggingFaceSettings, checkpoint: Checkpoint, rows: int, labels: int) -> ImageMemory:
-    """Return what the files of an image classifier's checkpoint tell about its memory.
-
-    Raises:
-        CheckpointError: a weight file is broken.
-    """
+    """Return what the files of an image classifier's checkpoint tell about its memory."""
     config = read_json(checkpoint.folder / "config.json")
     vision = config.get("vision_config")
     if isinstance(vision, dict):

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,10 +33,10 @@ from ensemble.data.published_table import PublishedTable
 from ensemble.data.row_files import FileCells, is_file
 from ensemble.members.huggingface.loading.load import load_on_devices
 from ensemble.members.huggingface.scoring.classifier import on_device
-from ensemble.members.huggingface.scoring.compiled import compile_model
 from ensemble.members.huggingface.scoring.forward import BatchSizes, Scorer
 from ensemble.members.huggingface.scoring.member import CheckpointMember
-from ensemble.members.huggingface.scoring.warmup import check_attention
+from ensemble.members.huggingface.scoring.passes import compile_model
+from ensemble.members.huggingface.scoring.warmup import WarmUp
 from ensemble.members.huggingface.spec import CheckpointSpec
 from ensemble.members.image_cls.spec import NUMBERS_OF_TOKEN, ImageSpec
 from ensemble.members.predictor import Prediction, Report
@@ -71,12 +70,7 @@ class EncodedImages:
 
 
 class ImageReader:
-    """Read images in threads, which run in parallel while Pillow decodes and resizes.
-
-    Raises:
-        OSError: the image processor's settings cannot be read.
-        ValueError: transformers has no image processor for the checkpoint, or only one that needs torchvision.
-    """
+    """Read images in threads, which run in parallel while Pillow decodes and resizes."""
 
     def __init__(self, spec: ImageSpec) -> None:
         self._files = FileCells(spec.image_column, "", Path(spec.image_folder), spec.image_suffix)
@@ -218,23 +212,19 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
         self._classifier = ImageClassifier(loaded.model)
         notes = list(loaded.notes)
 
-        def logits_of(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-            return np.asarray(self._classifier.logits(self._warmup, rows).cpu().double().numpy())
-
-        logits = partial(logits_of, np.arange(len(self._warmup.lengths)))
-
+        warm_up = WarmUp(self._classifier, self._warmup, self._values, self._is_exact, self._in_float32)
         with self._passes(first=True):
-            with contextlib.suppress(
-                torch.OutOfMemoryError
-            ):  # the first chunk will fail with a better message
-                logits()
-            not_compared = check_attention(
-                logits, loaded.model, loaded.dtype, self._is_exact, self._in_float32
-            )
+            # Out of memory: the first chunk will fail with a better message.
+            with contextlib.suppress(torch.OutOfMemoryError):
+                self._classifier.logits(self._warmup, np.arange(len(self._warmup.lengths)))
+            not_compared = warm_up.check_attention(loaded.model, loaded.dtype)
             if not_compared:
                 notes.append(not_compared)
         if spec.torch_compile:
-            compile_model(loaded.model, lambda: [logits_of(np.array(batch)) for batch in ([0, 0], [0])])
+            batches = [np.array([0, 0]), np.array([0])]
+            compile_model(
+                loaded.model, lambda: [self._classifier.logits(self._warmup, batch) for batch in batches]
+            )
         self._sizes = BatchSizes(loaded.token_budget, spec.batch_size, True, loaded.memory)
         return Ready(
             device=loaded.device_name,

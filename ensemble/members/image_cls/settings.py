@@ -22,11 +22,7 @@ from ensemble.members.huggingface.settings import HuggingFaceSettings
 
 
 class ImageClassifierSettings(HuggingFaceSettings):
-    """An image classifier of transformers (AutoModelForImageClassification).
-
-    Raises:
-        ValidationError: a value is of the wrong type or out of range, or two keys do not go together.
-    """
+    """An image classifier of transformers (AutoModelForImageClassification)."""
 
     task_type: Literal["image_cls"] = "image_cls"
     adapter_name_or_path: Source | None = None  # none here: merge it into its base first

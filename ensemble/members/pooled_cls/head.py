@@ -90,11 +90,7 @@ def read_head(path: Path, steps: Sequence[str] | None, width: int | None, backbo
 
 
 def _layers(path: Path, tensors: Sequence[Tensor]) -> _Layers:
-    """Return the file's layers, sorted by name with numbers as numbers.
-
-    Raises:
-        CheckpointError: it holds a whole model, or tensors of other layers.
-    """
+    """Return the file's layers, sorted by name with numbers as numbers."""
     if any(_MODEL_TENSOR.search(tensor.name) for tensor in tensors):
         raise CheckpointError(
             f"head: {path} holds a whole model ({tensors[0].name} and {len(tensors) - 1} more); keep the head's "
@@ -103,7 +99,9 @@ def _layers(path: Path, tensors: Sequence[Tensor]) -> _Layers:
     parts_by_layer: dict[str, dict[str, tuple[int, ...]]] = {}
     for tensor in tensors:
         name, _, part = tensor.name.rpartition(".")
-        parts_by_layer.setdefault(name, {})[part if tensor.is_float else tensor.dtype] = tensor.shape
+        parts_by_layer.setdefault(name, {})[part if tensor.is_float else f"{tensor.dtype} {part}"] = (
+            tensor.shape
+        )
     layers = {}
     for name, parts in parts_by_layer.items():
         weight, bias = parts.get("weight", ()), parts.get("bias")
@@ -124,11 +122,7 @@ def _layers(path: Path, tensors: Sequence[Tensor]) -> _Layers:
 
 
 def _only_order(path: Path, layers: _Layers) -> list[str]:
-    """Return the layers' names in their only possible order.
-
-    Raises:
-        CheckpointError: several orders are possible.
-    """
+    """Return the layers' names in their only possible order."""
     linear = [name for name, shape in layers.items() if len(shape) == 2]
     norms = [name for name, shape in layers.items() if len(shape) == 1]
     if len(linear) < 2 and not norms:

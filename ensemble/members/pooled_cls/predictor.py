@@ -21,12 +21,12 @@ from ensemble.members.huggingface.loading.device_map import last_device
 from ensemble.members.huggingface.loading.load import Loaded
 from ensemble.members.huggingface.scoring.classifier import (
     Classifier,
-    Shortcut,
     last_token_only,
     on_device,
     padded,
 )
 from ensemble.members.huggingface.scoring.encode import Encoded
+from ensemble.members.huggingface.scoring.forward import Shortcut
 from ensemble.members.huggingface.scoring.member import TextMember
 from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec
 from ensemble.members.pooled_cls.head import LAYER_NORM, LINEAR

@@ -25,11 +25,7 @@ Epsilon = Annotated[float, Gt(0), Le(1), AllowInfNan(False), MustBe("a number of
 
 
 class PooledSettings(TextSettings):
-    """A backbone whose last hidden states are pooled, with a linear or MLP head from a safetensors file.
-
-    Raises:
-        ValidationError: a value is of the wrong type or out of range, or two keys do not go together.
-    """
+    """A backbone whose last hidden states are pooled, with a linear or MLP head from a safetensors file."""
 
     task_type: Literal["pooled_cls"] = "pooled_cls"
     head: File = Field(examples=["head.safetensors"])  # its layers' weights, in safetensors

@@ -74,12 +74,7 @@ def make_predictor(common: CommonSpec, settings: Mapping[str, Any], table: Publi
 
 
 class FunctionPredictor(Predictor):
-    """Import the user's module, then call its function.
-
-    Raises:
-        ValueError: the module has no such function.
-        BaseException: whatever the module raises.
-    """
+    """Import the user's module, then call its function."""
 
     def __init__(self, common: CommonSpec, settings: Mapping[str, Any], table: PublishedTable) -> None:
         self._table, self._settings = table, settings

@@ -34,11 +34,7 @@ Files = Annotated[tuple[File, ...], BeforeValidator(as_tuple), MustBe("a list of
 
 
 class PythonSettings(ReaderConfig):
-    """A function of your own, called in a process of its own with a pandas frame of some rows.
-
-    Raises:
-        ValidationError: a value is of the wrong type or out of range.
-    """
+    """A function of your own, called in a process of its own with a pandas frame of some rows."""
 
     task_type: Literal["python"] = "python"
     # package.module:function of what is installed, or a file's, such as ${CONFIG_DIR}/my_model.py:predict

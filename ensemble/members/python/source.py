@@ -68,11 +68,7 @@ class Source:
         return tuple(name for name in names if _is_installed(name, self.root))
 
     def problems(self, function: str, role: str) -> Iterator[str]:
-        """Yield a sentence if the module does not define the function.
-
-        Raises:
-            CheckpointError: the file cannot be read, or is not Python.
-        """
+        """Yield a sentence if the module does not define the function."""
         if self.file.suffix != ".py":
             return
         try:
@@ -116,11 +112,7 @@ class _Finder(ModuleFinder):
 
 
 def find_source(module: str, is_file: bool) -> Source:
-    """Find a module by its name or by the path of its file.
-
-    Raises:
-        CheckpointError: there is no such module.
-    """
+    """Find a module by its name or by the path of its file."""
     if is_file:
         file = Path(module).absolute()
         if not file.is_file():

@@ -13,11 +13,7 @@ from ensemble.members.huggingface.settings import TextSettings
 
 
 class SequenceClassifierSettings(TextSettings):
-    """A checkpoint with a classification head.
-
-    Raises:
-        ValidationError: a value is of the wrong type or out of range, or two keys do not go together.
-    """
+    """A checkpoint with a classification head."""
 
     task_type: Literal["seq_cls"] = "seq_cls"
     problem_type: ProblemType | None = None  # how logits become probabilities; None: the checkpoint's own

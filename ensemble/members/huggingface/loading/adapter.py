@@ -35,12 +35,7 @@ class AdapterFiles:
 
 
 def open_adapter(name_or_path: str, allow_pickle: bool = False) -> AdapterFiles:
-    """Read an adapter's config and the names of its tensors, from a folder or the hub.
-
-    Raises:
-        ValueError: its weights are broken or a pickle.
-        OSError: a file is missing or cannot be downloaded.
-    """
+    """Read an adapter's config and the names of its tensors, from a folder or the hub."""
     from peft import PeftConfig
 
     folder = Path(name_or_path)

@@ -76,11 +76,7 @@ def check_unexpected_keys(spec: CheckpointSpec, keys: Sequence[str], is_quantize
 
 
 def check_tokenizer(spec: ModelSpec, tokenizer: Any, texts: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence for everything that the user should know about a tokenizer, given texts of the first rows.
-
-    Raises:
-        ValueError: it knows special tokens only, or it was made by another class than its vocabulary is for.
-    """
+    """Yield a sentence for everything to know about a tokenizer, given texts of the first rows."""
     name, made_by = spec.model_name_or_path, type(tokenizer).__name__
     try:
         tokenizer([_PLAIN_TEXT], verbose=False)

@@ -55,10 +55,7 @@ def takes_shared_keys(least: Capability, dtype: torch.dtype, width: int) -> bool
 def _passes_on_shared_keys(
     least: Capability, attention_mask: torch.Tensor | None, key: torch.Tensor, *others: Any
 ) -> bool:
-    """Replace ``use_gqa_in_sdpa``, which decides without regard to the GPU and the type.
-
-    transformers 5.0 to 5.12 call it with mask and key, later releases with the value as well.
-    """
+    """Replace ``use_gqa_in_sdpa``, which decides without regard to the GPU and the type."""
     return takes_shared_keys(least, key.dtype, key.shape[-1]) and bool(
         _of_transformers(attention_mask, key, *others)
     )

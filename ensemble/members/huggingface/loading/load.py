@@ -42,12 +42,7 @@ class Loaded(LoadedModel):
 
 
 def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
-    """Load a member that reads text onto the devices this process can see.
-
-    Raises:
-        ValueError: as ``load_on_devices``, and where tokenizer and model do not belong together.
-        OSError: the checkpoint's files cannot be read.
-    """
+    """Load a member that reads text onto the devices this process can see."""
     tokenizer = load_tokenizer(spec) if tokenizer is None else tokenizer
     loaded = load_on_devices(spec)
     notes = list(loaded.notes)
@@ -70,12 +65,7 @@ def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
 
 
 def load_on_devices(spec: CheckpointSpec) -> LoadedModel:
-    """Load a member's model, for text or images, onto the devices this process can see.
-
-    Raises:
-        ValueError: weights are missing (a head that would be random), or a setting does not exist.
-        OSError: the checkpoint's files cannot be read.
-    """
+    """Load a member's model, for text or images, onto the devices this process can see."""
     notes: list[str] = []
     torch.manual_seed(spec.seed)
     on_gpu = spec.gpus > 0 and torch.cuda.is_available()

@@ -51,10 +51,7 @@ _ABOUT_ATTENTION = re.compile(
 
 
 def import_model_class(spec: CheckpointSpec) -> None:
-    """Import the module of the model's class, which needs no device; unless the checkpoint brings its own code.
-
-    Problems of the checkpoint show when it is loaded.
-    """
+    """Import the module of the model's class, which needs no device; unless the checkpoint brings its own code."""
     if spec.gguf_file is not None or spec.trust_remote_code:
         return
     # Some models import packages of kernels that look for the device at once, which a standby does not have yet.
@@ -68,14 +65,7 @@ def import_model_class(spec: CheckpointSpec) -> None:
 
 
 def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str]) -> Any:
-    """Load the model with its adapter onto the devices this process can see.
-
-    Raises:
-        ValueError: weights are missing (a head that would be random) or have no place in the model, layers do not
-            fit, the adapter is not for this base, or a setting does not exist, such as an attention that the
-            model, the device or the installed packages do not have.
-        OSError: the checkpoint's files cannot be read.
-    """
+    """Load the model with its adapter onto the devices this process can see."""
     name, on_gpu = spec.model_name_or_path, least is not None
     auto_class = getattr(transformers, spec.auto_class)
     dtype = model_dtype(spec, least, notes)
@@ -204,12 +194,7 @@ def _set_compute_dtype(model: Any, spec: CheckpointSpec, least: Capability | Non
 
 
 def _from_pretrained(auto_class: Any, spec: CheckpointSpec, **options: Any) -> Any:
-    """Load the checkpoint by one of transformers' auto classes.
-
-    Raises:
-        ValueError: there are no safetensors, or its config.json has impossible numbers, on which transformers fails
-            in many ways; or transformers' own error about the attention.
-    """
+    """Load the checkpoint by one of transformers' auto classes."""
     name = spec.model_name_or_path
     try:
         return auto_class.from_pretrained(

@@ -16,12 +16,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.m
 
 
 def load_tokenizer(spec: ModelSpec) -> Any:
-    """Load the tokenizer, with the settings of the config.
-
-    Raises:
-        OSError: its files cannot be read.
-        ValueError: its class cannot use them.
-    """
+    """Load the tokenizer, with the settings of the config."""
     options = dict(spec.tokenizer_kwargs)
     # Files beside the GGUF file go first: a tokenizer converted from its vocabulary may lack some of their rules.
     folder = Path(spec.model_name_or_path)

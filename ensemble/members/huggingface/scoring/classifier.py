@@ -11,7 +11,6 @@ import contextlib
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -22,19 +21,10 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from ensemble.common.protocol import Activation
 from ensemble.members.huggingface.scoring.encode import Encoded
-from ensemble.members.huggingface.scoring.forward import Scorer
+from ensemble.members.huggingface.scoring.forward import Scorer, Shortcut
 
 # Parts of a layer that work on each position by itself, as transformers' decoders similar to Llama name them.
 _PARTS_OF_LAYER = ("self_attn.q_proj", "self_attn.o_proj", "mlp")
-
-
-class Shortcut(Enum):
-    """Work that can be left out for some models; the warm-up finds out for which."""
-
-    LAST_TOKEN = "body and head are run apart, the head on each row's last token only"
-    NO_MASK = "batches go without an attention mask, as no token sees the padding behind it"
-    LAST_TOKEN_LAYER = "the last layer computes the last token only, too"
-    SHARED_PREFIX = "the tokens that all rows begin with are computed once, by kinds that know how"
 
 
 class Classifier(Scorer[Encoded]):
@@ -47,10 +37,6 @@ class Classifier(Scorer[Encoded]):
 
     Args:
         pad_token_id: of the padding; any id, since no result depends on it.
-
-    Attributes:
-        possible: the shortcuts that can be tried.
-        taken: the shortcuts that are known to leave the model's numbers as they are.
     """
 
     def __init__(self, model: Any, pad_token_id: int) -> None:
@@ -76,7 +62,7 @@ class Classifier(Scorer[Encoded]):
         # first token, and causal attention does not see it. Only XLNet pools the last position.
         self._pad_left = model.config.model_type == "xlnet"
         possible = set()
-        if self._searches_pad_token and _has_body_and_score(model):
+        if self._searches_pad_token and isinstance(getattr(model, "score", None), nn.Module):
             possible.add(Shortcut.LAST_TOKEN)
         if is_causal and not self._pad_left:
             possible.add(Shortcut.NO_MASK)
@@ -161,15 +147,6 @@ def probabilities(logits: torch.Tensor, activation: Activation) -> npt.NDArray[n
     elif activation == "sigmoid":
         values = values.sigmoid()
     return np.asarray(values.numpy())
-
-
-def _has_body_and_score(model: Any) -> bool:
-    """Return whether a decoder's own forward runs its body and then ``score`` at every position."""
-    body = model.base_model_prefix
-    text = _source(type(model).forward)
-    # The last part is how transformers picks a position; heads without it take the mean, or the first position.
-    parts = (f"self.{body}(", "self.score(hidden_states", "logits[torch.arange(")
-    return all(part in text for part in parts) and isinstance(getattr(model, "score", None), nn.Module)
 
 
 def _source(function: object) -> str:

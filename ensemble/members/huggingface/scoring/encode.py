@@ -40,15 +40,7 @@ class Encoded:
 
 
 class Prompt:
-    """Render and tokenize rows by a member's settings.
-
-    Args:
-        tokenizer: a transformers tokenizer; its truncation side is already set.
-        max_length: tokens a row may have, special tokens included.
-
-    Raises:
-        ValueError: truncation by field does not work with this tokenizer, or leaves no room.
-    """
+    """Render and tokenize rows by a member's settings."""
 
     def __init__(self, spec: ModelSpec, tokenizer: Any, max_length: int) -> None:
         self._template = compile_template(spec.prompt_template) if spec.prompt_template is not None else None

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -53,12 +54,23 @@ class Encoding(Protocol):
 E = TypeVar("E", bound=Encoding)
 
 
+class Shortcut(Enum):
+    """Work that can be left out for some models; the warm-up finds out for which."""
+
+    LAST_TOKEN = "body and head are run apart, the head on each row's last token only"
+    NO_MASK = "batches go without an attention mask, as no token sees the padding behind it"
+    LAST_TOKEN_LAYER = "the last layer computes the last token only, too"
+    SHARED_PREFIX = "the tokens that all rows begin with are computed once, by kinds that know how"
+
+
 class Scorer(ABC, Generic[E]):
     """A loaded model that gives a row the same numbers in any batch.
 
     Attributes:
         last_device: the device on which a forward pass ends.
         stages: devices that a pass goes through, one after the other, while others work on other passes.
+        possible: the shortcuts that can be tried.
+        taken: the shortcuts that are known to leave the model's numbers as they are.
     """
 
     def __init__(self, model: Any) -> None:
@@ -67,6 +79,8 @@ class Scorer(ABC, Generic[E]):
         self.last_device = last_device(model)
         self._spread = Spread(model)
         self.stages = self._spread.stages
+        self.possible: frozenset[Shortcut] = frozenset()
+        self.taken: set[Shortcut] = set()
 
     def skipped_tokens(self, encoded: E) -> Integers:
         """Return how many tokens at each row's beginning a pass without a mask need not compute, [rows]."""
@@ -197,11 +211,7 @@ class DeviceQueue:
 
     @contextlib.contextmanager
     def timed_pass(self) -> Iterator[None]:
-        """Enter a pass; a pass that fails is not counted.
-
-        Raises:
-            RuntimeError: an earlier pass has failed on the GPU.
-        """
+        """Enter a pass; a pass that fails is not counted."""
         if self._device.type != "cuda":
             began = time.perf_counter()
             yield

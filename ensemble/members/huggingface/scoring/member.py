@@ -26,11 +26,10 @@ from ensemble.members.huggingface.loading.float32_retry import (
 from ensemble.members.huggingface.loading.load import Loaded, LoadedModel, load, max_length
 from ensemble.members.huggingface.loading.model import import_model_class
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
-from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut, probabilities
-from ensemble.members.huggingface.scoring.compiled import compile_model
+from ensemble.members.huggingface.scoring.classifier import Classifier, probabilities
 from ensemble.members.huggingface.scoring.encode import Encoded, Prompt, Text
-from ensemble.members.huggingface.scoring.forward import BatchSizes, Encoding, Mode, Scorer, compute
-from ensemble.members.huggingface.scoring.unsupported import explain_errors
+from ensemble.members.huggingface.scoring.forward import BatchSizes, Encoding, Mode, Scorer, Shortcut, compute
+from ensemble.members.huggingface.scoring.passes import compile_model, explain_errors
 from ensemble.members.huggingface.scoring.warmup import MAX_CHARACTERS, TEXTS, WarmUp
 from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec
 from ensemble.members.predictor import Prediction, Predictor, Report

@@ -39,8 +39,6 @@ class FieldTruncation:
 
     Args:
         settings: the member's key ``truncation``: ``fields``, by column ``share`` and ``keep``, and ``marker``.
-        tokenizer: a fast transformers tokenizer.
-        max_length: tokens a row may have, special tokens included.
         tokenize: inputs of whole prompts, uncut, as the model gets them.
 
     Raises:
@@ -308,17 +306,7 @@ def _text_of(item: object) -> str | None:
 
 
 def share_out(counts: Sequence[int], shares: Sequence[float], tokens: int) -> list[int]:
-    """Share tokens out among fields.
-
-    Args:
-        counts: tokens that each field has.
-        shares: relative to each other, more than 0.
-        tokens: for all fields together.
-
-    Returns:
-        tokens for each field, at most its count.  A field that needs less than its share leaves the rest to the
-        others, by their shares.
-    """
+    """Return each field's tokens, at most its count; a field that needs less leaves the rest to the others."""
     budgets = [0] * len(counts)
     unmet = [index for index, count in enumerate(counts) if count > 0]
     left = max(0, tokens)
@@ -344,16 +332,7 @@ def share_out(counts: Sequence[int], shares: Sequence[float], tokens: int) -> li
 
 
 def ranges(counts: Sequence[int], tokens: int, keep: str) -> tuple[int, int, int]:
-    """Return which tokens of a field stay if it has more than it may have.
-
-    Args:
-        counts: tokens of its turns.
-        tokens: how many may stay.
-        keep: head, tail, head_tail, newest_turns or newest_rounds.
-
-    Returns:
-        the first token of the head, the tokens of the head, and those of the tail.
-    """
+    """Return the first token of a field's head, and how many tokens of its head and of its tail stay."""
     budget, begin = max(0, tokens), 0
     if keep == "head":
         return 0, budget, 0

@@ -13,9 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ensemble.common.torch_errors import Verdict, classify
-from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut
-from ensemble.members.huggingface.scoring.encode import Encoded
-from ensemble.members.huggingface.scoring.forward import Mode
+from ensemble.members.huggingface.scoring.forward import Encoding, Mode, Scorer, Shortcut
 
 # The first text is short, so that beside the other it is mostly padding.
 TEXTS = ("one", "one two three four five six seven eight nine ten eleven twelve")
@@ -44,17 +42,60 @@ class WarmUp:
             models that overflow on these texts.  None: it cannot.
     """
 
-    classifier: Classifier
-    encoded: Encoded
+    classifier: Scorer[Any]
+    encoded: Encoding
     values: Callable[[torch.Tensor], npt.NDArray[np.float64]]
     is_exact: bool
     in_float32: Mode | None = None
 
     def check_attention(self, model: Any, dtype: str) -> str:
-        """Compare the model's attention with eager attention, on all of the texts; see ``check_attention``."""
+        """Compare the model's attention with eager attention, on all of the texts.
+
+        Returns:
+            why no comparison was possible; empty if there was one, or if the attention is eager.
+
+        Raises:
+            ValueError: the logits differ.
+        """
         rows = np.arange(len(self.encoded.lengths))
-        return check_attention(
-            lambda: self._logits(rows, with_mask=True), model, dtype, self.is_exact, self.in_float32
+        chosen = getattr(model.config, "_attn_implementation", None) or _EAGER
+        if chosen == _EAGER:
+            return ""
+        skipped = f"its attention ({chosen}) was not compared with eager: {type(model).__name__} "
+        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+        try:
+            can_change = all(part._can_set_attn_implementation() for part in parts)
+        except (OSError, KeyError, TypeError):  # transformers reads their source
+            can_change = False
+        if not can_change:
+            return skipped + "cannot change it once it is loaded"
+        tolerance = _EXACT_TOLERANCE if self.is_exact else _TOLERANCES.get(dtype, _TOLERANCES["bfloat16"])
+        attempts: list[tuple[Mode, float]] = [(nullcontext, tolerance)]
+        if not self.is_exact and self.in_float32 is not None and "flash" not in chosen:
+            attempts.append((self.in_float32, _FLOAT32_TOLERANCE))
+        try:
+            for mode, tolerance in attempts:
+                with mode():
+                    actual = self._logits(rows, with_mask=True)
+                    try:
+                        with _eager(parts):
+                            expected = self._logits(rows, with_mask=True)
+                    except Exception as error:  # a class without eager attention
+                        if classify(error) is not Verdict.SOUND:
+                            raise
+                        return skipped + f"does not run with that ({type(error).__name__})"
+                # In half precision one of the two may overflow on texts on which the other does not.
+                is_finite = np.isfinite(actual).all(axis=1) & np.isfinite(expected).all(axis=1)
+                actual, expected = actual[is_finite], expected[is_finite]
+                difference = np.abs(actual - expected).max(initial=0) / np.abs(expected).max(initial=1)
+                if difference <= tolerance:
+                    return ""
+        except torch.OutOfMemoryError:
+            return ""  # the first chunk will fail with a better message
+        raise ValueError(
+            f"attn_implementation: {chosen} gives other numbers than {_EAGER} on the same texts: logits differ "
+            f"by {difference:.2g} of the largest, and {tolerance:g} is what rounding does in {dtype}; set "
+            f"attn_implementation: {_EAGER} for this member"
         )
 
     def tolerates_padding(self) -> bool:
@@ -110,65 +151,6 @@ class WarmUp:
 
     def _logits(self, rows: npt.NDArray[np.int64], with_mask: bool = False) -> npt.NDArray[np.float64]:
         return np.asarray(self.classifier.logits(self.encoded, rows, with_mask).cpu().double().numpy())
-
-
-def check_attention(
-    logits: Callable[[], npt.NDArray[np.float64]],
-    model: Any,
-    dtype: str,
-    is_exact: bool,
-    in_float32: Mode | None,
-) -> str:
-    """Compare a model's attention with eager attention.
-
-    Args:
-        logits: runs a pass over the same rows each time, [rows, labels].
-
-    Returns:
-        why no comparison was possible; empty if there was one, or if the attention is eager.
-
-    Raises:
-        ValueError: the logits differ.
-    """
-    chosen = getattr(model.config, "_attn_implementation", None) or _EAGER
-    if chosen == _EAGER:
-        return ""
-    skipped = f"its attention ({chosen}) was not compared with eager: {type(model).__name__} "
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    try:
-        can_change = all(part._can_set_attn_implementation() for part in parts)
-    except (OSError, KeyError, TypeError):  # transformers reads their source
-        can_change = False
-    if not can_change:
-        return skipped + "cannot change it once it is loaded"
-    tolerance = _EXACT_TOLERANCE if is_exact else _TOLERANCES.get(dtype, _TOLERANCES["bfloat16"])
-    attempts: list[tuple[Mode, float]] = [(nullcontext, tolerance)]
-    if not is_exact and in_float32 is not None and "flash" not in chosen:
-        attempts.append((in_float32, _FLOAT32_TOLERANCE))
-    try:
-        for mode, tolerance in attempts:
-            with mode():
-                actual = logits()
-                try:
-                    with _eager(parts):
-                        expected = logits()
-                except Exception as error:  # a class without eager attention
-                    if classify(error) is not Verdict.SOUND:
-                        raise
-                    return skipped + f"does not run with that ({type(error).__name__})"
-            # In half precision one of the two may overflow on texts on which the other does not.
-            is_finite = np.isfinite(actual).all(axis=1) & np.isfinite(expected).all(axis=1)
-            actual, expected = actual[is_finite], expected[is_finite]
-            difference = np.abs(actual - expected).max(initial=0) / np.abs(expected).max(initial=1)
-            if difference <= tolerance:
-                return ""
-    except torch.OutOfMemoryError:
-        return ""  # the first chunk will fail with a better message
-    raise ValueError(
-        f"attn_implementation: {chosen} gives other numbers than {_EAGER} on the same texts: logits differ "
-        f"by {difference:.2g} of the largest, and {tolerance:g} is what rounding does in {dtype}; set "
-        f"attn_implementation: {_EAGER} for this member"
-    )
 
 
 @contextmanager

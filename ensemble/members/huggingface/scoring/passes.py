@@ -1,10 +1,11 @@
-"""Errors of a pass that this CPU or GPU cannot compute, explained in a sentence that says what else may work."""
+"""How passes run on this machine: torch.compile, and a sentence for errors of what it cannot compute."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -62,3 +63,22 @@ def _alternatives(spec: CheckpointSpec, model: Any, on_cpu: bool) -> Iterator[st
     if getattr(model.config, "_attn_implementation", None) not in (None, "eager"):
         yield "attn_implementation: eager"
     yield "a GPU (num_gpus: 1)" if on_cpu else "the CPU (num_gpus: 0)"
+
+
+def compile_model(model: Any, first_passes: Callable[[], object]) -> None:
+    """Compile the body of a model for batches of any size, and run it, so that compiling counts as loading."""
+    from torch._inductor import config
+
+    # Processes that torch starts would outlive a worker that is killed.
+    config.compile_threads = int(os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1"))
+    body = getattr(model, model.base_model_prefix, model)
+    body.compile(dynamic=True)  # by default torch takes the first size for the only one
+    try:
+        first_passes()
+    except Exception as error:  # compilers raise many types
+        if classify(error) is Verdict.SUSPECT or is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"torch_compile: compiling failed ({type(error).__name__}: {one_line(error)[:160]}); "
+            "remove the key, or see the worker's log for what torch's compiler lacks"
+        ) from error
