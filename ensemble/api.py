@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias, ca
 
 from ensemble.cli.views import show
 from ensemble.common.errors import ConfigError, DataError, Interrupted, OutputError, OutputInUse
-from ensemble.common.files import output_file
+from ensemble.common.files import output_file, write_text
 from ensemble.common.packages import demand_supported
 from ensemble.common.python_process import keep_pandas_out, one_thread_for_numpy
 from ensemble.common.redact import RedactedStream, Redactor, guard_output, redacted_errors
@@ -294,7 +294,7 @@ def fit(
     """
     with imports(for_analysis=True):
         from ensemble.analysis.fit import Options
-        from ensemble.analysis.weights_file import TruthFile, check_output, fit_sources, write_weights
+        from ensemble.analysis.weights_file import TruthFile, check_output, fit_sources
 
     with redacted_errors():
         paths = _fit_sources(sources)
@@ -318,7 +318,7 @@ def fit(
             target,
         )
         if target is not None:
-            write_weights(target, text)
+            write_text(target, text)
     stream = sys.stdout
     if not quiet and stream is not None:
         show("fit", report, stream)

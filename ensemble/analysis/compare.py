@@ -1,4 +1,4 @@
-"""Two runs, or two CSVs of predictions, side by side: settings, rows, metrics, time and memory."""
+"""Compare two runs, or two CSVs of predictions: settings, rows, metrics, time and memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from ensemble.analysis.predictions import (
     Predictions,
     Values,
     as_merged,
-    calibrations_of,
     read_files,
     read_run,
     read_truth,
@@ -34,25 +33,26 @@ from ensemble.analysis.predictions import (
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.protocol import Activation
 from ensemble.common.text import listed, plural, shown_path
-from ensemble.config.document import SHOWN_CHARACTERS, place, shown
+from ensemble.config.document import SHOWN_CHARACTERS, Loc, place, shown
 from ensemble.data.ids import places_among
 from ensemble.data.table import Truth
 from ensemble.merging.scoring import LEVEL
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import MemberReport, RunReport
 
-# What two computations of the same may differ by: a resumed run shares other batches.
+# Regression values that differ by less are the same: a resumed run has other batches.
 _SAME = 1e-6
 _EXAMPLES = 5
-# It differs between any two runs.
-_OWN_KEY = "output_dir"
+# Keys that differ between any two runs, or that a remark explains.
+_NOT_COMPARED = ("output_dir", "fitted_on")
+# Characters shown before the first difference of two long texts.
 _BEFORE_DIFFERENCE = 15
 NOT_SET: Final = "not set"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A key whose value differs; as messages show values, ``NOT_SET`` where there is none."""
+    """A key whose value differs, with both values as messages show them, or ``NOT_SET``."""
 
     key: str
     first: str
@@ -61,7 +61,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Example:
-    """A row whose prediction changed, in words."""
+    """A row whose prediction changed, with both predictions in words."""
 
     id: str
     first: str
@@ -75,8 +75,8 @@ class Change:
     Attributes:
         changed: rows with another likeliest label; of labels that are not exclusive, with one that is above 0.5 on
             one side only; of regression, with another number.
-        mean: absolute difference of all values; ``largest`` the largest.
-        examples: the changed rows that differ most, the first the most.
+        mean: of the absolute differences of all values; so is ``largest``.
+        examples: the changed rows that differ most.
     """
 
     name: str
@@ -89,10 +89,7 @@ class Change:
 
 @dataclass(frozen=True)
 class MetricChange:
-    """A metric of one member, or the ensemble, on both sides; ``difference``: the second less the first, paired.
-
-    ``kind`` says what the metric does with rows, see ``METRIC_KINDS``.
-    """
+    """A metric of one member, or the ensemble; ``difference`` is the second minus the first, paired."""
 
     name: str
     metric: str
@@ -105,7 +102,7 @@ class MetricChange:
 
     @property
     def better(self) -> str:
-        """``first`` or ``second``, where the difference is more than noise; else empty."""
+        """Return ``first`` or ``second`` if the difference is more than noise; else an empty string."""
         if not self.difference.excludes_zero:
             return ""
         return "second" if (self.difference.value > 0) == self.greater_is_better else "first"
@@ -113,10 +110,10 @@ class MetricChange:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a member took: seconds, rows per second and bytes; None for what is not known or was not needed.
+    """The time and the memory of a member; None for what is not known or was not needed.
 
-    ``startup_seconds`` and the peaks are those of the worker that had most.  ``origin``: "reused" where an earlier
-    run did it, "given" where it came from elsewhere, else empty.
+    ``startup_seconds`` and the peaks are the largest of a worker. ``origin`` is "reused" if an earlier run computed
+    the predictions, "given" if they came from elsewhere, else empty.
     """
 
     name: str
@@ -130,7 +127,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two: a run, whose ``seconds`` are its whole, or a file, of which there is no more to tell."""
+    """One of the two: a run with its total ``seconds``, or a file, which has a name only."""
 
     name: str
     status: str | None = None
@@ -143,8 +140,8 @@ class Comparison:
     """What differs between two runs or files.
 
     Attributes:
-        rows: that both have; the others are in ``remarks``.
-        settings: of two runs; None where one is a file.
+        rows: that both have.
+        settings: None if one is a file.
         changes: the ensemble's first, then those of the members that both have.
         remarks: what could not be compared and why, a sentence each.
         level: of the intervals.
@@ -167,7 +164,7 @@ class Comparison:
 class _Source:
     path: Path
     predictions: Predictions
-    report: RunReport | None  # of a run; None of a file
+    report: RunReport | None  # None of a file
 
     @property
     def name(self) -> str:
@@ -191,21 +188,20 @@ def compare(
     id_column: str | None = None,
     activation: Activation | None = None,
 ) -> Comparison:
-    """Compares two directories of runs, two CSVs of predictions, or one with the other.
+    """Compare two directories of runs, two CSVs of predictions, or one with the other.
 
     A run's members count as they were merged, after their ``calibration``, as in its own scores.
 
     Args:
         metrics: by name; empty: the usual ones of such values.
-        labels: the table of the truth; None: a run's own table, where its config names the truth.
+        labels: the table of the truth; None: a run's own table, if its config names the truth.
         label_column: of that table, or of the runs' own; None: "label", or what their configs name.
         id_column: of ``labels`` and of CSVs, see ``read_files``.
         activation: what the values of CSVs are; None: those of the run on the other side, or see ``read_files``.
 
     Raises:
-        ConfigError: there is no table of which ``label_column`` could be one.
-        DataError: one of them cannot be read, two files have no row in common, or metrics are asked for that are
-            not known, or have no truth.
+        ConfigError: there is no table that could have ``label_column``.
+        DataError: a side cannot be read, two files have no row in common, or metrics are unknown or have no truth.
     """
     requested = [find_metric(name) for name in metrics]
     if label_column is not None and labels is None and not any(path.is_dir() for path in (first, second)):
@@ -213,7 +209,7 @@ def compare(
             "--label-column: is one of --labels or of a run's table, and these are CSVs; give --labels"
         )
     sources, problems = dict[Path, _Source](), list[str]()
-    # A file of unknown values takes those of the run on the other side, which is therefore read first.
+    # Runs first, as a CSV takes the activation of the run on the other side.
     for path in sorted((first, second), key=lambda path: not path.is_dir()):
         try:
             sources[path] = _read(path, id_column, activation, labels is None, label_column)
@@ -223,29 +219,27 @@ def compare(
             problems += error.problems
     if problems:
         raise DataError(problems)
-    ours, theirs = sources[first], sources[second]
-    remarks = [f"{source.name}: {text}" for source in (ours, theirs) for text in source.predictions.remarks]
-    for source in (ours, theirs):
+    left, right = sources[first], sources[second]
+    remarks = [f"{source.name}: {text}" for source in (left, right) for text in source.predictions.remarks]
+    for source in (left, right):
         if source.report is not None and source.report.fitted_on is not None:
             remarks.append(f"{source.name}: the ensemble was {source.report.fitted_on.text}")
     settings = None
-    if ours.report is not None and theirs.report is not None:
-        changed_keys = changed_settings(run_settings(ours.report), run_settings(theirs.report))
-        # A record of what fit did; a remark says what it means.
-        settings = tuple(setting for setting in changed_keys if not setting.key.startswith("fitted_on"))
+    if left.report is not None and right.report is not None:
+        settings = tuple(changed_settings(run_settings(left.report), run_settings(right.report)))
     result = Comparison(
-        first=_side(ours), second=_side(theirs), rows=0, settings=settings, changes=(), metrics=(), remarks=()
+        first=_side(left), second=_side(right), rows=0, settings=settings, changes=(), metrics=(), remarks=()
     )
     try:
-        left, right = _common(ours, theirs, remarks)
+        left, right = _common(left, right, remarks)
     except DataError as error:
         if settings is None or metrics:
             raise
         return replace(result, remarks=(*remarks, *error.problems))
     predictions, kind = left.predictions, left.predictions.activation
-    is_same_kind = kind == right.predictions.activation
     others = right.by_name(left)
     pairs = {name: (values, others[name]) for name, values in left.by_name(right).items() if name in others}
+    is_same_kind = kind == right.predictions.activation
     truth: Truth | None = None
     if not is_same_kind:
         remarks.append("one side has exclusive labels and the other not, so that no metric is of both")
@@ -260,9 +254,11 @@ def compare(
         chosen = requested or [find_metric(name) for name in USUAL[kind]]
         changed = tuple(_metric_changes(pairs, chosen, truth, kind, remarks))
     if requested and not changed:
-        what = "metrics need the truth; name its table (--labels)"
-        if truth is not None:
-            what = "no metric could be computed"
+        what = (
+            "metrics need the truth; name its table (--labels)"
+            if truth is None
+            else "no metric could be computed"
+        )
         raise DataError([what, *dict.fromkeys(remarks)])
     change_kind = kind if is_same_kind else "none"
     return replace(
@@ -274,65 +270,37 @@ def compare(
     )
 
 
-def changed_settings(first: object, second: object, loc: tuple[str | int, ...] = ()) -> Iterator[Setting]:
-    """Yield the keys whose values differ, models by their names.
-
-    Args:
-        first, second: configs as plain data.
-        loc: where in them these are.
-    """
-    if loc == (_OWN_KEY,) or first == second:
-        return
-    if loc == ("models",):
-        ours, theirs = _by_name(first), _by_name(second)
-        if ours and theirs:
-            order = [[name for name in names if name in ours and name in theirs] for names in (ours, theirs)]
-            if order[0] != order[1]:
-                yield Setting("models (order)", ", ".join(ours), ", ".join(theirs))
-            first, second = ours, theirs
-    elif loc == ("rules",):
-        first, second = _by_number(first), _by_number(second)
-    # A model or a rule that only one side has is one value.
-    if not (len(loc) == 2 and loc[0] in ("models", "rules")):
-        first = {} if first is _MISSING and isinstance(second, dict) else first
-        second = {} if second is _MISSING and isinstance(first, dict) else second
-    if isinstance(first, dict) and isinstance(second, dict):
-        for key in [*first, *(key for key in second if key not in first)]:
-            yield from changed_settings(first.get(key, _MISSING), second.get(key, _MISSING), (*loc, key))
-        return
-    texts = [NOT_SET if value is _MISSING else _value(value) for value in (first, second)]
-    if texts[0] == texts[1]:  # they differ behind what a message shows of a value
-        texts = _around_difference(str(first), str(second))
-    yield Setting(place(loc), *texts)
+def changed_settings(first: object, second: object) -> Iterator[Setting]:
+    """Yield the keys of two configs, as plain data, whose values differ; models are compared by name."""
+    ours, theirs = dict(_keys(first)), dict(_keys(second))
+    for loc in [*ours, *(loc for loc in theirs if loc not in ours)]:
+        if loc[0] in _NOT_COMPARED or (loc in ours and loc in theirs and ours[loc] == theirs[loc]):
+            continue
+        texts = [shown(config[loc]) if loc in config else NOT_SET for config in (ours, theirs)]
+        if texts[0] == texts[1]:  # the difference is behind what a message shows
+            texts = _around_difference(str(ours[loc]), str(theirs[loc]))
+        yield Setting(place(loc), *texts)
 
 
-_MISSING: Final = object()
-
-
-def _by_name(models: object) -> dict[str, object]:
-    """Return models by their names, without these; none if one has no name."""
-    models = models if isinstance(models, list) else []
-    if not all(isinstance(model, dict) and isinstance(model.get("name"), str) for model in models):
-        return {}
-    return {model["name"]: {key: model[key] for key in model if key != "name"} for model in models}
-
-
-def _by_number(rules: object) -> dict[int, object]:
-    return dict(enumerate(rules)) if isinstance(rules, list) else {}
-
-
-def _value(value: object) -> str:
-    if not isinstance(value, dict):
-        return shown(value)
-    text = ", ".join(f"{key}: {_value(inner)}" for key, inner in value.items())
-    return f"{{{text}}}" if len(text) < SHOWN_CHARACTERS else f"{{{text[:SHOWN_CHARACTERS]}..."
+def _keys(value: object, loc: Loc = ()) -> Iterator[tuple[Loc, object]]:
+    """Yield each key that is no section, with its value; models by their names, rules by their numbers."""
+    if loc == ("models",) and isinstance(value, list):
+        yield loc, [model["name"] for model in value]
+        value = {model["name"]: {key: model[key] for key in model if key != "name"} for model in value}
+    elif loc == ("rules",) and isinstance(value, list):
+        value = dict(enumerate(value))
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _keys(inner, (*loc, key))
+    else:
+        yield loc, value
 
 
 def _around_difference(first: str, second: str) -> list[str]:
-    """Two long texts from a little before where they differ."""
+    """Return two long texts from a little before the first difference."""
     pairs = enumerate(zip(first, second, strict=False))
-    differs = next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
-    start = max(0, differs - _BEFORE_DIFFERENCE)
+    differs_at = next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
+    start = max(0, differs_at - _BEFORE_DIFFERENCE)
     return [f"...{shown(text[start : start + SHOWN_CHARACTERS])}" for text in (first, second)]
 
 
@@ -346,8 +314,7 @@ def _read(
     if path.is_dir():
         report = RunReport.read(path / "run.json")
         predictions = read_run(path, "if there" if wants_truth else "no", label_column)
-        merged = as_merged(predictions, calibrations_of(report))
-        return _Source(path, replace(predictions, members=merged), report)
+        return _Source(path, replace(predictions, members=as_merged(predictions, report)), report)
     return _Source(path, read_files({"predictions": path}, id_column, activation=activation), None)
 
 
@@ -384,9 +351,7 @@ def _common(first: _Source, second: _Source, remarks: list[str]) -> tuple[_Sourc
 
 
 def _taken(predictions: Predictions, rows: npt.NDArray[np.int64], order: Sequence[int]) -> Predictions:
-    """Some rows, with the labels in another order."""
-    if len(rows) == predictions.rows and [*order] == sorted(order) and bool((np.diff(rows) == 1).all()):
-        return predictions
+    """Return some rows, with the labels in another order."""
 
     def values(whole: Values) -> Values:
         return np.asfortranarray(whole[rows][:, order])
@@ -405,7 +370,7 @@ def _taken(predictions: Predictions, rows: npt.NDArray[np.int64], order: Sequenc
 
 
 def _agreed_truth(left: _Source, right: _Source, remarks: list[str]) -> Truth | None:
-    """The first side's truth, or the second's where it has none; a remark where they differ."""
+    """Return the first side's truth, or else the second's; add a remark if they differ."""
     ours, theirs = left.predictions.truth, right.predictions.truth
     if ours is None or theirs is None:
         return theirs if ours is None else ours
@@ -448,17 +413,16 @@ def _change(name: str, first: Values, second: Values, predictions: Predictions, 
 
 
 def _shown(row: Values, first: Values, second: Values, labels: Sequence[str], kind: Activation) -> str:
-    """A row's prediction in words."""
+    """Return a row's prediction in words: its label, or the values that changed sides or numbers."""
     if kind == "softmax":
         return f"{labels[int(row.argmax())]} {row.max():.3f}"
-    chosen = [
-        index
-        for index in range(len(labels))
-        if kind == "none" or (first[index] > 0.5) != (second[index] > 0.5)
-    ]
     if len(labels) == 1:
         return f"{row[0]:.6g}"
-    return ", ".join(f"{labels[index]} {row[index]:.3g}" for index in chosen)
+    return ", ".join(
+        f"{label} {row[index]:.3g}"
+        for index, label in enumerate(labels)
+        if kind == "none" or (first[index] > 0.5) != (second[index] > 0.5)
+    )
 
 
 def _metric_changes(

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import starmap
 
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.analysis.calibration import blocks, one_hot
+from ensemble.analysis.calibration import one_hot
 from ensemble.common.protocol import Activation
 from ensemble.data.table import Truth
+from ensemble.merging.blocks import block_spans
 from ensemble.merging.methods.base import Values
 
 Counts = npt.NDArray[np.int64]
@@ -86,7 +88,7 @@ def _compare_decisions(
     classes = members[0].shape[1] if activation == "softmax" else 2
     counts, same, right, both_right = (np.zeros(shape) for _ in range(4))
     chosen = np.zeros((classes, *shape))  # decisions of a member for a class in rows of another
-    for part in blocks(*members[0].shape):
+    for part in starmap(slice, block_spans(*members[0].shape)):
         block = np.stack([values[part] for values in members])
         decided = _decided(block, activation)
         # float32 counts whole numbers up to 2^24 exactly, more than a block has.
@@ -123,7 +125,7 @@ def _correlation(members: Sequence[Values], true_values: Values | None) -> Value
     shifts = np.array([values[~np.isnan(values[:, 0])][:1].sum() / values.shape[1] for values in members])
     if true_values is not None:
         shifts = shifts - true_values[:1].mean()
-    for part in blocks(*members[0].shape):
+    for part in starmap(slice, block_spans(*members[0].shape)):
         block = np.stack([values[part] for values in members]) - shifts[:, None, None]
         if true_values is not None:
             block -= true_values[part]

@@ -1,10 +1,9 @@
-"""Calibrations and weights that are fitted to a truth, and what they are worth on rows that were held out.
+"""Fit calibrations and weights to a truth, and measure them on rows that were held out.
 
 What is written is fitted to all rows. What is reported comes from cross-validation: each row is scored by
 calibrations, weights and choices (the best member, the penalty of stacking) that come from the other folds alone.
-Differences are paired and have a 95 % bootstrap interval over rows, which does not know what other rows to fit to
-would have given. A metric that compares rows with each other is taken of each fold by itself and averaged, as each
-fold has a model of its own.
+Differences are paired and have a 95 % bootstrap interval over rows. A metric that compares rows with each other is
+taken of each fold by itself and averaged, as each fold has a model of its own.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.analysis.calibration import (
+    Calibration,
     Kind,
     Truth,
     Values,
-    VectorScaling,
     calibrated,
     fit_temperature,
     fit_vector_scaling,
@@ -42,7 +41,7 @@ from ensemble.analysis.weights import (
 )
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.protocol import Activation
-from ensemble.common.text import listed, nearest_or_all, plural, quoted
+from ensemble.common.text import nearest_or_all, plural, quoted
 from ensemble.config import FittingConfig
 from ensemble.data.digests import truth_sha256
 from ensemble.merging.calibration import features, probabilities_of
@@ -50,29 +49,28 @@ from ensemble.merging.scoring import Interval
 
 Method: TypeAlias = Literal["simplex", "greedy", "stacking"]
 CalibrationMethod: TypeAlias = Literal["none", "temperature", "vector"]
-Calibration: TypeAlias = float | VectorScaling | None
 Rows: TypeAlias = npt.NDArray[np.int64]
 
 LOG_LOSS: Final = "log_loss"
 # Rows for each fitted number.  A fitted number costs log loss on new rows, on average 1 / (2 rows) nats (Akaike):
 # with fewer rows all numbers together cost 0.05 or more, and weights hardly ever gain as much.
 MIN_ROWS_PER_NUMBER: Final = 10
-# Of more rows a greedy selection looks at so many, drawn at random: it tries hundreds of means.
+# Of more rows a greedy selection, which tries hundreds of means, takes a random sample.
 MAX_GREEDY_ROWS: Final = 20_000
-# Of each label, and without it, for metrics that need both.
+# Rows with each label, and without it, for metrics that need both.
 MIN_ROWS_OF_LABEL: Final = 5
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked of a fit.
+    """What to fit.
 
     Attributes:
         method: None becomes "simplex" for log loss and "greedy" for other metrics.
         pool: the merge method that the weights are for.
 
     Raises:
-        ConfigError: a word that means nothing here, or a number out of range.
+        ConfigError: a word is unknown, or a number out of range.
     """
 
     metric: str = LOG_LOSS
@@ -85,7 +83,6 @@ class Options:
     def __post_init__(self) -> None:
         if self.method is None:
             object.__setattr__(self, "method", "simplex" if self.metric == LOG_LOSS else "greedy")
-        problems = []
         for key, word, words in (
             ("method", self.method, get_args(Method)),
             ("calibration", self.calibration, get_args(CalibrationMethod)),
@@ -93,19 +90,12 @@ class Options:
         ):
             if word not in words:
                 hint = nearest_or_all(str(word), words, key.replace("_", " "))
-                problems.append(f"{key}: {quoted(str(word))} is unknown; {hint}")
+                raise ConfigError(f"{key}: {quoted(str(word))} is unknown; {hint}")
         for key, number, smallest in (("folds", self.folds, 2), ("seed", self.seed, 0)):
-            is_whole = hasattr(number, "__index__") and not isinstance(number, bool)
-            if not is_whole or number < smallest:
-                problems.append(
+            if not hasattr(number, "__index__") or isinstance(number, bool) or number < smallest:
+                raise ConfigError(
                     f"{key}: give a whole number of at least {smallest}, not {quoted(str(number))}"
                 )
-        if not isinstance(self.metric, str):
-            problems.append(
-                f"metric: give the name of one, such as {LOG_LOSS}, not {quoted(str(self.metric))}"
-            )
-        if problems:
-            raise ConfigError(problems)
 
 
 @dataclass(frozen=True)
@@ -127,13 +117,12 @@ class FittedMember:
 
 @dataclass(frozen=True, kw_only=True)
 class FitReport:
-    """What was fitted to all rows, and what that is worth on rows that were held out.
+    """What was fitted to all rows, and how good it is on rows that were held out.
 
     Attributes:
-        rows: rows with a truth that all members have and that the run's rules leave to them; further
-            ``rows_left_out`` lack a member, ``rows_decided`` are decided by rules.
-        score: the metric of the held-out rows; of a metric that compares rows with each other (AUC) the plain
-            mean of the folds' values, like every other held-out figure here.
+        rows: labelled rows that all members have and that no rule decides; further ``rows_left_out`` lack a member,
+            ``rows_decided`` are decided by rules.
+        score: the metric of the held-out rows.
         equal: the same of equal weights, and ``best`` of the best member of the other folds; ``best_member`` is the
             one that it was most often.
         over_equal: how much better the score is than that of equal weights (below 0: worse); so is ``over_best``.
@@ -174,20 +163,21 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
             "no true labels: --labels names the file that has them, or data.label_column the column"
         )
     metric = find_metric(options.metric)
-    sample, rows_decided = _Sample.of(predictions, predictions.truth, is_stacked=options.method == "stacking")
+    sample, rows_decided = _sample(predictions, predictions.truth, is_stacked=options.method == "stacking")
     _check(sample, options, metric)
     fold_of = folds(sample.truth, options.folds, options.seed)
     scorer = _Scorer(sample, metric, fold_of)
-    blend, calibrations = _fitted_to_all(sample, options, metric)
+    fitter = _Fitter(sample, np.arange(sample.rows), options, metric)
+    blend = fitter.fit()
     held_out = _cross_validated(sample, options, metric, fold_of)
-    merged, equal, best = (scorer.score(each) for each in (held_out.merged, held_out.equal, held_out.best))
+    merged, equal, best = map(scorer.score, (held_out.merged, held_out.equal, held_out.best))
     gains = [scorer.gain(merged, scorer.score(values)) for values in held_out.without]
     members = tuple(
         FittedMember(
             name=name,
-            calibration=calibrations[number],
+            calibration=fitter.calibrations[number],
             weight=None if blend.stacking is not None else float(blend.weights[number]),
-            alone=sample.value(metric, sample.members[number]),
+            alone=metric.value(sample.truth, sample.members[number], sample.activation),
             gain=gains[number] if gains else None,
         )
         for number, name in enumerate(sample.names)
@@ -227,40 +217,9 @@ class _Sample:
     names: tuple[str, ...]
     labels: tuple[str, ...]
     members: tuple[Values, ...]
-    kinds: tuple[Activation, ...]
+    activations: tuple[Activation, ...]  # of each member
     activation: Activation  # of all together
     truth: Truth
-
-    @classmethod
-    def of(cls, predictions: Predictions, truth: Truth, is_stacked: bool) -> tuple[_Sample, int]:
-        """Return the sample, and the number of further rows that all members have and rules decide.
-
-        A rule with ``set`` decides its rows. Masks are put on each member: for the geometric mean and for
-        calibrations that is what they make of the merge, for the mean it is near to it. Stacking goes by the
-        logarithms of what would be 0 then, so it does without these rows.
-        """
-        names, rules = tuple(predictions.members), predictions.rules
-        members = [*predictions.members.values()]
-        is_complete = ~np.logical_or.reduce([np.isnan(values[:, 0]) for values in members])
-        is_decided = np.zeros(predictions.rows, np.bool_)
-        if rules is not None:
-            is_decided = is_complete & (rules.rows.any(axis=0) if is_stacked else rules.has_set)
-        rows = np.flatnonzero(is_complete & ~is_decided)
-        if len(rows) < predictions.rows:
-            members, truth = [_taken(values, rows) for values in members], truth[rows]
-        if rules is not None and rules.rows[:, rows].any():
-            members = [values.copy(order="F") for values in members]
-            for values in members:
-                rules.taken(rows).apply(0, values, predictions.activation == "softmax")
-        sample = cls(
-            names=names,
-            labels=predictions.labels,
-            members=tuple(members),
-            kinds=tuple(predictions.activations[name] for name in names),
-            activation=predictions.activation,
-            truth=truth,
-        )
-        return sample, int(is_decided.sum())
 
     @property
     def rows(self) -> int:
@@ -270,11 +229,34 @@ class _Sample:
     def kind(self) -> Kind:
         return "softmax" if self.activation == "softmax" else "sigmoid"
 
-    def value(self, metric: Metric, values: Values, rows: Rows | None = None) -> float:
-        """Return the metric of values of all rows, or of these."""
-        if rows is None:
-            return metric.value(self.truth, values, self.activation)
-        return metric.value(self.truth[rows], _taken(values, rows), self.activation)
+
+def _sample(predictions: Predictions, truth: Truth, is_stacked: bool) -> tuple[_Sample, int]:
+    """Return the sample, and the number of further rows that all members have and rules decide.
+
+    A rule with ``set`` decides its rows. Masks are put on each member: for the geometric mean and for calibrations
+    that is what they make of the merge, for the mean it is near to it. Stacking would take the logarithm of 0, so
+    it does without these rows.
+    """
+    rules, members = predictions.rules, [*predictions.members.values()]
+    is_complete = ~np.logical_or.reduce([np.isnan(values[:, 0]) for values in members])
+    is_decided = np.zeros(predictions.rows, np.bool_)
+    if rules is not None:
+        is_decided = is_complete & (rules.rows.any(axis=0) if is_stacked else rules.has_set)
+    rows = np.flatnonzero(is_complete & ~is_decided)
+    members = [_taken(values, rows) for values in members]
+    if rules is not None and rules.rows[:, rows].any():
+        members = [values.copy(order="F") for values in members]
+        for values in members:
+            rules.taken(rows).apply(0, values, predictions.activation == "softmax")
+    sample = _Sample(
+        names=tuple(predictions.members),
+        labels=predictions.labels,
+        members=tuple(members),
+        activations=tuple(predictions.activations[name] for name in predictions.members),
+        activation=predictions.activation,
+        truth=truth[rows],
+    )
+    return sample, int(is_decided.sum())
 
 
 def _check(sample: _Sample, options: Options, metric: Metric) -> None:
@@ -303,54 +285,33 @@ def _check(sample: _Sample, options: Options, metric: Metric) -> None:
     if (truth == truth[0]).all():
         label = f"{sample.labels[int(truth[0])]!r}" if truth.ndim == 1 else "the same"
         problems.append(f"the truth is {label} in every row; weights need rows of two labels or more")
-    if options.method == "stacking":
-        problems += _unseen_labels(sample)
-    if metric.needs_every_label and sample.activation in metric.takes and not problems:
-        problems += _rare_labels(sample, options)
+    elif options.method == "stacking" or metric.needs_every_label:
+        problems += _rare_labels(sample, 1 if options.method == "stacking" else MIN_ROWS_OF_LABEL, options)
     numbers = _fitted_numbers(sample, options)
     if sample.rows < MIN_ROWS_PER_NUMBER * numbers:
-        without_calibration = ", --calibration none" if options.calibration != "none" else ""
         problems.append(
             f"{plural(sample.rows, 'labelled row')} for {plural(numbers, 'number')} to fit: too few, at least "
-            f"{MIN_ROWS_PER_NUMBER} for each ({MIN_ROWS_PER_NUMBER * numbers:,}) are needed; fewer members"
-            f"{without_calibration} or more rows would do"
+            f"{MIN_ROWS_PER_NUMBER} for each ({MIN_ROWS_PER_NUMBER * numbers:,}) are needed; use more rows, fewer "
+            "members or --calibration none"
         )
     elif sample.rows < 2 * options.folds:
         problems.append(f"{plural(sample.rows, 'labelled row')} in {options.folds} folds: use fewer --folds")
     if problems:
         raise DataError(problems)
-    sample.value(metric, sample.members[0])  # raises if it is not defined for these rows
+    metric.value(truth, sample.members[0], sample.activation)  # raises if it is not defined for these rows
 
 
-def _unseen_labels(sample: _Sample) -> list[str]:
-    """Name the labels that stacking has no row of."""
-    targets = one_hot(sample.truth, len(sample.labels))
-    is_unseen = ~targets.any(axis=0)
-    if sample.kind == "sigmoid":
-        is_unseen |= (targets == 1).all(axis=0)
-    missing = [sample.labels[number] for number in np.flatnonzero(is_unseen)]
-    if not missing:
-        return []
-    return [f"no row tells {listed(missing)} from the others; stacking needs rows of each label"]
-
-
-def _rare_labels(sample: _Sample, options: Options) -> list[str]:
-    """Name the labels that the rows which are fitted to might lack."""
-    # Greedy selection looks at some rows alone, drawn at random.
-    needed = max(MIN_ROWS_OF_LABEL, -(-2 * MIN_ROWS_OF_LABEL * sample.rows // MAX_GREEDY_ROWS))
-    true = ScoredRows(sample.truth, sample.members[0], sample.activation).true_each.sum(axis=0)
-    problems = []
-    for label, count in zip(sample.labels, true.tolist(), strict=True):
-        counts = {"has": count}
-        if sample.activation != "softmax":
-            counts["lacks"] = sample.rows - count
-        problems += [
-            f"the truth {what} {label!r} in {rows:,} of {plural(sample.rows, 'row')}: --metric {options.metric} "
-            f"needs {needed:,} at least; give more rows, or use --metric log_loss"
-            for what, rows in counts.items()
-            if rows < needed
-        ]
-    return problems
+def _rare_labels(sample: _Sample, needed: int, options: Options) -> list[str]:
+    """Name the labels that too few rows have, or of labels that are not exclusive, lack."""
+    has_label = ScoredRows(sample.truth, sample.members[0], sample.activation).true_each.sum(axis=0)
+    what = f"--method {options.method}" if options.method == "stacking" else f"--metric {options.metric}"
+    return [
+        f"the truth {verb} {label!r} in {rows:,} of {plural(sample.rows, 'row')}: {what} needs at least {needed:,}"
+        "; give more rows, or use log_loss without stacking"
+        for label, count in zip(sample.labels, has_label.tolist(), strict=True)
+        for verb, rows in (("has", count), ("lacks", sample.rows - count))
+        if rows < needed and (verb == "has" or sample.activation != "softmax")
+    ]
 
 
 def _fitted_numbers(sample: _Sample, options: Options) -> int:
@@ -385,46 +346,43 @@ class _Fitter:
     def __init__(self, sample: _Sample, rows: Rows, options: Options, metric: Metric) -> None:
         self._sample, self._options, self._metric = sample, options, metric
         self._truth = sample.truth[rows]
-        calibrations, ready = list[Calibration](), list[Values]()
-        for values, kind in zip(sample.members, sample.kinds, strict=True):
-            chosen = _taken(values, rows)
-            calibrations.append(self._calibration(chosen, kind))
-            ready.append(_calibrated(chosen, calibrations[-1], kind))
-        self.calibrations = tuple(calibrations)
-        self._whole: _Blend | None = None  # of all members
+        members = [_taken(values, rows) for values in sample.members]
+        self.calibrations = tuple(map(self._calibration, members, sample.activations))
+        self._members = self.calibrated(members)
         if options.method == "simplex":
             make_loss = mean_loss if options.pool == "mean" else geometric_loss
-            self._loss = make_loss(ready, self._truth, sample.kind)
-        else:
-            self._members = ready
+            self._loss = make_loss(self._members, self._truth, sample.kind)
+
+    def _calibration(self, values: Values, activation: Activation) -> Calibration:
+        if self._options.calibration == "none" or activation == "none":
+            return None
+        is_same_kind = activation == self._sample.kind
+        truth = self._truth if is_same_kind else one_hot(self._truth, values.shape[1])
+        if self._options.calibration == "temperature":
+            return fit_temperature(values, truth, activation)
+        return fit_vector_scaling(values, truth, activation)
 
     def calibrated(self, members: Sequence[Values]) -> list[Values]:
         """Return members' values with the fitted calibrations."""
-        each = zip(members, self.calibrations, self._sample.kinds, strict=True)
-        return [_calibrated(*of_member) for of_member in each]
+        return [*map(calibrated, members, self.calibrations, self._sample.activations)]
 
-    def fit(self, left_out: int | None = None) -> _Blend:
-        """Fit the ensemble of all members first, then any without one."""
+    def fit(self, left_out: int | None = None, whole: _Blend | None = None) -> _Blend:
+        """Fit the ensemble of all members, or without one; ``whole``, of all members, is where that begins."""
         options, kind, count = self._options, self._sample.kind, len(self.calibrations)
         used = [number for number in range(count) if number != left_out]
-        weights = np.zeros(count)
-        stacking = None
-        if options.method == "stacking":
-            penalty = (
-                None if self._whole is None or self._whole.stacking is None else self._whole.stacking.penalty
+        members = [self._members[number] for number in used]
+        weights, stacking = np.zeros(count), None
+        if options.method == "simplex":
+            weights = minimize_on_simplex(
+                self._loss, count, left_out, None if whole is None else whole.weights
             )
-            members = [self._members[number] for number in used]
+        elif options.method == "greedy":
+            weights[used] = self._greedy_weights(members)
+        else:
+            penalty = None if whole is None or whole.stacking is None else whole.stacking.penalty
             stacking = fit_stacking(members, self._truth, kind, options.seed, penalty)
             weights[used] = 1.0
-        elif options.method == "greedy":
-            weights[used] = self._greedy_weights([self._members[number] for number in used])
-        else:
-            start = None if self._whole is None else self._whole.weights
-            weights = minimize_on_simplex(self._loss, count, left_out, start)
-        blend = _Blend(weights, options.pool, kind, stacking)
-        if left_out is None:
-            self._whole = blend
-        return blend
+        return _Blend(weights, options.pool, kind, stacking)
 
     def _greedy_weights(self, members: Sequence[Values]) -> Values:
         sample, rows = self._sample, sampled_rows(len(self._truth), MAX_GREEDY_ROWS, self._options.seed)
@@ -434,27 +392,11 @@ class _Fitter:
             members = [features(values, sample.kind) for values in members]
 
         def score(mean: Values) -> float:
-            value = self._metric.value(truth, mean, sample.activation)
+            values = probabilities_of(mean, [sample.kind]) if is_geometric else mean
+            value = self._metric.value(truth, values, sample.activation)
             return value if self._metric.greater_is_better else -value
 
-        def finish(mean: Values) -> Values:
-            return probabilities_of(mean, [sample.kind]) if is_geometric else mean
-
-        return greedy_selection(members, score, finish)
-
-    def _calibration(self, values: Values, kind: Activation) -> Calibration:
-        if self._options.calibration == "none" or kind == "none":
-            return None
-        truth = self._truth if kind == self._sample.kind else one_hot(self._truth, values.shape[1])
-        fit_one = fit_temperature if self._options.calibration == "temperature" else fit_vector_scaling
-        return fit_one(values, truth, kind)
-
-
-def _fitted_to_all(
-    sample: _Sample, options: Options, metric: Metric
-) -> tuple[_Blend, tuple[Calibration, ...]]:
-    fitter = _Fitter(sample, np.arange(sample.rows), options, metric)
-    return fitter.fit(), fitter.calibrations
+        return greedy_selection(members, score)
 
 
 @dataclass(frozen=True)
@@ -467,29 +409,35 @@ class _HeldOut:
     merged: Values
     equal: Values
     best: Values
-    without: tuple[Values, ...]
-    best_members: tuple[int, ...]
+    without: list[Values]
+    best_members: list[int]
 
 
 def _cross_validated(sample: _Sample, options: Options, metric: Metric, fold_of: Rows) -> _HeldOut:
     count, shape = len(sample.names), (sample.rows, len(sample.labels))
     merged, equal, best = (np.empty(shape, order="F") for _ in range(3))
-    without = tuple(np.empty(shape, order="F") for _ in range(count if count > 1 else 0))
-    best_members = []
+    result = _HeldOut(
+        merged, equal, best, [np.empty(shape, order="F") for _ in range(count * (count > 1))], []
+    )
     for fold in range(options.folds):
         scored, others = np.flatnonzero(fold_of == fold), np.flatnonzero(fold_of != fold)
-        scores = [sample.value(metric, values, others) for values in sample.members]
-        best_members.append(int(np.argmax(scores) if metric.greater_is_better else np.argmin(scores)))
+        scores = [
+            metric.value(sample.truth[others], _taken(values, others), sample.activation)
+            for values in sample.members
+        ]
+        best_member = int(np.argmax(scores) if metric.greater_is_better else np.argmin(scores))
+        result.best_members.append(best_member)
         fitter = _Fitter(sample, others, options, metric)
         blend = fitter.fit()
         raw = [_taken(values, scored) for values in sample.members]
         ready = fitter.calibrated(raw)
-        best[scored] = raw[best_members[-1]]
+        best[scored] = raw[best_member]
         equal[scored] = pooled(raw, np.ones(count), options.pool, sample.kind)
         merged[scored] = blend.merge(ready)
-        for number, values in enumerate(without):
-            values[scored] = fitter.fit(number).merge(ready) if blend.weights[number] else merged[scored]
-    return _HeldOut(merged, equal, best, without, tuple(best_members))
+        for number, values in enumerate(result.without):
+            has_weight = blend.weights[number] > 0
+            values[scored] = fitter.fit(number, blend).merge(ready) if has_weight else merged[scored]
+    return result
 
 
 def folds(truth: Truth, count: int, seed: int) -> Rows:
@@ -504,11 +452,7 @@ def folds(truth: Truth, count: int, seed: int) -> Rows:
 
 
 class _Scorer:
-    """Scores held-out values of all rows, on the same resamples; a metric that ranks rows by the mean of the folds.
-
-    Attributes:
-        folds_scored: see ``FitReport``.
-    """
+    """Scores held-out values on the same resamples; a metric that ranks rows in each fold, as a mean."""
 
     def __init__(self, sample: _Sample, metric: Metric, fold_of: Rows) -> None:
         self._metric = metric
@@ -538,13 +482,9 @@ class _Scorer:
         return score.minus(other) if self._metric.greater_is_better else other.minus(score)
 
 
-def _calibrated(values: Values, calibration: Calibration, kind: Activation) -> Values:
-    return values if kind == "none" else calibrated(values, calibration, kind)
-
-
 def _is_defined(sample: _Sample, metric: Metric, rows: Rows) -> bool:
     try:
-        sample.value(metric, sample.members[0], rows)
+        metric.value(sample.truth[rows], sample.members[0][rows], sample.activation)
     except UndefinedMetric:
         return False
     return True

@@ -354,9 +354,9 @@ def find_metric(name: str) -> Metric:
     """
     if name in METRICS:
         return METRICS[name]
-    if numbered := re.fullmatch(r"map@([1-9]\d{0,5})", name):
+    if numbered := re.fullmatch(r"map@([1-9]\d{0,5})", str(name)):
         return _map(int(numbered[1]))
-    raise DataError(f"metric {quoted(name)}: unknown; {nearest_or_all(name, [*METRICS], 'metric')}")
+    raise DataError(f"metric {quoted(str(name))}: unknown; {nearest_or_all(str(name), [*METRICS], 'metric')}")
 
 
 @dataclass(frozen=True)

@@ -6,28 +6,27 @@ From CSV files, or from a run's directory.  A million rows of ten members with t
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from pydantic import ValidationError
 
-from ensemble.common.errors import ConfigError, DataError, EnsembleError, MergeError
-from ensemble.common.protocol import SUM_TOLERANCE, Activation
-from ensemble.common.text import listed, nearest_or_all, plural, quoted
+from ensemble.common.errors import ConfigError, DataError, EnsembleError
+from ensemble.common.protocol import Activation
+from ensemble.common.text import nearest_or_all, plural, quoted
 from ensemble.config.check import data_config
 from ensemble.config.document import Document
 from ensemble.config.overrides import apply_overrides, expand
 from ensemble.config.schema import CalibrationConfig, DataConfig
 from ensemble.config.yamlfile import parse
-from ensemble.data.csv_file import read_header
-from ensemble.data.formats import read_contents
+from ensemble.data.formats import column_names
 from ensemble.data.ids import ID_COLUMN, all_ids, match_ids, refuse_repeated_ids
-from ensemble.data.input_file import Wanted, missing_column
+from ensemble.data.input_file import missing_column
 from ensemble.data.predictions_csv import (
     PredictionFile,
     demand_as_written,
@@ -35,11 +34,11 @@ from ensemble.data.predictions_csv import (
     read_predictions,
 )
 from ensemble.data.table import TableNeeds, Truth, read_table
-from ensemble.merging.blocks import block_spans
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.row_checks import RowCheck
 from ensemble.merging.rules import RowRules
 from ensemble.pipeline.prediction_files import ROWS_ADVICE, file_columns, named_files
+from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.reuse import rows_merged, rule_rows
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
@@ -47,22 +46,24 @@ from ensemble.pipeline.run_report import RunReport
 LABEL_COLUMN: Final = "label"
 _ADVICE: Final = "remove the file and run the config again, which computes it again"
 Values: TypeAlias = npt.NDArray[np.float64]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """Attributes:
-    ids: of the rows, text, [rows], unique.
-    labels: the columns of each member.
-    members: by name, float64 [rows, labels], each column in one piece; a row of NaN is one that the member does
-        not have.
-    activations: by member name, what its values are: "softmax" for probabilities that sum to 1, "sigmoid" for one
-        from 0 to 1 of each label, "none" for any numbers (regression).
-    truth: of exclusive labels ("softmax") each row's label by number, int64 [rows], or how likely each label is,
-        float64 [rows, labels], rows that sum to 1; of the others float64 [rows, labels]; None if it is not known.
-    ensemble: what a run has merged, [rows, labels]; None for files, and of a run that has merged nothing.
-    rules: what a run has changed of that, with the rows; None for files, and of a run without rules.
-    remarks: what the user should know: rows left out, why there is no truth, a sentence each.
+    """Predictions of the same rows by several members.
+
+    Attributes:
+        ids: text, [rows], unique.
+        labels: the columns of each member.
+        members: by name, float64 [rows, labels], each column contiguous; NaN in rows that the member does not have.
+        activations: by member, what its values are: "softmax" for probabilities that sum to 1, "sigmoid" for one
+            from 0 to 1 of each label, "none" for any numbers (regression).
+        truth: of exclusive labels ("softmax") each row's label by number, int64 [rows], or how likely each label
+            is, float64 [rows, labels], rows that sum to 1; of the others float64 [rows, labels]; None if unknown.
+        ensemble: what a run has merged, [rows, labels]; None for files, and of a run that has merged nothing.
+        rules: what a run has changed of that, with the rows; None for files, and of a run without rules.
+        remarks: what the user should know: rows left out, why there is no truth, a sentence each.
     """
 
     ids: pa.ChunkedArray
@@ -80,9 +81,9 @@ class Predictions:
 
     @property
     def activation(self) -> Activation:
-        """Of all members together: "softmax" only where it is each one's."""
-        found = set(self.activations.values())
-        return "none" if "none" in found else "sigmoid" if "sigmoid" in found else "softmax"
+        """Return what all members are together: "softmax" only if each one is."""
+        activations = set(self.activations.values())
+        return "none" if "none" in activations else "sigmoid" if "sigmoid" in activations else "softmax"
 
 
 def read_files(
@@ -95,22 +96,22 @@ def read_files(
     may_lack_rows: bool = False,
     advice: str = "give the same rows in each file",
 ) -> Predictions:
-    """Reads CSVs of predictions, each a member, joined by id in the first file's order.
+    """Read CSVs of predictions, each a member, joined by id in the first file's order.
 
     Args:
         paths: by the members' names, or see ``named_files``.
         id_column: in each file; None: see ``guessed_id_column``.
         labels: the table of the truth, in any input format.
-        label_column: of that table; where it is not there, a column per label holds 0 and 1 or how likely it is.
-        activation: what the values are; None: of several labels "softmax", of a single one "sigmoid" where all
-            values are from 0 to 1, else "none".
+        label_column: of that table; if it is missing, a column per label holds 0 and 1 or how likely it is.
+        activation: what the values are; None: of several labels "softmax", of a single one "sigmoid" if all values
+            are from 0 to 1, else "none".
         columns: the labels; None: all columns but the ids, which must be the same ones in each file.
-        may_lack_rows: each may lack rows that others have, or have NaN or empty cells there; the others' ids follow
-            the first's.
-        advice: what to do where some lack rows and may not.
+        may_lack_rows: whether files may lack rows that others have, or have NaN or empty cells there; the others'
+            ids follow the first's.
+        advice: what to do about rows that some files lack.
 
     Raises:
-        ConfigError: there is no such kind of values; see also ``named_files``.
+        ConfigError: the activation is unknown; see also ``named_files``.
         DataError: with every problem of the first kind that there is: files that cannot be read, that have other
             columns or ids, or rows that are no probabilities; a truth that does not fit them.
     """
@@ -120,45 +121,68 @@ def read_files(
     names = paths if isinstance(paths, Mapping) else named_files(paths)
     first_name = next(iter(names))
     id_columns, label_names = file_columns(names, id_column, columns or (), label_column)
-    files: dict[str, PredictionFile] = {}
-    members: dict[str, Values] = {}
-    problems: list[str] = []
-    for name, path in names.items():
+
+    def read(name: str) -> PredictionFile:
+        file = read_predictions(names[name], id_columns[name], label_names, may_lack_rows)
+        if not len(file.ids):
+            raise DataError(f"{file.path}: has no rows below its header; give the predictions of some rows")
+        refuse_repeated_ids(file.path, file.ids, id_column or id_columns[name])
+        return file
+
+    files = _for_each(names, read)
+    ids = all_ids([file.ids for file in files.values()]) if may_lack_rows else files[first_name].ids
+
+    def join(name: str) -> Values:
+        table = str(names[first_name])
+        return files[name].join(ids, may_lack=may_lack_rows, table=table, advice=advice)[0]
+
+    members = _for_each(names, join)
+    if activation is None and len(label_names) == 1:
+        is_probability = all(np.nanmin(each) >= 0 and np.nanmax(each) <= 1 for each in members.values())
+        activation = "sigmoid" if is_probability else "none"
+    activations = dict.fromkeys(members, activation or "softmax")
+    _check_rows(members, activations, ids, names, may_lack_rows, ROWS_ADVICE)
+    predictions = Predictions(ids, label_names, members, activations, truth=None)
+    if labels is None:
+        return predictions
+    truth, remarks = read_truth(
+        labels,
+        ids,
+        label_names,
+        predictions.activation,
+        label_column,
+        id_column or id_columns[first_name],
+    )
+    return Predictions(ids, label_names, members, activations, truth, remarks=tuple(remarks))
+
+
+def _for_each(names: Iterable[str], make: Callable[[str], T]) -> dict[str, T]:
+    """Return what ``make`` returns for each name; raise DataError with the problems of all."""
+    results, problems = dict[str, T](), list[str]()
+    for name in names:
         try:
-            file = read_predictions(path, id_columns[name], label_names, may_lack_rows)
-            if not len(file.ids):
-                raise DataError(f"{path}: has no rows below its header; give the predictions of some rows")
-            refuse_repeated_ids(path, file.ids, id_column or id_columns[name])
-            files[name] = file
+            results[name] = make(name)
         except EnsembleError as error:
             problems += error.problems
     if problems:
         raise DataError(problems)
-    first = files[first_name]
-    ids = all_ids([file.ids for file in files.values()]) if may_lack_rows else first.ids
-    for name, file in files.items():
-        try:
-            members[name], _ = file.join(ids, may_lack=may_lack_rows, table=str(first.path), advice=advice)
-        except DataError as error:
-            problems += error.problems
-    if problems:
-        raise DataError(problems)
-    if activation is None:
-        is_single = len(label_names) == 1
-        activation = _told_by([*members.values()]) if is_single else "softmax"
-    for values, path in zip(members.values(), names.values(), strict=True):
-        problems += _row_problems(RowCheck(str(path), activation, ids, may_lack_rows, ROWS_ADVICE), values)
-    if problems:
-        raise DataError(problems)
-    truth, remarks = None, list[str]()
-    if labels is not None:
-        truth, left_out = read_truth(
-            labels, ids, label_names, activation, label_column, id_column or id_columns[first_name]
-        )
-        remarks += left_out
-    return Predictions(
-        ids, label_names, members, dict.fromkeys(members, activation), truth, None, tuple(remarks)
-    )
+    return results
+
+
+def _check_rows(
+    members: Mapping[str, Values],
+    activations: Mapping[str, Activation],
+    ids: pa.ChunkedArray,
+    paths: Mapping[str, Path],
+    may_lack_rows: bool,
+    advice: str,
+) -> None:
+    def check(name: str) -> None:
+        row_check = RowCheck(str(paths[name]), activations[name], ids, may_lack_rows, advice)
+        row_check.look(0, members[name])
+        row_check.refuse()
+
+    _for_each(members, check)
 
 
 def read_truth(
@@ -169,11 +193,12 @@ def read_truth(
     label_column: str = LABEL_COLUMN,
     id_column: str | None = None,
 ) -> tuple[Truth, list[str]]:
-    """Reads the truth of the rows ``ids``, see ``Predictions.truth``, from a table in any input format.
+    """Read the truth of the rows ``ids``, see ``Predictions.truth``, from a table in any input format.
 
     Args:
         activation: of the predictions.
-        label_column, id_column: see ``read_files``; an id column of another name than the predictions' is its own.
+        label_column: see ``read_files``.
+        id_column: of the predictions; the table's may have another name.
 
     Returns:
         the truth, and what was left out, a sentence each.
@@ -181,52 +206,107 @@ def read_truth(
     Raises:
         DataError: it cannot be read, lacks rows, or does not fit labels and activation.
     """
-    remarks: list[str] = []
-    header = _header(path)
-    own = id_column if id_column in header else None
-    column = own or guessed_id_column(header, (label_column, *labels))
-    source = _TruthSource(path, column, label_column, (), None)
+    header = column_names(path)
+    is_named = id_column in header
+    column = id_column if is_named else guessed_id_column(header, (label_column, *labels))
+    data = DataConfig.model_construct(path=path, id_column=str(column), label_column=label_column)
     try:
-        return _truth(source, ids, labels, activation, remarks, header), remarks
+        return read_truth_of(data, ids, labels, activation)
     except DataError as error:
-        if own or column == ID_COLUMN:
+        if is_named or column == ID_COLUMN:
             raise
-        hint = f" (its ids are those of column {quoted(column)}; --id-column names another)"
-        raise DataError([one + hint * (" id" in one) for one in error.problems]) from error
+        hint = f" (its ids are those of column {quoted(str(column))}; --id-column names another)"
+        problems = [problem + hint if " id" in problem else problem for problem in error.problems]
+        raise DataError(problems) from error
 
 
 def read_truth_of(
-    data: DataConfig, ids: pa.ChunkedArray, labels: tuple[str, ...], activation: Activation
+    data: DataConfig,
+    ids: pa.ChunkedArray,
+    labels: tuple[str, ...],
+    activation: Activation,
+    limit: int | None = None,
 ) -> tuple[Truth, list[str]]:
-    """Reads the truth that a config names, by ``label_column`` or ``label_columns``; else as ``read_truth``."""
-    remarks: list[str] = []
-    source = _TruthSource(data.path, data.id_column, data.label_column, data.truth_columns(labels), None)
-    return _truth(source, ids, labels, activation, remarks), remarks
+    """Read the truth from the columns that a config names; see ``read_truth``."""
+    column, columns = _truth_columns(data, labels, activation)
+    needs = TableNeeds(
+        id_column=data.id_column,
+        label_column=column,
+        labels=labels,
+        columns=(),
+        json_columns=(),
+        text_columns=(),
+        limit=limit,
+        label_columns=columns,
+        truth_as=activation,
+    )
+    table = read_table(data.path, needs)
+    assert table.truth is not None
+    places = match_ids(
+        data.path,
+        table.ids,
+        ids,
+        may_have_others=True,
+        table="the predictions",
+        advice="the truth of each row is needed",
+    )
+    remarks = []
+    if others := table.rows - len(ids):
+        remarks.append(f"{plural(others, 'row')} of {data.path} left out, of ids without predictions")
+    rows = np.flatnonzero(places >= 0)
+    truth: Truth = table.truth[rows[np.argsort(places[rows])]]
+    if truth.ndim == 2 and activation == "softmax" and bool(np.isin(truth, (0.0, 1.0)).all()):
+        truth = np.asarray(truth.argmax(axis=1), np.int64)
+    return truth, remarks
 
 
-def calibrations_of(report: RunReport) -> dict[str, CalibrationConfig]:
-    """Those by which a run has merged, by member name, of the members that have one.
+def _truth_columns(
+    data: DataConfig, labels: tuple[str, ...], activation: Activation
+) -> tuple[str | None, tuple[str, ...]]:
+    """Return the column of each row's label, or a column per label."""
+    if columns := data.truth_columns(labels):
+        return None, columns
+    header, column = column_names(data.path), str(data.label_column)
+    has_labels = {*labels} <= {*header}
+    if column in header:
+        if len(labels) == 1:
+            return None, (column,)
+        if activation == "softmax":
+            return column, ()
+        if has_labels:
+            return None, labels
+        raise DataError(
+            f"{data.path}: {quoted(column)} holds one label a row, and those of the predictions are not exclusive; "
+            "give the truth in a column per label"
+        )
+    if has_labels and column == LABEL_COLUMN:
+        return None, labels
+    missing = missing_column(data.path, "label column", column, header)
+    if has_labels:
+        raise DataError(f"{missing}; leave --label-column out to take the labels' own columns")
+    raise DataError(f"{missing}; nor is there a column per label")
+
+
+def as_merged(predictions: Predictions, report: RunReport) -> dict[str, Values]:
+    """Return the members' values after the calibrations of their run, [rows, labels], as the run has merged them.
 
     Raises:
-        DataError: run.json says what is none.
+        DataError: a calibration in run.json cannot be read.
     """
-    try:
-        found = {one.name: CalibrationConfig.model_validate(one.calibration) for one in report.members}
-    except ValidationError as error:
-        raise DataError("a member's calibration in run.json cannot be read; run the config again") from error
-    return {name: one for name, one in found.items() if one != CalibrationConfig()}
-
-
-def as_merged(predictions: Predictions, calibrations: Mapping[str, CalibrationConfig]) -> dict[str, Values]:
-    """The members' values after their calibration, [rows, labels]; those without one are the same arrays."""
-    found = dict(predictions.members)
+    settings = {member.name: member.calibration for member in report.members}
+    calibrated = dict(predictions.members)
     for name, values in predictions.members.items():
-        calibrate = calibrator(calibrations.get(name), predictions.activations[name], predictions.labels)
+        try:
+            calibration = CalibrationConfig.model_validate(settings[name])
+        except ValidationError as error:
+            raise DataError(
+                "a member's calibration in run.json cannot be read; run the config again"
+            ) from error
+        calibrate = calibrator(calibration, predictions.activations[name], predictions.labels)
         if calibrate is not None:
-            found[name] = values.copy(order="F")
-            for start, stop in block_spans(*values.shape):
-                calibrate(found[name][start:stop])
-    return found
+            calibrated[name] = values.copy(order="F")
+            calibrate(calibrated[name])
+    return calibrated
 
 
 def read_run(
@@ -234,120 +314,113 @@ def read_run(
     truth: Literal["needed", "if there", "no"] = "if there",
     label_column: str | None = None,
 ) -> Predictions:
-    """Reads the members' complete predictions and the ensemble from the directory of a run, as they stand there.
+    """Read the members' complete predictions and the ensemble from the directory of a run.
 
-    Rows that a member has and the run has not merged, as its ``when`` does not ask for them, count as not there.
+    Rows that a member has and the run has not merged, as its ``when`` did not select them, count as missing.
 
     Args:
-        truth: from the table of the run's config; "needed": without it there is nothing to do.  "if there": why it
-            could not be had, if the config names it, is a remark.
+        truth: whether to read it from the table of the run's config; "if there": if it cannot be read, a remark
+            says why.
         label_column: of that table, in place of what the config names.
-
-    What a member's values are is taken from run.json; where that is from before it said so, they tell it.
 
     Raises:
         DataError: this is no directory of a run, there are no predictions in it, they are not what a run writes, or
-            the truth is needed and cannot be had.
+            the truth is needed and cannot be read.
     """
-    rundir, remarks, problems = RunDir(run_dir), list[str](), list[str]()
+    rundir, remarks = RunDir(run_dir), list[str]()
     report = RunReport.read(rundir.run_json)
-    paths = {one.name: rundir.predictions(one.name) for one in report.members}
-    # What stands there of a member that is not complete is an earlier run's, perhaps with other settings.
-    complete = [one.name for one in report.members if one.status == "complete"]
-    if missing := [name for name, path in paths.items() if name not in complete or not path.exists()]:
+    # Predictions of a member that is not complete are an earlier run's, perhaps with other settings.
+    complete = [member for member in report.members if member.status == "complete"]
+    paths = {member.name: rundir.predictions(member.name) for member in complete}
+    paths = {name: path for name, path in paths.items() if path.exists()}
+    if missing := [member.name for member in report.members if member.name not in paths]:
         remarks.append(f"{run_dir}: no complete predictions of {', '.join(missing)}; left out")
-    paths = {name: path for name, path in paths.items() if name not in missing}
     if not paths:
         raise DataError(f"{run_dir}: no member's predictions are complete; run its config to the end first")
-    header = read_header(next(iter(paths.values())))
-    id_column, labels = header[0], header[1:]
-    files: dict[str, PredictionFile] = {}
-    for name, path in paths.items():
-        try:
-            demand_as_written(path)
-            files[name] = read_predictions(path, id_column, labels)
-        except EnsembleError as error:
-            problems += error.problems
-    merged_file: PredictionFile | None = None
+    activations = dict[str, Activation]()
+    for member in complete:
+        if member.activation is None:
+            raise DataError(f"{run_dir}: its run.json was written by an older version; run the config again")
+        activations[member.name] = member.activation
+    id_column, *labels = column_names(next(iter(paths.values())))
+
+    def read(name: str) -> PredictionFile:
+        path = paths.get(name, rundir.ensemble)
+        demand_as_written(path)
+        file = read_predictions(path, id_column, labels)
+        needed = report.merged_rows.get(name, 0)
+        if len(file.ids) < needed:
+            raise DataError(
+                f"{path}: has {plural(len(file.ids), 'row')}, and run.json says {needed:,}; {_ADVICE}"
+            )
+        return file
+
+    files = _for_each(paths, read)
+    # A member may have only some of the rows, the ensemble has all.
+    whole = max(files.values(), key=lambda file: len(file.ids))
+    ensemble: Values | None = None
     if rundir.ensemble.exists():
-        try:
-            merged_file = read_predictions(rundir.ensemble, id_column, labels)
-        except EnsembleError as error:
-            problems += error.problems
-    if problems:
-        raise DataError(problems)
-    _refuse_fewer_rows(report, {name: (path, len(files[name].ids)) for name, path in paths.items()})
-    # Members may have only some rows; what was merged has all of them.
-    whole = merged_file or max(files.values(), key=lambda file: len(file.ids))
+        whole = read(ENSEMBLE_ROW)
+        ensemble = whole.values
     refuse_repeated_ids(whole.path, whole.ids)
-    ids, members = whole.ids, dict[str, Values]()
-    for name, file in files.items():
+    ids = whole.ids
+
+    def join(name: str) -> Values:
+        file = files[name]
         file.values[~rows_merged(rundir.merged_rows(name), len(file.ids))] = np.nan
-        members[name], _ = file.join(ids, may_lack=True, table=str(whole.path), advice=_ADVICE)
-    told = {one.name: one.activation for one in report.members}
-    guessed = _activations(members)
-    activations = {name: told[name] or guessed[name] for name in members}
-    for name, values in members.items():
-        problems += _row_problems(RowCheck(str(paths[name]), activations[name], ids, True, _ADVICE), values)
-    if problems:
-        raise DataError(problems)
-    merged = None if merged_file is None else merged_file.values
+        return file.join(ids, may_lack=True, table=str(whole.path), advice=_ADVICE)[0]
+
+    members = _for_each(files, join)
+    activations = {name: activations[name] for name in members}
+    _check_rows(members, activations, ids, paths, may_lack_rows=True, advice=_ADVICE)
     rules: RowRules | None = None
-    if report.rules and merged is not None:
-        places = rule_rows(rundir.rule_rows, [one.rows for one in report.rules], len(ids))
-        if places is None:
+    if report.rules and ensemble is not None:
+        is_for = rule_rows(rundir.rule_rows, [rule.rows for rule in report.rules], len(ids))
+        if is_for is None:
             remarks.append(f"{run_dir}: which rows its rules were for is not known; run the config again")
         else:
-            rules = RowRules([one.config for one in report.rules], labels, places)
-    predictions = Predictions(ids, labels, members, activations, None, merged)
-    known: Truth | None = None
+            rules = RowRules([rule.config for rule in report.rules], tuple(labels), is_for)
+    true: Truth | None = None
+    predictions = Predictions(ids, tuple(labels), members, activations, None, ensemble, rules=rules)
     if truth != "no":
         try:
-            if (source := _truth_of_run(run_dir, report, labels, label_column)) is not None:
-                known = _truth(source, ids, labels, predictions.activation, remarks)
-            elif truth == "needed":
-                raise DataError(
-                    f"{run_dir}: its config names no true labels; set data.label_column or data.label_columns"
-                )
+            true, more_remarks = _truth_of_run(run_dir, report, predictions, label_column, truth == "needed")
+            remarks += more_remarks
         except EnsembleError as error:
             if truth == "needed":
                 raise DataError(error.problems) from error
             remarks += [f"no truth: {problem}" for problem in error.problems]
-    return Predictions(ids, labels, members, activations, known, merged, tuple(remarks), rules)
+    return Predictions(ids, tuple(labels), members, activations, true, ensemble, tuple(remarks), rules)
 
 
-def _refuse_fewer_rows(report: RunReport, found: Mapping[str, tuple[Path, int]]) -> None:
-    """Raises DataError where files, by member, have fewer rows than the run has merged, or must have had."""
-    settings = run_settings(report)
-    models, defaults = settings.get("models"), settings.get("defaults")
-    common = defaults if isinstance(defaults, dict) else {}
-    given = [common | one for one in models if isinstance(one, dict)] if isinstance(models, list) else []
-    may_lack = {one.get("name") for one in given if one.get("partial") or one.get("when")}
-    problems = []
-    for name, (path, rows) in found.items():
-        needed = report.merged_rows.get(name, 0 if name in may_lack else report.rows)
-        if rows < needed:
-            problems.append(
-                f"{path}: has {plural(rows, 'row')}, and run.json says {needed:,}; remove the file and run the "
-                "config again, which computes it again"
+def _truth_of_run(
+    run_dir: Path, report: RunReport, predictions: Predictions, label_column: str | None, is_needed: bool
+) -> tuple[Truth | None, list[str]]:
+    """Return the truth and remarks as ``read_truth`` does; None if the config names none and it is not needed."""
+    document = _document(report)
+    variables = {**os.environ, "CONFIG_DIR": str(run_dir.absolute())}
+    data = data_config(document, expand(document, variables))
+    if label_column is not None:
+        data = data.model_copy(update={"label_column": label_column, "label_columns": None})
+    if data.label_column is None and data.label_columns is None:
+        if is_needed:
+            raise DataError(
+                f"{run_dir}: its config names no true labels; set data.label_column or data.label_columns"
             )
-    if problems:
-        raise DataError(problems)
-
-
-@dataclass(frozen=True)
-class _TruthSource:
-    """Where the truth stands; either column or columns; both are looked for where ``columns`` is empty."""
-
-    path: Path
-    id_column: str
-    column: str | None
-    columns: tuple[str, ...]
-    limit: int | None
+        return None, []
+    data = data.model_copy(update={"path": report.table_path()})
+    limit = document.data.get("limit")
+    return read_truth_of(
+        data,
+        predictions.ids,
+        predictions.labels,
+        predictions.activation,
+        limit if isinstance(limit, int) else None,
+    )
 
 
 def run_settings(report: RunReport) -> dict[str, object]:
-    """A run's config as plain data with its overrides, ``${NAME}`` as it was written; secrets were never in it."""
+    """Return a run's config as plain data with its overrides, ``${NAME}`` as it was written, so without secrets."""
     return _document(report).data
 
 
@@ -355,113 +428,3 @@ def _document(report: RunReport) -> Document:
     document = parse(report.config, Path("config of the run"))
     apply_overrides(document, report.overrides)
     return document
-
-
-def _truth_of_run(
-    run_dir: Path, report: RunReport, labels: tuple[str, ...], label_column: str | None
-) -> _TruthSource | None:
-    """None where the config names none; ``label_column`` takes the place of what it names."""
-    document = _document(report)
-    variables = {**os.environ, "CONFIG_DIR": str(run_dir.absolute())}
-    data = data_config(document, expand(document, variables))
-    if label_column is not None:
-        data = data.model_copy(update={"label_column": label_column, "label_columns": None})
-    if data.label_column is None and data.label_columns is None:
-        return None
-    path = report.table_path()
-    limit = document.data.get("limit")
-    columns = data.truth_columns(labels)
-    return _TruthSource(
-        path, data.id_column, data.label_column, columns, limit if isinstance(limit, int) else None
-    )
-
-
-def _truth(
-    source: _TruthSource,
-    ids: pa.ChunkedArray,
-    labels: tuple[str, ...],
-    activation: Activation,
-    remarks: list[str],
-    header: tuple[str, ...] | None = None,
-) -> Truth:
-    """The truth of the rows ``ids``, in their order; ``remarks`` takes what was left out.
-
-    Args:
-        header: of the source, where it is known.
-    """
-    column, columns = source.column, source.columns
-    header = _header(source.path) if header is None else header
-    if columns:
-        column = None
-    elif column in header and len(labels) == 1:
-        column, columns = None, (str(column),)
-    elif set(labels) <= {*header} and column not in header and column != LABEL_COLUMN:
-        raise DataError(
-            f"{missing_column(source.path, 'label column', str(column), header)}; leave --label-column out "
-            "to take the labels' own columns"
-        )
-    elif set(labels) <= {*header} and not (column in header and activation == "softmax"):
-        column, columns = None, labels
-    elif column in header and activation != "softmax":
-        raise DataError(
-            f"{source.path}: {quoted(str(column))} holds one label a row, and those of the predictions are not "
-            "exclusive; give the truth in a column per label"
-        )
-    elif column not in header:
-        missing = [label for label in labels if label not in header]
-        columns_too = "a column per label" if len(missing) == len(labels) else f"one for {listed(missing)}"
-        raise DataError(
-            f"{missing_column(source.path, 'label column', str(column), header)}; nor is there {columns_too}"
-        )
-    table = read_table(
-        source.path,
-        TableNeeds(source.id_column, column, labels, (), (), (), source.limit, columns, activation),
-    )
-    assert table.truth is not None
-    needed = "the truth of each row is needed"
-    places = match_ids(
-        source.path, table.ids, ids, may_have_others=True, table="the predictions", advice=needed
-    )
-    if others := table.rows - len(ids):
-        remarks.append(f"{plural(others, 'row')} of {source.path} left out, of ids without predictions")
-    rows = np.flatnonzero(places >= 0)
-    truth: Truth = table.truth[rows[np.argsort(places[rows])]]
-    if truth.ndim == 2 and activation == "softmax" and bool(np.isin(truth, (0.0, 1.0)).all()):
-        numbers: npt.NDArray[np.int64] = truth.argmax(axis=1)
-        return numbers
-    return truth
-
-
-def _header(path: Path) -> tuple[str, ...]:
-    """The columns of a table in any format."""
-    return read_contents(path, Wanted("", None, (), 1)).names
-
-
-def _told_by(values: Sequence[Values]) -> Activation:
-    """What values are, by themselves: exclusive probabilities, any probabilities, or numbers."""
-    if not all(bool(np.nanmin(one) >= 0 and np.nanmax(one) <= 1) for one in values):
-        return "none"
-    is_exclusive = values[0].shape[1] > 1 and all(_sums_to_one(one) for one in values)
-    return "softmax" if is_exclusive else "sigmoid"
-
-
-def _activations(members: Mapping[str, Values]) -> dict[str, Activation]:
-    """Of each by its own values; one without any row has that of the others."""
-    found = {name: _told_by([values]) for name, values in members.items() if not np.isnan(values).all()}
-    told: set[Activation] = set(found.values())
-    others: Activation = "none" if "none" in told else "sigmoid" if "sigmoid" in told else "softmax"
-    return {name: found.get(name, others) for name in members}
-
-
-def _sums_to_one(values: Values) -> bool:
-    sums = values.sum(axis=1)
-    return bool(np.nanmax(np.abs(sums - 1)) <= SUM_TOLERANCE)
-
-
-def _row_problems(check: RowCheck, values: Values) -> Sequence[str]:
-    check.look(0, values)
-    try:
-        check.refuse()
-    except MergeError as error:
-        return error.problems
-    return ()

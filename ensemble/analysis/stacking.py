@@ -51,11 +51,10 @@ class Stacking:
 def fit_stacking(
     members: Sequence[Values], truth: Truth, kind: Kind, seed: int, penalty: float | None = None
 ) -> Stacking:
-    """Return the regression of the truth on the members, on at most ``MAX_ROWS`` rows.
+    """Return the regression of the truth on the members' probabilities, on at most ``MAX_ROWS`` rows.
 
     Args:
-        members: probabilities, float64 [rows, labels] each.
-        truth: label numbers, int64 [rows], or probabilities, float64 [rows, labels]; two labels at least occur.
+        truth: label numbers, int64 [rows], or probabilities, float64 [rows, labels]; at least two labels occur.
         penalty: as scikit-learn's ``C``; None: the best of ``PENALTIES`` in cross-validation among these rows.
     """
     rows = np.random.default_rng(seed).permutation(len(truth))[:MAX_ROWS]

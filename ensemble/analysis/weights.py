@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from scipy.optimize import minimize
 
-from ensemble.analysis.calibration import Kind, Truth, Values, blocks, loss_of_scores, one_hot
+from ensemble.analysis.calibration import Kind, Truth, Values, loss_of_scores, one_hot
 from ensemble.merging.calibration import EPSILON, features, probabilities_of
 from ensemble.merging.methods.weighted_mean import weighted_mean
 
@@ -40,13 +40,11 @@ def mean_loss(members: Sequence[Values], truth: Truth, kind: Kind) -> WeightLoss
     targets = one_hot(truth, members[0].shape[1])
     if kind == "sigmoid":
         targets = _no_and_yes(targets)
-    # All that counts of a member is what it gives to the true labels.
+        members = [_no_and_yes(values) for values in members]
+    # Only what members give to the true labels counts.
     labels, rows = np.nonzero(targets.T)
     shares = targets[rows, labels] / len(targets)
-    probabilities = np.empty((len(rows), len(members)))
-    for number, values in enumerate(members):
-        each = _no_and_yes(values) if kind == "sigmoid" else values
-        probabilities[:, number] = np.maximum(each[rows, labels], EPSILON)
+    probabilities = np.column_stack([np.maximum(values[rows, labels], EPSILON) for values in members])
 
     def loss(weights: Values) -> tuple[float, Values]:
         mean = np.maximum(probabilities @ weights, EPSILON)
@@ -58,20 +56,13 @@ def mean_loss(members: Sequence[Values], truth: Truth, kind: Kind) -> WeightLoss
 def geometric_loss(members: Sequence[Values], truth: Truth, kind: Kind) -> WeightLoss:
     """Return the same for the weighted geometric mean, scaled to sum to 1: softmax of the weighted mean of ln p."""
     rows, labels = members[0].shape
-    logs = np.empty((labels, rows, len(members)))
-    for number, values in enumerate(members):
-        logs[:, :, number] = features(values, kind).T
-    targets = np.ascontiguousarray(one_hot(truth, labels).T)
+    logs = np.stack([features(values, kind).T for values in members])
+    targets = one_hot(truth, labels).T
     terms = rows if kind == "softmax" else rows * labels
 
     def loss(weights: Values) -> tuple[float, Values]:
-        total, gradient = 0.0, np.zeros(len(members))
-        for part in blocks(rows, labels * len(members)):
-            value, error = loss_of_scores(logs[:, part] @ weights, targets[:, part], kind)
-            total += value
-            for of_label, of_members in zip(error, logs[:, part], strict=True):
-                gradient += of_label @ of_members
-        return total / terms, gradient / terms
+        value, slopes = loss_of_scores(np.tensordot(weights, logs, 1), targets, kind)
+        return value / terms, np.tensordot(logs, slopes, 2) / terms
 
     return loss
 
@@ -82,9 +73,7 @@ def minimize_on_simplex(
     """Return the weights with the least loss, float64 [members], in which ``left_out`` has none.
 
     If several weights are equally good, as those of two members that are the same, it returns some of them.
-
-    Args:
-        start: weights to begin with; None: equal ones.
+    The search begins at ``start``, or at equal weights.
     """
     first = np.full(members, 1 / members) if start is None else start + 1 / (10 * members)
     bounds = [(0.0, 1.0)] * members
@@ -104,24 +93,20 @@ def minimize_on_simplex(
     return np.asarray(weights / weights.sum())
 
 
-def greedy_selection(
-    members: Sequence[Values],
-    score: Callable[[Values], float],
-    finish: Callable[[Values], Values] = lambda values: values,
-) -> Values:
+def greedy_selection(members: Sequence[Values], score: Callable[[Values], float]) -> Values:
     """Return weights, float64 [members], found by adding the member that makes the score of the mean best.
 
-    It begins with the best member, may add one several times, and takes the best of all means on the way.
+    It may add a member several times, and takes the best of all means on the way.
 
     Args:
-        members: float64 [rows, labels] each, of which the mean is taken: probabilities or their logarithms.
-        score: the more the better; of what ``finish`` makes of the mean.
+        members: probabilities or their logarithms, float64 [rows, labels] each.
+        score: of a mean; higher is better.
     """
     counts = np.zeros(len(members))
     total = np.zeros(members[0].shape, order="F")
     best, best_score, without_gain = counts, -np.inf, 0
     for added in range(1, _MAX_ADDED + 1):
-        scores = [score(finish((total + values) / added)) for values in members]
+        scores = [score((total + values) / added) for values in members]
         chosen = int(np.argmax(scores))
         counts[chosen] += 1
         total += members[chosen]

@@ -1,4 +1,4 @@
-"""``weights.yaml``: what ``fit`` found, as a config that is read over the one that ran; and what is read for it."""
+"""Fit a run or CSVs of predictions, write ``weights.yaml``, a config on top of the one that ran, and sum it up."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any, Final
 
 import yaml
 
-from ensemble.analysis.calibration import Values, VectorScaling
+from ensemble.analysis.calibration import Calibration, Values, VectorScaling
 from ensemble.analysis.fit import FitReport, Options, fit
 from ensemble.analysis.predictions import LABEL_COLUMN, read_files, read_run, read_truth, read_truth_of
+from ensemble.analysis.stacking import Stacking
 from ensemble.analysis.weights import Pool
-from ensemble.common.errors import ConfigError, DataError, WriteError
-from ensemble.common.files import cannot_write, output_file, write_text
+from ensemble.common.errors import ConfigError, DataError
+from ensemble.common.files import settings_file
 from ensemble.common.protocol import Activation
 from ensemble.common.text import plural
 from ensemble.config import ConfigSource, LoadedConfig, MappingConfig
@@ -25,8 +26,8 @@ from ensemble.pipeline.fingerprint import changed_members, changed_sentence
 from ensemble.pipeline.prediction_files import path_of
 from ensemble.pipeline.run_dir import RunDir
 
-# The methods of a config for which weights can be fitted.  The mean of logits is the geometric mean of sigmoid
-# members, and for others it is not.
+# The merge methods for which weights can be fitted.  For sigmoid members, and only for these, the mean of logits is
+# the geometric mean.
 POOLS: Final[Mapping[str, Pool]] = {
     "mean": "mean",
     "geometric_mean": "geometric_mean",
@@ -39,10 +40,12 @@ _DIGITS = 6
 
 @dataclass(frozen=True)
 class TruthFile:
-    """Where the truth is: in a table of its own, or, with no ``path``, in that of a config.
+    """Where the truth is.
 
-    ``label_column`` is None for "label", or for what the config names.  ``id_column`` is that of the predictions,
-    too.
+    Attributes:
+        path: a table of its own; None: the table of the config.
+        label_column: None: "label", or what the config names.
+        id_column: of the predictions, too.
     """
 
     path: Path | None = None
@@ -61,79 +64,58 @@ def fit_sources(
     partial: bool = False,
     target: Path | None = None,
 ) -> tuple[FitReport, str]:
-    """Fit a config's run, or files of predictions, whichever the sources are; see ``fit_run`` and ``fit_files``.
+    """Fit a config's run, or CSVs of predictions, whichever the sources are.
 
     Args:
-        load: of configs.
-        merge_method, activation: of files; a config has its own.
-        has_overrides: ``load`` overrides keys, which files have none of.
-        partial: CSVs may lack rows that others have; of a config its members say so.
-        target: where the overlay is to be written.
+        load: reads configs.
+        merge_method, activation, partial: of CSVs; a config has its own.
+        has_overrides: whether ``load`` overrides keys.
+        target: where to write the overlay.
+
+    Returns:
+        the report, and the text of ``weights.yaml``.
 
     Raises:
-        ConfigError: they are some of both, or something is asked that goes with the other.
-        OutputError: runs of the config write a file there.
+        ConfigError: the sources are of both kinds, or an option is for the other kind.
+        OutputError: runs of the config write to ``target``.
+        DataError: there is nothing that can be fitted.
     """
     configs = [source for source in sources if _is_config(source)]
     if not configs:
         if has_overrides:
             raise ConfigError("--set: changes a config, and these are CSVs of predictions; leave it out")
         options = options if merge_method is None else replace(options, pool=merge_method)
-        return fit_files(
-            [source for source in sources if isinstance(source, Path)], truth, options, activation, partial
-        )
+        files = [source for source in sources if isinstance(source, Path)]
+        return _fit_files(files, truth, options, activation, partial)
     if len(configs) < len(sources):
         other = next(path for path in sources if path not in configs)
         raise ConfigError(f"{configs[0]}, {other}: name a config, or CSVs of predictions, not both")
-    problems = []
-    if merge_method is not None:
-        problems.append(
-            f"--merge-method: is for CSVs of predictions, and {configs[0]} has its own; use --set "
-            f"ensemble.method={merge_method}"
-        )
-    if activation is not None:
-        problems.append(
-            f"--activation: is for CSVs of predictions, and {configs[0]} says it of its own; leave it out"
-        )
-    if partial:
-        problems.append(
-            f"--partial: is for CSVs of predictions, and the members of {configs[0]} say it; leave it out"
-        )
-    if truth.id_column is not None and truth.path is None:
-        problems.append(
-            f"--id-column: is for --labels and for CSVs of predictions, and {configs[0]} has data.id_column; "
-            "leave it out"
-        )
+    for_files = {
+        "--merge-method": merge_method is not None,
+        "--activation": activation is not None,
+        "--partial": partial,
+        "--id-column": truth.id_column is not None and truth.path is None,
+    }
+    problems = [
+        f"{option}: is for CSVs of predictions; {configs[0]} says it itself, and --set changes that"
+        for option, is_given in for_files.items()
+        if is_given
+    ]
     if problems:
         raise ConfigError(problems)
     loaded = load(sources)
     if target is not None:
         RunDir(loaded.config.output_dir).demand_free("--output", target)
-    return fit_run(loaded, truth, options)
+    return _fit_run(loaded, truth, options)
 
 
 def _is_config(source: ConfigSource) -> bool:
     return isinstance(source, MappingConfig) or source.suffix.lower() in (".yaml", ".yml")
 
 
-def fit_files(
-    files: Sequence[Path],
-    truth: TruthFile,
-    options: Options,
-    activation: Activation | None = None,
-    partial: bool = False,
+def _fit_files(
+    files: Sequence[Path], truth: TruthFile, options: Options, activation: Activation | None, partial: bool
 ) -> tuple[FitReport, str]:
-    """Fit CSVs of predictions, each a member, see ``named_files``.
-
-    Args:
-        partial: whether files may lack rows that others have.
-
-    Returns:
-        the report, and the overlay that ``write_weights`` writes.
-
-    Raises:
-        EnsembleError: see ``read_files`` and ``fit``.
-    """
     if truth.path is None:
         raise ConfigError("--labels: name the table with the true labels of these predictions")
     predictions = read_files(
@@ -147,48 +129,41 @@ def fit_files(
     )
     report = fit(predictions, options)
     sources = f"{', '.join(path_of(file).name for file in files)} by {truth.path.name}"
-    return report, overlay(report, options.pool, sources)
+    return report, _overlay(report, options.pool, sources)
 
 
-def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[FitReport, str]:
-    """Fit what a config's run has left in its ``output_dir``, for the config's merge method.
-
-    Raises:
-        EnsembleError: the run is not complete, or its method has no weights to fit; see
-            ``read_run``, ``fit``.
-    """
-    config = loaded.config
+def _fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[FitReport, str]:
+    """Fit the predictions in a config's ``output_dir``, for the config's merge method."""
+    config, run_dir = loaded.config, loaded.config.output_dir
     method, again = config.ensemble.method, "the weighted mean is fitted by --set ensemble.method=mean"
     if options.method != "stacking" and method not in POOLS:
         coefficients = ", this method's coefficients by --method stacking" if method == "stacking" else ""
         raise ConfigError(f"ensemble.method: weights cannot be fitted for {method}; {again}{coefficients}")
-    rundir = RunDir(config.output_dir)
-    if not rundir.run_json.exists():
-        raise DataError(f"{config.output_dir}: there is no run.json; run the config first, then fit")
+    if not RunDir(run_dir).run_json.exists():
+        raise DataError(f"{run_dir}: there is no run.json; run the config first, then fit")
     data = config.data
     if truth.path is None and truth.label_column is not None:
         data = data.model_copy(update={"label_column": truth.label_column, "label_columns": None})
     has_truth = truth.path is not None or data.label_column is not None or data.label_columns is not None
-    predictions = read_run(config.output_dir, "no" if has_truth else "needed")
+    predictions = read_run(run_dir, "no" if has_truth else "needed")
     names = [model.name for model in config.models]
     if missing := [name for name in names if name not in predictions.members]:
         raise DataError(
-            f"{config.output_dir}: no complete predictions of {', '.join(missing)}; run the config to the end "
-            "first, then fit"
+            f"{run_dir}: no complete predictions of {', '.join(missing)}; run the config to the end first, then fit"
         )
-    if changed := changed_members(config, names, config.output_dir):
+    if changed := changed_members(config, names, run_dir):
         raise DataError(
-            f"{config.output_dir}: {changed_sentence(changed)}; run the config with these settings first, then fit"
+            f"{run_dir}: {changed_sentence(changed)}; run the config with these settings first, then fit"
         )
-    members = {name: predictions.members[name] for name in names}
     run_rules = () if predictions.rules is None else predictions.rules.rules
     if run_rules != (config.rules or ()):
         raise DataError(
-            f"{config.output_dir}: its run has other rules than the config; run the config again, which merges "
-            "only, then fit"
+            f"{run_dir}: its run has other rules than the config; run the config again, which merges only, then fit"
         )
     predictions = replace(
-        predictions, members=members, activations={name: predictions.activations[name] for name in names}
+        predictions,
+        members={name: predictions.members[name] for name in names},
+        activations={name: predictions.activations[name] for name in names},
     )
     if has_truth:
         rows = predictions.ids, predictions.labels, predictions.activation
@@ -201,97 +176,71 @@ def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[F
     if method == "logit_mean" and predictions.activation == "softmax":
         raise ConfigError(f"ensemble.method: logit_mean is not for labels that exclude each other; {again}")
     report = fit(predictions, replace(options, pool=POOLS.get(method, "mean")))
-    text = overlay(report, method, f"the predictions in {config.output_dir.name}")
-    return report, loaded.redactor(text)
+    return report, loaded.redactor(_overlay(report, method, f"the predictions in {run_dir.name}"))
 
 
-def overlay(report: FitReport, method: str, sources: str) -> str:
-    """The text of ``weights.yaml``.
-
-    Args:
-        method: the merge method of the weights.
-        sources: what was fitted, for the head.
-    """
-    options = report.options
+def _overlay(report: FitReport, method: str, sources: str) -> str:
+    """Return the text of ``weights.yaml`` for a merge method; ``sources`` says what was fitted."""
     today = time.strftime("%Y-%m-%d", time.gmtime())
-    how = str(options.method) + {"none": "", "vector": ", vector scaling"}.get(
-        options.calibration, f", {options.calibration}"
-    )
+    calibration = {"none": "", "temperature": ", temperature", "vector": ", vector scaling"}
+    how = f"{report.options.method}{calibration[report.options.calibration]}"
     head = [
         f"By `ensemble fit` on {today}: {how}; {sources}, {plural(report.rows, 'labelled row')}.",
         *verdicts(report),
         "It takes effect as the last of the files in `ensemble run CONFIG THIS_FILE`.",
     ]
-    lines = [f"# {' '.join(line.split())}" for line in head]
-    lines += ["models:"]
-    for member in report.members:
-        keys: dict[str, Any] = {"name": member.name, "weight": 1}
-        if member.weight is not None:
-            weight = round(member.weight, _WEIGHT_DECIMALS)
-            keys["weight"] = int(weight) if weight in (0, 1) else weight
-        if isinstance(member.calibration, VectorScaling):
-            keys["calibration"] = {
-                "scale": _by_label(report.labels, member.calibration.scale),
-                "bias": _by_label(report.labels, member.calibration.bias),
-            }
-        elif member.calibration is not None:
-            keys["calibration"] = {"temperature": _short(member.calibration)}
-        else:
-            keys["calibration"] = None  # what the config below has must go: the weights are without it
-        lines.append(f"  - {_flow(keys)}")
+    models = [
+        {
+            "name": member.name,
+            "weight": 1 if member.weight is None else round(member.weight, _WEIGHT_DECIMALS),
+            # None takes away what the config has, since the weights are without it.
+            "calibration": _calibration(report.labels, member.calibration),
+        }
+        for member in report.members
+    ]
     fitted_on = report.fitted_on.model_dump(mode="json")
     fitted_on["value"] = _short(fitted_on["value"])
-    if report.fitted_on.interval is not None:
-        fitted_on["interval"] = [_short(end) for end in report.fitted_on.interval]
-    lines.append(f"fitted_on: {_flow(fitted_on)}")
-    settings: dict[str, Any] = {"method": method}
-    if (stacking := report.stacking) is not None:
-        settings = {"method": "stacking"}
-        settings["intercept"] = _by_label(report.labels, stacking.intercepts)
-        settings["coefficients"] = {
-            member.name: (
-                _by_label(report.labels, stacking.coefficients[:, number])
-                if stacking.kind == "sigmoid"
-                else {
-                    label: _by_label(report.labels, row)
-                    for label, row in zip(report.labels, stacking.coefficients[:, number], strict=True)
-                }
-            )
-            for number, member in enumerate(report.members)
-        }
-        block = yaml.safe_dump({"ensemble": settings}, sort_keys=False, allow_unicode=True, width=1_000)
-        return "\n".join([*lines, block])
-    return "\n".join([*lines, f"ensemble: {_flow(settings)}", ""])
+    fitted_on["interval"] = fitted_on["interval"] and [_short(end) for end in fitted_on["interval"]]
+    ensemble = {"method": method} if report.stacking is None else _stacking(report, report.stacking)
+    document = {"models": models, "fitted_on": fitted_on, "ensemble": ensemble}
+    text = yaml.safe_dump(document, default_flow_style=None, sort_keys=False, allow_unicode=True, width=1_000)
+    return "".join(f"# {' '.join(line.split())}\n" for line in head) + text
+
+
+def _calibration(labels: Sequence[str], calibration: Calibration) -> dict[str, Any] | None:
+    if calibration is None:
+        return None
+    if isinstance(calibration, VectorScaling):
+        return {"scale": _by_label(labels, calibration.scale), "bias": _by_label(labels, calibration.bias)}
+    return {"temperature": _short(calibration)}
+
+
+def _stacking(report: FitReport, stacking: Stacking) -> dict[str, Any]:
+    """Return the keys of ``ensemble: {method: stacking}``."""
+    labels = report.labels
+    coefficients: dict[str, dict[str, Any]] = {}
+    for number, member in enumerate(report.members):
+        values = stacking.coefficients[:, number]
+        if stacking.kind == "sigmoid":
+            coefficients[member.name] = _by_label(labels, values)
+        else:
+            rows = zip(labels, values, strict=True)
+            coefficients[member.name] = {label: _by_label(labels, row) for label, row in rows}
+    return {
+        "method": "stacking",
+        "intercept": _by_label(labels, stacking.intercepts),
+        "coefficients": coefficients,
+    }
 
 
 def check_output(output: Path, may_replace: bool, sources: Sequence[Path], labels: Path | None) -> Path:
-    """Where the overlay is to be written, asked before anything is computed.
-
-    Args:
-        sources: what is fitted; an overlay among them may be replaced by a new one.
+    """Return where to write the overlay; an overlay among the sources may be replaced by a new one.
 
     Raises:
-        EnsembleError: a file is there already, or what must not be replaced, or there is no such folder.
+        OutputError: see ``settings_file``.
     """
     kept = [path_of(path) for number, path in enumerate(sources) if not number or not _is_config(path)]
-    target = output_file(output, [*kept, *([] if labels is None else [labels])], may_replace)
-    if not target.parent.is_dir():
-        raise ConfigError(f"--output: {output}: name a file in a folder that is there")
-    return target
-
-
-def write_weights(output: Path, text: str) -> None:
-    """Write the overlay; the name appears only when it is complete.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        write_text(output, text)
-    except WriteError as error:
-        raise ConfigError(error.problems) from error
-    except OSError as error:
-        raise ConfigError(cannot_write("--output", output, error)) from error
+    return settings_file("--output", output, kept if labels is None else [*kept, labels], may_replace)
 
 
 def verdicts(report: FitReport) -> Iterator[str]:
@@ -361,12 +310,6 @@ def _number(number: float, gain: Interval) -> str:
     width = gain.high - gain.low
     digits = next((digits for digits in range(4, 7) if width * 10**digits >= 40), 7) if width > 0 else 4
     return f"{number:.{digits}f}"
-
-
-def _flow(value: object) -> str:
-    """In one line of YAML."""
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9)
-    return text.strip()
 
 
 def _by_label(labels: Sequence[str], numbers: Values) -> dict[str, float]:

@@ -117,7 +117,21 @@ def output_file(path: Path, inputs: Iterable[Path] = (), may_replace: bool = Tru
             if target.samefile(input_path):
                 raise OutputError(f"{path}: is one of the files that are read; choose another name")
     if not may_replace:
-        raise OutputError(f"{path} is there already; --force replaces it, --output names another file")
+        raise OutputError(f"{path} is there already; --force replaces it; or choose another name")
+    return target
+
+
+def settings_file(option: str, path: Path, inputs: Iterable[Path], may_replace: bool) -> Path:
+    """Return where to write a YAML file that a later run reads; checked before anything is computed.
+
+    Raises:
+        OutputError: as ``output_file``, or the folder is not there or cannot be written.
+    """
+    target = output_file(path, inputs, may_replace)
+    if not target.parent.is_dir():
+        raise OutputError(f"{option}: {path}: name a file in a folder that is there")
+    if reason := unwritable_reason(option, target.parent):
+        raise OutputError(reason)
     return target
 
 

@@ -53,13 +53,13 @@ def test_settings_that_differ_by_their_place() -> None:
     }
     assert settings(first, first | {"output_dir": "elsewhere"}) == []
     assert settings(first, second) == [
-        ("data.label_column", "not set", "'label'"),
         ("limit", "10", "not set"),
-        ("models (order)", "a, b", "b, c, a"),
+        ("models", "['a', 'b']", "['b', 'c', 'a']"),
         ("models.a.weight", "0.5", "1"),
         ("models.b.prompt_template", "...'xxxxxxxxxxxxxxxfirst'", "...'xxxxxxxxxxxxxxxsecond'"),
-        ("models.c", "not set", "{}"),
+        ("data.label_column", "not set", "'label'"),
         ("ensemble.method", "not set", "'median'"),
+        ("models.c", "not set", "an empty mapping"),
     ]
 
 
@@ -219,8 +219,8 @@ def test_two_runs(
     for start in (
         "models.gemma.weight: 0.6 -> 0.2",
         "models.gemma.max_length: not set -> 24",
-        "models.llama: {model_name_or_path: ",
-        "models.mate: not set -> {task_type: 'csv', path: 'mate.csv'}",
+        "models.llama.model_name_or_path: ",
+        "models.mate.path: not set -> 'mate.csv'",
         "limit: not set -> 50",
         "ensemble      50 ",
         "log_loss  mean  ensemble    50  ",
@@ -281,7 +281,7 @@ def test_two_runs(
         path.write_text(path.read_text().replace("winner_a", "winner_x", 1))
         path.with_suffix(".json").unlink(missing_ok=True)  # else it is known to be another file
     other = ensemble.compare("runs/first", "runs/second", quiet=True)
-    assert (other.rows, other.changes, other.metrics, len(other.settings or ())) == (0, (), (), 5)
+    assert (other.rows, other.changes, other.metrics, len(other.settings or ())) == (0, (), (), 8)
     assert "have other labels, so their rows are not compared" in other.remarks[-1]
     with pytest.raises(ensemble.ConfigError, match=r"metrics: give a list of names, such as \['auc'\]"):
         ensemble.compare("runs/first", "runs/second", "auc")

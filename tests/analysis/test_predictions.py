@@ -266,9 +266,6 @@ def test_a_run_as_it_stands(project: Project) -> None:
     with pytest.raises(DataError, match=r"llama\.csv: has 2 rows, and run\.json says 30; remove the file"):
         read_run(run_dir)
     document = json.loads((run_dir / "run.json").read_text())
-    (run_dir / "run.json").write_text(json.dumps(document | {"merged_rows": {}}))
-    with pytest.raises(DataError, match=r"llama\.csv: has 2 rows, and run\.json says 30; remove the file"):
-        read_run(run_dir)
     (run_dir / "run.json").write_text(json.dumps(document | {"merged_rows": {"llama": 2}}))
     (project.folder / "test.csv").unlink()
     moved = project.folder / "elsewhere"
@@ -292,10 +289,8 @@ def test_a_run_as_it_stands(project: Project) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize(("activation", "looks_like"), [("sigmoid", "softmax"), ("none", "sigmoid")])
-def test_what_the_values_of_a_run_are_is_what_its_config_said(
-    activation: str, looks_like: str, project: Project
-) -> None:
+@pytest.mark.parametrize("activation", ["sigmoid", "none"])
+def test_what_the_values_of_a_run_are_is_what_its_config_said(activation: str, project: Project) -> None:
     """Two sigmoid labels may sum to 1, and numbers of a regression lie between 0 and 1."""
     columns = {"rude": [0.9, 0.2], "kind": [0.1, 0.8] if activation == "sigmoid" else [0.2, 0.3]}
     pd.DataFrame({"id": ["1", "2"], **columns}).to_csv(project.folder / "a.csv", index=False)
@@ -309,7 +304,8 @@ def test_what_the_values_of_a_run_are_is_what_its_config_said(
     document = json.loads(place.read_text())
     assert document["members"][0].pop("activation") == activation
     place.write_text(json.dumps(document))
-    assert read_run(project.folder / "run").activations == {"a": looks_like}
+    with pytest.raises(DataError, match=r"run\.json was written by an older version; run the config again"):
+        read_run(project.folder / "run")
 
 
 @pytest.mark.long

@@ -362,7 +362,12 @@ WRONG: dict[str, Any] = {
     ),
     "one label": ("truth.csv", lambda h, r: (h, [[row[0], "b"] for row in r]), {}, "'b' in every row"),
     "no truth": ("", None, {"labels": None}, "--labels"),
-    "ids": ("", None, {"sources": "config.yaml", "id_column": "x", "labels": None}, "has data.id_column"),
+    "ids": (
+        "",
+        None,
+        {"sources": "config.yaml", "id_column": "x", "labels": None},
+        "--id-column: is for CSVs",
+    ),
     "no run": ("", None, {"sources": "config.yaml"}, "run the config first"),
     "both": ("", None, {"sources": ["config.yaml", "one.csv"]}, "not both"),
     "metric": ("", None, {"metric": "log_los"}, "log_loss"),

@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap, Interval, Metric, Scored
-from ensemble.analysis.predictions import Predictions, as_merged, calibrations_of
+from ensemble.analysis.predictions import Predictions, as_merged
 from ensemble.common.errors import DataError, EnsembleError
 from ensemble.merging.blocks import weights_by_bin
 from ensemble.merging.methods import METHODS
@@ -32,9 +32,7 @@ class Results:
     def __init__(self, report: RunReport, predictions: Predictions) -> None:
         self.predictions = predictions
         self.names = tuple(predictions.members)
-        calibrations = calibrations_of(report)
-        set_by_config = {name: calibrations[name] for name in self.names if name in calibrations}
-        self.values = list(as_merged(predictions, set_by_config).values())
+        self.values = list(as_merged(predictions, report).values())
         self.activation = predictions.activation
         self.labels = predictions.labels
         self.truth = predictions.truth

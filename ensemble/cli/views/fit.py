@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ensemble.analysis.fit import Calibration, FitReport
+from ensemble.analysis.calibration import Calibration
+from ensemble.analysis.fit import FitReport
 from ensemble.analysis.weights_file import difference, verdicts
 from ensemble.cli.layout import Table
 
