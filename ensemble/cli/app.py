@@ -12,7 +12,7 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from ensemble import api
-from ensemble.cli.help import argument, described_by, option, repeatable
+from ensemble.cli.help import argument, calls, described_by, option, repeatable
 from ensemble.cli.json_views import plan_json, print_json, problems_as_json, status_json
 from ensemble.cli.layout import page_width, wrapped
 from ensemble.cli.views import show
@@ -218,34 +218,20 @@ def merge(
 
 
 @app.command()
-@described_by(api.compare)
+@calls(api.compare)
 def compare(
     first: Annotated[Path, argument("A")],
+    second: Annotated[Path, argument("B")],
     metrics: Annotated[list[str], repeatable("--metric", "NAME")],
-    second: Annotated[Path | None, argument("B")] = None,
     labels: LabelsOption = None,
     label_column: LabelColumnOption = None,
     id_column: IdColumnOption = None,
     activation: ActivationOption = None,
-) -> None:
-    if second is None:
-        raise typer.BadParameter(
-            f"name what to compare {first} with: another run, or a CSV of predictions; `report` shows one run by "
-            f"itself, and `compare {first} {first}` has any --metric of it and its members"
-        )
-    api.compare(
-        first,
-        second,
-        metrics,
-        labels=labels,
-        label_column=label_column,
-        id_column=id_column,
-        activation=activation,
-    )
+) -> None: ...
 
 
 @app.command()
-@described_by(api.fit)
+@calls(api.fit)
 def fit(
     sources: Annotated[list[Path], argument("CONFIG|[NAME=]CSV...")],
     overrides: SetOption,
@@ -265,25 +251,7 @@ def fit(
     output: Annotated[Path, option("--output -o", "YAML")] = Path("weights.yaml"),
     force: ForceOption = False,
     quiet: QuietOption = False,
-) -> None:
-    api.fit(
-        sources,
-        overrides,
-        labels=labels,
-        label_column=label_column,
-        id_column=id_column,
-        metric=metric,
-        method=method,
-        calibration=calibration,
-        merge_method=merge_method,
-        activation=activation,
-        folds=folds,
-        seed=seed,
-        partial=partial,
-        output=output,
-        force=force,
-        quiet=quiet,
-    )
+) -> None: ...
 
 
 @app.command()
