@@ -16,92 +16,58 @@ from typing import TYPE_CHECKING, Any
 
 from ensemble.common.version import __version__ as __version__
 
-if TYPE_CHECKING:
-    from ensemble.analysis.compare import Comparison
-    from ensemble.analysis.fit import FitReport
-    from ensemble.analysis.tune.tuning import Tuning
-    from ensemble.api import (
-        compare,
-        fit,
-        merge,
-        open_run,
-        plan,
-        rehearse,
-        report,
-        run,
-        tune,
-        validate,
-    )
-    from ensemble.cli.notebook import Preview, Run
-    from ensemble.commands.rehearse import Rehearsal
-    from ensemble.commands.status import RunStatus
-    from ensemble.common.errors import (
-        CheckpointError,
-        ConfigError,
-        DataError,
-        DeviceError,
-        EnsembleError,
-        Interrupted,
-        MembersFailed,
-        MergeError,
-        OutputError,
-        OutputInUse,
-        TimeLimitReached,
-        WriteError,
-    )
-    from ensemble.pipeline.run_report import RunReport
+if TYPE_CHECKING:  # for editors and type checkers; ``_NAMES`` says the same
+    from ensemble.analysis.compare import Comparison as Comparison
+    from ensemble.analysis.fit import FitReport as FitReport
+    from ensemble.analysis.tune.tuning import Tuning as Tuning
+    from ensemble.api import compare as compare
+    from ensemble.api import fit as fit
+    from ensemble.api import merge as merge
+    from ensemble.api import open_run as open_run
+    from ensemble.api import plan as plan
+    from ensemble.api import rehearse as rehearse
+    from ensemble.api import report as report
+    from ensemble.api import run as run
+    from ensemble.api import tune as tune
+    from ensemble.api import validate as validate
+    from ensemble.cli.notebook import Preview as Preview
+    from ensemble.cli.notebook import Run as Run
+    from ensemble.commands.rehearse import Rehearsal as Rehearsal
+    from ensemble.commands.status import RunStatus as RunStatus
+    from ensemble.common.errors import CheckpointError as CheckpointError
+    from ensemble.common.errors import ConfigError as ConfigError
+    from ensemble.common.errors import DataError as DataError
+    from ensemble.common.errors import DeviceError as DeviceError
+    from ensemble.common.errors import EnsembleError as EnsembleError
+    from ensemble.common.errors import Interrupted as Interrupted
+    from ensemble.common.errors import MembersFailed as MembersFailed
+    from ensemble.common.errors import MergeError as MergeError
+    from ensemble.common.errors import OutputError as OutputError
+    from ensemble.common.errors import OutputInUse as OutputInUse
+    from ensemble.common.errors import TimeLimitReached as TimeLimitReached
+    from ensemble.common.errors import WriteError as WriteError
+    from ensemble.pipeline.run_report import RunReport as RunReport
 
-__all__ = [
-    "CheckpointError",
-    "Comparison",
-    "ConfigError",
-    "DataError",
-    "DeviceError",
-    "EnsembleError",
-    "FitReport",
-    "Interrupted",
-    "MembersFailed",
-    "MergeError",
-    "OutputError",
-    "OutputInUse",
-    "Preview",
-    "Rehearsal",
-    "Run",
-    "RunReport",
-    "RunStatus",
-    "TimeLimitReached",
-    "Tuning",
-    "WriteError",
-    "compare",
-    "fit",
-    "merge",
-    "open_run",
-    "plan",
-    "rehearse",
-    "report",
-    "run",
-    "tune",
-    "validate",
-]
-_FUNCTIONS = ("compare", "fit", "merge", "open_run", "plan", "rehearse", "report", "run", "tune", "validate")
-# Where the results of the functions are; all other names are errors.
-_MODULES = {
-    **dict.fromkeys(_FUNCTIONS, "ensemble.api"),
-    "Comparison": "ensemble.analysis.compare",
-    "FitReport": "ensemble.analysis.fit",
-    "Preview": "ensemble.cli.notebook",
-    "Rehearsal": "ensemble.commands.rehearse",
-    "Run": "ensemble.cli.notebook",
-    "RunReport": "ensemble.pipeline.run_report",
-    "RunStatus": "ensemble.commands.status",
-    "Tuning": "ensemble.analysis.tune.tuning",
+_NAMES = {
+    "ensemble.api": "compare fit merge open_run plan rehearse report run tune validate",
+    "ensemble.common.errors": "CheckpointError ConfigError DataError DeviceError EnsembleError Interrupted "
+    "MembersFailed MergeError OutputError OutputInUse TimeLimitReached WriteError",
+    "ensemble.analysis.compare": "Comparison",
+    "ensemble.analysis.fit": "FitReport",
+    "ensemble.analysis.tune.tuning": "Tuning",
+    "ensemble.cli.notebook": "Preview Run",
+    "ensemble.commands.rehearse": "Rehearsal",
+    "ensemble.commands.status": "RunStatus",
+    "ensemble.pipeline.run_report": "RunReport",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES.get(name, "ensemble.common.errors")), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,8 @@
 The functions leave nothing changed in the caller's process: no module is kept out or loaded in a special way, no
 stream is replaced, and handlers of signals and loggers are put back.  Errors and printed text hold no secrets.
 
+Where the command would fail, its function raises an ``EnsembleError`` with every problem found.
+
 The command line calls the same functions, and takes the help of its commands and options from their docstrings
 (``cli/help.py``): paragraphs before ``Args`` describe the command, ``Args`` its options.
 """
@@ -11,16 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import operator
 import os
 import shlex
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias, cast
+from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from ensemble.cli.views import show
 from ensemble.common.errors import ConfigError, DataError, Interrupted, OutputError, OutputInUse
@@ -56,10 +56,10 @@ _is_command = False
 
 
 def own_process() -> None:
-    """Treat this process as the command line's own, which nobody else uses and which ends with the command.
+    """Treat this process as the command line's own, which ends with the command.
 
-    Then output is guarded for good, a second signal ends the process, pandas is kept out of pyarrow, and the time
-    limit of a run counts from the start of the process.
+    Output is guarded for good, a second signal ends the process, pandas is kept out of pyarrow, and a run's time
+    limit counts from the start of the process.
     """
     global _is_command
     _is_command = True
@@ -94,12 +94,10 @@ def run(
         Ctrl-C, or a notebook's interrupt, ends the run in order and then raises ``KeyboardInterrupt``.  In a thread
         other than the main one no signal is handled.
 
-    Raises:
-        EnsembleError: if the command would fail.  After ``TimeLimitReached`` ensemble and submission are complete,
-            and ``open_run`` opens them.
+        After ``TimeLimitReached`` ensemble and submission are complete, and ``open_run`` opens them.
     """
     loaded = _load(config, overrides)
-    other = None if reuse is None else _path(reuse, "give the output_dir of another run")
+    other = _optional_path(reuse)
     with _exclusive_run(loaded, quiet) as (stream, quiet):
         from ensemble.cli.notebook import Run
         from ensemble.cli.progress import choose_display, log_shown
@@ -122,9 +120,6 @@ def validate(config: ConfigFiles, overrides: Overrides | None = None) -> Preview
 
     Args:
         config, overrides: as for ``run``.
-
-    Raises:
-        EnsembleError: with every problem found.
     """
     return _preview("validate", config, overrides)
 
@@ -140,11 +135,8 @@ def plan(
 
     Note:
         Why models fit nowhere is in the result's ``problems``.
-
-    Raises:
-        EnsembleError: with every other problem found.
     """
-    folder = None if predictions_from is None else _path(predictions_from, "give the output_dir of a run")
+    folder = _optional_path(predictions_from)
     return _preview("plan", config, overrides, folder)
 
 
@@ -170,13 +162,11 @@ def rehearse(
 
     Note:
         Why a run would not end as it should is in the result's ``problems``.
-
-    Raises:
-        EnsembleError: if the command would fail.
     """
-    rows, sample = _count("rows", rows), _count("sample", sample)
+    _check_count("rows", rows)
+    _check_count("sample", sample)
     loaded = _load(config, overrides)
-    table = None if lengths_from is None else _path(lengths_from, "give the path of a table")
+    table = _optional_path(lengths_from)
     with _exclusive_run(loaded, quiet) as (stream, quiet):
         from ensemble.cli.progress import choose_display
         from ensemble.commands.rehearse import rehearse as rehearse_config
@@ -219,11 +209,8 @@ def tune(
             difference (default: 0.02).
         write: File for the settings found, for `run CONFIG YAML`.
         force: Replace an existing file.
-
-    Raises:
-        EnsembleError: if the command would fail.
     """
-    rows = _count("rows", rows)
+    _check_count("rows", rows)
     loaded = _load(config, overrides)
     with imports():
         from ensemble.analysis.tune.command import check_output, overrides_beside
@@ -231,7 +218,7 @@ def tune(
         from ensemble.cli.progress import choose_display
 
     with redacted_errors(loaded.redactor):
-        file = None if write is None else _path(write, "give the path of a YAML file to write")
+        file = _optional_path(write)
         target = None if file is None else check_output(file, force, loaded.paths)
     with _exclusive_run(loaded, quiet) as (stream, quiet):
         result = tune_config(
@@ -288,9 +275,6 @@ def fit(
     Note:
         A dict without the key ``models`` holds the CSVs by the names that they are to have.  Without ``output``
         nothing is written.
-
-    Raises:
-        EnsembleError: if the command would fail.
     """
     with imports(for_analysis=True):
         from ensemble.analysis.fit import Options
@@ -300,8 +284,8 @@ def fit(
         paths = _fit_sources(sources)
         if not paths:
             raise ConfigError("sources: the list is empty; give the path of a config or of CSVs")
-        table = None if labels is None else _path(labels, "give the path of a table")
-        file = None if output is None else _path(output, "give the path of a file to write")
+        table = _optional_path(labels)
+        file = _optional_path(output)
         target = None
         if file is not None:
             target = check_output(file, force, [path for path in paths if isinstance(path, Path)], table)
@@ -356,18 +340,14 @@ def compare(
     Note:
         Without ``activation``, CSVs have that of the run that they are compared with; else they hold probabilities
         that sum to 1, or, of one label, probabilities if all are from 0 to 1.
-
-    Raises:
-        DataError: if the command would fail.
     """
     with imports(for_analysis=True):
         from ensemble.analysis.compare import compare as compare_sides
 
     if isinstance(metrics, str):
         raise ConfigError(f"metrics: give a list of names, such as [{quoted(metrics)}]")
-    advice = "give the output_dir of a run, or a CSV"
-    left, right = _path(first, advice), _path(second, advice)
-    table = None if labels is None else _path(labels, "give the path of a table")
+    left, right = _path(first), _path(second)
+    table = _optional_path(labels)
     result = compare_sides(left, right, metrics, table, label_column, id_column, activation)
     if not quiet and sys.stdout is not None:
         show("compare", result, cast(IO[str], RedactedStream(sys.stdout, Redactor(os.environ))))
@@ -407,9 +387,6 @@ def merge(
     Note:
         ``files`` may be a dict of paths by name, ``weights`` a dict of weights by name.  Returns the path that was
         written.
-
-    Raises:
-        EnsembleError: with every problem found; nothing is written then.
     """
     by_name: Mapping[str, object] = {}
     if isinstance(weights, Mapping):
@@ -447,7 +424,6 @@ def merged(
         from ensemble.commands.merge_files import merge_files
         from ensemble.pipeline.signals import heed_signals
 
-    advice = "give the path of a CSV"
     if isinstance(labels, str):
         raise ConfigError(f"labels: give a list of names, such as [{quoted(labels)}]")
     sets = [*_texts(overrides or {})]
@@ -459,10 +435,10 @@ def merged(
     # No signal leaves a temporary file.
     with _signals_passed_on("run the same command again"), heed_signals(_is_command):
         return merge_files(
-            [*map(str, _files(files, advice))],
-            _path(output, advice),
+            [*map(str, _files(files))],
+            _path(output),
             sets,
-            None if weights is None else _path(weights, advice),
+            _optional_path(weights),
             by_name,
             id_column,
             labels,
@@ -472,21 +448,18 @@ def merged(
 
 @redacted_errors()
 def open_run(path: FilePath) -> Run:
-    """Open the ``output_dir`` of a run, whether it goes on or has ended.
-
-    Raises:
-        DataError: no run has ever been there.
-    """
+    """Open the ``output_dir`` of a run, whether it goes on or has ended."""
     from ensemble.cli.notebook import Run
     from ensemble.pipeline.run_dir import RunDir, holder
 
-    folder = _path(path, "give the output_dir of a run")
+    folder = _path(path)
     rundir = RunDir(folder)
     if not rundir.run_json.exists() and holder(rundir) is None:
         raise DataError(f"{path}: there is no run.json; name the output_dir of a run")
     return Run(folder)
 
 
+@redacted_errors()
 def report(path: FilePath, output: FilePath | None = None) -> Path:
     """Write the report of the run in RUN_DIR as one HTML file.
 
@@ -496,36 +469,29 @@ def report(path: FilePath, output: FilePath | None = None) -> Path:
         path: The output_dir of a run.
         output: File to write (default: RUN_DIR/report.html).
 
-    Raises:
-        DataError: there is no run.json that can be read.
-        OutputError: something is there that is no report.
-        WriteError: the file cannot be written.
+    Note:
+        What could not be shown is printed to standard error.
     """
-    page, problems = write_report(path, output)
-    if problems:
-        warnings.warn("; ".join(problems), stacklevel=2)
-    return page
-
-
-@redacted_errors()
-def write_report(path: FilePath, output: FilePath | None) -> tuple[Path, list[str]]:
-    """Do what ``report`` does, and return the page and what could not be shown in it."""
     with imports(for_analysis=True):
-        from ensemble.analysis.report.page import write_report as write
+        from ensemble.analysis.report.page import write_report
         from ensemble.pipeline.report_page import is_report
         from ensemble.pipeline.run_dir import RunDir
 
-    run_dir = _path(path, "give the output_dir of a run")
+    run_dir = _path(path)
     if output is None:
-        page = RunDir(run_dir).report_page
+        page = target = RunDir(
+            run_dir
+        ).report_page  # a link there was not named by anybody, and is not followed
         if page.is_dir():
             raise OutputError(f"{page} is a folder; remove it, or name a file with --output")
-        return page, write(run_dir, page)  # a link there was not named by anybody, and is not followed
-    page = _path(output, "give the path of an HTML file")
-    target = output_file(page)
-    if target.exists() and not is_report(target):
-        raise OutputError(f"{page}: is there already and is no report; choose another name")
-    return page, write(run_dir, target)
+    else:
+        page = _path(output)
+        target = output_file(page)
+        if target.exists() and not is_report(target):
+            raise OutputError(f"{page}: is there already and is no report; choose another name")
+    for problem in write_report(run_dir, target):
+        print(problem, file=sys.stderr)  # noqa: T201
+    return page
 
 
 @contextlib.contextmanager
@@ -599,7 +565,7 @@ def _load(config: object, overrides: Overrides | None) -> LoadedConfig:
     with imports(), redacted_errors():
         from ensemble.pipeline.load import load
 
-        sources = [_source(source, "give the path of a YAML file, or a dict") for source in _listed(config)]
+        sources = [_source(source) for source in _listed(config)]
         if not sources:
             raise ConfigError("config: the list is empty; give the path of a YAML file")
         loaded = load(sources, () if overrides is None else _texts(overrides))
@@ -613,47 +579,42 @@ def _listed(value: object) -> Sequence[object]:
     return value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
 
 
-def _source(value: object, advice: str) -> ConfigSource:
+def _source(value: object) -> ConfigSource:
     """Return the path of a YAML file, or a mapping in its place."""
     from ensemble.config import MappingConfig, mapping_config
 
     if isinstance(value, MappingConfig):
         return value
-    return mapping_config(value) if isinstance(value, Mapping) else _path(value, advice)
+    return mapping_config(value) if isinstance(value, Mapping) else _path(value)
 
 
 def _fit_sources(value: object) -> list[ConfigSource]:
     """Return configs or CSVs; a mapping without the key ``models`` holds paths by their names."""
-    advice = "give the path of a config or of a CSV"
     if isinstance(value, Mapping) and "models" not in value:
-        return [*_files(value, advice)]
-    return [_source(source, advice) for source in _listed(value)]
+        return [*_files(value)]
+    return [_source(source) for source in _listed(value)]
 
 
-def _files(value: object, advice: str) -> list[Path]:
+def _files(value: object) -> list[Path]:
     """Return a path, several, or paths by their names, which become ``NAME=path``."""
     if isinstance(value, Mapping):
-        return [Path(f"{name}={_path(path, advice)}") for name, path in value.items()]
-    return [_path(path, advice) for path in _listed(value)]
+        return [Path(f"{name}={_path(path)}") for name, path in value.items()]
+    return [_path(path) for path in _listed(value)]
 
 
-def _path(value: object, advice: str) -> Path:
+def _path(value: object) -> Path:
     if not isinstance(value, str | os.PathLike):
-        raise ConfigError(f"{quoted(repr(value))} is not a path; {advice}")
+        raise ConfigError(f"{quoted(repr(value))} is not a path")
     return Path(value)
 
 
-def _count(name: str, value: object) -> int | None:
-    """Return a whole number of at least 1, whatever its type is; None as it is."""
-    if value is None:
-        return None
-    try:
-        count = 0 if isinstance(value, bool) else operator.index(cast(SupportsIndex, value))
-    except TypeError:
-        count = 0
-    if count < 1:
-        raise ConfigError(f"{name}: give a whole number of at least 1, not {quoted(str(value))}")
-    return count
+def _optional_path(value: object) -> Path | None:
+    return None if value is None else _path(value)
+
+
+def _check_count(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ConfigError(f"{name}: give a whole number of at least 1, not {value}")
 
 
 def _texts(overrides: Overrides) -> Sequence[str]:

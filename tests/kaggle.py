@@ -35,7 +35,7 @@ subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
 os.execv(command[0], command)
 """
 # Lines that depend on the machine and the moment; the last is said only where the report takes a while.
-_PASSING = re.compile(r"\d|─|[CG]PU|^(gemma2|llama3)\b|^the report is being written$")
+_PASSING = re.compile(r"\d|---|[CG]PU|^(gemma2|llama3)\b|^the report is being written$")
 _INTRODUCTION = """\
 # The notebook, run
 
@@ -198,7 +198,7 @@ def lasting(page: str) -> list[str]:
     all_lines = page.splitlines()
     for number, line in enumerate(all_lines):
         # A table's header takes one line or two, by the width of its figures.
-        is_header = any("─" in below for below in all_lines[number + 1 : number + 3])
+        is_header = any("---" in below for below in all_lines[number + 1 : number + 3])
         if line.startswith("```"):
             is_output = line == "```text"
         elif not is_output:

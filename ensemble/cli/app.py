@@ -5,23 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
 from ensemble import api
-from ensemble.cli.help import argument, described_by, option, repeatable
+from ensemble.cli.help import argument, calls, described_by, option, repeatable
 from ensemble.cli.json_views import plan_json, print_json, problems_as_json, status_json
-from ensemble.cli.layout import Page
+from ensemble.cli.layout import page_width, wrapped
 from ensemble.cli.views import show
 from ensemble.common.errors import ConfigError, DeviceError, EnsembleError, Interrupted
 from ensemble.common.protocol import Activation
 from ensemble.common.text import plural
 from ensemble.common.version import __version__
-
-if TYPE_CHECKING:
-    from ensemble.cli.notebook import Preview
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -78,10 +76,7 @@ def status(run_dir: RunDirArgument, as_json: JsonOption = False) -> None:
 def report(
     path: RunDirArgument, output: Annotated[Path | None, option("--output -o", "HTML")] = None
 ) -> None:
-    page, problems = api.write_report(path, output)
-    for problem in problems:
-        print(problem, file=sys.stderr)
-    print(f"report: {page}")
+    print(f"report: {api.report(path, output)}")
 
 
 @app.command()
@@ -98,7 +93,7 @@ def validate(
     if as_json:
         print_json(plan_json(preview))
     elif not quiet:
-        _show_preview(preview)
+        show("validate", preview.prepared, sys.stdout)
 
 
 @app.command()
@@ -115,31 +110,21 @@ def plan(
     if as_json:
         print_json(plan_json(preview))
     else:
-        _show_preview(preview)
+        show("plan", preview.prepared, sys.stdout)
     if preview.problems:
         raise DeviceError(preview.problems)
 
 
 @app.command()
 def init(
-    table: Annotated[
-        Path,
-        argument("TABLE", help="The table: CSV, TSV, Parquet or JSON lines."),
-    ],
+    table: Annotated[Path, argument("TABLE", help="The table: CSV, TSV, Parquet or JSON lines.")],
     models: Annotated[
         list[str],
-        argument(
-            "MODEL",
-            help="Folders of checkpoints or adapters, or CSVs of predictions made elsewhere.",
-        ),
+        argument("MODEL", help="Folders of checkpoints or adapters, or CSVs of predictions made elsewhere."),
     ],
     sample: Annotated[
         Path | None,
-        option(
-            "--sample",
-            "CSV",
-            help="Sample submission (default: sample_submission.csv beside TABLE).",
-        ),
+        option("--sample", "CSV", help="Sample submission (default: sample_submission.csv beside TABLE)."),
     ] = None,
     output: Annotated[Path, option("--output -o", "YAML", help="File to write.")] = Path("config.yaml"),
     force: ForceOption = False,
@@ -148,11 +133,10 @@ def init(
     with api.imports():
         from ensemble.commands.init import write_first_config
     first = write_first_config(table, models, sample, output, force)
-    page = Page.of(sys.stdout)
-    for line in (f"{output}: written; look through it", *(f"guess: {guess}" for guess in first.guesses)):
-        print(*page.wrapped(line, later="  "), sep="\n")
+    for text in (f"{output}: written; look through it", *(f"guess: {guess}" for guess in first.guesses)):
+        print(*wrapped(text, page_width(sys.stdout)), sep="\n")
     try:
-        _show_preview(api.validate([output]))
+        show("validate", api.validate([output]).prepared, sys.stdout)
     except EnsembleError as error:
         advice = f"{output} does not pass validate yet; fix these problems, then validate it again"
         raise type(error)([advice, *error.problems]) from error
@@ -173,7 +157,7 @@ def rehearse(
     )
     if rehearsal.problems:
         if quiet:
-            print(*(f"error: {problem}" for problem in rehearsal.problems), sep="\n", file=sys.stderr)
+            _print_errors(rehearsal.problems)
         raise typer.Exit(1)
 
 
@@ -193,10 +177,7 @@ def tune(
     )
     if not tuning.has_result:
         if quiet:
-            print(
-                "error: no settings could be chosen for any member; without --quiet tune says why",
-                file=sys.stderr,
-            )
+            _print_errors(["no settings could be chosen for any member; without --quiet tune says why"])
         raise typer.Exit(1)
 
 
@@ -206,8 +187,7 @@ def merge(
     files: Annotated[list[str], argument("[NAME=]CSV")],
     output: Annotated[Path, option("--output -o", "CSV")],
     weight: Annotated[
-        list[str],
-        repeatable("--weight", "NAME=NUMBER", help="Weight of a file; give one for each file."),
+        list[str], repeatable("--weight", "NAME=NUMBER", help="Weight of a file; give one for each file.")
     ],
     labels: Annotated[list[str], repeatable("--label", "NAME")],
     overrides: SetOption,
@@ -238,34 +218,20 @@ def merge(
 
 
 @app.command()
-@described_by(api.compare)
+@calls(api.compare)
 def compare(
     first: Annotated[Path, argument("A")],
+    second: Annotated[Path, argument("B")],
     metrics: Annotated[list[str], repeatable("--metric", "NAME")],
-    second: Annotated[Path | None, argument("B")] = None,
     labels: LabelsOption = None,
     label_column: LabelColumnOption = None,
     id_column: IdColumnOption = None,
     activation: ActivationOption = None,
-) -> None:
-    if second is None:
-        raise typer.BadParameter(
-            f"name what to compare {first} with: another run, or a CSV of predictions; `report` shows one run by "
-            f"itself, and `compare {first} {first}` has any --metric of it and its members"
-        )
-    api.compare(
-        first,
-        second,
-        metrics,
-        labels=labels,
-        label_column=label_column,
-        id_column=id_column,
-        activation=activation,
-    )
+) -> None: ...
 
 
 @app.command()
-@described_by(api.fit)
+@calls(api.fit)
 def fit(
     sources: Annotated[list[Path], argument("CONFIG|[NAME=]CSV...")],
     overrides: SetOption,
@@ -285,36 +251,14 @@ def fit(
     output: Annotated[Path, option("--output -o", "YAML")] = Path("weights.yaml"),
     force: ForceOption = False,
     quiet: QuietOption = False,
-) -> None:
-    api.fit(
-        sources,
-        overrides,
-        labels=labels,
-        label_column=label_column,
-        id_column=id_column,
-        metric=metric,
-        method=method,
-        calibration=calibration,
-        merge_method=merge_method,
-        activation=activation,
-        folds=folds,
-        seed=seed,
-        partial=partial,
-        output=output,
-        force=force,
-        quiet=quiet,
-    )
+) -> None: ...
 
 
 @app.command()
 def doctor(
     sets: SetOption,
     config: Annotated[
-        list[Path] | None,
-        argument(
-            "CONFIG",
-            help="Config of a run to check this machine for.",
-        ),
+        list[Path] | None, argument("CONFIG", help="Config of a run to check this machine for.")
     ] = None,
     quiet: Annotated[bool, option("--quiet -q", help="Print problems only.")] = False,
 ) -> None:
@@ -324,11 +268,11 @@ def doctor(
 
     if sets and not config:
         raise typer.BadParameter("--set changes a CONFIG; name one")
-    problems, page = 0, Page.of(sys.stdout)
+    problems, width = 0, page_width(sys.stdout)
     for finding in examine(config or (), sets):
         problems += finding.mark == "problem"
         if finding.mark == "problem" or not quiet:
-            print(*finding_lines(finding, page), sep="\n")
+            print(*finding_lines(finding, width), sep="\n")
     if not quiet:
         print(f"{plural(problems, 'problem')} to fix: no run can start" if problems else "A run can start.")
     if problems:
@@ -363,11 +307,7 @@ def main() -> NoReturn:
         code = 130
     except SystemExit as leaving:  # how typer ends a command, and a wrong one
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    for problem in problems:
-        first, *others = Page.of(sys.stderr).wrapped(problem, "error: ", later="  ")
-        if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
-            first = first.replace("error:", "\x1b[31merror:\x1b[0m", 1)
-        print(first, *others, sep="\n", file=sys.stderr, flush=True)
+    _print_errors(problems)
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or it was closed
             stream.flush()
@@ -380,7 +320,9 @@ def _limited(overrides: list[str], limit: int | None) -> list[str]:
     return overrides if limit is None else [*overrides, f"limit={limit}"]
 
 
-def _show_preview(preview: Preview) -> None:
-    from ensemble.cli.notebook import show_preview
-
-    show_preview(preview, sys.stdout)
+def _print_errors(problems: Sequence[str]) -> None:
+    for problem in problems:
+        first, *others = wrapped(problem, page_width(sys.stderr), "error: ")
+        if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
+            first = first.replace("error:", "\x1b[31merror:\x1b[0m", 1)
+        print(first, *others, sep="\n", file=sys.stderr, flush=True)

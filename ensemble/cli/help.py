@@ -1,7 +1,8 @@
-"""The help of commands, taken from the docstrings of the API's functions: an option is described once."""
+"""Commands made of the API's functions: an option is described once, in the function's docstring."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -38,6 +39,19 @@ def described_by(function: Callable[..., object]) -> Callable[[Command], Command
         return command
 
     return describe
+
+
+def calls(function: Callable[..., object]) -> Callable[[Command], Callable[..., None]]:
+    """Make a command that calls a function with its own options; see ``described_by``."""
+
+    def make(command: Command) -> Callable[..., None]:
+        @functools.wraps(described_by(function)(command))
+        def call(**options: Any) -> None:
+            function(**options)
+
+        return call
+
+    return make
 
 
 def option(flags: str, metavar: str | None = None, **settings: Any) -> Any:

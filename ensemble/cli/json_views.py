@@ -39,7 +39,7 @@ def problems_as_json(is_asked: bool) -> Iterator[None]:
 
 
 def status_json(status: RunStatus) -> dict[str, Any]:
-    """How far a run is, or how it ended."""
+    """Describe how far a run is, or how it ended."""
     report, facts = status.report, vars(status).copy()
     del facts["report"], facts["folder"]
     facts |= {"problems": [], "output_dir": status.folder.absolute(), "state": "starting"}
@@ -57,9 +57,7 @@ def plan_json(preview: Preview) -> dict[str, Any]:
 
     The secrets of the config are left to ``guard_output``.
     """
-    from ensemble.cli.notebook import prepared_of
-
-    prepared, config, plan = prepared_of(preview), preview.config, preview.plan
+    prepared, config, plan = preview.prepared, preview.config, preview.plan
     return {
         "problems": preview.problems,
         "warnings": [*prepared.table.remarks, *prepared.warnings, *plan.warnings],

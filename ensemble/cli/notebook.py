@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from html import escape
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
-from ensemble.cli.layout import Page
-from ensemble.cli.views import lines, show
+from ensemble.cli.views import lines
 from ensemble.commands.status import RunStatus
 from ensemble.common.errors import DataError
 from ensemble.common.packages import demand_supported
@@ -123,7 +122,7 @@ class Run(_Shown):
 
     def __repr__(self) -> str:
         try:
-            return Redactor(os.environ)("\n".join(lines("status", self.status, Page())))
+            return Redactor(os.environ)("\n".join(lines("status", self.status)))
         except DataError as error:  # a notebook shows it all the same
             return str(error)
 
@@ -132,6 +131,7 @@ class Preview(_Shown):
     """A config that was checked and planned.  Printed, it is what ``validate`` or ``plan`` shows.
 
     Attributes:
+        prepared: everything that the checks found.
         config: with all defaults.
         plan: where each member would run, and how long the run would take.
         problems: why members fit nowhere, or not on some node of a cluster, a sentence each; empty if all fit.
@@ -139,25 +139,14 @@ class Preview(_Shown):
 
     def __init__(self, view: str, prepared: Prepared) -> None:
         self._view = view
-        self._prepared = prepared
+        self.prepared = prepared
         self.config: RunConfig = prepared.config
         self.plan: Plan = prepared.plan
         of_nodes = (text for node in prepared.nodes for text in node.problems)
         self.problems: tuple[str, ...] = (*prepared.plan.problems, *of_nodes)
 
     def __repr__(self) -> str:
-        redactor = self._prepared.loaded.redactor
-        return redactor("\n".join(lines(self._view, self._prepared, Page())))
-
-
-def prepared_of(preview: Preview) -> Prepared:
-    """Return everything that the checks found, for those who print it."""
-    return preview._prepared
-
-
-def show_preview(preview: Preview, file: IO[str]) -> None:
-    """Print a preview as it fits where it goes."""
-    show(preview._view, preview._prepared, file)
+        return self.prepared.loaded.redactor("\n".join(lines(self._view, self.prepared)))
 
 
 def _frame(path: Path) -> pd.DataFrame:

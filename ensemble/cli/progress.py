@@ -6,11 +6,10 @@ import contextlib
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING
 
-from ensemble.cli.layout import Page
+from ensemble.cli.layout import page_width, wrapped
 from ensemble.common.text import duration, plural, rate
 from ensemble.scheduling.state import MemberState, Phase
 
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
     from ensemble.pipeline.run import Display
 
 PLAIN_LINE_SECONDS = 5.0
-_SHOWN_NODES = 4
-_NUMBERED_REPLICAS = 8  # of more of them nobody would read a line each
+_NUMBERED_REPLICAS = 8  # nobody would read a line each of more of them
 _BAR_WIDTH, _SHORTEST_BAR = 24, 6
 _STATUS_WIDTH = len("1,000,000/1,000,000 rows, 100,000 tokens/s, 10:00:00 h left")
 _BEFORE = {"waiting": "waiting", "starting": "starting Python", "loading": "loading the model"}
@@ -44,22 +42,14 @@ def choose_display(file: IO[str], quiet: bool) -> Display:
 @contextlib.contextmanager
 def log_shown(display: Display) -> Iterator[None]:
     """Show the lines of the run's log, too."""
-    log, handler = logging.getLogger("ensemble"), _LogLines(display)
+    log, handler = logging.getLogger("ensemble"), logging.Handler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.emit = lambda record: display.say(handler.format(record))  # type: ignore[method-assign]
     log.addHandler(handler)
     try:
         yield
     finally:
         log.removeHandler(handler)
-
-
-class _LogLines(logging.Handler):
-    def __init__(self, display: Display) -> None:
-        super().__init__()
-        self._display = display
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._display.say(self.format(record))
 
 
 class QuietDisplay:
@@ -76,19 +66,21 @@ class PlainDisplay(QuietDisplay):
         self._clock = clock
         self._last: dict[str, float] = {}
         self._phases: dict[str, tuple[Phase, float]] = {}  # of members and replicas, and since when
-        self._noted: set[str] = set()
-        self._noted_workers: Counter[str] = Counter()  # by member, how many
+        self._said: set[str] = set()
 
     def say(self, text: str) -> None:
-        for line in Page.of(self._file).wrapped(text, later="  "):
+        for line in wrapped(text, page_width(self._file)):
             self._print(line)
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._file, flush=True)
 
     def update(self, members: Sequence[MemberState]) -> None:
         for state in members:
             name, phase = state.plan.name, state.phase
             if phase == "waiting":
                 continue
-            self._note(state)
+            self._say_settings(state)
             has_numbers = 1 < state.plan.replicas <= _NUMBERED_REPLICAS
             for record in state.workers if has_numbers else ():
                 if record.ready is None and record.life_seconds is None and record.exit_code is None:
@@ -96,7 +88,7 @@ class PlainDisplay(QuietDisplay):
                     self._say_phase(f"{name} replica {record.replica}", replica_phase, _BEFORE[replica_phase])
             if has_numbers and phase in _BEFORE:
                 continue
-            first_text = ""
+            first_text = describe(state)
             if phase == "predicting":
                 first_text = f"predicting {plural(state.rows - state.reused_rows, 'row')}{_nodes_of(state)}"
             self._say_phase(name, phase, describe(state), first_text)
@@ -106,27 +98,21 @@ class PlainDisplay(QuietDisplay):
         now = self._clock()
         last_phase, since = self._phases.get(title, ("", now))
         if phase != last_phase:
-            self._phases[title], text = (phase, now), first_text or text
+            self._phases[title] = (phase, now)
+            text = first_text or text
         elif phase not in _BUSY or now - self._last[title] < PLAIN_LINE_SECONDS:
             return
         elif phase in _BEFORE:
-            seconds = round(now - since)
-            text = f"{text}, {f'{seconds} s' if seconds < 60 else duration(seconds)}"
+            text += f", {duration(round(now - since))}"
         self._last[title] = now
         self.say(f"{title}: {text}")
 
-    def _print(self, line: str) -> None:
-        print(line, file=self._file, flush=True)
-
-    def _note(self, state: MemberState) -> None:
-        """Say once what a member computes with, and what its workers have to tell of it."""
+    def _say_settings(self, state: MemberState) -> None:
+        """Say once what a member computes with, and each note of its workers."""
         name = state.plan.name
-        count, self._noted_workers[name] = self._noted_workers[name], len(state.readies)
-        for ready in state.readies[count:]:
-            texts = [f"{name}: {note}" for note in ready.notes if f"{name}: {note}" not in self._noted]
-            self._noted.update(texts)
-            if name not in self._noted:  # its other workers have the same, but perhaps less memory
-                self._noted.add(name)
+        for ready in state.readies:
+            notes = list(ready.notes)
+            if name not in self._said:  # its other workers have the same, but perhaps less memory
                 attention, batch = ready.attn_implementation.replace("_", "-"), ""
                 if attention and "attention" not in attention:
                     attention += " attention"
@@ -135,18 +121,17 @@ class PlainDisplay(QuietDisplay):
                     amount = plural(ready.token_budget, "token") if size is None else plural(size, "row")
                     batch = f"{amount} a batch"
                 facts = ", ".join(filter(None, (ready.dtype, attention, batch)))
-                facts = facts or f"on {ready.device}"
-                texts.insert(0, f"{name}: {facts}")
-            for text in texts:
-                self.say(text)
+                notes.insert(0, facts or f"on {ready.device}")
+                self._said.add(name)
+            for note in notes:
+                text = f"{name}: {note}"
+                if text not in self._said:
+                    self._said.add(text)
+                    self.say(text)
 
 
 class BarDisplay(PlainDisplay):
-    """A bar per member, redrawn in place.
-
-    Args:
-        console: where the bars are drawn; made of the file, the first time that they are, where it is None.
-    """
+    """A bar per member, redrawn in place on ``console``, which is made of the file by default."""
 
     def __init__(self, file: IO[str], console: Console | None = None) -> None:
         super().__init__(file)
@@ -156,26 +141,29 @@ class BarDisplay(PlainDisplay):
 
     def update(self, members: Sequence[MemberState]) -> None:
         if self._bars is None:
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn
-            from rich.table import Column
-
-            console = self._console or Console(file=self._file, highlight=False, soft_wrap=True)
-            names = max(len(state.plan.name) for state in members)
-            room = console.width - names - _STATUS_WIDTH - 2  # and a blank on either side of the bar
-            name, status = "{task.description}", "{task.fields[status]}"
-            columns = [TextColumn(name), BarColumn(bar_width=min(_BAR_WIDTH, room)), TextColumn(status)]
-            if room < _SHORTEST_BAR:  # then the numbers count for more
-                columns = [TextColumn(f"{name}\n  {status}", table_column=Column(overflow="fold"))]
-            self._bars = Progress(*columns, console=console)
+            self._bars = self._new_bars(max(len(state.plan.name) for state in members))
             self._bars.start()
         for state in members:
             name = state.plan.name
-            self._note(state)
+            self._say_settings(state)
             if name not in self._tasks:
                 self._tasks[name] = self._bars.add_task(name, total=1.0, status="")
             status = describe(state, short=True)
             self._bars.update(self._tasks[name], completed=state.fraction, status=status)
+
+    def _new_bars(self, name_width: int) -> Progress:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
+
+        console = self._console or Console(file=self._file, highlight=False, soft_wrap=True)
+        room = console.width - name_width - _STATUS_WIDTH - 2  # and a blank on either side of the bar
+        name, status = "{task.description}", "{task.fields[status]}"
+        if room < _SHORTEST_BAR:  # the numbers matter more
+            column = TextColumn(f"{name}\n  {status}", table_column=Column(overflow="fold"))
+            return Progress(column, console=console)
+        bar = BarColumn(bar_width=min(_BAR_WIDTH, room))
+        return Progress(TextColumn(name), bar, TextColumn(status), console=console)
 
     def stop(self) -> None:
         if self._bars is not None:
@@ -189,21 +177,21 @@ class BarDisplay(PlainDisplay):
 
 
 def describe(state: MemberState, short: bool = False) -> str:
-    """Say in a phrase what a member is doing."""
-    phase = state.phase
+    """Return in a phrase what a member is doing."""
+    phase, rows = state.phase, state.rows
     if phase in _BEFORE:
         return _BEFORE[phase]
     if phase == "failed":
         return "failed" if short or state.failure is None else f"failed: {state.failure.message}"
-    rows = state.rows
     if phase == "done" and not state.workers:
-        how = "done by an earlier run" if state.plan.needs_worker else "made elsewhere"
         if state.plan.model.when is not None and not rows:
             return "no row of which the members before it are unsure"
+        how = "done by an earlier run" if state.plan.needs_worker else "made elsewhere"
         return f"{plural(rows, 'row')}, {how}"
     elapsed, computed = state.predicting_seconds, state.computed_cost
-    speed = f"{state.tokens_done / elapsed:,.0f} tokens/s"
-    if not state.tokens_done:
+    if state.tokens_done:
+        speed = f"{state.tokens_done / elapsed:,.0f} tokens/s"
+    else:
         speed = f"{rate((state.rows_done - state.reused_rows) / elapsed)} rows/s"
     if phase == "done":
         return f"{rows:,}/{rows:,} rows, {speed}, done in {duration(elapsed)}"
@@ -218,10 +206,6 @@ def describe(state: MemberState, short: bool = False) -> str:
 
 
 def _nodes_of(state: MemberState) -> str:
-    """Return the nodes of a cluster on which a member's workers run; empty where there is no cluster."""
+    """Return the nodes of a cluster on which a member's workers run; empty if there is no cluster."""
     running = [worker.node for worker in state.workers if worker.node and worker.life_seconds is None]
-    nodes = Counter(running)
-    if len(nodes) > _SHOWN_NODES:
-        return f", {plural(len(running), 'worker')} on {len(nodes)} nodes"
-    shown = [f"{node} ({plural(count, 'worker')})" for node, count in sorted(nodes.items())]
-    return f", on {', '.join(shown)}" if shown else ""
+    return f", {plural(len(running), 'worker')} on {plural(len(set(running)), 'node')}" if running else ""

@@ -23,7 +23,6 @@ from ensemble.analysis.tune.command import overrides_beside
 from ensemble.analysis.tune.trials import MemberTrials, distances
 from ensemble.analysis.tune.tuning import MemberTuning, Trial, Tuning
 from ensemble.cli import views
-from ensemble.cli.layout import Page
 from ensemble.common.gpus import Device
 from ensemble.config import TuningConfig
 from ensemble.members.huggingface import parent
@@ -89,7 +88,7 @@ def noisy(again: float) -> Tuning:
 
 
 def lines(tuning: Tuning) -> str:
-    return " ".join(" ".join(views.lines("tune", tuning, Page())).split())
+    return " ".join(" ".join(views.lines("tune", tuning)).split())
 
 
 def make_biased(folder: Path, bias: float, spread: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ensemble.cli.layout import Page
 from ensemble.cli.views import lines
 from ensemble.common.gpus import Device
 from ensemble.pipeline.run_report import MemberReport, ProgressReport, RunReport, SpeedReport, WorkerReport
@@ -59,4 +58,4 @@ def report(*members: MemberReport, **changes: Any) -> RunReport:
 
 
 def shown(view: str, subject: object, width: int | None = None) -> list[str]:
-    return list(lines(view, subject, Page(width)))
+    return list(lines(view, subject, width))

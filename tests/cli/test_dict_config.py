@@ -103,7 +103,7 @@ def test_problems_in_lists_and_circles(here: Project) -> None:
     assert "nested more than" in problems(config)[0]
     assert problems({"limit": 3})[0].startswith("data: required")
     assert problems([{**here.config(), "limit": 0}, {"fill": 1}])[0].startswith("limit: must be ")
-    assert problems(3) == ("'3' is not a path; give the path of a YAML file, or a dict",)
+    assert problems(3) == ("'3' is not a path",)
 
 
 def test_what_a_notebook_shows_and_completes(here: Project, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_what_a_notebook_shows_and_completes(here: Project, tmp_path: Path) -> N
         assert "gemma" in repr(preview)
         assert escape(repr(preview)) in preview._repr_html_()
     assert dir(run) == ["ensemble", "members", "path", "predictions", "report", "scores", "status"]
-    assert dir(preview) == ["config", "plan", "problems"]
+    assert dir(preview) == ["config", "plan", "prepared", "problems"]
     assert dir(ensemble) == sorted([*ensemble.__all__, "__version__"])
     ensemble.run(
         here.config(data={"path": "test.csv", "id_column": "id"}, limit=60, output_dir="x"), quiet=True

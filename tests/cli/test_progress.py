@@ -33,7 +33,7 @@ def test_plain_lines_come_with_each_phase_and_every_few_seconds() -> None:
     state.workers.append(WorkerRecord("m0", 0, ("cpu",), "7", "log", 0.0, 0.0))
     for clock[0] in (101.0, 103.0, 107.0):
         display.update([state])
-    assert file.getvalue().splitlines() == ["m0: starting Python", "m0: starting Python, 6 s"]
+    assert file.getvalue().splitlines() == ["m0: starting Python", "m0: starting Python, 6.0 s"]
     state.predicting_since = 108.0
     chunk = state.chunks.pending[0]
     state.take(chunk)

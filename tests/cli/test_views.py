@@ -33,7 +33,7 @@ def test_the_view_of_the_page_on_extending(monkeypatch: pytest.MonkeyPatch) -> N
     )
     assert shown("speeds", report(slow, fast)) == [
         "member  tokens/s",
-        "────────────────",
+        "----------------",
         "fast       2,000",
         "slow           4",
     ]
@@ -43,7 +43,7 @@ def test_every_view_that_is_named_is_there() -> None:
     assert all(callable(import_module(place).view) for place in views.VIEWS.values())
 
 
-LOST = "worse than its best member b (95 % interval 0.0010 to 0.0046): "
+LOST = "worse than its best member b (95 % interval 0.0010 to 0.0046)"
 
 
 @pytest.mark.parametrize(
@@ -62,12 +62,7 @@ LOST = "worse than its best member b (95 % interval 0.0010 to 0.0046): "
         (
             (-0.0028, -0.0046, -0.001),
             (1.0, 1.0),
-            f"0.0028 {LOST}equal weights lose to it; `python -m ensemble fit CONFIG` earns weights",
-        ),
-        (
-            (-0.0028, -0.0046, -0.001),
-            (1.0, 2.0),
-            f"0.0028 {LOST}these weights lose to it; `python -m ensemble fit CONFIG` earns others",
+            f"0.0028 {LOST}; `python -m ensemble fit CONFIG` finds better weights",
         ),
         (
             (-0.0016, -0.0042, 0.001),
@@ -81,7 +76,6 @@ LOST = "worse than its best member b (95 % interval 0.0010 to 0.0046): "
             "neither better nor worse than its best member b (95 % interval 0.0000 to 0.0000)",
         ),
         ((0.0, 0.0, 0.0), (0.0, 1.0), "neither better nor worse than its best member b"),
-        ((0.0, 0.0, 0.0), (1.0, 0.0), "neither better nor worse than its best member b (weight 0)"),
         ((0.5, None, None), (1.0, 1.0), "0.5000 better than its best member b"),
     ],
 )
@@ -108,13 +102,13 @@ def test_whether_the_ensemble_is_better_than_its_best_member(
 @pytest.mark.parametrize(
     ("method", "advice"),
     [
-        ("geometric_mean", "equal weights lose to it; `python -m ensemble fit CONFIG` earns weights"),
+        ("geometric_mean", "; `python -m ensemble fit CONFIG` finds better weights"),
         (
             "median",
-            "median loses to it; `python -m ensemble fit CONFIG --set ensemble.method=mean` earns weights",
+            "; `python -m ensemble fit CONFIG --set ensemble.method=mean` finds better weights",
         ),
-        ("stacking", "stacking loses to it; `python -m ensemble fit CONFIG --method stacking` earns weights"),
-        ("of a package that is gone", "--set ensemble.method=mean` earns weights"),
+        ("stacking", "; `python -m ensemble fit CONFIG --method stacking` finds better weights"),
+        ("of a package that is gone", "--set ensemble.method=mean` finds better weights"),
         ("vote", None),
         ("rank_mean", None),
     ],
@@ -138,9 +132,8 @@ def test_what_is_said_of_a_loss_is_what_the_merge_method_bears(method: str, advi
     if method == "geometric_mean":
         (line,) = [line for line in shown("summary", raw) if line.startswith("ensemble:")]
         assert line == (
-            "ensemble: RMSE 12.25, 150 worse in squared error than its best member b (95 % interval 100 to 200): "
-            "equal weights lose to it; `python -m ensemble fit CONFIG --method greedy --calibration none --metric "
-            "rmse` earns weights"
+            "ensemble: RMSE 12.25, 150 worse in squared error than its best member b (95 % interval 100 to 200); "
+            "`python -m ensemble fit CONFIG --method greedy --calibration none --metric rmse` finds better weights"
         )
 
 
@@ -172,7 +165,7 @@ def test_members_left_out_are_listed_in_the_order_of_the_config() -> None:
     failures = {name: Failure(name, "no memory") for name in "cb"}
     made = report(*(member(name, failure=failures.get(name)) for name in "dcba"), left_out=("c", "b"))
     (said,) = [line for line in shown("summary", made) if "merged without" in line]
-    assert said.startswith("merged without c, b, by the weights d 0.5, a 0.5: member c failed: ")
+    assert said.startswith("merged without c, b: member c failed: ")
 
 
 def test_rows_that_a_time_limit_lost() -> None:

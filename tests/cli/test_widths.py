@@ -109,11 +109,3 @@ def test_in_a_file_and_in_a_notebook_sentences_are_whole_lines(command: str, cro
         assert "\x1b" not in printed
         tables = [line for line in printed.splitlines() if ": " not in line]
         assert all(len(line) <= 120 for line in tables), printed
-
-
-def test_a_stream_that_takes_ascii_only_gets_ascii_rules(crowded: Project) -> None:
-    done = crowded.ensemble("status", "runs/first", environment={"PYTHONIOENCODING": "ascii"})
-    assert done.returncode == 0, done.stderr
-    assert "-----" in done.stdout
-    assert done.stdout.isascii()
-    assert "\\u" not in done.stdout

@@ -13,7 +13,6 @@ import pytest
 
 import ensemble
 from ensemble.cli import views
-from ensemble.cli.layout import Page
 from ensemble.commands.rehearse import (
     MemberRehearsal,
     Rehearsal,
@@ -107,7 +106,7 @@ def test_what_would_go_wrong_is_said_by_given_figures() -> None:
 
 
 def lines(rehearsal: Rehearsal) -> list[str]:
-    return [*views.lines("rehearse", rehearsal, Page())]
+    return [*views.lines("rehearse", rehearsal)]
 
 
 def test_of_a_member_that_fails_the_logs_are_kept(project: Project, tmp_path: Path) -> None:

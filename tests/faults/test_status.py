@@ -37,7 +37,7 @@ def test_a_real_run_is_seen_from_another_terminal(chunky: Project, tmp_path: Pat
         seen = status()
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=PATIENCE_SECONDS)
-    assert "tokens/s time left ─" in seen, seen
+    assert "tokens/s time left -" in seen, seen
     assert "llama predicting 8 16 50%" in seen
     assert "runs/first: running for " in seen
     assert "left (process" in seen

@@ -53,8 +53,7 @@ def test_what_is_told_of_nodes(chunky: Project, nodes: Nodes) -> None:
     homes = re.findall(r"^GPU (\d) on (\S+): .*T4", planned.stdout, re.MULTILINE)
     assert [number for number, _ in homes] == ["0", "1", "2", "3"]
     assert {home for _, home in homes} == {name for name, _ in rows}
-    where = planned.stdout[planned.stdout.index("replicas on GPUs") :]
-    assert all(f" on {name}" in where for name, _ in rows), where
+    assert "4 replicas on GPUs 0, 1, 2, 3" in planned.stdout
 
 
 @pytest.mark.long
@@ -133,9 +132,7 @@ def test_a_node_that_dies(
     chunky.write_config(chunky_config(chunky, launcher=launcher, devices=devices))
     with background(chunky) as process:
         agent, pid = both_compute(injected, raylet := nodes.raylets[mortal])
-        wait_until(
-            lambda: re.search(r"there +[12] .*llama-\d on GPU \d", told(chunky)), "status shows who is where"
-        )
+        wait_until(lambda: re.search(r"llama-\d: on GPU \d on ", told(chunky)), "status shows who is where")
         os.kill(agent if what == "agent" else raylet, signal.SIGKILL)
         # Not before: it could be done with all that is left while Ray has not noticed anything.
         wait_until(lambda: is_gone(pid), "the worker of a node that is lost ends with it")

@@ -167,7 +167,7 @@ def test_a_gpu_that_was_throttled_is_told_of(project: Project, nvml_sim: NvmlSim
     assert code == 0, printed
     told = " ".join(printed.split())
     assert f"Simulated T4 ({A}) was throttled for " in told
-    assert re.search(r"\(thermal [\d.:]+ \w+\); its SMs ran at 630 of 1,590 MHz meanwhile", told), told
+    assert re.search(r"\(thermal [\d.:]+ \w+\)", told), told
     assert "see to its cooling: it came to 93 °C" in told
     assert f"({B}) was throttled" not in told
     curves = RunReport.read(project.folder / "runs/first/run.json").device_telemetry

@@ -1,6 +1,6 @@
 """The process that makes a run's report: RUN_DIR PAGE PARENT_PID; what it prints goes to logs/report.log.
 
-Its last line says why there is no page, where it ends with another exit code than 0.
+If it fails, its last line says why there is no page.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ def main() -> None:
         for problem in write_report(Path(run_dir), Path(page)):
             print(problem, file=sys.stderr)  # noqa: T201
     except EnsembleError as error:
-        print(*error.problems, sep="\n", file=sys.stderr)  # noqa: T201
-        sys.exit(1)
+        sys.exit("\n".join(error.problems))
     except Exception as error:
         traceback.print_exc()
-        print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201
-        sys.exit(1)
+        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 if __name__ == "__main__":

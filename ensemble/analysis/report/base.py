@@ -19,19 +19,13 @@ from markupsafe import Markup
 from ensemble.analysis.predictions import Predictions, read_run
 from ensemble.analysis.report.results import Results
 from ensemble.analysis.texts import row_texts
-from ensemble.common.errors import DataError
-from ensemble.common.host import available_memory_bytes
-from ensemble.common.text import gib, plural, shown_path
+from ensemble.common.text import plural, shown_path
 from ensemble.data.csv_file import read_header
 from ensemble.data.formats import read_contents
 from ensemble.data.input_file import Wanted, cell_texts
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 
-# Memory for each value of a member or the ensemble;
-# 40 were measured with 600,000 rows, 5 members, 2 labels and no truth.
-BYTES_PER_VALUE = 50
-_TITLE_NAMES = 3
 # Characters of a text in a table that gets a wide column.
 _LONG = 40
 
@@ -65,10 +59,9 @@ class ReportData:
 
     @property
     def title(self) -> str:
-        """Return the page's title: the run, its members and how many rows it has."""
         names = [member.name for member in self.report.members]
-        more = f" and {len(names) - _TITLE_NAMES:,} more" if len(names) > _TITLE_NAMES else ""
-        members = f"{' + '.join(names[:_TITLE_NAMES])}{more}"
+        more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+        members = f"{' + '.join(names[:3])}{more}"
         return f"Run report: {shown_path(self.run_dir)}, {members}, {plural(self.report.rows, 'row')}"
 
     @cached_property
@@ -76,27 +69,14 @@ class ReportData:
         """Return all probabilities of the members and the ensemble, with the true labels if the run had them.
 
         Raises:
-            DataError: a file is missing or does not fit the others, or memory is too small for all of them.
+            DataError: a file is missing or does not fit the others.
         """
-        paths = [path for path in self._prediction_paths if path.exists()]
-        rows, available = self.report.rows, available_memory_bytes()
-        needed = BYTES_PER_VALUE * rows * sum(len(read_header(path)) - 1 for path in paths)
-        if available is not None and needed > available:
-            raise DataError(
-                f"the predictions of {rows:,} rows take about {gib(needed)} of memory, more than is available; run "
-                "`python -m ensemble report` on a machine that has more"
-            )
         return read_run(self.run_dir)
 
     @cached_property
     def results(self) -> Results:
         """Return the predictions as they were merged, and how to score them; raises as ``predictions`` does."""
         return Results(self.report, self.predictions)
-
-    @property
-    def _prediction_paths(self) -> list[Path]:
-        rundir = RunDir(self.run_dir)
-        return [rundir.ensemble, *(rundir.predictions(member.name) for member in self.report.members)]
 
     def texts(self, rows: Sequence[int]) -> dict[int, dict[str, str]]:
         """Return the whole texts that members read in these rows, by row (from 0) and column.
@@ -113,8 +93,8 @@ class ReportData:
         Raises:
             DataError: the table is gone.
         """
-        paths = self._prediction_paths
-        id_column = next((read_header(path)[0] for path in paths if path.exists()), "")
+        files = sorted(RunDir(self.run_dir).predictions_dir.glob("*.csv"))
+        id_column = read_header(files[0])[0] if files else ""
         wanted = Wanted(id_column, None, tuple(self.report.null_texts), self.report.rows)
         contents = read_contents(self.report.table_path(), wanted)
         total = np.zeros(contents.rows, dtype=np.int64)

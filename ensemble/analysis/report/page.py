@@ -7,7 +7,6 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from markupsafe import Markup
@@ -26,14 +25,6 @@ from ensemble.pipeline.run_report import RunReport
 
 # Control characters, and those by which text of a table could turn the direction of the text beside it.
 _UNSEEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-
-
-@dataclass(frozen=True)
-class _ShownSection:
-    id: str
-    title: str
-    html: Markup
-    problem: str = ""
 
 
 def write_report(run_dir: Path, output: Path) -> list[str]:
@@ -56,8 +47,8 @@ def write_report(run_dir: Path, output: Path) -> list[str]:
     except OSError as error:
         raise DataError(unreadable(rundir.predictions_dir, error)) from error
     data = ReportData(run_dir, report)
-    sections = list(_sections(data))
-    problems = [section.problem for section in sections if section.problem]
+    problems: list[str] = []
+    sections = list(_sections(data, problems))
     page = html(
         _PAGE,
         title=data.title,
@@ -71,30 +62,28 @@ def write_report(run_dir: Path, output: Path) -> list[str]:
     return problems
 
 
-def _sections(data: ReportData) -> Iterator[_ShownSection]:
+def _sections(data: ReportData, problems: list[str]) -> Iterator[tuple[str, str, Markup]]:
+    """Yield the id, the title and the content of each section; add to ``problems`` why a section failed."""
     reasons = set[str]()
     for name in SECTIONS.names():
-        title, anchor = name, re.sub(r"\W+", "-", name)
+        title = name
+        content: Markup | None = None
         try:
             section = SECTIONS.load(name)()
             title = section.title
             content = section.html(data)
         except DataError as error:  # nothing to show, as in a run that failed: the reason is given once
-            reason = str(error)
-            if reason not in reasons:
-                reasons.add(reason)
-                content = html('<p class="note">Not shown: {{ reason }}</p>', reason=reason)
-                yield _ShownSection(anchor, title, content)
+            if str(error) not in reasons:
+                reasons.add(str(error))
+                content = html('<p class="note">Not shown: {{ reason }}</p>', reason=str(error))
         except Exception as error:  # whatever goes wrong in one section, the others are worth reading
             redactor = Redactor(os.environ)
             print(redactor(traceback.format_exc()), file=sys.stderr)  # noqa: T201
             reason = redactor(f"{type(error).__name__}: {error_text(error)}")
-            problem = f"{title}: this section could not be made ({reason})"
-            content = html('<p class="problem">{{ problem }}</p>', problem=problem)
-            yield _ShownSection(anchor, title, content, problem)
-        else:
-            if content is not None:
-                yield _ShownSection(anchor, title, content)
+            problems.append(f"{title}: this section could not be made ({reason})")
+            content = html('<p class="problem">{{ problem }}</p>', problem=problems[-1])
+        if content is not None:
+            yield re.sub(r"\W+", "-", name), title, content
 
 
 _STYLE = """
@@ -164,13 +153,13 @@ base-uri 'none'; form-action 'none'">
 </style>
 </head>
 <body><main>
-{% for section in sections %}
-<section id="{{ section.id }}">
-{% if not loop.first %}<h2>{{ section.title }}</h2>
+{% for id, title, content in sections %}
+<section id="{{ id }}">
+{% if not loop.first %}<h2>{{ title }}</h2>
 {% endif %}
-{{ section.html }}
+{{ content }}
 {% if loop.first %}<nav aria-label="Sections">
-{% for other in sections[1:] %}<a href="#{{ other.id }}">{{ other.title }}</a>
+{% for id, title, _ in sections[1:] %}<a href="#{{ id }}">{{ title }}</a>
 {% endfor %}</nav>
 {% endif %}
 </section>

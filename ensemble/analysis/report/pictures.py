@@ -19,10 +19,7 @@ from ensemble.analysis.report.base import html
 INK: Final = "#1f2328"
 MUTED: Final = "#656d76"
 GRID: Final = "#d8dee4"
-PAPER: Final = "#fefefe"
 SERIES: Final = ("#2f6fd1", "#d9730e", "#2b8a5c", "#b8408e", "#7d5bd1", "#8a6d1e", "#1a8ea2", "#c43c3d")
-GOOD: Final = "#1a7f38"
-BAD: Final = "#cf222f"
 # Of a picture, in CSS pixels: little more than a phone is wide, so that its text can be read there.
 WIDTH: Final = 420
 # A wide window shows a picture so many times as large.
@@ -73,9 +70,8 @@ def picture(
     """
     buffer = io.StringIO()
     with mpl.rc_context({**_STYLE, "svg.hashsalt": title}), warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # the reader's machine may have glyphs that DejaVu lacks, such as Chinese
+        # The reader's machine may have glyphs that DejaVu lacks, such as Chinese.
+        warnings.simplefilter("ignore")
         size = (width * _POINTS_PER_PIXEL / 72, height * _POINTS_PER_PIXEL / 72)
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasSVG(figure)

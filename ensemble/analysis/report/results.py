@@ -27,6 +27,7 @@ class Results:
         method: of the merge; the base class if the package of the method is no longer installed.
         truth: None if the true labels are not known.
         metrics: those that are shown; the first is ``loss``, which decides.
+        problems: why a metric is not defined, a sentence each; filled by ``score``.
     """
 
     def __init__(self, report: RunReport, predictions: Predictions) -> None:
@@ -48,7 +49,7 @@ class Results:
             self.method = MergeMethod  # type: ignore[type-abstract]
         self.metrics = [METRICS[name] for name in USUAL[self.activation]]
         self.loss = self.metrics[0]
-        self._scores: dict[tuple[str, int], Scored | str] = {}
+        self.problems: set[str] = set()
 
     @cached_property
     def as_ruled(self) -> list[Values]:
@@ -62,40 +63,29 @@ class Results:
             rules.apply(0, values, is_exclusive, np.asarray(~np.isnan(values).any(axis=1)))
         return ruled
 
+    def score(self, metric: Metric, values: Values) -> Scored | None:
+        """Return a metric over the rows that have values; None if it is not defined."""
+        scores = self._scores(metric, values)
+        return None if scores is None else scores[0]
+
+    def difference(self, values: Values, others: Values) -> Interval | None:
+        """Return how far the loss of ``values`` is above that of ``others``, over the rows that both have."""
+        scores = self._scores(self.loss, values, others)
+        return None if scores is None else scores[0].minus(scores[1])
+
+    def _scores(self, metric: Metric, *values: Values) -> list[Scored] | None:
+        assert self.truth is not None
+        rows = ~np.any([np.isnan(part).any(axis=1) for part in values], axis=0)
+        try:
+            if rows.all():
+                return [self._bootstrap.score(metric, part) for part in values]
+            bootstrap = Bootstrap(self.truth[rows], self.activation)
+            return [bootstrap.score(metric, part[rows]) for part in values]
+        except DataError as error:
+            self.problems.add(str(error))
+            return None
+
     @cached_property
     def _bootstrap(self) -> Bootstrap:
         assert self.truth is not None
         return Bootstrap(self.truth, self.activation)
-
-    def score(self, metric: Metric, values: Values) -> Scored | str:
-        """Return a metric over the rows that have values, or the reason why it is not defined.
-
-        Args:
-            values: of the ensemble or a member, an array of this object: its score is kept.
-        """
-        key = (metric.name, id(values))
-        if key not in self._scores:
-            self._scores[key] = self._computed_score(metric, values)
-        return self._scores[key]
-
-    def _computed_score(self, metric: Metric, values: Values) -> Scored | str:
-        assert self.truth is not None
-        rows = ~np.isnan(values).any(axis=1)
-        try:
-            if rows.all():
-                return self._bootstrap.score(metric, values)
-            return Bootstrap(self.truth[rows], self.activation).score(metric, values[rows])
-        except DataError as error:
-            return str(error)
-
-    def difference(self, values: Values, others: Values) -> Interval | None:
-        """Return how far the loss of ``values`` is above that of ``others``, over the rows that both have."""
-        assert self.truth is not None
-        rows = ~(np.isnan(values).any(axis=1) | np.isnan(others).any(axis=1))
-        score, other = self.score(self.loss, values), self.score(self.loss, others)
-        if isinstance(score, str) or isinstance(other, str) or not rows.any():
-            return None
-        if not rows.all():
-            bootstrap = Bootstrap(self.truth[rows], self.activation)
-            score, other = (bootstrap.score(self.loss, part[rows]) for part in (values, others))
-        return score.minus(other)

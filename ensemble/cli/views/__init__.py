@@ -1,7 +1,7 @@
 """What people are shown of a run: each view is one file here, and one line in ``VIEWS``.
 
-A view is a function of what it shows that gives sentences and tables; where they go, and how wide that is, is not
-its business.  It is imported when it is shown: --help and a typo in a key shall answer at once.
+A view is a function of what it shows that yields sentences and tables.  It is imported when it is shown: --help and
+a typo in a key shall answer at once.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import IO, Any, Final, TypeAlias
 
-from ensemble.cli.layout import Page, Table
+from ensemble.cli.layout import Table, page_width, wrapped
 
-# Of what a command has made, such as a ``RunReport``; an empty sentence is left out.
+# Takes what a command has made, such as a ``RunReport``; an empty sentence is left out.
 View: TypeAlias = Callable[[Any], Iterator[str | Table]]
 
-# By name: the module here whose function ``view`` it is.
+# By name: the module whose function ``view`` it is.
 VIEWS: Final[dict[str, str]] = {
     "validate": "ensemble.cli.views.validate",
     "plan": "ensemble.cli.views.plan",
@@ -29,17 +29,17 @@ VIEWS: Final[dict[str, str]] = {
 }
 
 
-def lines(name: str, subject: object, page: Page) -> Iterator[str]:
-    """A view as lines that fit on a page."""
+def lines(name: str, subject: object, width: int | None = None) -> Iterator[str]:
+    """Yield the lines of a view, wrapped to ``width`` columns unless it is None."""
     view: View = import_module(VIEWS[name]).view
     for part in view(subject):
         if isinstance(part, Table):
-            yield from part.lines(page)
+            yield from part.lines(width)
         elif part:
-            yield from page.wrapped(part, later="  ")
+            yield from wrapped(part, width)
 
 
 def show(name: str, subject: object, file: IO[str]) -> None:
-    """Print a view as it fits where it goes."""
-    for line in lines(name, subject, Page.of(file)):
+    """Print a view as wide as the file's terminal."""
+    for line in lines(name, subject, page_width(file)):
         print(line, file=file, flush=True)

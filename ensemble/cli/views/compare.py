@@ -16,7 +16,6 @@ _COSTS = ("member", "run", "computing", "start-up", "rows/s", "host memory", "GP
 
 
 def view(comparison: Comparison) -> Iterator[str | Table]:
-    """Tables of what differs, each with a sentence where there is nothing."""
     sides = {"A": comparison.first, "B": comparison.second}
     for letter, side in sides.items():
         ended = "" if side.status in (None, "complete") else f", {side.status}"

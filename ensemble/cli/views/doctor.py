@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from ensemble.cli.layout import Page
+from ensemble.cli.layout import wrapped
 from ensemble.commands.doctor import Finding
 
 _MAX_WIDTH = 100
 _INDENT = " " * 9
 
 
-def finding_lines(finding: Finding, page: Page) -> list[str]:
+def finding_lines(finding: Finding, width: int | None) -> list[str]:
     """Return a finding in lines of at most 100 columns, its advice on lines of its own."""
-    page = replace(page, width=min(page.width or _MAX_WIDTH, _MAX_WIDTH))
-    lines = page.wrapped(finding.text, f"{finding.mark:<{len(_INDENT)}}")
+    width = min(width or _MAX_WIDTH, _MAX_WIDTH)
+    lines = wrapped(finding.text, width, f"{finding.mark:<{len(_INDENT)}}", _INDENT)
     if finding.advice:
-        lines += page.wrapped(finding.advice, f"{_INDENT}-> ")
+        lines += wrapped(finding.advice, width, f"{_INDENT}-> ", f"{_INDENT}   ")
     return lines

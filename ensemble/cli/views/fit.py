@@ -11,7 +11,6 @@ from ensemble.cli.layout import Table
 
 
 def view(report: FitReport) -> Iterator[str | Table]:
-    """A table of the members, and a sentence for each comparison and for each member that does not help."""
     rows = [
         [
             member.name,

@@ -11,11 +11,9 @@ from ensemble.config.values import weight_text
 
 
 def view(merged: Merged) -> Iterator[str | Table]:
-    """A table of the files, and the file that was written."""
     rows = [
-        [name, f"{merged.rows_of[name]:,}", weight_text(weight)] for name, weight in merged.weights.items()
+        (name, f"{merged.rows_of[name]:,}", weight_text(weight)) for name, weight in merged.weights.items()
     ]
     yield Table(["file", "rows", "weight"], rows)
-    count, labels = plural(merged.rows, "row"), ", ".join(merged.labels)
     yield f"merge method: {merged.method}"
-    yield f"{shown_path(merged.path)}: {count} of {labels}"
+    yield f"{shown_path(merged.path)}: {plural(merged.rows, 'row')} of {', '.join(merged.labels)}"

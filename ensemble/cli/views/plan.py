@@ -16,7 +16,6 @@ from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.launchers.base import Node
 
 _HEADERS = "member,parameters,weights,batch tokens,activations,attention,overhead,peak,usable,fit".split(",")
-_SHOWN_NODES = 4
 _VERDICTS = {
     "fits": "",
     "tight": "tight",
@@ -27,27 +26,24 @@ _VERDICTS = {
 
 
 def view(prepared: Prepared) -> Iterator[str | Table]:
-    """Show the table, the devices, each member and the whole run.
-
-    Of a member: what one replica takes of each of its devices with a full batch of the longest rows, where it runs
-    and why, its chunks and its time.
-    """
     plan, gpus, host = prepared.plan, prepared.plan.gpus, prepared.plan.host
     yield f"{shown_path(prepared.config.data.path)}: {plural(prepared.table.rows, 'row')}"
     yield prepared.inventory.note
     names = device_names(gpus)
     for gpu in gpus:
-        of = gpu.compute_capability
-        capability = "" if of is None else f", compute capability {of[0]}.{of[1]}"
+        capability = ""
+        if gpu.compute_capability is not None:
+            capability = ", compute capability {}.{}".format(*gpu.compute_capability)
         free = gib(gpu.total_bytes - gpu.used_bytes)
         yield f"{names[gpu.uuid]}: {gpu.name} ({gpu.uuid}){capability}, {free} of {gib(gpu.total_bytes)} free"
     if prepared.nodes:
         yield nodes_table(prepared.nodes)
     yield from prepared.warnings
     yield from held_texts(gpus)
-    if host is not None and any(member.needs_worker and not member.gpus for member in plan.members):
+    workers = [member for member in plan.members if member.needs_worker]
+    if host is not None and not all(member.gpus for member in workers):
         yield f"CPU: {gib(host.total_bytes - host.used_bytes)} of {gib(host.total_bytes)} memory free"
-    if any(member.needs_worker for member in plan.members):
+    if workers:
         yield Table(
             _HEADERS, [[member.name, *_memory_cells(member)] for member in plan.members], texts=["fit"]
         )
@@ -64,7 +60,7 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
     if plan.seconds is not None:
         report = shown_path(prepared.config.output_dir / "run.json")
         yield f"the whole run takes about {duration(plan.seconds)}, by the speeds in {report}"
-    elif any(member.needs_worker for member in plan.members):
+    elif workers:
         yield "how long it takes is not known until a run, such as one with --limit 100, has measured the speed"
 
 
@@ -99,27 +95,27 @@ def batch_tokens(fit: Fit | None, width: int) -> int:
 
 
 def _memory_cells(member: MemberPlan) -> list[str]:
-    needed = member.placement.footprint
+    """Return what a replica takes of each of its devices with a full batch of the longest rows."""
+    needed, fit = member.placement.footprint, least_fit(member)
+    room = ["", ""] if fit is None else [gib(fit.room_bytes), _VERDICTS[fit.verdict]]
     if not member.needs_worker:
         return ["", "none"]
-    if needed is None and not isinstance(member.request.gpu_memory, int):
-        return ["", "not known"]
-    fit = least_fit(member)
-    last = ["", ""] if fit is None else [gib(fit.room_bytes), _VERDICTS[fit.verdict]]
-    if needed is None:
-        return [*[""] * 6, gib(int(member.request.gpu_memory or 0)), *last]
-    tokens = batch_tokens(fit, needed.width)
-    per_token, per_pair = needed.activation.line(needed.width)
-    return [
-        _count(needed.weights.parameters),
-        gib(needed.weights.bytes),
-        f"{tokens:,}",
-        gib(per_token * tokens + needed.activation.fixed_bytes),
-        gib(per_pair * tokens * needed.width),
-        gib(needed.context_bytes),
-        gib(needed.peak_bytes(member.gpus, tokens)),
-        *last,
-    ]
+    if needed is not None:
+        tokens = batch_tokens(fit, needed.width)
+        per_token, per_pair = needed.activation.line(needed.width)
+        return [
+            _count(needed.weights.parameters),
+            gib(needed.weights.bytes),
+            f"{tokens:,}",
+            gib(per_token * tokens + needed.activation.fixed_bytes),
+            gib(per_pair * tokens * needed.width),
+            gib(needed.context_bytes),
+            gib(needed.peak_bytes(member.gpus, tokens)),
+            *room,
+        ]
+    if isinstance(member.request.gpu_memory, int):
+        return ["", "", "", "", "", "", gib(member.request.gpu_memory), *room]
+    return ["", "not known"]
 
 
 def _member_facts(prepared: Prepared, member: MemberPlan) -> Iterator[str]:
@@ -139,49 +135,39 @@ def _member_facts(prepared: Prepared, member: MemberPlan) -> Iterator[str]:
         labels = len(prepared.config.labels)
         yield f"rows of up to {plural(needed.width, 'token')}, {plural(labels, 'label')} each"
     yield chunks_text(member)
-    if (expected := prepared.shares.get(member.name)) is not None and member.model.when is not None:
+    expected = prepared.shares.get(member.name)
+    if expected is not None and member.model.when is not None:
         yield f"runs {when_text(member.model.when)}: {expected.share:.0%} of the rows, {expected.why}"
     if member.speed.is_measured:
         job = member.job
         text = f"about {duration(job.startup_seconds + job.compute_seconds / member.replicas)}"
-        if saved := (member.whole_seconds - job.compute_seconds) / member.replicas:
-            text += f", {duration(saved)} less than for all rows"
-        yield text
+        saved = (member.whole_seconds - job.compute_seconds) / member.replicas
+        yield f"{text}, {duration(saved)} less than for all rows" if saved else text
 
 
 def chunks_text(member: MemberPlan) -> str:
-    """Say how many chunks a member's work is, such as ``6 chunks of 2 views``."""
+    """Return how many chunks a member's work is, such as ``6 chunks of 2 views``."""
     views = len(member.model.counted_views)
     return plural(len(member.chunks), "chunk") + (f" of {plural(views, 'view')}" if views else "")
 
 
 def _where(prepared: Prepared, member: MemberPlan) -> str:
-    replicas = plural(member.replicas, "replica")
+    plan, replicas = prepared.plan, plural(member.replicas, "replica")
     if not member.gpus:
-        cores = threads_of(prepared.plan.cpus, member.cpu_share)
-        part = f", with {plural(cores, 'core')} of {prepared.plan.cpus}" if cores < prepared.plan.cpus else ""
-        cpu = (
-            f"the CPUs of {plural(len(nodes), 'node')}" if (nodes := prepared.inventory.hosts) else "the CPU"
-        )
-        return (f"{replicas} " if member.replicas > 1 else "") + f"on {cpu}{part}"
-    numbers = {gpu.uuid: (gpu.node, str(number)) for number, gpu in enumerate(prepared.plan.gpus)}
-    of_node: dict[str, list[str]] = {}
-    for node, number in (numbers[uuid] for uuid in member.placement.devices):
-        of_node.setdefault(node, []).append(number)
-    used = [number for numbers in of_node.values() for number in numbers]
-    shown = [", ".join(numbers) + (f" on {node}" if node else "") for node, numbers in of_node.items()]
-    where = f"GPU{'s' if len(used) > 1 else ''} {'; '.join(shown)}"
-    if len(of_node) > _SHOWN_NODES:
-        where = f"{plural(len(used), 'GPU')} of {plural(len(of_node), 'node')}"
-    if member.gpus > 1 and len(used) == member.gpus:
-        return f"1 replica over {where}"
-    if member.gpus == member.replicas == 1 and len(used) > 1:
-        return (
-            f"1 replica on GPU {' or '.join(used)}" if len(of_node) == 1 else f"1 replica on one of {where}"
-        )
-    spread = f" over {member.gpus} GPUs each" if member.gpus > 1 else ""
+        nodes = prepared.inventory.hosts
+        cpu = f"the CPUs of {plural(len(nodes), 'node')}" if nodes else "the CPU"
+        cores = threads_of(plan.cpus, member.cpu_share)
+        share = f", with {plural(cores, 'core')} of {plan.cpus}" if cores < plan.cpus else ""
+        return f"{replicas} on {cpu}{share}"
+    numbers = {gpu.uuid: str(number) for number, gpu in enumerate(plan.gpus)}
+    used = [numbers[uuid] for uuid in member.placement.devices]
+    if not used:
+        return "no GPU has room now"
+    if member.gpus == member.replicas == 1:
+        return f"{replicas} on GPU {' or '.join(used)}"
+    over = f" over {member.gpus} GPUs each" if member.gpus > 1 else ""
     later = "" if member.first_replicas == member.replicas else ", all but the first when GPUs are left over"
-    return f"{replicas}{spread} on {where}{later}" if used else "no GPU has room now"
+    return f"{replicas}{over} on GPUs {', '.join(used)}{later}"
 
 
 def _count(parameters: int) -> str:

@@ -23,29 +23,7 @@ _ENDINGS = {
 }
 
 
-def _nodes(report: RunReport) -> Table:
-    """Return a table of nodes: whether each is there, and which workers have which of its devices."""
-    names = device_names(report.devices)
-    home = {device.uuid: device.node for device in report.devices if device.is_gpu}
-    workers: dict[str, list[str]] = {}
-    for member in report.members:
-        for worker in member.workers_now:
-            if worker.life_seconds is None and worker.exit_code is None:
-                devices = [names.get(device, "CPU").partition(" on ")[0] for device in worker.devices]
-                place = home.get(worker.devices[0]) or worker.devices[0].removeprefix("cpu on ")
-                workers.setdefault(place, []).append(
-                    f"{member.name}-{worker.replica} on {', '.join(devices)}"
-                )
-    rows = []
-    for node in report.nodes:
-        gpus = sum(gpu.node == node.name for gpu in report.devices if gpu.is_gpu)
-        state = node_text(node).removeprefix(f"node {node.name} ") or "there"
-        rows.append((node.name, state, str(gpus), ", ".join(workers.get(node.name, ()))))
-    return Table(("node", "state", "GPUs", "workers"), rows, texts=["state", "workers"])
-
-
 def view(status: RunStatus) -> Iterator[str | Table]:
-    """Show a table of the members, once there is a report, and how the run stands or ended."""
     report = status.report
     if report is None:
         yield f"{status.folder}: {status.holder} is about to start a run here"
@@ -65,12 +43,10 @@ def view(status: RunStatus) -> Iterator[str | Table]:
         for member in status.members
     ]
     yield Table(_HEADERS, cells, texts=["state"])
-    if status.holder is not None and report.nodes:
-        yield _nodes(report)
-    else:
-        yield from map(node_text, report.nodes)
+    yield from map(node_text, report.nodes)
     time, left = duration(status.seconds), status.seconds_left
     if status.holder is not None:
+        yield from _workers(report) if report.nodes else ()
         ahead = "" if left is None else f", about {duration(left)} left"
         yield f"{status.folder}: running for {time}{ahead} ({status.holder})"
         return
@@ -81,7 +57,17 @@ def view(status: RunStatus) -> Iterator[str | Table]:
     for member in report.members:
         if member.failure is not None:
             yield failure_text(member.failure)
-        for row, reason in list(member.bad_rows.items())[:1]:
-            count = len(member.bad_rows)
-            first = "," if count == 1 else ", the first is"
-            yield f"{member.name}: {plural(count, 'bad row')}{first} row {int(row) + 1:,}: {reason}"
+        if member.bad_rows:
+            row, reason = next(iter(member.bad_rows.items()))
+            count = plural(len(member.bad_rows), "bad row")
+            yield f"{member.name}: {count}, the first is row {int(row) + 1:,}: {reason}"
+
+
+def _workers(report: RunReport) -> Iterator[str]:
+    """Yield where in a cluster the workers of each member are."""
+    names = device_names(report.devices)
+    for member in report.members:
+        for worker in member.workers_now:
+            if worker.life_seconds is None and worker.exit_code is None:
+                devices = ", ".join(names.get(device, device) for device in worker.devices)
+                yield f"{member.name}-{worker.replica}: on {devices}"

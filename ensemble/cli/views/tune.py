@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+
+import yaml
 
 from ensemble.analysis.tune.tuning import MemberTuning, Trial, Tuning
 from ensemble.cli.layout import Table
 from ensemble.common.text import duration, gib, plural, rate
 
-_HEADERS = [
-    "settings",
-    "tokens/s",
-    "rows/s",
-    "load",
-    "peak memory",
-    "whole table",
-    "mean",
-    "largest",
-    "changed",
-]
+_HEADERS = ("tokens/s", "rows/s", "load", "peak memory", "whole table", "mean", "largest", "changed", "")
 _FASTEST = "<- fastest"
 _REMEDY = "run it again once the machine is quiet, with more --rows if the sample takes less than a second"
 
 
 def view(tuning: Tuning) -> Iterator[str | Table]:
-    """A table for each member, why trials have no numbers, and the keys that make a member faster."""
     yield f"by {plural(tuning.rows, 'row')} of every length, in {duration(tuning.seconds)}:"
     if tuning.busy:
         yield f"! {tuning.busy}"
@@ -37,8 +29,9 @@ def view(tuning: Tuning) -> Iterator[str | Table]:
 def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
     name, done = member.name, [trial for trial in member.trials if not trial.failure]
     if member.trials:
-        yield Table([name, *_HEADERS[1:], ""], [_cells(trial, member) for trial in member.trials], texts=[""])
-    if metrics := [*dict.fromkeys(metric.metric for trial in done for metric in trial.metrics)]:
+        yield Table([name, *_HEADERS], [_cells(trial, member) for trial in member.trials], texts=[""])
+    metrics = list(dict.fromkeys(metric.metric for trial in done for metric in trial.metrics))
+    if metrics:
         compared = [
             [trial.name, *_differences(trial, metrics)] for trial in done if trial.name != member.reference
         ]
@@ -51,14 +44,12 @@ def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
     if not member.reference:
         yield f"! {name}: nothing that was tried gave a result; its settings stay as they are"
         return
-    if lost := member.lost_references:
-        which = " and ".join(lost)
-        yield f"! {name}: {which} gave no result, so all is compared with {member.reference}"
-    yield from (
-        f"! {name}: {trial.why_lacking}; nothing above counts them"
-        for trial in done
-        if trial.name == member.reference and trial.why_lacking
-    )
+    if member.lost_references:
+        lost = " and ".join(member.lost_references)
+        yield f"! {name}: {lost} gave no result, so all is compared with {member.reference}"
+    for trial in done:
+        if trial.name == member.reference and trial.why_lacking:
+            yield f"! {name}: {trial.why_lacking}; nothing above counts them"
     if member.has_moved:
         yield (
             f"! {name}: nothing is chosen: at the end the reference, {member.reference}, took {member.again:.2g} "
@@ -116,9 +107,5 @@ def _differences(trial: Trial, metrics: list[str]) -> Iterator[str]:
 
 
 def _yaml(value: object) -> str:
-    """Return a value as people write it in one line."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_yaml(item)}" for key, item in value.items()) + "}"
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """Return a value as people write it in one line of YAML."""
+    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()

@@ -18,51 +18,52 @@ _SHOWN_DIFFERENCE, _SHOWN_BEFORE = 80, 20  # of either prompt, and of what both 
 
 
 def view(prepared: Prepared) -> Iterator[str | Table]:
-    """Show the table, the devices, and of each member its checkpoint, its weight and its first prompt."""
-    config, table = prepared.config, prepared.table
+    config, table, members = prepared.config, prepared.table, prepared.plan.members
     yield f"{shown_path(config.data.path)}: {plural(table.rows, 'row')}, ids in {config.data.id_column!r}"
     yield from (*table.remarks, prepared.inventory.note, *prepared.warnings)
     if prepared.nodes:
         yield nodes_table(prepared.nodes)
     for gpu in prepared.inventory.gpus:
         yield f"{gpu.title}, {gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} used"
-    before: list[str] = []
-    for member in prepared.plan.members:
+    for place, member in enumerate(members):
         where = "CPU"
         if member.gpus:
-            where = f"{plural(member.replicas, 'replica')} on {plural(member.gpus, 'GPU')}"
-            where += " each" if member.replicas > 1 else ""
+            each = " each" if member.replicas > 1 else ""
+            where = f"{plural(member.replicas, 'replica')} on {plural(member.gpus, 'GPU')}{each}"
         how = f"{where}, {chunks_text(member)}" if member.needs_worker else "no worker"
         summary = prepared.inspected[member.name].summary
         yield f"{member.name}: {summary}, weight {weight_text(member.model.weight)}, {how}"
         if member.model.when is not None:
-            yield f"{member.name}: runs {when_text(member.model.when)} ({', '.join(before)})"
-        before.append(member.name)
-        first_prompt = ""
-        for title in (
-            member.name,
-            *(f"{member.name} (view {view.name})" for view in member.model.counted_views),
-        ):
-            if title not in prepared.previews:
-                continue
-            prompt = prepared.previews[title]
-            yield f"{title}: {_prompt_text(prompt, first_prompt)}"
-            first_prompt = first_prompt or prompt
-    if (rules := prepared.rules) is not None:
-        for number, (rule, rows) in enumerate(zip(rules.rules, rules.rows, strict=True)):
+            before = ", ".join(other.name for other in members[:place])
+            yield f"{member.name}: runs {when_text(member.model.when)} ({before})"
+        first_prompt = prepared.previews.get(member.name, "")
+        if first_prompt:
+            yield f"{member.name}: {_prompt_text(first_prompt)}"
+        for view_of_member in member.model.counted_views:
+            title = f"{member.name} (view {view_of_member.name})"
+            prompt = prepared.previews.get(title, "")
+            if prompt:
+                yield f"{title}: {_difference_text(prompt, first_prompt)}"
+                first_prompt = first_prompt or prompt
+    if prepared.rules is not None:
+        for number, (rule, rows) in enumerate(zip(prepared.rules.rules, prepared.rules.rows, strict=True)):
             yield rule_text(number, rule, int(rows.sum()), table.rows)
     yield f"All checks passed. A run would write its results to {shown_path(config.output_dir)}"
 
 
-def _prompt_text(prompt: str, first_prompt: str) -> str:
-    """Show how a prompt begins, or where it differs from that of the member's first view if that is further on."""
-    if first_prompt and prompt == first_prompt:
+def _prompt_text(prompt: str) -> str:
+    text = prompt.replace("\n", "\\n")
+    cut = f"the first {_SHOWN_CHARACTERS} characters of " if len(text) > _SHOWN_CHARACTERS else ""
+    return f"{cut}its first prompt: {text[:_SHOWN_CHARACTERS]}"
+
+
+def _difference_text(prompt: str, first_prompt: str) -> str:
+    """Return how a prompt begins, or where it differs from the first view's if that is further on."""
+    if prompt == first_prompt:
         return "its first prompt is the same as in the first view"
     place = len(os.path.commonprefix([prompt, first_prompt]))  # noqa: RUF071
     if place + _SHOWN_DIFFERENCE <= _SHOWN_CHARACTERS:
-        prompt = prompt.replace("\n", "\\n")
-        cut = f"the first {_SHOWN_CHARACTERS} characters of " if len(prompt) > _SHOWN_CHARACTERS else ""
-        return f"{cut}its first prompt: {prompt[:_SHOWN_CHARACTERS]}"
+        return _prompt_text(prompt)
     part = slice(place - _SHOWN_BEFORE, place - _SHOWN_BEFORE + _SHOWN_DIFFERENCE)
     text = f"...{prompt[part]} (in the first view: ...{first_prompt[part]})".replace("\n", "\\n")
     return f"its first prompt differs after {plural(place, 'character')}: {text}"

@@ -180,20 +180,6 @@ def test_the_same_run_gives_the_same_bytes(tmp_path: Path, pages: dict[str, Path
     assert again.read_bytes() == pages["plain"].read_bytes()
 
 
-def test_predictions_that_memory_cannot_hold_are_left_out(
-    tmp_path: Path, pages: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free = iter(range(100, 0, -1))  # not the same each time: the reason is given once
-    monkeypatch.setattr("ensemble.analysis.report.base.available_memory_bytes", lambda: next(free))
-    short = tmp_path / "short.html"
-    assert write_report(pages["plain"].parent / "run", short) == []
-    whole, text = pages["plain"].read_text(encoding="utf-8"), short.read_text(encoding="utf-8")
-    assert text.count("the predictions of 60 rows take about") == 1
-    assert "the predictions of 60 rows" not in whole
-    assert text.count("<section") > 2
-    assert len(text) < len(whole)
-
-
 @in_chromium
 @pytest.mark.long
 def test_a_million_rows(tab: Browser, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 from markupsafe import Markup
@@ -10,7 +9,6 @@ from markupsafe import Markup
 from ensemble.analysis.report.base import ReportData, Section, html, table
 from ensemble.common.protocol import Counters
 from ensemble.common.text import duration, plural
-from ensemble.pipeline.run_report import MemberReport
 
 _MAX_FAULTS = 50
 _MAX_ROWS = 20
@@ -21,6 +19,11 @@ _KINDS = {
     "memory": "out of host memory",
     "lasting": "an error that lasts",
 }
+_COUNTERS = {
+    "oom_events": ("batch", "ran out of memory and ran again smaller"),
+    "recomputed_rows": ("row", "came out non-finite and ran again in float32"),
+    "float32_rows": ("row", "ran in float32 at once, as most rows before them had to"),
+}
 
 
 class Faults(Section):
@@ -28,7 +31,9 @@ class Faults(Section):
 
     def html(self, data: ReportData) -> Markup:
         members = data.report.members
-        faults = [fault for member in members for fault in member.faults]
+        faults = sorted(
+            (fault for member in members for fault in member.faults), key=lambda fault: fault.after_seconds
+        )
         fault_rows = [
             (
                 duration(fault.after_seconds),
@@ -38,46 +43,32 @@ class Faults(Section):
                 "" if fault.rows is None else f"{fault.rows[1] - fault.rows[0]:,}",
                 fault.remedy,
             )
-            for fault in sorted(faults, key=lambda fault: fault.after_seconds)[:_MAX_FAULTS]
+            for fault in faults[:_MAX_FAULTS]
         ]
-        bad_rows = [
-            (member.name, f"{int(row) + 1:,}", reason)
-            for member in members
-            for row, reason in list(member.bad_rows.items())[:_MAX_ROWS]
-        ]
-        counts = [
-            f"{plural(len(member.bad_rows), 'row')} of {member.name}" for member in members if member.bad_rows
-        ]
-        content = html(
-            _CONTENT,
-            faults=table(
-                ("after", "worker", "fault", "message", "rows", "remedy"), fault_rows, left=(1, 2, 3, 5)
-            ),
-            more=plural(len(faults) - _MAX_FAULTS, "more fault") if len(faults) > _MAX_FAULTS else "",
-            remarks=[remark for member in members for remark in _remarks(member)],
+        remarks, counts, bad_rows = [], [], []
+        for member in members:
+            counters = sum(member.workers, Counters())
+            for name, (noun, text) in _COUNTERS.items():
+                if getattr(counters, name):
+                    remarks.append(f"{member.name}: {plural(getattr(counters, name), noun)} {text}")
+            if member.bad_rows:
+                counts.append(f"{plural(len(member.bad_rows), 'row')} of {member.name}")
+            for row, reason in list(member.bad_rows.items())[:_MAX_ROWS]:
+                bad_rows.append((member.name, f"{int(row) + 1:,}", reason))
+        if not (faults or remarks or counts):
+            return html('<p class="muted">None.</p>')
+        headers = ("after", "worker", "fault", "message", "rows", "remedy")
+        return html(
+            """
+{{ faults }}{% if more > 0 %}<p class="note">{{ more }} more in run.json.</p>{% endif %}
+{% if remarks %}<ul>{% for text in remarks %}<li>{{ text }}</li>{% endfor %}</ul>{% endif %}
+{% if counts %}<h3>Rows that could not be computed</h3><p>{{ counts }} (on_bad_row: {{ policy }}).</p>{% endif %}
+{{ bad_rows }}
+""",
+            faults=table(headers, fault_rows, left=(1, 2, 3, 5)),
+            more=len(faults) - _MAX_FAULTS,
+            remarks=remarks,
             counts=", ".join(counts),
             policy=data.report.on_bad_row,
             bad_rows=table(("member", "row", "reason"), bad_rows, left=(0, 2)),
         )
-        return content if content.strip() else html('<p class="muted">None.</p>')
-
-
-_CONTENT = """
-{{ faults }}{% if more %}<p class="note">{{ more }} in run.json.</p>{% endif %}
-{% if remarks %}<ul>{% for text in remarks %}<li>{{ text }}</li>{% endfor %}</ul>{% endif %}
-{% if counts %}<h3>Rows that could not be computed</h3><p>{{ counts }} (on_bad_row: {{ policy }}).</p>{% endif %}
-{{ bad_rows }}
-"""
-
-
-def _remarks(member: MemberReport) -> Iterator[str]:
-    counters = sum(member.workers, Counters())
-    if counters.oom_events:
-        batches = plural(counters.oom_events, "batch")
-        yield f"{member.name}: {batches} ran out of memory and ran again smaller"
-    if counters.recomputed_rows:
-        rows = plural(counters.recomputed_rows, "row")
-        yield f"{member.name}: {rows} came out non-finite and ran again in float32"
-    if counters.float32_rows:
-        rows = plural(counters.float32_rows, "row")
-        yield f"{member.name}: {rows} ran in float32 at once, as most rows before them had to"

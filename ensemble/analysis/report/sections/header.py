@@ -10,7 +10,7 @@ from typing import ClassVar
 from markupsafe import Markup
 
 from ensemble.analysis.report.base import ReportData, Section, html, notes
-from ensemble.common.text import duration, gib, listed, plural, shown_path
+from ensemble.common.text import duration, gib, plural, shown_path
 from ensemble.pipeline.run_report import RunReport
 
 _ENDINGS = {
@@ -61,13 +61,14 @@ def _facts(report: RunReport) -> dict[str, str]:
         f"{device.title}, {gib(device.total_bytes)}" if device.is_gpu else device.title
         for device in report.devices
     ]
-    driver = [] if report.driver_version is None else [f"driver {report.driver_version}"]
+    if report.driver_version is not None:
+        devices.append(f"driver {report.driver_version}")
     rules = [f"{rule.config.action} in {plural(rule.rows, 'row')}" for rule in report.rules]
-    tuned = report.tuned_on or {}
+    tuned = report.tuned_on
     return {
         "members": ", ".join(member.name for member in report.members),
         "merge": "; ".join([str(report.ensemble.get("method", "")), *rules]),
-        "devices": "; ".join([*devices, *driver]),
+        "devices": "; ".join(devices),
         "versions": _versions(report.versions),
         "tuned": f"on {tuned['date']}, {', '.join(tuned['devices'])}" if tuned else "",
         "table": shown_path(Path(report.table)) if report.table else "",
@@ -79,13 +80,15 @@ def _versions(versions: Mapping[str, str]) -> str:
 
 
 def _computed_before(report: RunReport) -> list[str]:
-    """Return what earlier runs computed, when and with what; members with the same answer share a sentence."""
-    members: dict[str, list[str]] = {}
+    """Return what earlier runs computed, when and with what."""
+    lines = []
     for member in report.members:
         rows = f"{plural(member.reused_rows, 'row')} of {member.name}" if member.chunks else member.name
         for run in member.computed_before:
             day = datetime.fromisoformat(run.at).strftime("%d %B %Y")
             devices = ", ".join(dict.fromkeys(run.devices.values()))
-            how = f"on {day}: {_versions(run.versions)}, on {devices}"
-            members.setdefault(how, []).append(f"{rows} ({duration(run.seconds)})")
-    return [f"{listed(names, show=str)}: computed by an earlier run {how}" for how, names in members.items()]
+            lines.append(
+                f"{rows} ({duration(run.seconds)}): computed by an earlier run on {day}: "
+                f"{_versions(run.versions)}, on {devices}"
+            )
+    return lines

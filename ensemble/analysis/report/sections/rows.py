@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from ensemble.analysis.report.base import ReportData, Section, html
 from ensemble.analysis.report.results import Results
-from ensemble.analysis.report.wording import number, percent, shortened
+from ensemble.analysis.report.wording import number, percent
 from ensemble.analysis.rows import TopRows, costliest, least_certain, most_disputed
 from ensemble.common.errors import EnsembleError
 from ensemble.common.text import listed
@@ -38,17 +38,13 @@ class RowsToRead(Section):
             texts = data.texts(sorted({row for *_, top in lists for row in top.rows.tolist()}))
         except EnsembleError as error:
             problem = f"No texts are shown: {error}."
-        shown = [
-            (
-                title,
-                note,
-                [
-                    _card(results, row, f"{score_name} {score:.3g}", texts.get(row, {}))
-                    for row, score in zip(top.rows.tolist(), top.scores.tolist(), strict=True)
-                ],
-            )
-            for title, note, score_name, top in lists
-        ]
+        shown = []
+        for title, note, score_name, top in lists:
+            cards = [
+                _card(results, row, f"{score_name} {score:.3g}", texts.get(row, {}))
+                for row, score in zip(top.rows.tolist(), top.scores.tolist(), strict=True)
+            ]
+            shown.append((title, note, cards))
         return html(
             """
 {% if problem %}<p class="note">{{ problem }}</p>{% endif %}
@@ -75,20 +71,20 @@ class RowsToRead(Section):
 
 def _lists(results: Results) -> Iterator[tuple[str, str, str, TopRows]]:
     """Yield the lists of rows: title, note, what the score is called, and the rows."""
-    activation, ensemble, is_raw = results.activation, results.ensemble, results.activation == "none"
+    activation, ensemble = results.activation, results.ensemble
     if ensemble is not None and results.truth is not None:
-        score_name = "squared error" if is_raw else "log loss"
+        score_name = "squared error" if activation == "none" else "log loss"
         note = (
             f"The highest {score_name} of the ensemble. Some of these are mistakes of the members, some are wrong "
             "labels in the table: read them before anything is fitted to them."
         )
         yield "Costliest", note, score_name, costliest(ensemble, results.truth, activation, _ROWS)
-    counting = np.flatnonzero(results.mean_weights > 0)
-    if len(counting) > 1:
-        members = [results.values[place] for place in counting]
-        top = most_disputed(members, results.mean_weights[counting], activation, _ROWS)
+    weighted = np.flatnonzero(results.mean_weights > 0)
+    if len(weighted) > 1:
+        members = [results.values[place] for place in weighted]
+        top = most_disputed(members, results.mean_weights[weighted], activation, _ROWS)
         top = TopRows(top.rows[top.scores > 0], top.scores[top.scores > 0])
-        score_name = "standard deviation" if is_raw else "Jensen-Shannon divergence in bits"
+        score_name = "standard deviation" if activation == "none" else "Jensen-Shannon divergence in bits"
         yield "Most disputed", f"Where the members are furthest apart, by the {score_name}.", score_name, top
     if ensemble is not None and activation == "softmax":
         top = least_certain(ensemble, activation, _ROWS)
@@ -101,25 +97,26 @@ def _lists(results: Results) -> Iterator[tuple[str, str, str, TopRows]]:
 
 def _card(results: Results, row: int, score: str, texts: Mapping[str, str]) -> Markup:
     right = _true_labels(results, row)
-    facts = list[tuple[str, str]]()
-    if results.truth is not None and (results.truth.ndim == 1 or results.activation == "sigmoid"):
-        facts.append(("truth", ", ".join(sorted(right)) or "none of the labels"))
-    elif results.truth is not None:
-        facts.append(("truth", _first_labels(results, results.truth[row])))
+    facts = {}
+    if results.truth is not None:
+        facts["truth"] = ", ".join(right) or "none of the labels"
+        if results.truth.ndim == 2 and results.activation != "sigmoid":
+            facts["truth"] = _first_labels(results, results.truth[row])
     if results.ensemble is not None:
-        facts.append(("ensemble", _first_labels(results, results.ensemble[row])))
+        facts["ensemble"] = _first_labels(results, results.ensemble[row])
     return html(
         """
 <article>
 <div class="top"><span><strong>{{ id }}</strong> <span class="muted">row {{ row }}</span></span>
 <span class="muted">{{ score }}</span></div>
-{% for name, text in texts %}
+{% for name, text in texts.items() %}
 <p>{% if texts|length > 1 %}<span class="muted">{{ name }}:</span> {% endif %}{{ text }}</p>
 {% endfor %}
-<dl>{% for name, text in facts %}<dt>{{ name }}</dt><dd>{{ text }}</dd>
+<dl>{% for name, text in facts.items() %}<dt>{{ name }}</dt><dd>{{ text }}</dd>
 {% endfor %}
-{% for answer, is_right, members in answers %}
-<dt><span class="tag{{ ' right' if is_right }}">{{ answer }}{% if is_right %} \N{CHECK MARK}{% endif %}</span></dt>
+{% for answer, members in answers.items() %}
+<dt><span class="tag{{ ' right' if answer in right }}">{{ answer }}\
+{% if answer in right %} \N{CHECK MARK}{% endif %}</span></dt>
 <dd>{{ members }}</dd>
 {% endfor %}
 </dl></article>
@@ -127,12 +124,10 @@ def _card(results: Results, row: int, score: str, texts: Mapping[str, str]) -> M
         id=results.predictions.ids[row].as_py(),
         row=f"{row + 1:,}",
         score=score,
-        texts=[(name, _cut(text)) for name, text in texts.items()],
+        texts={name: _cut(text) for name, text in texts.items()},
         facts=facts,
-        answers=[
-            (shortened(answer, 60), answer in right, listed(members, _MAX_NAMED, show=str))
-            for answer, members in _answers(results, row)
-        ],
+        answers=_answers(results, row),
+        right=right,
     )
 
 
@@ -146,25 +141,23 @@ def _cut(text: str) -> str:
 def _first_labels(results: Results, values: Values) -> str:
     write = number if results.activation == "none" else percent
     order = np.argsort(-values, kind="stable")[:_MAX_LABELS]
-    return ", ".join(
-        f"{shortened(results.labels[place], 40)} {write(float(values[place]))}" for place in order
-    )
+    return ", ".join(f"{results.labels[place]} {write(float(values[place]))}" for place in order)
 
 
-def _true_labels(results: Results, row: int) -> set[str]:
+def _true_labels(results: Results, row: int) -> list[str]:
     if results.truth is None or results.activation == "none":
-        return set()
+        return []
     truth = results.truth[row]
     if results.activation == "softmax":
-        return {results.labels[int(truth if results.truth.ndim == 1 else truth.argmax())]}
-    return {label for label, value in zip(results.labels, truth.tolist(), strict=True) if value >= 0.5}
+        return [results.labels[int(truth if results.truth.ndim == 1 else truth.argmax())]]
+    return [label for label, value in zip(results.labels, truth.tolist(), strict=True) if value >= 0.5]
 
 
-def _answers(results: Results, row: int) -> list[tuple[str, list[str]]]:
-    """Return each answer with the members that give it, the most frequent answer first."""
+def _answers(results: Results, row: int) -> dict[str, str]:
+    """Return the members that give each answer, the most frequent answer first."""
     members: defaultdict[str, list[str]] = defaultdict(list)
     for name, of_member in zip(results.names, results.values, strict=True):
-        values, name = of_member[row], shortened(name, 30)
+        values = of_member[row]
         if np.isnan(values).any():
             members["(no such row)"].append(name)
         elif results.activation == "softmax":
@@ -175,4 +168,5 @@ def _answers(results: Results, row: int) -> list[tuple[str, list[str]]]:
             members[answer].append(f"{name} {percent(float(np.maximum(values, 1 - values).min()), 0)}")
         else:
             members[", ".join(number(float(value)) for value in values[:_MAX_LABELS])].append(name)
-    return sorted(members.items(), key=lambda item: -len(item[1]))
+    answers = sorted(members.items(), key=lambda item: -len(item[1]))
+    return {answer: listed(names, _MAX_NAMED, show=str) for answer, names in answers}

@@ -12,13 +12,13 @@ from ensemble.analysis.report.base import ReportData, Section, html, notes, tabl
 from ensemble.analysis.report.pictures import SERIES, picture
 from ensemble.common.errors import DataError
 from ensemble.common.protocol import Counters
-from ensemble.common.text import duration, plural, rate
+from ensemble.common.text import duration, gib, plural, rate
 from ensemble.pipeline.run_report import MemberReport
 
 _BINS = 40
 _SPEEDS = (
     *("member", "replicas", "rows", "computing", "rows/s", "tokens/s", "real tokens", "rows a batch"),
-    *("busy", "type", "attention"),
+    *("busy", "planned peak", "peak on a GPU", "peak of the process", "type", "attention"),
 )
 _CUTS = ("member", "max_length", "rows cut", "tokens lost in each", "mean tokens", "repeated rows")
 
@@ -28,20 +28,16 @@ class Throughput(Section):
 
     def html(self, data: ReportData) -> Markup | None:
         members = [member for member in data.report.members if member.workers]
-        counters = {member.name: sum(member.workers, Counters()) for member in members}
         remark = (
             "Computing: from the first chunk to the last, in the run that computed the member. Busy: the share of "
             "a worker's life in forward passes."
         )
-        speeds = table(
-            _SPEEDS, [_speed(member, counters[member.name]) for member in members], left=(0, 9, 10)
-        )
-        cuts = [_cut(member, counters[member.name]) for member in members]
         nulls = [
             f"{plural(count, 'row')} in {name}" for name, count in data.report.null_texts.items() if count
         ]
+        cuts = [_cut(member) for member in members]
         return (
-            speeds
+            table(_SPEEDS, [_speed(member) for member in members], left=(0, 12, 13))
             + notes([remark] if members else [])
             + _lengths(data)
             + table(_CUTS, [row for row in cuts if row])
@@ -49,14 +45,20 @@ class Throughput(Section):
         ) or None
 
 
-def _speed(member: MemberReport, counters: Counters) -> list[str]:
+def _speed(member: MemberReport) -> list[str]:
+    counters = sum(member.workers, Counters())
     seconds = member.progress.seconds if member.chunks else None
     if not member.chunks and member.computed_before:
         seconds = member.computed_before[-1].seconds
     seconds = seconds or counters.predict_seconds
     busy = [worker.forward_share for worker in member.workers if worker.forward_share is not None]
-    types = {worker.dtype: None for worker in member.workers if worker.dtype}
-    attentions = {worker.attn_implementation: None for worker in member.workers if worker.attn_implementation}
+    types = dict.fromkeys(worker.dtype for worker in member.workers if worker.dtype)
+    attentions = dict.fromkeys(worker.attn_implementation for worker in member.workers)
+    peaks = (
+        0 if member.forecast is None else member.forecast.peak_bytes,
+        max(worker.peak_gpu_memory_bytes or 0 for worker in member.workers),
+        max(worker.peak_memory_bytes or 0 for worker in member.workers),
+    )
     return [
         member.name,
         str(member.replicas),
@@ -67,8 +69,9 @@ def _speed(member: MemberReport, counters: Counters) -> list[str]:
         f"{counters.tokens / counters.padded_tokens:.1%}" if counters.padded_tokens else "",
         f"{counters.rows / counters.batches:.1f}" if counters.batches else "",
         f"{sum(busy) / len(busy):.0%}" if busy else "",
+        *(gib(size) if size else "" for size in peaks),
         ", ".join(types),
-        ", ".join(attentions),
+        ", ".join(filter(None, attentions)),
     ]
 
 
@@ -79,18 +82,17 @@ def _lengths(data: ReportData) -> Markup:
         return notes([f"No lengths of the texts: {error}"])
     if not len(lengths) or not lengths.max():
         return Markup()
-    top = float(np.quantile(lengths, 0.995)) or float(lengths.max())
+    half, most, nearly_all, top, longest = np.quantile(lengths, (0.5, 0.9, 0.99, 0.995, 1.0))
+    top = top or longest
     width = max(1.0, np.ceil(top / _BINS))  # whole bytes, or some bars would have more lengths than others
     edges = np.arange(0.0, top + width, width)
-    counts, _ = np.histogram(np.minimum(lengths, top), bins=edges)
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
-        axes.bar(edges[:-1], counts, width=width, align="edge", color=SERIES[0])
+        axes.hist(np.minimum(lengths, top), bins=edges.tolist(), color=SERIES[0])
         axes.set(xlabel="bytes of text that members read of a row", ylabel="rows", xlim=(0, edges[-1]))
         axes.grid(axis="x", visible=False)
 
-    half, most, nearly_all, longest = np.quantile(lengths, (0.5, 0.9, 0.99, 1.0))
     text = (
         f"Bytes of text in a row: 50 % of the rows have up to {half:,.0f}, 90 % up to {most:,.0f}, 99 % up to "
         f"{nearly_all:,.0f}, the longest {longest:,.0f}. The last bar has all that are longer."
@@ -98,8 +100,9 @@ def _lengths(data: ReportData) -> Markup:
     return picture(draw, "How long the rows are", text, 170)
 
 
-def _cut(member: MemberReport, counters: Counters) -> list[object]:
+def _cut(member: MemberReport) -> list[object]:
     """Return the row of a member in the table of cut texts; empty if it cuts none."""
+    counters = sum(member.workers, Counters())
     limits = [worker.max_length for worker in member.workers if worker.max_length is not None]
     if not counters.rows or not limits:
         return []

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar, NamedTuple
 
+import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
 from ensemble.analysis.report.base import ReportData, Section, html, table
-from ensemble.analysis.report.pictures import BAD, GOOD, MUTED, PAPER, SERIES, picture
+from ensemble.analysis.report.pictures import MUTED, SERIES, picture
 from ensemble.analysis.report.wording import shortened
 from ensemble.common import gpus
-from ensemble.common.text import duration, gib
+from ensemble.common.text import duration
 from ensemble.pipeline.run_report import RunReport
 
 # How solid a member's colour is in each phase.
@@ -26,13 +25,10 @@ _MEMORY_PIXELS = 85
 # Of many devices the first ones are drawn.
 _MAX_LANES = 60
 _MAX_CURVES = 16
-_MAX_POINTS = 600
-# Characters of a name that would fill the whole width.
-_CHARACTERS = 55
+_TICK_SECONDS = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3_600, 10_800, 43_200, 259_200)
 
 
-@dataclass(frozen=True)
-class _Span:
+class _Span(NamedTuple):
     """A phase of a worker, in seconds since the run's start; ``lane`` is a device and a number within it."""
 
     lane: tuple[str, int]
@@ -46,23 +42,29 @@ class Timeline(Section):
     title: ClassVar[str] = "What ran where"
 
     def html(self, data: ReportData) -> Markup | None:
-        report, spans, names = data.report, _spans(data.report), _device_names(data.report)
+        report = data.report
+        workers = [worker for member in report.members for worker in member.workers]
+        used = sorted({device for worker in workers for device in worker.devices if device.startswith("cpu")})
+        names = gpus.device_names(report.devices) | {"cpu": "CPU"}
+        names |= {device: device.replace("cpu", "CPU", 1) for device in used}
         content = html("<p>No worker ran: the predictions of all members were there.</p>")
-        if spans:
-            content = _picture(report, spans, names)
-        return content + _idle(report, names) + _devices(report, names) + _peaks(report)
+        if workers:
+            content = _picture(report, list(_spans(report)), names)
+        if report.idle_gaps:
+            longest = max(report.idle_gaps, key=lambda gap: gap.seconds)
+            content += html(
+                "<p>Between two members devices computed nothing for {{ total }} in all, at most for "
+                "{{ longest.seconds|round(1) }} s: {{ device }} between {{ longest.after }} and "
+                "{{ longest.before }}.</p>",
+                total=duration(sum(gap.seconds for gap in report.idle_gaps)),
+                longest=longest,
+                device=names.get(longest.device, longest.device),
+            )
+        return content + _devices(report, names)
 
 
-def _device_names(report: RunReport) -> dict[str, str]:
-    """Return short names of the devices, in the report's order: GPU 0, GPU 1 on node-b, CPU."""
-    used = {device for member in report.members for worker in member.workers for device in worker.devices}
-    cpus = {device: device.replace("cpu", "CPU", 1) for device in sorted(used) if device.startswith("cpu")}
-    return gpus.device_names(report.devices) | {"cpu": "CPU"} | cpus
-
-
-def _spans(report: RunReport) -> list[_Span]:
-    """Return what each worker did when; a worker that stood by counts from when it got the device."""
-    spans: list[_Span] = []
+def _spans(report: RunReport) -> Iterator[_Span]:
+    """Yield what each worker did when; a worker that stood by counts from when it got the device."""
     ends: dict[tuple[str, int], float] = {}
     workers = [(number, worker) for number, member in enumerate(report.members) for worker in member.workers]
     for number, worker in sorted(workers, key=lambda item: item[1].leased_after_seconds):
@@ -77,35 +79,31 @@ def _spans(report: RunReport) -> list[_Span]:
             while ends.get(lane, 0.0) > begin:  # workers that share a device are drawn below each other
                 lane = (device, lane[1] + 1)
             ends[lane] = end
-            phases = (("start", begin, loading), ("load", loading, loaded), ("compute", loaded, end))
-            spans += [_Span(lane, number, *phase) for phase in phases if phase[2] > phase[1]]
-    return spans
+            yield _Span(lane, number, "start", begin, loading)
+            yield _Span(lane, number, "load", loading, loaded)
+            yield _Span(lane, number, "compute", loaded, end)
 
 
 def _picture(report: RunReport, spans: Sequence[_Span], names: Mapping[str, str]) -> Markup:
-    order = {device: place for place, device in enumerate(names)}
-    lanes = sorted({span.lane for span in spans}, key=lambda lane: (order.get(lane[0], len(order)), lane))
-    lanes = lanes[:_MAX_LANES]
-    curves = [
-        device
-        for device in report.devices
-        if device.uuid in report.device_memory and len(report.device_memory[device.uuid].points) > 1
-    ][:_MAX_CURVES]
+    order = list(names)
+    lanes = sorted({span.lane for span in spans}, key=lambda lane: (order.index(lane[0]), lane))[:_MAX_LANES]
+    curves = [device for device in report.devices if device.uuid in report.device_memory][:_MAX_CURVES]
     seconds = max(span.end for span in spans)
     members = [number for number, member in enumerate(report.members) if member.workers]
     heights = [24 + _LANE_PIXELS * len(lanes), *(_MEMORY_PIXELS for _ in curves)]
+    step = next((step for step in _TICK_SECONDS if seconds <= 6 * step), _TICK_SECONDS[-1])
 
     def draw(figure: Figure) -> None:
         grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-        _draw_lanes(grid[0], report, spans, lanes, seconds)
-        labels = ["" if number else names.get(device, device) for device, number in lanes]
-        grid[0].set_yticks(range(len(lanes)), labels)
+        _draw_lanes(grid[0], report, spans, lanes, names)
         for axes, device in zip(grid[1:], curves, strict=True):
             _draw_memory(axes, report, device.uuid)
             axes.set_ylim(0, device.total_bytes / 2**30 or None)
             axes.set_title(names[device.uuid], loc="left")
         grid[-1].set_xlim(0, seconds * 1.01)
-        _time_axis(grid[-1], seconds)
+        ticks = np.arange(0.0, seconds, step)
+        grid[-1].set_xticks(ticks, [duration(tick) for tick in ticks])
+        grid[-1].set_xlabel("since the run's start")
         handles = [Patch(color=SERIES[number % len(SERIES)]) for number in members]
         # Matplotlib leaves names with an underscore at the start out of a legend.
         labels = [f"\u200b{shortened(report.members[number].name, 16)}" for number in members]
@@ -115,8 +113,6 @@ def _picture(report: RunReport, spans: Sequence[_Span], names: Mapping[str, str]
         "Each bar is a worker process on its device: pale while Python and the libraries start, stronger while it "
         "loads the model, solid while it computes."
     )
-    if report.releases:
-        text += " Hatched: the device's memory is being freed (red: it was not)."
     if curves:
         text += " Below: used memory of each GPU, by all programs; dotted: before the first worker."
     earlier = [member.name for member in report.members if member.workers and not member.chunks]
@@ -127,24 +123,19 @@ def _picture(report: RunReport, spans: Sequence[_Span], names: Mapping[str, str]
 
 
 def _draw_lanes(
-    axes: Axes, report: RunReport, spans: Sequence[_Span], lanes: Sequence[tuple[str, int]], seconds: float
+    axes: Axes,
+    report: RunReport,
+    spans: Sequence[_Span],
+    lanes: Sequence[tuple[str, int]],
+    names: Mapping[str, str],
 ) -> None:
     places = {lane: place for place, lane in enumerate(lanes)}
     for span in spans:
-        if span.lane not in places:
-            continue
-        place, length, colour = places[span.lane], span.end - span.begin, SERIES[span.member % len(SERIES)]
-        axes.barh(place, length, left=span.begin, height=0.72, color=colour, alpha=_ALPHA[span.phase])
-        room = int(_CHARACTERS * length / seconds)
-        if span.phase == "compute" and room > 3:
-            name = shortened(report.members[span.member].name, room)
-            axes.text(span.begin + length / 2, place, name, color=PAPER, ha="center", va="center")
-    for release in report.releases:
-        if release.after_seconds is not None and (release.device, 0) in places:
-            colour = MUTED if release.is_free else BAD
-            left, place = release.after_seconds, places[release.device, 0]
-            (bar,) = axes.barh(place, release.seconds, left=left, height=0.84, color="none", edgecolor=colour)
-            bar.set(hatch="//////", linewidth=0.5)
+        if span.lane in places:
+            colour = SERIES[span.member % len(SERIES)]
+            width, alpha = span.end - span.begin, _ALPHA[span.phase]
+            axes.barh(places[span.lane], width, left=span.begin, height=0.72, color=colour, alpha=alpha)
+    axes.set_yticks(range(len(lanes)), ["" if number else names[device] for device, number in lanes])
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
@@ -152,39 +143,12 @@ def _draw_lanes(
 
 def _draw_memory(axes: Axes, report: RunReport, device: str) -> None:
     curve = report.device_memory[device]
-    size = -(-len(curve.points) // _MAX_POINTS)
-    stretches = [curve.points[start : start + size] for start in range(0, len(curve.points), size)]
-    points = [*(max(stretch, key=lambda point: point[1]) for stretch in stretches), curve.points[-1]]
-    times, used = [time for time, _ in points], [size / 2**30 for _, size in points]
-    axes.fill_between(times, used, color=SERIES[0], alpha=0.25, linewidth=0, step="post")
+    times = [seconds for seconds, _ in curve.points]
+    used = [size / 2**30 for _, size in curve.points]
     axes.plot(times, used, color=SERIES[0], drawstyle="steps-post")
     if curve.baseline_bytes is not None:
         axes.axhline(curve.baseline_bytes / 2**30, color=MUTED, linewidth=0.8, linestyle=":")
-    for release in report.releases:
-        if release.device == device and release.after_seconds is not None:
-            end = release.after_seconds + release.seconds
-            axes.axvline(end, color=GOOD if release.is_free else BAD, linewidth=1)
     axes.set_ylabel("GiB")
-
-
-def _time_axis(axes: Axes, seconds: float) -> None:
-    """Put ticks at round times, in the unit that fits the length of the run."""
-    units = {1.0: "s", 60.0: "min", 3600.0: "h"}
-    unit = max(unit for unit in units if unit == 1 or seconds >= 3 * unit)
-    ticks = MaxNLocator(nbins=6, steps=[1, 2, 5, 10]).tick_values(0.0, seconds / unit)
-    axes.set_xticks([tick * unit for tick in ticks if tick * unit <= seconds * 1.001])
-    axes.xaxis.set_major_formatter(lambda value, place: f"{value / unit:g}")
-    axes.set_xlabel(f"{units[unit]} since the run's start")
-
-
-def _idle(report: RunReport, names: Mapping[str, str]) -> Markup:
-    if not report.idle_gaps:
-        return Markup()
-    total = duration(sum(gap.seconds for gap in report.idle_gaps))
-    longest = max(report.idle_gaps, key=lambda gap: gap.seconds)
-    where = f"{names.get(longest.device, longest.device)} between {longest.after} and {longest.before}"
-    text = f"Between two members devices computed nothing for {total} in all"
-    return html("<p>{{ text }}.</p>", text=f"{text}, at most for {longest.seconds:.1f} s: {where}")
 
 
 def _devices(report: RunReport, names: Mapping[str, str]) -> Markup:
@@ -223,15 +187,3 @@ def _telemetry(report: RunReport, device: str) -> list[str]:
         duration(curve.throttled_seconds) if curve.throttled_seconds else "never",
         "; ".join(f"{cause} {duration(seconds)}" for cause, seconds in causes),
     ]
-
-
-def _peaks(report: RunReport) -> Markup:
-    """Return the memory that was planned for a replica of each member, and what its workers took."""
-    rows = []
-    for member in report.members:
-        planned = 0 if member.forecast is None else member.forecast.peak_bytes
-        gpu = max((worker.peak_gpu_memory_bytes or 0 for worker in member.workers), default=0)
-        process = max((worker.peak_memory_bytes or 0 for worker in member.workers), default=0)
-        if gpu or process:
-            rows.append([member.name, *(gib(size) if size else "" for size in (planned, gpu, process))])
-    return table(["member", "planned peak", "peak on a GPU", "peak of the process"], rows)
