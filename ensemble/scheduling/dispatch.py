@@ -57,14 +57,9 @@ class Dispatcher:
                 if "cpu" not in reserved and self._has_cpu_room(state):
                     return state, ()
                 continue
-            # If none of the member's devices is in use or being released, a doubtful device is better than none.
-            is_last_resort = not self.pool.is_in_use(state.devices) and not self.pool.is_releasing(
-                state.devices
-            )
             devices = self.pool.acquire(
                 state.plan.gpus,
                 state.devices - reserved if reserved else state.devices,
-                is_last_resort,
                 self.standbys.devices_for(state),
                 state.plan.placement.places,
             )
