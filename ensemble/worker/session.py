@@ -46,10 +46,6 @@ if TYPE_CHECKING:
 PROGRESS_SECONDS = 0.5
 
 
-class Terminated(BaseException):
-    """SIGTERM has come; raised in the main thread, wherever it is."""
-
-
 def serve(
     commands: CommandReader, send: Callable[[Event], None], heartbeat: HeartbeatThread, began: float
 ) -> int:
@@ -58,9 +54,6 @@ def serve(
     Args:
         heartbeat: notes every step; its clock times the chunks.
         began: when this process started, on the monotonic clock, in seconds.
-
-    Raises:
-        Terminated: SIGTERM has come.
     """
     chunk: int | None = None
     session: Session | None = None
@@ -94,23 +87,19 @@ def serve(
                 chunk = None
         session.close()
     except BaseException as error:  # the parent must hear of any error before this process ends
-        is_terminated = isinstance(error, Terminated)
-        trace = "" if is_terminated else _logged_traceback()
+        trace = _logged_traceback()
         if session is not None:
             # Writing a shard takes a moment; an unfinished one would leave a temporary file.
             with contextlib.suppress(Exception):
                 session.wait()
             if session.unwritten_chunk is not None:
                 chunk = session.unwritten_chunk
-        if is_terminated:
-            raise
-        can_retry = classify(error) is Verdict.SUSPECT
         failure = Failed(
             error_type=type(error).__name__,
             message=one_line(error, redact),
             traceback=trace,
             chunk=chunk,
-            can_retry=can_retry,
+            can_retry=classify(error) is Verdict.SUSPECT,
         )
         send_redacted(failure)
         return 1
