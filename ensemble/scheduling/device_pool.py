@@ -174,8 +174,7 @@ class DevicePool:
         self._began = self._sampled_at = clock()
         self._used = self._sample()
         self.curves = {uuid: MemoryCurve(used) for uuid, used in self._used.items()}
-        self._telemetry_at = self._began
-        self._telemetry_due = self._began + _TELEMETRY_SECONDS
+        self._telemetry_at = self._telemetry_noted_at = self._began
         self.telemetry = {uuid: TelemetryCurve() for uuid in self._gpus}
         self.releases: list[Release] = []
 
@@ -272,16 +271,15 @@ class DevicePool:
             is_suspect: the worker ended before it could compute.  Its devices are then leased last, since a device
                 can answer NVML and fail at every start.
         """
-        uuids = {gpu.uuid for gpu in devices}
-        if is_suspect:
-            self._suspect |= uuids
-        else:
-            self._suspect -= uuids
-        for uuid in uuids:
-            self._taken[uuid] -= places
-            if uuid in self._gpus and not self._taken[uuid]:
-                self._releasing[uuid] = self._clock()
-        self._sampled_at = self._telemetry_due = -math.inf  # the next poll reads both, whenever it is
+        for gpu in devices:
+            self._taken[gpu.uuid] -= places
+            if gpu.uuid in self._gpus and not self._taken[gpu.uuid]:
+                self._releasing[gpu.uuid] = self._clock()
+            if is_suspect:
+                self._suspect.add(gpu.uuid)
+            else:
+                self._suspect.discard(gpu.uuid)
+        self._sampled_at = self._telemetry_at = -math.inf  # the next poll reads both, whenever it is
 
     def poll(self) -> None:
         """Read the memory if it is time, and free the devices that are back at their baseline."""
@@ -293,10 +291,9 @@ class DevicePool:
         for uuid, used in self._used.items():
             if used is not None:
                 self.curves[uuid].add(now - self._began, used)
-        if now >= self._telemetry_due:
-            passed = now - self._telemetry_at
-            self._telemetry_at = now
-            self._telemetry_due = now + _TELEMETRY_SECONDS
+        if now - self._telemetry_at >= _TELEMETRY_SECONDS:
+            passed = now - self._telemetry_noted_at
+            self._telemetry_at = self._telemetry_noted_at = now
             for uuid, telemetry in self._launcher.telemetry(list(self.telemetry)).items():
                 if telemetry is not None:
                     self.telemetry[uuid].add(now - self._began, passed, telemetry)

@@ -361,7 +361,7 @@ class Scheduler:
         while self._clock() < give_up_at and not all(worker.handle.has_exited() for worker in self._workers):
             time.sleep(0.01)
         for worker in self._workers:
-            worker.state.worker_abandoned(worker.record, worker.handle.close().code)
+            worker.state.worker_ended(worker.record, worker.handle.close().code, None)
         self._standbys.end_all()
         # A last step that has begun is completed; the others are left to the next run.
         self._finisher.shutdown(wait=True, cancel_futures=True)

@@ -87,7 +87,6 @@ class RunningWorker:
         elif isinstance(event, Started):
             self.record.start_seconds = event.start_seconds
             self.record.versions = event.versions
-            self.record.process = self.handle.process  # on another machine it was not known before
         elif isinstance(event, Ready):
             self.state.worker_ready(self.record, event)
         elif isinstance(event, Closed):

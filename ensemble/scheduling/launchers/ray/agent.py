@@ -124,9 +124,7 @@ class Agent:
         self._workers: dict[int, _Worker] = {}
         self._lock = threading.RLock()
         self._states: dict[str, FileState] = {}
-        self._unwritten: dict[
-            str, int
-        ] = {}  # bytes that are left to come, of each file that has begun to come
+        self._unwritten: dict[str, int] = {}  # bytes still to come, of each file of which some have come
         self._memory_read_at = 0.0
         self._forgotten_at = math.inf  # when the run has lost this node, unless it polls before
         self._is_over = threading.Event()
@@ -282,12 +280,6 @@ class Agent:
             forgotten_seconds: after which the run has lost this node, or has ended, unless it polls again.
         """
         self._forgotten_at = math.inf
-        try:
-            return self._poll(seconds)
-        finally:
-            self._forgotten_at = time.monotonic() + forgotten_seconds
-
-    def _poll(self, seconds: float) -> Batch:
         batch = Batch()
         with self._lock:
             workers = dict(self._workers)
@@ -307,6 +299,7 @@ class Agent:
             batch.used_bytes = gpus.used_memory(uuids)
             batch.telemetry = gpus.telemetry(uuids)
             batch.available_bytes = host.available_memory_bytes()
+        self._forgotten_at = time.monotonic() + forgotten_seconds
         return batch
 
     def _news_of(self, worker: _Worker) -> WorkerNews:
@@ -327,12 +320,14 @@ class Agent:
 
     def _printed(self, worker: _Worker) -> bytes:
         """Return what a worker has printed since the last call, up to a limit."""
-        with contextlib.suppress(OSError), worker.log.open("rb") as file:
-            file.seek(worker.printed)
-            text = file.read(_LOG_BYTES)
-            worker.printed += len(text)
-            return text
-        return b""
+        try:
+            with worker.log.open("rb") as file:
+                file.seek(worker.printed)
+                text = file.read(_LOG_BYTES)
+        except OSError:
+            return b""
+        worker.printed += len(text)
+        return text
 
     def _end_with_node(self, raylet: int) -> None:
         """End with the raylet that has started this process: Ray does not end it if the raylet was killed."""

@@ -98,12 +98,14 @@ class RayLauncher(Launcher):
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        settings = {
-            key: value for key, value in settings.items() if value is not None or key not in _SETTINGS
-        }
-        problems = _setting_problems(settings)
+        problems = []
+        for key, value in settings.items():
+            if key not in _SETTINGS:
+                problems.append(f"{key}: unknown key; this launcher has {listed(list(_SETTINGS))}")
+            elif value is not None and not isinstance(value, _SETTINGS[key][0]):
+                problems.append(f"{key}: must be {_SETTINGS[key][1]}")
         # As Ray has it: the variable is read where the config leaves the address open.
-        address = settings.get("address", "auto")
+        address = settings.get("address") or "auto"
         prefix = "address: "
         if address == "auto" and os.environ.get("RAY_ADDRESS"):
             address = os.environ["RAY_ADDRESS"]
@@ -113,7 +115,7 @@ class RayLauncher(Launcher):
         if problems:
             raise ConfigError(problems)
         self._address = address
-        self._supply = Supply(self._answers, settings.get("ship_models", False))
+        self._supply = Supply(self._answers, bool(settings.get("ship_models")))
         self._runtime_env = settings.get("runtime_env")
         self._nodes: list[ClusterNode] = []
         self._node_of: dict[str, ClusterNode] = {}  # by the UUID of a device
@@ -689,18 +691,6 @@ class RayLauncher(Launcher):
                 atexit.unregister(ray.shutdown)
             else:
                 ray.shutdown()
-
-
-def _setting_problems(settings: Mapping[str, Any]) -> list[str]:
-    problems = []
-    for key, value in settings.items():
-        if key not in _SETTINGS:
-            problems.append(f"{key}: unknown key; this launcher has {listed(list(_SETTINGS))}")
-            continue
-        kind, name = _SETTINGS[key]
-        if not isinstance(value, kind):
-            problems.append(f"{key}: must be {name}")
-    return problems
 
 
 def _alive_nodes() -> list[dict[str, Any]]:
