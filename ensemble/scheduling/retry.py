@@ -73,22 +73,18 @@ class RetryRules:
         self._histories[state.plan.name].failed_starts = 0
 
     def worker_failed(self, worker: RunningWorker, fault: Fault, others_compute: bool) -> None:
-        """Decide what follows when a worker has failed, with chunks in hand or without."""
+        """Decide what follows when a worker has failed, with a chunk in hand or without."""
         state = worker.state
         history = self._histories[state.plan.name]
-        if fault.kind == "lost":
-            for chunk in worker.chunks:
-                self._record(worker, fault, "again", chunk)
-                worker.drop(chunk)
-                state.chunks.put_back(chunk)
-            if not worker.chunks:
-                log.warning("%s: %s", worker.name, fault.message)
-        elif worker.chunks:
-            blamed, *others = worker.chunks
-            for chunk in others:  # they are not to blame
-                worker.drop(chunk)
-                state.chunks.put_back(chunk)
-            self.chunk_failed(worker, blamed, fault)
+        chunk = worker.chunk
+        if chunk is not None and fault.kind == "lost":
+            self._record(worker, fault, "again", chunk)
+            worker.drop(chunk)
+            state.chunks.put_back(chunk)
+        elif chunk is not None:
+            self.chunk_failed(worker, chunk, fault)
+        elif fault.kind == "lost":
+            log.warning("%s: %s", worker.name, fault.message)
         elif state.finished:  # others did its work: nothing is missing
             log.warning("%s did nothing in the end: %s", worker.name, fault.message)
         elif others_compute:

@@ -16,7 +16,6 @@ from ensemble.common.errors import MergeError
 from ensemble.common.protocol import (
     ChunkDone,
     ChunkFailed,
-    Computed,
     Event,
     Load,
     Progress,
@@ -47,7 +46,7 @@ TERMINATE_SECONDS = 5.0
 # How long a worker that hangs has to write its stacks to its log.
 ABORT_SECONDS = 2.0
 # Events about the chunk that a worker computes.
-_CHUNK_EVENTS = (Progress, Computed, ChunkFailed)
+_CHUNK_EVENTS = (Progress, ChunkDone, ChunkFailed)
 log = logging.getLogger(__name__)
 
 
@@ -234,19 +233,11 @@ class Scheduler:
             self._dispatch(worker)
         elif isinstance(event, Progress):
             state.advance(event)
-        elif isinstance(event, Computed):
-            assert chunk is not None
-            worker.writing[event.chunk] = chunk
-            worker.chunk = None
-            # Under a time limit the first chunk's time, which comes with ChunkDone, is needed to know what fits.
-            if self._deadline is None or state.seconds_per_cost is not None:
-                self._dispatch(worker)
         elif isinstance(event, ChunkDone):
-            if event.chunk not in worker.writing:
-                raise ProtocolError(f"it wrote chunk {event.chunk}, which it had not computed")
+            assert chunk is not None
             worker.record.counters += event.counters
-            state.complete(worker.writing[event.chunk], event)
-            worker.drop(worker.writing[event.chunk])
+            state.complete(chunk, event)
+            worker.drop(chunk)
             # Not the whole event, which run.json sums up: masking secrets in long lines takes time.
             done = event.counters
             counts = f"{done.rows} rows ({done.bad_rows} bad), {done.tokens} tokens in {done.batches} batches"
@@ -255,9 +246,7 @@ class Scheduler:
             if event.bad_rows:
                 self._retry.bad_rows(worker, dict(zip(event.bad_rows, event.bad_row_reasons, strict=True)))
             self._settle(state)
-            if worker.chunk is None and not worker.is_stopping:
-                self._dispatch(worker)
-            worker.expect_exit(self._clock() + EXIT_SECONDS)
+            self._dispatch(worker)
         elif isinstance(event, ChunkFailed):
             assert chunk is not None
             fault = Fault("error", f"{event.error_type}: {event.message}", event.traceback)
@@ -272,7 +261,7 @@ class Scheduler:
         if chunk is None:
             self.gaps.end(worker.name, now)
             worker.is_stopping = True
-            worker.expect_exit(now + EXIT_SECONDS)
+            worker.exit_by = worker.exit_by or now + EXIT_SECONDS
             worker.handle.send(Stop())
             return
         worker.chunk = chunk
@@ -310,8 +299,8 @@ class Scheduler:
         self._pool.release(worker.devices, state.plan.placement.places, is_suspect)
         log.info("%s ended with exit code %d", worker.name, ended.code)
         if state.failure is not None:  # it was told to end
-            for chunk in worker.chunks:
-                worker.drop(chunk)
+            if worker.chunk is not None:
+                worker.drop(worker.chunk)
             return
         fault = worker.fault_of(ended)
         if fault is None:

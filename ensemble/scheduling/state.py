@@ -136,7 +136,7 @@ class MemberState:
 
     def fail(self, failure: Failure) -> None:
         self.failure = failure
-        self.chunks.abandon()
+        self.chunks.pending.clear()
 
     # Questions.
 
