@@ -29,7 +29,6 @@ from ensemble.common.protocol import (
     ChunkDone,
     Closed,
     Command,
-    Computed,
     Counters,
     Event,
     Heartbeat,
@@ -249,7 +248,6 @@ class PretendedWorker(Handle):
                     done = int(rows * step * _PROGRESS_SECONDS / seconds)
                     said = Progress(command.chunk, done, 30 * done, 31 * done)
                     later(step * _PROGRESS_SECONDS, self, partial(self._unless_over, said))
-                later(seconds, self, lambda: Computed(command.chunk))
                 later(seconds + _WRITE_SECONDS, self, lambda: self._done(command, seconds))
             elif isinstance(command, Stop):
                 self._is_over = True

@@ -17,7 +17,6 @@ from ensemble.common.protocol import (
     Closed,
     Command,
     CommonSpec,
-    Computed,
     Counters,
     Failed,
     Load,
@@ -111,8 +110,6 @@ class PretendedWorker(Handle):
             if answer is None or isinstance(answer, int):
                 self._is_over, self._code = True, -9 if answer is None else answer
             elif answer is not SILENCE:
-                if isinstance(answer, ChunkDone):
-                    self._say(self.chunk_seconds, Computed(answer.chunk))
                 self._say(self.chunk_seconds + self.write_seconds, answer)
                 self._is_over = isinstance(answer, Failed)
         elif isinstance(command, Stop):

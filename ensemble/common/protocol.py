@@ -162,13 +162,6 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Computed:
-    """The chunk is computed and its shard is being written: the next chunk may come."""
-
-    chunk: int
-
-
-@dataclass(frozen=True)
 class ChunkDone:
     """The chunk's shard is complete."""
 
@@ -217,9 +210,7 @@ class Closed:
 
 
 Command: TypeAlias = Start | Load | Predict | Stop
-Event: TypeAlias = (
-    Started | Ready | Heartbeat | Progress | Computed | ChunkDone | ChunkFailed | Failed | Closed
-)
+Event: TypeAlias = Started | Ready | Heartbeat | Progress | ChunkDone | ChunkFailed | Failed | Closed
 
 _TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in (*get_args(Command), *get_args(Event))}
 

@@ -15,7 +15,7 @@ from ensemble.common.shards import cpu_choice_path
 from ensemble.common.text import plural
 from ensemble.pipeline.resume import MemberWork
 from ensemble.planning.plan import CpuChoice, MemberPlan, Plan
-from ensemble.scheduling.launchers.threads import worker_threads
+from ensemble.scheduling.launchers.local import worker_threads
 
 
 def kept_cpu_choices(works: Mapping[str, MemberWork]) -> dict[str, CpuChoice]:

@@ -394,6 +394,8 @@ class _Run(RunState):
         finally:
             display.stop()
             launcher.close()  # before the merge, which needs no other machines
+            with contextlib.suppress(OSError):
+                self._rundir.tidy()  # workers that were ended may have left temporary files
 
     def _files_of(self, member: MemberPlan) -> MemberFiles:
         """Return the files that a member's workers read."""

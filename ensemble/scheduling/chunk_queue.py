@@ -31,7 +31,6 @@ class ChunkQueue:
         self.numbers = count(1 + max((chunk.index for chunk in self.pending), default=-1))
         self.done_cost = 0.0
         self._views = views
-        self._is_abandoned = False
         # By view: the share of the member's work that is done, by this run or before.
         self._done_costs = [1 / views] * views
         for chunk in self.pending:
@@ -63,11 +62,6 @@ class ChunkQueue:
         self.done_cost += chunk.cost
         self._done_costs[chunk.view] += chunk.cost
 
-    def abandon(self) -> None:
-        """Drop all pending chunks."""
-        self.pending.clear()
-        self._is_abandoned = True
-
     @property
     def has_first_view(self) -> bool:
         """Whether rows in the first view are pending; a member without views has only this view."""
@@ -76,24 +70,17 @@ class ChunkQueue:
     @property
     def computed_cost(self) -> float:
         """The share of the member's work that this run has done, with the progress of chunks in hand."""
-        cost = self.done_cost
-        for number, progress in self.progress.items():
-            chunk = self.in_hand[number]
-            cost += chunk.cost * progress.rows / chunk.rows
-        return cost
+        return self.done_cost + sum(
+            self.in_hand[number].cost * progress.rows / self.in_hand[number].rows
+            for number, progress in self.progress.items()
+        )
 
     def fraction(self, only_first_view: bool = False) -> float:
         """Return the share of the work that is done, by cost and not by rows: long rows come first."""
-        if only_first_view:
-            is_left, cost, whole = self.has_first_view, self._done_costs[0], 1 / self._views
-        else:
-            is_left, cost, whole = bool(self.pending), sum(self._done_costs), 1.0
-        for number, chunk in self.in_hand.items():
-            if only_first_view and chunk.view > 0:
-                continue
-            is_left = True
-            if number in self.progress:
-                cost += chunk.cost * self.progress[number].rows / chunk.rows
-        if not is_left and not self._is_abandoned:
-            return 1.0  # the sum may be rounded
-        return min(1.0, max(0.0, cost / whole))
+        whole = 1 / self._views if only_first_view else 1.0
+        cost = self._done_costs[0] if only_first_view else sum(self._done_costs)
+        for number, progress in self.progress.items():
+            chunk = self.in_hand[number]
+            if chunk.view == 0 or not only_first_view:
+                cost += chunk.cost * progress.rows / chunk.rows
+        return min(1.0, max(0.0, round(cost / whole, 9)))

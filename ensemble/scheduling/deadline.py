@@ -54,12 +54,8 @@ class Share:
 def reachable_fraction(shares: Sequence[Share], devices: int, seconds_left: float) -> float:
     """Return the largest fraction of its work that each member can reach, or has reached, in time.
 
-    All members together have ``devices * seconds_left`` device-seconds.  A member that has reached the fraction
-    needs no time.  A member of unknown speed counts as the slowest of the others, so that they leave it time until
-    it is measured.
-
-    Args:
-        devices: how many workers of one device can run at the same time.
+    All members together have ``devices * seconds_left`` device-seconds.  A member of unknown speed counts as the
+    slowest of the others, so that they leave it time until it is measured.
 
     Returns:
         From 0 to 1; 1 if no speed is known and there is time for all to start.
@@ -173,7 +169,12 @@ class Deadline:
         A run never ends without a try: an earlier run may have measured a slow moment, such as weights that were
         not in the page cache, and a guess may be wrong.  For ``beyond_goal`` see ``first_fitting``.
         """
-        if self._has_time_for(state, members, beyond_goal):
+
+        def has_time(other: MemberState) -> bool:
+            startup = _startup_seconds(other, members)
+            return self.first_fitting(other, members, startup, beyond_goal) is not None
+
+        if has_time(state):
             return True
         # If no worker was ready yet and there seems to be time for none, the member that starts fastest may try.
         has_started = any(other.running or other.speed_meter.startup_seconds for other in members)
@@ -181,13 +182,7 @@ class Deadline:
             return False
         pending = [other for other in _counting(members) if other.chunks.pending]
         fastest = min(pending, key=lambda other: _startup_seconds(other, members), default=None)
-        return state is fastest and not any(self._has_time_for(other, members) for other in pending)
-
-    def _has_time_for(
-        self, state: MemberState, members: Sequence[MemberState], beyond_goal: bool = False
-    ) -> bool:
-        startup = _startup_seconds(state, members)
-        return self.first_fitting(state, members, startup, beyond_goal) is not None
+        return state is fastest and not any(map(has_time, pending))
 
     def takes_most_to_start(self, state: MemberState, members: Sequence[MemberState]) -> bool:
         """Return whether this member's start would use up most of the time: no worker is stopped for it."""
@@ -271,10 +266,9 @@ def _counting(members: Sequence[MemberState]) -> list[MemberState]:
 def _seconds_per_member(members: Sequence[MemberState]) -> dict[str, float | None]:
     """Return how long one replica takes for all of a member's work, by name; None if it is not even guessed."""
     planned = {state.plan.name: state.plan.whole_seconds for state in members}
-    measured = {}
-    for state in members:
-        if state.seconds_per_cost is not None:
-            measured[state.plan.name] = state.seconds_per_cost
+    measured = {
+        state.plan.name: state.seconds_per_cost for state in members if state.seconds_per_cost is not None
+    }
     return calibrated(planned, measured)
 
 
@@ -297,13 +291,12 @@ def time_limit_text(
         kept_seconds: for the last submission, see :func:`reserve_seconds`.
     """
     was_tried = any(state.workers for state in members)
-    what = "row was computed"
-    if any(state.speed_meter.lost_rows for state in members):
-        what = "new row was kept"
+    was_lost = any(state.speed_meter.lost_rows for state in members)
+    between = max(limit_seconds - before_seconds - kept_seconds, 0.0)
     text = (
-        f"no {what}: {before_seconds:.1f} s of time_limit ({limit_seconds:g} s) were over before a "
-        f"worker could start, {kept_seconds:.1f} s are kept for the last submission, and the "
-        f"{max(limit_seconds - before_seconds - kept_seconds, 0.0):.1f} s between were too short to start one"
+        f"no {'new row was kept' if was_lost else 'row was computed'}: {before_seconds:.1f} s of time_limit "
+        f"({limit_seconds:g} s) were over before a worker could start, {kept_seconds:.1f} s are kept for the last "
+        f"submission, and the {between:.1f} s between were too short to start one"
         f"{' and compute its first chunk' if was_tried else ''}"
     )
     speeds = [state.speed for state in members if not state.finished]

@@ -23,10 +23,9 @@ SAMPLE_SECONDS = 0.25
 # The curve in run.json gets a point when the memory moves by this much, and a point a minute otherwise.
 _CURVE_STEP_BYTES = 16 << 20
 _CURVE_STEP_SECONDS = 60.0
-# Telemetry is read less often than memory.  Its curve gets a point when the reasons for a lower clock change, but
-# not more often than this: they can change all the time.
+# Telemetry is read less often than memory, and its curve gets a point less often.
 _TELEMETRY_SECONDS = 1.0
-_TELEMETRY_STEP_SECONDS = 10.0
+_TELEMETRY_STEP_SECONDS = 30.0
 # Why a GPU is throttled, by the names of ``Telemetry.clock_events``.  Clocks that a user has set do not count, nor
 # does an idle GPU.
 _THROTTLES = {
@@ -102,6 +101,7 @@ class TelemetryCurve:
 
     def add(self, now: float, passed: float, telemetry: Telemetry) -> None:
         """Add what was read ``now``; it counts for the ``passed`` seconds since it was last read."""
+        passed = round(passed, 3)
         self.max_sm_clock_mhz = telemetry.max_sm_clock_mhz
         celsius = telemetry.temperature_celsius
         if celsius is not None:
@@ -110,21 +110,15 @@ class TelemetryCurve:
         reasons = {_THROTTLES[event] for event in telemetry.clock_events if event in _THROTTLES}
         if reasons:
             self._add_throttled(passed, reasons, telemetry.sm_clock_mhz)
-        last = self.points[-1] if self.points else None
-        if last is not None:
-            step = _CURVE_STEP_SECONDS
-            if last.clock_events != telemetry.clock_events:
-                step = _TELEMETRY_STEP_SECONDS
-            if now - last.seconds < step:
-                return
-        point = TelemetryPoint(
-            seconds=round(now, 2),
-            sm_clock_mhz=telemetry.sm_clock_mhz,
-            temperature_celsius=telemetry.temperature_celsius,
-            power_watts=telemetry.power_watts,
-            clock_events=telemetry.clock_events,
-        )
-        self.points.append(point)
+        if not self.points or now - self.points[-1].seconds >= _TELEMETRY_STEP_SECONDS:
+            point = TelemetryPoint(
+                seconds=round(now, 2),
+                sm_clock_mhz=telemetry.sm_clock_mhz,
+                temperature_celsius=celsius,
+                power_watts=telemetry.power_watts,
+                clock_events=telemetry.clock_events,
+            )
+            self.points.append(point)
 
     def _add_throttled(self, passed: float, reasons: set[str], sm_clock_mhz: int | None) -> None:
         if len(reasons) > 1:
@@ -134,9 +128,7 @@ class TelemetryCurve:
         before = self.throttled_seconds
         self.throttled_seconds = round(before + passed, 3)
         if sm_clock_mhz is not None and self.throttled_seconds:
-            # By the rounded seconds, so that the shares add up to 1.
-            cycles = before * (self.throttled_clock_mhz or 0.0)
-            cycles += (self.throttled_seconds - before) * sm_clock_mhz
+            cycles = before * (self.throttled_clock_mhz or 0.0) + passed * sm_clock_mhz
             self.throttled_clock_mhz = round(cycles / self.throttled_seconds, 1)
 
 
@@ -182,8 +174,7 @@ class DevicePool:
         self._began = self._sampled_at = clock()
         self._used = self._sample()
         self.curves = {uuid: MemoryCurve(used) for uuid, used in self._used.items()}
-        self._telemetry_at = self._began
-        self._telemetry_due = self._began + _TELEMETRY_SECONDS
+        self._telemetry_at = self._telemetry_noted_at = self._began
         self.telemetry = {uuid: TelemetryCurve() for uuid in self._gpus}
         self.releases: list[Release] = []
 
@@ -204,62 +195,56 @@ class DevicePool:
             self.telemetry[gpu.uuid] = TelemetryCurve()
             self.curves[gpu.uuid] = MemoryCurve(gpu.used_bytes)
 
-    def is_releasing(self, among: Collection[str] | None = None) -> bool:
-        """Return whether a device is released but not free yet; of these UUIDs, or of all."""
-        return any(among is None or uuid in among for uuid in self._releasing)
-
-    def is_in_use(self, among: Collection[str]) -> bool:
-        """Return whether a worker is on any device of these UUIDs."""
-        return any(self._taken[uuid] for uuid in among)
+    def is_releasing(self) -> bool:
+        """Return whether a device is released but not free yet."""
+        return bool(self._releasing)
 
     def acquire(
         self,
         count: int,
         allowed: Collection[str],
-        is_last_resort: bool = False,
         preferred: Iterable[Sequence[Device]] = (),
         places: int = 1,
     ) -> tuple[Device, ...]:
         """Lease so many devices of one node: those with fewer workers first, then in the inventory's order.
 
+        Devices whose memory was never freed, or on which a worker could not start, are leased last, and only if
+        none of the allowed devices is in use or being released.
+
         Args:
             allowed: UUIDs.
             places: how many places of each device are taken, of the ``workers_per_gpu``.
-            is_last_resort: lease, after all others, also devices whose memory was never freed or on which a worker
-                could not start.
             preferred: choices; the first that is possible is taken.
 
         Returns:
             The devices, in the inventory's order; none if there are not so many.
         """
-        numbers = {uuid: number for number, uuid in enumerate(self._gpus)}
-        sound: list[str] = []
-        doubtful: list[str] = []
-        for uuid in self._gpus:
-            has_room = self._taken[uuid] + places <= self._workers_per_gpu
-            if uuid not in allowed or uuid in self._releasing or not has_room:
-                continue
-            if uuid in self._full or uuid in self._suspect:
-                doubtful.append(uuid)
-            else:
-                sound.append(uuid)
+        usable = [
+            uuid
+            for uuid in self._gpus
+            if uuid in allowed
+            and uuid not in self._releasing
+            and self._taken[uuid] + places <= self._workers_per_gpu
+        ]
         # Sorting is stable: devices with as many workers stay in the inventory's order.
-        candidates = sorted(sound, key=self._taken.__getitem__)
-        if is_last_resort:
-            candidates += sorted(doubtful, key=self._taken.__getitem__)
-        of_node: dict[str, list[Device]] = {}
+        usable.sort(key=self._taken.__getitem__)
+        doubtful = self._full | self._suspect
+        sound = [uuid for uuid in usable if uuid not in doubtful]
+        candidates = sound
+        if doubtful and not any(self._taken[uuid] or uuid in self._releasing for uuid in allowed):
+            candidates = [*sound, *(uuid for uuid in usable if uuid in doubtful)]
+        of_node: dict[str, list[str]] = {}
         for uuid in candidates:
-            gpu = self._gpus[uuid]
-            of_node.setdefault(gpu.node, []).append(gpu)
-        choice: Sequence[Device] = next((gpus[:count] for gpus in of_node.values() if len(gpus) >= count), [])
+            of_node.setdefault(self._gpus[uuid].node, []).append(uuid)
+        choice = next((uuids[:count] for uuids in of_node.values() if len(uuids) >= count), [])
         if not choice:
             return ()
-        sound_uuids = set(sound)
         for devices in preferred:
-            if len(devices) == count and all(gpu.uuid in sound_uuids for gpu in devices):
-                choice = devices
+            uuids = [gpu.uuid for gpu in devices]
+            if len(uuids) == count and set(uuids) <= set(sound):
+                choice = uuids
                 break
-        leased = tuple(sorted(choice, key=lambda gpu: numbers[gpu.uuid]))
+        leased = tuple(gpu for uuid, gpu in self._gpus.items() if uuid in choice)
         for gpu in leased:
             self._taken[gpu.uuid] += places
             self._full.discard(gpu.uuid)
@@ -286,16 +271,15 @@ class DevicePool:
             is_suspect: the worker ended before it could compute.  Its devices are then leased last, since a device
                 can answer NVML and fail at every start.
         """
-        uuids = {gpu.uuid for gpu in devices}
-        if is_suspect:
-            self._suspect |= uuids
-        else:
-            self._suspect -= uuids
-        for uuid in uuids:
-            self._taken[uuid] -= places
-            if uuid in self._gpus and not self._taken[uuid]:
-                self._releasing[uuid] = self._clock()
-        self._sampled_at = self._telemetry_due = -math.inf  # the next poll reads both, whenever it is
+        for gpu in devices:
+            self._taken[gpu.uuid] -= places
+            if gpu.uuid in self._gpus and not self._taken[gpu.uuid]:
+                self._releasing[gpu.uuid] = self._clock()
+            if is_suspect:
+                self._suspect.add(gpu.uuid)
+            else:
+                self._suspect.discard(gpu.uuid)
+        self._sampled_at = self._telemetry_at = -math.inf  # the next poll reads both, whenever it is
 
     def poll(self) -> None:
         """Read the memory if it is time, and free the devices that are back at their baseline."""
@@ -307,10 +291,9 @@ class DevicePool:
         for uuid, used in self._used.items():
             if used is not None:
                 self.curves[uuid].add(now - self._began, used)
-        if now >= self._telemetry_due:
-            passed = now - self._telemetry_at
-            self._telemetry_at = now
-            self._telemetry_due = now + _TELEMETRY_SECONDS
+        if now - self._telemetry_at >= _TELEMETRY_SECONDS:
+            passed = now - self._telemetry_noted_at
+            self._telemetry_at = self._telemetry_noted_at = now
             for uuid, telemetry in self._launcher.telemetry(list(self.telemetry)).items():
                 if telemetry is not None:
                     self.telemetry[uuid].add(now - self._began, passed, telemetry)

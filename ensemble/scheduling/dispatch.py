@@ -32,12 +32,9 @@ RANKS = (Rank(False, False), Rank(False, True), Rank(True, False), Rank(True, Tr
 class Dispatcher:
     """Gives devices to members, and chunks in their order to the next free worker.
 
-    So replicas end within a chunk of each other.
-
     Attributes:
         members: in the order in which they start.
         workers: those that run now: the scheduler's own list.
-        deadline: that of the time limit, if there is one.
     """
 
     members: Sequence[MemberState]
@@ -57,14 +54,9 @@ class Dispatcher:
                 if "cpu" not in reserved and self._has_cpu_room(state):
                     return state, ()
                 continue
-            # If none of the member's devices is in use or being released, a doubtful device is better than none.
-            is_last_resort = not self.pool.is_in_use(state.devices) and not self.pool.is_releasing(
-                state.devices
-            )
             devices = self.pool.acquire(
                 state.plan.gpus,
                 state.devices - reserved if reserved else state.devices,
-                is_last_resort,
                 self.standbys.devices_for(state),
                 state.plan.placement.places,
             )
@@ -112,9 +104,8 @@ class Dispatcher:
                 return False
             allowed = state.devices - reserved
             can_use = bool(uuids & allowed) if uuids else not state.plan.gpus
-            if state is worker.state or not can_use:
-                continue
-            if self.deadline.takes_most_to_start(state, self.members):
+            takes_most = self.deadline.takes_most_to_start(state, self.members)
+            if state is worker.state or not can_use or takes_most:
                 continue
             if not uuids:
                 return True

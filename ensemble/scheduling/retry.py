@@ -20,7 +20,7 @@ MAX_BAD_ROWS = 100
 _MAX_BAD_ROWS_BEFORE_ANY_GOOD = 2
 # Each costs a start.  To find two bad rows in a full chunk takes 14 each; the rest is for accidents.
 MAX_DEATHS = 40
-_MAX_SHOWN_ROWS = 3
+_SHOWN_ROWS = 3
 # What users are told about each remedy in run.json.
 _NEXT_STEPS = {
     "again": "they are tried again",
@@ -73,22 +73,18 @@ class RetryRules:
         self._histories[state.plan.name].failed_starts = 0
 
     def worker_failed(self, worker: RunningWorker, fault: Fault, others_compute: bool) -> None:
-        """Decide what follows when a worker has failed, with chunks in hand or without."""
+        """Decide what follows when a worker has failed, with a chunk in hand or without."""
         state = worker.state
         history = self._histories[state.plan.name]
-        if fault.kind == "lost":
-            for chunk in worker.chunks:
-                self._record(worker, fault, "again", chunk)
-                worker.drop(chunk)
-                state.chunks.put_back(chunk)
-            if not worker.chunks:
-                log.warning("%s: %s", worker.name, fault.message)
-        elif worker.chunks:
-            blamed, *others = worker.chunks
-            for chunk in others:  # they are not to blame
-                worker.drop(chunk)
-                state.chunks.put_back(chunk)
-            self.chunk_failed(worker, blamed, fault)
+        chunk = worker.chunk
+        if chunk is not None and fault.kind == "lost":
+            self._record(worker, fault, "again", chunk)
+            worker.drop(chunk)
+            state.chunks.put_back(chunk)
+        elif chunk is not None:
+            self.chunk_failed(worker, chunk, fault)
+        elif fault.kind == "lost":
+            log.warning("%s: %s", worker.name, fault.message)
         elif state.finished:  # others did its work: nothing is missing
             log.warning("%s did nothing in the end: %s", worker.name, fault.message)
         elif others_compute:
@@ -154,10 +150,8 @@ class RetryRules:
         if not state.bad_rows or self._rules.on_bad_row == "uniform":
             return
         rows = sorted(state.bad_rows)
-        shown = "; ".join(
-            f"row {state.row_text(row)}: {state.bad_rows[row]}" for row in rows[:_MAX_SHOWN_ROWS]
-        )
-        more = f"; {len(rows) - _MAX_SHOWN_ROWS:,} more in run.json" if len(rows) > _MAX_SHOWN_ROWS else ""
+        shown = "; ".join(f"row {state.row_text(row)}: {state.bad_rows[row]}" for row in rows[:_SHOWN_ROWS])
+        more = f"; {len(rows) - _SHOWN_ROWS:,} more in run.json" if len(rows) > _SHOWN_ROWS else ""
         if self._rules.on_bad_row == "drop_member":
             advice = "left out of the merge (on_bad_row: drop_member)"
         else:
@@ -165,8 +159,9 @@ class RetryRules:
                 "all others are kept: on_bad_row: uniform gives such rows equal probabilities, drop_member merges "
                 "without this member"
             )
-        count = plural(len(rows), "row")
-        self.fail(state, f"{count} of the table could not be computed: {shown}{more}; {advice}")
+        self.fail(
+            state, f"{plural(len(rows), 'row')} of the table could not be computed: {shown}{more}; {advice}"
+        )
 
     def fail(self, state: MemberState, message: str, traceback: str = "") -> None:
         """Fail a member, unless it has failed already."""
@@ -198,12 +193,10 @@ class RetryRules:
     def _set_aside(self, state: MemberState, reasons: Mapping[int, str], chunk: Chunk | None = None) -> None:
         state.set_aside(reasons, chunk)
         self._run.on_bad_rows(state)
-        count = len(reasons)
-        rows = ", ".join(map(state.row_text, sorted(reasons)[:_MAX_SHOWN_ROWS]))
-        more = ", ..." if count > _MAX_SHOWN_ROWS else ""
+        rows = ", ".join(map(state.row_text, sorted(reasons)[:_SHOWN_ROWS]))
         text = f"row {rows}"
-        if count > 1:
-            text = f"{plural(count, 'row')} ({rows}{more})"
+        if len(reasons) > 1:
+            text = f"{plural(len(reasons), 'row')} ({rows}{', ...' if len(reasons) > _SHOWN_ROWS else ''})"
         self._run.say(f"{state.plan.name}: {text} could not be computed; {next(iter(reasons.values()))}")
 
     def _record(self, worker: RunningWorker, fault: Fault, remedy: str, chunk: Chunk | None = None) -> None:
@@ -218,7 +211,7 @@ class RetryRules:
             remedy=remedy,
             after_seconds=round(self._elapsed(), 3),
         )
-        worker.state.note_fault(record)
+        worker.state.faults.append(record)
         log.warning("%s: %s; %s", worker.name, fault.message, remedy)
         if remedy in _NEXT_STEPS:
             in_hand = "" if chunk is None else f" with {plural(chunk.rows, 'row')} in hand"

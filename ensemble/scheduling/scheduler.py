@@ -16,7 +16,6 @@ from ensemble.common.errors import MergeError
 from ensemble.common.protocol import (
     ChunkDone,
     ChunkFailed,
-    Computed,
     Event,
     Load,
     Progress,
@@ -40,14 +39,6 @@ TICK_SECONDS = 0.25
 # The run's clock counts no more than this of one turn, so that no worker counts as hung because this process was
 # stopped.  A turn takes longer than a tick if run.json goes to a slow disk.
 MAX_TURN_SECONDS = 4 * TICK_SECONDS
-# A check of all workers takes long if there are many: then so many seconds for each worker, up to a maximum, pass
-# between two checks.
-_FEW_WORKERS = 64
-_CHECK_SECONDS = 0.002
-_MAX_CHECK_SECONDS = 1.0
-# Many workers send events all the time: those that come within this time are handled in one turn.
-_MANY_WORKERS = 256
-_GATHER_SECONDS = 0.02
 # How long a worker that was told to stop, or has closed its channel, has to exit: freeing a GPU takes a while.
 EXIT_SECONDS = 30.0
 # How long a worker has to exit that was asked to drop its work.
@@ -55,7 +46,7 @@ TERMINATE_SECONDS = 5.0
 # How long a worker that hangs has to write its stacks to its log.
 ABORT_SECONDS = 2.0
 # Events about the chunk that a worker computes.
-_CHUNK_EVENTS = (Progress, Computed, ChunkFailed)
+_CHUNK_EVENTS = (Progress, ChunkDone, ChunkFailed)
 log = logging.getLogger(__name__)
 
 
@@ -98,9 +89,6 @@ class Scheduler:
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="finishing")
         self._finishing: dict[Future[None], MemberState] = {}
         self._ended: set[str] = set()
-        # When all workers are checked next, and whether any has sent an event since the last check.
-        self._check_at = -math.inf
-        self._has_events = False
 
     def run(self) -> None:
         """Run every member until it is done or has failed, or until the deadline.
@@ -113,19 +101,15 @@ class Scheduler:
             while self._workers or self._finishing or self._dispatcher.is_waiting_for_devices():
                 if self._deadline is not None and self._deadline.is_over:
                     break
-                if not self._workers and self._finishing:
+                if self._finishing and not self._workers:
                     wait(self._finishing, TICK_SECONDS, return_when=FIRST_COMPLETED)
                 else:
-                    self._wait_for_events()
-                now = self._clock()
-                is_to_check = now >= self._check_at
-                if is_to_check:
-                    for worker in list(self._workers):
-                        self._check(worker, now)
+                    for handle in self._launcher.wait(list(self._by_handle), TICK_SECONDS):
+                        self._receive(self._by_handle[handle])
+                for worker in list(self._workers):
+                    self._check(worker)
                 self._check_finishing()
                 self._settle_all()
-                if not is_to_check:
-                    continue
                 changes = self._launcher.changes()
                 if changes is not None:
                     self._apply_changes(changes)
@@ -133,25 +117,10 @@ class Scheduler:
                 self._start_workers()
                 if self._may_stand_by:
                     self._standbys.update(self.members, self._workers)
-                self._has_events = False
-                if len(self._workers) > _FEW_WORKERS:
-                    wait_seconds = min(len(self._workers) * _CHECK_SECONDS, _MAX_CHECK_SECONDS)
-                    self._check_at = self._clock() + wait_seconds
                 self._run.on_change(self.members)
         finally:
             self._end_all()
         self._check_finishing()
-
-    def _wait_for_events(self) -> None:
-        if len(self._workers) >= _MANY_WORKERS:
-            time.sleep(_GATHER_SECONDS)
-        until_check = max(0.0, self._check_at - self._clock())
-        timeout = until_check if self._has_events else TICK_SECONDS
-        ready = self._launcher.wait(list(self._by_handle), timeout)
-        now = self._clock()
-        self._has_events |= bool(ready)
-        for handle in ready:
-            self._receive(self._by_handle[handle], now)
 
     def _apply_changes(self, changes: Changes) -> None:
         """Let members use the devices of nodes that have joined, and no longer those of lost nodes.
@@ -161,13 +130,14 @@ class Scheduler:
         for text in changes.news:
             self._run.say(text)
         after = round(self._elapsed(), 3)
-        for host in changes.joined_nodes:
-            change = NodeChange(
-                node=host.node, is_lost=False, after_seconds=after, total_bytes=host.total_bytes
-            )
-            self.node_changes.append(change)
-        for node, why in changes.lost_nodes.items():
-            self.node_changes.append(NodeChange(node=node, is_lost=True, after_seconds=after, why=why))
+        self.node_changes += [
+            NodeChange(host.node, is_lost=False, after_seconds=after, total_bytes=host.total_bytes)
+            for host in changes.joined_nodes
+        ]
+        self.node_changes += [
+            NodeChange(node, is_lost=True, after_seconds=after, why=why)
+            for node, why in changes.lost_nodes.items()
+        ]
         if not changes.joined_nodes and not changes.lost_nodes:
             return
         joined = changes.joined
@@ -239,12 +209,12 @@ class Scheduler:
             log.info("%s has %s as process %s", worker.name, worker.record.devices, worker.record.process)
             worker.handle.send(Load())
 
-    def _receive(self, worker: RunningWorker, now: float) -> None:
+    def _receive(self, worker: RunningWorker) -> None:
         if not worker.handle.is_open:
             return
         try:
             for event in worker.handle.receive():
-                worker.note(event, now)
+                worker.note(event, self._clock())
                 self._handle(worker, event)
         except ProtocolError as error:
             if worker.fault is None:
@@ -263,19 +233,11 @@ class Scheduler:
             self._dispatch(worker)
         elif isinstance(event, Progress):
             state.advance(event)
-        elif isinstance(event, Computed):
-            assert chunk is not None
-            worker.writing[event.chunk] = chunk
-            worker.chunk = None
-            # Under a time limit the first chunk's time, which comes with ChunkDone, is needed to know what fits.
-            if self._deadline is None or state.seconds_per_cost is not None:
-                self._dispatch(worker)
         elif isinstance(event, ChunkDone):
-            if event.chunk not in worker.writing:
-                raise ProtocolError(f"it wrote chunk {event.chunk}, which it had not computed")
+            assert chunk is not None
             worker.record.counters += event.counters
-            state.complete(worker.writing[event.chunk], event)
-            worker.drop(worker.writing[event.chunk])
+            state.complete(chunk, event)
+            worker.drop(chunk)
             # Not the whole event, which run.json sums up: masking secrets in long lines takes time.
             done = event.counters
             counts = f"{done.rows} rows ({done.bad_rows} bad), {done.tokens} tokens in {done.batches} batches"
@@ -284,9 +246,7 @@ class Scheduler:
             if event.bad_rows:
                 self._retry.bad_rows(worker, dict(zip(event.bad_rows, event.bad_row_reasons, strict=True)))
             self._settle(state)
-            if worker.chunk is None and not worker.is_stopping:
-                self._dispatch(worker)
-            worker.expect_exit(self._clock() + EXIT_SECONDS)
+            self._dispatch(worker)
         elif isinstance(event, ChunkFailed):
             assert chunk is not None
             fault = Fault("error", f"{event.error_type}: {event.message}", event.traceback)
@@ -301,7 +261,7 @@ class Scheduler:
         if chunk is None:
             self.gaps.end(worker.name, now)
             worker.is_stopping = True
-            worker.expect_exit(now + EXIT_SECONDS)
+            worker.exit_by = worker.exit_by or now + EXIT_SECONDS
             worker.handle.send(Stop())
             return
         worker.chunk = chunk
@@ -311,14 +271,15 @@ class Scheduler:
         worker.handle.send(worker.state.command_of(chunk))
         self.gaps.begin(worker.name, worker.state.plan.name, worker.record.devices, now)
 
-    def _check(self, worker: RunningWorker, now: float) -> None:
+    def _check(self, worker: RunningWorker) -> None:
         """End a worker that has exited or had its time, and abort one that hangs."""
-        if worker.handle.has_exited() or now > (worker.exit_by or float("inf")):
-            self._receive(worker, now)
+        now = self._clock()
+        if worker.handle.has_exited() or now > (worker.exit_by or math.inf):
+            self._receive(worker)
             self._end(worker)
         elif worker.exit_by is None and worker.hang_text(now, self._rules.hang_timeout):
             # It may have sent events while this process was busy, for example with a large table.
-            self._receive(worker, self._clock())
+            self._receive(worker)
             text = worker.hang_text(self._clock(), self._rules.hang_timeout)
             if text and worker.exit_by is None:
                 worker.fault = Fault("hang", text)
@@ -338,8 +299,8 @@ class Scheduler:
         self._pool.release(worker.devices, state.plan.placement.places, is_suspect)
         log.info("%s ended with exit code %d", worker.name, ended.code)
         if state.failure is not None:  # it was told to end
-            for chunk in worker.chunks:
-                worker.drop(chunk)
+            if worker.chunk is not None:
+                worker.drop(worker.chunk)
             return
         fault = worker.fault_of(ended)
         if fault is None:
@@ -389,7 +350,7 @@ class Scheduler:
         while self._clock() < give_up_at and not all(worker.handle.has_exited() for worker in self._workers):
             time.sleep(0.01)
         for worker in self._workers:
-            worker.state.worker_abandoned(worker.record, worker.handle.close().code)
+            worker.state.worker_ended(worker.record, worker.handle.close().code, None)
         self._standbys.end_all()
         # A last step that has begun is completed; the others are left to the next run.
         self._finisher.shutdown(wait=True, cancel_futures=True)

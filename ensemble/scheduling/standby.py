@@ -8,7 +8,6 @@ fails, or if other devices are free first, a fresh worker does the same.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from ensemble.common.gpus import Device
@@ -31,17 +30,16 @@ class Standbys:
         self._run = run
         self._elapsed = elapsed
         self._workers: list[RunningWorker] = []
-        self._standing: Counter[str] = Counter()  # how many of each member
-        self._failed: set[str] = set()
+        self._failed: set[str] = set()  # members
 
     def update(self, members: Sequence[MemberState], running: Sequence[RunningWorker]) -> None:
         """Receive the events of standby workers; end those that are not needed, and start others."""
         for worker in list(self._workers):
             if not self._is_well(worker):
                 self._failed.add(worker.state.plan.name)
-                self._close(worker, "it did not get as far as standing by")
+                self._close(worker)
             elif not worker.state.chunks.pending or self._missing(worker.state) < 0:
-                self._close(worker, "its member needs no more workers")
+                self._close(worker)
         for state, devices in self._next_starts(members, running):
             # Processes that are starting do not have all of their memory yet.
             starting = sum(worker.record.start_seconds is None for worker in self._workers)
@@ -49,14 +47,10 @@ class Standbys:
             if available is not None and available < (2 + starting) * WORKER_HOST_BYTES:
                 return
             try:
-                worker = self._start(state, devices)
+                self._workers.append(self._start(state, devices))
             except OSError as error:
                 self._failed.add(state.plan.name)
                 log.info("no worker of %s can stand by: %s", state.plan.name, error)
-                continue
-            self._workers.append(worker)
-            self._standing[state.plan.name] += 1
-            log.info("%s stands by for %s", worker.name, [device.uuid for device in devices])
 
     def devices_for(self, state: MemberState) -> Iterator[tuple[Device, ...]]:
         """Return the devices of each of a member's standby workers, in the order of their starts."""
@@ -66,12 +60,11 @@ class Standbys:
         """Return a worker of this member that sees these devices: a standby worker, or else a fresh one.
 
         Raises:
-            OSError: none could be started.
+            OSError: no worker could be started.
         """
         for worker in self._workers:
             if worker.state is state and devices and worker.devices == devices and self._is_well(worker):
                 self._workers.remove(worker)
-                self._standing[state.plan.name] -= 1
                 return worker
         return self._start(state, devices)
 
@@ -80,7 +73,7 @@ class Standbys:
         for worker in self._workers:
             worker.handle.terminate()
         for worker in list(self._workers):
-            self._close(worker, "the run is over")
+            self._close(worker)
 
     def _next_starts(
         self, members: Sequence[MemberState], running: Sequence[RunningWorker]
@@ -95,57 +88,52 @@ class Standbys:
             and state.plan.name not in self._failed
             and self._missing(state) > 0
         ]
-        if not lacking:
-            return
         # A worker that loads needs the disk and the processor; and until all have computed something it is not
         # known whose devices are free first.
-        if not all(
+        if not lacking or not all(
             worker.is_stopping or (worker.is_ready and worker.state.computed_cost) for worker in running
         ):
             return
         taken = {device.uuid for worker in self._workers for device in worker.devices}
-        left = {worker.state.plan.name: worker.state.seconds_left for worker in running}
-        by_end = sorted(running, key=lambda worker: left[worker.state.plan.name])
+        by_end = sorted(running, key=lambda worker: worker.state.seconds_left)
         for state in lacking:
             count = state.plan.gpus
             # In the order of a lease: max_memory and device_map number a member's GPUs.
             numbers = {uuid: number for number, uuid in enumerate(state.plan.placement.devices)}
-            others = {
-                device.uuid: device
-                for worker in by_end
-                if worker.state is not state
-                for device in worker.devices
-            }
-            candidates = [device for uuid, device in others.items() if uuid in numbers and uuid not in taken]
-            starts = min(self._missing(state), len(candidates) // count)
-            for first in range(0, starts * count, count):
-                devices = candidates[first : first + count]
+            candidates: dict[str, Device] = {}
+            for worker in by_end:
+                for device in worker.devices:
+                    if worker.state is not state and device.uuid in numbers and device.uuid not in taken:
+                        candidates[device.uuid] = device
+            for _ in range(min(self._missing(state), len(candidates) // count)):
+                devices = [candidates.pop(uuid) for uuid in list(candidates)[:count]]
                 taken.update(device.uuid for device in devices)
                 yield state, tuple(sorted(devices, key=lambda device: numbers[device.uuid]))
 
     def _missing(self, state: MemberState) -> int:
         """Return how many of a member's first workers neither run nor stand by."""
-        first = min(state.plan.first_replicas, state.max_replicas)
-        return first - state.running - self._standing[state.plan.name]
+        standing = sum(worker.state is state for worker in self._workers)
+        return min(state.plan.first_replicas, state.max_replicas) - state.running - standing
 
     def _start(self, state: MemberState, devices: tuple[Device, ...]) -> RunningWorker:
         replica = next(state.replica_numbers)
         start = self._run.worker_start(state.plan, replica, devices)
         handle = self._launcher.start(start)
         cpu = f"cpu on {handle.on_node}" if handle.on_node else "cpu"
-        uuids = tuple(device.uuid for device in devices) or (cpu,)
         now = round(self._elapsed(), 3)
         record = WorkerRecord(
             member=state.plan.name,
             replica=replica,
-            devices=uuids,
+            devices=tuple(device.uuid for device in devices) or (cpu,),
             process=handle.process,
             log_path=shown_path(start.log),
             started_after_seconds=now,
             leased_after_seconds=now,
             node=handle.on_node,
         )
-        log.info("%s-%d started as process %s", state.plan.name, replica, handle.process)
+        log.info(
+            "%s-%d started as process %s for %s", state.plan.name, replica, handle.process, record.devices
+        )
         return RunningWorker(state, handle, record, devices)
 
     def _is_well(self, worker: RunningWorker) -> bool:
@@ -157,9 +145,8 @@ class Standbys:
             return False
         return worker.handle.is_open and worker.failed is None and not worker.handle.has_exited()
 
-    def _close(self, worker: RunningWorker, why: str) -> None:
+    def _close(self, worker: RunningWorker) -> None:
         self._workers.remove(worker)
-        self._standing[worker.state.plan.name] -= 1
         worker.handle.terminate()
-        ended = worker.handle.close()
-        log.info("%s no longer stands by: %s (exit code %d)", worker.name, why, ended.code)
+        code = worker.handle.close().code
+        log.info("%s no longer stands by (exit code %d)", worker.name, code)

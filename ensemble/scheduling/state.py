@@ -53,7 +53,7 @@ class MemberState:
         self.workers: list[WorkerRecord] = []
         self.readies: list[Ready] = []
         self.running = 0
-        self._loaded = 0
+        self._loaded = 0  # how many of these have loaded
         self.predicting_since: float | None = None
         self.paused_at: float | None = None
         self.finished_at: float | None = None
@@ -103,30 +103,22 @@ class MemberState:
         self.running += 1
 
     def worker_ready(self, record: WorkerRecord, ready: Ready) -> None:
-        if record.ready is None:
-            self._loaded += 1
+        self._loaded += record.ready is None
         record.ready = ready
         record.load_seconds = ready.load_seconds
         self.readies.append(ready)
         self.speed_meter.note_start(record, ready)
 
-    def worker_abandoned(self, record: WorkerRecord, code: int) -> None:
-        """Note that a worker was ended because the run is over: its chunks are not done."""
-        record.exit_code = code
-        self._worker_gone(record)
-        self.chunks.progress.clear()
-
-    def worker_ended(self, record: WorkerRecord, code: int, life_seconds: float) -> None:
+    def worker_ended(self, record: WorkerRecord, code: int, life_seconds: float | None) -> None:
+        """Note how a worker ended; ``life_seconds`` is None if the run is over: its chunks are not done."""
         record.exit_code = code
         record.life_seconds = life_seconds
-        self._worker_gone(record)
-        if not self.running and self.predicting_since is not None and self.finished_at is None:
-            self.paused_at = self.clock()
-
-    def _worker_gone(self, record: WorkerRecord) -> None:
         self.running -= 1
-        if record.ready is not None:
-            self._loaded -= 1
+        self._loaded -= record.ready is not None
+        if life_seconds is None:
+            self.chunks.progress.clear()
+        elif not self.running and self.predicting_since is not None and self.finished_at is None:
+            self.paused_at = self.clock()
 
     def move(self, devices: tuple[str, ...], replicas: int) -> None:
         """Let the member run on these devices from now on, in so many workers at the same time."""
@@ -139,15 +131,12 @@ class MemberState:
         """Allow no more workers than run now, for example if the host ran out of memory."""
         self._replica_limit = max(1, self.running)
 
-    def note_fault(self, record: FaultRecord) -> None:
-        self.faults.append(record)
-
     def finish(self) -> None:
         self.finished_at = self.clock()
 
     def fail(self, failure: Failure) -> None:
         self.failure = failure
-        self.chunks.abandon()
+        self.chunks.pending.clear()
 
     # Questions.
 
@@ -192,7 +181,7 @@ class MemberState:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether a worker has loaded the member."""
+        """Whether a worker that runs has loaded the member."""
         return self._loaded > 0
 
     @property

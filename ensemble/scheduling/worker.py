@@ -1,8 +1,8 @@
-"""A running worker: its chunks, whether it hangs, and how it ended."""
+"""A running worker: its chunk, whether it hangs, and how it ended."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import Closed, Event, Failed, Heartbeat, Ready, Started
@@ -17,14 +17,13 @@ _LOADING_TIMES = 6
 
 @dataclass(eq=False)
 class RunningWorker:
-    """A worker with its handle, its record and its chunks.
+    """A worker with its handle, its record and its chunk.
 
     Times are in seconds by the run's clock.
 
     Attributes:
         devices: those that it sees; they are leased when it is told to load.
         chunk: what it computes.
-        writing: what it has computed and writes, by number.
         is_stopping: it was told to stop.
         failed: its own event that it cannot go on.
         fault: what the parent process has noticed.
@@ -39,7 +38,6 @@ class RunningWorker:
     record: WorkerRecord
     devices: tuple[Device, ...]
     chunk: Chunk | None = None
-    writing: dict[int, Chunk] = field(default_factory=dict)
     is_stopping: bool = False
     failed: Failed | None = None
     fault: Fault | None = None
@@ -57,24 +55,10 @@ class RunningWorker:
     def is_ready(self) -> bool:
         return self.record.ready is not None
 
-    @property
-    def chunks(self) -> list[Chunk]:
-        """The chunks that it has; the chunk that it failed with comes first."""
-        chunks = [chunk for chunk in (self.chunk, *self.writing.values()) if chunk is not None]
-        failed_index = None if self.failed is None else self.failed.chunk
-        return sorted(chunks, key=lambda chunk: chunk.index != failed_index)
-
-    def expect_exit(self, by: float) -> None:
-        """Set the time of its exit if it was told to stop and has written everything."""
-        if self.is_stopping and not self.writing and self.exit_by is None:
-            self.exit_by = by
-
     def drop(self, chunk: Chunk) -> None:
         """Note that it no longer has this chunk."""
         self.state.chunks.drop(chunk)
-        self.writing.pop(chunk.index, None)
-        if self.chunk is chunk:
-            self.chunk = None
+        self.chunk = None
 
     def note(self, event: Event, now: float) -> None:
         """Note what an event says of the worker, and that it responds."""
@@ -87,7 +71,6 @@ class RunningWorker:
         elif isinstance(event, Started):
             self.record.start_seconds = event.start_seconds
             self.record.versions = event.versions
-            self.record.process = self.handle.process  # on another machine it was not known before
         elif isinstance(event, Ready):
             self.state.worker_ready(self.record, event)
         elif isinstance(event, Closed):
@@ -104,17 +87,15 @@ class RunningWorker:
             if now - self.leased_at > limit:
                 return f"{worker} was not ready after {limit:g} s ({_LOADING_TIMES} times hang_timeout)"
             return ""
-        has_chunks = self.chunk is not None or bool(self.writing)
-        if has_chunks and now - self.progressed_at > limit:
-            what = "finished no batch" if self.chunk is not None else "could not write what it had computed"
-            return f"{worker} {what} for {limit:g} s (hang_timeout); its log shows where"
+        if self.chunk is not None and now - self.progressed_at > limit:
+            return f"{worker} finished no batch for {limit:g} s (hang_timeout); its log shows where"
         return ""
 
     def fault_of(self, exit_: Exit) -> Fault | None:
         """Return the fault of a worker that has ended; None if all is well."""
         if self.fault is not None and not (exit_.is_lost and self.fault.kind == "hang"):
             return self.fault
-        if self.is_stopping and not self.chunks:
+        if self.is_stopping and self.chunk is None:
             return None  # it had nothing left to do, so that its exit does not matter
         if self.failed is not None:
             text = self.failed.message

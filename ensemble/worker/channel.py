@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from ensemble.common.clock import Watch
-from ensemble.common.protocol import Command, Event, Heartbeat, Stop, decode, encode
+from ensemble.common.protocol import Command, Event, Heartbeat, decode, encode
 
 INTERVAL_SECONDS = 2.0
 
@@ -46,7 +46,6 @@ class HeartbeatThread:
         self._send = send
         self.clock: Callable[[], float] = Watch(1.5 * INTERVAL_SECONDS)  # read at every heartbeat
         self._last_step: float | None = self.clock()
-        self._writing_since: float | None = None
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
@@ -59,18 +58,10 @@ class HeartbeatThread:
         """Note that the main thread waits for a command, and does not hang."""
         self._last_step = None
 
-    def begin_write(self) -> None:
-        """Note that another thread writes a shard, and may hang, until ``end_write``."""
-        self._writing_since = self.clock()
-
-    def end_write(self) -> None:
-        self._writing_since = None
-
     def idle_seconds(self) -> float:
         """Return the seconds since the last step; 0 while there is nothing to do."""
         now = self.clock()  # always, because the clock must be read at every heartbeat
-        last = self._last_step if self._last_step is not None else self._writing_since
-        return 0.0 if last is None else round(now - last, 3)
+        return 0.0 if self._last_step is None else round(now - self._last_step, 3)
 
     def _run(self) -> None:
         while True:
@@ -95,10 +86,6 @@ class CommandReader:
         os.dup2(null, 0)
         os.close(null)
         threading.Thread(target=self._read, args=(commands_fd,), name="commands", daemon=True).start()
-
-    def stop(self) -> None:
-        """Stop the main thread like a ``Stop`` command, from any thread."""
-        self._arrived.put(Stop())
 
     def __iter__(self) -> Iterator[Command]:
         while True:

@@ -9,12 +9,10 @@ import base64
 import contextlib
 import os
 import platform
-import resource
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +21,6 @@ from ensemble.common.files import check_unchanged
 from ensemble.common.protocol import (
     ChunkFailed,
     Closed,
-    Computed,
     Event,
     Failed,
     Load,
@@ -36,7 +33,7 @@ from ensemble.common.protocol import (
 from ensemble.common.python_process import keep_pandas_out
 from ensemble.common.redact import Redactor, guard_output
 from ensemble.common.torch_errors import Verdict, classify, one_line
-from ensemble.members.predictor import load_child
+from ensemble.members.predictor import Prediction, load_child
 from ensemble.worker.channel import CommandReader, HeartbeatThread
 
 if TYPE_CHECKING:
@@ -44,10 +41,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 PROGRESS_SECONDS = 0.5
-
-
-class Terminated(BaseException):
-    """SIGTERM has come; raised in the main thread, wherever it is."""
 
 
 def serve(
@@ -58,9 +51,6 @@ def serve(
     Args:
         heartbeat: notes every step; its clock times the chunks.
         began: when this process started, on the monotonic clock, in seconds.
-
-    Raises:
-        Terminated: SIGTERM has come.
     """
     chunk: int | None = None
     session: Session | None = None
@@ -75,7 +65,7 @@ def serve(
         assert isinstance(start, Start), start
         redact = Redactor(os.environ, start.spec.settings)
         guard_output(redact)
-        session = Session(start, send_redacted, heartbeat, began, commands.stop)
+        session = Session(start, send_redacted, heartbeat, began)
         for command in arriving:
             if isinstance(command, Stop):
                 break
@@ -84,33 +74,25 @@ def serve(
             elif isinstance(command, Predict):
                 chunk = command.chunk
                 try:
-                    session.predict(command)
+                    prediction = session.predict(command)
                 except Exception as error:
-                    if classify(error) is not Verdict.SOUND or session.unwritten_chunk is not None:
+                    if classify(error) is not Verdict.SOUND:
                         raise
                     session.predictor.check_device()
                     trace = _logged_traceback()
                     send_redacted(ChunkFailed(chunk, type(error).__name__, one_line(error, redact), trace))
+                else:
+                    session.write(command, prediction)
                 chunk = None
         session.close()
     except BaseException as error:  # the parent must hear of any error before this process ends
-        is_terminated = isinstance(error, Terminated)
-        trace = "" if is_terminated else _logged_traceback()
-        if session is not None:
-            # Writing a shard takes a moment; an unfinished one would leave a temporary file.
-            with contextlib.suppress(Exception):
-                session.wait()
-            if session.unwritten_chunk is not None:
-                chunk = session.unwritten_chunk
-        if is_terminated:
-            raise
-        can_retry = classify(error) is Verdict.SUSPECT
+        trace = _logged_traceback()
         failure = Failed(
             error_type=type(error).__name__,
             message=one_line(error, redact),
             traceback=trace,
             chunk=chunk,
-            can_retry=can_retry,
+            can_retry=classify(error) is Verdict.SUSPECT,
         )
         send_redacted(failure)
         return 1
@@ -122,12 +104,8 @@ class Session:
 
     The constructor imports the kind's libraries, sends ``Started``, and makes a predictor that uses no device yet.
 
-    Args:
-        failed: called by another thread if a shard cannot be written; ``predict`` and ``close`` raise the error.
-
     Attributes:
         predictor: the kind's.
-        unwritten_chunk: the number of the chunk whose shard could not be written, or None.
 
     Raises:
         FilesChanged: the member's files have changed since the run began.
@@ -140,15 +118,10 @@ class Session:
         send: Callable[[Event], None],
         heartbeat: HeartbeatThread,
         began: float,
-        failed: Callable[[], None],
     ) -> None:
         self._send = send
         self._heartbeat = heartbeat
-        self._failed = failed
         self._common = start.spec.common
-        self.unwritten_chunk: int | None = None
-        self._writer = ThreadPoolExecutor(1, "writer")
-        self._writing: Future[None] | None = None
         child = load_child(start.spec.kind)
         versions = {"python": platform.python_version(), **child.import_libraries()}
         # Not earlier, because some libraries must be the first to import numpy or pyarrow.
@@ -178,17 +151,14 @@ class Session:
         seconds = self._making_seconds + time.monotonic() - began
         self._send(replace(ready, load_seconds=round(seconds, 3)))
 
-    def predict(self, command: Predict) -> None:
-        """Compute a chunk; a thread writes its shard, without the rows that cannot be computed.
-
-        This returns when the device has finished the chunk. At most one shard is written while the next chunk is
-        computed.
+    def predict(self, command: Predict) -> Prediction:
+        """Compute a chunk.
 
         Raises:
-            WriteError: an earlier shard could not be written; ``unwritten_chunk`` says which.
             Exception: any error of the predictor; the row to blame is unknown.
         """
-        began, last = self._heartbeat.clock(), time.monotonic()
+        self._chunk_began = self._heartbeat.clock()
+        last = time.monotonic()
 
         def report(rows: int, tokens: int = 0, padded_tokens: int = 0) -> None:
             nonlocal last
@@ -197,25 +167,13 @@ class Session:
                 last = time.monotonic()
                 self._send(Progress(command.chunk, rows, tokens, padded_tokens))
 
-        def write() -> None:
-            try:
-                done = self._write_shard(self._common, command, rows, prediction, self._table_rows)
-                self._heartbeat.end_write()
-                seconds = self._heartbeat.clock() - began
-                self._send(replace(done, counters=replace(done.counters, predict_seconds=seconds)))
-            except BaseException:  # the main thread must hear of any error
-                self.unwritten_chunk = command.chunk
-                self._failed()
-                raise
+        return self.predictor.predict(self._rows(command), report)
 
-        if self.unwritten_chunk is not None:
-            self.wait()
-        rows = self._rows(command)
-        prediction = self.predictor.predict(rows, report)
-        self.wait()
-        self._heartbeat.begin_write()
-        self._send(Computed(command.chunk))
-        self._writing = self._writer.submit(write)
+    def write(self, command: Predict, prediction: Prediction) -> None:
+        """Write a chunk's shard, without the rows that cannot be computed; raises as ``write_shard`` does."""
+        done = self._write_shard(self._common, command, self._rows(command), prediction, self._table_rows)
+        seconds = self._heartbeat.clock() - self._chunk_began
+        self._send(replace(done, counters=replace(done.counters, predict_seconds=seconds)))
 
     def _rows(self, command: Predict) -> npt.NDArray[np.int64]:
         if command.rows is None:
@@ -224,14 +182,7 @@ class Session:
 
         return np.frombuffer(base64.b64decode(command.rows), "<i4").astype(np.int64)
 
-    def wait(self) -> None:
-        """Wait until the last shard is complete; raise the error if it could not be written."""
-        if self._writing is not None:
-            self._writing.result()
-
     def close(self) -> None:
-        """Close the predictor once the last shard is complete; raises as ``wait`` does."""
-        self.wait()
         self.predictor.close()
         self._send(Closed(_peak_memory_bytes(), self.predictor.peak_gpu_memory_bytes()))
 
@@ -253,7 +204,5 @@ def _logged_traceback() -> str:
 
 def _peak_memory_bytes() -> int:
     # Not ru_maxrss, which on Linux survives the exec and can be the parent's peak.
-    with contextlib.suppress(OSError, IndexError):
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-        return int(status.partition("\nVmHWM:")[2].split()[0]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    return int(status.partition("\nVmHWM:")[2].split()[0]) * 1024

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ensemble.common.protocol import Closed, Command, Computed, Load, Predict, Progress, Ready, Started, Stop
+from ensemble.common.protocol import Closed, Command, Load, Predict, Progress, Ready, Started, Stop
 from ensemble.pipeline.reporting import speed_report
 from ensemble.pipeline.run_report import measured_speeds
 from ensemble.planning.forecast import Speed
@@ -60,7 +60,7 @@ class SimulatedWorker(Handle):
             done = computed(command, rows * self._row_seconds)
             reached = int((self._time.over_at - self._time.now) / self._row_seconds)
             progress = [Progress(command.chunk, reached, reached, reached)] if reached else []
-            self._say(rows * self._row_seconds, [Computed(command.chunk), done], progress)
+            self._say(rows * self._row_seconds, [done], progress)
         elif isinstance(command, Stop):
             self._say(0.0, [Closed(1)], [])
             self._is_over = True

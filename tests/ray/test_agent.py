@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ensemble.common.host import usable_cpus
-from ensemble.common.protocol import CommonSpec, Failed, Start, WorkerSpec
+from ensemble.common.protocol import CommonSpec, Start, WorkerSpec
 from ensemble.scheduling.launchers.base import MemberFiles, WorkerStart
 from ensemble.scheduling.launchers.local import LocalLauncher, LocalWorker
 from ensemble.scheduling.launchers.ray.agent import Agent
@@ -66,15 +66,12 @@ def test_a_file_that_changes_while_it_is_sent(tmp_path: Path, agent: Agent) -> N
         [*packs({path: copies[path]}, 1 << 20)]
 
 
-def test_what_a_node_has_stands_beside_what_is_sent(tmp_path: Path, agent: Agent) -> None:
+def test_a_node_says_which_files_it_lacks(tmp_path: Path, agent: Agent) -> None:
     copies = make_files(tmp_path)
     (tmp_path / "here" / "a").write_bytes(b"another")
     (tmp_path / "here" / "empty").unlink()
     names = {Path(path).name: what for path, what in agent.check(copies).items()}
     assert names == {"a": "another", "empty": "missing"}
-    large = str(tmp_path / "here" / "large")
-    assert agent.link([large]) == agent.link([large]) == ""
-    assert Path(agent.local_path(large)).read_bytes() == Path(large).read_bytes()
 
 
 def test_no_path_leads_out_of_its_folder(agent: Agent) -> None:
@@ -134,16 +131,11 @@ def test_threads_are_of_the_nodes_own_cpus(
         assert not (tmp_path / "scratch" / "one").exists(), "it goes with its worker"
 
 
-def test_a_worker_that_cannot_be_started_says_so(tmp_path: Path, agent: Agent) -> None:
+def test_a_worker_that_cannot_be_started_is_an_error(tmp_path: Path, agent: Agent) -> None:
     (tmp_path / "file").touch()
-    agent.start(7, replace(worker_start(tmp_path), scratch=tmp_path / "file" / "x"), {}, [])
-    batch = agent.poll(0.0, math.inf)
-    assert list(batch.workers) == [7]
-    (event,) = batch.workers[7].events
-    assert isinstance(event, Failed)
-    assert "it could not be started on its node ([Errno 20] Not a directory" in event.message
-    assert batch.workers[7].has_exited
-    assert agent.close(7).exit.code == 1
+    with pytest.raises(NotADirectoryError):
+        agent.start(7, replace(worker_start(tmp_path), scratch=tmp_path / "file" / "x"), {}, [])
+    assert agent.poll(0.0, math.inf).workers == {}
 
 
 def test_what_paths_of_the_runs_machine_are_on_a_node(

@@ -19,8 +19,8 @@ from ensemble.pipeline.prepare import prepare
 from ensemble.planning import plan as planning
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import CpuChoice, Plan, make_plan
-from ensemble.scheduling.launchers import threads
-from ensemble.scheduling.launchers.threads import thread_variables
+from ensemble.scheduling.launchers import local
+from ensemble.scheduling.launchers.local import thread_variables
 from tests.faults.chunky import chunky_config, ids_of, results
 from tests.faults.conftest import chunky, forked, undisturbed
 from tests.faults.inject import Fault, Injected
@@ -143,7 +143,7 @@ def test_who_has_a_cpu_to_itself(models: Path) -> None:
 
 def test_threads_are_of_the_cores_and_the_containers_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker with all there is has what the user says."""
-    monkeypatch.setattr(threads, "usable_cpus", lambda: 4)
+    monkeypatch.setattr(local, "usable_cpus", lambda: 4)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     assert thread_variables(0.0) == {}

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ensemble.common.gpus import Device
-from ensemble.common.protocol import Closed, Command, Computed, Load, Predict, Ready, Started, Stop
+from ensemble.common.protocol import Closed, Command, Load, Predict, Ready, Started, Stop
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import MemberPlan, make_plan, without_done
@@ -85,10 +85,7 @@ class SimulatedWorker(Handle):
             state = run.members[self._member]
             chunk = state.chunks.in_hand[command.chunk]
             seconds = chunk.cost * how.views * how.seconds
-            self.due += [
-                (run.now + seconds, Computed(command.chunk)),
-                (run.now + seconds, computed(command, seconds)),
-            ]
+            self.due.append((run.now + seconds, computed(command, seconds)))
             run.note(self._member, chunk, self._devices, seconds)
         elif isinstance(command, Stop):
             self.due.append((run.now, Closed(1)))

@@ -188,19 +188,6 @@ def test_a_member_that_another_run_has_done_or_that_failed_has_nobody_standing_b
     assert [one.member for one in watch.launched] == ["m0", "m2"]
 
 
-def test_a_chunk_is_handed_out_while_the_one_before_it_is_written() -> None:
-    schedulers: list[Scheduler] = []
-    written_then: list[int] = []
-
-    def answer(command: Predict) -> Any:
-        written_then.append(schedulers[0].members[0].workers[0].counters.chunks)
-        return computed(command)
-
-    (state,) = schedule(plan_of([4], [1], []), [], answer, on_begin=schedulers.append)
-    assert state.workers[0].counters.chunks == 4
-    assert written_then == [0, 0, 1, 2], "each before word came that the one before it was written"
-
-
 def test_what_a_run_has_no_time_for_is_left_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
     done: list[str] = []

@@ -148,8 +148,8 @@ def member_of(folder: Path, model: Path, texts: list[str], **changes: Any) -> tu
     ready = next(event for event in events if isinstance(event, Ready))
 
     def predict() -> Any:
-        session.predict(Predict(0, 0, len(texts)))
-        session.wait()
+        command = Predict(0, 0, len(texts))
+        session.write(command, session.predict(command))
         assert isinstance(events[-1], ChunkDone)
         return events[-1]
 

@@ -17,7 +17,6 @@ from ensemble.common.protocol import (
     Closed,
     Command,
     CommonSpec,
-    Computed,
     Event,
     Failed,
     Heartbeat,
@@ -78,7 +77,7 @@ def test_a_kind_of_another_package_predicts_without_torch(tmp_path: Path) -> Non
     code, events = answers(tmp_path, [start(tmp_path), *commands])
     log = (tmp_path / "log").read_text()
     assert code == 0, log
-    kinds = [Started, Ready, Computed, ChunkDone, ChunkFailed, Computed, ChunkDone, Closed]
+    kinds = [Started, Ready, ChunkDone, ChunkFailed, ChunkDone, Closed]
     assert sorted(type(event).__name__ for event in events) == sorted(kind.__name__ for kind in kinds), log
     started, ready = events[:2]
     assert isinstance(started, Started)

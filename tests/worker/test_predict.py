@@ -88,7 +88,7 @@ def predictor(spec: ModelSpec) -> SequenceClassifier:
 
 def make_session(spec: ModelSpec, send: Callable[[Event], None] = lambda event: None) -> Session:
     """What a worker's process holds once it has started, in this one."""
-    return Session(start(spec), send, HeartbeatThread(send), time.monotonic(), lambda: None)
+    return Session(start(spec), send, HeartbeatThread(send), time.monotonic())
 
 
 def compute(spec: ModelSpec, rows: list[dict[str, str]]) -> np.ndarray:

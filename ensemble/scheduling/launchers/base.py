@@ -32,7 +32,7 @@ class WorkerStart:
         environment: further variables.
         log: the file on this machine for everything that it prints.
         cpu_share: its share of a host's cores; 0 for a worker on GPUs.
-        cpu_threads: how many threads it computes with on the CPU; None: as many as its share of the cores.
+        cpu_threads: None: as many as its share of the cores.
         scratch: a folder that the launcher makes where the worker runs and removes after its end; None: none.
     """
 
@@ -94,7 +94,7 @@ class Node:
         free_disk_bytes: where the run's files go; None: not known.
         versions: of the packages that must be the same everywhere, by name.
         models: the state of each member's files: "there", "on the hub", "missing", "sent" (missing, and sent when
-            the run begins), "another" (other content) or "unreadable".
+            the run begins) or "another" (other content).
         problems: why members cannot run there, a sentence each.
     """
 

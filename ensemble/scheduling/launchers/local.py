@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import selectors
 import shutil
 import signal
@@ -13,14 +14,46 @@ from pathlib import Path
 
 from ensemble.common.files import open_log
 from ensemble.common.gpus import worker_environment
-from ensemble.common.host import oom_kills
-from ensemble.common.protocol import Command, Event, decode
+from ensemble.common.host import asked_threads, oom_kills, threads_of, usable_cpus
+from ensemble.common.protocol import Command, Event, decode, encode
+from ensemble.common.python_process import python_command, python_environment
 from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
-from ensemble.scheduling.launchers.process import spawn
-from ensemble.scheduling.launchers.threads import thread_variables
 
 _READ_BYTES = 1 << 16
 _REAP_SECONDS = 10.0
+# An environment variable that says to which worker a process belongs, in whatever session it is.
+_MARK = "ENSEMBLE_WORKER"
+# How often to look for processes of a worker: those of one look may have started others before they were killed.
+_LOOKS = 5
+# The variables by which libraries decide how many threads compute.
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+
+
+def worker_threads(cpu_share: float) -> int:
+    """Return how many threads a worker with this share of the cores computes with.
+
+    A worker with all cores has as many as the user says.
+    """
+    threads = asked_threads()
+    if threads is not None and cpu_share >= 1:
+        return threads
+    return threads_of(usable_cpus(), cpu_share)
+
+
+def thread_variables(cpu_share: float, threads: int | None = None) -> dict[str, str]:
+    """Return the environment variables that give a worker its threads; none for a worker on a GPU.
+
+    A worker with all cores keeps what the user has set.
+
+    Args:
+        cpu_share: of the cores, 0 for a worker on a GPU.
+        threads: how many; None: as many as its share of the cores.
+    """
+    is_alone = cpu_share >= 1 and threads is None
+    if cpu_share <= 0 or (is_alone and "OMP_NUM_THREADS" in os.environ):
+        return {}
+    count = str(threads or worker_threads(cpu_share))
+    return {name: count for name in _THREADS if not is_alone or name not in os.environ}
 
 
 class LocalLauncher(Launcher):
@@ -54,22 +87,42 @@ class LocalWorker(Handle):
         environment: added to this process's environment, such as CUDA_VISIBLE_DEVICES.
         log: the file for everything that the process prints.
         scratch: a folder that is removed after its end.
+
+    Raises:
+        OSError: it could not be started.
     """
 
-    def __init__(
-        self,
-        environment: Mapping[str, str],
-        log: Path,
-        scratch: Path | None = None,
-    ) -> None:
+    def __init__(self, environment: Mapping[str, str], log: Path, scratch: Path | None = None) -> None:
         self.log = log
         self._scratch = scratch
         self._buffer = b""
         # If the count goes up until the process is killed, the kernel has probably killed it.
         self._oom_kills = oom_kills()
-        with open_log(log) as output:
-            self._spawned = spawn(environment, output)
-        self._process, self.events_fd = self._spawned.process, self._spawned.events_fd
+        self._mark = secrets.token_hex(8)  # in the environment of all processes that it starts
+        self.events_fd, write_end = os.pipe()
+        try:
+            # A list of arguments, no shell and no fork of this process's state.  The new session keeps the
+            # terminal's Ctrl-C away: this process decides how its workers end.
+            with open_log(log) as output:
+                self._process = subprocess.Popen(
+                    [
+                        *python_command("ensemble.worker.__main__"),
+                        f"--events-fd={write_end}",
+                        f"--parent-pid={os.getpid()}",
+                    ],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **python_environment(), **environment, _MARK: self._mark},
+                    pass_fds=(write_end,),
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(self.events_fd)
+            raise
+        finally:
+            os.close(write_end)
+        os.set_blocking(self.events_fd, False)
         self.process = str(self._process.pid)
 
     @property
@@ -77,7 +130,11 @@ class LocalWorker(Handle):
         return self._process.pid
 
     def send(self, command: Command) -> None:
-        self._spawned.send(command)
+        assert self._process.stdin is not None
+        if not self._process.stdin.closed:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write(encode(command).encode())
+                self._process.stdin.flush()
 
     def receive(self) -> list[Event]:
         while self.is_open:
@@ -109,7 +166,7 @@ class LocalWorker(Handle):
         except subprocess.TimeoutExpired:
             # Stuck in the kernel, as with a broken driver or file server: it cannot be ended.
             code = -signal.SIGKILL
-        self._spawned.kill_detached()
+        self._kill_detached()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -132,3 +189,18 @@ class LocalWorker(Handle):
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
+
+    def _kill_detached(self) -> None:
+        """End what the process has started in other sessions, such as by ``setsid``."""
+        entry = f"{_MARK}={self._mark}".encode()
+        for _ in range(_LOOKS):
+            marked = []
+            for folder in Path("/proc").glob("[0-9]*"):
+                with contextlib.suppress(OSError):  # another user's, or ended
+                    if entry in (folder / "environ").read_bytes().split(b"\0"):
+                        marked.append(int(folder.name))
+            for pid in marked:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            if not marked:
+                return

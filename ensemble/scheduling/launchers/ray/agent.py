@@ -70,12 +70,10 @@ class NodeFacts:
 class WorkerNews:
     """What has happened to a worker since the last batch."""
 
-    pid: int | None = None
+    has_exited: bool
     events: list[Event] = field(default_factory=list)
     shards: dict[str, bytes] = field(default_factory=dict)  # the files that ``ChunkDone`` names
     printed: bytes = b""
-    problem: str = ""  # why its events cannot be read
-    has_exited: bool = False
 
 
 @dataclass
@@ -92,14 +90,6 @@ class Batch:
     used_bytes: Mapping[str, int | None] = field(default_factory=dict)
     telemetry: Mapping[str, Telemetry | None] = field(default_factory=dict)
     available_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a worker ended, and what it had printed that was not passed on."""
-
-    exit: Exit
-    printed: bytes
 
 
 @dataclass
@@ -134,10 +124,7 @@ class Agent:
         self._workers: dict[int, _Worker] = {}
         self._lock = threading.RLock()
         self._states: dict[str, FileState] = {}
-        self._unwritten: dict[
-            str, int
-        ] = {}  # bytes that are left to come, of each file that has begun to come
-        self._not_started: dict[int, str] = {}  # why workers could not be started
+        self._unwritten: dict[str, int] = {}  # bytes still to come, of each file of which some have come
         self._memory_read_at = 0.0
         self._forgotten_at = math.inf  # when the run has lost this node, unless it polls before
         self._is_over = threading.Event()
@@ -174,24 +161,20 @@ class Agent:
     def check(self, copies: Mapping[str, Copy]) -> dict[str, str]:
         """Return which of these files of the run's machine this node does not have in the same path, and why.
 
-        Why is "missing", "another" (its content is another) or "unreadable".
+        Why is "missing" or "another" (its content is another, or cannot be read).
         """
         with ThreadPoolExecutor(THREADS) as pool:
             reasons = zip(copies, pool.map(self._difference, copies.keys(), copies.values()), strict=True)
             return {path: reason for path, reason in reasons if reason}
 
     def _difference(self, path: str, expected: Copy) -> str:
-        if not os.path.isfile(path):  # noqa: PTH113
-            return "missing"
-        state = file_state(path)
         try:
-            copy = copy_of(path)
+            state = file_state(path)
+            if state is None or copy_of(path) != expected:
+                return "missing" if state is None else "another"
         except OSError:
-            return "unreadable"
-        if copy != expected:
             return "another"
-        if state is not None:
-            self._states[path] = state
+        self._states[path] = state
         return ""
 
     def missing_hub_files(self, files: Collection[HubFile]) -> dict[HubFile, str]:
@@ -220,9 +203,8 @@ class Agent:
                 with os.fdopen(os.open(target, os.O_CREAT | os.O_RDWR, 0o600), "r+b") as file:
                     file.seek(piece.offset)
                     file.write(piece.data)
-                with self._lock:
-                    left = self._unwritten.get(piece.path, piece.whole.size) - len(piece.data)
-                    self._unwritten[piece.path] = left
+                left = self._unwritten.get(piece.path, piece.whole.size) - len(piece.data)
+                self._unwritten[piece.path] = left
                 if left:
                     continue
                 state = file_state(target)
@@ -236,30 +218,18 @@ class Agent:
             self._states[str(target)] = state
         return ""
 
-    def link(self, paths: Sequence[str]) -> str:
-        """Link files that this node has already beside those that were written; return what went wrong, or ""."""
-        for path in paths:
-            target = Path(self.local_path(path))
-            try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.symlink_to(path)
-            except FileExistsError:  # another member has the same file
-                pass
-            except OSError as error:
-                return f"{self._folder} cannot take {path} ({error.strerror or error})"
-            if path in self._states:
-                self._states[str(target)] = self._states[path]
-        return ""
-
     # Workers.
 
-    def start(self, number: int, start: WorkerStart, paths: Mapping[str, str], search: Sequence[str]) -> None:
-        """Start a worker; that it could not be started is an event of the worker's, like other failures.
+    def start(self, number: int, start: WorkerStart, paths: Mapping[str, str], search: Sequence[str]) -> int:
+        """Start a worker, and return the id of its process.
 
         Args:
             start: with the paths of the run's machine.
             paths: texts in ``start`` that are paths of the run's machine, and their paths here.
             search: folders here that hold more modules of the worker.
+
+        Raises:
+            OSError: it could not be started.
         """
         common = start.command.spec.common
         shards = self._folder / "shards" / str(number)
@@ -272,49 +242,36 @@ class Agent:
             files={path: self._states[path] for path in files if path in self._states},
         )
         settings = with_paths(start.command.spec.settings, paths)
-        spec = WorkerSpec(local_common, start.command.spec.kind, settings)
+        command = replace(start.command, spec=WorkerSpec(local_common, start.command.spec.kind, settings))
         environment = dict(start.environment)
         if search:
             folders = python_environment().get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, (folders, *search)))
         log = self._folder / f"worker-{number}.log"
-        command = replace(start.command, spec=spec)
-        try:
-            shards.mkdir(parents=True)
-            process = self._launcher.start(replace(start, command=command, environment=environment, log=log))
-        except OSError as error:
-            with self._lock:
-                self._not_started[number] = f"it could not be started on its node ({error})"
-            return
+        shards.mkdir(parents=True)
+        process = self._launcher.start(replace(start, command=command, environment=environment, log=log))
         with self._lock:
             self._workers[number] = _Worker(process, log, shards)
+        return process.pid
 
     def send(self, number: int, command: Command) -> None:
-        with self._lock:
-            if number in self._workers:
-                self._workers[number].process.send(command)
+        self._workers[number].process.send(command)
 
     def terminate(self, number: int) -> None:
-        with self._lock:
-            if number in self._workers:
-                self._workers[number].process.terminate()
+        self._workers[number].process.terminate()
 
     def abort(self, number: int) -> None:
-        with self._lock:
-            if number in self._workers:
-                self._workers[number].process.abort()
+        self._workers[number].process.abort()
 
-    def close(self, number: int) -> Ended:
-        """End what still runs of a worker, with all that it started."""
+    def close(self, number: int) -> tuple[Exit, bytes]:
+        """End a worker; return how it ended, and what it had printed that was not passed on."""
         with self._lock:
-            worker = self._workers.pop(number, None)
-        if worker is None:
-            return Ended(Exit(1, "could not be started"), b"")
+            worker = self._workers.pop(number)
         exit_ = worker.process.close()
         printed = self._printed(worker)
         shutil.rmtree(worker.shards, ignore_errors=True)
         worker.log.unlink(missing_ok=True)
-        return Ended(exit_, printed)
+        return exit_, printed
 
     def poll(self, seconds: float, forgotten_seconds: float) -> Batch:
         """Wait up to ``seconds`` for something to happen, and return what has happened.
@@ -323,20 +280,9 @@ class Agent:
             forgotten_seconds: after which the run has lost this node, or has ended, unless it polls again.
         """
         self._forgotten_at = math.inf
-        try:
-            return self._poll(seconds)
-        finally:
-            self._forgotten_at = time.monotonic() + forgotten_seconds
-
-    def _poll(self, seconds: float) -> Batch:
         batch = Batch()
         with self._lock:
             workers = dict(self._workers)
-            not_started, self._not_started = self._not_started, {}
-        for number, text in not_started.items():
-            failed = Failed("OSError", text, "", can_retry=True)
-            batch.workers[number] = WorkerNews(events=[failed], has_exited=True)
-            seconds = 0.0
         handles = [worker.process for worker in workers.values() if worker.process.is_open]
         if handles:
             self._launcher.wait(handles, seconds)
@@ -346,41 +292,42 @@ class Agent:
             with self._lock:
                 if number in self._workers:
                     batch.workers[number] = self._news_of(worker)
-        uuids = [device.uuid for device in (*self._inventory.gpus, *self._gpus_of_others)]
         now = time.monotonic()
         if now - self._memory_read_at >= _MEMORY_SECONDS:
             self._memory_read_at = now
+            uuids = [device.uuid for device in (*self._inventory.gpus, *self._gpus_of_others)]
             batch.used_bytes = gpus.used_memory(uuids)
             batch.telemetry = gpus.telemetry(uuids)
             batch.available_bytes = host.available_memory_bytes()
+        self._forgotten_at = time.monotonic() + forgotten_seconds
         return batch
 
     def _news_of(self, worker: _Worker) -> WorkerNews:
         # Whether it has exited is asked first: then all of its events have come.
-        news = WorkerNews(pid=worker.process.pid, has_exited=worker.process.has_exited())
+        news = WorkerNews(has_exited=worker.process.has_exited())
         try:
             news.events = worker.process.receive()
-        except ProtocolError as error:
-            news.problem = str(error)
-        for event in news.events:
-            if isinstance(event, ChunkDone):
-                shard = worker.shards / event.shard
-                try:
+            for event in news.events:
+                if isinstance(event, ChunkDone):
+                    shard = worker.shards / event.shard
                     news.shards[event.shard] = shard.read_bytes()
                     shard.unlink()
-                except OSError as error:
-                    news.problem = f"{shard} cannot be read ({error.strerror})"
+        except (ProtocolError, OSError) as error:  # as where it was told to end for the same reason
+            news.events = [Failed(type(error).__name__, str(error), "")]
+            worker.process.terminate()
         news.printed = self._printed(worker)
         return news
 
     def _printed(self, worker: _Worker) -> bytes:
         """Return what a worker has printed since the last call, up to a limit."""
-        with contextlib.suppress(OSError), worker.log.open("rb") as file:
-            file.seek(worker.printed)
-            text = file.read(_LOG_BYTES)
-            worker.printed += len(text)
-            return text
-        return b""
+        try:
+            with worker.log.open("rb") as file:
+                file.seek(worker.printed)
+                text = file.read(_LOG_BYTES)
+        except OSError:
+            return b""
+        worker.printed += len(text)
+        return text
 
     def _end_with_node(self, raylet: int) -> None:
         """End with the raylet that has started this process: Ray does not end it if the raylet was killed."""

@@ -41,10 +41,8 @@ def copy_of(path: str | Path) -> Copy:
     digest = hashlib.blake2b(digest_size=32)
     with open(path, "rb") as file:  # noqa: PTH123  takes text as it is
         size = os.fstat(file.fileno()).st_size
-        if size <= _SAMPLES * _SAMPLE_BYTES:
-            starts = [0]
-            length = size
-        else:
+        starts, length = [0], size
+        if size > _SAMPLES * _SAMPLE_BYTES:
             starts = [(size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1) for sample in range(_SAMPLES)]
             length = _SAMPLE_BYTES
         for start in starts:
@@ -59,14 +57,9 @@ def copies_of(paths: Iterable[str]) -> dict[str, Copy]:
     Raises:
         OSError: a file exists and cannot be read.
     """
-
-    def copy_if_exists(path: str) -> Copy | None:
-        return copy_of(path) if os.path.isfile(path) else None  # noqa: PTH113
-
-    names = list(dict.fromkeys(paths))
+    names = [path for path in dict.fromkeys(paths) if os.path.isfile(path)]  # noqa: PTH113
     with ThreadPoolExecutor(THREADS) as pool:  # hashlib lets other threads run while it hashes
-        copies = zip(names, pool.map(copy_if_exists, names), strict=True)
-        return {path: copy for path, copy in copies if copy is not None}
+        return dict(zip(names, pool.map(copy_of, names), strict=True))
 
 
 def packs(copies: Mapping[str, Copy], max_bytes: int) -> Iterator[list[Piece]]:
@@ -96,21 +89,20 @@ def packs(copies: Mapping[str, Copy], max_bytes: int) -> Iterator[list[Piece]]:
         yield pack
 
 
-def files_of(source: str) -> Iterator[Path]:
+def files_of(source: str) -> Iterator[str]:
     """Yield the files of a member's source by absolute path: the file itself, or all files below a folder.
 
     Hidden folders, such as .git and .cache, are left out.
     """
     path = Path(source).absolute()
     if path.is_file():
-        yield path
-    elif path.is_dir():
-        for folder, folders, names in os.walk(path, followlinks=True):
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            for name in sorted(names):
-                file = Path(folder, name)
-                if file.is_file():
-                    yield file
+        yield str(path)
+    for folder, folders, names in os.walk(path, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            file = Path(folder, name)
+            if file.is_file():
+                yield str(file)
 
 
 def with_paths(value: Any, paths: Mapping[str, str]) -> Any:

@@ -11,15 +11,16 @@ import contextlib
 import errno
 import logging
 import os
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ensemble.common.clock import Watch
@@ -40,7 +41,7 @@ from ensemble.scheduling.launchers.base import (
     Node,
     WorkerStart,
 )
-from ensemble.scheduling.launchers.ray.agent import Agent, Batch, Ended, Holder
+from ensemble.scheduling.launchers.ray.agent import Agent, Batch, Holder
 from ensemble.scheduling.launchers.ray.cluster import (
     address_problem,
     connect,
@@ -49,9 +50,8 @@ from ensemble.scheduling.launchers.ray.cluster import (
     silence,
 )
 from ensemble.scheduling.launchers.ray.copies import copies_of, files_of
-from ensemble.scheduling.launchers.ray.nodes import ClusterNode, in_short, version_problems
-from ensemble.scheduling.launchers.ray.supply import Supplied, Supply, import_folders, paths_of
-from ensemble.scheduling.launchers.ray.worker import RayWorker
+from ensemble.scheduling.launchers.ray.nodes import ClusterNode, RayWorker, in_short, version_problems
+from ensemble.scheduling.launchers.ray.supply import Supply, import_folders, paths_of
 
 # The type of each setting, and what users call it.
 _SETTINGS: dict[str, tuple[type, str]] = {
@@ -73,8 +73,8 @@ _FORGOTTEN_TIMES = 4
 # Of a turn of the loop no more than this counts: if it took longer, this process was stopped.
 _MAX_TURN_SECONDS = 1.0
 _CHECK_NODES_SECONDS = 2.0
-# A worker on a node ends within these seconds, unless its node is lost.
-_CLOSE_SECONDS = 30.0
+# A worker on a node starts and ends within these seconds, unless its node is lost.
+_WORKER_SECONDS = 30.0
 # How long a head may be silent, and how long it may refuse connections.  Ray ends a driver, with lines of its own,
 # that has had no answer for 7 minutes and then no connection for another one (grpc_client_keepalive_time_ms and
 # _timeout_ms, gcs_rpc_server_reconnect_timeout_s in its ray_config_def.h).
@@ -98,50 +98,45 @@ class RayLauncher(Launcher):
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        settings = {
-            key: value for key, value in settings.items() if value is not None or key not in _SETTINGS
-        }
-        problems = _setting_problems(settings)
+        problems = []
+        for key, value in settings.items():
+            if key not in _SETTINGS:
+                problems.append(f"{key}: unknown key; this launcher has {listed(list(_SETTINGS))}")
+            elif value is not None and not isinstance(value, _SETTINGS[key][0]):
+                problems.append(f"{key}: must be {_SETTINGS[key][1]}")
         # As Ray has it: the variable is read where the config leaves the address open.
-        address = settings.get("address", "auto")
+        address = settings.get("address") or "auto"
         prefix = "address: "
         if address == "auto" and os.environ.get("RAY_ADDRESS"):
             address = os.environ["RAY_ADDRESS"]
             prefix = "address: RAY_ADDRESS="
-        if isinstance(address, str):
-            problem = address_problem(address)
-            if problem:
-                problems.append(prefix + problem)
+        if isinstance(address, str) and address_problem(address):
+            problems.append(prefix + address_problem(address))
         if problems:
             raise ConfigError(problems)
         self._address = address
-        self._supply = Supply(self._answers, settings.get("ship_models", False))
+        self._supply = Supply(self._answers, bool(settings.get("ship_models")))
         self._runtime_env = settings.get("runtime_env")
-        self._nodes: dict[str, ClusterNode] = {}  # by Ray's id
+        self._nodes: list[ClusterNode] = []
         self._node_of: dict[str, ClusterNode] = {}  # by the UUID of a device
         self._workers: dict[int, RayWorker] = {}  # those that are not closed, by number
-        self._last_number = 0
+        self._numbers = count(1)
         self._is_own_connection = False
         self._watch = Watch(_MAX_TURN_SECONDS)
         self._sealer = ShardSealer()
         self._looked_at = 0.0
         self._joining: threading.Thread | None = None
-        # Filled by a thread with nodes that have joined; all else of nodes is the main thread's alone.
-        self._joined: queue.SimpleQueue[tuple[str, ClusterNode]] = queue.SimpleQueue()
-        self._news: queue.SimpleQueue[str] = queue.SimpleQueue()  # for the user
-        self._asked: set[str] = set()  # nodes that an agent was to be started on
+        # Filled by threads, as deques allow; all else of nodes is the main thread's alone.
+        self._joined: deque[ClusterNode] = deque()
+        self._news: deque[str] = deque()  # for the user
+        self._asked: set[str] = set()  # ids of nodes that an agent was to be started on
         self._closed = threading.Event()
         self._head = ""  # its address
         self._cluster_loss = ""  # why the cluster is lost
         self._lost: list[ClusterNode] = []  # since the last call of changes()
-        self._active_holders: list[Any] = []  # they hold GPUs until they end
+        self._holders: list[Any] = []  # they hold GPUs until they end
 
     # The cluster.
-
-    def _open(self) -> None:
-        """Connect, and start an agent on each node, unless that is done."""
-        if not self._nodes:
-            self.inventory()
 
     def inventory(self) -> Inventory:
         self._closed.set()
@@ -153,30 +148,30 @@ class RayLauncher(Launcher):
         give_up = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < give_up and self._has_busy_gpus():
             time.sleep(_POLL_SECONDS)
-        self._nodes.update(self._join(self._new_nodes()))
+        self._nodes += self._join(self._new_nodes())
         if not self._nodes:
             raise DeviceError(
                 "launcher.ray: no agent has started on any node of the cluster; see `ray status`"
             )
-        problems = list(version_problems(self._nodes.values()))
+        problems = list(version_problems(self._nodes))
         if problems:
             raise DeviceError(problems)
         gpus: list[Device] = []
         warnings: list[str] = []
         drivers: list[str] = []
-        for node in self._nodes.values():
+        for node in self._nodes:
             inventory = node.facts.inventory
             warnings += [f"{node.label}: {text}" for text in inventory.warnings]
             gpus += self._add_devices(node)
             gpus += [replace(gpu, node=node.name) for gpu in node.facts.gpus_of_others]
-            if inventory.driver_version and inventory.driver_version not in drivers:
+            if inventory.driver_version:
                 drivers.append(inventory.driver_version)
         return Inventory(
             tuple(gpus),
             "" if gpus else "no node of the cluster has a GPU: running on its CPUs",
-            ", ".join(drivers) or None,
+            ", ".join(dict.fromkeys(drivers)) or None,
             tuple(warnings),
-            hosts=tuple(node.cpu for node in self._nodes.values()),
+            hosts=tuple(node.cpu for node in self._nodes),
         )
 
     def nodes(
@@ -186,33 +181,28 @@ class RayLauncher(Launcher):
             return ()
         self._supply.hub_files = hub_files
         files = {
-            member: [str(file) for source in member_sources for file in files_of(source)]
+            member: [file for source in member_sources for file in files_of(source)]
             for member, member_sources in sources.items()
         }
         copies = copies_of(path for paths in files.values() for path in paths)
-        supplied = Supplied()
-        unfit = self._supply.unfit(copies, self._present_nodes(), supplied)
-        lacking = self._supply.lacking(list(unfit), supplied)
-        for node, why in supplied.silent.items():
-            self._lose(node, why)
+        unfit = self._supply.unfit(copies, self._present_nodes())
+        hub_problems = self._supply.hub_problems(self._present_nodes())
         reports = []
-        for node in supplied.usable(unfit):
+        for node in self._present_nodes():
             problems = list(version_problems([node]))
             models: dict[str, str] = {}
             for member, paths in files.items():
                 reasons = {path: unfit[node][path] for path in paths if path in unfit[node]}
                 models[member] = "there" if paths else "on the hub"
-                for reason in ("another", "unreadable", "missing"):
-                    if reason in reasons.values():
-                        models[member] = reason
-                        break
+                if reasons:
+                    models[member] = min(reasons.values())  # "another" before "missing"
                 if models[member] == "missing" and self._supply.ships_models:
                     models[member] = "sent"
                 elif reasons:
                     problems.append(self._supply.problem(member, node, reasons))
-                if member in lacking.get(node, ()):
+                if member in hub_problems[node]:
                     models[member] = "missing"
-                    problems.append(lacking[node][member])
+                    problems.append(hub_problems[node][member])
             facts = node.facts
             gpus = (*facts.inventory.gpus, *facts.gpus_of_others)
             report = Node(
@@ -228,7 +218,7 @@ class RayLauncher(Launcher):
             )
             reports.append(report)
         if not reports:
-            lost = "; ".join(f"{node.label} {node.why_lost}" for node in self._nodes.values())
+            lost = "; ".join(f"{node.label} was lost ({node.why_lost})" for node in self._nodes)
             raise DeviceError(f"launcher.ray: no node of the cluster is left: {lost}; see `ray status`")
         return tuple(sorted(reports, key=lambda report: report.name))
 
@@ -239,20 +229,18 @@ class RayLauncher(Launcher):
         for node in self._present_nodes():
             on_node = [replace(device, node="") for device in devices if device.node == node.name]
             if on_node:
-                method = node.agent.trials.options(concurrency_group="commands")
-                requests[node] = method.remote(on_node, imports, flash_attention)
+                requests[node] = node.call("commands", "trials", on_node, imports, flash_attention)
         results: list[Trial] = []
-        for node, trials, why in self._answers(requests):
-            if why:
-                self._lose(node, why)
-                results += [Trial(device, 0.0, ending=why) for device in devices if device.node == node.name]
-            else:
-                for trial in trials:
-                    results.append(replace(trial, device=replace(trial.device, node=node.name)))
+        for node, trials in self._answers(requests):
+            results += [replace(trial, device=replace(trial.device, node=node.name)) for trial in trials]
+        for node in requests:
+            if node.why_lost:
+                lost = [device for device in devices if device.node == node.name]
+                results += [Trial(device, 0.0, ending=node.why_lost) for device in lost]
         return results
 
-    def _answers(self, requests: Mapping[ClusterNode, Any]) -> Iterator[tuple[ClusterNode, Any, str]]:
-        """Yield each node's answer to its request as it comes, or why there is none.
+    def _answers(self, requests: Mapping[ClusterNode, Any]) -> Iterator[tuple[ClusterNode, Any]]:
+        """Yield each node's answer to its request as it comes; lose nodes that do not answer.
 
         An answer may take any time as long as its node responds to pings.
         """
@@ -264,23 +252,25 @@ class RayLauncher(Launcher):
             for reference in ray.wait(list(open_requests), num_returns=1, timeout=_PING_SECONDS)[0]:
                 node = open_requests.pop(reference)
                 try:
-                    yield node, ray.get(reference), ""
+                    answer = ray.get(reference)
                 except RayError as error:
-                    yield node, None, in_short(error)
+                    self._lose(node, in_short(error))
+                else:
+                    yield node, answer
             now = watch()
             for reference, node in list(open_requests.items()):
                 if node in pings and ray.wait([pings[node]], timeout=0)[0]:
                     responded_at[node] = now
                     del pings[node]
                 if node not in pings:
-                    pings[node] = node.agent.ping.options(concurrency_group="events").remote()
+                    pings[node] = node.call("events", "ping")
                 if now - responded_at[node] > self.hang_timeout:
                     del open_requests[reference]
-                    yield node, None, self._silence_text
+                    self._lose(node, self._silence_text)
 
     def _present_nodes(self) -> list[ClusterNode]:
         """Return the nodes that are not lost."""
-        return [node for node in self._nodes.values() if not node.why_lost]
+        return [node for node in self._nodes if not node.why_lost]
 
     def _add_devices(self, node: ClusterNode) -> list[Device]:
         """Return the devices of a node, and remember by their UUIDs where they are."""
@@ -322,7 +312,7 @@ class RayLauncher(Launcher):
 
     def _lose_cluster(self, why: str) -> None:
         self._cluster_loss = f"the cluster is lost: {why}"
-        self._news.put(self._cluster_loss)
+        self._news.append(self._cluster_loss)
 
     def _new_nodes(self) -> list[dict[str, Any]]:
         """Return Ray's records of the nodes that are alive and that no agent was to be started on."""
@@ -335,8 +325,8 @@ class RayLauncher(Launcher):
             for record in self._new_nodes()
         )
 
-    def _join(self, records: Sequence[Mapping[str, Any]], is_late: bool = False) -> dict[str, ClusterNode]:
-        """Start an agent on each of these nodes with all that is free there; return nodes that answer, by id.
+    def _join(self, records: Sequence[Mapping[str, Any]], is_late: bool = False) -> list[ClusterNode]:
+        """Start an agent on each of these nodes with all that is free there; return the nodes that answer.
 
         Args:
             records: what Ray says of the nodes.
@@ -345,9 +335,9 @@ class RayLauncher(Launcher):
         Raises:
             DeviceError: no agent can be started on a node.
         """
-        joined: dict[str, ClusterNode] = {}
+        joined: list[ClusterNode] = []
         left = list(records)
-        names = {node.name for node in list(self._nodes.values())}
+        names = {node.name for node in self._nodes}
         self._asked.update(record["NodeID"] for record in records)
         installs = self._runtime_env is not None and bool(self._runtime_env.keys() - {"env_vars"})
         for seconds in _INSTALL_SECONDS if installs else _START_SECONDS:
@@ -361,9 +351,9 @@ class RayLauncher(Launcher):
             give_up = time.monotonic() + seconds
             left = []
             for record, agent, reference in starting:
-                name = record["NodeManagerHostname"]
+                node_id, name = record["NodeID"], record["NodeManagerHostname"]
                 if name in names:
-                    name += f"-{record['NodeID'][:6]}"
+                    name += f"-{node_id[:6]}"
                 try:
                     facts = ray.get(reference, timeout=max(0.0, give_up - time.monotonic()))
                 except GetTimeoutError:
@@ -371,7 +361,7 @@ class RayLauncher(Launcher):
                     left.append(record)
                     continue
                 except RayError as error:
-                    if all(other["NodeID"] != record["NodeID"] for other in _alive_nodes()):
+                    if all(other["NodeID"] != node_id for other in _alive_nodes()):
                         # It has died, which Ray notices after seconds.
                         log.warning("node %s: it died before its agent had started", name)
                         continue
@@ -381,11 +371,11 @@ class RayLauncher(Launcher):
                     )
                     if not is_late:
                         raise DeviceError(f"launcher.ray: {problem}") from error
-                    self._news.put(problem)
+                    self._news.append(problem)
                     continue
                 names.add(name)
                 uuids = {gpu.uuid for gpu in facts.gpus_of_others}
-                joined[record["NodeID"]] = ClusterNode(name, agent, facts, uuids_of_others=uuids)
+                joined.append(ClusterNode(node_id, name, agent, facts, uuids))
             if not left:
                 break
         for record in left:
@@ -401,7 +391,7 @@ class RayLauncher(Launcher):
         environment |= {name: os.environ[name] for name in WAITING if name in os.environ}
         if not gpus:  # Ray then leaves all of them visible
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        groups = {"commands": 1, "events": 1, "files": 2}
+        groups = {"commands": 1, "events": 1, "files": 1}
         actor: Any = ray.remote(concurrency_groups=groups, max_restarts=0)(Agent)
         cpus = free.get("CPU", 0.0)
         if all_gpus:  # where no CPU is free, it shares them
@@ -419,37 +409,24 @@ class RayLauncher(Launcher):
         return options
 
     def current(self, devices: Sequence[Device]) -> tuple[Device, ...]:
-        """Return these devices as they are now.
-
-        Ray is asked for GPUs that others use, and gives each to a holder once it is free.
-        """
-        self._open()
+        """Return these devices as they are now; GPUs that others no longer use are held for the run."""
+        if not self._nodes:
+            self.inventory()
         if self._cluster_loss:
             raise DeviceError(f"launcher.ray: {self._cluster_loss}")
-        for node_id, node in self._nodes.items():
-            if not node.uuids_of_others or node.why_lost:
-                continue
-            actor: Any = ray.remote(max_restarts=0)(Holder)
-            while len(node.holders) < len(node.uuids_of_others):
-                holder = actor.options(**self._options(node_id, 1, 0)).remote()
-                node.holders[holder.uuids.remote()] = holder
-            for reference in ray.wait(list(node.holders), num_returns=len(node.holders), timeout=0)[0]:
-                holder = node.holders.pop(reference)
+        free = _free_resources()
+        actor: Any = ray.remote(max_restarts=0)(Holder)
+        for node in self._present_nodes():
+            free_gpus = int(free.get(node.node_id, {}).get("GPU", 0))
+            for _ in range(min(free_gpus, len(node.uuids_of_others))):
+                holder = actor.options(**self._options(node.node_id, 1, 0)).remote()
+                self._holders.append(holder)
                 with contextlib.suppress(RayError):
-                    uuids = node.uuids_of_others.intersection(ray.get(reference))
-                    node.uuids_of_others -= uuids
+                    uuids = ray.get(holder.uuids.remote(), timeout=_START_SECONDS[0])
+                    node.uuids_of_others.difference_update(uuids)
                     self._node_of.update(dict.fromkeys(uuids, node))
-                    self._active_holders.append(holder)
         updated = [replace(gpu, is_held=gpu.is_held and gpu.uuid not in self._node_of) for gpu in devices]
         return super().current(updated)
-
-    def _end_waiting_holders(self) -> None:
-        """Wait no longer for GPUs that others use."""
-        for node in self._nodes.values():
-            for holder in node.holders.values():
-                with contextlib.suppress(RayError, OSError):
-                    ray.kill(holder)
-            node.holders.clear()
 
     def changes(self) -> Changes | None:
         if not self._nodes:  # there are no workers, and so no cluster was looked for
@@ -464,19 +441,17 @@ class RayLauncher(Launcher):
         lost, self._lost = self._lost, []
         joined_devices: list[Device] = []
         joined_nodes: list[Device] = []
-        while not self._joined.empty():
-            node_id, node = self._joined.get()
+        while self._joined:
+            node = self._joined.popleft()
             try:
                 joined_devices += self._add_devices(node)
             except DeviceError as error:
                 self._reject(node, str(error))
                 continue
-            self._news.put(f"{node.label} has joined the cluster, and takes part")
-            self._nodes[node_id] = node
+            self._news.append(f"{node.label} has joined the cluster, and takes part")
+            self._nodes.append(node)
             joined_nodes.append(node.cpu)
-        news: list[str] = []
-        while not self._news.empty():
-            news.append(self._news.get())
+        news = [self._news.popleft() for _ in range(len(self._news))]
         if not lost and not joined_nodes and not news:
             return None
         return Changes(
@@ -484,9 +459,7 @@ class RayLauncher(Launcher):
             lost=tuple(uuid for uuid, node in self._node_of.items() if node in lost),
             hosts=len(self._present_nodes()),
             joined_nodes=tuple(joined_nodes),
-            lost_nodes={
-                node.name: node.why_lost.removeprefix("was lost (").removesuffix(")") for node in lost
-            },
+            lost_nodes={node.name: node.why_lost for node in lost},
             news=tuple(news),
         )
 
@@ -501,39 +474,34 @@ class RayLauncher(Launcher):
             return
         try:
             joined = self._join(records, is_late=True)
-            problems = {node: list(version_problems([node])) for node in joined.values()}
-            fit = [node for node in joined.values() if not problems[node]]
-            supplied = self._supply.deliver(fit, is_late=True)
-            for node, lacking in self._supply.lacking(supplied.usable(fit), supplied).items():
-                problems[node] += [text for member, text in lacking.items() if member in self._supply.members]
-            for node_id, node in joined.items():
-                reasons = problems[node] or supplied.problems_of(node)
-                if reasons or self._closed.is_set():
-                    self._reject(node, "; ".join(reasons))
+            problems = {node: list(version_problems([node])) for node in joined}
+            fit = [node for node in joined if not problems[node]]
+            problems |= self._supply.deliver(fit, is_late=True)
+            fit = [node for node in fit if not problems[node] and not node.why_lost]
+            for node, texts in self._supply.hub_problems(fit).items():
+                problems[node] += [text for member, text in texts.items() if member in self._supply.members]
+            for node in joined:
+                if problems[node] or node.why_lost or self._closed.is_set():
+                    self._reject(node, "; ".join(problems[node]) or node.why_lost)
                 else:
-                    self._joined.put((node_id, node))
+                    self._joined.append(node)
         except Exception as error:  # of a cluster that changes: the run goes on without
-            self._news.put(f"a node that joined the cluster stays out: {error}")
+            self._news.append(f"a node that joined the cluster stays out: {error}")
 
     def _reject(self, node: ClusterNode, why: str) -> None:
-        self._news.put(f"{node.label} has joined the cluster, and stays out: {why or 'the run is over'}")
+        self._news.append(f"{node.label} has joined the cluster, and stays out: {why or 'the run is over'}")
         with contextlib.suppress(RayError):
             ray.get(node.agent.leave.remote(), timeout=10)
         ray.kill(node.agent)
 
-    # Files.
-
     def begin(self, members: Mapping[str, MemberFiles]) -> None:
-        if members:
-            self._open()
-        self._end_waiting_holders()
+        if members and not self._nodes:
+            self.inventory()
         self._supply.read(members)
-        supplied = self._supply.deliver(self._present_nodes())
-        if supplied.problems:
+        problems = self._supply.deliver(self._present_nodes())
+        if problems:
             self.close()
-            raise CheckpointError([text for texts in supplied.problems.values() for text in texts])
-        for node, why in supplied.silent.items():
-            self._lose(node, why)
+            raise CheckpointError([text for texts in problems.values() for text in texts])
 
     # Workers.
 
@@ -542,12 +510,8 @@ class RayLauncher(Launcher):
             node = self._node_of[start.devices[0].uuid]
         else:
             # If all nodes are lost, the scheduler does not know it yet: a worker started there has ended.
-            node = min(self._present_nodes() or self._nodes.values(), key=self._load_of)
-        self._last_number += 1
-        worker = RayWorker(self._last_number, node, start, self._close_worker)
-        if node.why_lost:
-            worker.exited = True
-            return worker
+            node = min(self._present_nodes() or self._nodes, key=self._load_of)
+        worker = RayWorker(next(self._numbers), node, start, self._close_worker)
         shards_dir = start.command.spec.common.shards_dir
         name, member = next(
             (name, member)
@@ -555,8 +519,18 @@ class RayLauncher(Launcher):
             if member.spec.common.shards_dir == shards_dir
         )
         root = f"{node.facts.folder}/files" if name in node.supplied_members else ""
+        paths, folders = paths_of(member, root), import_folders(member, root)
+        if not node.why_lost:
+            request = node.call("commands", "start", worker.number, start, paths, folders)
+            try:
+                pid = ray.get(request, timeout=min(_WORKER_SECONDS, self.hang_timeout))
+                worker.process = f"{pid} on {node.name}"
+            except RayTaskError as error:
+                raise OSError(f"{node.label}: {error.cause}") from error
+            except (RayError, OSError) as error:
+                self._lose(node, in_short(error))
+        worker.exited = bool(node.why_lost)
         self._workers[worker.number] = worker
-        worker.call("start", start, paths_of(member, root), import_folders(member, root))
         return worker
 
     def _load_of(self, node: ClusterNode) -> tuple[int, int]:
@@ -573,13 +547,15 @@ class RayLauncher(Launcher):
         self._check(node, self.hang_timeout / 2)
         if not node.why_lost:
             try:
-                ended: Ended = ray.get(worker.call("close"), timeout=_CLOSE_SECONDS)
+                exit_, printed = ray.get(
+                    node.call("commands", "close", worker.number), timeout=_WORKER_SECONDS
+                )
             except (RayError, OSError) as error:
                 self._lose(node, in_short(error))
             else:
-                worker.print(ended.printed)
-                return ended.exit
-        return Exit(-9, f"ended when {node.label} {node.why_lost}", is_lost=True)
+                worker.print(printed)
+                return cast(Exit, exit_)
+        return Exit(-9, f"ended when {node.label} was lost ({node.why_lost})", is_lost=True)
 
     def wait(self, handles: Sequence[Handle], timeout_seconds: float) -> Collection[Handle]:
         try:
@@ -593,14 +569,12 @@ class RayLauncher(Launcher):
     def _poll(self, timeout_seconds: float) -> None:
         """Ask all nodes what has happened there."""
         polls: dict[Any, ClusterNode] = {}
-        for node in self._nodes.values():
+        for node in self._present_nodes():
             if self._cluster_loss:
                 self._lose(node, "its cluster is gone", is_news=False)
-            if node.why_lost:
                 continue
             if node.poll is None:
-                method = node.agent.poll.options(concurrency_group="events")
-                node.poll = method.remote(_POLL_SECONDS, _FORGOTTEN_TIMES * self.hang_timeout)
+                node.poll = node.call("events", "poll", _POLL_SECONDS, _FORGOTTEN_TIMES * self.hang_timeout)
                 node.polled_at = self._watch()
             polls[node.poll] = node
         if not polls:
@@ -638,7 +612,7 @@ class RayLauncher(Launcher):
 
     def _check(self, node: ClusterNode, seconds: float) -> None:
         """Lose a node that has not responded for so long."""
-        if node.poll is not None and self._watch() - node.polled_at > seconds and not node.why_lost:
+        if node.poll is not None and self._watch() - node.polled_at > seconds:
             self._lose(node, self._silence_text)
 
     @property
@@ -655,8 +629,6 @@ class RayLauncher(Launcher):
             worker = self._workers.get(number)
             if worker is None:
                 continue
-            if news.pid is not None:
-                worker.process = f"{news.pid} on {node.name}"
             if news.printed:
                 worker.print(news.printed)
             for event in news.events:
@@ -665,20 +637,21 @@ class RayLauncher(Launcher):
                     if path in unsealed:
                         event = Failed("WriteError", str(unsealed[path]), "", event.chunk)
                 worker.events.append(event)
-            worker.problem = worker.problem or news.problem
             worker.exited = worker.exited or news.has_exited
 
     def _lose(self, node: ClusterNode, why: str, is_news: bool = True) -> None:
         """Note that a node does not answer any more: all that ran there has ended."""
-        if not node.why_lost:
+        if node.why_lost:
+            return
+        node.why_lost = why
+        if node in self._nodes:  # not one that joins, and stays out
             self._lost.append(node)
             if is_news:
-                self._news.put(f"{node.label} is lost: {why}")
-        node.why_lost = f"was lost ({why})"
-        node.used_bytes = {}
-        for worker in self._workers.values():
-            if worker.node is node:
-                worker.exited = True
+                self._news.append(f"{node.label} is lost: {why}")
+            node.used_bytes = {}
+            for worker in self._workers.values():
+                if worker.node is node:
+                    worker.exited = True
         # An agent that was only cut off must do nothing any more; a socket of Ray's may be broken.
         with contextlib.suppress(RayError, OSError):
             ray.kill(node.agent)
@@ -693,48 +666,31 @@ class RayLauncher(Launcher):
         return {uuid: nodes[uuid].telemetry.get(uuid) if uuid in nodes else None for uuid in uuids}
 
     def available_memory(self, devices: Sequence[Device]) -> int | None:
-        nodes = [self._node_of[device.uuid] for device in devices] or list(self._nodes.values())
+        nodes = [self._node_of[device.uuid] for device in devices] or self._nodes
         sizes = [node.available_bytes for node in nodes if node.available_bytes is not None]
         return min(sizes, default=None)
 
     def close(self) -> None:
         self._closed.set()
-        while not self._news.empty():  # that nobody has asked for, as where a run was only looked at
-            log.warning("%s", self._news.get())
-        nodes = list(self._nodes.values())
-        while not self._joined.empty():
-            nodes.append(self._joined.get()[1])
+        while self._news:  # that nobody has asked for, as where a run was only looked at
+            log.warning("%s", self._news.popleft())
+        nodes = [*self._nodes, *self._joined]
         # Also those that are lost because of the head: nodes go on without it.
         with contextlib.suppress(OSError):
             ends = [node.agent.leave.remote() for node in nodes if not node.why_lost or self._cluster_loss]
             if ends:
                 ray.wait(ends, num_returns=len(ends), timeout=_END_SECONDS)
-        self._end_waiting_holders()
-        for actor in (*self._active_holders, *(node.agent for node in nodes)):
+        for actor in (*self._holders, *(node.agent for node in nodes)):
             with contextlib.suppress(RayError, OSError):
                 ray.kill(actor)
-        self._active_holders.clear()
-        self._nodes.clear()
-        self._node_of.clear()
-        self._asked.clear()
+        for collection in (self._holders, self._nodes, self._joined, self._node_of, self._asked):
+            collection.clear()
         if self._is_own_connection:
             self._is_own_connection = False
             if self._cluster_loss or silence(self._head, _CHECK_NODES_SECONDS):  # then it would never end
                 atexit.unregister(ray.shutdown)
             else:
                 ray.shutdown()
-
-
-def _setting_problems(settings: Mapping[str, Any]) -> list[str]:
-    problems = []
-    for key, value in settings.items():
-        if key not in _SETTINGS:
-            problems.append(f"{key}: unknown key; this launcher has {listed(list(_SETTINGS))}")
-            continue
-        kind, name = _SETTINGS[key]
-        if not isinstance(value, kind):
-            problems.append(f"{key}: must be {name}")
-    return problems
 
 
 def _alive_nodes() -> list[dict[str, Any]]:

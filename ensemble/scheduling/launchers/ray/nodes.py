@@ -1,14 +1,19 @@
-"""A node of the cluster as the run knows it."""
+"""A node of the cluster, and a worker there, as the run knows them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from ensemble.common.files import open_log
 from ensemble.common.gpus import Device, Telemetry
+from ensemble.common.protocol import Command, Event
+from ensemble.scheduling.launchers.base import Exit, Handle, WorkerStart
 from ensemble.scheduling.launchers.ray.agent import NodeFacts, versions
 
 
@@ -17,24 +22,24 @@ class ClusterNode:
     """A node that takes part.
 
     Attributes:
+        node_id: Ray's.
         poll: the object reference of the agent's next batch; None: it was not asked for.
         polled_at: when it was asked for, by the launcher's watch.
         uuids_of_others: GPUs of the node that Ray has given to others.
-        holders: actors that wait for these GPUs, by the references of what they will answer.
         supplied_members: members whose files the run has sent to the node.
         why_lost: empty while the node is there.
     """
 
+    node_id: str
     name: str
     agent: Any
     facts: NodeFacts
+    uuids_of_others: set[str]
     poll: Any = None
     polled_at: float = 0.0
     used_bytes: Mapping[str, int | None] = field(default_factory=dict)
     telemetry: Mapping[str, Telemetry | None] = field(default_factory=dict)
     available_bytes: int | None = None
-    uuids_of_others: set[str] = field(default_factory=set)
-    holders: dict[Any, Any] = field(default_factory=dict)
     supplied_members: set[str] = field(default_factory=set)
     why_lost: str = ""
 
@@ -46,9 +51,64 @@ class ClusterNode:
     def cpu(self) -> Device:
         return Device("cpu", "CPU", None, self.facts.total_bytes, self.facts.used_bytes, self.name)
 
-    def call_files(self, name: str, argument: Any) -> Any:
-        """Call a method of the agent that handles files, and return the reference of its result."""
-        return getattr(self.agent, name).options(concurrency_group="files").remote(argument)
+    def call(self, group: str, name: str, *arguments: Any) -> Any:
+        """Call a method of the agent in one of its threads, and return the reference of its result."""
+        return getattr(self.agent, name).options(concurrency_group=group).remote(*arguments)
+
+
+class RayWorker(Handle):
+    """A worker on a node; ``close`` ends it there, and returns how it ended."""
+
+    def __init__(
+        self, number: int, node: ClusterNode, start: WorkerStart, close: Callable[[RayWorker], Exit]
+    ) -> None:
+        self.number = number
+        self.node = node
+        self.on_node = node.name
+        self.process = f"{number} on {node.name}"
+        self.devices = start.devices
+        self.events: list[Event] = []
+        self.exited = False
+        self.shards_dir = Path(start.command.spec.common.shards_dir)
+        self._log = start.log
+        self._close = close
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.events or (self.exited and self.is_open))
+
+    def send(self, command: Command) -> None:
+        self._order("send", command)
+
+    def receive(self) -> list[Event]:
+        events, self.events = self.events, []
+        if self.exited and not events:
+            self.is_open = False
+        return events
+
+    def has_exited(self) -> bool:
+        return self.exited and not self.events
+
+    def terminate(self) -> None:
+        self._order("terminate")
+
+    def abort(self) -> None:
+        self._order("abort")
+
+    def _order(self, name: str, *arguments: Any) -> None:
+        """Call without waiting; a broken socket of Ray's is noticed at the next poll."""
+        if not self.exited:
+            with contextlib.suppress(OSError):
+                self.node.call("commands", name, self.number, *arguments)
+
+    def print(self, text: bytes) -> None:
+        """Append what the worker has printed to its log on this machine."""
+        with contextlib.suppress(OSError), open_log(self._log) as file:
+            file.write(text)
+
+    def close(self) -> Exit:
+        self.is_open = False
+        return self._close(self)
 
 
 def version_problems(nodes: Iterable[ClusterNode]) -> Iterator[str]:
