@@ -83,6 +83,9 @@ class StrictConfig(BaseModel):
     # another value as well.
     older_keys: ClassVar[Mapping[str, str]] = {}
     gone_keys: ClassVar[Mapping[str, str]] = {}  # earlier releases had them; what to do instead
+    # Pairs of keys of which one excludes the other: a model's own key replaces the other one of the defaults, and a
+    # later file's key that of an earlier file.
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         """Find the constraints between keys that these values break.
@@ -119,7 +122,6 @@ class DataConfig(StrictConfig):
         "label_column": "label label_col target target_column",
         "label_columns": "label_cols targets target_columns",
     }
-    # Keys of which a later config file has one or the other, as with members' keys.
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("label_column", "label_columns"),)
 
     def truth_columns(self, labels: Sequence[str]) -> tuple[str, ...]:
@@ -184,10 +186,6 @@ class MemberConfig(StrictConfig):
     calibration: CalibrationConfig | None = None  # corrects its probabilities at the merge
     # Only the rows of which the weighted mean of the members listed before it is unsure; left out: all rows.
     when: When | None = Field(default=None, examples=[{"margin_below": 0.3}])
-
-    # Keys of which a member has one or the other: its own takes the place of the other one under defaults, a later
-    # config file's that of an earlier one's.
-    alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     @property
     def has_weight(self) -> bool:
