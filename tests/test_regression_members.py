@@ -82,6 +82,6 @@ def test_numbers_are_merged_and_scored_as_numbers(targets: list[str], project: P
         again = project.ensemble("validate", "config.yaml", "--set", "data.label_column=score")
         assert again.returncode == 2
         assert (
-            "data.label_column=score: names a row's one label among several; there is a single one"
+            "data.label_column=score: holds one of several labels, but there is a single label here"
             in again.stderr
         )

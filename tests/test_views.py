@@ -155,14 +155,14 @@ def test_mistakes_are_named_with_their_keys(pairs: Project) -> None:
     assert "models[0].views[1].name (line" in found
     assert "the same as views[0].name; names must differ in more than their case" in found
     assert "views[1] (line" in (found := problems(AS_IS, {"name": "b", "prompt_template": TEMPLATE}))
-    assert "shows the same as views[0]; leave one out" in found
+    assert "the same as views[0]; leave one out" in found
     found = problems(swap("a", "b"), {**swap("b", "a"), "name": "t", "weight": 3})
-    assert "shows the same as views[0]" in found
+    assert "the same as views[0]" in found
     assert "one view must have a weight above 0" in problems({**AS_IS, "weight": 0})
     assert "must be a list of views" in problems(views=[])
     assert "swap.columns (line" in (found := problems(swap("a", "a", labels=["tie", "tie"])))
     assert "swap.labels (line" in found
-    assert found.count("the same twice; name two that change places") == 2
+    assert found.count("the same twice; name two to swap") == 2
     assert "must be one of the labels" in problems(swap("a", "b", labels=["tie", "ti"]))
     assert "must be a list of two columns" in problems(swap("a"))
     assert "no text column 'c', which models[0].views[0].swap reads" in problems(swap("a", "c"))

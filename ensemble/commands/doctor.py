@@ -1,7 +1,6 @@
-"""Whether a run could start here: Python, packages, memory, CPUs, disk, the hub, the driver, torch on every device.
+"""Check whether a run can start here: Python, packages, memory, CPUs, disk, the hub, the driver, and devices.
 
-Nothing here imports torch or changes anything; what only torch can tell is asked of test processes
-(``device_trials``, ``ensemble.worker.probe``).
+Test processes try torch on the devices (``device_trials``); nothing here imports torch or changes anything.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -44,13 +42,13 @@ from ensemble.pipeline.prepared import Prepared
 from ensemble.planning.placement import chosen_devices
 from ensemble.scheduling.launchers.base import Launcher, Node, make_launcher
 
-# Importing torch and transformers takes a worker to 0.4 GiB before it has a model.
+# A worker takes 0.4 GiB after it has imported torch and transformers.
 _MEMORY_NEEDED, _MEMORY_WANTED = 512 << 20, 2 << 30
 _DISK_NEEDED, _DISK_WANTED = 50 << 20, 1 << 30
 _ELSEWHERE = "choose another directory, or make room there"
 _INSTALL = "see https://pytorch.org/get-started/locally/"
 _MASK_ADVICE = "to use GPUs set CUDA_VISIBLE_DEVICES to some that nvidia-smi -L lists, or unset it"
-# What CUDA and cuBLAS say where a build has nothing for a GPU's architecture.
+# Errors of CUDA and cuBLAS if a build does not support a GPU's architecture.
 _NO_CODE = ("no kernel image", "ARCH_MISMATCH")
 _WORKER = "ensemble.members.seq_cls.predictor"  # what a worker imports before it loads a model
 
@@ -60,7 +58,7 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Finding:
-    """``text`` is what was found, ``advice`` what to do; with a problem no run can start."""
+    """A fact about this machine, and advice on it; with a problem no run can start."""
 
     mark: Mark
     text: str
@@ -68,13 +66,13 @@ class Finding:
 
     @classmethod
     def of_sentence(cls, mark: Mark, sentence: str, otherwise: str) -> Finding:
-        """A finding from one of this package's sentences, most of which end with what to do after a semicolon."""
+        """Split one of this package's sentences, most of which end with advice after a semicolon."""
         text, _, advice = sentence.rpartition("; ")
         return cls(mark, text, advice) if text else cls(mark, sentence, otherwise)
 
     @classmethod
     def of_amount(cls, text: str, size: float, needed: float, wanted: float, *advice: str) -> Finding:
-        """How much there is of something; the advice is for less than ``needed``, and for less than ``wanted``."""
+        """Judge an amount: the first advice is for less than ``needed``, the last for less than ``wanted``."""
         if size < wanted:
             return cls("problem", text, advice[0]) if size < needed else cls("note", text, advice[-1])
         return cls("ok", text)
@@ -84,7 +82,7 @@ def examine(paths: Sequence[Path] = (), overrides: Sequence[str] = ()) -> Iterat
     """Look at this machine, for a config if one is given; yield findings as they are made."""
     yielded = set()
     for finding in _findings(paths, overrides):
-        # What ``validate`` finds wrong with a directory or a mask, the checks of this machine find as well.
+        # The checks of the config and those of the machine may find the same problem.
         if (finding.mark, finding.text) not in yielded:
             yielded.add((finding.mark, finding.text))
             yield finding
@@ -95,46 +93,47 @@ def _findings(paths: Sequence[Path], overrides: Sequence[str]) -> Iterator[Findi
     yield Finding("ok", f"Python {version} ({sys.executable}), {platform.platform(terse=True)}")
     config: RunConfig | None = None
     prepared: Prepared | None = None
-    launcher: Launcher | None = None
     if paths:
         try:
             loaded = load(paths, overrides)
             config = loaded.config
             keep_pandas_out()
             prepared = prepare(loaded)
-            of_devices = prepared.inventory.warnings  # which come with the devices
-            notes = [text for text in prepared.warnings if text not in of_devices]
+            # The inventory's warnings come with the devices.
+            notes = [text for text in prepared.warnings if text not in prepared.inventory.warnings]
             yield from (Finding("note", text) for text in (*notes, *prepared.plan.warnings))
         except EnsembleError as error:
             advice = "fix the config, or what it names"
             yield from (Finding.of_sentence("problem", text, advice) for text in error.problems)
         except Exception as error:
             yield _not_checked("the config", error)
-    needed = {} if config is None else needed_packages(config, {} if prepared is None else prepared.inspected)
+    inspected = {} if prepared is None else prepared.inspected
+    needed = {} if config is None else needed_packages(config, inspected)
     key, folder = ("working directory", Path()) if config is None else ("output_dir", config.output_dir)
+    launcher: Launcher | None = None
     nodes: tuple[Node, ...] = ()
     if config is not None and config.launcher != "local":
-        with contextlib.suppress(EnsembleError):  # what is wrong was said before
+        with contextlib.suppress(EnsembleError):  # already reported
             launcher = make_launcher(config.launcher, config.hang_timeout)
             with contextlib.suppress(DeviceError):  # nodes of other versions can be shown
                 launcher.inventory()
-            inspected = {} if prepared is None else prepared.inspected
             nodes = launcher.nodes(node_sources(config), hub_files(config, inspected))
+    devices = _devices(config, needed)
+    if launcher is not None and nodes:  # this machine's devices are not used unless it is a node
+        devices = _of_nodes(launcher, nodes, _imports(needed))
     plan_bytes = 0 if prepared is None or nodes else prepared.plan.host_bytes
-    checks: dict[str, Callable[[], Iterable[Finding]]] = {
-        "the packages": lambda: package_findings(own_requirements(), needed),
-        "memory and CPUs": lambda: host_findings(plan_bytes),
-        "the disk": lambda: disk_findings(key, folder),
-        "the Hugging Face hub": _hub,
-        "the devices": lambda: _devices(config, needed),
+    checks = {
+        "the packages": package_findings(own_requirements(), needed),
+        "memory and CPUs": host_findings(plan_bytes),
+        "the disk": disk_findings(key, folder),
+        "the Hugging Face hub": _hub(),
+        "the devices": devices,
     }
-    if launcher is not None and nodes:  # nothing runs on this machine's devices, if it is none of them
-        checks["the devices"] = partial(_of_nodes, launcher, nodes, _imports(needed))
     try:
         for subject, findings in checks.items():
             try:
-                yield from findings()
-            except Exception as error:  # a check that breaks is a finding too and hides none of the others
+                yield from findings
+            except Exception as error:  # must not hide the other findings
                 yield _not_checked(subject, error)
     finally:
         if launcher is not None:
@@ -147,10 +146,11 @@ def _not_checked(subject: str, error: Exception) -> Finding:
 
 
 def package_findings(requirements: Iterable[Requirement], needed: Mapping[str, str]) -> Iterator[Finding]:
-    """What is missing or too old, and the versions of the rest.
+    """Check packages' versions.
 
-    ``needed`` names the packages of extras that the config needs, and which key needs them; ``validate`` misses
-    those that are not there.
+    Args:
+        needed: packages of extras that the config needs, with the key that needs each; ``validate`` reports those
+            that are missing.
     """
     good = []
     installed = installed_versions([requirement.name for requirement in requirements])
@@ -161,19 +161,19 @@ def package_findings(requirements: Iterable[Requirement], needed: Mapping[str, s
         why = f", which {needed[name]} needs" if name in needed else ""
         if name in ANALYSIS:
             why = "; fit, compare and the report need it, a run does not"
-        if version is None:
-            if not requirement.extra:
-                yield Finding(mark, f"{name} is not installed{why}", requirement.install)
-        elif wrong := requirement.wrong(version):
+        wrong = "" if version is None else requirement.wrong(version)
+        if version is None and not requirement.extra:
+            yield Finding(mark, f"{name} is not installed{why}", requirement.install)
+        elif wrong:
             yield Finding(mark, f"{name} {version} is {wrong}{why}", requirement.install)
-        else:
+        elif version is not None:
             good.append(f"{name}{NO_BREAK}{version}")
     if good:
         yield Finding("ok", ", ".join(good))
 
 
 def host_findings(plan_bytes: int = 0) -> Iterator[Finding]:
-    """Memory and CPUs of this host as it is now, within its container's limits; for a plan that takes so much."""
+    """Check memory and CPUs within the container's limits, for a plan that takes so much memory."""
     available, total = available_memory_bytes(), total_memory_bytes()
     if available is not None and total is not None:
         text = f"{gib(available)} of {gib(total)} memory free"
@@ -186,14 +186,14 @@ def host_findings(plan_bytes: int = 0) -> Iterator[Finding]:
     allowed, limit = len(os.sched_getaffinity(0)), own_groups("cpu").cpu_limit()
     text, advice = f"{allowed} of {os.cpu_count()} CPUs may be used", ""
     if limit is not None and limit < allowed:
-        # torch starts a thread for each CPU it sees; they then wait for one another.
+        # torch starts a thread for each CPU, and the threads then wait for each other.
         text += f", and the container's limit is the time of {limit:g}"
         advice = f"set OMP_NUM_THREADS={max(1, int(limit))}, or raise the limit"
     yield Finding("note" if advice else "ok", text, advice)
 
 
 def disk_findings(key: str, folder: Path) -> Iterator[Finding]:
-    """Whether a directory can be made and written, and how much room there is; nothing is left there."""
+    """Check whether a directory can be written, and its free space; nothing is left there."""
     reason = unwritable_reason(key, folder)
     existing = folder.absolute()
     while not existing.exists():
@@ -202,7 +202,7 @@ def disk_findings(key: str, folder: Path) -> Iterator[Finding]:
         try:
             with tempfile.TemporaryFile(dir=existing) as file:
                 file.write(b"x")
-        except OSError as error:  # such as a quota, which no question about rights shows
+        except OSError as error:  # such as a quota
             reason = cannot_write(key, folder, error)
     if reason is not None:
         yield Finding.of_sentence("problem", reason, _ELSEWHERE)
@@ -214,7 +214,6 @@ def disk_findings(key: str, folder: Path) -> Iterator[Finding]:
 
 
 def _hub() -> Iterator[Finding]:
-    """Whether the hub answers, and whether it will be asked with a token."""
     from huggingface_hub import constants, get_token
 
     host = urlsplit(constants.ENDPOINT).hostname or "its address"
@@ -234,25 +233,21 @@ def _devices(config: RunConfig | None, needed: dict[str, str]) -> Iterator[Findi
     yield from inventory_findings(machine, driver_cuda, any(wants))
     devices: list[Device] = list(machine.gpus) or [CPU]
     if config is not None:
-        try:
-            chosen = chosen_devices(machine.gpus, config.devices)
-            gpus = list(chosen) if any(wants) else []
+        with contextlib.suppress(EnsembleError):  # already reported
+            gpus = list(chosen_devices(machine.gpus, config.devices)) if any(wants) else []
             devices = gpus if gpus and all(wants) else [*gpus, CPU]
-        except EnsembleError:  # said before
-            pass
-    if installed_versions(["torch"]):  # otherwise it was said before
-        yield from trial_findings(
-            run_trials(devices, _imports(needed), available_memory_bytes()), driver_cuda
-        )
+    if installed_versions(["torch"]):  # otherwise already reported
+        trials = run_trials(devices, _imports(needed), available_memory_bytes())
+        yield from trial_findings(trials, driver_cuda)
 
 
 def _imports(needed: Mapping[str, str]) -> list[str]:
-    """What the first test process imports besides torch."""
+    """Return the modules that the first test process imports besides torch."""
     return [_WORKER, *(MODULES.get(name, name) for name in needed if installed_versions([name]))]
 
 
 def _of_nodes(launcher: Launcher, nodes: Sequence[Node], imports: Sequence[str]) -> Iterator[Finding]:
-    """A block for each node of a cluster: what it has, whether models are there, and torch on its devices."""
+    """Check each node of a cluster: its resources, its copies of the models, and torch on its devices."""
     devices = [device for node in nodes for device in node.gpus or [replace(CPU, node=node.name)]]
     trials = launcher.trials(devices, imports)
     for node in nodes:
@@ -285,7 +280,7 @@ def _of_nodes(launcher: Launcher, nodes: Sequence[Node], imports: Sequence[str])
 def inventory_findings(
     machine: Inventory, driver_cuda: Version | None, needs_gpu: bool = True
 ) -> Iterator[Finding]:
-    """The driver and the GPUs; where ``needs_gpu``, a mask that names none of them keeps the run from starting."""
+    """Check the driver and the GPUs; with ``needs_gpu``, a mask without a GPU is a problem."""
     if machine.driver_version is not None:
         cuda = f", CUDA up to {_dotted(driver_cuda)}" if driver_cuda else ""
         yield Finding("ok", f"NVIDIA driver {machine.driver_version}{cuda}")
@@ -313,7 +308,7 @@ def inventory_findings(
 
 
 def trial_findings(trials: Sequence[Trial], driver_cuda: Version | None) -> Iterator[Finding]:
-    """What the test processes say; devices of which the same is to be said share a finding."""
+    """Judge the test processes; devices with the same result share a finding."""
     together: dict[Finding, list[str]] = {}
     for trial in trials:
         for finding in _of_trial(trial, driver_cuda):
@@ -373,7 +368,7 @@ def _of_trial(trial: Trial, driver_cuda: Version | None) -> Iterator[Finding]:
 
 
 def _unseen(report: Report, driver_cuda: Version | None) -> Finding:
-    """Why torch does not see a GPU that the driver shows."""
+    """Say why torch does not see a GPU that the driver shows."""
     knows = f"the driver knows CUDA up to {_dotted(driver_cuda)}" if driver_cuda else "the driver shows a GPU"
     install = f"install a build of torch for CUDA {driver_cuda[0] if driver_cuda else ''}".rstrip()
     reason = report.errors.get("start CUDA", "no reason given")

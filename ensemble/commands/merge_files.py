@@ -1,33 +1,36 @@
-"""Files of predictions -> one CSV: what ``merge`` does, without a config, a table or a run directory.
+"""Merge files of predictions into one CSV, without a table and a run directory.
 
-The rows are those of the first file, in its order; of files that may all lack rows, those that any of them has.
-What is asked for goes through the same checks as a config whose members are all ``csv``.
+The rows are those of the first file that has all rows, in its order; if every file may lack rows, those that any of
+them has. The files go through the same checks as a config whose members are all ``csv``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from ensemble.common.errors import ConfigError, DataError, MergeError, OutputError
 from ensemble.common.extensions import SettingsByName
-from ensemble.common.files import atomic_path, output_file, remove_temporary_files, unwritable_reason
+from ensemble.common.files import (
+    atomic_path,
+    cannot_write,
+    output_file,
+    remove_temporary_files,
+    unwritable_reason,
+)
 from ensemble.common.protocol import Activation
 from ensemble.common.text import did_you_mean, listed, quoted
 from ensemble.config import CalibrationConfig
 from ensemble.config.check import check_documents
 from ensemble.config.document import Document, Loc, one_line, place
-from ensemble.config.overrides import apply_overrides, variables_of
+from ensemble.config.overrides import variables_of
 from ensemble.config.schema import RunConfig
 from ensemble.config.values import AnyWeight
 from ensemble.config.yamlfile import parse, read_text
@@ -44,14 +47,12 @@ from ensemble.merging.methods.base import Members, MergeMethod, Values
 from ensemble.merging.row_checks import RowCheck
 from ensemble.pipeline.prediction_files import ROWS_ADVICE, file_columns, named_files
 
-_MAX_THREADS = 16
-# What may be said of a file beside its path.
-_MODEL_KEYS = ("weight", "calibration", "activation", "partial", "values", "task_type")
+# Keys of a member that apply to a merge of files.
+_MODEL_KEYS = ("weight", "calibration", "activation", "partial", "values", "task_type", "name")
 _NO_SUCH_KEY = (
-    f"a merge of files has no such key; it has ensemble.*, and {listed(_MODEL_KEYS[:-1])} of each file; "
+    f"a merge of files has no such key; it has ensemble.*, and {listed(_MODEL_KEYS[:5])} of each file; "
     "for more name the files in a config (task_type: csv) and use run"
 )
-_ALLOW = "--partial merges rows that some files lack from the others"
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,7 @@ class Merged:
 
 @dataclass(frozen=True)
 class _File:
-    """One to merge; see ``Inspection`` and ``MemberKind.may_lack_rows``.
-
-    ``predictions`` gives all of its values where they are not what stands in the columns of the labels.
-    """
+    """A file to merge, with the settings of its member."""
 
     name: str
     path: Path
@@ -80,6 +78,7 @@ class _File:
     activation: Activation
     calibration: CalibrationConfig | None
     partial: bool
+    # Returns the values if the columns hold something else, such as logits.
     predictions: Callable[[pa.ChunkedArray], ExternalPredictions] | None
 
 
@@ -98,42 +97,48 @@ def merge_files(
     Args:
         files: see ``named_files``.
         overrides: of a config of these members, such as ``ensemble.method=median``; they come last.
-        weights: a YAML file with ``models`` and ``ensemble``, as ``fit`` writes it; it names all of the files.
-        id_column, labels: see ``file_columns``; the ids' column of the first file is that of the output.
+        weights: a YAML file with ``models`` and ``ensemble``, as ``fit`` writes it; it names all files.
         weight: of every file, as YAML, by name; they come after those of ``weights``.
+        id_column: see ``file_columns``; the first file's column is that of the output.
+        labels: see ``file_columns``.
         keys: of every member, such as ``activation`` and ``partial``.
 
     Raises:
-        EnsembleError: with every problem found; nothing is written then.
+        EnsembleError: with every problem; no file is written.
     """
     paths = named_files(files)
-    target = _target(output, [*paths.values(), *([] if weights is None else [weights])])
-    id_columns, columns = file_columns(paths, id_column, labels, choose="--label")
-    given = [*_weight_overrides(weight or {}, [*paths]), *overrides]
-    config = _config(paths, id_columns, columns, keys or {}, weights, given)
-    given_files = [*_files(config, id_columns)]
-    activations = tuple(one.activation for one in given_files)
-    weights_of = tuple(one.weight for one in given_files)
-    method = merge_method(config.ensemble, Members(tuple(paths), activations, config.labels, weights_of))
-    if problems := [*_problems(given_files, method)]:
-        raise ConfigError(problems)
-    remove_temporary_files(target)
-    ids, values = _read(given_files, config.labels)
-    try:
-        merged = _merge(given_files, method, ids, values, config.data.id_column, target)
-    except MergeError as error:
-        raise DataError(error.problems) from error
-    return replace(merged, path=output)
-
-
-def _target(output: Path, inputs: Sequence[Path]) -> Path:
-    """Where the CSV is to be written; raises OutputError where it cannot or must not be."""
-    target = output_file(output, inputs)
+    target = output_file(output, [*paths.values(), *([] if weights is None else [weights])])
     if not is_plain_csv(output) or output.suffix.lower() == ".gz":
         raise OutputError(f"{output}: a plain CSV is written; choose a name that ends in .csv")
-    if reason := unwritable_reason(str(output), target.parent):
+    reason = unwritable_reason(str(output), target.parent)
+    if reason is not None:
         raise OutputError(reason)
-    return target
+    id_columns, columns = file_columns(paths, id_column, labels, choose="--label")
+    if weight:
+        _demand_all("--weight", [*weight], [*paths])
+    weight_overrides = [f"models.{name}.weight={text}" for name, text in (weight or {}).items()]
+    config = _config(paths, id_columns, columns, keys or {}, weights, [*weight_overrides, *overrides])
+    merged_files = [_file(config, index, id_columns) for index in range(len(paths))]
+    activations = tuple(file.activation for file in merged_files)
+    all_weights = tuple(file.weight for file in merged_files)
+    method = merge_method(config.ensemble, Members(tuple(paths), activations, config.labels, all_weights))
+    problems = _problems(merged_files, method)
+    if problems:
+        raise ConfigError(problems)
+    remove_temporary_files(target)
+    ids, values = _read(merged_files, config.labels)
+    try:
+        rows_of = _write(merged_files, method, ids, values, config.data.id_column, target)
+    except MergeError as error:
+        raise DataError(error.problems) from error
+    return Merged(
+        path=output,
+        method=config.ensemble.method,
+        labels=config.labels,
+        rows=len(ids),
+        weights={file.name: file.weight for file in merged_files},
+        rows_of=rows_of,
+    )
 
 
 def _config(
@@ -144,145 +149,99 @@ def _config(
     weights: Path | None,
     overrides: Sequence[str],
 ) -> RunConfig:
-    """A config whose members are the files."""
+    """Return a config whose members are the files."""
     models = [
-        {"name": name, "task_type": "csv", "path": str(path), "id_column": id_columns[name], **keys}
+        {
+            "name": name,
+            "task_type": "csv",
+            "path": _literal(str(path)),
+            "id_column": _literal(id_columns[name]),
+            **keys,
+        }
         for name, path in paths.items()
     ]
-    data: dict[str, Any] = {
-        "data": {"path": models[0]["path"], "id_column": models[0]["id_column"]},
-        "labels": [*labels],
-        "models": models,
-        "output_dir": ".",
-    }
-    names = [one_line(str(path)) for path in (weights,) if path is not None]
-    documents = [Document(_plain(data), {}, ("the command", *names))]
-    if weights is not None:
-        given = parse(read_text(weights), weights, documents[0].files, 1)
-        _demand_all(weights, given, [*paths])
-        documents.append(given)
-    variables = [dict(os.environ), *variables_of([weights] if weights is not None else [], os.environ)]
+    data = {"path": models[0]["path"], "id_column": models[0]["id_column"]}
+    config = {"data": data, "labels": [*map(_literal, labels)], "models": models, "output_dir": "."}
+    sources = [] if weights is None else [weights]
+    documents = [Document(config, {}, ("the command", *(one_line(str(path)) for path in sources)))]
+    for path in sources:
+        overlay = parse(read_text(path), path, documents[0].files, 1)
+        members = overlay.data.get("models")
+        names = [member.get("name") for member in members or () if isinstance(member, dict)]
+        if names:
+            _demand_all(f"{path}: models", [name for name in names if isinstance(name, str)], [*paths])
+        documents.append(overlay)
+    variables = [dict(os.environ), *variables_of(sources, os.environ)]
     kinds = {"csv": KINDS.load("csv").Settings}
-    apart = Document(deepcopy(documents[0].data), {})
-    apply_overrides(apart, overrides)
-    problems = [f"{text}: {_NO_SUCH_KEY}" for text, loc in apart.overrides.values() if not _applies(loc)]
-    if weights is not None:
-        problems += [f"{weights}: {place(loc)}: {_NO_SUCH_KEY}" for loc in _keys(given) if not _applies(loc)]
+    document, checked = check_documents(
+        documents, variables, overrides, SettingsByName(lambda: METHODS), kinds
+    )
+    problems = [f"{text}: {_NO_SUCH_KEY}" for text, loc in document.overrides.values() if not _applies(loc)]
+    problems += [f"{weights}: {place(loc)}: {_NO_SUCH_KEY}" for loc in document.lines if not _applies(loc)]
     if problems:
         raise ConfigError([*dict.fromkeys(problems)])
-    return check_documents(documents, variables, overrides, SettingsByName(lambda: METHODS), kinds)[1]
+    return checked
 
 
-def _keys(given: Document) -> Iterator[Loc]:
-    """The keys of a file of weights that say something of the merge."""
-    for key, value in given.data.items():
-        if key == "fitted_on":
-            continue
-        if key == "models":
-            for number, one in enumerate(value if isinstance(value, list) else []):
-                yield from (
-                    ((key, number, name) for name in one if name != "name") if isinstance(one, dict) else ()
-                )
-        else:
-            yield (key,)
+def _literal(text: str) -> str:
+    return text.replace("${", "$${")
 
 
 def _applies(loc: Loc) -> bool:
-    """Whether a key says something of a merge of files."""
-    return loc[0] == "ensemble" or (loc[0] == "models" and len(loc) > 2 and loc[2] in _MODEL_KEYS)
+    """Return whether a key has a meaning in a merge of files."""
+    if loc[0] == "models":
+        return len(loc) < 3 or loc[2] in _MODEL_KEYS
+    return loc[0] in ("ensemble", "fitted_on")
 
 
-def _files(config: RunConfig, id_columns: Mapping[str, str]) -> Iterator[_File]:
-    columns = OutputColumns(config.data.id_column, config.labels)
-    for model in config.models:
-        kind = member_kind(model)
-        (source,) = kind.sources()
-        activation = kind.inspect(columns).activation
-        ids = id_columns[model.name]
-        are_logits = model.model_dump(include={"values"}) == {"values": "logits"}
-        given = partial(kind.predictions, columns=columns) if are_logits else None
-        yield _File(
-            model.name,
-            Path(source),
-            ids,
-            model.weight,
-            activation,
-            model.calibration,
-            kind.may_lack_rows,
-            given,
-        )
-
-
-def _plain(value: Any) -> Any:
-    """What stands for itself, whatever it holds."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value.replace("${", "$${") if isinstance(value, str) else value
-
-
-def _demand_all(weights: Path, given: Document, names: Sequence[str]) -> None:
-    """Raises ConfigError where the weights are of other members than the files."""
-    models = given.data.get("models")
-    found = [one.get("name") for one in models if isinstance(one, dict)] if isinstance(models, list) else []
-    known = [name for name in found if isinstance(name, str)]
-    problems = [f"{weights}: models: {_no_file(name, names)}" for name in known if name not in names]
-    if known and (missing := [name for name in names if name not in known]):
-        problems.append(f"{weights}: models: nothing is said of {listed(missing)}; add each, with its weight")
-    if problems:
-        raise ConfigError(problems)
-
-
-def _no_file(name: str, names: Sequence[str]) -> str:
-    return f"no file is named {quoted(name)}{did_you_mean(name, names)}; the files are {listed(names)}"
-
-
-def _weight_overrides(weight: Mapping[str, str], names: Sequence[str]) -> list[str]:
-    """What puts weights into the config; raises ConfigError where they are of other members than the files."""
+def _demand_all(where: str, names: Sequence[str], files: Sequence[str]) -> None:
+    """Raise ConfigError unless weights are given for exactly these files."""
     problems = [
-        f"--weight {name}={text}: {_no_file(name, names)}"
-        for name, text in weight.items()
-        if name not in names
+        f"{where}: no file is named {quoted(name)}{did_you_mean(name, files)}; the files are {listed(files)}"
+        for name in names
+        if name not in files
     ]
-    if weight and (missing := [name for name in names if name not in weight]):
-        problems.append(f"--weight: none is given for {listed(missing)}; give one for each file")
+    missing = [name for name in files if name not in names]
+    if missing:
+        problems.append(f"{where}: nothing for {listed(missing)}; give a weight for each file")
     if problems:
         raise ConfigError(problems)
-    return [f"models.{name}.weight={text}" for name, text in weight.items()]
 
 
-@contextlib.contextmanager
-def _folder_for(output: Path) -> Iterator[None]:
-    """Make the folder of the output, and take it away where nothing comes of it."""
-    folder = output.absolute().parent
-    missing = [one for one in (folder, *folder.parents) if not one.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-    except BaseException as error:
-        for one in missing:
-            with contextlib.suppress(OSError):
-                one.rmdir()
-        if isinstance(error, OSError):
-            raise OutputError(f"{output}: cannot be written ({error.strerror or error})") from error
-        raise
+def _file(config: RunConfig, index: int, id_columns: Mapping[str, str]) -> _File:
+    model = config.models[index]
+    kind = member_kind(model)
+    columns = OutputColumns(config.data.id_column, config.labels)
+    are_logits = model.model_dump(include={"values"}) == {"values": "logits"}
+    return _File(
+        name=model.name,
+        path=Path(kind.sources()[0]),
+        id_column=id_columns[model.name],
+        weight=model.weight,
+        activation=kind.inspect(columns).activation,
+        calibration=model.calibration,
+        partial=kind.may_lack_rows,
+        predictions=partial(kind.predictions, columns=columns) if are_logits else None,
+    )
 
 
-def _problems(files: Sequence[_File], method: MergeMethod) -> Iterator[str]:
-    """What does not go together."""
+def _problems(files: Sequence[_File], method: MergeMethod) -> list[str]:
+    """Return what does not go together."""
+    problems = []
     raw = method.members.with_activation("none")
     if raw and len(raw) < len(files):
-        yield f"{listed(raw)}: raw values, and the others are probabilities; their mean means nothing"
-    for one in files:
-        if one.calibration is not None and one.name in raw:
-            yield f"{one.name}: calibration is for probabilities, and these are raw values"
-        if isinstance(one.weight, tuple):
-            yield (
-                f"{one.name}: weights by length bin need the texts, and these files have none; name the file in a "
+        problems.append(
+            f"{listed(raw)}: raw values, and the others are probabilities; their mean means nothing"
+        )
+    for file in files:
+        if file.calibration is not None and file.name in raw:
+            problems.append(f"{file.name}: calibration is for probabilities, and these are raw values")
+        if isinstance(file.weight, tuple):
+            problems.append(
+                f"{file.name}: weights by length bin need the texts, and these files have none; name the file in a "
                 "config (task_type: csv) and use run"
             )
-    yield from method.problems()
+    return [*problems, *method.problems()]
 
 
 def _read(files: Sequence[_File], labels: Sequence[str]) -> tuple[pa.ChunkedArray, list[Values]]:
@@ -302,60 +261,61 @@ def _ids(file: _File) -> pa.ChunkedArray:
 
 
 def _values(file: _File, labels: Sequence[str], ids: pa.ChunkedArray, table: str) -> Values:
-    read = read_predictions(file.path, file.id_column, labels, file.partial)
-    values, _ = read.join(ids, may_lack=file.partial, table=table, advice="" if file.partial else _ALLOW)
+    predictions = read_predictions(file.path, file.id_column, labels, file.partial)
+    advice = "" if file.partial else "--partial merges rows that some files lack from the others"
+    values, _ = predictions.join(ids, may_lack=file.partial, table=table, advice=advice)
     return values if file.predictions is None else file.predictions(ids).values
 
 
-def _merge(
+def _write(
     files: Sequence[_File],
     method: MergeMethod,
     ids: pa.ChunkedArray,
     values_of_files: Sequence[Values],
     id_column: str,
-    output: Path,
-) -> Merged:
-    labels, merged = method.members.labels, list[MergedMember]()
+    target: Path,
+) -> dict[str, int]:
+    """Merge block by block into a CSV; return how many rows each file gave."""
+    labels = method.members.labels
+    checks: list[RowCheck] = []
 
     def open_members() -> list[MergedMember]:
-        merged.clear()
-        for file, values in zip(files, values_of_files, strict=True):
-            check = RowCheck(str(file.path), file.activation, ids, file.partial, ROWS_ADVICE)
+        checks[:] = [
+            RowCheck(str(file.path), file.activation, ids, file.partial, ROWS_ADVICE) for file in files
+        ]
+        members = []
+        for file, values, check in zip(files, values_of_files, checks, strict=True):
             calibrate = calibrator(file.calibration, file.activation, labels)
-            merged.append(MergedMember(file.name, file.weight, values, check, None, calibrate))
-        return merged
+            members.append(MergedMember(file.name, file.weight, values, check, None, calibrate))
+        return members
 
     def lines(start: int, values: Values) -> pa.Buffer:
-        own = pa.concat_arrays(ids.slice(start, len(values)).chunks)
-        return csv_lines([csv_cells(own), *(csv_cells(pa.array(column)) for column in values.T)])
+        block_ids = pa.concat_arrays(ids.slice(start, len(values)).chunks)
+        return csv_lines([csv_cells(block_ids), *(csv_cells(pa.array(column)) for column in values.T)])
 
-    threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(cannot_write(str(target), target.parent, error)) from error
     text_bytes = np.zeros(len(ids), dtype=np.int64)
+    # Each block is turned into text while the next one is merged.
     with (
-        _folder_for(output),
-        ThreadPoolExecutor(threads, "merge") as pool,
-        atomic_path(output) as temporary,
+        ThreadPoolExecutor(1, "merge") as pool,
+        atomic_path(target) as temporary,
         temporary.open("wb") as stream,
     ):
         stream.write(header_line([id_column, *labels]))
-        before: Future[pa.Buffer] | None = None
+        text: Future[pa.Buffer] | None = None
         for start, values in merge_blocks(method, open_members, ids, text_bytes):
-            if (empty := np.flatnonzero(np.isnan(values).any(axis=1))).size:
+            empty = np.flatnonzero(np.isnan(values).any(axis=1))
+            if empty.size:
                 first = ids[start + int(empty[0])].as_py()
                 raise MergeError(
                     f"no file with a weight above 0 has the id {quoted(first)}; add one that does"
                 )
+            if text is not None:
+                stream.write(text.result())
             text = pool.submit(lines, start, values)
-            if before is not None:
-                stream.write(before.result())
-            before = text
-        if before is not None:
-            stream.write(before.result())
-    return Merged(
-        path=output,
-        method=method.settings.method,
-        labels=labels,
-        rows=len(ids),
-        weights={one.name: one.weight for one in files},
-        rows_of={one.name: one.check.reached for one in merged},
-    )
+        if text is not None:
+            stream.write(text.result())
+    return {file.name: check.reached for file, check in zip(files, checks, strict=True)}

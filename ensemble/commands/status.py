@@ -1,4 +1,4 @@
-"""How far a run is, by what stands in its directory: whether it goes on, has ended or was killed."""
+"""Report how far a run is, by the files in its directory: whether it runs, has ended or was killed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from ensemble.pipeline.run_report import RunReport
 
 @dataclass(frozen=True)
 class MemberStatus:
-    """``state`` is "done", "failed", "unfinished" or, while the run goes on, the member's phase.
+    """A member's progress.
 
-    ``rows`` are those that it is to have.  Its speed is in tokens, or in rows where it has none.  ``seconds`` are
-    of computing, None where it has not begun; ``seconds_left`` is None where it is not known.
+    Attributes:
+        state: "done", "failed", "unfinished" or, while the run goes on, the member's phase.
+        rows: the rows to compute.
+        tokens_per_second: None for members without tokens, which have ``rows_per_second``.
+        seconds: of computing; None if it has not begun.
     """
 
     name: str
@@ -34,10 +37,12 @@ class MemberStatus:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run as it stands; ``report`` is None where it is about to start.
+    """A run's progress.
 
-    ``holder`` is the process that runs it, None where it does not run: then a report that says "running" is of a
-    run that was killed.  ``seconds`` is how long it took, or has taken by now.
+    Attributes:
+        holder: the process that runs it; if None, a report that says "running" is of a run that was killed.
+        report: None if the run is about to start.
+        seconds: from the start until the end, or until now.
     """
 
     folder: Path
@@ -49,10 +54,10 @@ class RunStatus:
 
     @classmethod
     def of(cls, folder: Path, now: datetime | None = None) -> RunStatus:
-        """Look at a run directory without touching it.
+        """Look at a run directory without changing it.
 
         Raises:
-            DataError: no run has ever been there, or its report may not or cannot be read.
+            DataError: there never was a run, or its report cannot be read.
         """
         rundir = RunDir(folder)
         by = holder(rundir)
@@ -62,33 +67,40 @@ class RunStatus:
             if by is None or isinstance(error.__cause__, OSError):
                 raise
             return cls(folder, by)
-        # What a running one wrote some seconds ago; its clock and this one's are taken to agree.
+        # A running run writes its report every few seconds; its clock is taken to agree with ours.
         written_at = datetime.fromisoformat(report.written_at)
         age = max(0.0, ((now or datetime.now(UTC)) - written_at).total_seconds()) if by else 0.0
         members = []
         for member in report.members:
             name, fingerprint, progress = member.name, str(member.fingerprint), member.progress
-            made_of = Fingerprint.from_dict(read_json(rundir.manifest(name)).get("fingerprint"))
-            is_same = made_of is not None and made_of.digest == fingerprint
-            # Of a member with ``when``, as far as that is known.
+            manifest = Fingerprint.from_dict(read_json(rundir.manifest(name)).get("fingerprint"))
+            is_current = manifest is not None and manifest.digest == fingerprint
             rows = report.rows if member.cascade is None else member.cascade.rows
             rows *= max(1, len(member.views))
-            if is_same and rundir.predictions(name).is_file():
-                # What was made elsewhere may lack rows.
+            if is_current and rundir.predictions(name).is_file():
+                # Predictions that were made elsewhere may lack rows.
                 state, done = "done", rows if member.replicas else report.merged_rows.get(name, rows)
             else:
                 state = "failed" if member.failure else member.phase if by else "unfinished"
                 done = min(shard_rows(rundir.shards_dir(name, fingerprint)), rows)
-            if by:  # a chunk in hand counts as far as it has come
+            if by:  # with the rows of unfinished chunks
                 done = min(max(done, progress.rows_done), rows)
-            seconds, left, more = progress.seconds, None, 0.0
-            if by and state == "predicting":
-                left, more = _left(progress.seconds_left, age), age
+            seconds = progress.seconds
+            is_predicting = by is not None and state == "predicting"
             tokens = progress.tokens / seconds if seconds and progress.tokens else None
             computed = max(0, progress.rows_done - member.reused_rows)
-            speed = computed / seconds if seconds and computed and tokens is None else None
-            time = seconds + more if seconds else None
-            members.append(MemberStatus(name, state, done, rows, tokens, speed, time, left))
+            members.append(
+                MemberStatus(
+                    name=name,
+                    state=state,
+                    rows_done=done,
+                    rows=rows,
+                    tokens_per_second=tokens,
+                    rows_per_second=computed / seconds if seconds and computed and tokens is None else None,
+                    seconds=seconds + (age if is_predicting else 0.0) if seconds else None,
+                    seconds_left=_left(progress.seconds_left, age) if is_predicting else None,
+                )
+            )
         total = report.timing["total_seconds"] + age
         return cls(folder, by, report, total, _left(report.seconds_left, age), tuple(members))
 

@@ -10,12 +10,11 @@ import json
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from ensemble.common.clock import Watch
 from ensemble.common.gpus import Device, worker_environment
 from ensemble.common.protocol import with_tuples
 from ensemble.common.python_process import python_command, python_environment
@@ -61,7 +60,7 @@ def run_trials(
     timeout_seconds: float = TIMEOUT_SECONDS,
     flash_attention: bool = False,
 ) -> list[Trial]:
-    """Try torch on each device, a few at the same time.
+    """Try torch on each device, a few at the same time; return a trial for each device, in their order.
 
     Args:
         devices: GPUs, MIG slices or ``CPU``.
@@ -69,94 +68,75 @@ def run_trials(
         host_bytes: free memory of the host; None if it is unknown.
         timeout_seconds: for each process; a slower one is ended, with its children.
         flash_attention: try flash-attention 2, too.
-
-    Returns:
-        a trial for each device, in their order.
     """
-    to_start = list(devices)
-    running: list[_Process] = []
-    done: dict[str, Trial] = {}
+    options = ["--flash-attention"] if flash_attention else []
+    first_options = [f"--import={name}" for name in imports]
+    trials: list[Future[Trial]] = []
+    processes: list[subprocess.Popen[bytes]] = []
+    with ThreadPoolExecutor(_MAX_PROCESSES) as pool:
+        for device in devices:
+            size = _ALLOCATE_BYTES
+            if not device.is_gpu and host_bytes is not None:
+                size = min(size, host_bytes // 4)
+            all_options = [*options, *first_options, f"--allocate-bytes={size}"]
+            trials.append(pool.submit(_try, device, all_options, timeout_seconds, processes))
+            first_options = []
+        try:
+            return [trial.result() for trial in trials]
+        except BaseException:  # such as Ctrl-C: do not wait for the processes
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                if process.returncode is None:
+                    _kill(process)
+            raise
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process with its children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _try(
+    device: Device,
+    options: Sequence[str],
+    timeout_seconds: float,
+    processes: list[subprocess.Popen[bytes]],
+) -> Trial:
+    began = time.monotonic()
+    # The process ends itself after that time if this one is gone.
+    limits = [f"--parent-pid={os.getpid()}", f"--seconds={int(timeout_seconds + _GRACE_SECONDS) + 1}"]
+    on_gpu = ["--on-gpu"] if device.is_gpu else []
+    process = subprocess.Popen(
+        [*python_command("ensemble.worker.probe"), *limits, *on_gpu, *options],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **python_environment(), **worker_environment([device])},
+        start_new_session=True,
+    )
+    processes.append(process)
+    signal_number = None
     try:
-        while to_start or running:
-            while to_start and len(running) < _MAX_PROCESSES:
-                device = to_start.pop(0)
-                size = _ALLOCATE_BYTES
-                if not device.is_gpu and host_bytes is not None:
-                    size = min(size, host_bytes // 4)
-                options = [f"--allocate-bytes={size}"]
-                if device.is_gpu:
-                    options.append("--on-gpu")
-                if device is devices[0]:
-                    options += [f"--import={name}" for name in imports]
-                if flash_attention:
-                    options.append("--flash-attention")
-                running.append(_Process(device, options, timeout_seconds))
-            for process in list(running):
-                trial = process.poll()
-                if trial is not None:
-                    done[process.device.uuid] = trial
-                    running.remove(process)
-            time.sleep(0.02)
-    finally:
-        for process in running:
-            process.kill()
-    return [done[device.uuid] for device in devices]
-
-
-class _Process:
-    def __init__(self, device: Device, options: Sequence[str], timeout_seconds: float) -> None:
-        self.device = device
-        self._timeout_seconds = timeout_seconds
-        self._watch = Watch(1.0)  # the loop looks many times a second
-        self._began = self._watch()
-        # Files, because a full pipe that nobody reads stops its writer.
-        self._output, self._errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-        limits = (f"--parent-pid={os.getpid()}", f"--seconds={int(timeout_seconds + _GRACE_SECONDS) + 1}")
-        self._process = subprocess.Popen(
-            [*python_command("ensemble.worker.probe"), *limits, *options],
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=self._errors,
-            env={**os.environ, **python_environment(), **worker_environment([device])},
-            start_new_session=True,
-        )
-
-    def poll(self) -> Trial | None:
-        """Return how the process ended; None while it runs within its time."""
-        seconds = self._watch() - self._began
-        # WNOWAIT: until the process is reaped, no other group can get its number.
-        is_running = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-        if is_running and seconds <= self._timeout_seconds:
-            return None
-        if not self.kill():
-            ending = f"test process {self._process.pid} hangs inside the driver and cannot be ended"
-            return Trial(self.device, seconds, ending=ending)
-        texts = []
-        for file in (self._output, self._errors):
-            with file:
-                file.seek(0)
-                texts.append(file.read().decode("utf-8", "replace").strip())
-        if is_running:
-            ending = f"the test process gave no answer within {self._timeout_seconds:g} s and was ended"
-            return Trial(self.device, seconds, ending=ending)
+        output, errors = process.communicate(timeout=timeout_seconds)
         # The last line, because other code, such as a sitecustomize, may have printed before.
         with contextlib.suppress(IndexError, ValueError, TypeError, AttributeError):
-            report = Report(**with_tuples(json.loads(texts[0].splitlines()[-1])))
-            return Trial(self.device, seconds, report)
-        code = self._process.returncode
+            report = Report(**with_tuples(json.loads(output.splitlines()[-1])))
+            return Trial(device, time.monotonic() - began, report)
+        code = process.returncode
         if code < 0:
             names = {number.value: number.name for number in signal.Signals}
             ending = f"the test process was ended by {names.get(-code, f'signal {-code}')}"
-            return Trial(self.device, seconds, ending=ending, signal_number=-code)
-        last_line = f": {texts[1].splitlines()[-1].strip()[:200]}" if texts[1] else ""
-        return Trial(self.device, seconds, ending=f"the test process ended with exit code {code}{last_line}")
-
-    def kill(self) -> bool:
-        """End the process and its children; return False if it hangs in the kernel and cannot be ended."""
-        if self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            try:
-                self._process.wait(timeout=_GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                return False
-        return True
+            signal_number = -code
+        else:
+            lines = errors.decode("utf-8", "replace").strip().splitlines()
+            last_line = f": {lines[-1].strip()[:200]}" if lines else ""
+            ending = f"the test process ended with exit code {code}{last_line}"
+    except subprocess.TimeoutExpired:
+        ending = f"the test process gave no answer within {timeout_seconds:g} s and was ended"
+        _kill(process)
+        try:
+            process.communicate(timeout=_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            ending = f"test process {process.pid} hangs inside the driver and cannot be ended"
+    return Trial(device, time.monotonic() - began, None, ending, signal_number)

@@ -11,8 +11,7 @@ import contextlib
 import ctypes
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -111,50 +110,15 @@ class _NoDriverError(Exception):
     """Says why NVML cannot be asked."""
 
 
-@dataclass
-class _Session:
-    """NVML stays open while it has users; the lock lets one thread at a time call it."""
-
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    users: int = 0
-    process: int = 0  # the process that opened NVML; 0: it is not open
-
-
-_session = _Session()
-
-
-@contextlib.contextmanager
-def driver_session() -> Iterator[None]:
-    """Keep NVML open once it was used, because opening it can take a second.
-
-    Sessions may be nested, also by threads; the last one to end closes NVML.
-    """
-    with _session.lock:
-        _session.users += 1
-    try:
-        yield
-    finally:
-        with _session.lock:
-            _session.users -= 1
-            if not _session.users:
-                _close()
+# The process that opened NVML, which stays open, because opening it can take a second; a fork opens its own.
+_opened_by = 0
 
 
 def inventory(environ: Mapping[str, str] | None = None) -> Inventory:
     """Return the GPUs that this environment, or another, makes visible; none without a working driver."""
     environ = os.environ if environ is None else environ
-    warnings: list[str] = []
-
-    def read(nvml: ModuleType) -> tuple[list[_Gpu], str | None]:
-        warnings.clear()
-        gpus = _read_gpus(nvml, warnings)
-        version = None
-        with contextlib.suppress(nvml.NVMLError):
-            version = nvml.nvmlSystemGetDriverVersion()
-        return gpus, version
-
     try:
-        gpus, version = _ask(read)
+        gpus, version, warnings = _ask(_read_gpus)
     except _NoDriverError as error:
         other = ""  # names GPUs of other makers, so that nobody wonders why they are idle
         if sys.platform == "darwin":
@@ -202,7 +166,7 @@ def driver_cuda_version() -> tuple[int, int] | None:
 def processes_on(uuid: str) -> tuple[tuple[int, str | None, int | None], ...]:
     """Return who computes on a device: (process id, name, bytes used); empty with drivers before R510.
 
-    For messages only: in a container, ids may be the host's, and processes may be missing.
+    In a container, ids may be the host's, and processes may be missing.
     """
 
     def read(nvml: ModuleType, handle: object) -> tuple[tuple[int, str | None, int | None], ...]:
@@ -263,10 +227,9 @@ def _ask_each(uuids: Iterable[str], question: Callable[[ModuleType, object], _T]
         return question(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
 
     answers: dict[str, _T | None] = dict.fromkeys(uuids)
-    with driver_session():
-        for uuid in answers:
-            with contextlib.suppress(_NoDriverError):
-                answers[uuid] = _ask(partial(ask, uuid))
+    for uuid in answers:
+        with contextlib.suppress(_NoDriverError):
+            answers[uuid] = _ask(partial(ask, uuid))
     return answers
 
 
@@ -278,6 +241,7 @@ def _ask(question: Callable[[ModuleType], _T]) -> _T:
     Raises:
         _NoDriverError: NVML cannot be started, or raised an error that ``question`` does not handle.
     """
+    global _opened_by
     try:
         if sys.platform == "linux":
             # pynvml opens this very name; without it, importing pynvml is a waste of time.
@@ -295,17 +259,16 @@ def _ask(question: Callable[[ModuleType], _T]) -> _T:
         pynvml.NVMLError_Unknown,
     )
     try:
-        with driver_session(), _session.lock:
-            # A fork must not use the session of its parent. NVML counts users, so that opening and closing it
-            # here does not close the parent's.
-            if _session.process == os.getpid():
-                try:
-                    return question(pynvml)
-                except may_be_stale:
-                    _close()
-            pynvml.nvmlInit()
-            _session.process = os.getpid()
-            return question(pynvml)
+        if _opened_by == os.getpid():
+            try:
+                return question(pynvml)
+            except may_be_stale:
+                _opened_by = 0
+                with contextlib.suppress(pynvml.NVMLError):
+                    pynvml.nvmlShutdown()
+        pynvml.nvmlInit()
+        _opened_by = os.getpid()
+        return question(pynvml)
     except pynvml.NVMLError_LibraryNotFound:
         raise _NoDriverError("no NVIDIA driver found") from None
     except pynvml.NVMLError_DriverNotLoaded:
@@ -314,19 +277,13 @@ def _ask(question: Callable[[ModuleType], _T]) -> _T:
         raise _NoDriverError(f"the NVIDIA driver does not answer ({error})") from None
 
 
-def _close() -> None:
-    """Close NVML if this process has opened it."""
-    if _session.process == os.getpid():
-        import pynvml
+def _read_gpus(nvml: ModuleType) -> tuple[list[_Gpu], str | None, list[str]]:
+    """Return every GPU that this process may open, in PCI bus order, the driver's version, and warnings.
 
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
-    _session.process = 0
-
-
-def _read_gpus(nvml: ModuleType, warnings: list[str]) -> list[_Gpu]:
-    """Return every GPU that this process may open, in PCI bus order; one that fails keeps its place."""
-    gpus = []
+    A GPU that fails keeps its place.
+    """
+    gpus: list[_Gpu] = []
+    warnings: list[str] = []
     for index in range(nvml.nvmlDeviceGetCount()):
         gpu = _Gpu(f"GPU {index}")
         problem = "MIG mode is on, without a slice to use"
@@ -341,7 +298,10 @@ def _read_gpus(nvml: ModuleType, warnings: list[str]) -> list[_Gpu]:
         gpus.append(gpu)
     if all(gpu.pci for gpu in gpus):
         gpus.sort(key=lambda gpu: gpu.pci or ())
-    return gpus
+    version = None
+    with contextlib.suppress(nvml.NVMLError):
+        version = nvml.nvmlSystemGetDriverVersion()
+    return gpus, version, warnings
 
 
 def _read_gpu(nvml: ModuleType, index: int, gpu: _Gpu) -> None:

@@ -1,7 +1,7 @@
 """Read how much memory and CPU this machine has for us, within the limits of a container or job.
 
 Linux's control groups, versions 1 and 2, set such limits. Sources: the kernel's "Control Group v2" and
-"cgroup-v1/memory", proc(5) for /proc/self/mountinfo, /proc/meminfo, /proc/stat and /proc/self/stat.
+"cgroup-v1/memory", proc(5) for /proc/meminfo and /proc/self/stat.
 """
 
 from __future__ import annotations
@@ -10,33 +10,16 @@ import math
 import os
 import platform
 import re
-import time
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
 
 # Flags of a CPU as the kernel names them, x86 and ARM, for which PyTorch and bitsandbytes have kernels.
 _PRODUCTS = (
-    "avx2",
-    "avx512f",
-    "avx512_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_int8",
-    "amx_bf16",
-    "amx_fp16",
-    "asimdhp",
-    "asimddp",
-    "i8mm",
-    "bf16",
-    "sve",
-)
-# The share of the usable CPUs that other programs may take: now, and by the system's average over a minute.
-_BUSY, _BUSY_LOAD = 0.25, 0.5
-_STAT = "/proc/stat"
-# How long CPUs are watched; the kernel counts in hundredths of a second.
-_WATCH_SECONDS = 0.3
+    "avx2 avx512f avx512_vnni avx512_bf16 avx512_fp16 amx_int8 amx_bf16 amx_fp16 asimdhp asimddp i8mm bf16 sve"
+).split()
+# The control groups' file systems, where Linux distributions and containers mount them.
+_MOUNT = Path("/sys/fs/cgroup")
 
 
 def available_memory_bytes() -> int | None:
@@ -67,37 +50,12 @@ def asked_threads() -> int | None:
 
 
 def is_busy() -> bool:
-    """Watch for a moment whether other programs use so much of the CPUs that measured speeds say little.
+    """Watch for a moment whether other programs use more than a quarter of the usable CPUs."""
+    import psutil  # comes with accelerate
 
-    The system's average over a minute still counts what has just ended, such as the run before this one. It decides
-    only if the system does not count the CPUs' time, as in some sandboxes.
-    """
-    usable = usable_cpus()
-    before = _text(_STAT)
-    time.sleep(_WATCH_SECONDS)
-    idle = idle_cpus(before, _text(_STAT), os.sched_getaffinity(0))
-    if idle is None:
-        return os.getloadavg()[0] > usable * _BUSY_LOAD
-    return idle < usable * (1 - _BUSY)
-
-
-def idle_cpus(before: str, after: str, cpus: Collection[int]) -> float | None:
-    """Return how many of these CPUs were idle between two texts of /proc/stat; None if they do not say."""
-    times_before, times_after = _cpu_times(before), _cpu_times(after)
-    idle = 0.0
-    for cpu in cpus:
-        pairs = zip(times_before.get(cpu, []), times_after.get(cpu, []), strict=False)
-        passed = [end - start for start, end in pairs]
-        if len(passed) < 5 or sum(passed) <= 0:
-            return None
-        idle += (passed[3] + passed[4]) / sum(passed)  # idle, and waiting for a disk
-    return idle
-
-
-def _cpu_times(text: str) -> dict[int, list[int]]:
-    """Return the times of each CPU in the text of /proc/stat, without guests' times, which count as user's, too."""
-    lines = re.findall(r"^cpu(\d+)((?: \d+)+)", text, re.MULTILINE)
-    return {int(cpu): [int(value) for value in values.split()[:8]] for cpu, values in lines}
+    percents = psutil.cpu_percent(interval=0.3, percpu=True)
+    used = sum(percents[cpu] for cpu in os.sched_getaffinity(0) if cpu < len(percents)) / 100
+    return used > usable_cpus() / 4
 
 
 def threads_of(cpus: int, share: float) -> int:
@@ -176,43 +134,26 @@ class Groups:
 
 def own_groups(controller: str) -> Groups:
     """Return this process's groups for a controller such as "memory"; none if the system has no groups."""
-    return find_groups(controller, _text("/proc/self/cgroup"), _text("/proc/self/mountinfo"))
+    return find_groups(controller, _text("/proc/self/cgroup"), _MOUNT)
 
 
-def find_groups(controller: str, memberships: str, mounts: str) -> Groups:
+def find_groups(controller: str, memberships: str, mount: Path) -> Groups:
     """Return the groups for a controller; those of version 1 if that has the controller.
 
     Args:
         memberships: the text of /proc/<pid>/cgroup.
-        mounts: the text of /proc/<pid>/mountinfo.
+        mount: the folder of the control groups, with a folder for each controller in version 1.
     """
     paths: dict[str, str] = {}
     for line in memberships.splitlines():
         _, controllers, path = line.split(":", 2)
         paths |= dict.fromkeys(controllers.split(","), path)
     is_v2 = controller not in paths
-    group = PurePosixPath(paths.get("" if is_v2 else controller, ""))
-    if not group.parts:
-        return Groups(is_v2, ())
-    for line in mounts.splitlines():
-        before, _, after = line.partition(" - ")
-        # mountinfo writes spaces and the like as \040.
-        fields = [
-            re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field) for field in before.split()
-        ]
-        kind, _, *options = [*after.split(), "", ""]
-        if is_v2:
-            has_controller = kind == "cgroup2"
-        else:
-            has_controller = kind == "cgroup" and controller in ",".join(options).split(",")
-        if len(fields) >= 5 and has_controller:
-            # The mounted part of the file system, and where it is mounted. In a container the group's path can be
-            # the host's; the container sees only what is below that part.
-            root, point = fields[3], Path(fields[4])
-            inside = group.relative_to(root) if group.is_relative_to(root) else PurePosixPath()
-            folders = (point / part for part in (inside, *inside.parents))
-            return Groups(is_v2, tuple(folder for folder in folders if folder.is_dir()))
-    return Groups(is_v2, ())
+    group = PurePosixPath(paths.get("" if is_v2 else controller, "").lstrip("/"))
+    root = mount if is_v2 else mount / controller
+    # In a container the path may be the host's; the container then sees its own group as the root.
+    folders = [root / part for part in (group, *group.parents)]
+    return Groups(is_v2, tuple(dict.fromkeys(folder for folder in folders if folder.is_dir())))
 
 
 @cache

@@ -1,13 +1,18 @@
-"""The config: from a YAML file to a ``RunConfig`` that has been checked, or to every problem at once.
+"""The config: from YAML files to a checked ``RunConfig``, or to every problem at once.
 
-Nothing here looks at the table, the checkpoints or the GPUs, with one exception: ``trust_remote_code`` asks
-whether ``model_name_or_path`` is a local folder.
+Nothing here looks at the table, the checkpoints or the GPUs; only ``trust_remote_code`` asks whether
+``model_name_or_path`` is a local folder.
 """
 
 from __future__ import annotations
 
-from ensemble.config.load import ConfigSource, LoadedConfig, load_config
-from ensemble.config.mapping import MappingConfig, mapping_config
+from ensemble.config.load import (
+    ConfigSource,
+    LoadedConfig,
+    MappingConfig,
+    load_config,
+    mapping_config,
+)
 from ensemble.config.schema import (
     CalibrationConfig,
     DataConfig,

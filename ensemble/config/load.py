@@ -1,35 +1,49 @@
-"""From YAML files to a ``LoadedConfig``: read the files, have them checked, and keep what they said."""
+"""Load YAML files or mappings, check them, and keep what they were made of."""
 
 from __future__ import annotations
 
+import numbers
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ensemble.common.errors import ConfigError
 from ensemble.common.redact import Redactor
 from ensemble.config.check import Kinds, Methods, check_documents
-from ensemble.config.document import Document, one_line
-from ensemble.config.mapping import MappingConfig
+from ensemble.config.document import MAPPING, NOT_TEXT, Document, Loc, one_line, place, shown
 from ensemble.config.overrides import variables_of, with_folders
 from ensemble.config.schema import RunConfig
-from ensemble.config.yamlfile import dump, parse, read_text
+from ensemble.config.yamlfile import MAX_DEPTH, dump, parse, read_text
+
+
+@dataclass(frozen=True)
+class MappingConfig:
+    """A mapping, such as a dict in Python, as the text of a YAML file in the working directory."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return MAPPING
+
 
 ConfigSource: TypeAlias = Path | MappingConfig
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config, and what it was made from: its files or mappings and the overrides, as given.
+    """A config and its sources.
 
-    ``whole`` is one YAML file that gives the same config from any folder: the file exactly as it is where nothing
-    else was given, else files and overrides merged.  Paths in it are still relative to the working directory, and
-    no name but ``${CONFIG_DIR}`` is replaced.  ``text`` is the file exactly as it is; of several, and of one
-    that names ``${CONFIG_DIR}``, what ``whole`` is; with the overrides it gives the same config.  Files as they are
-    may hold secrets.
+    Attributes:
+        text: the file exactly as it is, or ``whole`` if there are several or the file names ``${CONFIG_DIR}``; with
+            the overrides it gives the same config. A file as it is may hold secrets.
+        whole: one YAML file that gives the same config in any folder: the file exactly as it is, or files and
+            overrides merged. Its paths are still relative to the working directory, and only ``${CONFIG_DIR}`` is
+            replaced.
+        texts: of the sources.
     """
 
     config: RunConfig
@@ -37,17 +51,17 @@ class LoadedConfig:
     whole: str
     sources: tuple[ConfigSource, ...]
     overrides: tuple[str, ...]
-    texts: tuple[str, ...] = field(repr=False)  # of the sources
+    texts: tuple[str, ...] = field(repr=False)
     document: Document = field(repr=False)
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The sources that are files."""
+        """Return the sources that are files."""
         return tuple(source for source in self.sources if isinstance(source, Path))
 
     @cached_property
     def redactor(self) -> Redactor:
-        """For whatever is printed or written of the run."""
+        """Return the redactor for everything that is printed or written about the run."""
         return Redactor(os.environ, self.config.model_dump())
 
 
@@ -62,16 +76,16 @@ def load_config(
     """Read, merge, override, expand and check a config.
 
     Args:
-        sources: YAML files, or mappings in their place; later ones override earlier ones, see ``overlays``.
-        overrides: ``a.b=value``, the value in YAML, as in ``models.gemma2.weight=0.5``; the later one wins.
-        merge_methods: the keys below ``ensemble`` by the name of the method that they go with.
-        member_kinds: the keys of a model by the ``task_type`` that they go with.
-        environ: what ``${NAME}`` stands for; the process's environment if None.  ``${CONFIG_DIR}`` is always
-            the absolute folder of the YAML file in which it stands; of a mapping, the working directory.
-        texts: what the files held when they were read before; None: they are read now.
+        sources: YAML files or mappings; later ones override earlier ones, see ``overlays``.
+        overrides: ``a.b=value`` with a value in YAML, as in ``models.gemma2.weight=0.5``; the later one wins.
+        merge_methods: the settings below ``ensemble``, by the name of the method.
+        member_kinds: the settings of a model, by its ``task_type``.
+        environ: the values of ``${NAME}``; None: the process's environment. ``${CONFIG_DIR}`` is always the
+            absolute folder of the YAML file that names it; in a mapping, the working directory.
+        texts: the files' texts, if they were read before.
 
     Raises:
-        ConfigError: with every problem there is, each with its path in the YAML and, where known, its line.
+        ConfigError: with every problem, each with its path in the YAML and, if known, its line.
     """
     names = [one_line(str(source)) for source in sources]
     read: list[str] = []
@@ -93,10 +107,10 @@ def load_config(
     variables = variables_of(sources, os.environ if environ is None else environ)
     document, config = check_documents(documents, variables, overrides, merge_methods, member_kinds)
     parts = [*names, *(f"--set {one_line(override)}" for override in overrides)]
-    names_folder = "${CONFIG_DIR}" in read[0]  # which elsewhere would be another one
+    names_folder = "${CONFIG_DIR}" in read[0]  # another folder if the text is copied
     whole = read[0]
     if len(parts) > 1 or names_folder:
-        # By value: put into the text, *** would be an alias.
+        # Redacted as values: in the text, *** would be an alias.
         redactor = Redactor(os.environ, config.model_dump())
         whole = f"# Made of {', '.join(parts)}\n{dump(redactor.document(with_folders(document, variables)))}"
     return LoadedConfig(
@@ -108,3 +122,34 @@ def load_config(
         texts=tuple(read),
         document=document,
     )
+
+
+def mapping_config(mapping: Mapping[Any, Any]) -> MappingConfig:
+    """Write a mapping as YAML.
+
+    Raises:
+        ConfigError: it holds what YAML cannot hold; names the first such key.
+    """
+    return MappingConfig(dump(_plain(mapping, ())))
+
+
+def _plain(value: object, loc: Loc) -> Any:
+    if len(loc) > MAX_DEPTH:  # a list may hold itself
+        raise ConfigError(f"{place(loc[:3])}: nested more than {MAX_DEPTH} levels deep")
+    if type(value).__name__ in ("bool", "bool_"):  # also NumPy's, without importing it
+        return bool(value)
+    if isinstance(value, numbers.Real):  # also NumPy's
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item, (*loc, index)) for index, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        for key in value:
+            is_count = type(key) is int and key >= 0  # the number of a GPU or a label
+            if not is_count and (not isinstance(key, str) or re.search(NOT_TEXT, key)):
+                raise ConfigError(f"{place(loc)}: the key {shown(repr(key))} must be text")
+        return {key: _plain(item, (*loc, str(key))) for key, item in value.items()}
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if text is None or (isinstance(text, str) and not re.search(NOT_TEXT, text)):
+        return text if text is None else str.__str__(text)
+    what = "this text" if isinstance(text, str) else f"a value of type {type(value).__name__}"
+    raise ConfigError(f"{place(loc)}: YAML cannot hold {what}; give texts, numbers, lists and dicts of them")

@@ -1,4 +1,4 @@
-"""What goes into a ``Document`` in place of what the YAML says: ``--set a.b=value``, and ``${NAME}`` in texts."""
+"""Apply ``--set a.b=value`` to a ``Document``, and expand ``${NAME}`` in its texts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _VARIABLE = r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}|\$\{"
 
 
 def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
-    """Put each ``a.b=value`` into the document, in order; what cannot be done is noted there as a problem.
+    """Put each ``a.b=value`` into the document, in order; problems are noted in the document.
 
-    A part of the path is a key, a position in a list (``models.0`` or ``models[0]``) or a member's name; a
-    mapping that is missing on the way is made.  The value is YAML.
+    A part of the path is a key, a position in a list (``models.0`` or ``models[0]``) or a member's name; missing
+    mappings are made. The value is YAML.
     """
     for text in overrides:
         name = f"--set {one_line(text if len(text) <= 100 else text[:97] + '...')}"
@@ -38,12 +38,12 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
 
 
 def path_of(override: str) -> str:
-    """Return the path that an override names, with positions as keys: ``models.0.weight``."""
+    """Return the path of an override, with positions as keys: ``models.0.weight``."""
     return re.sub(r"\[(\d+)\]", r".\1", override.partition("=")[0].strip(), flags=re.ASCII)
 
 
 def _find(data: dict[str, Any], parts: list[str]) -> tuple[Any, Loc, list[Loc]]:
-    """Return what holds the value that a path names, its place, and the places of mappings that were made."""
+    """Return the container of the value that a path names, its place, and the places of mappings that were made."""
     here: Any = data
     loc: Loc = ()
     made: list[Loc] = []
@@ -86,7 +86,7 @@ def _position(items: list[Any], loc: Loc, parts: list[str]) -> tuple[int, list[s
 
 
 def _longest(parts: list[str], keys: Container[str]) -> tuple[str, list[str]]:
-    """Return the most parts that make a key together (a key may hold dots itself), else the first; and the rest."""
+    """Return the longest key that the first parts make, because keys may hold dots, and the rest of the parts."""
     for size in range(len(parts), 1, -1):
         key = ".".join(parts[:size])
         if key in keys:
@@ -95,9 +95,9 @@ def _longest(parts: list[str], keys: Container[str]) -> tuple[str, list[str]]:
 
 
 def variables_of(sources: Sequence[object], environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return what ``${NAME}`` stands for in each source: the environment, and as ``CONFIG_DIR`` a file's folder.
+    """Return the variables for each source: the environment, and ``CONFIG_DIR``, the file's folder.
 
-    For what is no file ``CONFIG_DIR`` is the working directory.
+    For a source that is no file ``CONFIG_DIR`` is the working directory.
     """
     folders = (source.absolute().parent if isinstance(source, Path) else Path.cwd() for source in sources)
     return [{**environ, "CONFIG_DIR": str(folder)} for folder in folders]
@@ -107,7 +107,7 @@ def expanded_text(text: str, variables: Mapping[str, str]) -> str:
     """Return the text with ``${NAME}`` replaced; ``$${`` stands for ``${``.
 
     Raises:
-        LookupError: no such variable is known, or its value is no text; it says so in a sentence without the value.
+        LookupError: the variable is unknown or not text; the message does not have its value, which may be secret.
     """
 
     def replacement(match: re.Match[str]) -> str:
@@ -128,13 +128,12 @@ def expanded_text(text: str, variables: Mapping[str, str]) -> str:
 
 
 def expand(document: Document, *variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return the data with ``${NAME}`` replaced in every text value, by what it stands for in the value's file.
+    """Return the data with ``${NAME}`` replaced in every text, but not in keys; the result is always text.
 
-    What a variable gives is text and stays text.  Keys are left as they are.  An unknown variable is noted as
-    a problem and leaves ``INVALID``.  No variable's value gets into a message: it may be a token.
+    An unknown variable is noted as a problem and leaves ``INVALID``.
 
     Args:
-        variables: of each file; those of the first count for overrides as well.
+        variables: of each file; those of the first are also used for overrides.
     """
 
     def expanded(text: str, loc: Loc) -> object:
@@ -149,7 +148,7 @@ def expand(document: Document, *variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def with_folders(document: Document, variables: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    """Return the data with ``${CONFIG_DIR}`` alone replaced: what means the same in a file in any folder."""
+    """Return the data with only ``${CONFIG_DIR}`` replaced, so that it means the same in a file in any folder."""
 
     def moved(text: str, loc: Loc) -> str:
         folder = _variables_at(document, loc, variables)["CONFIG_DIR"].replace("${", "$${")
@@ -165,7 +164,7 @@ def _variables_at(document: Document, loc: Loc, variables: Sequence[Mapping[str,
 
 
 def _with_texts(value: object, loc: Loc, replaced: Callable[[str, Loc], object]) -> Any:
-    """Return plain data with every text in it replaced, by the text and its place."""
+    """Return plain data with ``replaced(text, place)`` for every text."""
     if isinstance(value, dict):
         return {key: _with_texts(item, (*loc, key), replaced) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,7 +1,6 @@
-"""The keys of the YAML: which there are, what each may hold, and what it is when it is left out.
+"""The keys of the YAML with their types and defaults.
 
-Kinds of members and merge methods bring more keys.  ``defaults:`` is not here: ``load`` merges it under the models
-before they are checked.
+Kinds of members and merge methods add more keys. ``defaults:`` is merged under the models by ``check``.
 """
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
@@ -68,7 +67,7 @@ from ensemble.config.values import (
 
 
 class StrictConfig(BaseModel):
-    """A mapping of known keys; also for those that a kind of member or a merge method has inside its own keys."""
+    """A mapping of known keys; the base class also for mappings in the keys of a kind or a merge method."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -79,25 +78,24 @@ class StrictConfig(BaseModel):
         defer_build=True,  # at first use: with its search for plugins, pydantic would slow down --help
     )
 
-    # Today's key -> what people type for it from habit, separated by spaces: what is not near today's key, or takes
-    # another value as well.
+    # By key, what people type instead out of habit, separated by spaces; only what is not similar to the key.
     older_keys: ClassVar[Mapping[str, str]] = {}
     gone_keys: ClassVar[Mapping[str, str]] = {}  # earlier releases had them; what to do instead
+    # Pairs of keys of which one excludes the other: a model's own key replaces the other one of the defaults, and a
+    # later file's key that of an earlier file.
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
-        """Find the constraints between keys that these values break.
+        """Yield a place below this mapping and a sentence without a value for each broken rule between keys.
 
         Args:
-            labels: the config's; empty where they are not known.
-
-        Yields:
-            The place below this mapping, such as ``("label_map", "x")``, and a sentence without any value.
+            labels: the config's; empty if they are unknown.
         """
         return iter(())
 
     @model_validator(mode="after")
     def _check_rules(self, info: ValidationInfo) -> Self:
-        # All of them at once: of several validators only the first that fails would be heard.
+        # In one validator, because pydantic stops after the first validator that fails.
         problems = [*self.broken_rules(info.context or ())]
         if problems:
             raise KeyProblems(problems)
@@ -108,9 +106,9 @@ class DataConfig(StrictConfig):
     """The table to predict.  A relative path starts at the working directory."""
 
     path: File = Field(examples=["test.csv"])  # CSV, TSV, Parquet or JSON lines, gzipped or not
-    id_column: Column = "id"  # names each row; kept byte for byte
+    id_column: Column = "id"  # of the rows' ids, which are kept byte for byte
     label_column: Column | None = None  # the true labels, for metrics
-    # Instead, a column per label with its true probability, such as 0 or 1; a mapping where their names differ.
+    # Or one column per label with its true probability, such as 0 or 1; a mapping if their names differ.
     label_columns: Labels | LabelMap | None = None
 
     older_keys: ClassVar[Mapping[str, str]] = {
@@ -119,11 +117,10 @@ class DataConfig(StrictConfig):
         "label_column": "label label_col target target_column",
         "label_columns": "label_cols targets target_columns",
     }
-    # Keys of which a later config file has one or the other, as with members' keys.
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("label_column", "label_columns"),)
 
     def truth_columns(self, labels: Sequence[str]) -> tuple[str, ...]:
-        """Return the column of ``label_columns`` for each of the config's labels; empty where there are none."""
+        """Return the column of ``label_columns`` for each of the config's labels; empty if there are none."""
         if not self.label_columns:
             return ()
         if not isinstance(self.label_columns, dict):
@@ -135,8 +132,8 @@ class DataConfig(StrictConfig):
         if self.label_column is not None and len(labels) == 1:
             yield (
                 ("label_column",),
-                "names a row's one label among several; there is a single one here, so name the column of its "
-                "numbers with label_columns: {column: label}",
+                "holds one of several labels, but there is a single label here; name the column of its numbers "
+                "with label_columns: {column: label}",
             )
         if self.label_columns is None:
             return
@@ -154,16 +151,16 @@ class DataConfig(StrictConfig):
             yield ("label_columns",), "has no column for some of the labels; name one for each"
 
 
-# Keys of a member that count at the merge alone: whatever they are, its predictions stay.
+# Keys of a member that matter only at the merge; its predictions do not depend on them.
 MERGE_KEYS: Final = ("weight", "calibration", "when")
 
 
 class CalibrationConfig(StrictConfig):
-    """What a member's probabilities go through before they are merged; ``fit`` finds it."""
+    """A correction of a member's probabilities before the merge, as ``fit`` finds it."""
 
-    temperature: Temperature = 1.0  # above 1 the member is less sure, below 1 surer
-    scale: Factors = {}  # by label: what its log probability is multiplied with; 1 where a label is left out
-    bias: Factors = {}  # by label: what is added to that; 0 where a label is left out
+    temperature: Temperature = 1.0  # above 1 the member is less sure, below 1 more sure
+    scale: Factors = {}  # by label: factor of its log probability; 1 if left out
+    bias: Factors = {}  # by label: added to the log probability; 0 if left out
 
     older_keys: ClassVar[Mapping[str, str]] = {"temperature": "t temp", "scale": "w", "bias": "b"}
 
@@ -177,44 +174,40 @@ class CalibrationConfig(StrictConfig):
 class MemberConfig(StrictConfig):
     """One member of the ensemble: the keys that all kinds have.  Each kind has a subclass with its own keys."""
 
-    name: Name = Field(examples=["gemma2"])  # becomes a file name, so unique whatever the case
-    task_type: TaskType = "seq_cls"  # the kind, built in or of an installed package; see docs/members.md
-    # Share in the merge, relative to the other members; or a share for each label or length bin.
+    name: Name = Field(examples=["gemma2"])  # also a file name, so unique in upper and lower case
+    task_type: TaskType = "seq_cls"  # the kind, built in or from an installed package; see docs/members.md
+    # Weight in the merge, relative to the other members; or a weight for each label or length bin.
     weight: Weight = 1.0
-    calibration: CalibrationConfig | None = None  # corrects its probabilities at the merge
-    # Only the rows of which the weighted mean of the members listed before it is unsure; left out: all rows.
+    calibration: CalibrationConfig | None = None  # correction of its probabilities at the merge
+    # Only rows for which the weighted mean of the members listed before it is unsure; left out: all rows.
     when: When | None = Field(default=None, examples=[{"margin_below": 0.3}])
-
-    # Keys of which a member has one or the other: its own takes the place of the other one under defaults, a later
-    # config file's that of an earlier one's.
-    alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     @property
     def has_weight(self) -> bool:
-        """Whether it counts in the merge, for some label and row at least."""
+        """Return whether the member counts in the merge, at least for some label and row."""
         return any(weight_numbers(self.weight))
 
     @property
     def counted_views(self) -> tuple["ViewConfig", ...]:
-        """Its views of each row, those of weight 0 left out; empty for a member that gets rows as they are."""
+        """Return the views of each row without those of weight 0; empty for a member without views."""
         return ()
 
     def as_view(self, view: "ViewConfig") -> Self:
-        """Its settings for one of its views, without any views."""
+        """Return the settings for one of the views, without any views."""
         return self.model_copy(update={**view.changes, "views": None})
 
     @property
     def computed_as(self) -> str:
-        """A digest of what decides how long a row takes; values may come from the environment, so no text."""
+        """Return a digest of the settings that decide how long a row takes; settings may be secrets."""
         values = [value for key, value in self if key not in ("name", "views", *MERGE_KEYS)]
         return sha256(repr(values).encode()).hexdigest()[:16]
 
 
 class SwapConfig(StrictConfig):
-    """Two columns that change places in a view of a row, and the labels that change places with them."""
+    """Two columns that swap their cells in a view of a row, and the labels that swap with them."""
 
-    columns: Columns = Field(examples=[["response_a", "response_b"]])  # each gets the other one's cells
-    # What is predicted for either is the other one's; None: the labels mean the same both ways.
+    columns: Columns = Field(examples=[["response_a", "response_b"]])  # each gets the cells of the other
+    # Their predictions are swapped back; None: the labels mean the same both ways.
     labels: LabelPair | None = None
 
     older_keys: ClassVar[Mapping[str, str]] = {"columns": "column fields", "labels": "label"}
@@ -222,36 +215,36 @@ class SwapConfig(StrictConfig):
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         for key, pair in (("columns", self.columns), ("labels", self.labels)):
             if pair is not None and pair[0] == pair[1]:
-                yield (key,), "the same twice; name two that change places"
+                yield (key,), "the same twice; name two to swap"
         for number, label in enumerate(self.labels or ()):
             if labels and label not in labels:
                 yield ("labels", number), "must be one of the labels"
 
 
 class ViewConfig(StrictConfig):
-    """A way in which a member gets each row; what it predicts is the weighted mean over its views."""
+    """A way in which a member reads each row; its prediction is the weighted mean over its views."""
 
-    name: Name = Field(examples=["swapped"])  # becomes part of a file name, so unique whatever the case
-    weight: Number = 1.0  # share in the mean, relative to the member's other views; 0: not computed
+    name: Name = Field(examples=["swapped"])  # part of a file name, so unique in upper and lower case
+    weight: Number = 1.0  # in the mean, relative to the member's other views; 0: not computed
     swap: SwapConfig | None = None  # None: the columns stay in their places
 
     older_keys: ClassVar[Mapping[str, str]] = {"swap": "swap_columns"}
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Keys of the member that are otherwise here."""
+        """Return the member's keys that this view changes."""
         return {}
 
     @property
     def columns(self) -> dict[str, str]:
-        """The column whose cells stand in another one's place, by that one's name."""
+        """Return, by column, the other column whose cells replace its cells."""
         if self.swap is None:
             return {}
         first, second = self.swap.columns
         return {first: second, second: first}
 
     def label_order(self, labels: Sequence[str]) -> tuple[int, ...]:
-        """For each of the config's labels the number of the one that the member predicts it as."""
+        """Return, for each of the config's labels, the number of the label that the member predicts instead."""
         order = list(range(len(labels)))
         if self.swap is not None and self.swap.labels is not None:
             first, second = map(labels.index, self.swap.labels)
@@ -263,9 +256,9 @@ Views = Annotated[tuple[ViewConfig, ...], BeforeValidator(as_tuple), MustBe("a l
 
 
 class ReaderConfig(MemberConfig):
-    """A member that reads rows of the table, so that it can get each of them in several views."""
+    """A member that reads rows of the table, so that it can read each row in several views."""
 
-    # Ways in which it gets each row, each with a name of its own; left out: every row once, as it is.
+    # Ways in which it reads each row, each with its own name; left out: every row once, as it is.
     views: Views | None = Field(
         default=None,
         examples=["[{name: as_is}, {name: swapped, swap: {columns: [a, b], labels: [a_wins, b_wins]}}]"],
@@ -286,18 +279,18 @@ class ReaderConfig(MemberConfig):
             content = repr((self.as_view(view), swapped))
             first = first_index.setdefault(content, index)
             if first != index:
-                yield ("views", index), f"shows the same as {place(('views', first))}; leave one out"
+                yield ("views", index), f"the same as {place(('views', first))}; leave one out"
         if self.views and not self.counted_views:
             yield ("views",), "all weights are 0; one view must have a weight above 0"
 
 
 class EnsembleConfig(StrictConfig):
-    """How the members' probabilities become one; a merge method with keys of its own has a subclass of this."""
+    """How the members' probabilities are merged; a merge method with its own keys has a subclass."""
 
-    # By weight: mean, geometric_mean, logit_mean, median, power_mean, rank_mean, vote, or stacking; or a package's.
+    # mean, geometric_mean, logit_mean, median, power_mean, rank_mean, vote, stacking, or a package's method.
     method: Method = "mean"
 
-    # For a list as weight: bytes of text at which the next bin begins; [500, 2000]: below 500, to 1,999, and more.
+    # For weights by length: bytes of text at which the next bin begins; [500, 2000] makes three bins.
     length_bins: LengthBins | None = None
 
     older_keys: ClassVar[Mapping[str, str]] = {
@@ -307,14 +300,12 @@ class EnsembleConfig(StrictConfig):
 
 
 class RuleConfig(StrictConfig):
-    """What is known of some rows whatever the members say; give one of ``set`` and ``mask``."""
+    """What is known about some rows without the members; give one of ``set`` and ``mask``."""
 
-    # Jinja over the row's columns, as in prompt_template, that gives true or false.
+    # A Jinja expression over the row's columns, as in prompt_template, that gives true or false.
     when: Text = Field(examples=['"{{ response_a == response_b }}"'])
-    set: Values | None = (
-        None  # label -> its value; where labels are exclusive the others share what is left of 1
-    )
-    mask: Labels | None = None  # labels that are impossible: 0; exclusive ones are then scaled to a sum of 1
+    set: Values | None = None  # values by label; if labels are exclusive, the others share the rest of 1
+    mask: Labels | None = None  # impossible labels: 0; exclusive labels are then scaled to a sum of 1
 
     older_keys: ClassVar[Mapping[str, str]] = {
         "when": "if condition",
@@ -324,7 +315,7 @@ class RuleConfig(StrictConfig):
 
     @property
     def action(self) -> str:
-        """What it makes of rows, in a few words."""
+        """Return in a few words what the rule does to rows."""
         if self.mask:
             return f"mask {', '.join(self.mask)}"
         return f"set {', '.join(f'{label} {value:g}' for label, value in (self.set or {}).items())}"
@@ -343,11 +334,11 @@ class RuleConfig(StrictConfig):
 
 
 class SubmissionConfig(StrictConfig):
-    """The file to hand in, made in the image of a sample."""
+    """The file to submit, with the columns and rows of a sample."""
 
     sample: File = Field(examples=["sample_submission.csv"])  # gives the columns and the order of the rows
     path: File | None = None  # where to write; None: in the output directory
-    columns: LabelMap = {}  # the sample's column -> label, where they differ
+    columns: LabelMap = {}  # labels by the sample's columns, if their names differ
 
     older_keys: ClassVar[Mapping[str, str]] = {
         "sample": "sample_path template",
@@ -361,12 +352,12 @@ class SubmissionConfig(StrictConfig):
 
 
 class TuningConfig(StrictConfig):
-    """What the settings of a file that ``tune`` wrote were measured on."""
+    """Where the settings of a file by ``tune`` were measured."""
 
-    devices: Names = Field(examples=["[Tesla T4]"])  # their names, of the GPUs or of the CPU
+    devices: Names = Field(examples=["[Tesla T4]"])  # names of the GPUs, or of the CPU
     versions: Versions = Field(examples=["{torch: 2.6.0, transformers: 5.0.0}"])  # of packages, by name
     rows: Count = Field(examples=[256])  # of the sample
-    tolerance: Number = Field(examples=[0.02])  # how far from the reference probabilities might be
+    tolerance: Number = Field(examples=[0.02])  # how far probabilities may be from the reference's
     date: Text = Field(examples=["'2026-01-31'"])  # when
 
     gone_keys: ClassVar[Mapping[str, str]] = {
@@ -375,17 +366,18 @@ class TuningConfig(StrictConfig):
 
 
 class FittingConfig(StrictConfig):
-    """What weights were fitted on and what they are worth on rows held out, where ``sha256`` is that of a line of
-    UTF-8 for each labelled row, sorted by id, with the id, a tab, the label and a line feed (of label columns every
-    label that is not 0, sorted by name, with tabs between them and, where it is not 1, with ``=`` and its value to
-    nine digits).
+    """What weights were fitted on, and their score on held-out rows.
+
+    ``sha256`` is of a UTF-8 line for each labelled row, sorted by id: the id, a tab, the label and a line feed.
+    With label columns, a line has every label that is not 0, sorted by name, with tabs between them and, if the
+    value is not 1, with ``=`` and the value to nine digits.
     """
 
     rows: Count = Field(examples=[2_000])  # with a label
     sha256: Sha256 = Field(examples=["'" + "0123456789abcdef" * 4 + "'"])  # of their ids and labels
-    metric: Text = Field(examples=["log_loss"])  # that they were fitted for
-    value: Finite = Field(examples=[0.3982])  # of it, cross-validated
-    interval: Ends | None = Field(examples=["[0.3710, 0.4254]"])  # 95 % of the value; null: none is known
+    metric: Text = Field(examples=["log_loss"])  # that was optimized
+    value: Finite = Field(examples=[0.3982])  # its value, cross-validated
+    interval: Ends | None = Field(examples=["[0.3710, 0.4254]"])  # 95 % interval of the value; null: unknown
 
 
 Ensemble = SerializeAsAny[EnsembleConfig]
@@ -395,38 +387,40 @@ Models = Annotated[Members, BeforeValidator(as_tuple), MustBe("a list of models"
 
 
 class RunConfig(StrictConfig):
-    """Everything one run is asked for."""
+    """The settings of a run."""
 
     data: DataConfig = Field(examples=["{path: test.csv}"])  # the table to predict
-    labels: Labels = Field(examples=["[negative, positive]"])  # the predictions' columns, in this order
-    # The members; what several have in common may stand under defaults.
+    labels: Labels = Field(examples=["[negative, positive]"])  # the columns of the predictions, in this order
+    # The members; common keys can stand under defaults.
     models: Models = Field(examples=["[{name: a, model_name_or_path: models/a, text_column: text}]"])
     ensemble: Ensemble = Field(default_factory=EnsembleConfig)  # how probabilities are merged
-    rules: RuleList | None = None  # what rows that meet a condition get in place of what was merged
+    rules: RuleList | None = None  # values for rows that meet a condition, instead of the merged ones
     submission: SubmissionConfig | None = None  # left out: no submission is written
-    output_dir: Folder = Field(examples=["runs/first"])  # all that the run writes
-    limit: Count | None = None  # only so many rows from the top of the table
-    seed: Seed = 0  # for whatever is random
-    devices: DeviceList | None = None  # the GPUs to use, of those visible; None: all of them
+    output_dir: Folder = Field(examples=["runs/first"])  # for all files of the run
+    limit: Count | None = None  # only the first rows of the table
+    seed: Seed = 0  # of everything random
+    devices: DeviceList | None = None  # the GPUs to use; None: all visible ones
     # Where workers run: local, ray (docs/cluster.md), or {name: {settings}}.
     launcher: Launcher | LauncherSettings = "local"
     max_workers_per_gpu: Count = 1  # workers that share a GPU
-    cpu_workers: Count | Literal["auto"] = "auto"  # side by side on a CPU, each with a share of its cores
-    wait_for_gpu: Duration = 0.0  # seconds to wait for memory that other programs hold
-    retries: Retries = 2  # of a chunk whose worker died, each in a fresh one
+    cpu_workers: Count | Literal["auto"] = (
+        "auto"  # at the same time on the CPU, each with a share of the cores
+    )
+    wait_for_gpu: Duration = 0.0  # seconds to wait for memory that other programs use
+    retries: Retries = 2  # of a chunk whose worker died, each in a new worker
     on_bad_row: Literal["fail", "uniform", "drop_member"] = "fail"  # a row that its member cannot compute
     on_member_failure: Literal["fail", "continue"] = "fail"  # continue: merge the others, by their weights
     time_limit: TimeLimit | None = None  # for the whole run; a submission is complete before it
-    fill: Literal["uniform", "prior", "sample"] = "uniform"  # of rows that no member reached by then
-    hang_timeout: HangTimeout = 600.0  # seconds without a batch done, after which a worker counts as hung
-    hash_weights: bool = False  # all of their bytes, to know whether they changed; False: samples of them
-    standby: bool = True  # the next member's process starts while this one's computes
-    release_timeout: Duration = 60.0  # seconds that a GPU may take to be free after its worker has ended
-    report: bool = True  # report.html of the results, once they stand
-    fitted_on: FittingConfig | None = None  # as fit writes it: shown beside the scores of these rows
-    tuned_on: TuningConfig | None = (
-        None  # as tune writes it: where the settings were measured; changes nothing
+    fill: Literal["uniform", "prior", "sample"] = (
+        "uniform"  # values of rows that no member has computed by then
     )
+    hang_timeout: HangTimeout = 600.0  # seconds without a finished batch after which a worker counts as hung
+    hash_weights: bool = False  # read all bytes to see whether weights changed; False: samples
+    standby: bool = True  # start the next member's process while this one computes
+    release_timeout: Duration = 60.0  # seconds until a GPU must be free after its worker has ended
+    report: bool = True  # write report.html at the end
+    fitted_on: FittingConfig | None = None  # written by fit; shown beside the scores of these rows
+    tuned_on: TuningConfig | None = None  # written by tune: where the settings were measured; no effect
 
     older_keys: ClassVar[Mapping[str, str]] = {
         "models": "members",
@@ -438,7 +432,7 @@ class RunConfig(StrictConfig):
     }
 
     def deciders(self, index: int) -> tuple[str, ...]:
-        """Return the members whose mean decides on the rows of the member ``index``, which has ``when``."""
+        """Return the members whose mean selects the rows of the member ``index``, which has ``when``."""
         return tuple(member.name for member in self.models[:index] if member.has_weight)
 
     @field_validator("labels")
@@ -462,11 +456,10 @@ class RunConfig(StrictConfig):
             for loc, sentence in same_name_problems("models", [member.name for member in models])
         ]
         for index, member in enumerate(models):
-            if member.when and not index:
-                sentence = "nobody is listed before it; list the members first whose mean decides"
-                problems.append(((index, "when"), sentence))
-            elif member.when and not any(earlier.has_weight for earlier in models[:index]):
-                sentence = "the members before it have no weight above 0, so there is no mean to go by"
+            if member.when and not any(earlier.has_weight for earlier in models[:index]):
+                sentence = (
+                    "needs a member with a weight above 0 listed before this one, whose mean selects the rows"
+                )
                 problems.append(((index, "when"), sentence))
         if problems:
             raise KeyProblems(problems)
@@ -487,7 +480,7 @@ class RunConfig(StrictConfig):
         yield from problems or self._broken_sums()
 
     def _broken_weights(self) -> Iterator[Problem]:
-        """Find weights that do not have a number for each label or length bin."""
+        """Yield weights that lack a number for a label or length bin."""
         edges = self.ensemble.length_bins or ()
         for index, member in enumerate(self.models):
             loc = ("models", index, "weight")
@@ -504,7 +497,7 @@ class RunConfig(StrictConfig):
                 yield loc, f"{reason}; give one number for each bin"
 
     def _broken_sums(self) -> Iterator[Problem]:
-        """Find the first label and length bin for which no member counts, or all together too much."""
+        """Yield the first label and length bin whose weights cannot be used for a mean."""
         weights = [member.weight for member in self.models]
         bins = len(self.ensemble.length_bins or ()) + 1
         for number, label in itertools.product(range(bins), self.labels):
@@ -523,7 +516,7 @@ class RunConfig(StrictConfig):
 
 
 def same_name_problems(key: str, names: Sequence[str]) -> Iterator[Problem]:
-    """Find names in the list at ``key`` that differ in no more than their case."""
+    """Yield names in the list at ``key`` that differ only in upper and lower case."""
     first_index: dict[str, int] = {}
     for index, name in enumerate(names):
         first = first_index.setdefault(name.lower(), index)

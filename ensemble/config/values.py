@@ -16,9 +16,12 @@ from pydantic import (
     AfterValidator,
     AllowInfNan,
     BeforeValidator,
+    ByteSize,
+    Discriminator,
     GetCoreSchemaHandler,
     PlainValidator,
     StringConstraints,
+    Tag,
     TypeAdapter,
     WithJsonSchema,
 )
@@ -142,17 +145,6 @@ def _seconds(value: object) -> float:
     return seconds
 
 
-def _bytes(value: object) -> int:
-    """14GiB, 500MB or a plain number of bytes; units as accelerate reads them (GB is 10**9, GiB 2**30)."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT])(i?)B", str(value).strip(), re.ASCII)
-    if match is None:
-        raise ValueError
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** ("KMGT".index(match[2]) + 1))
-
-
 def _when(value: object) -> dict[str, float]:
     """One rule with its number; errors name the place within."""
     if not isinstance(value, dict) or not value:
@@ -179,21 +171,10 @@ def _device(key: object) -> int | str:
     return "cpu" if key == "cpu" else int(str(key))
 
 
-def _weight(value: object) -> AnyWeight:
-    """A number, a mapping of labels to numbers, or a list of numbers; errors name the place within."""
-    number, by_label, by_bin = _weight_types()
+def _weight_form(value: object) -> str:
     if isinstance(value, dict):
-        return by_label.validate_python(value, strict=True)
-    if isinstance(value, list | tuple):
-        return by_bin.validate_python(tuple(value), strict=True)
-    return number.validate_python(value, strict=True)
-
-
-@cache  # at first use
-def _weight_types() -> tuple[
-    TypeAdapter[float], TypeAdapter[dict[str, float]], TypeAdapter[tuple[float, ...]]
-]:
-    return TypeAdapter(Number), TypeAdapter(dict[str, Number]), TypeAdapter(tuple[Number, ...])
+        return "by label"
+    return "by bin" if isinstance(value, list | tuple) else "number"
 
 
 def _edges(value: tuple[int, ...]) -> tuple[int, ...]:
@@ -268,17 +249,10 @@ Temperature = Annotated[
 # By label, or by length bin.
 AnyWeight: TypeAlias = float | dict[str, float] | tuple[float, ...]
 Weight = Annotated[
-    AnyWeight,
-    PlainValidator(_weight),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "number", "minimum": 0},
-                {"type": "object", "additionalProperties": {"type": "number", "minimum": 0}},
-                {"type": "array", "items": {"type": "number", "minimum": 0}, "minItems": 1},
-            ]
-        }
-    ),
+    Annotated[Number, Tag("number")]
+    | Annotated[dict[str, Number], Tag("by label")]
+    | Annotated[tuple[Number, ...], BeforeValidator(as_tuple), Tag("by bin")],
+    Discriminator(_weight_form),
     MustBe("a number of at least 0, or one for each label or each of ensemble.length_bins", object),
 ]
 When = Annotated[
@@ -316,17 +290,15 @@ HangTimeout = Annotated[
 MaxMemory = Annotated[
     dict[
         Annotated[int | str, PlainValidator(_device)],
-        Annotated[int, PlainValidator(_bytes), Ge(0), Le(MAX_BYTES)],
+        Annotated[ByteSize, Ge(0), Le(MAX_BYTES)],
     ],
     Len(1),
     MustBe("a mapping of GPU numbers and cpu to sizes, such as {0: 14GiB, cpu: 30GiB}"),
 ]
 MemorySize = Annotated[
-    int,
-    PlainValidator(_bytes),
+    ByteSize,
     Ge(1),
     Le(MAX_BYTES),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}]}),
     MustBe("a size such as 8GiB or 500MB (GB is 10**9 bytes, GiB 2**30)"),
 ]
 DeviceList = Annotated[

@@ -1,7 +1,7 @@
-"""YAML text -> a ``Document``: plain data that remembers on which line each value stands.
+"""Read YAML text into a ``Document``: plain data with the line of each value; and write plain data as YAML.
 
-Unquoted words are read as YAML 1.2 has it (its core schema), not as PyYAML does: ``yes``, ``off``, ``1:30``
-and ``2024-01-31`` are text, ``012`` is twelve, ``1e-5`` is a number.
+Unquoted words are read by the core schema of YAML 1.2, unlike PyYAML: ``yes``, ``off``, ``1:30`` and
+``2024-01-31`` are text, ``012`` is twelve, ``1e-5`` is a number.
 """
 
 from __future__ import annotations
@@ -18,37 +18,38 @@ from ensemble.common.files import unreadable
 from ensemble.common.text import nearest
 from ensemble.config.document import INVALID, MAPPING, NOT_TEXT, Document, Line, Loc, one_line, shown
 
-# No config comes near these; a wrong file (a CSV, say) or a bomb of aliases does, and must not fill memory.
+# No config comes near these limits; a wrong file, such as a CSV, or nested aliases would fill the memory.
 MAX_BYTES: Final = 1 << 20
 MAX_DEPTH: Final = 40
 MAX_VALUES: Final = 10_000
 MAX_DIGITS: Final = 100
 
-_HINTS = (
-    ("'\\t'", "; indent with spaces, not tabs"),
-    ("cannot start any token", "; a value that starts with this character must be in quotes"),
-    ("mapping values are not allowed", "; a value with ': ' inside must be in quotes"),
-    ("expected <block end>", "; check the indentation, and quote a value with quotes or braces in it"),
-    ("a single document", "; a config is one document, without a second ---"),
-)
+_HINTS = {
+    "'\\t'": "indent with spaces, not tabs",
+    "cannot start any token": "a value that starts with this character must be in quotes",
+    "mapping values are not allowed": "a value with ': ' inside must be in quotes",
+    "expected <block end>": "check the indentation, and quote a value with quotes or braces in it",
+    "a single document": "a config is one document, without a second ---",
+}
 
 
 def read_text(path: Path) -> str:
-    """Return the file's text, exactly as it stands.
+    """Return the file's text, exactly as it is.
 
     Raises:
-        ConfigError: there is no such file, or it cannot be read, is too large, or is not UTF-8.
+        ConfigError: the file is missing, too large or not UTF-8, or cannot be read.
     """
     name = one_line(str(path))
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise ConfigError(f"{name}: no such file{_similar_yaml(path)}") from None
-    except PermissionError as error:
-        raise ConfigError(unreadable(name, error)) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{name}: cannot be read: {getattr(error, 'strerror', error)}") from None
+        names = {other.stem: other.name for other in sorted(path.parent.glob("*.y*ml"))}
+        near = nearest(path.stem, names)
+        hint = "" if near is None else f" (did you mean {names[near]!r}?)"
+        raise ConfigError(f"{name}: no such file{hint}") from None
+    except OSError as error:
+        raise ConfigError(unreadable(name, error, "name a YAML file")) from None
     if len(content) > MAX_BYTES:
         raise ConfigError(f"{name}: larger than {MAX_BYTES >> 20} MiB; is this the config?")
     try:
@@ -58,23 +59,16 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{name} (line {line}): not UTF-8 text; save the file as UTF-8") from None
 
 
-def _similar_yaml(path: Path) -> str:
-    """Return what to add of a file that is not there: one beside it of a like name, with any ending of YAML."""
-    names = {file.stem: file.name for file in sorted(path.parent.glob("*.y*ml"))}
-    near = nearest(path.stem, names)
-    return "" if near is None else f" (did you mean {names[near]!r}?)"
-
-
 def parse(text: str, source: object, files: Sequence[str] = (), number: int = 0) -> Document:
-    """Return YAML text as a ``Document``; repeated and non-text keys are problems noted in it.
+    """Return YAML text as a ``Document``, which also has the problems of single values and keys.
 
     Args:
-        source: the path of the file; printed, its name.
-        files: the names of all the files that are read, if there are more.
-        number: of this one among them.
+        source: the file's path, for messages.
+        files: the names of all files of the config, if there are several.
+        number: the index of this file among them.
 
     Raises:
-        ConfigError: nothing to go on with: a syntax error, an empty file, too many values, no mapping.
+        ConfigError: the text as a whole cannot be used: a syntax error, too many values, or no mapping.
     """
     name = one_line(str(source))
     document = Document({}, {}, tuple(files) or (name,))
@@ -92,7 +86,7 @@ def parse(text: str, source: object, files: Sequence[str] = (), number: int = 0)
 
 
 class Unreadable(Exception):
-    """Text that cannot be gone on with, be it YAML or an override; says why on one line."""
+    """Text of a file or an override that cannot be used; the message is one line."""
 
     def __init__(self, sentence: str, mark: tuple[int, int] | None = None) -> None:
         super().__init__(" ".join(sentence.split()))
@@ -100,10 +94,10 @@ class Unreadable(Exception):
 
 
 def build_data(text: str, document: Document, loc: Loc, lines: dict[Loc, Line], file: int = 0) -> object:
-    """Return YAML text as plain data, which will stand at ``loc``; ``lines`` takes each value's line in ``file``.
+    """Return YAML text as plain data for the place ``loc``; ``lines`` gets the line of each value in ``file``.
 
     Raises:
-        Unreadable: it is no YAML, or too large or too deep.
+        Unreadable: the text is not YAML, or too large or too deep.
     """
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -114,16 +108,12 @@ def build_data(text: str, document: Document, loc: Loc, lines: dict[Loc, Line], 
         raise Unreadable(f"a character that YAML forbids, number {error.character}", (line, column)) from None
     except yaml.MarkedYAMLError as error:
         sentence = "not valid YAML: " + ", ".join(part for part in (error.context, error.problem) if part)
-        for words, hint in _HINTS:
-            if words in sentence:
-                sentence += hint
-                break
+        hint = next((f"; {advice}" for words, advice in _HINTS.items() if words in sentence), "")
         mark = error.problem_mark or error.context_mark
-        raise Unreadable(sentence, (mark.line + 1, mark.column + 1) if mark else None) from None
+        raise Unreadable(sentence + hint, (mark.line + 1, mark.column + 1) if mark else None) from None
     except RecursionError:
         raise Unreadable(f"nested more than {MAX_DEPTH} levels deep") from None
-    # ValueError: "\UFFFFFFFF", a character that there is not
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # such as the unknown character "\UFFFFFFFF"
         raise Unreadable(f"not valid YAML: {error}") from None
 
 
@@ -137,33 +127,28 @@ def _integer(text: str) -> int:
     return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
 
 
-def _float(text: str) -> float:
-    return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
-
-
 _TAG = "tag:yaml.org,2002:"
-# The words of each type.
-_WORDS = {
-    "null": r"~|null|Null|NULL|",
-    "bool": r"true|True|TRUE|false|False|FALSE",
-    "int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
-    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-    "merge": r"<<",
-    "str": r"(?s:.*)",
-}
-# How a word of each type is read, and what such a value is called.
-_READERS: dict[str, tuple[Callable[[str], object], str]] = {
-    "null": (lambda text: None, "null"),
-    "bool": (lambda text: {"true": True, "false": False}[text.lower()], "true or false"),
-    "int": (_integer, "a whole number"),
-    "float": (_float, "a number"),
-    "merge": (str, "text"),
-    "str": (str, "text"),
+# For each type: its words without quotes, the function that reads them, and the type's name in messages.
+_TYPES: dict[str, tuple[str, Callable[[str], object], str]] = {
+    "null": (r"~|null|Null|NULL|", lambda text: None, "null"),
+    "bool": (
+        r"true|True|TRUE|false|False|FALSE",
+        lambda text: {"true": True, "false": False}[text.lower()],
+        "true or false",
+    ),
+    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", _integer, "a whole number"),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        lambda text: float(re.sub(r"\.(?=inf|nan)", "", text.lower())),
+        "a number",
+    ),
+    "merge": (r"<<", str, "text"),
+    "str": (r"(?s:.*)", str, "text"),
 }
 
 
 class _Words:
-    """Tells the type of a word without quotes as YAML 1.2 has it; for PyYAML's reader and its writer."""
+    """Finds the type of a word for PyYAML's reader and writer."""
 
     def resolve(self, kind: type[yaml.Node], value: str, implicit: tuple[bool, bool]) -> str:
         if kind is not yaml.ScalarNode:
@@ -171,7 +156,7 @@ class _Words:
         is_quoted = not implicit[0]
         if is_quoted:
             return f"{_TAG}str"
-        return _TAG + next(tag for tag, words in _WORDS.items() if re.fullmatch(words, value))
+        return _TAG + next(name for name, (words, _, _) in _TYPES.items() if re.fullmatch(words, value))
 
 
 class _Loader(_Words, yaml.SafeLoader):
@@ -189,7 +174,7 @@ def _text_node(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     lines = text.split("\n")
     style = "|" if len(lines) > 1 else None
     if not all(line.isprintable() for line in lines):
-        style = '"'  # what PyYAML would otherwise leave to line breaks that are none in the text
+        style = '"'  # because PyYAML would treat other characters as line breaks
     return dumper.represent_scalar(f"{_TAG}str", text, style=style)
 
 
@@ -197,15 +182,14 @@ _Dumper.add_representer(str, _text_node)
 
 
 def dump(data: dict[str, Any]) -> str:
-    """Return plain data as YAML text, of which ``parse`` makes the same data."""
-    # No line is folded, so that an editor's search finds what stands in it.
+    """Return plain data as YAML text, which ``parse`` reads as the same data; no line is folded."""
     return yaml.dump(
         data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=MAX_BYTES
     )
 
 
 class _Builder:
-    """Nodes -> plain data.  An alias becomes a copy, so that an override of one leaves the others alone."""
+    """Turns nodes into plain data. An alias becomes a copy, so that an override changes one of them."""
 
     def __init__(self, document: Document, lines: dict[Loc, Line], file: int) -> None:
         self.document = document
@@ -222,8 +206,8 @@ class _Builder:
             return self._mapping(node, loc)
         if isinstance(node, yaml.SequenceNode) and kind == "seq":
             return [self.build(item, (*loc, index)) for index, item in enumerate(node.value)]
-        if isinstance(node, yaml.ScalarNode) and kind in _READERS:
-            read, name = _READERS[kind]
+        if isinstance(node, yaml.ScalarNode) and kind in _TYPES:
+            _, read, name = _TYPES[kind]
             text = _text(node)
             try:
                 return read(text)
@@ -238,13 +222,12 @@ class _Builder:
 
     def _count(self, node: yaml.Node, depth: int) -> None:
         self.values_left -= 1
+        sentence = ""
         if self.values_left < 0:
-            sentence = (
-                f"holds more than {MAX_VALUES} values, counting what *aliases repeat; is this the config?"
-            )
-            raise Unreadable(sentence, _mark(node))
-        if depth > MAX_DEPTH:
+            sentence = f"more than {MAX_VALUES} values, with what *aliases repeat; is this the config?"
+        elif depth > MAX_DEPTH:
             sentence = f"nested more than {MAX_DEPTH} levels deep; does an *alias stand inside what it names?"
+        if sentence:
             raise Unreadable(sentence, _mark(node))
 
     def _mapping(self, node: yaml.MappingNode, loc: Loc) -> dict[str, Any]:
@@ -256,7 +239,7 @@ class _Builder:
                 self.document.refuse(loc, sentence)
                 continue
             key = _text(key_node)
-            # Text, or a number as one counts GPUs and labels with, which is kept as it is written.
+            # Numbers of GPUs and labels are keys, too, as they are written.
             is_count = key_node.tag == f"{_TAG}int" and re.fullmatch("0|[1-9][0-9]{0,8}", key) is not None
             if key_node.tag != f"{_TAG}str" and not is_count:
                 sentence = f"the key {shown(key)} (line {line}) must be text; put it in quotes"
@@ -271,17 +254,15 @@ class _Builder:
     def _pairs(
         self, node: yaml.MappingNode, loc: Loc, depth: int, is_merged: bool = False
     ) -> Iterator[tuple[yaml.Node, yaml.Node, bool]]:
-        """Yield the mapping's own keys, then those that ``<<`` brings in: who comes first wins."""
+        """Yield the mapping's own keys and then those of ``<<``; the first of the same name wins."""
         self._count(node, depth)
         bases: list[yaml.Node] = []
         for key, value in node.value:
             self._count(key, depth)
             if key.tag != f"{_TAG}merge":
                 yield key, value, is_merged
-            elif isinstance(value, yaml.SequenceNode):
-                bases += value.value
             else:
-                bases.append(value)
+                bases += value.value if isinstance(value, yaml.SequenceNode) else [value]
         for base in bases:
             if isinstance(base, yaml.MappingNode):
                 yield from self._pairs(base, loc, depth + 1, is_merged=True)
@@ -290,12 +271,8 @@ class _Builder:
 
 
 def _text(node: yaml.ScalarNode) -> str:
-    """Return what a node says; JSON is YAML too, and writes a character above U+FFFF as a pair of surrogates."""
-    text: str = re.sub(
-        "[\ud800-\udbff][\udc00-\udfff]",
-        lambda pair: pair[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le"),
-        node.value,
-    )
+    """Return a node's text; JSON, which is YAML too, writes a character above U+FFFF as a pair of surrogates."""
+    text: str = node.value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
     refused = re.search(NOT_TEXT, text)
     if refused is not None:
         what = "a NUL character" if refused[0] == "\0" else f"half of a character ({refused[0]!a})"

@@ -24,7 +24,7 @@ from ensemble.common.files import (
     sync_directory,
     write_text,
 )
-from ensemble.common.gpus import Device, driver_session
+from ensemble.common.gpus import Device
 from ensemble.common.protocol import CommonSpec, Start, ViewSpec, WorkerSpec
 from ensemble.common.shards import order_path
 from ensemble.common.text import duration, plural, shown_path
@@ -59,7 +59,6 @@ _REPORT_SECONDS, _REPORT_MAX_SECONDS = 5.0, 60.0
 _REPORT_SHARE = 0.005
 
 
-@driver_session()
 def run(
     loaded: LoadedConfig,
     display: Display,
@@ -105,8 +104,6 @@ def run_prepared(
     owns_process: bool = True,
 ) -> RunReport:
     """Run what has passed the checks, as :func:`run` does, and close its launcher.
-
-    The caller holds a :func:`driver_session`, from its checks on.
 
     Args:
         began: when the run began, by ``clock``.

@@ -17,7 +17,7 @@ from ensemble.commands.rehearse import (
     MemberRehearsal,
     Rehearsal,
     forecast_seconds,
-    missing_rows,
+    reached_fraction,
     sample_rows_of,
     with_speeds,
 )
@@ -55,22 +55,15 @@ def planned(*names: str, devices: int = 0) -> Plan:
     return with_speeds(plan, speeds)
 
 
-def test_the_forecast_and_what_is_missing_at_the_limit_by_given_speeds() -> None:
+def test_the_forecast_and_what_is_reached_at_the_limit_by_given_speeds() -> None:
     plan = planned("a", "b")
     assert forecast_seconds(plan) == pytest.approx(220)
-    assert missing_rows(plan, 221) == {"a": 0, "b": 0}
-    half = missing_rows(plan, 120)  # two starts, and 100 s for both
-    assert half == {"a": pytest.approx(ROWS / 2, rel=0.01), "b": pytest.approx(ROWS / 2, rel=0.01)}
-    one = missing_rows(plan, 15)  # for one start only
-    assert sorted(one.values())[1] == ROWS
-    assert sorted(one.values())[0] == pytest.approx(ROWS * 0.95, rel=0.01)
+    assert reached_fraction(plan, 221) == 1
+    assert reached_fraction(plan, 120) == pytest.approx(0.5, abs=0.01)  # two starts, and 100 s for both
+    assert reached_fraction(plan, 15) == reached_fraction(plan, -1) == 0
     two = planned("a", "b", devices=2)
     assert forecast_seconds(two) == pytest.approx(120), "in turn, a replica on each"
-    assert missing_rows(two, 70) == {
-        "a": pytest.approx(ROWS / 2, rel=0.01),
-        "b": pytest.approx(ROWS / 2, rel=0.01),
-    }
-    assert missing_rows(plan, 0) == {"a": ROWS, "b": ROWS}
+    assert reached_fraction(two, 70) == pytest.approx(0.5, abs=0.01)
 
 
 def test_a_row_that_would_get_its_first_view_alone_is_not_missing() -> None:
@@ -82,9 +75,8 @@ def test_a_row_that_would_get_its_first_view_alone_is_not_missing() -> None:
     # 100 s for each view, or all rows.
     seconds = {one.name: Speed(10.0, 100.0 * one.views / one.work, True, True) for one in plan.members}
     plan = with_speeds(plan, seconds)
-    assert missing_rows(plan, 221) == {"a": 0, "b": 0}
-    half = missing_rows(plan, 120)
-    assert half == {"a": pytest.approx(ROWS / 2, rel=0.01), "b": pytest.approx(ROWS / 2, rel=0.01)}
+    assert reached_fraction(plan, 221) == 1
+    assert reached_fraction(plan, 120) == pytest.approx(0.5, abs=0.01)
 
 
 def test_what_would_go_wrong_is_said_by_given_figures() -> None:
@@ -125,7 +117,6 @@ def test_of_a_member_that_fails_the_logs_are_kept(project: Project, tmp_path: Pa
 def test_a_limit_that_is_too_short_is_exit_code_1_and_nothing_of_a_run_is_touched(
     project: Project, nvml_sim: sim.NvmlSim
 ) -> None:
-    """And the driver is asked in one session, over the checks and the sample's run."""
     nvml_sim.write(sim.gpus(2))
     rows = [[f"t{index}", f"{text} again", "tie"] for index, text in enumerate(project.texts)]
     project.write_csv("train.csv", ["id", "text", "winner"], rows)
@@ -134,8 +125,6 @@ def test_a_limit_that_is_too_short_is_exit_code_1_and_nothing_of_a_run_is_touche
     command = "rehearse config.yaml --rows 700 --sample-rows 40 --lengths-from train.csv"
     done = project.ensemble(*command.split(), environment=nvml_sim.environment())
     assert done.returncode == 1, done.stderr
-    sessions = nvml_sim.sessions()
-    assert [what for what, pid in sessions if pid == sessions[0][1]] == ["open", "close"]
     assert "a run of 40 of 700 rows like those of train.csv" in done.stdout
     assert "would not end within time_limit" in done.stdout
     assert "missing at the limit: gemma 700 of 700 rows, llama 700 of 700 rows" in done.stdout

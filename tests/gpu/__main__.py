@@ -36,7 +36,7 @@ from bench.gpu.place import (
     why_no_gpu,
 )
 from bench.rounds import say
-from ensemble.common.gpus import driver_session, inventory, telemetry, used_memory
+from ensemble.common.gpus import inventory, telemetry, used_memory
 from tests.gpu.bench import DEADLINE_SECONDS, EVEN_ROWS, Bench
 from tests.gpu.verdicts import (
     Apart,
@@ -201,12 +201,11 @@ def driver(bench: Bench) -> Iterator[Row]:
     if not (found := inventory().gpus):
         raise Skip("NVML shows no GPU")
     uuids = [gpu.uuid for gpu in found]
-    with driver_session():
-        began = time.monotonic()
-        used, told = used_memory(uuids), telemetry(uuids)
-        first, began = time.monotonic() - began, time.monotonic()
-        used_memory(uuids), telemetry(uuids)
-        again = time.monotonic() - began
+    began = time.monotonic()
+    used, told = used_memory(uuids), telemetry(uuids)
+    first, began = time.monotonic() - began, time.monotonic()
+    used_memory(uuids), telemetry(uuids)
+    again = time.monotonic() - began
     for gpu in found:
         seen, size = told[gpu.uuid], used[gpu.uuid]
         is_right = size is not None and size < gpu.total_bytes and seen is not None

@@ -279,9 +279,12 @@ def test_rehearse_takes_the_share_from_its_sample(project: Project) -> None:
     [
         (
             lambda models: models[0].update(when={"share": 0.4}),
-            "models[0].when (line 13): nobody is listed before it",
+            "models[0].when (line 13): needs a member with a weight above 0 listed before this one",
         ),
-        (lambda models: models[0].update(weight=0), "the members before it have no weight above 0"),
+        (
+            lambda models: models[0].update(weight=0),
+            "needs a member with a weight above 0 listed before this one",
+        ),
         (
             lambda models: models[1].update(when={"share": 1.5}),
             "when.share (line 17): must be a number above 0",

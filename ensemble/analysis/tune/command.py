@@ -20,7 +20,6 @@ from ensemble.common.clock import boot_seconds
 from ensemble.common.digests import digest_of
 from ensemble.common.errors import ConfigError, OutputError
 from ensemble.common.files import output_file, write_text
-from ensemble.common.gpus import driver_session
 from ensemble.common.host import cpu_products, is_busy, usable_cpus
 from ensemble.common.packages import installed_versions
 from ensemble.common.text import duration, listed, plural
@@ -41,7 +40,6 @@ _NOT_TAKEN |= {"time_limit", "tuned_on"}
 _VERSIONS = ("torch", "transformers")
 
 
-@driver_session()
 def tune(
     loaded: LoadedConfig,
     display: Display,
