@@ -522,6 +522,10 @@ def test_calls_that_run_out_of_torchs_memory_are_halved(project: Project) -> Non
             ),
             ("import nothing_of_that_name\n" + GOOD, "No module named 'nothing_of_that_name'"),
             ("predict = 5", "predict must be a function, and "),
+            (
+                "def predict(frame): ...",
+                "predict: predict is called with the frame and the context: too many",
+            ),
             (GOOD + "raise SystemExit('no licence')", "no licence"),
         ],
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -90,8 +91,12 @@ class FunctionPredictor(Predictor):
         )
         sys.dont_write_bytecode = True  # a run writes nothing beside the user's files
         module = _import_module(settings["module"], settings["file"])
-        self._predict = _function(module, settings["function"], "predict")
-        self._setup = None if settings["setup"] is None else _function(module, settings["setup"], "setup")
+        self._predict = _function(module, settings["function"], "predict", ("the frame", "the context"))
+        self._setup = (
+            None
+            if settings["setup"] is None
+            else _function(module, settings["setup"], "setup", ("the context",))
+        )
 
     def load(self) -> Ready:
         import numpy as np
@@ -192,12 +197,18 @@ def _import_module(name: str, file: str | None) -> ModuleType:
     return module
 
 
-def _function(module: ModuleType, name: str, role: str) -> Callable[..., Any]:
+def _function(module: ModuleType, name: str, role: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
     function: Callable[..., Any] | None = getattr(module, name, None)
-    if callable(function):
-        return function
-    what = "has nothing of that name" if function is None else f"has a {type(function).__name__} of that name"
-    raise ValueError(f"{role}: {name} must be a function, and {module.__file__} {what}")
+    if not callable(function):
+        what = "nothing of that name" if function is None else f"a {type(function).__name__} of that name"
+        raise ValueError(f"{role}: {name} must be a function, and {module.__file__} has {what}")
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise ValueError(f"{role}: {name} is called with {' and '.join(arguments)}: {error}") from error
+    except ValueError:  # a function without a signature, written in C
+        pass
+    return function
 
 
 def _report_rows(report: Report, start: int, rows: int, done: int) -> None:
