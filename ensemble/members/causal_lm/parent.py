@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 _OTHER_HEADS = ("ForSequenceClassification", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
 
 
+# Keys on which predictions depend, beside label_tokens.
+_KEYS = ("length_normalize", "apply_chat_template", "system_instruction")
+
+
 @lru_cache(maxsize=16)
 def _token_ids(folder: Path, changed_ns: int, texts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of each text; empty if the tokenizer cannot be read here.
@@ -148,27 +152,15 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
         return replace(memory, shared_tokens=min(memory.max_length, fixed_tokens))
 
     def fingerprint(self, inspected: Checkpoint, assigned: Assigned) -> Mapping[str, object]:
-        model = self.settings
-        return {
-            **super().fingerprint(inspected, assigned),
-            "label_tokens": dict(sorted(model.label_tokens.items())),
-            "length_normalize": model.length_normalize,
-            "apply_chat_template": model.apply_chat_template,
-            "system_instruction": model.system_instruction,
-        }
+        own = {key: getattr(self.settings, key) for key in _KEYS}
+        texts = dict(sorted(self.settings.label_tokens.items()))
+        return {**super().fingerprint(inspected, assigned), "label_tokens": texts, **own}
 
     def worker_settings(
         self, inspected: Checkpoint, assigned: Assigned, offload_folder: Path | None
     ) -> Mapping[str, Any]:
-        model = self.settings
-        return {
-            **super().worker_settings(inspected, assigned, offload_folder),
-            "label_tokens": model.label_tokens,
-            "single_token": model.single_token,
-            "length_normalize": model.length_normalize,
-            "apply_chat_template": model.apply_chat_template,
-            "system_instruction": model.system_instruction,
-        }
+        own = {key: getattr(self.settings, key) for key in ("label_tokens", "single_token", *_KEYS)}
+        return {**super().worker_settings(inspected, assigned, offload_folder), **own}
 
 
 def _has_chat_template(folder: Path) -> bool:

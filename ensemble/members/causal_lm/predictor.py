@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -100,10 +99,10 @@ class CausalMember(TextMember[CausalSpec]):
             texts = [prompt.whole(text) for text in texts]
         label_texts = [spec.label_tokens[label] for label in spec.labels]
         labels = list(zip(label_texts, self._label_ids, strict=True))
-        joined = 0
-        for text in texts:
-            if not all(follows(self._encode, text, label_text, ids) for label_text, ids in labels):
-                joined += 1
+        joined = sum(
+            not all(follows(self._encode, text, label_text, ids) for label_text, ids in labels)
+            for text in texts
+        )
         notes = []
         if spec.apply_chat_template and "strftime_now" in str(self._tokenizer.chat_template):
             notes.append(
@@ -176,22 +175,16 @@ class ChatPrompt(Prompt):
         text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return text
 
-    def _shorten(
-        self, texts: Sequence[Text], arrays: Sequence[Arrays], encodings: Sequence[Any] | None
-    ) -> list[Arrays]:
-        shorter = []
-        for index, inputs in enumerate(arrays):
-            tokens = len(inputs["input_ids"])
-            of_message = np.arange(tokens)
-            if encodings is not None:
-                chat, offsets = self.whole(str(texts[index])), np.array(encodings[index].offsets)
-                start, stop = len(self._before), len(chat) - len(self._behind)
-                of_message = np.flatnonzero((offsets[:, 0] >= start) & (offsets[:, 1] <= stop))
-            excess = tokens - self._max_length
-            is_left = self._tokenizer.truncation_side == "left"
-            dropped = of_message[:excess] if is_left else of_message[len(of_message) - excess :]
-            kept = np.delete(np.arange(tokens), dropped)
-            # Tokens that join message and template stay; if the message has too few tokens, the template is cut.
-            kept = kept[-self._max_length :] if is_left else kept[: self._max_length]
-            shorter.append({name: values[kept] for name, values in inputs.items()})
-        return shorter
+    def _shorten(self, text: Text, inputs: Arrays, encoding: Any) -> Arrays:
+        tokens = len(inputs["input_ids"])
+        of_message = np.arange(tokens)
+        if encoding is not None:
+            offsets, stop = np.array(encoding.offsets), len(self.whole(str(text))) - len(self._behind)
+            of_message = np.flatnonzero((offsets[:, 0] >= len(self._before)) & (offsets[:, 1] <= stop))
+        excess = tokens - self._max_length
+        is_left = self._tokenizer.truncation_side == "left"
+        dropped = of_message[:excess] if is_left else of_message[len(of_message) - excess :]
+        kept = np.delete(np.arange(tokens), dropped)
+        # Tokens that join message and template stay; if the message has too few tokens, the template is cut.
+        kept = kept[-self._max_length :] if is_left else kept[: self._max_length]
+        return {name: values[kept] for name, values in inputs.items()}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from pkgutil import resolve_name
@@ -24,11 +23,16 @@ class CheckpointChild:
         self._predictor = predictor
 
     def import_libraries(self) -> Mapping[str, str]:
-        with _no_collections():
-            import torch
-            import transformers
+        # Imports make a million objects, all of which stay: the garbage collector need not look through them.
+        was_enabled = gc.isenabled()
+        gc.disable()
+        import torch
+        import transformers
 
-            predictor = resolve_name(self._predictor)
+        predictor = resolve_name(self._predictor)
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
         packages = ("accelerate", "bitsandbytes", "pyarrow", "tokenizers")
         installed = [name for name in packages if find_spec(name) is not None]
         return {
@@ -46,19 +50,5 @@ class CheckpointChild:
         return made
 
 
-def child_of(predictor: str) -> CheckpointChild:
-    """Return the child side of the kind with this predictor, as ``predictor.load_child`` asks for it."""
-    return CheckpointChild(predictor)
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """Keep garbage collection off: imports make a million objects, all of which stay."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        if was_enabled:
-            gc.enable()
+# The child side of the kind with this predictor, as ``predictor.load_child`` asks for it.
+child_of = CheckpointChild

@@ -55,8 +55,7 @@ class ImageClassification(HuggingFaceMember[ImageClassifierSettings, ImageCheckp
         if not (folder / "config.json").is_file():
             return None
         config = read_config(folder / "config.json", f"{source}: its config.json")
-        architectures = config.get("architectures")
-        name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+        name = str((config.get("architectures") or [""])[0])
         if not name.endswith("ForImageClassification"):
             return None
         names = label_names(config, source)

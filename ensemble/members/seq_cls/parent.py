@@ -70,6 +70,5 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
 
 def _may_be_text_model(config: Mapping[str, Any]) -> bool:
     """Whether a checkpoint was not saved with a head for images, sound or video."""
-    architectures = config.get("architectures")
-    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    name = str((config.get("architectures") or [""])[0])
     return not name.endswith(("ForImageClassification", "ForAudioClassification", "ForVideoClassification"))

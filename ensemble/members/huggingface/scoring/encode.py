@@ -98,24 +98,20 @@ class Prompt:
                     texts[row] = self.render(rows[row])
                 except TemplateProblem as error:
                     problems[row] = f"prompt_template: {error}"
-            if texts and self._truncation is None:
-                block, lost = self._tokenize_cut(list(texts.values()))
-                numbers = list(texts)
-                cut |= {numbers[index]: tokens for index, tokens in lost.items()}
-            elif texts:
-                block, _ = self._tokenize(list(texts.values()))
-            else:
-                block = []
-            for row, inputs in zip(texts, block, strict=True):
-                arrays[row] = inputs
+            block, encodings = self._tokenize(list(texts.values())) if texts else ([], [])
+            for row, inputs, encoding in zip(texts, block, encodings, strict=True):
                 length = len(inputs["input_ids"])
-                if self._truncation is not None and length > self._max_length:
-                    try:
+                if length <= self._max_length:
+                    arrays[row] = inputs
+                    continue
+                try:
+                    if self._truncation is None:
+                        arrays[row] = self._shorten(texts[row], inputs, encoding)
+                    else:
                         arrays[row] = self._truncation.fit(rows[row], length)
-                        cut[row] = length - len(arrays[row]["input_ids"])
-                    except TemplateProblem as error:
-                        arrays[row] = {}
-                        problems[row] = str(error)
+                    cut[row] = length - len(arrays[row]["input_ids"])
+                except TemplateProblem as error:
+                    problems[row] = str(error)
             step()
         row_of_ids: dict[bytes, int] = {}
         first = np.arange(len(rows))
@@ -127,33 +123,18 @@ class Prompt:
 
     def encode_texts(self, texts: Sequence[Text]) -> Encoded:
         """Return token ids of texts, or of pairs if the member reads two columns."""
-        return _encoded(*self._tokenize_cut(texts), {}, None)
+        arrays = [
+            inputs if len(inputs["input_ids"]) <= self._max_length else self._shorten(text, inputs, encoding)
+            for text, inputs, encoding in zip(texts, *self._tokenize(texts), strict=True)
+        ]
+        return _encoded(arrays, {}, {}, None)
 
-    def _tokenize_cut(self, texts: Sequence[Text]) -> tuple[list[Arrays], dict[int, int]]:
-        """Return the inputs of each text, cut to ``max_length``, and how many tokens texts have lost."""
-        arrays, encodings = self._tokenize(texts)
-        lengths = [len(inputs["input_ids"]) for inputs in arrays]
-        too_long = [index for index, length in enumerate(lengths) if length > self._max_length]
-        if too_long:
-            shorter = self._shorten(
-                [texts[index] for index in too_long],
-                [arrays[index] for index in too_long],
-                [encodings[index] for index in too_long] if encodings is not None else None,
-            )
-            for index, inputs in zip(too_long, shorter, strict=True):
-                arrays[index] = inputs
-        return arrays, {index: lengths[index] - len(arrays[index]["input_ids"]) for index in too_long}
+    def _shorten(self, text: Text, inputs: Arrays, encoding: Any) -> Arrays:
+        """Return the inputs of a text that is too long, cut to ``max_length``, given its uncut inputs."""
+        return self._tokenize([text], is_cut=True)[0][0]
 
-    def _shorten(
-        self, texts: Sequence[Text], arrays: Sequence[Arrays], encodings: Sequence[Any] | None
-    ) -> list[Arrays]:
-        """Return the inputs of texts that are too long, cut to ``max_length``, given their uncut inputs."""
-        return self._tokenize(texts, is_cut=True)[0]
-
-    def _tokenize(
-        self, texts: Sequence[Text], is_cut: bool = False
-    ) -> tuple[list[Arrays], Sequence[Any] | None]:
-        """Return the inputs of each text, and the encodings of a fast tokenizer."""
+    def _tokenize(self, texts: Sequence[Text], is_cut: bool = False) -> tuple[list[Arrays], Sequence[Any]]:
+        """Return the inputs of each text, and its encoding by a fast tokenizer; None by others."""
         seconds: list[str] | None = None
         if self.is_pair:
             firsts = [text[0] for text in texts]
@@ -177,7 +158,7 @@ class Prompt:
             if not len(inputs["input_ids"]):
                 inputs = {name: np.array([self._lone_token if name == "input_ids" else 0]) for name in names}
             arrays.append(inputs)
-        return arrays, batch.encodings
+        return arrays, batch.encodings or [None] * len(texts)
 
 
 def _encoded(

@@ -47,7 +47,10 @@ def _failing_layer(error: BaseException, model: Any) -> str:
     names = {id(module): name for name, module in model.named_modules()}
     running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [module for module in running if names.get(id(module))]
-    return f"in {names[id(modules[-1])]} ({modules[-1]!r:.80}) " if modules else ""
+    if not modules:
+        return ""
+    shown = " ".join(repr(modules[-1]).split())[:80]
+    return f"in {names[id(modules[-1])]} ({shown}) "
 
 
 def _alternatives(spec: CheckpointSpec, model: Any, on_cpu: bool) -> Iterator[str]:
