@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -48,20 +46,6 @@ _TRAINED = {
 _ABOUT_ATTENTION = re.compile(
     "attention implementation|attn_implementation|flash_attn|flash ?attention|flex attention", re.IGNORECASE
 )
-
-
-def import_model_class(spec: CheckpointSpec) -> None:
-    """Import the module of the model's class, which needs no device; unless the checkpoint brings its own code."""
-    if spec.gguf_file is not None or spec.trust_remote_code:
-        return
-    # Some models import packages of kernels that look for the device at once, which a standby does not have yet.
-    if any(find_spec(name) for name in ("fla", "mamba_ssm")):
-        return
-    with contextlib.suppress(Exception):
-        config = AutoConfig.from_pretrained(
-            spec.model_name_or_path, revision=spec.revision or "main", trust_remote_code=False
-        )
-        getattr(transformers, spec.auto_class)._model_mapping[type(config)]
 
 
 def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str]) -> Any:

@@ -24,7 +24,6 @@ from ensemble.members.huggingface.loading.float32_retry import (
     why_not_float32,
 )
 from ensemble.members.huggingface.loading.load import Loaded, LoadedModel, load, max_length
-from ensemble.members.huggingface.loading.model import import_model_class
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.classifier import Classifier, probabilities
 from ensemble.members.huggingface.scoring.encode import Encoded, Prompt, Text
@@ -60,7 +59,6 @@ class CheckpointMember(Predictor, Generic[_C, _E]):
         self._encode_rows = encode
         self._starts_in_float32 = False
         self._sizes: BatchSizes
-        import_model_class(spec)
 
     def _values(self, logits: torch.Tensor) -> npt.NDArray[np.float64]:
         """Return probabilities by the config's labels, float64 [rows, labels], for the classifier's numbers."""
