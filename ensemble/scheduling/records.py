@@ -89,6 +89,6 @@ class NodeChange:
 
     node: str
     is_lost: bool
-    after_seconds: float
+    after_seconds: float = 0.0
     total_bytes: int = 0  # of its host's memory
     why: str = ""

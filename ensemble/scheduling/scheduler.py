@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 
 from ensemble.common.errors import MergeError
 from ensemble.common.protocol import (
@@ -130,15 +131,8 @@ class Scheduler:
         for text in changes.news:
             self._run.say(text)
         after = round(self._elapsed(), 3)
-        self.node_changes += [
-            NodeChange(host.node, is_lost=False, after_seconds=after, total_bytes=host.total_bytes)
-            for host in changes.joined_nodes
-        ]
-        self.node_changes += [
-            NodeChange(node, is_lost=True, after_seconds=after, why=why)
-            for node, why in changes.lost_nodes.items()
-        ]
-        if not changes.joined_nodes and not changes.lost_nodes:
+        self.node_changes += [replace(change, after_seconds=after) for change in changes.nodes]
+        if not changes.nodes:
             return
         joined = changes.joined
         if self._rules.devices is not None:

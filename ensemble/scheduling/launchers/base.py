@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ensemble.common.extensions import Registry
 from ensemble.common.files import HubFile
 from ensemble.common.gpus import Device, Inventory, Telemetry
 from ensemble.common.protocol import Command, Event, Start, WorkerSpec
+from ensemble.scheduling.records import NodeChange
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,14 @@ class Changes:
         joined: devices that can be used from now on.
         lost: the UUIDs of devices that cannot be used any more.
         hosts: how many machines have CPUs that workers can share.
-        joined_nodes: the CPUs of nodes that have joined.
-        lost_nodes: why nodes are lost, by name.
+        nodes: those that have joined or are lost.
         news: sentences for the user.
     """
 
     joined: tuple[Device, ...]
     lost: tuple[str, ...]
     hosts: int
-    joined_nodes: tuple[Device, ...] = ()
-    lost_nodes: Mapping[str, str] = field(default_factory=dict)
+    nodes: tuple[NodeChange, ...] = ()
     news: tuple[str, ...] = ()
 
 

@@ -28,7 +28,7 @@ from ensemble.common.gpus import Device, Inventory, Telemetry
 from ensemble.common.protocol import ChunkDone, Command, Event, Failed, ProtocolError, WorkerSpec
 from ensemble.common.python_process import python_environment
 from ensemble.common.text import gib
-from ensemble.scheduling.launchers.base import Exit, WorkerStart
+from ensemble.scheduling.launchers.base import Exit, Node, WorkerStart
 from ensemble.scheduling.launchers.local import LocalLauncher, LocalWorker
 from ensemble.scheduling.launchers.ray.copies import THREADS, Copy, Piece, copy_of, with_paths
 
@@ -49,21 +49,15 @@ class NodeFacts:
 
     Attributes:
         folder: everything that the run has there is in it.
-        versions: of Python and of ``SAME_PACKAGES``, by name.
         inventory: the devices that Ray has given to the agent.
         gpus_of_others: GPUs that Ray has given to others.
-        total_bytes, used_bytes: of the host's memory.
-        free_disk_bytes: where ``folder`` is; None: not known.
+        node: without name, GPUs and models.
     """
 
     folder: str
-    versions: Mapping[str, str]
     inventory: Inventory
     gpus_of_others: tuple[Device, ...]
-    cpus: int
-    total_bytes: int
-    used_bytes: int
-    free_disk_bytes: int | None
+    node: Node
 
 
 @dataclass
@@ -132,17 +126,17 @@ class Agent:
         threading.Thread(target=self._end_with_node, args=(os.getppid(),), daemon=True).start()
 
     def facts(self) -> NodeFacts:
-        total, available = host.total_memory_bytes() or 0, host.available_memory_bytes() or 0
-        return NodeFacts(
-            folder=str(self._folder),
-            versions=versions(),
-            inventory=self._inventory,
-            gpus_of_others=self._gpus_of_others,
+        node = Node(
+            name="",
+            gpus=(),
             cpus=len(os.sched_getaffinity(0)),
-            total_bytes=total,
-            used_bytes=max(0, total - available),
+            total_bytes=host.total_memory_bytes() or 0,
+            available_bytes=host.available_memory_bytes() or 0,
             free_disk_bytes=free_bytes(self._folder),
+            versions=versions(),
+            models={},
         )
+        return NodeFacts(str(self._folder), self._inventory, self._gpus_of_others, node)
 
     def trials(self, devices: Sequence[Device], imports: Sequence[str], flash_attention: bool) -> list[Trial]:
         """Try torch on these devices of the node."""

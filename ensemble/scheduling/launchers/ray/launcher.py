@@ -52,6 +52,7 @@ from ensemble.scheduling.launchers.ray.cluster import (
 from ensemble.scheduling.launchers.ray.copies import copies_of, files_of
 from ensemble.scheduling.launchers.ray.nodes import ClusterNode, RayWorker, in_short, version_problems
 from ensemble.scheduling.launchers.ray.supply import Supply, import_folders, paths_of
+from ensemble.scheduling.records import NodeChange
 
 # The type of each setting, and what users call it.
 _SETTINGS: dict[str, tuple[type, str]] = {
@@ -203,16 +204,11 @@ class RayLauncher(Launcher):
                 if member in hub_problems[node]:
                     models[member] = "missing"
                     problems.append(hub_problems[node][member])
-            facts = node.facts
-            gpus = (*facts.inventory.gpus, *facts.gpus_of_others)
-            report = Node(
+            gpus = (*node.facts.inventory.gpus, *node.facts.gpus_of_others)
+            report = replace(
+                node.facts.node,
                 name=node.name,
                 gpus=tuple(replace(gpu, node=node.name) for gpu in gpus),
-                cpus=facts.cpus,
-                total_bytes=facts.total_bytes,
-                available_bytes=facts.total_bytes - facts.used_bytes,
-                free_disk_bytes=facts.free_disk_bytes,
-                versions=facts.versions,
                 models=models,
                 problems=tuple(problems),
             )
@@ -440,7 +436,7 @@ class RayLauncher(Launcher):
             self._joining.start()
         lost, self._lost = self._lost, []
         joined_devices: list[Device] = []
-        joined_nodes: list[Device] = []
+        nodes = [NodeChange(node.name, is_lost=True, why=node.why_lost) for node in lost]
         while self._joined:
             node = self._joined.popleft()
             try:
@@ -450,16 +446,15 @@ class RayLauncher(Launcher):
                 continue
             self._news.append(f"{node.label} has joined the cluster, and takes part")
             self._nodes.append(node)
-            joined_nodes.append(node.cpu)
+            nodes.append(NodeChange(node.name, is_lost=False, total_bytes=node.facts.node.total_bytes))
         news = [self._news.popleft() for _ in range(len(self._news))]
-        if not lost and not joined_nodes and not news:
+        if not nodes and not news:
             return None
         return Changes(
             joined=tuple(joined_devices),
             lost=tuple(uuid for uuid, node in self._node_of.items() if node in lost),
             hosts=len(self._present_nodes()),
-            joined_nodes=tuple(joined_nodes),
-            lost_nodes={node.name: node.why_lost for node in lost},
+            nodes=tuple(nodes),
             news=tuple(news),
         )
 

@@ -49,7 +49,9 @@ class ClusterNode:
 
     @property
     def cpu(self) -> Device:
-        return Device("cpu", "CPU", None, self.facts.total_bytes, self.facts.used_bytes, self.name)
+        total_bytes = self.facts.node.total_bytes
+        used_bytes = max(0, total_bytes - self.facts.node.available_bytes)
+        return Device("cpu", "CPU", None, total_bytes, used_bytes, self.name)
 
     def call(self, group: str, name: str, *arguments: Any) -> Any:
         """Call a method of the agent in one of its threads, and return the reference of its result."""
@@ -116,7 +118,7 @@ def version_problems(nodes: Iterable[ClusterNode]) -> Iterator[str]:
     required = versions()
     for node in nodes:
         for name, version in required.items():
-            node_version = node.facts.versions.get(name)
+            node_version = node.facts.node.versions.get(name)
             if node_version is None or (name != "python" and node_version != version):
                 what = f"has {name} {node_version}" if node_version else f"has no {name}"
                 yield (

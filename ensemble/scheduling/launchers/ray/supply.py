@@ -106,7 +106,7 @@ class Supply:
                             receivers[path].append(node)
         for node in nodes:
             size = sum(copies[path].size for path, takers in receivers.items() if node in takers)
-            free = node.facts.free_disk_bytes
+            free = node.facts.node.free_disk_bytes
             if free is not None and size > free:
                 problems[node].append(
                     f"{node.label}: {gib(size)} of files are to go to {node.facts.folder}, where {gib(free)} are "
