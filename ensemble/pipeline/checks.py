@@ -1,20 +1,22 @@
-"""Checks of a config and of what it names; each is a function that yields sentences about problems."""
+"""Checks of a config and of what it names: functions that yield sentences, and what collects them."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from ensemble.common.errors import DataError
-from ensemble.common.files import unwritable_reason
+from ensemble.common.errors import ConfigError, DataError, EnsembleError
+from ensemble.common.files import unreadable, unwritable_reason
 from ensemble.common.host import usable_cpus
 from ensemble.common.packages import installed_versions
 from ensemble.common.text import gib, plural, quoted, similar_file
 from ensemble.config import LoadedConfig, RunConfig, TuningConfig
+from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.row_files import FileCells
 from ensemble.data.table import InputTable
 from ensemble.members.base import Inspection, MemberKind
@@ -28,8 +30,42 @@ from ensemble.planning.plan import Plan
 
 # The most by which the probabilities of a rule may miss a sum of 1.
 _SUM_TOLERANCE = 1e-6
-# By member name, in the config's order.
 Kinds: TypeAlias = Mapping[str, MemberKind[Any, Any]]
+
+
+class Problems:
+    """Collects errors of exit code 2, so that later checks still run."""
+
+    def __init__(self) -> None:
+        self._errors: list[EnsembleError] = []
+
+    @contextlib.contextmanager
+    def at(self, key: str = "") -> Iterator[None]:
+        """Collect the errors raised inside, prefixed with the key that they are about."""
+        try:
+            yield
+        except OSError as error:  # such as a name that is too long for the file system
+            text = unreadable(error.filename or key, error, "choose another place")
+            self._errors.append(ConfigError(f"{key}: {text}" if key and error.filename else text))
+        except TemplateProblem as error:
+            self._errors.append(ConfigError(f"{key}: {error}"))
+        except EnsembleError as error:
+            prefixed = [f"{key}: {problem}" if key else problem for problem in error.problems]
+            self._errors.append(type(error)(prefixed))
+
+    def add(self, sentences: Iterable[str], kind: type[EnsembleError] = ConfigError) -> None:
+        """Collect problems given as sentences."""
+        with self.at():
+            problems = list(sentences)
+            if problems:
+                raise kind(problems)
+
+    def raise_any(self) -> None:
+        """Raise the collected errors: a single one as it is, several as one ConfigError."""
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            raise ConfigError([problem for error in self._errors for problem in error.problems])
 
 
 def rule_key(loaded: LoadedConfig, number: int) -> str:
@@ -37,16 +73,8 @@ def rule_key(loaded: LoadedConfig, number: int) -> str:
     return loaded.document.where(("rules", number, "when"))
 
 
-def demand_a_label(
-    loaded: LoadedConfig, rules: RowRules, table: InputTable, inspected: Mapping[str, Inspection]
-) -> None:
-    """Check that no row has all of its exclusive labels masked.
-
-    Raises:
-        DataError: one has.
-    """
-    if not is_exclusive(inspected):
-        return
+def demand_a_label(loaded: LoadedConfig, rules: RowRules, table: InputTable) -> None:
+    """Raise a DataError if a row has all of its labels masked."""
     spans = block_spans(table.rows, len(loaded.config.labels))
     masked = np.concatenate([rules.without_labels(*span) for span in spans])
     if len(masked):
@@ -173,10 +201,7 @@ def place_problems(loaded: LoadedConfig, kinds: Kinds) -> Iterator[str]:
 
 
 def missing_files(table: InputTable, cells: FileCells) -> tuple[str, bool]:
-    """Return a sentence about files that a member's rows name and that are missing, and whether all are.
-
-    The sentence is empty if none is, and goes behind the member's key.
-    """
+    """Return a sentence about files that rows name and that are missing, if any, and whether all are."""
     looked = table.look_for_files(cells)
     if not looked.missing:
         return "", False

@@ -48,7 +48,6 @@ class RunState:
         works: by member name; empty before they are looked up.
         pool: None before workers can start.
         left_out: the failures of members that the others were merged without.
-        explanation: see ``RunReport``.
     """
 
     prepared: Prepared
@@ -66,7 +65,6 @@ class RunState:
     cascades: Cascades | None = None
 
     def report(self, status: Status) -> RunReport:
-        """Return the report; no text in it is a secret."""
         prepared, results = self.prepared, self.results
         tuned_on = prepared.config.tuned_on
         left_out = {failure.member for failure in self.left_out}
@@ -198,7 +196,6 @@ def _versions(members: Sequence[MemberState]) -> dict[str, str]:
 
 
 def worker_reports(state: MemberState) -> tuple[WorkerReport, ...]:
-    """Return what a member's workers did."""
     reports = []
     for worker in state.workers:
         ready, closed = worker.ready, worker.closed
@@ -231,7 +228,6 @@ def worker_reports(state: MemberState) -> tuple[WorkerReport, ...]:
 
 
 def speed_report(state: MemberState) -> SpeedReport:
-    """Return what has been measured of a member so far, for the next plan."""
     speed = state.speed
     return SpeedReport(speed.startup_seconds or None, speed.seconds_per_work or None, speed.cpu_share)
 
@@ -243,7 +239,6 @@ def _members_first(files: dict[str, Path], names: Sequence[str]) -> dict[str, st
 
 
 def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
-    """Return a member's report, without what its run knows of it."""
     plan, counters = state.plan, state.counters
     # The workers of a member that an earlier run completed are that run's.
     is_reused = work is not None and work.is_complete and not state.workers
