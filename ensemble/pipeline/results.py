@@ -252,8 +252,9 @@ class ResultWriter:
     def _merged_values(self, members: Sequence[MemberState], merged: list[MergedMember]) -> _Values:
         """Return the merged rows, [rows, labels], NaN where no member has them; ``merged`` takes the members."""
         table, config = self._prepared.table, self._config
-        all_values = np.full((table.rows, len(self._labels)), np.nan, order="F")
+        shape = table.rows, len(self._labels)
         if not members:
+            all_values = np.full(shape, np.nan, order="F")
             self._apply_rules(0, all_values)
             return all_values
         names = tuple(state.plan.name for state in members)
@@ -286,6 +287,7 @@ class ResultWriter:
                 if self.rows_of(name) is not None:
                     cascade_scoring = CascadeScoring(truth, self._prepared.activation, self._resamples)
                     without[number] = Without(merge_method(config.ensemble, facts), cascade_scoring)
+        all_values = np.empty(shape, order="F")
         for start, values in merge_blocks(method, open_members, table.ids, table.text_bytes, without, rules):
             all_values[start : start + len(values)] = values
         for number, ensemble in without.items():

@@ -107,7 +107,7 @@ def run_prepared(
     clock: Callable[[], float] = boot_seconds,
     owns_process: bool = True,
 ) -> RunReport:
-    """Run what has passed the checks, as :func:`run` does, and close its launcher; the run began at ``began``, by ``clock``."""
+    """Run what has passed the checks, as :func:`run` does, and close its launcher; it began at ``began``."""
     config, rundir = prepared.config, RunDir(prepared.config.output_dir)
     target = None if config.submission is None else config.submission.path
     try:
