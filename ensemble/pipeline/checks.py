@@ -8,19 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
-
-from ensemble.common.errors import ConfigError, DataError, EnsembleError
+from ensemble.common.errors import ConfigError, EnsembleError
 from ensemble.common.files import unreadable, unwritable_reason
 from ensemble.common.host import usable_cpus
 from ensemble.common.packages import installed_versions
-from ensemble.common.text import gib, plural, quoted, similar_file
+from ensemble.common.text import gib, plural
 from ensemble.config import LoadedConfig, RunConfig, TuningConfig
 from ensemble.data.json_cells import TemplateProblem
-from ensemble.data.row_files import FileCells
 from ensemble.data.table import InputTable
 from ensemble.members.base import Inspection, MemberKind
-from ensemble.merging.blocks import block_spans
 from ensemble.merging.methods import merge_method
 from ensemble.merging.methods.base import Members
 from ensemble.merging.rules import RowRules
@@ -71,19 +67,6 @@ class Problems:
 def rule_key(loaded: LoadedConfig, number: int) -> str:
     """Return the place of a rule's condition in the config."""
     return loaded.document.where(("rules", number, "when"))
-
-
-def demand_a_label(loaded: LoadedConfig, rules: RowRules, table: InputTable) -> None:
-    """Raise a DataError if a row has all of its labels masked."""
-    spans = block_spans(table.rows, len(loaded.config.labels))
-    masked = np.concatenate([rules.without_labels(*span) for span in spans])
-    if len(masked):
-        row = int(masked[0])
-        place = f"row {row + 1:,} (id {quoted(table.ids[row].as_py())})"
-        raise DataError(
-            f"{loaded.document.where(('rules',))}: together they mask every label of "
-            f"{plural(len(masked), 'row')}, the first is {place}; leave one"
-        )
 
 
 def rule_problems(loaded: LoadedConfig, inspected: Mapping[str, Inspection]) -> Iterator[str]:
@@ -198,21 +181,6 @@ def place_problems(loaded: LoadedConfig, kinds: Kinds) -> Iterator[str]:
             yield reason
     if target is not None and any(target.resolve().is_relative_to(path.resolve()) for path in inputs):
         yield f"submission.path: {target} would replace what the run reads; choose another name"
-
-
-def missing_files(table: InputTable, cells: FileCells) -> tuple[str, bool]:
-    """Return a sentence about files that rows name and that are missing, if any, and whether all are."""
-    looked = table.look_for_files(cells)
-    if not looked.missing:
-        return "", False
-    number, path = looked.missing[0]
-    place = f"row {number + 1:,} (id {quoted(table.ids[number].as_py())})"
-    what = f"its cell in {quoted(cells.column)} is empty" if path is None else f"no such file: {path}"
-    count = f"{cells.key}: {len(looked.missing):,} of {plural(looked.rows, 'file')} looked at are missing"
-    if len(looked.missing) < looked.rows:
-        return f"{count}, the first in {place}: {what}", False
-    what += similar_file(path) if path is not None else ""
-    return f"{count}; {place}: {what}; {cells.advice}", True
 
 
 def run_warnings(

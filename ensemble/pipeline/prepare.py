@@ -24,7 +24,7 @@ from ensemble.common.files import FileState, HubFile, file_state, folder_states
 from ensemble.common.gpus import Device, Inventory, inventory
 from ensemble.common.host import cpu_products
 from ensemble.common.packages import unsupported
-from ensemble.common.text import plural, quoted
+from ensemble.common.text import plural, quoted, similar_file
 from ensemble.config import LoadedConfig, RunConfig
 from ensemble.data.conditions import ConditionProblem, compile_condition, rows_that_meet
 from ensemble.data.row_files import FileCells
@@ -40,9 +40,7 @@ from ensemble.pipeline.cascade import expected_shares
 from ensemble.pipeline.checks import (
     Kinds,
     Problems,
-    demand_a_label,
     member_problems,
-    missing_files,
     place_problems,
     rule_key,
     rule_problems,
@@ -295,8 +293,16 @@ def _find_rule_rows(
     except ConditionProblem as problem:
         raise DataError(f"{rule_key(loaded, problem.condition)}: {problem}") from None
     rules = RowRules(loaded.config.rules or (), loaded.config.labels, rows)
-    if is_exclusive(inspected):
-        demand_a_label(loaded, rules, table)
+    if not is_exclusive(inspected):
+        return rules
+    spans = block_spans(table.rows, len(loaded.config.labels))
+    masked = np.concatenate([rules.without_labels(*span) for span in spans])
+    if len(masked):
+        row = int(masked[0])
+        raise DataError(
+            f"{loaded.document.where(('rules',))}: together they mask every label of {plural(len(masked), 'row')}, "
+            f"the first is row {row + 1:,} (id {quoted(table.ids[row].as_py())}); leave one"
+        )
     return rules
 
 
@@ -362,12 +368,22 @@ def _look_for_files(members: _Members, table: InputTable, problems: Problems) ->
     """Return warnings about files that rows name and that are missing; that all are is a problem."""
     warnings: list[str] = []
     for index, name in enumerate(members.kinds):
-        if name in members.files:
-            sentence, are_all = missing_files(table, members.files[name])
-            if are_all:
-                problems.add([f"models[{index}].{sentence}"], DataError)
-            elif sentence:
-                warnings.append(f"models[{index}].{sentence}")
+        if name not in members.files:
+            continue
+        cells = members.files[name]
+        looked = table.look_for_files(cells)
+        if not looked.missing:
+            continue
+        number, path = looked.missing[0]
+        place = f"row {number + 1:,} (id {quoted(table.ids[number].as_py())})"
+        what = f"its cell in {quoted(cells.column)} is empty" if path is None else f"no such file: {path}"
+        count = f"{len(looked.missing):,} of {plural(looked.rows, 'file')} looked at are missing"
+        text = f"models[{index}].{cells.key}: {count}"
+        if len(looked.missing) < looked.rows:
+            warnings.append(f"{text}, the first in {place}: {what}")
+        else:
+            similar = "" if path is None else similar_file(path)
+            problems.add([f"{text}; {place}: {what}{similar}; {cells.advice}"], DataError)
     return warnings
 
 
