@@ -153,10 +153,6 @@ class Sample:
             values[:, rest] = (np.maximum(1.0 - values.sum(axis=1), 0.0) / len(rest))[:, None]
         return values
 
-    def is_in_order(self, ids: pa.ChunkedArray) -> bool:
-        """Return whether the sample has the rows of ``ids``, shape (rows,), in the same order."""
-        return bool(self.ids.cast(ids.type).equals(ids))
-
     @property
     def label_numbers(self) -> tuple[int | None, ...]:
         """Return the index of the label of each column, None for the ids."""

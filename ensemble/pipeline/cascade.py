@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,6 @@ from ensemble.data.ids import ID_COLUMN
 from ensemble.data.predictions_csv import (
     PredictionFile,
     demand_as_written,
-    is_as_written,
     read_predictions,
 )
 from ensemble.members.base import Inspection
@@ -40,26 +38,15 @@ _Rows = npt.NDArray[np.bool_]
 _Values = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class _Selection:
-    """The rows that a member with ``when`` computes, bool [rows], and how unsure each row is, [rows]."""
-
-    rows: _Rows
-    doubt: _Values
-
-
 class Cascades:
-    """Selects the rows of the members with ``when``: once for each, when all members that decide have ended.
-
-    Args:
-        works: what is done of each member, by name.
-    """
+    """Selects the rows of the members with ``when``: once for each, when all members that decide have ended."""
 
     def __init__(self, prepared: Prepared, rundir: RunDir, works: Mapping[str, MemberWork]) -> None:
         self._prepared = prepared
         self._rundir = rundir
         self._works = works
-        self._selections: dict[str, _Selection] = {}
+        # The rows that a member computes, bool [rows], and how unsure each row is, [rows].
+        self._selections: dict[str, tuple[_Rows, _Values]] = {}
         self._left_out: set[str] = set()
         self._needs_worker = {member.name: member.needs_worker for member in prepared.plan.members}
         self._has_when = {model.name for model in prepared.config.models if model.when is not None}
@@ -74,10 +61,9 @@ class Cascades:
             return None
         if member not in self._selections:
             return np.zeros(self._prepared.table.rows, dtype=np.bool_)
-        return self._selections[member].rows
+        return self._selections[member][0]
 
     def is_selected(self, member: str) -> bool:
-        """Return whether the rows of a member with ``when`` are selected."""
         return member in self._selections
 
     def is_covered(self, member: str) -> bool:
@@ -85,21 +71,16 @@ class Cascades:
         if member not in self._selections:
             return False
         work = self._works[member]
-        is_selected = np.tile(self._selections[member].rows, len(work.parts))
+        is_selected = np.tile(self._selections[member][0], len(work.parts))
         return bool(work.has_rows[is_selected].all())
 
     def planned(self, plan: Plan, member: MemberPlan) -> MemberPlan:
         """Return a member with the chunks that are left to do of its selected rows."""
-        selection = self._selections[member.name]
-        member = with_rows(plan, member, selection.rows, selection.doubt)
+        member = with_rows(plan, member, *self._selections[member.name])
         return without_done(member, self._works[member.name].has_rows, is_timed=False)
 
     def end(self, member: str, is_left_out: bool = False) -> list[str]:
-        """Note that a member has ended, and return the members whose rows are selected by that.
-
-        Args:
-            is_left_out: the member has failed, and the run goes on without it.
-        """
+        """Note that a member has ended or failed, and return the members whose rows are selected by that."""
         if is_left_out:
             self._left_out.add(member)
         else:
@@ -123,7 +104,7 @@ class Cascades:
     def _is_decided(self, member: str) -> bool:
         return member in self._ended and (member not in self._has_when or member in self._selections)
 
-    def _selection_of(self, when: Mapping[str, float], deciders: Collection[str]) -> _Selection:
+    def _selection_of(self, when: Mapping[str, float], deciders: Collection[str]) -> tuple[_Rows, _Values]:
         ((rule, _),) = when.items()
         config, table = self._prepared.config, self._prepared.table
         models = [model for model in config.models if model.name in deciders]
@@ -140,7 +121,7 @@ class Cascades:
                     present &= rows
             mean = _calibrated_mean(config, models, activations, values, is_present, table.text_bytes)
         doubt = doubts(rule, mean, is_exclusive=all(activation == "softmax" for activation in activations))
-        return _Selection(select_rows(when, doubt), doubt)
+        return select_rows(when, doubt), doubt
 
 
 def expected_shares(
@@ -156,7 +137,6 @@ def expected_shares(
 
     Args:
         values: of members that need no worker, [rows, labels], NaN in rows that they lack.
-        ids: of the table's rows; None if it cannot be read.
         folder: the directory of a run, of these rows or of others, such as a labelled sample.
         place: what messages call the directory; empty: its path.
         is_named: the user has named the directory; otherwise predictions that are not by this config are left out.
@@ -166,38 +146,43 @@ def expected_shares(
     """
     place = place or f"in {shown_path(folder)}"
     files = _prediction_files(config, values, ids, folder, is_named)
-    shares: dict[str, ExpectedShare] = {}
-    for number, model in enumerate(config.models):
-        if model.when is None:
-            continue
-        before = [earlier for earlier in config.models[:number] if earlier.has_weight]
-        missing = [
-            earlier.name for earlier in before if earlier.name not in files or earlier.name not in inspected
-        ]
-        ((rule, limit),) = model.when.items()
-        if rule == "share":
-            shares[model.name] = ExpectedShare(limit, "as when says")
-        elif any(isinstance(earlier.weight, tuple) for earlier in before):
-            shares[model.name] = ExpectedShare(
-                1.0, "all are assumed: weights by length bin are not looked up"
-            )
-        elif missing:
-            why = f"all are assumed, as there are no predictions of {' and '.join(missing)} {place}"
-            shares[model.name] = ExpectedShare(1.0, why)
-        else:
-            rows = max((files[earlier.name].ids for earlier in before), key=len)
-            activations = [inspected[earlier.name].activation for earlier in before]
-            joined = []
-            for earlier in before:
-                member_values, _ = files[earlier.name].join(rows, may_lack=True, may_have_others=True)
-                joined.append(member_values.copy(order="F"))
-            is_present = np.array([~np.isnan(member_values).any(axis=1) for member_values in joined])
-            text_bytes = np.zeros(len(rows), dtype=np.int64)
-            mean = _calibrated_mean(config, before, activations, joined, is_present, text_bytes)
-            selected = select_rows(model.when, doubts(rule, mean, set(activations) == {"softmax"}))
-            why = f"by the predictions of {plural(len(rows), 'row')} {place}"
-            shares[model.name] = ExpectedShare(float(selected.mean()), why)
-    return shares
+    return {
+        model.name: _expected_share(config, model.when, config.models[:number], inspected, files, place)
+        for number, model in enumerate(config.models)
+        if model.when is not None
+    }
+
+
+def _expected_share(
+    config: RunConfig,
+    when: Mapping[str, float],
+    models: Sequence[MemberConfig],
+    inspected: Mapping[str, Inspection],
+    files: Mapping[str, PredictionFile],
+    place: str,
+) -> ExpectedShare:
+    """Estimate the share of a member with ``when`` by the predictions of the models before it."""
+    ((rule, limit),) = when.items()
+    if rule == "share":
+        return ExpectedShare(limit, "as when says")
+    models = [model for model in models if model.has_weight]
+    if any(isinstance(model.weight, tuple) for model in models):
+        return ExpectedShare(1.0, "all are assumed: weights by length bin are not looked up")
+    missing = [model.name for model in models if model.name not in files or model.name not in inspected]
+    if missing:
+        why = f"all are assumed, as there are no predictions of {' and '.join(missing)} {place}"
+        return ExpectedShare(1.0, why)
+    rows = max((files[model.name].ids for model in models), key=len)
+    values = []
+    for model in models:
+        member_values, _ = files[model.name].join(rows, may_lack=True, may_have_others=True)
+        values.append(member_values.copy(order="F"))
+    activations = [inspected[model.name].activation for model in models]
+    is_present = np.array([~np.isnan(member_values).any(axis=1) for member_values in values])
+    text_bytes = np.zeros(len(rows), dtype=np.int64)
+    mean = _calibrated_mean(config, models, activations, values, is_present, text_bytes)
+    selected = select_rows(when, doubts(rule, mean, set(activations) == {"softmax"}))
+    return ExpectedShare(float(selected.mean()), f"by the predictions of {plural(len(rows), 'row')} {place}")
 
 
 def _prediction_files(
@@ -207,52 +192,42 @@ def _prediction_files(
     folder: Path,
     is_named: bool,
 ) -> dict[str, PredictionFile]:
-    """Return the predictions of members in a run's directory, else those of ``values``, by name.
-
-    The arguments are those of ``expected_shares``.
-    """
+    """Return the predictions of the members that decide, in a run's directory, else those of ``values``."""
     rundir = RunDir(folder)
-    files: dict[str, PredictionFile] = {}
-    changed = _changed_deciders(config, folder, is_named)
-    for model in config.models:
-        path = rundir.predictions(model.name)
-        if model.name not in changed:
-            with contextlib.suppress(DataError):
-                file = read_predictions(path)
-                if file.labels == config.labels and len(file.ids):
-                    files[model.name] = file
-                    continue
-        if model.name in values and ids is not None:
-            files[model.name] = PredictionFile(path, ID_COLUMN, config.labels, ids, values[model.name])
-    return files
-
-
-def _changed_deciders(config: RunConfig, folder: Path, is_named: bool) -> Collection[str]:
-    """Return the members that a ``when`` goes by whose predictions in a run's directory are not by this config.
-
-    Raises:
-        DataError: there is such a member, and ``is_named``.
-    """
-    rundir = RunDir(folder)
-    names = {
+    deciders = {
         name
         for number, model in enumerate(config.models)
         if model.when is not None and "share" not in model.when
         for name in config.deciders(number)
-        if rundir.predictions(name).exists()
     }
-    if is_named:
-        for name in sorted(names):
-            demand_as_written(rundir.predictions(name))
+    existing = sorted(name for name in deciders if rundir.predictions(name).exists())
     changed: Mapping[str, Sequence[str]] = {}
-    with contextlib.nullcontext() if is_named else contextlib.suppress(EnsembleError):
-        changed = changed_members(config, names, folder) if names else {}
+    try:
+        for name in existing:
+            demand_as_written(rundir.predictions(name))
+        if existing:
+            changed = changed_members(config, existing, folder)
+    except EnsembleError:
+        if is_named:
+            raise
+        existing = []
     if changed and is_named:
         raise DataError(
             f"--predictions-from: {folder}: {changed_sentence(changed)}; run the config there with these settings "
             "first, or leave the option out"
         )
-    return {*changed, *(name for name in names if is_as_written(rundir.predictions(name)) is False)}
+    files: dict[str, PredictionFile] = {}
+    for name in deciders:
+        path = rundir.predictions(name)
+        if name in existing and name not in changed:
+            with contextlib.suppress(DataError):
+                file = read_predictions(path)
+                if file.labels == config.labels and len(file.ids):
+                    files[name] = file
+                    continue
+        if name in values and ids is not None:
+            files[name] = PredictionFile(path, ID_COLUMN, config.labels, ids, values[name])
+    return files
 
 
 def _calibrated_mean(
@@ -263,14 +238,9 @@ def _calibrated_mean(
     is_present: _Rows,
     text_bytes: npt.NDArray[np.int64],
 ) -> _Values:
-    """Return the weighted mean of members after calibration, [rows, labels].
+    """Return the weighted mean of members, [rows, labels], after calibration, which changes ``values``.
 
-    Args:
-        models: members with a weight.
-        activations: of these members.
-        values: [rows, labels] each, which calibration changes; NaN where ``is_present`` is False.
-        is_present: bool [members, rows].
-        text_bytes: of the rows, for weights by length bin.
+    These are NaN where ``is_present``, bool [members, rows], is False.
     """
     for model, activation, member_values in zip(models, activations, values, strict=True):
         calibrate = calibrator(model.calibration, activation, config.labels)

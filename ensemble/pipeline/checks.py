@@ -1,24 +1,22 @@
-"""Checks of a config and of what it names; each is a function that yields sentences about problems."""
+"""Checks of a config and of what it names: functions that yield sentences, and what collects them."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
-
-from ensemble.common.errors import DataError
-from ensemble.common.files import unwritable_reason
+from ensemble.common.errors import ConfigError, EnsembleError
+from ensemble.common.files import unreadable, unwritable_reason
 from ensemble.common.host import usable_cpus
 from ensemble.common.packages import installed_versions
-from ensemble.common.text import gib, plural, quoted, similar_file
+from ensemble.common.text import gib, plural
 from ensemble.config import LoadedConfig, RunConfig, TuningConfig
-from ensemble.data.row_files import FileCells
+from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.table import InputTable
 from ensemble.members.base import Inspection, MemberKind
-from ensemble.merging.blocks import block_spans
 from ensemble.merging.methods import merge_method
 from ensemble.merging.methods.base import Members
 from ensemble.merging.rules import RowRules
@@ -28,34 +26,47 @@ from ensemble.planning.plan import Plan
 
 # The most by which the probabilities of a rule may miss a sum of 1.
 _SUM_TOLERANCE = 1e-6
-# By member name, in the config's order.
 Kinds: TypeAlias = Mapping[str, MemberKind[Any, Any]]
+
+
+class Problems:
+    """Collects errors of exit code 2, so that later checks still run."""
+
+    def __init__(self) -> None:
+        self._errors: list[EnsembleError] = []
+
+    @contextlib.contextmanager
+    def at(self, key: str = "") -> Iterator[None]:
+        """Collect the errors raised inside, prefixed with the key that they are about."""
+        try:
+            yield
+        except OSError as error:  # such as a name that is too long for the file system
+            text = unreadable(error.filename or key, error, "choose another place")
+            self._errors.append(ConfigError(f"{key}: {text}" if key and error.filename else text))
+        except TemplateProblem as error:
+            self._errors.append(ConfigError(f"{key}: {error}"))
+        except EnsembleError as error:
+            prefixed = [f"{key}: {problem}" if key else problem for problem in error.problems]
+            self._errors.append(type(error)(prefixed))
+
+    def add(self, sentences: Iterable[str], kind: type[EnsembleError] = ConfigError) -> None:
+        """Collect problems given as sentences."""
+        with self.at():
+            problems = list(sentences)
+            if problems:
+                raise kind(problems)
+
+    def raise_any(self) -> None:
+        """Raise the collected errors: a single one as it is, several as one ConfigError."""
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            raise ConfigError([problem for error in self._errors for problem in error.problems])
 
 
 def rule_key(loaded: LoadedConfig, number: int) -> str:
     """Return the place of a rule's condition in the config."""
     return loaded.document.where(("rules", number, "when"))
-
-
-def demand_a_label(
-    loaded: LoadedConfig, rules: RowRules, table: InputTable, inspected: Mapping[str, Inspection]
-) -> None:
-    """Check that no row has all of its exclusive labels masked.
-
-    Raises:
-        DataError: one has.
-    """
-    if not is_exclusive(inspected):
-        return
-    spans = block_spans(table.rows, len(loaded.config.labels))
-    masked = np.concatenate([rules.without_labels(*span) for span in spans])
-    if len(masked):
-        row = int(masked[0])
-        place = f"row {row + 1:,} (id {quoted(table.ids[row].as_py())})"
-        raise DataError(
-            f"{loaded.document.where(('rules',))}: together they mask every label of "
-            f"{plural(len(masked), 'row')}, the first is {place}; leave one"
-        )
 
 
 def rule_problems(loaded: LoadedConfig, inspected: Mapping[str, Inspection]) -> Iterator[str]:
@@ -170,24 +181,6 @@ def place_problems(loaded: LoadedConfig, kinds: Kinds) -> Iterator[str]:
             yield reason
     if target is not None and any(target.resolve().is_relative_to(path.resolve()) for path in inputs):
         yield f"submission.path: {target} would replace what the run reads; choose another name"
-
-
-def missing_files(table: InputTable, cells: FileCells) -> tuple[str, bool]:
-    """Return a sentence about files that a member's rows name and that are missing, and whether all are.
-
-    The sentence is empty if none is, and goes behind the member's key.
-    """
-    looked = table.look_for_files(cells)
-    if not looked.missing:
-        return "", False
-    number, path = looked.missing[0]
-    place = f"row {number + 1:,} (id {quoted(table.ids[number].as_py())})"
-    what = f"its cell in {quoted(cells.column)} is empty" if path is None else f"no such file: {path}"
-    count = f"{cells.key}: {len(looked.missing):,} of {plural(looked.rows, 'file')} looked at are missing"
-    if len(looked.missing) < looked.rows:
-        return f"{count}, the first in {place}: {what}", False
-    what += similar_file(path) if path is not None else ""
-    return f"{count}; {place}: {what}; {cells.advice}", True
 
 
 def run_warnings(

@@ -9,12 +9,7 @@ from ensemble.scheduling.records import Failure
 
 
 def raise_unless_complete(report: RunReport) -> None:
-    """Raise an error if a run has merged nothing, or not all.
-
-    Raises:
-        MembersFailed: members failed that nothing may be merged without.
-        TimeLimitReached: the time was over before the run had computed every row.
-    """
+    """Raise ``MembersFailed`` if a run has merged nothing, or ``TimeLimitReached`` if not all."""
     if report.status == "time_limit":
         members = ", ".join(_reached_text(report, member) for member in report.members)
         filled = report.filled_rows

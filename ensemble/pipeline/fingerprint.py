@@ -33,7 +33,6 @@ class Fingerprint:
     Devices, replicas, chunks, batches and the member's name are in none of them.
 
     Attributes:
-        settings: the kind, the keys that change numbers, and the columns of the member's CSV.
         content: the member's files, by what they are, such as "weights" and "tokenizer".
         rows: the ids, the columns that the member reads, and the files that these name.
     """
@@ -77,9 +76,6 @@ def member_fingerprint(
 
     With ``hash_weights`` every byte of the weights counts; switching it on or off counts as a change.
 
-    Args:
-        files: digests of files, which members that share files can share.
-
     Raises:
         CheckpointError: a file that the member is made of cannot be read.
     """
@@ -94,12 +90,9 @@ def member_fingerprint(
 def view_fingerprints(
     prepared: Prepared, member: MemberPlan, content: Mapping[str, str]
 ) -> list[Fingerprint]:
-    """Return the fingerprint of a member's work in each of its views.
+    """Return the fingerprint of a member's work in each of its views; ``content`` is the same in all of them.
 
     That of a view that changes nothing equals that of the member without views.
-
-    Args:
-        content: of the member's own fingerprint.
     """
     fingerprints = []
     for view, columns in zip(member.model.counted_views, prepared.view_columns[member.name], strict=True):
@@ -118,11 +111,7 @@ def file_cells(prepared: Prepared, member: str, view: ViewConfig) -> FileCells |
 def mean_fingerprint(
     member: MemberPlan, views: Sequence[Fingerprint], without_views: Fingerprint
 ) -> Fingerprint:
-    """Return the fingerprint of the mean over a member's views.
-
-    Args:
-        without_views: the member's fingerprint if it had no views.
-    """
+    """Return the fingerprint of the mean over a member's views, from theirs and the member's own."""
     weights = [view.weight for view in member.model.counted_views]
     parts = [[view.settings, view.rows, weight] for view, weight in zip(views, weights, strict=True)]
     settings = digest_of({"mean of views": parts})

@@ -12,7 +12,7 @@ from ensemble.data.table import InputTable
 from ensemble.data.template import PromptTemplate, compile_template
 from ensemble.members.base import MemberKind
 from ensemble.members.registry import member_kind
-from ensemble.pipeline.problems import Problems
+from ensemble.pipeline.checks import Problems
 
 _RENDERED_ROWS = 5
 
@@ -48,12 +48,10 @@ class MemberView:
 
     @property
     def text_columns(self) -> tuple[str, ...]:
-        """The columns of the table that are text without a template."""
         return self.table_columns if self.template is None and not self.any_type else ()
 
     @property
     def json_columns(self) -> tuple[str, ...]:
-        """The columns of the table that the template parses."""
         parsed = () if self.template is None else self.template.json_columns
         return tuple(self.swap.get(name, name) for name in parsed)
 
@@ -69,11 +67,7 @@ class MemberView:
 
 
 def member_views(kinds: Mapping[str, MemberKind[Any, Any]], problems: Problems) -> Iterator[MemberView]:
-    """Yield the views of all members; one with a problem is left out, and the problem is collected.
-
-    Args:
-        kinds: by member name, in the config's order.
-    """
+    """Yield the views of all members, by name; one with a problem is left out, and the problem is collected."""
     for index, (name, kind) in enumerate(kinds.items()):
         model, key = kind.settings, f"models[{index}]"
         if not model.counted_views:
@@ -94,7 +88,6 @@ def _view(
     template_key: str,
     problems: Problems,
 ) -> Iterator[MemberView]:
-    """Yield the view, unless there is a problem with it."""
     reads = kind.reads()
     columns = reads.columns
     template: PromptTemplate | None = None
@@ -121,10 +114,7 @@ def _view(
 
 
 def first_texts(views: Iterable[MemberView], table: InputTable, problems: Problems) -> dict[str, str]:
-    """Return the first row as each template renders it, by the view's title.
-
-    A few rows are tried, and their problems collected.
-    """
+    """Return the first row as each template renders it, by the view's title; collect problems of a few rows."""
     texts: dict[str, str] = {}
     for view in views:
         types = table.types(view.swap) if view.swap else {}

@@ -34,11 +34,7 @@ def path_of(file: str | os.PathLike[str]) -> Path:
 
 
 def named_files(files: Sequence[str | os.PathLike[str]]) -> dict[str, Path]:
-    """Return the files by their members' names: the text before ``=``, else the file name without its ending.
-
-    Raises:
-        ConfigError: there is no file, or a name occurs twice, or no member can have it.
-    """
+    """Return the files by their members' names: the text before ``=``, else the file name without its ending."""
     if not files:
         raise ConfigError("no predictions; name one CSV or more")
     paths: dict[str, Path] = {}
@@ -112,13 +108,11 @@ def file_columns(
     if not labels:
         raise DataError(f"{paths[first]}: has no column beside its ids; a column per label is needed")
     for name, file_labels in labels_by_name.items():
-        only_first = [label for label in labels if label not in file_labels]
-        only_here = [label for label in file_labels if label not in labels]
         differences = []
-        if only_first:
-            differences.append(f"only {paths[first]} has {listed(only_first)}")
-        if only_here:
-            differences.append(f"only {paths[name]} has {listed(only_here)}")
+        for file, ours, others in ((first, labels, file_labels), (name, file_labels, labels)):
+            missing = [label for label in ours if label not in others]
+            if missing:
+                differences.append(f"only {paths[file]} has {listed(missing)}")
         if differences:
             shared = [label for label in labels if label in file_labels]
             advice = "rename or remove them, or map them by columns in a config (task_type: csv)"

@@ -24,7 +24,7 @@ from ensemble.common.files import FileState, HubFile, file_state, folder_states
 from ensemble.common.gpus import Device, Inventory, inventory
 from ensemble.common.host import cpu_products
 from ensemble.common.packages import unsupported
-from ensemble.common.text import plural, quoted
+from ensemble.common.text import plural, quoted, similar_file
 from ensemble.config import LoadedConfig, RunConfig
 from ensemble.data.conditions import ConditionProblem, compile_condition, rows_that_meet
 from ensemble.data.row_files import FileCells
@@ -39,9 +39,8 @@ from ensemble.merging.rules import RowRules
 from ensemble.pipeline.cascade import expected_shares
 from ensemble.pipeline.checks import (
     Kinds,
-    demand_a_label,
+    Problems,
     member_problems,
-    missing_files,
     place_problems,
     rule_key,
     rule_problems,
@@ -49,8 +48,7 @@ from ensemble.pipeline.checks import (
     worker_warnings,
 )
 from ensemble.pipeline.member_views import MemberView, first_texts, member_views
-from ensemble.pipeline.prepared import Prepared, merged_activation
-from ensemble.pipeline.problems import Problems
+from ensemble.pipeline.prepared import Prepared, is_exclusive, merged_activation
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport, measured_speeds
 from ensemble.planning.cascade import ExpectedShare
@@ -64,15 +62,7 @@ _Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Members:
-    """The config's members, as far as they could be inspected.
-
-    Attributes:
-        kinds: by member name, in the config's order.
-        columns: of the table, that each member reads in any of its views, by name.
-        files: the column that names files, by name of the members that read files.
-        file_states: of the members' files, by path, from before anything was read of them.
-        inspected: by member name.
-    """
+    """The config's members by name, as far as they could be inspected; see ``Prepared``."""
 
     kinds: Kinds
     views: tuple[MemberView, ...]
@@ -81,50 +71,17 @@ class _Members:
     file_states: dict[str, FileState]
     inspected: dict[str, Inspection]
 
-    @property
-    def need_workers(self) -> bool:
-        return any(kind.needs_worker for kind in self.kinds.values())
-
-    @property
-    def view_columns(self) -> dict[str, tuple[tuple[str, ...], ...]]:
-        """The columns of each view of each member."""
-        return {
-            name: tuple(view.table_columns for view in self.views if view.member == name)
-            for name in self.kinds
-        }
-
 
 @dataclass(frozen=True)
 class _Input:
-    """The table, as far as it could be read.
-
-    Attributes:
-        state: of the table's file.
-        table: None if it could not be read.
-        rules: of the config, with the rows that they are for.
-        previews: the first row as each template renders it.
-    """
+    """The table, as far as it could be read; see ``Prepared``."""
 
     needs: TableNeeds
     state: FileState | None
     table: InputTable | None
+    sample: Sample | None
     rules: RowRules | None = None
-    sample: Sample | None = None
     previews: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Devices:
-    """What the run may compute on.
-
-    Attributes:
-        gpus: of the inventory, that the config names.
-        are_known: False if asking for them failed, so that nothing can be planned.
-    """
-
-    inventory: Inventory
-    gpus: tuple[Device, ...]
-    are_known: bool
 
 
 def prepare(
@@ -148,14 +105,12 @@ def prepare(
     launcher: Launcher | None = None
     with problems.at(loaded.document.where(("launcher",))):
         launcher = make_launcher(loaded.config.launcher, loaded.config.hang_timeout)
-    try:
+    with contextlib.ExitStack() as on_error:
+        if launcher is not None:
+            on_error.callback(launcher.close)
         prepared = _prepare(loaded, must_fit, predictions_in, launcher, problems)
-    except BaseException:
-        is_for_run = False
-        raise
-    finally:
-        if launcher is not None and not is_for_run:
-            launcher.close()
+        if is_for_run:
+            on_error.pop_all()
     return prepared
 
 
@@ -173,40 +128,39 @@ def _prepare(
     problems.add(unsupported((), needed_packages(config, members.inspected)))
     problems.add(place_problems(loaded, members.kinds))
     source = _read_input(loaded, members, problems)
-    devices = _find_devices(config, members, launcher, problems)
-    values, warnings = _read_predictions(config, members, source.table, outputs, problems)
-    warnings += _look_for_files(members, source.table, problems)
-    problems.add(member_problems(config, members.kinds, members.inspected, bool(devices.gpus)))
+    devices, gpus = _find_devices(config, members.kinds, launcher, problems)
+    values: dict[str, _Values] = {}
+    warnings: list[str] = []
+    if source.table is not None:
+        values, warnings = _read_predictions(config, members, source.table, outputs, problems)
+        warnings += _look_for_files(members, source.table, problems)
+    problems.add(member_problems(config, members.kinds, members.inspected, bool(gpus)))
     problems.add(rule_problems(loaded, members.inspected))
     shares: dict[str, ExpectedShare] = {}
     with problems.at():
-        shares = _expected_shares(config, members, values, source.table, predictions_in)
+        ids = None if source.table is None else source.table.ids
+        folder, is_named = predictions_in or config.output_dir, predictions_in is not None
+        shares = expected_shares(config, members.inspected, values, ids, folder, is_named=is_named)
     plan: Plan | None = None
-    if devices.are_known:
+    nodes: tuple[Node, ...] = ()
+    if devices is not None:
         with problems.at():
-            plan = _plan(
-                config,
-                members.kinds,
-                members.inspected,
-                members.columns,
-                source.table,
-                devices.gpus,
-                shares,
-                devices.inventory.hosts,
-                launcher,
-            )
+            facts = _member_facts(config, members.inspected, members.columns, source.table, shares)
+            plan = _plan(config, facts, gpus, devices.hosts, launcher)
             if must_fit or source.table is None:
                 problems.add(plan.problems, DeviceError)
-    nodes: tuple[Node, ...] = ()
-    if launcher is not None and devices.inventory.hosts:
-        with problems.at():
-            nodes = launcher.nodes(node_sources(config), hub_files(config, members.inspected))
-            if must_fit:
-                problems.add((text for node in nodes for text in node.problems), CheckpointError)
+        if launcher is not None and devices.hosts:
+            with problems.at():
+                nodes = launcher.nodes(node_sources(config), hub_files(config, members.inspected))
+                if must_fit:
+                    problems.add((text for node in nodes for text in node.problems), CheckpointError)
     problems.raise_any()
     assert source.table is not None
+    assert devices is not None
     assert plan is not None
     assert launcher is not None
+    # The names of the GPUs, else of the hosts, else of this machine's CPU.
+    names = [device.name for device in gpus or devices.hosts] or [cpu_products()]
     return Prepared(
         loaded=loaded,
         table=source.table,
@@ -214,14 +168,14 @@ def _prepare(
         columns=members.columns,
         plan=plan,
         launcher=launcher,
-        inventory=devices.inventory,
+        inventory=devices,
         sample=source.sample,
         warnings=(
-            *devices.inventory.warnings,
+            *devices.warnings,
             *_member_warnings(members),
             *warnings,
             *worker_warnings(plan),
-            *run_warnings(loaded, members.inspected, source.table, source.rules, _device_names(devices)),
+            *run_warnings(loaded, members.inspected, source.table, source.rules, names),
         ),
         previews=source.previews,
         file_states=members.file_states,
@@ -229,7 +183,10 @@ def _prepare(
         needs=source.needs,
         shares=shares,
         rules=source.rules,
-        view_columns=members.view_columns,
+        view_columns={
+            name: tuple(view.table_columns for view in members.views if view.member == name)
+            for name in members.kinds
+        },
         files=members.files,
         nodes=nodes,
     )
@@ -252,14 +209,7 @@ def _inspect_members(config: RunConfig, outputs: OutputColumns, problems: Proble
     for index, (name, kind) in enumerate(kinds.items()):
         with problems.at(f"models[{index}] ({name})"):
             inspected[name] = kind.inspect(outputs)
-    return _Members(
-        kinds=kinds,
-        views=views,
-        columns=columns,
-        files=files,
-        file_states=file_states,
-        inspected=inspected,
-    )
+    return _Members(kinds, views, columns, files, file_states, inspected)
 
 
 def _read_input(loaded: LoadedConfig, members: _Members, problems: Problems) -> _Input:
@@ -273,19 +223,20 @@ def _read_input(loaded: LoadedConfig, members: _Members, problems: Problems) -> 
     state = file_state(config.data.path)
     table: InputTable | None = None
     with problems.at():
-        parsed = (name for condition in conditions.values() for name in condition.json_columns)
-        read_by_rules = {
-            name: rule_key(loaded, number) for number, rule in conditions.items() for name in rule.columns
-        }
+        parsed = chain.from_iterable(condition.json_columns for condition in conditions.values())
         needs_with_rules = replace(
-            needs, also=read_by_rules, json_columns=tuple(dict.fromkeys((*needs.json_columns, *parsed)))
+            needs,
+            also={
+                name: rule_key(loaded, number) for number, rule in conditions.items() for name in rule.columns
+            },
+            json_columns=tuple(dict.fromkeys((*needs.json_columns, *parsed))),
         )
         table = read_table(config.data.path, needs_with_rules)
         if file_state(config.data.path) != state:  # it is read in several passes
             raise DataError(f"{config.data.path}: changed while it was read; start again when it is complete")
     sample = _read_sample(config, table, problems)
     if table is None:
-        return _Input(needs, state, None, sample=sample)
+        return _Input(needs, state, None, sample)
     previews = first_texts(members.views, table, problems)
     rules: RowRules | None = None
     if conditions and len(conditions) == len(config.rules or ()):
@@ -293,11 +244,10 @@ def _read_input(loaded: LoadedConfig, members: _Members, problems: Problems) -> 
             rules = _find_rule_rows(loaded, table, conditions, members.inspected)
     if conditions:
         table = table.only(needs.columns)
-    return _Input(needs, state, table, rules, sample, previews)
+    return _Input(needs, state, table, sample, rules, previews)
 
 
 def _table_needs(config: RunConfig, members: _Members) -> TableNeeds:
-    """Return what members read of the table."""
     views = members.views
     return TableNeeds(
         id_column=config.data.id_column,
@@ -317,19 +267,18 @@ def _table_needs(config: RunConfig, members: _Members) -> TableNeeds:
 def _read_sample(config: RunConfig, table: InputTable | None, problems: Problems) -> Sample | None:
     """Read the submission's sample, and compare it with the table's ids."""
     submission = config.submission
+    sample: Sample | None = None
     if submission is None:
         return None
     with problems.at("submission"):
         sample = read_sample(submission.sample, config.data.id_column, config.labels, submission.columns)
-        if table is None:
-            return sample
-        texts = sample.problems(table.ids, config.limit is not None)
-        if not texts and config.fill == "sample" and config.time_limit is not None:
-            texts = sample.value_problems()
-        if texts:
-            raise DataError(texts)
-        return sample
-    return None
+        if table is not None:
+            texts = sample.problems(table.ids, config.limit is not None)
+            if not texts and config.fill == "sample" and config.time_limit is not None:
+                texts = sample.value_problems()
+            if texts:
+                raise DataError(texts)
+    return sample
 
 
 def _find_rule_rows(
@@ -338,48 +287,45 @@ def _find_rule_rows(
     conditions: Mapping[int, PromptTemplate],
     inspected: Mapping[str, Inspection],
 ) -> RowRules:
-    """Return the rules with the rows that they are for.
-
-    Raises:
-        DataError: a condition fails for a row, or no label is left for one.
-    """
+    """Return the rules with the rows that they are for, if each row keeps a label."""
     try:
         rows = rows_that_meet(table, list(conditions.values()))
     except ConditionProblem as problem:
         raise DataError(f"{rule_key(loaded, problem.condition)}: {problem}") from None
     rules = RowRules(loaded.config.rules or (), loaded.config.labels, rows)
-    demand_a_label(loaded, rules, table, inspected)
+    if not is_exclusive(inspected):
+        return rules
+    spans = block_spans(table.rows, len(loaded.config.labels))
+    masked = np.concatenate([rules.without_labels(*span) for span in spans])
+    if len(masked):
+        row = int(masked[0])
+        raise DataError(
+            f"{loaded.document.where(('rules',))}: together they mask every label of {plural(len(masked), 'row')}, "
+            f"the first is row {row + 1:,} (id {quoted(table.ids[row].as_py())}); leave one"
+        )
     return rules
 
 
 def _find_devices(
-    config: RunConfig, members: _Members, launcher: Launcher | None, problems: Problems
-) -> _Devices:
-    """Ask for the devices; nobody asks for GPUs if there are no workers."""
+    config: RunConfig, kinds: Kinds, launcher: Launcher | None, problems: Problems
+) -> tuple[Inventory | None, tuple[Device, ...]]:
+    """Return the devices, None if they are not known, so that nothing can be planned, and the GPUs to use."""
     may_use = may_use_gpus(config)
-    is_cluster = config.launcher != "local" and members.need_workers
+    is_cluster = config.launcher != "local" and any(kind.needs_worker for kind in kinds.values())
+    no_devices = Inventory((), "", None, ())
     if not may_use and not is_cluster:
-        return _Devices(Inventory((), "", None, ()), (), are_known=True)
+        return no_devices, ()
     with problems.at():
         machine = inventory() if launcher is None else launcher.inventory()
         if machine.mask_problem and any(may_use):
             raise DeviceError(machine.mask_problem)
-        return _Devices(machine, chosen_devices(machine.gpus, config.devices), are_known=True)
+        return machine, chosen_devices(machine.gpus, config.devices)
     # On one machine the CPU is left to plan for.
-    return _Devices(Inventory((), "", None, ()), (), are_known=not is_cluster)
-
-
-def _device_names(devices: _Devices) -> list[str]:
-    """Return the names of the GPUs, else of the hosts, else of this machine's CPU."""
-    return [device.name for device in devices.gpus or devices.inventory.hosts] or [cpu_products()]
+    return None if is_cluster else no_devices, ()
 
 
 def _read_predictions(
-    config: RunConfig,
-    members: _Members,
-    table: InputTable | None,
-    outputs: OutputColumns,
-    problems: Problems,
+    config: RunConfig, members: _Members, table: InputTable, outputs: OutputColumns, problems: Problems
 ) -> tuple[dict[str, _Values], list[str]]:
     """Read the predictions of members that need no worker.
 
@@ -391,8 +337,6 @@ def _read_predictions(
     values: dict[str, _Values] = {}
     warnings: list[str] = []
     present: list[npt.NDArray[np.bool_]] = []
-    if table is None:
-        return values, warnings
     for index, (name, kind) in enumerate(members.kinds.items()):
         if kind.needs_worker or name not in members.inspected:
             continue
@@ -420,48 +364,34 @@ def _read_predictions(
     return values, warnings
 
 
-def _look_for_files(members: _Members, table: InputTable | None, problems: Problems) -> list[str]:
+def _look_for_files(members: _Members, table: InputTable, problems: Problems) -> list[str]:
     """Return warnings about files that rows name and that are missing; that all are is a problem."""
     warnings: list[str] = []
-    if table is None:
-        return warnings
     for index, name in enumerate(members.kinds):
         if name not in members.files:
             continue
-        sentence, are_all = missing_files(table, members.files[name])
-        if sentence and are_all:
-            problems.add([f"models[{index}].{sentence}"], DataError)
-        elif sentence:
-            warnings.append(f"models[{index}].{sentence}")
+        cells = members.files[name]
+        looked = table.look_for_files(cells)
+        if not looked.missing:
+            continue
+        number, path = looked.missing[0]
+        place = f"row {number + 1:,} (id {quoted(table.ids[number].as_py())})"
+        what = f"its cell in {quoted(cells.column)} is empty" if path is None else f"no such file: {path}"
+        count = f"{len(looked.missing):,} of {plural(looked.rows, 'file')} looked at are missing"
+        text = f"models[{index}].{cells.key}: {count}"
+        if len(looked.missing) < looked.rows:
+            warnings.append(f"{text}, the first in {place}: {what}")
+        else:
+            similar = "" if path is None else similar_file(path)
+            problems.add([f"{text}; {place}: {what}{similar}; {cells.advice}"], DataError)
     return warnings
 
 
 def _member_warnings(members: _Members) -> list[str]:
-    """Return the warnings of members' inspections, then those of their kinds."""
     warnings = [text for inspection in members.inspected.values() for text in inspection.warnings]
     for index, (name, kind) in enumerate(members.kinds.items()):
         warnings += [f"models[{index}].{text}" for text in kind.warnings(members.inspected[name])]
     return warnings
-
-
-def _expected_shares(
-    config: RunConfig,
-    members: _Members,
-    values: Mapping[str, _Values],
-    table: InputTable | None,
-    predictions_in: Path | None,
-) -> dict[str, ExpectedShare]:
-    """Return what share of the rows members with ``when`` are expected to compute."""
-    if all(model.when is None for model in config.models):
-        return {}
-    return expected_shares(
-        config,
-        members.inspected,
-        values,
-        None if table is None else table.ids,
-        predictions_in or config.output_dir,
-        is_named=predictions_in is not None,
-    )
 
 
 def _file_states(kinds: Iterable[MemberKind[Any, Any]]) -> dict[str, FileState]:
@@ -493,28 +423,16 @@ def hub_files(config: RunConfig, inspected: Mapping[str, Any]) -> dict[str, tupl
 
 
 def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Prepared:
-    """Return the same run with other rows, without submission and rules; checkpoints and devices stay.
+    """Return the same run with other rows of the same columns, without submission and rules.
 
     Args:
         loaded: may lack members of ``prepared``, and differ from it in what changes neither members nor devices.
-        table: has the same columns.
 
     Raises:
         EnsembleError: a member fits on no device with these rows.
     """
-    config = loaded.config
-    kinds = {model.name: member_kind(model) for model in config.models}
-    plan = _plan(
-        config,
-        kinds,
-        prepared.inspected,
-        prepared.columns,
-        table,
-        prepared.plan.gpus,
-        prepared.shares,
-        prepared.inventory.hosts,
-        prepared.launcher,
-    )
+    facts = _member_facts(loaded.config, prepared.inspected, prepared.columns, table, prepared.shares)
+    plan = _plan(loaded.config, facts, prepared.plan.gpus, prepared.inventory.hosts, prepared.launcher)
     if plan.problems:
         raise DeviceError(plan.problems)
     return replace(prepared, loaded=loaded, table=table, plan=plan, sample=None, previews={}, rules=None)
@@ -523,11 +441,7 @@ def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Pre
 def given_predictions(
     kind: MemberKind[Any, Any], inspected: Inspection, table: InputTable, columns: OutputColumns
 ) -> ExternalPredictions:
-    """Return the predictions of a member that needs no worker, once they are checked.
-
-    Raises:
-        DataError: they cannot be read, or are no probabilities.
-    """
+    """Return the predictions of a member that needs no worker; a DataError says that they are no probabilities."""
     predictions = kind.predictions(table.ids, columns)
     source, may_lack = " and ".join(kind.sources()), kind.may_lack_rows
     check = RowCheck(source, inspected.activation, table.ids, may_lack, kind.rows_advice)
@@ -541,11 +455,7 @@ def given_predictions(
 
 
 def needed_packages(config: RunConfig, inspected: Mapping[str, Inspection]) -> dict[str, str]:
-    """Return the packages of extras that the config needs, and the first key that needs each.
-
-    Args:
-        inspected: by member name, as far as members could be inspected.
-    """
+    """Return the packages of extras that the config needs, and the first key that needs each."""
     needed: dict[str, str] = {}
     for index, model in enumerate(config.models):
         for package, key in member_kind(model).packages(inspected.get(model.name)):
@@ -559,36 +469,29 @@ def may_use_gpus(config: RunConfig) -> list[bool]:
     return [kind.request().num_gpus != 0 for kind in kinds if kind.needs_worker]
 
 
-def _plan(
+def _member_facts(
     config: RunConfig,
-    kinds: Kinds,
     inspected: Mapping[str, Inspection],
     columns: Mapping[str, tuple[str, ...]],
     table: InputTable | None,
-    gpus: tuple[Device, ...],
     shares: Mapping[str, ExpectedShare],
-    hosts: tuple[Device, ...],
-    launcher: Launcher | None,
-) -> Plan:
-    """Return the plan; without the table, it is about devices only.
-
-    Raises:
-        EnsembleError: a file of a member is broken.
-    """
+) -> dict[str, MemberFacts]:
+    """Return what the planner must know of each member; without the table, it plans devices only."""
 
     @cache
     def text_lengths(names: tuple[str, ...]) -> npt.NDArray[np.int64]:
         return np.zeros(1, dtype=np.int64) if table is None else table.text_lengths(names)
 
     facts = {}
-    for name, kind in kinds.items():
+    for model in config.models:
+        name, kind = model.name, member_kind(model)
         lengths, memory, expected_share = text_lengths(columns[name]), None, 1.0
         row_bytes = kind.reads().row_bytes
         if row_bytes is not None:
             lengths = np.full(len(lengths), row_bytes, dtype=np.int64)
         if table is not None and name in inspected:
             memory = kind.memory(inspected[name], lengths, len(config.labels))
-        if name in shares and kind.settings.when is not None:
+        if name in shares and model.when is not None:
             expected_share = shares[name].share
         facts[name] = MemberFacts(
             name=name,
@@ -598,6 +501,16 @@ def _plan(
             needs_worker=kind.needs_worker,
             expected_share=expected_share,
         )
+    return facts
+
+
+def _plan(
+    config: RunConfig,
+    facts: Mapping[str, MemberFacts],
+    gpus: tuple[Device, ...],
+    hosts: tuple[Device, ...],
+    launcher: Launcher | None,
+) -> Plan:
     speeds: dict[str, Speed] = {}
     with contextlib.suppress(DataError):  # there was no run here, or one of another version
         report = RunReport.read(RunDir(config.output_dir).run_json)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ensemble.common.files import FileState
 from ensemble.common.gpus import Inventory
 from ensemble.common.protocol import Activation
 from ensemble.config import LoadedConfig, RunConfig
+from ensemble.data.row_files import FileCells
 from ensemble.data.submission import Sample
 from ensemble.data.table import InputTable, TableNeeds, Truth
 from ensemble.members.base import Inspection
@@ -19,17 +19,13 @@ from ensemble.planning.cascade import ExpectedShare
 from ensemble.planning.plan import Plan
 from ensemble.scheduling.launchers.base import Launcher, Node
 
-if TYPE_CHECKING:
-    from ensemble.data.row_files import FileCells
-
 
 @dataclass(frozen=True)
 class Prepared:
     """A run that has passed every check.
 
     Attributes:
-        inspected: by member name.
-        columns: of the table, that a member reads as text or in its template, by member name.
+        columns: of the table, that a member reads in any of its views, by member name.
         view_columns: the same for each view, in their order; a member without views has one entry.
         previews: the first row's text of each member with a template, by member name; of a view by
             "member (view name)".
@@ -37,7 +33,6 @@ class Prepared:
         table_state: of the table's file, from before it was read.
         needs: what is read of the table.
         shares: the share of the rows that each member with ``when`` is expected to compute, by name.
-        rules: of the config, with the rows that they are for; None if there are none.
         files: the column that names files, by name of the members that read files.
         nodes: of the cluster; none on one machine.
         reuse: the directory of another run, from which rows are taken over; None: only from the run's own.
@@ -77,7 +72,6 @@ class Prepared:
 
     @property
     def activation(self) -> Activation:
-        """The activation of the merged values."""
         return merged_activation(self.inspected)
 
     def even_value(self, member: str) -> float:

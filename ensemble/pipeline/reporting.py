@@ -13,6 +13,7 @@ from typing import Literal
 from ensemble.common.gpus import Device
 from ensemble.common.host import cpu_name
 from ensemble.common.version import __version__
+from ensemble.config import MemberConfig
 from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.results import Results, predictions_title
@@ -48,7 +49,6 @@ class RunState:
         works: by member name; empty before they are looked up.
         pool: None before workers can start.
         left_out: the failures of members that the others were merged without.
-        explanation: see ``RunReport``.
     """
 
     prepared: Prepared
@@ -66,7 +66,6 @@ class RunState:
     cascades: Cascades | None = None
 
     def report(self, status: Status) -> RunReport:
-        """Return the report; no text in it is a secret."""
         prepared, results = self.prepared, self.results
         tuned_on = prepared.config.tuned_on
         left_out = {failure.member for failure in self.left_out}
@@ -90,17 +89,7 @@ class RunState:
             releases=tuple(self.pool.releases) if self.pool else (),
             device_memory=dict(self.pool.curves) if self.pool else {},
             device_telemetry=dict(self.pool.telemetry) if self.pool else {},
-            members=tuple(
-                replace(
-                    _member(state, self.works.get(state.plan.name)),
-                    cascade=self._cascade(state.plan.name),
-                    activation=prepared.inspected[state.plan.name].activation,
-                    views=self._views(state),
-                    partial_rows=results.partial_rows.get(state.plan.name, 0),
-                    computed=self.computation(state),
-                )
-                for state in self.members
-            ),
+            members=tuple(map(self._member, self.members)),
             left_out=tuple(name for name in names if name in left_out),
             merged_rows=dict(results.merged_rows),
             filled_rows=results.filled_rows,
@@ -165,26 +154,73 @@ class RunState:
             for rule, rows in zip(rules.rules, rules.rows, strict=True)
         )
 
-    def _views(self, state: MemberState) -> dict[str, ViewReport]:
-        name, views = state.plan.name, state.plan.model.counted_views
-        work, rows = self.works.get(name), self.results.view_rows.get(name)
-        if work is not None and work.is_complete:
-            rows = (int(work.is_done.sum()),) * len(views)
-        return {
-            view.name: ViewReport(view.weight, None if rows is None else rows[number])
-            for number, view in enumerate(views)
-        }
+    def _member(self, state: MemberState) -> MemberReport:
+        plan, counters, work, results = state.plan, state.counters, self.works[state.plan.name], self.results
+        name, model = plan.name, plan.model
+        # The workers of a member that an earlier run completed are that run's.
+        is_reused = work.is_complete and not state.workers
+        workers = work.workers if is_reused else worker_reports(state)
+        status: Literal["failed", "complete", "unfinished"] = "complete" if state.finished else "unfinished"
+        if state.failure:
+            status = "failed"
+        bad_rows = work.bad_rows_of_views(state.bad_rows)
+        view_rows: Sequence[int | None] = results.view_rows.get(name, (None,) * len(model.counted_views))
+        if work.is_complete:
+            view_rows = (int(work.is_done.sum()),) * len(model.counted_views)
+        return MemberReport(
+            name=name,
+            phase=state.phase,
+            status=status,
+            weight=model.weight,
+            calibration={} if model.calibration is None else model.calibration.model_dump(mode="json"),
+            gpus_per_replica=plan.gpus,
+            replicas=plan.replicas,
+            first_replicas=plan.first_replicas,
+            fingerprint=work.fingerprint.digest,
+            reused_rows=0 if work.is_new else state.reused_rows,
+            taken_over=dict(work.rows_taken),
+            work=work.work_bytes if is_reused else plan.work * state.computed_cost,
+            computed_as=model.computed_as,
+            settings=dict(work.settings),
+            speed=speed_report(state),
+            forecast=_memory_forecast(plan, workers),
+            progress=ProgressReport(
+                rows_done=state.rows_done,
+                share=round(state.fraction, 4),
+                tokens=state.tokens_done,
+                seconds=None if state.predicting_since is None else round(state.predicting_seconds, 3),
+                seconds_left=round(state.seconds_left, 3) if state.computed_cost else None,
+            ),
+            chunks=len(plan.chunks),
+            rows=counters.rows,
+            tokens=counters.tokens,
+            padded_tokens=counters.padded_tokens,
+            real_token_share=_share(counters.tokens, counters.padded_tokens),
+            lost_rows=state.speed_meter.lost_rows,
+            bad_rows={str(row): bad_rows[row] for row in sorted(bad_rows)},
+            faults=tuple(state.faults),
+            failure=state.failure,
+            workers=workers,
+            cascade=self._cascade(model),
+            activation=self.prepared.inspected[name].activation,
+            views={
+                view.name: ViewReport(view.weight, rows)
+                for view, rows in zip(model.counted_views, view_rows, strict=True)
+            },
+            partial_rows=results.partial_rows.get(name, 0),
+            computed=self.computation(state),
+            computed_before=work.computed_before,
+        )
 
-    def _cascade(self, member: str) -> CascadeReport | None:
-        model = next(model for model in self.prepared.config.models if model.name == member)
+    def _cascade(self, model: MemberConfig) -> CascadeReport | None:
         if model.when is None or self.cascades is None:
             return None
-        rows = self.cascades.rows_of(member)
+        rows = self.cascades.rows_of(model.name)
         return CascadeReport(
             when=dict(model.when),
             rows=0 if rows is None else int(rows.sum()),
-            is_selected=self.cascades.is_selected(member),
-            comparison=self.results.comparisons.get(member),
+            is_selected=self.cascades.is_selected(model.name),
+            comparison=self.results.comparisons.get(model.name),
         )
 
 
@@ -198,7 +234,6 @@ def _versions(members: Sequence[MemberState]) -> dict[str, str]:
 
 
 def worker_reports(state: MemberState) -> tuple[WorkerReport, ...]:
-    """Return what a member's workers did."""
     reports = []
     for worker in state.workers:
         ready, closed = worker.ready, worker.closed
@@ -231,7 +266,6 @@ def worker_reports(state: MemberState) -> tuple[WorkerReport, ...]:
 
 
 def speed_report(state: MemberState) -> SpeedReport:
-    """Return what has been measured of a member so far, for the next plan."""
     speed = state.speed
     return SpeedReport(speed.startup_seconds or None, speed.seconds_per_work or None, speed.cpu_share)
 
@@ -240,54 +274,6 @@ def _members_first(files: dict[str, Path], names: Sequence[str]) -> dict[str, st
     """Return the absolute paths of results, the members' first, in the order of ``names``."""
     predictions = [title for title in map(predictions_title, names) if title in files]
     return {title: str(files[title].absolute()) for title in dict.fromkeys([*predictions, *files])}
-
-
-def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
-    """Return a member's report, without what its run knows of it."""
-    plan, counters = state.plan, state.counters
-    # The workers of a member that an earlier run completed are that run's.
-    is_reused = work is not None and work.is_complete and not state.workers
-    workers = work.workers if work is not None and is_reused else worker_reports(state)
-    status: Literal["failed", "complete", "unfinished"] = "complete" if state.finished else "unfinished"
-    if state.failure:
-        status = "failed"
-    bad_rows = state.bad_rows if work is None else work.bad_rows_of_views(state.bad_rows)
-    return MemberReport(
-        name=plan.name,
-        phase=state.phase,
-        status=status,
-        weight=plan.model.weight,
-        calibration={} if plan.model.calibration is None else plan.model.calibration.model_dump(mode="json"),
-        gpus_per_replica=plan.gpus,
-        replicas=plan.replicas,
-        first_replicas=plan.first_replicas,
-        fingerprint=work.fingerprint.digest if work is not None else None,
-        reused_rows=0 if work is not None and work.is_new else state.reused_rows,
-        taken_over=dict(work.rows_taken) if work is not None else {},
-        work=work.work_bytes if work is not None and is_reused else plan.work * state.computed_cost,
-        computed_as=plan.model.computed_as,
-        settings={} if work is None else dict(work.settings),
-        speed=speed_report(state),
-        forecast=_memory_forecast(plan, workers),
-        progress=ProgressReport(
-            rows_done=state.rows_done,
-            share=round(state.fraction, 4),
-            tokens=state.tokens_done,
-            seconds=None if state.predicting_since is None else round(state.predicting_seconds, 3),
-            seconds_left=round(state.seconds_left, 3) if state.computed_cost else None,
-        ),
-        chunks=len(plan.chunks),
-        rows=counters.rows,
-        tokens=counters.tokens,
-        padded_tokens=counters.padded_tokens,
-        real_token_share=_share(counters.tokens, counters.padded_tokens),
-        lost_rows=state.speed_meter.lost_rows,
-        bad_rows={str(row): bad_rows[row] for row in sorted(bad_rows)},
-        faults=tuple(state.faults),
-        failure=state.failure,
-        workers=workers,
-        computed_before=() if work is None else work.computed_before,
-    )
 
 
 def _memory_forecast(plan: MemberPlan, workers: Sequence[WorkerReport]) -> MemoryForecast | None:

@@ -6,16 +6,12 @@ how, and which files the merged rows go to.
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, Final, Literal, TypeAlias
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +21,7 @@ from ensemble.common.errors import DataError, MergeError
 from ensemble.common.files import atomic_path
 from ensemble.common.shards import file_sha256
 from ensemble.common.text import plural
-from ensemble.data.csv_file import csv_cells, csv_lines, header_line, write_csv
+from ensemble.data.csv_file import write_csv
 from ensemble.data.digests import truth_sha256
 from ensemble.data.predictions_csv import read_predictions
 from ensemble.members.base import OutputColumns
@@ -45,7 +41,7 @@ from ensemble.pipeline.resume import (
     values_of,
     write_manifest,
 )
-from ensemble.pipeline.reuse import note_merged_rows, note_rule_rows
+from ensemble.pipeline.reuse import write_bits
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import Computation, FittedOn, WorkerReport
 from ensemble.planning.plan import MemberPlan
@@ -53,14 +49,10 @@ from ensemble.scheduling.state import MemberState
 
 # The ensemble's name among the scores.
 ENSEMBLE_ROW: Final = "ensemble"
-# Of threads that turn merged blocks into text.
-_MAX_THREADS = 16
 _Values = npt.NDArray[np.float64]
-_Blocks: TypeAlias = Iterator[tuple[int, _Values]]
 
 
 def predictions_title(member: str) -> str:
-    """Return the name of a member's predictions among a run's results."""
     return f"predictions of {member}"
 
 
@@ -76,8 +68,7 @@ class Results:
         filled_rows: how many rows no member gave.
         comparisons: of the ensemble with and without each member with ``when``.
         view_rows: how many rows each view has, of members that were merged before they were complete.
-        partial_rows: how many rows of these members lack some of their views, and are the mean of the others.
-        fitted_on: see ``RunReport``.
+        partial_rows: how many rows of these members are the mean of some of their views only.
     """
 
     scores: dict[str, Score] = field(default_factory=dict)
@@ -92,12 +83,7 @@ class Results:
 
 
 class ResultWriter:
-    """Writes a run's results; raises ``WriteError`` if the disk is full or the like.
-
-    Args:
-        works: by member name.
-        results: takes scores, files and counts.
-    """
+    """Writes a run's results, and what they count and score into ``results``."""
 
     def __init__(
         self, prepared: Prepared, rundir: RunDir, works: Mapping[str, MemberWork], results: Results
@@ -109,18 +95,15 @@ class ResultWriter:
         self._rundir = rundir
         self._works = works
         self._labels = prepared.config.labels
+        self._resamples = Resamples(prepared.table.rows)
         self.results = results
 
     def write_predictions(
         self, state: MemberState, workers: Sequence[WorkerReport], computed: Computation | None = None
     ) -> None:
-        """Gather a finished member's shards into its CSV, and write its manifest.
+        """Gather a finished member's shards into its CSV, and write its manifest with what the workers did.
 
         Rows that could not be computed get equal probabilities.
-
-        Args:
-            workers: what its workers did, for the manifest.
-            computed: what they computed with, for the manifest; None if they computed no row.
 
         Raises:
             MergeError: a row is missing, or the checkpoint's files changed since the run began.
@@ -147,11 +130,6 @@ class ResultWriter:
     def _complete_from_shards(
         self, member: str, work: MemberWork, bad_rows: dict[int, str], computed: Computation | None
     ) -> None:
-        """Complete the work of a member, or of one of its views, by its shards.
-
-        Raises:
-            MergeError: a row is missing.
-        """
         values, selected = work.values(len(self._labels)), self.rows_of(member)
         is_missing = np.isnan(values).any(axis=1)
         if selected is not None:
@@ -168,12 +146,7 @@ class ResultWriter:
         self._complete(work, values)
 
     def write_given(self, member: MemberPlan) -> None:
-        """Write the predictions of a member that needs no worker, with their manifest.
-
-        Raises:
-            DataError: they cannot be read, or are no probabilities.
-            MergeError: a file that they are made of changed since the run began.
-        """
+        """Write the predictions of a member that needs no worker, with their manifest."""
         columns = OutputColumns(self._config.data.id_column, self._labels)
         kind, inspected = member_kind(member.model), self._prepared.inspected[member.name]
         predictions = given_predictions(kind, inspected, self._prepared.table, columns)
@@ -196,12 +169,9 @@ class ResultWriter:
         work.is_complete = True
 
     def merge(self, members: Sequence[MemberState]) -> None:
-        """Merge the members' values, score them if the truth is known, write ensemble and submission.
+        """Merge the members' values, finished or not, score them if the truth is known, and write the files.
 
         A row that some of them did not reach is merged from the others; one that none reached is filled in.
-
-        Args:
-            members: finished or not; if none of them has a weight, every row is filled in.
 
         Raises:
             MergeError: the CSVs do not fit together, or rows are missing.
@@ -213,18 +183,16 @@ class ResultWriter:
         results.scores, results.gain, results.merged_rows, results.filled_rows = {}, None, {}, 0
         results.comparisons, results.view_rows, results.partial_rows = {}, {}, {}
         rules = self._prepared.rules
-        note_rule_rows(self._rundir.rule_rows, None if rules is None else rules.rows)
+        write_bits(self._rundir.rule_rows, None if rules is None else rules.rows)
         merged: list[MergedMember] = []
         gives_probabilities = METHODS.load(self._config.ensemble.method).gives_probabilities
         scoring = self._scoring(gives_probabilities) if members else None
-        threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
-        with ThreadPoolExecutor(threads, "merge") as pool:
-            blocks = self._merged_blocks(members, merged)
-            if self._config.time_limit is not None:
-                blocks = self._filled(blocks)
-            if scoring is not None:
-                blocks = _scored(blocks, scoring)
-            all_values = self._write_blocks(blocks, pool, threads)
+        all_values = self._merged_values(members, merged)
+        self._fill(all_values)
+        if scoring is not None:
+            for start, stop in block_spans(*all_values.shape):
+                scoring.add(start, all_values[start:stop])
+        self._write(all_values)
         for member in merged:
             results.merged_rows[member.name] = member.check.reached
             if member.scoring is None or member.check.reached != self._prepared.table.rows:
@@ -244,23 +212,21 @@ class ResultWriter:
         # If a member is left out, the weights are not those that were fitted.
         has_all_members = len(members) == len(self._config.models)
         results.fitted_on = self._fitted_on if has_all_members and ENSEMBLE_ROW in results.scores else None
-        self._write_submission(all_values)
 
-    def _write_submission(self, all_values: _Values | None) -> None:
-        """Finish the submission, and copy it to where the config wants it.
-
-        Args:
-            all_values: see ``_write_blocks``.
-        """
-        submission, sample, path = self._config.submission, self._prepared.sample, self._rundir.submission
+    def _write(self, all_values: _Values) -> None:
+        """Write ensemble and submission, and copy the submission to where the config wants it."""
+        table, submission, path = self._prepared.table, self._config.submission, self._rundir.submission
+        with atomic_path(self._rundir.ensemble) as temporary:
+            names = [self._config.data.id_column, *self._labels]
+            write_csv(temporary, names, [table.ids, *map(pa.array, all_values.T)])
+        self.results.files["ensemble"] = self._rundir.ensemble
+        sample = self._prepared.sample
         if submission is None or sample is None:
             return
-        if all_values is not None:
-            with atomic_path(path) as temporary:
-                sample.write(temporary, self._prepared.table.ids, all_values)
+        with atomic_path(path) as temporary:
+            sample.write(temporary, table.ids, all_values)
         # A trial on the first rows must not replace a real submission.
-        is_trial = self._config.limit is not None
-        if submission.path is not None and not is_trial:
+        if submission.path is not None and self._config.limit is None:
             submission.path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_path(submission.path) as temporary:
                 shutil.copyfile(path, temporary)
@@ -283,23 +249,14 @@ class ResultWriter:
             return None
         return Scoring(truth, self._prepared.activation, self._resamples, has_loss)
 
-    @cached_property
-    def _resamples(self) -> Resamples:
-        return Resamples(self._prepared.table.rows)
-
-    def _merged_blocks(
-        self,
-        members: Sequence[MemberState],
-        merged: list[MergedMember],
-    ) -> _Blocks:
-        """Yield the merged blocks; ``merged`` takes the members as they are read."""
+    def _merged_values(self, members: Sequence[MemberState], merged: list[MergedMember]) -> _Values:
+        """Return the merged rows, [rows, labels], NaN where no member has them; ``merged`` takes the members."""
         table, config = self._prepared.table, self._config
+        shape = table.rows, len(self._labels)
         if not members:
-            for start, stop in block_spans(table.rows, len(self._labels)):
-                empty = np.full((stop - start, len(self._labels)), np.nan, order="F")
-                self._apply_rules(start, empty)
-                yield start, empty
-            return
+            all_values = np.full(shape, np.nan, order="F")
+            self._apply_rules(0, all_values)
+            return all_values
         names = tuple(state.plan.name for state in members)
         values_of_members = [self._values_to_merge(state) for state in members]
         activations = tuple(self._prepared.inspected[name].activation for name in names)
@@ -330,25 +287,24 @@ class ResultWriter:
                 if self.rows_of(name) is not None:
                     cascade_scoring = CascadeScoring(truth, self._prepared.activation, self._resamples)
                     without[number] = Without(merge_method(config.ensemble, facts), cascade_scoring)
-        yield from merge_blocks(method, open_members, table.ids, table.text_bytes, without, rules)
+        all_values = np.empty(shape, order="F")
+        for start, values in merge_blocks(method, open_members, table.ids, table.text_bytes, without, rules):
+            all_values[start : start + len(values)] = values
         for number, ensemble in without.items():
             comparison = ensemble.scoring.result()
             if comparison is not None:
                 self.results.comparisons[names[number]] = comparison
+        return all_values
 
     def _values_to_merge(self, state: MemberState) -> _Values:
-        """Return the values of the rows that a member is to have, float64 [rows, labels]; NaN in the others.
-
-        Raises:
-            MergeError: its predictions do not fit the table.
-        """
+        """Return the values of the rows that a member is to have, [rows, labels]; NaN in the others."""
         name, work, table = state.plan.name, self._works[state.plan.name], self._prepared.table
         selected = self.rows_of(name)
         if work.is_complete:
             is_merged = np.ones(int(work.is_done.sum()), np.bool_)
             if selected is not None:
                 is_merged = selected[work.is_done]
-            note_merged_rows(self._rundir.merged_rows(name), is_merged)
+            write_bits(self._rundir.merged_rows(name), None if is_merged.all() else is_merged)
             may_lack = not work.is_done.all()
             try:
                 file = read_predictions(
@@ -384,98 +340,28 @@ class ResultWriter:
             method = METHODS.load(self._config.ensemble.method)
             rules.apply(start, values, rules.are_exclusive(self._prepared.activation, method), only)
 
-    def _filled(self, blocks: _Blocks) -> _Blocks:
-        """Yield the blocks with all rows that hold NaN filled in, by the config's ``fill``."""
-        rule, table, sample = self._config.fill, self._prepared.table, self._prepared.sample
-        sample_values: _Values | None = None
-        even = self._prepared.even_value(self._config.models[0].name)
-        if rule == "prior":  # the mean of all rows must be known first
-            all_values = np.empty((table.rows, len(self._labels)), order="F")
-            for start, values in blocks:
-                all_values[start : start + len(values)] = values
-            is_empty = np.isnan(all_values[:, 0])
-            self.results.filled_rows = fill_rows(all_values, rule, None, even)
-            for start, stop in block_spans(*all_values.shape):
-                self._apply_rules(start, all_values[start:stop], is_empty[start:stop])
-                yield start, all_values[start:stop]
-            return
-        for start, values in blocks:
-            is_empty = np.isnan(values[:, 0])
-            if is_empty.any():
-                if rule == "sample" and sample is not None and sample_values is None:
-                    sample_values = sample.values(table.ids)
-                stop = start + len(values)
-                block_sample = None if sample_values is None else sample_values[start:stop]
-                self.results.filled_rows += fill_rows(values, rule, block_sample, even)
-                self._apply_rules(start, values, is_empty)
-            yield start, values
+    def _fill(self, all_values: _Values) -> None:
+        """Fill in the rows that hold NaN under a time limit, by the config's ``fill``.
 
-    def _write_blocks(self, blocks: _Blocks, pool: ThreadPoolExecutor, threads: int) -> _Values | None:
-        """Write the files that have their rows in the table's order: the ensemble, and perhaps the submission.
-
-        Returns:
-            all rows if the submission has another order; else None.
+        Raises:
+            MergeError: there is no time limit, and such rows.
         """
-        rundir, table, sample = self._rundir, self._prepared.table, self._prepared.sample
-        # Each has a path, the names of its columns, and the numbers of their labels, None for the ids.
-        targets: list[tuple[Path, Sequence[str], Sequence[int | None]]] = [
-            (rundir.ensemble, (self._config.data.id_column, *self._labels), (None, *range(len(self._labels))))
-        ]
-        all_values: _Values | None = None
-        if sample is not None and sample.is_in_order(table.ids):
-            targets.append((rundir.submission, sample.columns, sample.label_numbers))
-        elif sample is not None:
-            all_values = np.empty((table.rows, len(self._labels)), order="F")
-        texts: deque[Future[list[pa.Buffer]]] = deque()
-        missing, first_missing = 0, ""
-        with ExitStack() as files:
-            streams: list[BinaryIO] = []
-            # The contexts end in reverse order, so the ensemble is renamed first.
-            for path, header, _ in reversed(targets):
-                # The temporary file gets the name of ``path`` if nothing goes wrong before the end of the "with".
-                temporary = files.enter_context(atomic_path(path))
-                streams.insert(0, files.enter_context(temporary.open("wb")))
-                streams[0].write(header_line(header))
-
-            def write_text(text: Future[list[pa.Buffer]]) -> None:
-                for stream, lines in zip(streams, text.result(), strict=True):
-                    stream.write(lines)
-
-            def text_of(start: int, values: _Values) -> list[pa.Buffer]:
-                """Return the lines of a block for each target; numbers become text once for all of them."""
-                ids = csv_cells(pa.concat_arrays(table.ids.slice(start, len(values)).chunks))
-                cells = [csv_cells(pa.array(column)) for column in values.T]
-                return [
-                    csv_lines([ids if number is None else cells[number] for number in numbers])
-                    for *_, numbers in targets
-                ]
-
-            for start, values in blocks:
-                empty = np.flatnonzero(np.isnan(values[:, 0]))
-                if empty.size and not missing:
-                    first_missing = str(table.ids[start + int(empty[0])])
-                missing += len(empty)
-                if all_values is not None:
-                    all_values[start : start + len(values)] = values
-                texts.append(pool.submit(text_of, start, values))
-                if len(texts) > threads:
-                    write_text(texts.popleft())
-            for text in texts:
-                write_text(text)
-            if missing:
-                raise MergeError(
-                    f"no member with a weight has probabilities for {plural(missing, 'row')}, the first is id "
-                    f"{first_missing}; run the same command again, or add a member that has them"
-                )
-        self.results.files["ensemble"] = rundir.ensemble
-        return all_values
-
-
-def _scored(blocks: _Blocks, scoring: Scoring) -> _Blocks:
-    """Yield the blocks, and add them to the scoring."""
-    for start, values in blocks:
-        scoring.add(start, values)
-        yield start, values
+        rule, table, sample = self._config.fill, self._prepared.table, self._prepared.sample
+        is_empty = np.isnan(all_values[:, 0])
+        if not is_empty.any():
+            return
+        if self._config.time_limit is None:
+            missing = np.flatnonzero(is_empty)
+            raise MergeError(
+                f"no member with a weight has probabilities for {plural(len(missing), 'row')}, the first is id "
+                f"{table.ids[int(missing[0])]}; run the same command again, or add a member that has them"
+            )
+        sample_values: _Values | None = None
+        if rule == "sample" and sample is not None:
+            sample_values = sample.values(table.ids)
+        even = self._prepared.even_value(self._config.models[0].name)
+        self.results.filled_rows = fill_rows(all_values, rule, sample_values, even)
+        self._apply_rules(0, all_values, is_empty)
 
 
 def _gain_over_best(scoring: Scoring, members: Sequence[MergedMember]) -> Gain | None:
@@ -497,20 +383,15 @@ def fill_rows(
     sample_values: _Values | None,
     even: float,
 ) -> int:
-    """Fill the rows that hold NaN, in place; the others stay as they are, bit for bit.
+    """Fill the rows that hold NaN, in place, and return how many; the others stay as they are, bit for bit.
 
     Args:
         values: float64 [rows, labels].
         rule: ``uniform``: ``even`` in each column; ``prior``: the mean of the other rows, ``even`` if there are
-            none; ``sample``: the row of ``sample_values``.
-        sample_values: float64 [rows, labels], all finite; only ``sample`` needs them.
-
-    Returns:
-        how many rows were filled.
+            none; ``sample``: the row of ``sample_values``, [rows, labels].
     """
     is_empty = np.isnan(values).any(axis=1)
-    if rule == "sample":
-        assert sample_values is not None
+    if rule == "sample" and sample_values is not None:
         values[is_empty] = sample_values[is_empty]
     elif rule == "prior" and not is_empty.all():
         # Column by column, so that the rows need not be copied.

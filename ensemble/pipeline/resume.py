@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
@@ -26,6 +26,7 @@ from ensemble.common.files import changed_files, changed_text, read_json, write_
 from ensemble.common.shards import (
     bad_rows_in,
     bad_rows_path,
+    cpu_choice_path,
     gather_shards,
     read_shard,
     rows_path,
@@ -51,8 +52,9 @@ from ensemble.pipeline.fingerprint import (
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.reuse import EarlierWork, write_row_file, write_shards
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.run_report import Computation, RunReport, WorkerReport, makers_from
-from ensemble.planning.plan import MemberPlan
+from ensemble.pipeline.run_report import Computation, RunReport, WorkerReport, makers_of
+from ensemble.planning.plan import CpuChoice, MemberPlan, Plan
+from ensemble.scheduling.launchers.local import worker_threads
 
 
 @dataclass
@@ -65,19 +67,13 @@ class MemberWork:
         is_complete: the predictions and their manifest exist, and are what this run would write.
         is_new: this run made them, without any worker.
         workers: the workers of the run that made the predictions.
-        computed: what this run computed rows with, once the predictions are written.
-        computed_before: what earlier runs computed rows with, the oldest first.
+        computed, computed_before: what this run and earlier ones computed rows with, the oldest first.
         work_bytes: the share of the member's work that the workers did, in bytes of text.
         why_again: why existing predictions do not count, in words; empty if there are none.
         files: the member's files as they were when the run began, by absolute path.
         row_digests: of the table's rows, [rows, 2]; None if nothing is left to do.
-        rows_taken: how many rows are taken over from each other work, by its path within the run directory.
-        views: the work of each view, if the member has several; its predictions are their weighted mean, and its
-            ``shards_dir`` holds their folders.
-        weights: of the views.
-        columns: of the table, that the member reads.
-        settings: see ``settings_digests``.
-        file_cells: the column whose cells name files; None if it reads no files.
+        rows_taken: how many rows are taken over from each other work, by its path.
+        views: the work of each view, if the member has several; their weighted mean is this work's predictions.
     """
 
     member: str
@@ -124,16 +120,12 @@ class MemberWork:
         }
 
     def rows_of_view(self, numbered: Mapping[int, str], view: int) -> dict[int, str]:
-        """Return the rows of one view by their table row, from rows that are numbered through the views."""
+        """Return the rows of one view, from rows that are numbered through the views."""
         rows = len(self.is_done)
         return {row - view * rows: reason for row, reason in numbered.items() if row // rows == view}
 
     def bad_rows_of_views(self, numbered: Mapping[int, str]) -> dict[int, str]:
-        """Return bad rows by their table row, with the views in the reasons.
-
-        Args:
-            numbered: bad rows, numbered through the views.
-        """
+        """Return bad rows that are numbered through the views by their table row, with the views in the reasons."""
         if not self.views:
             return dict(numbered)
         reasons: dict[int, list[str]] = {}
@@ -161,13 +153,12 @@ class MemberWork:
         self.bad_rows |= new_rows
         self.is_done[list(new_rows)] = True
 
+    def read_row_digests(self, prepared: Prepared) -> None:
+        self.row_digests = prepared.table.row_digests(self.columns, self.file_cells)
+
 
 def refuse_trial(prepared: Prepared, rundir: RunDir) -> None:
-    """Check that a trial on the first rows does not replace a real run.
-
-    Raises:
-        ConfigError: the directory holds predictions of more rows.
-    """
+    """Raise a ConfigError if a trial on the first rows would replace predictions of more rows."""
     if prepared.config.limit is None:
         return
     for member in prepared.plan.members:
@@ -180,15 +171,7 @@ def refuse_trial(prepared: Prepared, rundir: RunDir) -> None:
 
 
 def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -> dict[str, MemberWork]:
-    """Return what is done of every member, by name.
-
-    Args:
-        say: shows the user a sentence about each member that has, or had, some work on disk.
-
-    Raises:
-        CheckpointError: a weight file cannot be read.
-        DataError: no row can be taken over from the run that ``prepared.reuse`` names.
-    """
+    """Return what is done of every member, by name, and tell the user."""
     files = FileDigests(prepared.config.hash_weights, prepared.file_states)
     members = prepared.plan.members
     keeps_bad_rows = prepared.config.on_bad_row == "uniform"
@@ -201,7 +184,12 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
                 take_over(rundir, work, len(prepared.config.labels), keeps_bad_rows, prepared.reuse)
             _say_what_is_kept(work, member.needs_worker, say)
     if prepared.reuse is not None:
-        _demand_reused_rows(prepared.reuse, [works[member.name] for member in members if member.needs_worker])
+        with_workers = [works[member.name] for member in members if member.needs_worker]
+        if with_workers and not any(work.has_rows.any() for work in with_workers):
+            raise DataError(
+                f"--reuse: {shown_path(prepared.reuse)} has no row of this table by members with these settings; "
+                "name another run, or leave the option out to compute all rows"
+            )
         for member in members:
             work = works[member.name]
             left = int((~work.is_done).sum())
@@ -225,7 +213,7 @@ def _work_of_member(prepared: Prepared, rundir: RunDir, member: MemberPlan, file
     if views:
         of_views = view_fingerprints(prepared, member, fingerprint.content)
         fingerprint = mean_fingerprint(member, of_views, fingerprint)
-    work = find_work(rundir, member.name, fingerprint, rows, keeps_bad_rows, ids, is_mean=bool(views))
+    work = find_work(rundir, member.name, fingerprint, rows, keeps_bad_rows, ids)
     work.columns = prepared.columns[member.name]
     work.file_cells = prepared.files.get(member.name)
     work.settings = settings_digests(prepared.config, member.model)
@@ -244,7 +232,7 @@ def _work_of_member(prepared: Prepared, rundir: RunDir, member: MemberPlan, file
     if member.needs_worker and not work.is_complete:
         for part in work.parts:
             if not part.is_complete:
-                part.row_digests = _row_digests(prepared, part)
+                part.read_row_digests(prepared)
     return work
 
 
@@ -265,48 +253,23 @@ def _say_what_is_kept(work: MemberWork, needs_worker: bool, say: Callable[[str],
         say(f"{name}: {count:,} of {plural(rows, 'row')} taken over from {shown}")
 
 
-def _demand_reused_rows(reuse: Path, works: Sequence[MemberWork]) -> None:
-    """Check that something is done of the members that need workers.
-
-    Raises:
-        DataError: nothing is done of any of them.
-    """
-    if works and not any(work.has_rows.any() for work in works):
-        raise DataError(
-            f"--reuse: {shown_path(reuse)} has no row of this table by members with these settings; "
-            "name another run, or leave the option out to compute all rows"
-        )
-
-
 def _add_from_report(rundir: RunDir, works: Iterable[MemberWork]) -> None:
-    """Add what the last run's report has and manifests lack.
-
-    That is what workers reported after their member's last row, such as peaks, and what computed the rows in
-    shards.
-    """
-    incomplete = []
-    for work in works:
-        has_open_worker = any(worker.life_seconds is None for worker in work.workers)
-        if has_open_worker or (not work.is_complete and work.has_rows.any()):
-            incomplete.append(work)
-    if not incomplete:
-        return
+    """Add what workers reported after their member's last row, and what computed the rows in shards."""
     try:
         report = RunReport.read(rundir.run_json)
     except DataError:  # there is none, or one of another version
         return
     reported = {(member.name, worker.key): worker for member in report.members for worker in member.workers}
     members = {member.fingerprint: member for member in report.members}
-    for work in incomplete:
+    for work in works:
         work.workers = tuple(reported.get((work.member, worker.key), worker) for worker in work.workers)
-        if work.is_complete:
+        if work.is_complete or not work.has_rows.any():
             continue
         before = members.get(work.fingerprint.digest)
         if before is not None:
             work.computed_before = (*before.computations, *work.computed_before)
         else:  # some of its views may be complete
-            by_views = tuple(run for view in work.views for run in view.computed_before)
-            work.computed_before += by_views
+            work.computed_before += tuple(run for view in work.views for run in view.computed_before)
 
 
 def find_work(
@@ -317,17 +280,14 @@ def find_work(
     keeps_bad_rows: bool,
     ids: pa.ChunkedArray | None = None,
     folder: Path | None = None,
-    is_mean: bool = False,
 ) -> MemberWork:
     """Return what is done of a member under its own name; shards that do not hold what their names say are removed.
 
     Args:
-        rows: of the table.
         keeps_bad_rows: rows that could not be computed count as done (``on_bad_row: uniform``); otherwise they are
             tried again.
         ids: of the rows, for a member whose predictions may lack rows; None if they must have all.
         folder: of its shards; None: the member's own.
-        is_mean: it has predictions, but no shards of its own.
     """
     folder = folder or rundir.shards_dir(member, fingerprint.digest)
     work = MemberWork(
@@ -351,8 +311,6 @@ def find_work(
         work.why_again = f"{rundir.predictions(member)} has been changed"
     elif _take_predictions(work, rundir.predictions(member), manifest, keeps_bad_rows, ids):
         return work
-    if is_mean:
-        return work
     for path in sorted(folder.glob("*.csv")):
         table = shard_table(read_shard(path), rows)
         if table is not None:
@@ -371,12 +329,7 @@ def _take_predictions(
     keeps_bad_rows: bool,
     ids: pa.ChunkedArray | None,
 ) -> bool:
-    """Complete a work by its predictions, and return whether they have the rows that they must have.
-
-    Args:
-        manifest: of the predictions, which are as they were written.
-        keeps_bad_rows: see ``find_work``, as for ``ids``.
-    """
+    """Complete a work by its predictions, and return whether they have the rows that they must have."""
     bad_rows = rows_with_reasons(manifest.get("bad_rows"), len(work.is_done))
     has_all_rows = manifest.get("present") is None
     if bad_rows and not keeps_bad_rows:
@@ -391,8 +344,7 @@ def _take_predictions(
         work.is_done[row_numbers] = True
         bad_rows = {int(row_numbers[position]): reason for position, reason in bad_rows.items()}
     work.is_complete, work.bad_rows = True, bad_rows
-    makers = makers_from(manifest)
-    work.workers, work.computed_before = makers.workers, makers.computed
+    work.workers, work.computed_before = makers_of(manifest)
     work_bytes = manifest.get("work")
     if isinstance(work_bytes, float) and math.isfinite(work_bytes):
         work.work_bytes = work_bytes
@@ -411,12 +363,7 @@ def values_of(rundir: RunDir, work: MemberWork, labels: int) -> npt.NDArray[np.f
 def mean_of_views(
     values: Sequence[npt.NDArray[np.float64]], weights: Sequence[float]
 ) -> npt.NDArray[np.float64]:
-    """Return the weighted mean of the views that have a row, [rows, labels]; NaN in rows that no view has.
-
-    Args:
-        values: of each view, [rows, labels]; NaN in rows that have not been computed.
-        weights: above 0.
-    """
+    """Return the weighted mean of the views that have a row, [rows, labels]; NaN in rows that no view has."""
     if len(values) == 1:
         return values[0]
     sums, shares = np.zeros(values[0].shape, order="F"), np.zeros(len(values[0]))
@@ -428,19 +375,15 @@ def mean_of_views(
         return np.asarray(sums / shares[:, None])
 
 
-def _row_digests(prepared: Prepared, work: MemberWork) -> RowDigests:
-    return prepared.table.row_digests(work.columns, work.file_cells)
-
-
 def reopen(prepared: Prepared, rundir: RunDir, work: MemberWork) -> None:
-    """Turn complete predictions that lack rows, of a member or of its views, into shards to go on with."""
+    """Turn complete predictions that lack rows into shards to go on with."""
     if work.views:
         work.is_complete = False
         for view in work.views:
             reopen(prepared, rundir, view)
     if not work.is_complete:
         return
-    work.row_digests = _row_digests(prepared, work)
+    work.read_row_digests(prepared)
     rows = np.flatnonzero(work.is_done)
     values = read_predictions(rundir.predictions(work.member)).values
     is_good = ~np.isin(rows, list(work.bad_rows))
@@ -457,13 +400,7 @@ def reopen(prepared: Prepared, rundir: RunDir, work: MemberWork) -> None:
 def take_over(
     rundir: RunDir, work: MemberWork, labels: int, keeps_bad_rows: bool, reuse: Path | None = None
 ) -> None:
-    """Take over rows that other work has computed: of another table, under another name, or in another run.
-
-    Args:
-        labels: how many values a row has.
-        keeps_bad_rows: see ``find_work``.
-        reuse: the other run's directory.
-    """
+    """Take over rows that other work has computed: of another table, under another name, or in another run."""
     assert work.row_digests is not None
     sources = EarlierWork.all_in(rundir)
     if reuse is not None:
@@ -488,7 +425,8 @@ def take_over(
             write_shards(work.shards_dir, rows, values[positions[rows]])
             work.is_done[rows] = True
             work.rows_taken[source.location] = len(rows)
-            work.computed_before += makers_from(read_json(source.path.with_suffix(".json"))).computed
+            _, computed = makers_of(read_json(source.path.with_suffix(".json")))
+            work.computed_before += computed
         if keeps_bad_rows and bad_rows:
             count_before = len(work.bad_rows)
             rows_with_reason = np.flatnonzero(np.isin(positions, list(bad_rows))).tolist()
@@ -499,13 +437,10 @@ def take_over(
 
 
 def demand_unchanged(prepared: Prepared, model: MemberConfig, work: MemberWork) -> None:
-    """Check that a member's files are as they were when the run began, before its predictions count as complete.
+    """Raise a MergeError if a member's files are not as they were when the run began.
 
     Workers have compared the files' states; this compares their content, and looks for new files.  If the content
     changed and the states did not show it, no shard is proved to be of the old content: all are removed.
-
-    Raises:
-        MergeError: files have changed; it names them.
     """
     files = FileDigests(prepared.config.hash_weights)
     is_same = False
@@ -524,19 +459,16 @@ def demand_unchanged(prepared: Prepared, model: MemberConfig, work: MemberWork) 
 
 
 def write_bad_rows(work: MemberWork, bad_rows: Mapping[int, str]) -> None:
-    """Write which rows could not be computed, for the next run."""
-    write_text(bad_rows_path(work.shards_dir), _json(dict(sorted(bad_rows.items()))))
+    document = dict(sorted(bad_rows.items()))
+    write_text(bad_rows_path(work.shards_dir), json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_manifest(
     rundir: RunDir, work: MemberWork, sha256: str, is_present: npt.NDArray[np.bool_] | None = None
 ) -> None:
-    """Write the manifest of a member's predictions: what they were made of.
-
-    Rows that could not be computed are named by their positions in the predictions.
+    """Write what a member's predictions were made of, with bad rows by their positions in the predictions.
 
     Args:
-        sha256: of the predictions.
         is_present: the rows that they hold, bool [rows]; None: all.
     """
     if is_present is None:
@@ -562,8 +494,56 @@ def write_manifest(
         write_row_file(rundir.rows(work.member), work.fingerprint, digests)
     elif work.views:  # the row file of a run without views does not describe these predictions
         rundir.rows(work.member).unlink(missing_ok=True)
-    write_text(rundir.manifest(work.member), _json(document))
+    write_text(rundir.manifest(work.member), json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
-def _json(document: object) -> str:
-    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+def kept_cpu_choices(works: Mapping[str, MemberWork]) -> dict[str, CpuChoice]:
+    """Return what earlier runs chose for members that are not complete, as other threads can change last digits."""
+    choices = {}
+    for name, work in works.items():
+        choice = None if work.is_complete else _read_cpu_choice(work.shards_dir)
+        if choice is not None:
+            choices[name] = choice
+    return choices
+
+
+def keep_cpu_choice(shards_dir: Path, member: MemberPlan) -> None:
+    """Write what this run chose for a member, unless an earlier run chose the same threads."""
+    threads = member.cpu_threads or worker_threads(member.cpu_share)
+    choice = CpuChoice(threads=threads, workers=member.replicas)
+    kept = _read_cpu_choice(shards_dir)
+    if kept is None or kept.threads != threads:
+        write_text(cpu_choice_path(shards_dir), json.dumps(asdict(choice)) + "\n")
+
+
+def changed_cpu_choices(plan: Plan, kept: Mapping[str, CpuChoice]) -> Iterator[str]:
+    """Yield a sentence for each member that does not run on the CPU as it began."""
+    for member in plan.members:
+        choice = kept.get(member.name)
+        if choice is None or member.gpus:
+            continue
+        threads = member.cpu_threads or worker_threads(member.cpu_share)
+        if threads != choice.threads:
+            why = f"the run may use {plural(plan.cpus, 'core')}"
+            if plan.config.cpu_workers != "auto":
+                why = f"cpu_workers is {plan.config.cpu_workers}"
+            elif member.request.replicas != "auto":
+                why = f"replicas is {member.request.replicas}"
+            yield (
+                f"{member.name}: its workers began with {plural(choice.threads, 'thread')} each and go on with "
+                f"{threads}, as {why}: last digits of its rows may differ"
+            )
+        elif member.replicas < min(choice.workers, len(member.chunks)):
+            yield (
+                f"{member.name}: {plural(member.replicas, 'worker')} at a time instead of {choice.workers}, as "
+                "cores and free memory hold no more; its numbers stay the same"
+            )
+
+
+def _read_cpu_choice(shards_dir: Path) -> CpuChoice | None:
+    """Return the choice in a member's work folder; None if there is none, or the file is damaged."""
+    document = read_json(cpu_choice_path(shards_dir))
+    threads, workers = document.get("threads"), document.get("workers")
+    if not isinstance(threads, int) or not isinstance(workers, int) or min(threads, workers) < 1:
+        return None
+    return CpuChoice(threads=threads, workers=workers)

@@ -43,7 +43,6 @@ class EarlierWork:
 
     Attributes:
         path: the file: ``<member>.rows`` beside predictions, or ``rows.bin`` in a folder of shards.
-        sha256: of the digests.
         location: the path of its values: within the run directory, or absolute if that is another run's.
     """
 
@@ -88,10 +87,7 @@ class EarlierWork:
         return self.path.with_suffix(".csv") if self.path.suffix == ".rows" else self.path.parent
 
     def values(self, labels: int) -> tuple[npt.NDArray[np.float64], dict[int, str]] | None:
-        """Return the rows' values, [rows, labels], NaN in rows without any, and the reasons of bad rows.
-
-        None if its files were changed.
-        """
+        """Return the rows' values, [rows, labels], NaN where there are none, and bad rows; None if they changed."""
         path = self.values_path
         if path == self.path.parent:
             return gather_shards(shards_in(path, self.rows), self.rows, labels), bad_rows_in(path, self.rows)
@@ -106,14 +102,7 @@ class EarlierWork:
         return values, bad_rows
 
     def positions_of(self, fingerprint: Fingerprint, digests: RowDigests) -> npt.NDArray[np.int64] | None:
-        """Return the position of each row in this work, -1 if it does not have the row.
-
-        None if this is work with other settings or files.
-
-        Args:
-            fingerprint: of the work that takes rows over.
-            digests: of its rows, [rows, 2].
-        """
+        """Return the position of each row in this work, -1 if it lacks the row; None if this is other work."""
         if replace(self.fingerprint, rows=fingerprint.rows) != fingerprint:
             return None
         if self.fingerprint == fingerprint and self.rows == len(digests):
@@ -128,13 +117,7 @@ class EarlierWork:
 
 
 def demand_reusable(folder: Path, output_dir: Path) -> None:
-    """Check that a run can take rows over from a directory.
-
-    Raises:
-        ConfigError: it is the run's own, or no run's.
-        OutputInUse: a run is writing there.
-        DataError: its predictions were changed.
-    """
+    """Raise an error if ``folder`` is the run's own, no run's or in use, or if its predictions were changed."""
     rundir = RunDir(folder)
     if folder.resolve() == output_dir.resolve():
         raise ConfigError(
@@ -164,12 +147,7 @@ def write_row_file(path: Path, fingerprint: Fingerprint, digests: RowDigests) ->
 
 
 def write_shards(folder: Path, rows: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> None:
-    """Write rows as shards.
-
-    Args:
-        rows: numbers of table rows, [n].
-        values: of these rows, [n, labels].
-    """
+    """Write rows, numbers of table rows, with their values, [rows, labels], as shards."""
     names = ["row", *(f"p{label}" for label in range(values.shape[1]))]
     for start in range(0, len(rows), _ROWS_PER_SHARD):
         stop = min(start + _ROWS_PER_SHARD, len(rows))
@@ -180,28 +158,7 @@ def write_shards(folder: Path, rows: npt.NDArray[np.int64], values: npt.NDArray[
             temporary.write_bytes(sink.getvalue())
 
 
-def note_merged_rows(path: Path, is_merged: npt.NDArray[np.bool_]) -> None:
-    """Write which rows of a member's predictions a merge takes, bool [rows of the file]; no file if all."""
-    _write_bits(path, None if is_merged.all() else is_merged)
-
-
-def rows_merged(path: Path, rows: int) -> npt.NDArray[np.bool_]:
-    """Return which of ``rows`` rows of a member's predictions the last merge has taken, bool [rows]."""
-    try:
-        bits = np.frombuffer(path.read_bytes(), np.uint8)
-    except OSError:
-        return np.ones(rows, dtype=np.bool_)
-    if len(bits) != -(-rows // 8):  # of other predictions
-        return np.ones(rows, dtype=np.bool_)
-    return np.unpackbits(bits, count=rows).astype(np.bool_)
-
-
-def note_rule_rows(path: Path, rows: npt.NDArray[np.bool_] | None) -> None:
-    """Write which rows each rule of a merge was for, bool [rules, rows]; None if there were no rules."""
-    _write_bits(path, rows)
-
-
-def _write_bits(path: Path, flags: npt.NDArray[np.bool_] | None) -> None:
+def write_bits(path: Path, flags: npt.NDArray[np.bool_] | None) -> None:
     """Write a bit for each flag, each row of flags from a new byte on; None: remove the file."""
     if flags is None:
         path.unlink(missing_ok=True)
@@ -210,19 +167,24 @@ def _write_bits(path: Path, flags: npt.NDArray[np.bool_] | None) -> None:
         temporary.write_bytes(np.packbits(flags, axis=-1).tobytes())
 
 
-def rule_rows(path: Path, counts: Sequence[int], rows: int) -> npt.NDArray[np.bool_] | None:
-    """Return which of ``rows`` rows each rule of the last merge was for, bool [rules, rows].
-
-    None if the file is missing, or is of other rules.
-
-    Args:
-        counts: how many rows each rule was for.
-    """
+def _read_bits(path: Path, count: int, rows: int) -> npt.NDArray[np.bool_] | None:
+    """Return flags, bool [count, rows]; None if there are none, or others."""
     try:
         bits = np.frombuffer(path.read_bytes(), np.uint8)
     except OSError:
         return None
-    if len(bits) != len(counts) * -(-rows // 8):
+    if len(bits) != count * -(-rows // 8):
         return None
-    is_for = np.unpackbits(bits.reshape(len(counts), -1), axis=1, count=rows).astype(np.bool_)
-    return is_for if is_for.sum(axis=1).tolist() == list(counts) else None
+    return np.unpackbits(bits.reshape(count, -1), axis=1, count=rows).astype(np.bool_)
+
+
+def rows_merged(path: Path, rows: int) -> npt.NDArray[np.bool_]:
+    """Return which of ``rows`` rows of a member's predictions the last merge has taken, bool [rows]."""
+    is_merged = _read_bits(path, 1, rows)
+    return np.ones(rows, dtype=np.bool_) if is_merged is None else is_merged[0]
+
+
+def rule_rows(path: Path, counts: Sequence[int], rows: int) -> npt.NDArray[np.bool_] | None:
+    """Return which rows each rule of the last merge was for, bool [rules, rows]; None if ``counts`` differ."""
+    is_for = _read_bits(path, len(counts), rows)
+    return is_for if is_for is not None and is_for.sum(axis=1).tolist() == list(counts) else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,13 +30,20 @@ from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.cascade import Cascades
-from ensemble.pipeline.cpu_choices import changed_cpu_choices, keep_cpu_choice, kept_cpu_choices
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.report_page import write_page
 from ensemble.pipeline.reporting import RunState, worker_reports
 from ensemble.pipeline.results import ResultWriter
-from ensemble.pipeline.resume import find_works, refuse_trial, reopen, write_bad_rows
+from ensemble.pipeline.resume import (
+    changed_cpu_choices,
+    find_works,
+    keep_cpu_choice,
+    kept_cpu_choices,
+    refuse_trial,
+    reopen,
+    write_bad_rows,
+)
 from ensemble.pipeline.reuse import demand_reusable
 from ensemble.pipeline.run_dir import RunDir, hold, log, logging_to, remove_cache
 from ensemble.pipeline.run_report import MERGED, RunReport
@@ -52,11 +58,10 @@ from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
 from ensemble.scheduling.state import MemberState, Phase
 
-# A running run writes its report this often: often enough for people, seldom enough for slow disks.
-_REPORT_SECONDS, _REPORT_MAX_SECONDS = 5.0, 60.0
-# With hundreds of workers a report takes a good part of a second.  Reports take no more than this share of the
-# time, or ten times as much when a member enters another phase.
-_REPORT_SHARE = 0.005
+# A running run writes its report this often, or as soon as a member enters another phase; and it writes the report
+# at most during this share of the time, as it is large if there are hundreds of workers.
+_REPORT_SECONDS = 5.0
+_REPORT_SHARE = 0.05
 
 
 def run(
@@ -74,7 +79,6 @@ def run(
     complete.
 
     Args:
-        fresh: start over, whatever an earlier run did.
         elapsed_seconds: how much of ``time_limit`` has passed already.
         clock: returns seconds, for ``time_limit``; it goes on while the machine sleeps.
         owns_process: see :func:`heed_signals`.
@@ -103,37 +107,19 @@ def run_prepared(
     clock: Callable[[], float] = boot_seconds,
     owns_process: bool = True,
 ) -> RunReport:
-    """Run what has passed the checks, as :func:`run` does, and close its launcher.
-
-    Args:
-        began: when the run began, by ``clock``.
-    """
-    try:
-        return _run_prepared(prepared, display, fresh, began, clock, owns_process)
-    finally:
-        prepared.launcher.close()
-
-
-def _run_prepared(
-    prepared: Prepared,
-    display: Display,
-    fresh: bool,
-    began: float,
-    clock: Callable[[], float],
-    owns_process: bool,
-) -> RunReport:
+    """Run what has passed the checks, as :func:`run` does, and close its launcher; it began at ``began``."""
     config, rundir = prepared.config, RunDir(prepared.config.output_dir)
     target = None if config.submission is None else config.submission.path
-    if config.limit is not None and target is not None:
-        display.say(f"a trial on the first rows: {shown_path(target)} will not be written")
-    for text in (prepared.inventory.note, *prepared.warnings, *held_texts(prepared.plan.gpus)):
-        if text:
-            display.say(text)
-    if not config.wait_for_gpu and prepared.reuse is None and not rundir.run_json.exists():
-        # Before anything is written.  A run that goes on may have nothing left that needs a GPU.
-        wait_for_gpu_memory(prepared.plan, prepared.launcher, lambda text: None)
-    rundir.create()
     try:
+        if config.limit is not None and target is not None:
+            display.say(f"a trial on the first rows: {shown_path(target)} will not be written")
+        for text in (prepared.inventory.note, *prepared.warnings, *held_texts(prepared.plan.gpus)):
+            if text:
+                display.say(text)
+        if not config.wait_for_gpu and prepared.reuse is None and not rundir.run_json.exists():
+            # Before anything is written.  A run that goes on may have nothing left that needs a GPU.
+            wait_for_gpu_memory(prepared.plan, prepared.launcher, lambda text: None)
+        rundir.create()
         with hold(rundir), heed_signals(owns_process) as signals:
             refuse_trial(prepared, rundir)
             if fresh:
@@ -153,6 +139,8 @@ def _run_prepared(
         raise WriteError(
             f"cannot write to {error.filename} ({error.strerror}); free it or change output_dir"
         ) from error
+    finally:
+        prepared.launcher.close()
 
 
 class _Run(RunState):
@@ -184,10 +172,8 @@ class _Run(RunState):
 
     def go(self) -> RunReport:
         """Take all steps from the work of earlier runs to the report page."""
-        rundir, config = self._rundir, self._config
+        rundir = self._rundir
         try:
-            if config.time_limit is not None and config.hash_weights and not rundir.ensemble.exists():
-                self._writer.merge([])  # reading all weights can take minutes
             self.works.update(find_works(self.prepared, rundir, self.say))
             self._write_predictions_without_workers()
             self._take_over_cpu_choices()
@@ -226,7 +212,6 @@ class _Run(RunState):
         return self._add_page(self.report(self.status))
 
     def _publish_work(self) -> None:
-        """Write what workers read: the table, and the order of each member's rows."""
         rundir = self._rundir
         needs_ids = any(member_kind(model).reads().ids for model in self._config.models)
         with atomic_path(rundir.table) as temporary:
@@ -261,7 +246,7 @@ class _Run(RunState):
                 report,
                 self._config.report,
                 self._seconds_left(),
-                lambda: self._signals.came,
+                lambda: self._signals.came is not None,
                 self.say,
             )
         return report if page is None else replace(report, files={**report.files, "report page": str(page)})
@@ -296,11 +281,10 @@ class _Run(RunState):
     def _plan_what_is_left(self) -> None:
         """Reduce the plan to the chunks that are left to do."""
         plan = self.prepared.plan
-        is_timed = self._config.time_limit is not None
         if self.cascades is None and any(member.waits_for for member in plan.members):
             self.cascades = Cascades(self.prepared, self._rundir, self.works)
             self._writer.rows_of = self.cascades.rows_of
-        members = tuple(self._what_is_left(member, is_timed) for member in plan.members)
+        members = tuple(self._what_is_left(member) for member in plan.members)
         self.prepared = replace(self.prepared, plan=replace(plan, members=members))
         self.members = [
             MemberState(member, self.works[member.name].noted_bad_rows, self._watch) for member in members
@@ -310,7 +294,7 @@ class _Run(RunState):
             if failure is not None:
                 state.fail(failure)
 
-    def _what_is_left(self, member: MemberPlan, is_timed: bool) -> MemberPlan:
+    def _what_is_left(self, member: MemberPlan) -> MemberPlan:
         """Return a member with the chunks that are left to do; none while its rows are not selected."""
         work = self.works[member.name]
         if not member.needs_worker:
@@ -319,6 +303,7 @@ class _Run(RunState):
                 return member
             return replace(member, order=member.order[work.is_done[member.order]])  # its file may lack rows
         if self.cascades is None or not member.waits_for:
+            is_timed = self._config.time_limit is not None
             return without_done(member, work.has_rows | work.is_complete, is_timed)
         if not self.cascades.is_covered(member.name):
             if work.is_complete:
@@ -330,11 +315,7 @@ class _Run(RunState):
         return replace(member, chunks=(), order=member.order[:0])
 
     def _write_first_submission(self) -> float:
-        """Write a submission of the rows so far, if there is a time limit.
-
-        Returns:
-            the seconds to reserve for the last submission.
-        """
+        """Write a submission of the rows so far, and return the seconds to reserve for the last one."""
         limit = self._config.time_limit
         if limit is None:
             return 0.0
@@ -395,7 +376,6 @@ class _Run(RunState):
                 self._rundir.tidy()  # workers that were ended may have left temporary files
 
     def _files_of(self, member: MemberPlan) -> MemberFiles:
-        """Return the files that a member's workers read."""
         work = self.works[member.name]
         spec = worker_spec(self.prepared, self._rundir, member, work.shards_dir, None, {})
         # ``work.files`` has those that other settings name, such as a tokenizer's.
@@ -459,15 +439,13 @@ class _Run(RunState):
     def on_change(self, members: Sequence[MemberState]) -> None:
         """Show the members, and write the report if it is due."""
         self._display.update(members)
-        phases = [state.phase for state in members]
-        due = self._change_due if phases != self._phases else self._report_due
-        if self.clock() >= due:
-            self._phases, began = phases, time.thread_time()
+        phases, now = [state.phase for state in members], self.clock()
+        if now >= self._report_due or (phases != self._phases and now >= self._change_due):
             with contextlib.suppress(WriteError):  # a full disk ends the run when a result cannot be written
                 self.report("running").write(self._rundir.run_json)
-            wait = min((time.thread_time() - began) / _REPORT_SHARE, _REPORT_MAX_SECONDS)
-            self._report_due = self.clock() + max(_REPORT_SECONDS, wait)
-            self._change_due = self.clock() + wait / 10
+            self._phases, seconds = phases, self.clock() - now
+            self._change_due = now + seconds / _REPORT_SHARE
+            self._report_due = max(self._change_due, now + _REPORT_SECONDS)
         self._signals.check()
 
     def _merge(self) -> None:
@@ -516,12 +494,7 @@ def worker_spec(
     offload_folder: Path | None,
     files: Mapping[str, FileState],
 ) -> WorkerSpec:
-    """Return what a worker must know of its member.
-
-    Args:
-        offload_folder: of this worker alone.
-        files: must stay as they are.
-    """
+    """Return what a worker must know of its member; ``files`` must stay as they are."""
     kind, inspected = member_kind(member.model), prepared.inspected[member.name]
     # The worker's share of a GPU that several share, without the memory that CUDA takes.
     memory_limit = None

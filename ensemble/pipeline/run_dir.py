@@ -18,7 +18,6 @@ output_dir/
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import io
 import logging
@@ -28,6 +27,7 @@ import shutil
 import socket
 import time
 from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import IO, TextIO
 
@@ -100,13 +100,16 @@ class RunDir:
         return [path for path in self.work_dir.glob("*.*") if path.name.rpartition(".")[0] == member]
 
     def endangered(self, inputs: Iterable[Path], target: Path | None) -> Iterator[str]:
-        """Yield why a run here would destroy files: those that no run has made, its inputs, or its own files.
-
-        Args:
-            inputs: what the run reads.
-            target: where the submission goes, if the config names a path.
-        """
-        yield from self._misplaced()
+        """Yield why a run here would destroy files: those that no run has made, its inputs, or its own files."""
+        files = [self.config, self.run_json, *self._results, self.lock, self.table]
+        endings = ".csv", ".json", ".rows", ".merged", ".bits"
+        files += (path for path in self.predictions_dir.glob("*.*") if path.suffix in endings)
+        for path in (*files, *self.logs_dir.glob("*.log")):
+            if path.is_dir() and not path.is_symlink():
+                yield f"output_dir: {path} is a folder, and the run writes a file there; remove or rename it"
+        for path in self._folders:
+            if path.is_file() and not path.is_symlink():
+                yield f"output_dir: {path} is a file, and the run makes a folder there; remove or rename it"
         foreign = self.foreign_names()
         if foreign:
             yield (
@@ -119,56 +122,24 @@ class RunDir:
             if self._is_used(path):
                 yield f"output_dir: {path} is read by this run and would be overwritten; choose another output_dir"
 
-    def _misplaced(self) -> Iterator[str]:
-        """Yield sentences about folders where a run writes files, and files where it makes folders."""
-        files = [
-            self.config,
-            self.run_json,
-            *self._results,
-            self.lock,
-            self.table,
-            *self.logs_dir.glob("*.log"),
-        ]
-        for ending in (".csv", ".json", ".rows", ".merged", ".bits"):
-            files += self.predictions_dir.glob(f"*{ending}")
-        for path in files:
-            if path.is_dir() and not path.is_symlink():
-                yield f"output_dir: {path} is a folder, and the run writes a file there; remove or rename it"
-        for path in self._folders:
-            if path.is_file() and not path.is_symlink():
-                yield f"output_dir: {path} is a file, and the run makes a folder there; remove or rename it"
-
     def foreign_names(self) -> list[str]:
-        """Return the names of files and folders that a run would replace and that no run has made.
-
-        Empty files and folders do not count, nor do links that lead nowhere.
-        """
+        """Return the names of files and folders with content that a run would replace and that no run has made."""
         paths = [path for path in self._run_paths if _has_content(path)]
-        if not paths or self.is_made_by_runs():
-            return []
-        return [path.name for path in paths]
+        return [] if not paths or self.is_made_by_runs() else [path.name for path in paths]
 
     def is_made_by_runs(self) -> bool:
         """Return whether a file in the directory proves that a run has made it."""
+        made_of = [self.predictions_dir.glob("*.json"), self.predictions_dir.glob("*.rows")]
+        made_of += [self.work_dir.glob("*/rows.bin"), self.work_dir.glob("*/*/rows.bin")]
         heads = {self.run_json: _RUN_JSON, self.run_log: _RUN_LOG}
-        for folder, pattern in (
-            (self.predictions_dir, "*.json"),
-            (self.predictions_dir, "*.rows"),
-            (self.work_dir, "*/rows.bin"),
-            (self.work_dir, "*/*/rows.bin"),
-        ):
-            heads |= dict.fromkeys(_files(folder, pattern), _MADE_OF)
+        heads |= dict.fromkeys(chain.from_iterable(made_of), _MADE_OF)
         if any(re.match(beginning, head(path)) for path, beginning in heads.items()):
             return True
-        shards = (path for pattern in ("*/*.csv", "*/*/*.csv") for path in _files(self.work_dir, pattern))
+        shards = chain(self.work_dir.glob("*/*.csv"), self.work_dir.glob("*/*/*.csv"))
         return any(read_shard(path) is not None for path in shards)
 
     def demand_free(self, option: str, path: Path) -> None:
-        """Check that a file that the user names for something else is not one of the runs'.
-
-        Raises:
-            OutputError: runs, or ``tune``, write there themselves.
-        """
+        """Raise an OutputError if runs, or ``tune``, write to a file that the user names for something else."""
         if self._is_used(path) or path.resolve().is_relative_to(self.tune_dir.resolve()):
             raise OutputError(f"{option}: runs write {path} themselves; choose another name")
 
@@ -178,11 +149,7 @@ class RunDir:
         return any(resolved.is_relative_to(used.resolve()) for used in (*self._run_paths, self.lock))
 
     def create(self) -> None:
-        """Make the directory and prove that it can be written.
-
-        Raises:
-            OutputError: it cannot be made, or nothing can be written there.
-        """
+        """Make the directory, or raise an OutputError if it cannot be written."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             probe = self.root / f".probe{TEMPORARY}{os.getpid()}"
@@ -271,8 +238,6 @@ def hold(rundir: RunDir) -> Iterator[IO[str]]:
 
     Raises:
         OutputInUse: another run holds it; the message names its process.
-        OutputError: the lock is a link, or the file system has no locks.
-        WriteError: the lock cannot be written.
     """
     with _open_lock(rundir, os.O_RDWR | os.O_CREAT, "r+") as lock:
         for left in reversed(range(_LOCK_ATTEMPTS)):
@@ -303,18 +268,10 @@ def hold(rundir: RunDir) -> Iterator[IO[str]]:
 
 def _open_lock(rundir: RunDir, flags: int, mode: str) -> IO[str]:
     # It is not removed like other links: a process that holds the file behind it would no longer be noticed.
-    refused = f"output_dir: {rundir.lock} is a link to another file; remove it"
-    try:
-        descriptor = os.open(rundir.lock, flags | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OutputError(refused) from None
-        raise
-    lock = os.fdopen(descriptor, mode, encoding="utf-8", errors="replace")
-    if os.fstat(descriptor).st_nlink > 1:
-        lock.close()
-        raise OutputError(refused)
-    return lock
+    if rundir.lock.is_symlink() or (rundir.lock.exists() and rundir.lock.stat().st_nlink > 1):
+        raise OutputError(f"output_dir: {rundir.lock} is a link to another file; remove it")
+    descriptor = os.open(rundir.lock, flags | os.O_NOFOLLOW, 0o666)
+    return os.fdopen(descriptor, mode, encoding="utf-8", errors="replace")
 
 
 class _LogHandler(logging.StreamHandler[TextIO]):
@@ -342,10 +299,6 @@ def logging_to(path: Path, redactor: Redactor) -> Iterator[None]:
         log.removeHandler(handler)
         with contextlib.suppress(OSError):
             handler.stream.close()
-
-
-def _files(folder: Path, pattern: str) -> Iterator[Path]:
-    return iter(()) if folder.is_symlink() else folder.glob(pattern)
 
 
 def _folders_in(folder: Path) -> list[Path]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 from urllib.parse import quote
 
 from ensemble.common.errors import DataError
@@ -29,23 +29,16 @@ from ensemble.scheduling.gaps import Gap
 from ensemble.scheduling.records import Failure, FaultRecord
 from ensemble.scheduling.state import Phase
 
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
-
 # ``time_limit``: merged, but not with all rows of all members.
 Status = Literal["running", "complete", "time_limit", "failed", "interrupted"]
 # Larger measurements in a file are taken for damage.
 _MAX_SECONDS: Final = 1e15
-# The statuses of runs that have written an ensemble.
-MERGED: Final = ("complete", "time_limit")
+MERGED: Final = ("complete", "time_limit")  # the statuses of runs that have written an ensemble
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerReport(Counters):
-    """A worker, with its counters; None for what it did not get to.
-
-    Times are in seconds, ``..._after_seconds`` since the run's start; memory is in bytes.
-    """
+    """A worker; ``..._after_seconds`` is since the run's start, and None stands for what it did not get to."""
 
     replica: int
     devices: tuple[str, ...]
@@ -76,10 +69,7 @@ class WorkerReport(Counters):
 
 @dataclass(frozen=True)
 class SpeedReport:
-    """What was measured of a member, for the next plan.
-
-    ``seconds_per_work`` is for a byte of text; on a CPU, with ``cpu_share`` of its cores.
-    """
+    """What was measured of a member, by byte of text, and on a CPU with ``cpu_share`` of its cores."""
 
     startup_seconds: float | None
     seconds_per_work: float | None
@@ -111,11 +101,7 @@ class ProgressReport:
 
 @dataclass(frozen=True)
 class CascadeReport:
-    """A member with ``when``: how many rows are selected for it, and whether they are selected yet.
-
-    ``comparison`` is of the ensemble with and without it; None if the truth is not known, or the merge gives no
-    probabilities.
-    """
+    """A member with ``when``, and the ensemble with and without it; None if that is not known."""
 
     when: dict[str, float]
     rows: int
@@ -146,7 +132,7 @@ class FittedOn:
 
 @dataclass(frozen=True)
 class RuleReport:
-    """A rule as in the config, with ``set`` or ``mask``, and how many rows it was for."""
+    """A rule of the config, and how many rows it was for."""
 
     when: str
     set: dict[str, float] | None
@@ -161,7 +147,7 @@ class RuleReport:
 
 @dataclass(frozen=True)
 class ViewReport:
-    """A view of a member: its weight, and how many rows it has; None before the first merge."""
+    """A view of a member, and how many rows it has; None before the first merge."""
 
     weight: float
     rows: int | None
@@ -169,13 +155,7 @@ class ViewReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Computation:
-    """What a run computed rows of a member with.
-
-    Attributes:
-        at: when, as ISO 8601 in UTC.
-        seconds: of computing.
-        devices: names by UUID, or by "cpu" with its node.
-    """
+    """What a run computed rows of a member with, and when; devices are names by UUID, or by "cpu" with its node."""
 
     at: str
     seconds: float
@@ -193,13 +173,11 @@ class MemberReport:
         chunks: how many were left to do when this run began.
         bad_rows: the reason of each table row that could not be computed.
         workers: those of an earlier run, if that completed the member.
-        activation: None in a run.json from before this key existed.
         calibration: of the merge, as in the config; empty if there is none.
         views: by name.
         partial_rows: how many rows lack some of their views, and are the mean of the others.
         lost_rows: at least so many were computed and not kept, because the time limit ended their chunk.
-        settings: a digest of each key that the probabilities may depend on; empty in a run.json from before this
-            key existed.
+        settings: a digest of each key that the probabilities may depend on.
         computed: what this run computed rows with; None if it computed none.
         computed_before: what earlier runs computed rows with, the oldest first.
     """
@@ -245,12 +223,10 @@ class MemberReport:
 
     @property
     def has_weight(self) -> bool:
-        """Whether the member counts in the merge."""
         return any(weight_numbers(self.weight))
 
     @property
     def workers_now(self) -> tuple[WorkerReport, ...]:
-        """The workers of this run."""
         return self.workers if self.chunks else ()
 
     @property
@@ -261,10 +237,7 @@ class MemberReport:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """A node of a cluster, with the bytes of its host's memory.
-
-    Times are in seconds since the workers could begin; None if the node was there from the start, or to the end.
-    """
+    """A node of a cluster; times are since the workers could begin, None if it was there from start to end."""
 
     name: str
     total_bytes: int
@@ -286,8 +259,7 @@ class RunReport:
         merged_rows: how many rows each merged member gave.
         filled_rows: how many rows no member gave.
         nodes: of the cluster; none on one machine.
-        gain: of the ensemble over its best member; None if there is none, or in a run.json from before this key
-            existed.
+        gain: of the ensemble over its best member; None if there is none.
         explanation: a sentence about where the time went, if a time limit left none to compute rows.
         ensemble: the merge method and its settings.
         rules: in the config's order, once they have been applied.
@@ -336,11 +308,8 @@ class RunReport:
     tuned_on: dict[str, Any] | None = None
 
     def table_path(self) -> Path:
-        """Return the path of the run's table.
-
-        Raises:
-            DataError: it is not known, holds a secret, or the file does not exist any more.
-        """
+        """Return the path of the run's table, or raise a DataError if it is not there any more."""
+        path = Path(self.table)
         if not self.table:
             raise DataError(
                 "the run's table is not known: this run.json was written before its path was in it"
@@ -350,14 +319,12 @@ class RunReport:
                 "the path of the run's table holds a secret, which run.json does not keep, so its texts and true "
                 "labels cannot be read"
             )
-        path = Path(self.table)
         if not path.exists():
             raise DataError(f"the table of the run, {path}, is not there any more")
         return path
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """The failures of members."""
         return tuple(member.failure for member in self.members if member.failure is not None)
 
     def __repr__(self) -> str:
@@ -381,83 +348,51 @@ class RunReport:
         return html
 
     def write(self, path: Path) -> None:
-        """Write run.json; numbers that JSON does not have become texts, such as "NaN", which are read as numbers.
-
-        Raises:
-            WriteError: the disk is full or the like.
-        """
+        """Write run.json; numbers that JSON does not have become texts, such as "NaN"."""
         from pydantic_core import to_json
 
-        document = dict(vars(self))
-        if not self.nodes:  # keys about nodes say nothing on one machine
-            del document["nodes"]
-            keys_of_nodes = "node", "is_held"
-            document["devices"] = [
-                {name: value for name, value in vars(device).items() if name not in keys_of_nodes}
-                for device in self.devices
-            ]
         # Much faster than the standard library; with hundreds of workers it is a megabyte each time.
-        write_text(path, to_json(document, indent=2, inf_nan_mode="strings").decode() + "\n")
+        write_text(path, to_json(self, indent=2, inf_nan_mode="strings").decode() + "\n")
 
     @classmethod
     def read(cls, path: Path) -> RunReport:
-        """Read run.json.
-
-        Raises:
-            DataError: there is none, it cannot be read, it is damaged, or another version has written it.
-        """
+        """Read run.json, or raise a DataError if there is none that this version can read."""
         from pydantic import TypeAdapter, ValidationError
 
         try:
             document = json.loads(path.read_bytes())
-            report: RunReport = TypeAdapter(cls).validate_python(document)
+            return TypeAdapter(cls).validate_python(document)
         except (FileNotFoundError, NotADirectoryError):
-            raise DataError(
-                f"{path.parent}: there is no run.json that can be read; name the output_dir of a run"
-            ) from None
+            text = f"{path.parent}: there is no run.json that can be read; name the output_dir of a run"
+            raise DataError(text) from None
         except OSError as error:
             raise DataError(unreadable(path, error)) from error
         except ValidationError as error:
-            versions = document.get("versions") if isinstance(document, dict) else None
-            version = versions.get("ensemble") if isinstance(versions, dict) else None
             first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            why = f"{where}: {first['msg'][:1].lower()}{first['msg'][1:]}"
-            if first["type"] == "dataclass_type":  # pydantic's text names a class of this package
-                why = f"{where}: must be a JSON object"
-            if version not in (None, __version__):
-                why = f"it was written by ensemble {version}, and this is {__version__}; {why}"
+            # pydantic's own text names a class of this package.
+            what = "must be a JSON object" if first["type"] == "dataclass_type" else first["msg"]
+            why = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {what}"
+            with contextlib.suppress(KeyError, TypeError):
+                if document["versions"]["ensemble"] != __version__:
+                    version = document["versions"]["ensemble"]
+                    why = f"it was written by ensemble {version}, and this is {__version__}; {why}"
             raise DataError(f"{path} is no report that can be read ({why}); run the config again") from None
         except (ArithmeticError, ValueError, RecursionError) as error:
             raise DataError(
                 f"{path} is damaged ({error}), so there is no run.json that can be read; run the config again"
             ) from None
-        return report
 
 
-@dataclass(frozen=True)
-class Makers:
-    """What made a member's predictions, by their manifest: the last run's workers, and computations of all runs."""
+def makers_of(manifest: Mapping[str, object]) -> tuple[tuple[WorkerReport, ...], tuple[Computation, ...]]:
+    """Return the workers and the computations of a manifest; none if another version has written it."""
+    from pydantic import TypeAdapter, ValidationError
 
-    workers: tuple[WorkerReport, ...] = ()
-    computed: tuple[Computation, ...] = ()
-
-
-def makers_from(manifest: Mapping[str, object]) -> Makers:
-    """Read what made a member's predictions; nothing if the manifest was written by another version, or edited."""
-    from pydantic import ValidationError
-
+    made_of = manifest.get("workers", ()), manifest.get("computed", ())
     try:
-        return _makers().validate_python(manifest)
+        adapter = TypeAdapter(tuple[tuple[WorkerReport, ...], tuple[Computation, ...]])
+        return adapter.validate_python(made_of)
     except ValidationError:
-        return Makers()
-
-
-@cache  # it takes 6 ms to make, and there may be many members
-def _makers() -> TypeAdapter[Makers]:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(Makers)
+        return (), ()
 
 
 def measured_speeds(

@@ -23,54 +23,43 @@ class Signals:
     def __init__(self, ignored: list[signal.Signals], owns_process: bool) -> None:
         self.ignored = ignored
         self._owns_process = owns_process
-        self._came: int | None = None
         self._is_postponed = False
         self._is_report = False
-        self.has_ended_report = False  # a signal came when nothing else was left to do
+        self.came: int | None = None
+
+    @property
+    def has_ended_report(self) -> bool:
+        return self._is_report and self.came is not None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: raise ``Interrupted``, or keep the signal for ``check`` while it is postponed."""
-        if self._came is not None:
-            if self.has_ended_report:
-                return
+        """Raise ``Interrupted``, or keep the signal for ``check`` while it is postponed."""
+        if self.came is not None:
             # A terminal that closes sends SIGHUP twice, by the kernel and by the shell; the second does not count.
-            if number == signal.SIGHUP or not self._owns_process:
+            if self._is_report or number == signal.SIGHUP or not self._owns_process:
                 return
             os._exit(128 + number)  # workers go with this process: the kernel kills them
-        self._came = number
-        self.has_ended_report = self._is_report
+        self.came = number
         if not self._is_postponed:
             raise Interrupted(number)
 
     @contextlib.contextmanager
     def postponed(self, is_report: bool = False) -> Iterator[None]:
-        """Postpone signals while processes are started and ended, as an exception at any line could lose one.
-
-        Args:
-            is_report: only the report is left to do; a signal ends the report alone, and further ones do nothing.
-        """
+        """Postpone signals, as an exception could lose a process; the writing of a report ends all the same."""
         self._is_postponed, self._is_report = True, is_report
         try:
             yield
         finally:
             self._is_postponed = False
 
-    @property
-    def came(self) -> bool:
-        """Whether a signal has come."""
-        return self._came is not None
-
     def check(self) -> None:
         """Raise ``Interrupted`` for a signal that came while it was postponed."""
-        if self._came is not None:
-            raise Interrupted(self._came)
+        if self.came is not None:
+            raise Interrupted(self.came)
 
 
 @contextlib.contextmanager
 def heed_signals(owns_process: bool = True) -> Iterator[Signals]:
     """Handle signals in the block, except those that this process was started to ignore.
-
-    Only the main thread handles signals, as Python gives them to no other.
 
     Args:
         owns_process: False in another program, such as a notebook; then a second signal does not end the process.

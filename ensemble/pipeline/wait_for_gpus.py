@@ -29,20 +29,10 @@ def held_texts(devices: Sequence[Device]) -> Iterator[str]:
             )
 
 
-def _free_text(device: Device) -> str:
-    if device.is_held:
-        return f"{device.title} is held by another job of the cluster"
-    return f"{device.title} has {gib(device.total_bytes - device.used_bytes)} free, {gpu_users(device)}"
-
-
 def wait_for_gpu_memory(
     plan: Plan, launcher: Launcher, say: Callable[[str], None], max_seconds: float = math.inf
 ) -> Plan:
-    """Wait until every member has the GPU memory that it needs, or ``wait_for_gpu`` is over, and return the plan.
-
-    Args:
-        say: shows the user a sentence.
-        max_seconds: how long to wait, if that is less than ``wait_for_gpu``.
+    """Wait until every member has the GPU memory that it needs, or the time is over, and return the plan.
 
     Raises:
         DeviceError: a member has no GPU to run on, even now.
@@ -73,7 +63,13 @@ def wait_for_gpu_memory(
             needed_bytes = placement.footprint.resident_bytes(placement.gpus)
         needed = gib(needed_bytes) if isinstance(needed_bytes, int) else "all"
         which = "a GPU" if member.gpus == 1 else f"each of {member.gpus} GPUs"
-        states = "; ".join(_free_text(device) for device in plan.gpus if device.uuid in placement.held)
+        states = "; ".join(
+            f"{device.title} is held by another job of the cluster"
+            if device.is_held
+            else f"{device.title} has {gib(device.total_bytes - device.used_bytes)} free, {gpu_users(device)}"
+            for device in plan.gpus
+            if device.uuid in placement.held
+        )
         waited = f" after {wait_seconds:g} s" if wait_seconds else ""
         problems.append(
             f"models[{member.index}] ({member.name}) needs {needed} of {which}: {states}{waited}; end "
