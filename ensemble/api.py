@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias, ca
 
 from ensemble.cli.views import show
 from ensemble.common.errors import ConfigError, DataError, Interrupted, OutputError, OutputInUse
-from ensemble.common.files import output_file, write_text
+from ensemble.common.files import output_file, settings_file, write_text
 from ensemble.common.packages import demand_supported
 from ensemble.common.python_process import keep_pandas_out, one_thread_for_numpy
 from ensemble.common.redact import RedactedStream, Redactor, guard_output, redacted_errors
@@ -226,13 +226,13 @@ def tune(
     rows = _count("rows", rows)
     loaded = _load(config, overrides)
     with imports():
-        from ensemble.analysis.tune.command import check_output, overrides_beside
+        from ensemble.analysis.tune.command import overrides_beside
         from ensemble.analysis.tune.command import tune as tune_config
         from ensemble.cli.progress import choose_display
 
     with redacted_errors(loaded.redactor):
         file = None if write is None else _path(write, "give the path of a YAML file to write")
-        target = None if file is None else check_output(file, force, loaded.paths)
+        target = None if file is None else settings_file("--write", file, loaded.paths, force)
     with _exclusive_run(loaded, quiet) as (stream, quiet):
         result = tune_config(
             loaded, choose_display(stream, quiet), rows, tolerance, target, owns_process=_is_command
