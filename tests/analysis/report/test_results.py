@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -83,8 +84,14 @@ class Made:
         calibrations = {one["name"]: one.get("calibration", {}) for one in models or []}
         made = report(
             *(
-                member(name, weight=shares[name], rows=rows, calibration=calibrations.get(name, {}))
-                for name in members
+                member(
+                    name,
+                    weight=shares[name],
+                    rows=rows,
+                    calibration=calibrations.get(name, {}),
+                    activation=activation_of(values),
+                )
+                for name, values in members.items()
             ),
             rows=rows,
             null_texts={"text": 0},
@@ -99,6 +106,13 @@ class Made:
 
     def read(self) -> ReportData:
         return ReportData(self.rundir.root, RunReport.read(self.rundir.run_json))
+
+
+def activation_of(values: Values) -> str:
+    if np.nanmin(values) < 0 or np.nanmax(values) > 1:
+        return "none"
+    is_exclusive = values.shape[1] > 1 and np.nanmax(np.abs(values.sum(axis=1) - 1)) < 1e-3
+    return "softmax" if is_exclusive else "sigmoid"
 
 
 def shown(data: ReportData, name: str) -> str:
@@ -334,6 +348,7 @@ def test_texts_are_shown_cut_and_not_where_the_table_has_changed(made: Made) -> 
     long = lines[8].split(",")
     long[1] = "word " * 1_000
     made.table.write_text("\n".join([*lines[:8], ",".join(long), *lines[9:]]))
+    os.utime(made.table, ns=(0, 0))
     text = shown(made.read(), "rows")
     assert f"word {'word ' * 10}" in text
     assert "(4,999 characters)" in text
