@@ -73,13 +73,6 @@ class Document:
         elif sentence.startswith("required"):
             reason = self.new_models.get(loc[:2])
             sentence += f"; {reason}" if reason else ""
-        elif " required" in sentence:  # one of several keys
-            # A model has those of the defaults, too.
-            for holder in ((), loc, ("defaults",)) if loc[0] == "models" else ((), loc):
-                mapping: Any = self.value(holder)
-                for key in mapping if isinstance(mapping, dict) else ():
-                    if mapping[key] is None and key in ("defaults", *sentence.split()):
-                        sentence += f"; {self.where((*holder, key))} is null"
         self.noted.append((line, f"{self.where(loc)}: {sentence}"))
 
     def refuse(self, loc: Loc, sentence: str) -> None:
