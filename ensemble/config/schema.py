@@ -500,15 +500,15 @@ class RunConfig(StrictConfig):
         weights = [member.weight for member in self.models]
         bins = len(self.ensemble.length_bins or ()) + 1
         for number, label in itertools.product(range(bins), self.labels):
+            if any(_number_of(weight, number, label) for weight in weights):
+                continue
             where = ""
             if any(isinstance(weight, dict) for weight in weights):
                 where += f" for {label}"
             if any(isinstance(weight, tuple) for weight in weights):
                 where += f" in length bin {number + 1} of {bins}"
-            numbers = [_number_of(weight, number, label) for weight in weights]
-            if not any(numbers):
-                yield ("models",), f"the weights{where} are all 0; at least one must be more"
-                return
+            yield ("models",), f"the weights{where} are all 0; at least one must be more"
+            return
 
 
 def same_name_problems(key: str, names: Sequence[str]) -> Iterator[Problem]:
