@@ -8,7 +8,6 @@ whose workers are elsewhere.
 from __future__ import annotations
 
 import heapq
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 
-from ensemble.common.errors import WriteError
 from ensemble.common.gpus import Device, Inventory, Telemetry
 from ensemble.common.protocol import (
     ChunkDone,
@@ -40,7 +38,7 @@ from ensemble.common.protocol import (
     Started,
     Stop,
 )
-from ensemble.common.shards import ShardSealer, shard_name
+from ensemble.common.shards import shard_name, write_shards
 from ensemble.scheduling.launchers.base import LAUNCHERS, Exit, Handle, Launcher, WorkerStart
 
 _GIB = 1 << 30
@@ -106,23 +104,6 @@ def probabilities(rows: npt.NDArray[np.int64], member: int, labels: int) -> npt.
     return np.asarray(parts / whole)
 
 
-class _Sealer(ShardSealer):
-    """Counts what its threads take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.helped_seconds = 0.0
-        self._lock = threading.Lock()
-
-    def _write(self, path: Path, content: bytes) -> WriteError | None:
-        began = time.thread_time()
-        error = super()._write(path, content)
-        if threading.current_thread() is not threading.main_thread():
-            with self._lock:
-                self.helped_seconds += time.thread_time() - began
-        return error
-
-
 class PretendedLauncher(Launcher):
     """Pretends.
 
@@ -138,7 +119,6 @@ class PretendedLauncher(Launcher):
         self._numbers = count()
         self._due: list[tuple[float, int, PretendedWorker, Callable[[], Event | None]]] = []
         self._running = 0
-        self._sealer = _Sealer()
 
     def inventory(self) -> Inventory:
         devices = tuple(
@@ -186,11 +166,13 @@ class PretendedLauncher(Launcher):
 
     def _seal(self, shards: dict[Path, bytes]) -> None:
         """Keep the shards that have come, as whoever gets them over a line has to."""
-        began, helped = time.thread_time(), self._sealer.helped_seconds
-        if unsealed := self._sealer.seal(shards):
+        began, began_process = time.thread_time(), time.process_time()
+        unsealed = write_shards(shards)
+        if unsealed:
             raise next(iter(unsealed.values()))
-        self.tally.helped_seconds = self._sealer.helped_seconds
-        self.tally.sealing_seconds += time.thread_time() - began + self.tally.helped_seconds - helped
+        spent, spent_process = time.thread_time() - began, time.process_time() - began_process
+        self.tally.helped_seconds += max(0.0, spent_process - spent)
+        self.tally.sealing_seconds += spent_process
 
     def used_memory(self, uuids: Collection[str]) -> dict[str, int | None]:
         return dict.fromkeys(uuids, 0)

@@ -1,6 +1,6 @@
-"""A first config, guessed from a table, members and perhaps a sample submission; its comments name the guesses.
+"""Write a first config, guessed from a table, members and perhaps a sample submission; comments name the guesses.
 
-What a member is made of is told by its kind (``MemberKind.draft``), what a file holds by the readers of ``data``.
+A member's kind tells what its source holds (``MemberKind.draft``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from ensemble.common.errors import ConfigError, DataError, EnsembleError, WriteError
-from ensemble.common.files import cannot_write, output_file, write_text
+from ensemble.common.files import output_file, write_text
 from ensemble.common.text import listed, plural, quoted
 from ensemble.config.values import MAX_NAME_CHARACTERS
 from ensemble.data.csv_file import read_header, read_text_csv
@@ -62,13 +62,10 @@ class _Member:
 def write_first_config(
     table: Path, sources: Sequence[str], sample: Path | None, output: Path, may_replace: bool
 ) -> FirstConfig:
-    """Guess a config and write it.
-
-    Args:
-        may_replace: a file that is there already; for the others see ``first_config``.
+    """Guess a config and write it; ``may_replace`` allows to replace an existing file.
 
     Raises:
-        EnsembleError: as ``first_config``; also where the file is there already, or cannot be written.
+        EnsembleError: as ``first_config``; or the file exists or cannot be written.
     """
     inputs = [table, *map(Path, sources), *([] if sample is None else [sample])]
     target = output_file(output, inputs, may_replace)
@@ -79,21 +76,19 @@ def write_first_config(
         write_text(target, config.text)
     except WriteError as error:
         raise ConfigError(error.problems) from error
-    except OSError as error:
-        raise ConfigError(cannot_write("--output", output, error)) from error
     return config
 
 
 def first_config(table: Path, sources: Sequence[str], sample: Path | None, output: Path) -> FirstConfig:
-    """Guess a config; nothing is written.
+    """Guess a config, without writing it.
 
     Args:
-        sources: what the members are made of: folders of checkpoints or adapters, names on the hub, predictions.
-        sample: None: the sample submission beside the table, if it is one for these rows.
-        output: where the YAML will stand.
+        sources: of the members: folders of checkpoints or adapters, names on the hub, files of predictions.
+        sample: a sample submission; None: the one beside the table, if it has the table's rows.
+        output: the path of the YAML.
 
     Raises:
-        EnsembleError: a file cannot be read, or is nothing that a config could name; every problem is listed.
+        EnsembleError: a file cannot be read, or cannot be used in a config; with every problem.
     """
     names = read_contents(table, Wanted("", None, (), _HEAD_ROWS)).names
     beside = table.parent / USUAL_SAMPLE
@@ -126,22 +121,21 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None, outpu
     used = [*texts, *truth, file_column]
     unused = [name for name in others if name not in used]
 
-    lines = [f"# yaml-language-server: $schema={place}" for place in _schema_place(output)]
-    lines += [
-        "# A first config by `ensemble init`. Look at what is marked with GUESS, then validate, plan, run."
-    ]
+    schema = _schema_place(output)
+    lines = [] if schema is None else [f"# yaml-language-server: $schema={schema}"]
+    lines.append("# A first config by `ensemble init`. Check the lines with GUESS, then validate, plan, run.")
     lines += ["", "data:", f"  path: {_scalar(str(table))}", f"  id_column: {_scalar(id_column)}"]
     if len(truth) > 1 or truth == labels:
-        lines += _flow("  label_columns: ", labels)
+        lines.append(f"  label_columns: {_list(labels)}")
     elif truth:
         lines += [f"  label_column: {_scalar(truth[0])}  # the true labels: the run ends with scores"]
     if unused:
         lines += [f"  # not used: {', '.join(map(_shown, unused))}"]
-    lines += ["", f"# {reason}", *_flow("labels: ", labels), "", "models:"]
+    lines += ["", f"# {reason}", f"labels: {_list(labels)}", "", "models:"]
     if len(members) > 1:
         lines += [
-            "  # They count alike. Where true labels are known, `python -m ensemble fit` earns weights, in a file",
-            "  # of their own: run config.yaml weights.yaml",
+            "  # All have the same weight. If true labels are known, `python -m ensemble fit` writes weights to a",
+            "  # file of their own: run config.yaml weights.yaml",
         ]
     if "GUESS" in reason:
         guesses.append(f"labels: {reason.partition('GUESS: ')[2].rstrip('.')}")
@@ -154,20 +148,20 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None, outpu
     for member in members:
         lines += _member_lines(member, labels, maps[member.name], file_column, max_length, guesses)
     if any(member.draft.reads_text for member in members):
-        lines += ["", "defaults:  # of all models that do not say otherwise"]
+        lines += ["", "defaults:  # for all models"]
         if is_single:
             lines += [f"  text_column: {_scalar(texts[0])}"]
         else:
-            what = "the columns, in the table's order; it must read as in the models' training"
+            what = "the columns, in the table's order; it must be the same as in the models' training"
             lines += [f"  # GUESS: {what}.", "  prompt_template: |-"]
             lines += [f"    {line}".rstrip() for line in template.split("\n")]
             guesses.append(f"prompt_template: {what}")
         lines += [f"  # {length_note}", f"  max_length: {max_length}"]
         guesses.append(f"max_length: {length_note.removeprefix('GUESS ').rstrip('.')}")
         lines += [
-            "  # Where `plan` says that a model is too large, 4-bit weights take a quarter of 16-bit ones:"
+            "  # If `plan` says that a model is too large: 4-bit weights take a quarter of 16-bit weights.",
+            "  # quantization_config: {load_in_4bit: true, bnb_4bit_quant_type: nf4}",
         ]
-        lines += ["  # quantization_config: {load_in_4bit: true, bnb_4bit_quant_type: nf4}"]
     if sample is not None:
         lines += ["", "submission:", f"  sample: {_scalar(str(sample))}", "  path: submission.csv"]
         pairs_of, is_guess = _submission_columns(columns, labels)
@@ -181,10 +175,10 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None, outpu
 
 
 def _text_columns(table: Path, is_read: Mapping[str, str], guesses: list[str]) -> list[str]:
-    """The columns that models read together; those left out are added to ``guesses``.
+    """Return the columns that models read; those left out are added to ``guesses``.
 
     Raises:
-        DataError: they need a template, which can read none of their names.
+        DataError: a template is needed, but it can read none of the columns' names.
     """
     texts = [name for name, how in is_read.items() if how in ("json", "prose")]
     texts = texts or [name for name, how in is_read.items() if how == "text"]
@@ -213,7 +207,7 @@ def _member_lines(
     max_length: int,
     guesses: list[str],
 ) -> list[str]:
-    """A member's YAML; what of it is a guess is added to ``guesses``.
+    """Return a member's YAML; its guesses are added to ``guesses``.
 
     Args:
         file_column: the column that names the files of members that read files.
@@ -252,10 +246,10 @@ def _needs(id_column: str, columns: tuple[str, ...], limit: int | None) -> Table
 
 
 def _id_column(table: Path, names: Sequence[str], sample: Sequence[str]) -> str:
-    """The column that names the rows: the sample's, or one that is called so, or the first of all.
+    """Return the column of the ids: the sample's, or one with such a name, or the first column.
 
     Raises:
-        DataError: none of them has a value of its own for each row.
+        DataError: none of them has a different value in each row.
     """
     likely = [
         *(name for name in sample[:1] if name in names),
@@ -281,7 +275,7 @@ def _id_column(table: Path, names: Sequence[str], sample: Sequence[str]) -> str:
 
 
 def _has_first_row(sample: Path, table: Path, id_column: str) -> bool:
-    """Whether a sample submission has the table's first row; that of test.csv lies beside train.csv, too."""
+    """Return whether a sample submission has the table's first row: the sample beside train.csv is for test.csv."""
     if id_column not in read_header(sample):
         return False
     first = read_contents(table, Wanted(id_column, None, (), 1)).ids
@@ -290,11 +284,7 @@ def _has_first_row(sample: Path, table: Path, id_column: str) -> bool:
 
 
 def _members(sources: Sequence[str], id_column: str) -> list[_Member]:
-    """The members in their order, each with a name of its own.
-
-    Raises:
-        ConfigError: what is wrong with each of the sources.
-    """
+    """Return the members, each with its own name; raise ConfigError with the problems of all sources."""
     kinds = [KINDS.load(name) for name in KINDS.names()]
     members, problems, taken = list[_Member](), list[str](), {"ensemble"}
     for source in sources:
@@ -308,15 +298,12 @@ def _members(sources: Sequence[str], id_column: str) -> list[_Member]:
         except EnsembleError as error:
             problems += error.problems
             continue
-        base = (
-            re.sub(r"[^A-Za-z0-9._-]+", "-", file_stem(Path(source))).strip(".-")[: MAX_NAME_CHARACTERS - 4]
-            or "model"
-        )
-        name = next(
-            name
-            for name in (base, *(f"{base}-{number}" for number in range(2, 10_000)))
-            if name.lower() not in taken
-        )
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", file_stem(Path(source))).strip(".-")
+        base = name = stem[: MAX_NAME_CHARACTERS - 4] or "model"
+        number = 1
+        while name.lower() in taken:
+            number += 1
+            name = f"{base}-{number}"
         taken.add(name.lower())
         members.append(_Member(name, source, draft))
     if problems:
@@ -325,10 +312,10 @@ def _members(sources: Sequence[str], id_column: str) -> list[_Member]:
 
 
 def _labels(members: Sequence[_Member], columns: Sequence[str]) -> tuple[list[str], str]:
-    """The labels, and where they are from.
+    """Return the labels, and a sentence on their origin.
 
     Args:
-        columns: those of the sample submission beside its ids.
+        columns: of the sample submission, without its ids.
     """
     # A CSV may have more columns than labels, so it is asked last.
     known = sorted(
@@ -354,7 +341,7 @@ def _labels(members: Sequence[_Member], columns: Sequence[str]) -> tuple[list[st
 
 
 def _label_map(member: _Member, labels: Sequence[str]) -> Mapping[str, str]:
-    """A member's label, or its file's column -> the config's, where that is not by name, nor for ``validate``."""
+    """Return the config's label by the member's label or its file's column, unless they match by name."""
     own = member.draft.labels or ()
     if member.draft.labels_are_columns:
         is_other = len(own) == len(labels) and not set(own) & set(labels)
@@ -365,7 +352,7 @@ def _label_map(member: _Member, labels: Sequence[str]) -> Mapping[str, str]:
 
 
 def _same_but_case(theirs: Sequence[str], ours: Sequence[str]) -> dict[str, str]:
-    """Each of theirs and which of ours it is, where all differ in their case or marks only; else nothing."""
+    """Return our label by theirs if all differ only in upper and lower case or punctuation; else nothing."""
 
     def folded(name: str) -> str:
         return re.sub(r"[\W_]+", "", name.casefold())
@@ -376,7 +363,7 @@ def _same_but_case(theirs: Sequence[str], ours: Sequence[str]) -> dict[str, str]
 
 
 def _submission_columns(columns: Sequence[str], labels: Sequence[str]) -> tuple[Mapping[str, str], bool]:
-    """Each column of the sample and its label, where their names differ; and whether that is a guess."""
+    """Return the label of each of the sample's columns if their names differ, and whether that is a guess."""
     if set(columns) <= set(labels):
         return {}, False
     if alike := _same_but_case(columns, labels):
@@ -389,7 +376,7 @@ def _submission_columns(columns: Sequence[str], labels: Sequence[str]) -> tuple[
 
 
 def _truth(held: Mapping[str, Sequence[Any]], labels: Sequence[str]) -> list[str]:
-    """The columns of the true labels: one for each, or one that holds nothing else; or none."""
+    """Return the columns of the true labels: one for each label, or one that holds labels only, or none."""
     if set(labels) <= held.keys() and all(_reading(held[label]) == "number" for label in labels):
         return [*labels]
     holds = (name for name, cells in held.items() if cells and {*map(str, cells)} <= set(labels))
@@ -397,7 +384,7 @@ def _truth(held: Mapping[str, Sequence[Any]], labels: Sequence[str]) -> list[str
 
 
 def _reading(cells: Sequence[Any]) -> str:
-    """What the cells of a column are, none of them empty: json (lists), number, prose, text, or other."""
+    """Return what a column's cells are, none of them empty: json (lists), number, prose, text or other."""
     if not cells:
         return "other"
     if all(_is_list(cell) for cell in cells):
@@ -411,7 +398,7 @@ def _reading(cells: Sequence[Any]) -> str:
 
 
 def _is_list(cell: object) -> bool:
-    """Whether a cell is, or holds as JSON, a list of what can be joined."""
+    """Return whether a cell is a list, also in JSON, whose items can be joined."""
     if isinstance(cell, str) and not cell.lstrip().startswith("["):
         return False
     try:
@@ -429,7 +416,7 @@ def _is_number(cell: object) -> bool:
 
 
 def _max_length(table: Path, id_column: str, texts: Sequence[str], more: int) -> tuple[int, str]:
-    """Tokens that no row should have more of, and how they were estimated.
+    """Return the most tokens that a row should have, and a sentence on how they were estimated.
 
     Args:
         more: bytes that a template adds to each row.
@@ -446,31 +433,23 @@ def _max_length(table: Path, id_column: str, texts: Sequence[str], more: int) ->
     return tokens, f"GUESS by {said}{cut}."
 
 
-def _schema_place(output: Path) -> Iterator[str]:
-    """Where editors find the schema, in a checkout or as it was installed; nothing where it is not."""
-    folders = (
-        Path(__file__).resolve().parents[2] / "docs",
-        Path(sysconfig.get_path("data"), "share/ensemble-runner"),
-    )
-    for folder in folders:
-        if (place := folder / _SCHEMA).is_file():
-            here = output.absolute().parent
-            near = place.is_relative_to(here) or place.is_relative_to(here.parent)
-            yield os.path.relpath(place, here) if near else str(place)
-            return
+def _schema_place(output: Path) -> str | None:
+    """Return where editors find the schema, in a checkout or as installed; None if it is missing."""
+    checkout, installed = Path(__file__).resolve().parents[2] / "docs", Path(sysconfig.get_path("data"))
+    for place in (checkout / _SCHEMA, installed / "share/ensemble-runner" / _SCHEMA):
+        if place.is_file():
+            folder = output.absolute().parent
+            is_near = place.is_relative_to(folder.parent)
+            return os.path.relpath(place, folder) if is_near else str(place)
+    return None
 
 
-def _flow(start: str, items: Sequence[str]) -> list[str]:
-    """A list behind its key, in as many lines as it takes."""
-    line = f"{start}[{', '.join(map(_scalar, items))}]"
-    if len(line) <= MAX_NAME_CHARACTERS:
-        return [line]
-    inner = " " * (len(start) - len(start.lstrip()) + 2)
-    return [f"{start}[", *(f"{inner}{_scalar(item)}," for item in items), f"{inner[2:]}]"]
+def _list(items: Sequence[str]) -> str:
+    return f"[{', '.join(map(_scalar, items))}]"
 
 
 def _scalar(value: object) -> str:
-    """A value as YAML; text in quotes where it could be read as anything else."""
+    """Return a value as YAML; text in quotes if it could be read as anything else."""
     if not isinstance(value, str):
         return json.dumps(value)
     text = value.replace("${", "$${")

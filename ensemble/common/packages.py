@@ -60,17 +60,15 @@ def unsupported(
 
     Args:
         names: only these, such as ``ANALYSIS``; None: all that a run cannot do without.
-        needed: packages of extras to check, too, with what needs each.
+        needed: packages of extras to check, too, with the key that needs each.
     """
     needed = needed or {}
     for requirement in own_requirements():
         name = requirement.name
         if requirement.extra:
             is_relevant = name in needed
-        elif names is None:
-            is_relevant = name not in ANALYSIS
         else:
-            is_relevant = name in names
+            is_relevant = name not in ANALYSIS if names is None else name in names
         version = installed_versions([name]).get(name) if is_relevant else None
         problem = requirement.wrong(version) if version is not None else ""
         if problem:
@@ -79,14 +77,8 @@ def unsupported(
 
 
 def demand_supported(for_analysis: bool = False) -> None:
-    """Check the versions of the packages that every run needs, and if asked those for ``ensemble.analysis``.
-
-    Raises:
-        ConfigError: packages are outside of their ranges.
-    """
-    problems = list(unsupported())
-    if for_analysis:
-        problems += unsupported(ANALYSIS)
+    """Raise ConfigError if a package that every run needs, or that ``ensemble.analysis`` needs, is out of range."""
+    problems = [*unsupported(), *(unsupported(ANALYSIS) if for_analysis else ())]
     if problems:
         raise ConfigError(problems)
 
@@ -112,31 +104,20 @@ def own_requirements() -> tuple[Requirement, ...]:
     if texts:
         requirements += [Requirement(name) for name in _BROUGHT]
     by_name: dict[str, Requirement] = {}
-    for requirement in requirements:
-        if requirement is not None:
-            by_name.setdefault(requirement.name, requirement)
+    for requirement in filter(None, requirements):
+        by_name.setdefault(requirement.name, requirement)
     return tuple(by_name.values())
 
 
 def parse_requirement(text: str) -> Requirement | None:
     """Parse a line of a distribution's requirements; None for developers' packages and for other text."""
-
-    def first_group(pattern: str, part: str) -> str:
-        match = re.search(pattern, part)
-        return match[1] if match else ""
-
     line, _, marker = text.partition(";")
-    name = first_group(r"^([A-Za-z0-9._-]+)", line).lower()
-    extra = first_group(r"extra\s*==\s*[\"']([\w-]+)[\"']", marker)
-    version = r"\s*(\d+(?:\.\d+)*)"
-    if not name or extra == "dev":
+    name = re.match(r"[A-Za-z0-9._-]+", line)
+    extra = re.search(r"extra\s*==\s*[\"']([\w-]+)[\"']", marker)
+    if name is None or (extra is not None and extra[1] == "dev"):
         return None
-    return Requirement(
-        name=name,
-        minimum=first_group(">=" + version, line),
-        below=first_group("<" + version, line),
-        extra=extra,
-    )
+    bounds = dict(re.findall(r"(>=|<)\s*(\d+(?:\.\d+)*)", line))
+    return Requirement(name[0].lower(), bounds.get(">=", ""), bounds.get("<", ""), extra[1] if extra else "")
 
 
 def installed_versions(names: Collection[str]) -> dict[str, str]:
@@ -144,11 +125,8 @@ def installed_versions(names: Collection[str]) -> dict[str, str]:
     versions: dict[str, str] = {}
     for name in names:
         with suppress(metadata.PackageNotFoundError):
-            # `package.version` parses the whole description, half a millisecond for each package.
-            package = metadata.distribution(name)
-            match = re.search(r"^Version: *(\S+)", package.read_text("METADATA") or "", re.MULTILINE)
-            version = match[1] if match else package.version
-            if version:  # None if it is half uninstalled
+            version = metadata.version(name)
+            if version:  # None if the package is half uninstalled
                 versions[name] = version
     return versions
 

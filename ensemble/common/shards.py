@@ -18,27 +18,23 @@ from ensemble.common.errors import WriteError
 from ensemble.common.files import atomic_path, read_json
 
 # Shards written at a time: each waits for the disk twice, and file systems serve several such waits together.
-_SEALED_AT_A_TIME = 8
+_WRITTEN_AT_A_TIME = 8
 
 
-class ShardSealer:
-    """Writes shards that other machines computed, several at a time."""
+def write_shards(shards: Mapping[Path, bytes]) -> dict[Path, WriteError]:
+    """Write shards that other machines computed, safely on the disk; return the errors of those that failed."""
 
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_SEALED_AT_A_TIME, "sealing")
-
-    def seal(self, shards: Mapping[Path, bytes]) -> dict[Path, WriteError]:
-        """Write all shards, safely on the disk; return the errors of those that could not be written."""
-        errors = self._threads.map(self._write, shards, shards.values())
-        return {path: error for path, error in zip(shards, errors, strict=True) if error is not None}
-
-    def _write(self, path: Path, content: bytes) -> WriteError | None:
+    def write(path: Path, content: bytes) -> WriteError | None:
         try:
             with atomic_path(path) as temporary:
                 temporary.write_bytes(content)
         except WriteError as error:
             return error
         return None
+
+    with ThreadPoolExecutor(_WRITTEN_AT_A_TIME, "shards") as pool:
+        errors = pool.map(write, shards, shards.values())
+        return {path: error for path, error in zip(shards, errors, strict=True) if error is not None}
 
 
 def shards_in(folder: Path, rows: int) -> Iterator[pa.Table]:

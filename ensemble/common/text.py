@@ -19,7 +19,6 @@ _KAGGLE_INPUTS = {
     "notebooks": ("notebook output", 3),
     "competitions": ("competition", 2),
 }
-_MAX_NAME_CHARACTERS = 100
 
 
 def gib(size: float) -> str:
@@ -63,11 +62,9 @@ def shown_path(path: Path) -> str:
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the name that is most like ``name``; None if none is near."""
-    # difflib's time grows with the square of the length, and with the names.
-    compared = [other for other in islice(names, _MAX_COMPARED) if len(other) <= _MAX_NAME_CHARACTERS]
-    by_folded = {other.strip().casefold(): other for other in reversed(compared)}
-    folded = name.strip().casefold() if len(name) <= _MAX_NAME_CHARACTERS else ""
-    close = difflib.get_close_matches(folded, by_folded, n=1, cutoff=0.6)
+    # difflib's time grows with the square of the length, and with the number of names.
+    by_folded = {other.strip().casefold()[:100]: other for other in islice(names, _MAX_COMPARED)}
+    close = difflib.get_close_matches(name.strip().casefold()[:100], by_folded, n=1, cutoff=0.6)
     return by_folded[close[0]] if close else None
 
 

@@ -1,4 +1,4 @@
-"""The config while it is being read: plain data, where each value stands, and what is wrong so far."""
+"""The config while it is read: plain data, the place of each value, and the problems."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from ensemble.common.text import quoted
+
 # A place in the YAML: ("models", 1, "weight") is models[1].weight.
 Loc = tuple[str | int, ...]
-# What is wrong, and where.
+# A place and a sentence.
 Problem = tuple[Loc, str]
 
 
 class KeyProblems(ValueError):
-    """What a validator of a model raises about keys below that model: each with its place and a sentence."""
+    """Raised by a model's validator: problems of keys below that model."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("; ".join(f"{place(loc)}: {sentence}" for loc, sentence in problems))
@@ -26,23 +28,26 @@ class KeyProblems(ValueError):
 Line = tuple[int, int]
 
 SHOWN_CHARACTERS: Final = 60
-# In place of the name of a file: what was given as a mapping has no lines.
+# The name of a mapping that is given instead of a file; it has no lines.
 MAPPING: Final = "<dict>"
 AFTER_ALL_LINES: Final[Line] = (sys.maxsize, 0)
-# NUL, and half of a character, which is also how Python keeps bytes that are not UTF-8.
+# NUL, and half of a character, with which Python also keeps bytes that are not UTF-8.
 NOT_TEXT: Final = r"[\x00\ud800-\udfff]"
 
-# Stands where a value could not be had: of no type that a check accepts, and already reported.
+# Replaces a value that could not be read; its problem is already noted, and no type accepts it.
 INVALID: Final = object()
 
 
 @dataclass
 class Document:
-    """The YAML as plain data, with the place of each value and every problem found so far.
+    """The YAML as plain data, with the place of each value and all problems so far.
 
-    ``files`` are the names of the files that it is made of.  ``overrides`` maps a place that an override made to
-    that override and to the place that it names.  ``invalid`` are places whose problem is known, and the places
-    around them.  ``new_models`` are places of models that no earlier file has, with a sentence that says so.
+    Attributes:
+        files: the names of the files that it is made of.
+        overrides: by the place that an override made: the override and the place that it names.
+        invalid: places with a known problem, and the places around them.
+        new_models: models that no earlier file has, with a sentence that says so.
+        noted: the problems.
     """
 
     data: dict[str, Any]
@@ -55,11 +60,11 @@ class Document:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Return what is wrong, each once, from the top of the first file to the end of the last, then the rest."""
+        """Return each problem once, in the order of files and lines; problems without a line come last."""
         return tuple(dict.fromkeys(text for _, text in sorted(self.noted, key=lambda item: item[0])))
 
     def report(self, loc: Loc, sentence: str) -> None:
-        """Note a problem; after "must be ..." comes the value as it was written, never what ``${}`` gave."""
+        """Note a problem; "must be ..." is completed by the value as it is written, without variables' values."""
         places_around = (loc[:size] for size in range(len(loc), 0, -1))
         line = next((self.lines[outer] for outer in places_around if outer in self.lines), AFTER_ALL_LINES)
         if sentence.startswith("must be "):
@@ -70,32 +75,24 @@ class Document:
                 sentence += f", not {shown(value)}"
             if isinstance(value, str) and "${" in value:
                 sentence += " (a variable always gives text)"
-        elif sentence.startswith("required"):
-            reason = self.new_models.get(loc[:2])
-            sentence += f"; {reason}" if reason else ""
-        elif " required" in sentence:  # one of several keys
-            # A model has those of the defaults, too.
-            for holder in ((), loc, ("defaults",)) if loc[0] == "models" else ((), loc):
-                mapping: Any = self.value(holder)
-                for key in mapping if isinstance(mapping, dict) else ():
-                    if mapping[key] is None and key in ("defaults", *sentence.split()):
-                        sentence += f"; {self.where((*holder, key))} is null"
+        elif sentence.startswith("required") and loc[:2] in self.new_models:
+            sentence += f"; {self.new_models[loc[:2]]}"
         self.noted.append((line, f"{self.where(loc)}: {sentence}"))
 
     def refuse(self, loc: Loc, sentence: str) -> None:
-        """Note a problem with the value at ``loc`` that makes any other problem with it pointless."""
+        """Note a problem and ignore all further problems of this value."""
         self.report(loc, sentence)
         self.invalid.update(loc[:size] for size in range(len(loc) + 1))
 
     def forget(self, loc: Loc) -> None:
-        """Drop what is known of the value at ``loc`` and of those inside it: another one takes its place."""
+        """Drop what is known about a value that will be replaced."""
         for inner in places(self.value(loc), loc):
             self.lines.pop(inner, None)
             self.overrides.pop(inner, None)
             self.invalid.discard(inner)
 
     def value(self, loc: Loc) -> object:
-        """The value at ``loc`` as it was written, with ``${NAME}`` unexpanded; None where there is none."""
+        """Return the value at ``loc`` as it is written, with ``${NAME}``; None if there is none."""
         here: Any = self.data
         for step in loc:
             try:
@@ -105,9 +102,9 @@ class Document:
         return here
 
     def where(self, loc: Loc) -> str:
-        """The key and its line, such as ``models[1].weight (line 7)``, or the override that it came from.
+        """Return the key and its line, such as ``models[1].weight (line 7)``, or the override that made it.
 
-        Of several files the line's is named as well: ``models[1].weight (weights.yaml, line 7)``.
+        Of several files, the file is named as well: ``models[1].weight (weights.yaml, line 7)``.
         """
         for size in range(len(loc), 0, -1):
             if loc[:size] in self.overrides:
@@ -122,7 +119,7 @@ class Document:
         return place(loc)
 
     def origin(self, loc: Loc) -> int:
-        """The number of the file that the value at ``loc`` comes from; of an override, more than any file has."""
+        """Return the number of the file of the value at ``loc``; for an override, more than any file has."""
         for size in range(len(loc), 0, -1):
             if loc[:size] in self.overrides:
                 return sys.maxsize
@@ -132,7 +129,7 @@ class Document:
 
 
 def places(value: object, loc: Loc) -> Iterator[Loc]:
-    """Yield a value's place, and those of all values in it."""
+    """Yield the place of a value, and those of all values in it."""
     yield loc
     if isinstance(value, dict):
         for key, item in value.items():
@@ -146,13 +143,13 @@ def place(loc: Loc) -> str:
     """Return ``("models", 1, "weight")`` as people write it: ``models[1].weight``."""
     text = ""
     for step in loc:
-        plain = isinstance(step, str) and re.fullmatch(r"[\w-]{1,60}", step)
-        text += f".{step}" if plain else f"[{shown(step)}]"
+        is_plain = isinstance(step, str) and re.fullmatch(r"[\w-]{1,60}", step)
+        text += f".{step}" if is_plain else f"[{shown(step)}]"
     return text.removeprefix(".") or "top level"
 
 
 def shown(value: object) -> str:
-    """A value in an error message: on one line, and short."""
+    """Return a value for a message: on one line, and short."""
     if value is None:
         return "empty"
     if value is INVALID:
@@ -162,11 +159,11 @@ def shown(value: object) -> str:
     if isinstance(value, dict):
         return "a mapping" if value else "an empty mapping"
     if isinstance(value, str):
-        return repr(value) if len(value) <= SHOWN_CHARACTERS else f"{value[: SHOWN_CHARACTERS - 3]!r}..."
+        return quoted(value, SHOWN_CHARACTERS - 3)
     text = f"[{', '.join(map(shown, value))}]" if isinstance(value, list) else repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 
 
 def one_line(text: str) -> str:
-    """What the user typed, in a form that cannot break an error message up."""
+    """Return what the user typed for a message: on one line."""
     return text if text.isprintable() else repr(text)

@@ -1,7 +1,7 @@
-"""Several config files as one: what a later file says takes the place of what an earlier one says.
+"""Merge several config files: a later file replaces what an earlier file says.
 
-The top level, the sections and each model are merged key by key, the models by their name.  Any other value is
-replaced as a whole, also one that is a mapping, such as ``label_map``: half of each would be neither.
+The top level, the sections and each model are merged key by key, models by their names. Any other value is replaced
+as a whole, also a mapping such as ``label_map``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ SECTIONS: Final = ("data", "ensemble", "submission", "defaults")
 
 
 def merge_documents(documents: Sequence[Document], variables: Sequence[Mapping[str, str]]) -> Document:
-    """Put the documents of later files over the first one, and return that one.
+    """Merge the documents of later files into the first one, and return that one.
 
     Args:
-        variables: what ``${NAME}`` stands for in each file, for the names of models.
+        variables: the values of ``${NAME}`` in each file, for the names of models.
     """
     document = documents[0]
     for number, over in enumerate(documents[1:], 1):
@@ -38,7 +38,7 @@ def merge_documents(documents: Sequence[Document], variables: Sequence[Mapping[s
 
 
 def drop_stale_fit(document: Document) -> None:
-    """Drop ``fitted_on`` if a later file, or an override, changes the weights or the merge that it speaks of."""
+    """Drop ``fitted_on`` if a later file or an override changes the weights or the merge."""
     file = document.origin(("fitted_on",))
     ensemble, models = document.data.get("ensemble"), document.data.get("models")
     settings: list[Loc] = [("ensemble",)]
@@ -63,8 +63,8 @@ def _merge_models(
     names = [*index_by_name]
     for index, model in enumerate(over.data["models"]):
         name = _name(model, variables[number])
-        # A name that a file gives twice is an error, as in one file: the second is a model of its own.
         if name in index_by_name:
+            # Popped: if the file gives a name twice, the second one is added, and refused as in a single file.
             _merge(document, ("models", index_by_name.pop(name)), over, ("models", index))
             continue
         loc = ("models", len(models))
@@ -76,7 +76,7 @@ def _merge_models(
 
 
 def _name(model: object, variables: Mapping[str, str]) -> str | None:
-    """Return a model's name, expanded where that is possible: what is wrong with it is said later."""
+    """Return a model's name, expanded if that is possible; its problems are reported later."""
     name = model.get("name") if isinstance(model, dict) else None
     if not isinstance(name, str):
         return None
@@ -93,7 +93,7 @@ def _merge(document: Document, loc: Loc, over: Document, over_loc: Loc) -> None:
 
 
 def _put(document: Document, loc: Loc, over: Document, over_loc: Loc) -> None:
-    """Put a value of another document, with all that is known of it, where one stands or none."""
+    """Add or replace a value by a value of another document, with its lines and problems."""
     document.forget(loc)
     holder: Any = document.value(loc[:-1])
     holder[loc[-1]] = value = over.value(over_loc)

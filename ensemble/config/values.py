@@ -1,4 +1,4 @@
-"""What a key may hold: a type for each kind of value, with the words that an error has for it."""
+"""The types of the keys' values, with their names in error messages."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ GPU_NUMBER: Final = "0|[1-9][0-9]{0,5}"
 
 @dataclass(frozen=True)
 class MustBe:
-    """What a type's values are called in an error: "must be <phrase>".
+    """The name of a type's values in an error: "must be <phrase>".
 
-    ``holder`` is the type of a mapping or list of values that have words of their own: then only what is no such
-    thing, and an empty list, has these.
+    With ``holder``, the type of a mapping or list whose items have their own messages, the phrase is used only for
+    values of another type and for an empty list.
     """
 
     phrase: str
@@ -62,8 +62,8 @@ class MustBe:
 
 
 def with_home(text: str) -> str:
-    """The text with the home folder put in for a first "~"."""
-    # Nothing but that: Path would also tidy up the names of models on the hub.
+    """Return the text with the home folder for a "~" at the beginning."""
+    # Other text stays as it is, because Path would change names of models on the hub.
     try:
         return str(Path(text).expanduser()) if text.startswith("~") else text
     except RuntimeError as error:  # ~somebody who is not on this machine
@@ -71,7 +71,7 @@ def with_home(text: str) -> str:
 
 
 def _source(value: object) -> str:
-    # "path: |" gives a line end after the name, and no message should be broken up by one.
+    # "path: |" adds a line end to the name, which would break messages.
     is_text = isinstance(value, str) and value.strip()
     if not is_text or re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", str(value)):
         raise ValueError
@@ -83,18 +83,18 @@ def _path(value: object) -> Path:
 
 
 def as_label(value: object) -> object:
-    """A whole number as text; anything else as it is."""
+    """Return a whole number as text; anything else as it is."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def same_label_problems(
     key: str, label_by_place: Mapping[Any, str], labels: Collection[str], advice: str = ""
 ) -> Iterator[Problem]:
-    """Find places in the mapping or list at ``key`` that hold a foreign label, or one that is taken.
+    """Yield places in the mapping or list at ``key`` with an unknown label, or with the label of another place.
 
     Args:
-        labels: the config's; empty where they are not known.
-        advice: what follows the sentence about a foreign label.
+        labels: the config's; empty if they are unknown.
+        advice: added to the sentence about an unknown label.
     """
     first_place: dict[str, Any] = {}
     for where, label in label_by_place.items():
@@ -106,18 +106,18 @@ def same_label_problems(
 
 
 def foreign_label(labels: Collection[object]) -> str:
-    """The sentence about a key that should be one of the config's labels."""
+    """Return the sentence about a key that should be one of the config's labels."""
     return f"is none of the labels, which are {listed([*map(str, labels)])}"
 
 
 def as_tuple(value: object) -> object:
-    """A list as a tuple; anything else as it is."""
+    """Return a list as a tuple; anything else as it is."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def is_member_name(name: str) -> bool:
-    """Whether a member can be so called."""
-    # It becomes a file's name, perhaps on a disk that Windows reads, and stands in people's shell commands.
+    """Return whether a member can have this name."""
+    # Names are used for files, also on disks for Windows, and in shell commands.
     fits = re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_-])?", name)
     is_taken = re.fullmatch(r"ensemble|(con|prn|aux|nul|com\d|lpt\d)(\..*)?", name.lower())
     return bool(fits) and not is_taken and len(name) <= MAX_NAME_CHARACTERS
@@ -130,7 +130,7 @@ def _member_name(name: str) -> str:
 
 
 def _seconds(value: object) -> float:
-    """1h30m, 45s or a plain number of seconds."""
+    """Parse 1h30m, 45s or a plain number of seconds."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         seconds = float(value)
     else:
@@ -146,7 +146,6 @@ def _seconds(value: object) -> float:
 
 
 def _when(value: object) -> dict[str, float]:
-    """One rule with its number; errors name the place within."""
     if not isinstance(value, dict) or not value:
         raise PydanticCustomError("must_be", f"must be {_ONE_RULE}")
     types = _when_types()
@@ -183,7 +182,7 @@ def _edges(value: tuple[int, ...]) -> tuple[int, ...]:
     return value
 
 
-# Not Field(...): in older pydantic a Field that several keys share carries the default of one to the others.
+# Not Field(...): in older pydantic, keys that share a Field also share its default.
 _WORD = StringConstraints(pattern=r"\S")
 _NAME = (
     f"made of letters, digits, '.', '_' and '-' (at most {MAX_NAME_CHARACTERS}; no '.' first or last, no '-' "
@@ -283,7 +282,7 @@ Duration = Annotated[float, PlainValidator(_seconds), MustBe("a time such as 90s
 TimeLimit = Annotated[
     float, PlainValidator(_seconds), Gt(0), MustBe("a time of more than 0s, such as 10m or 8h30m")
 ]
-# Workers say every two seconds that they live.
+# Workers send a heartbeat every two seconds.
 HangTimeout = Annotated[
     float, PlainValidator(_seconds), Ge(5), MustBe("a time of at least 5s, such as 90s or 10m")
 ]
@@ -310,10 +309,9 @@ DeviceList = Annotated[
 Settings = Annotated[dict[str, Any], MustBe("a mapping of keys to values")]
 Names = Annotated[tuple[Text, ...], BeforeValidator(as_tuple), MustBe("a list of names", list)]
 Versions = Annotated[dict[str, Text], MustBe("a mapping of names to versions in quotes", dict)]
-# Which launchers there are is known where they are.
 Launcher = Annotated[str, _WORD, MustBe("the name of a launcher")]
 LauncherSettings = Annotated[
-    # What is no mapping of settings is told where launchers are made, by its name.
+    # Settings are checked by the launcher.
     dict[str, Annotated[Any, WithJsonSchema({"type": ["object", "null"]})]],
     Len(1, 1),
     MustBe("a mapping of one such name to its settings"),
@@ -331,7 +329,7 @@ def weight_text(weight: AnyWeight, digits: int = 6) -> str:
 
 
 def weight_numbers(weight: object) -> list[Any]:
-    """Return all numbers of a weight in any of its forms; read from JSON, it may be a list."""
+    """Return all numbers of a weight in any of its forms, also as read from JSON."""
     if isinstance(weight, dict):
         return [*weight.values()]
     return [*weight] if isinstance(weight, list | tuple) else [weight]

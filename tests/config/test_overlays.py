@@ -103,21 +103,9 @@ def test_null_takes_a_key_away(overlaid: Overlaid) -> None:
     )
     away = "models: [{name: gemma2, prompt_template: null}]"
     assert problems(overlaid, away, base=WHOLE.replace('prompt_template: "{{ text }}", ', "")) == (
-        "models[0] (base.yaml, line 4): prompt_template or text_column is required, for example text_column: text; "
-        "models[0].prompt_template (1.yaml, line 1) is null",
+        "models[0] (base.yaml, line 4): prompt_template or text_column is required, for example text_column: text",
         "models[1] (base.yaml, line 9): prompt_template or text_column is required, for example text_column: text",
     )
-
-
-def test_a_null_of_the_defaults_is_named_where_models_lack_it(overlaid: Overlaid) -> None:
-    for away in ("defaults.prompt_template=null", "defaults=null"):
-        (problem,) = problems(overlaid, sets=(away,))
-        assert problem.startswith("models[1] (line 9): prompt_template or text_column is required, ")
-        assert problem.endswith(f"; --set {away} is null")
-    (problem,) = problems(overlaid, sets=("output_dir=",))
-    assert "required" in problem
-    (problem,) = problems(overlaid, base=WHOLE.replace("path: test.csv", "path:"))
-    assert problem == "data.path (line 1): required, for example path: test.csv"
 
 
 def test_null_in_an_override_takes_a_key_away(overlaid: Overlaid, tmp_path: Path) -> None:

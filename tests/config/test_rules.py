@@ -50,9 +50,6 @@ def test_weights_are_not_all_zero(load: Load, problems: Problems) -> None:
     assert problems(content) == ("models (line 6): the weights are all 0; at least one must be more",)
     content["models"].append(content["models"][0] | {"name": "b", "weight": 1e308})
     assert load(content).config.models[1].weight == 1e308
-    content["models"][0]["weight"] = 1e308
-    (problem,) = problems(content)
-    assert "add up to more than a number can hold" in problem
 
 
 def test_weights_by_label_and_by_length_bin(load: Load, problems: Problems) -> None:

@@ -30,7 +30,7 @@ from ensemble.common.files import HubFile
 from ensemble.common.gpus import Device, Inventory, Telemetry
 from ensemble.common.protocol import ChunkDone, Failed
 from ensemble.common.python_process import WAITING
-from ensemble.common.shards import ShardSealer
+from ensemble.common.shards import write_shards
 from ensemble.common.text import listed
 from ensemble.scheduling.launchers.base import (
     Changes,
@@ -124,7 +124,6 @@ class RayLauncher(Launcher):
         self._numbers = count(1)
         self._is_own_connection = False
         self._watch = Watch(_MAX_TURN_SECONDS)
-        self._sealer = ShardSealer()
         self._looked_at = 0.0
         self._joining: threading.Thread | None = None
         # Filled by threads, as deques allow; all else of nodes is the main thread's alone.
@@ -599,7 +598,7 @@ class RayLauncher(Launcher):
             if number in self._workers
             for name, data in news.shards.items()
         }
-        unsealed = self._sealer.seal(shards)
+        unsealed = write_shards(shards)
         for node, batch in batches.items():
             self._note_batch(node, batch, unsealed)
         for node in polls.values():
