@@ -1,7 +1,7 @@
 """Turn the texts of labels into token ids, and check them.
 
 The parent uses the checkpoint's ``tokenizer.json``, so that mistakes are found before anything loads; the worker
-uses the tokenizer itself.  Only ``follows`` depends on the rows.
+uses the tokenizer itself.
 """
 
 from __future__ import annotations
@@ -53,8 +53,3 @@ def token_problems(
         other = label_by_tokens.setdefault(tuple(tokens), label)
         if other != label:
             yield f"{where}: its text has the same tokens as that of label_tokens.{other}; take another word"
-
-
-def follows(encode: Encode, prompt: str, text: str, ids: Sequence[int]) -> bool:
-    """Whether the tokenizer makes the same tokens of a label's text behind this prompt."""
-    return list(encode(prompt + text)) == [*encode(prompt), *ids]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from ensemble.common.protocol import Counters
-from ensemble.members.causal_lm.label_tokens import follows, label_ids, token_problems
+from ensemble.members.causal_lm.label_tokens import label_ids, token_problems
 from ensemble.members.causal_lm.scoring import LabelScorer
 from ensemble.members.huggingface.loading.load import Loaded
 from ensemble.members.huggingface.scoring.classifier import probabilities
@@ -99,10 +99,10 @@ class CausalMember(TextMember[CausalSpec]):
             texts = [prompt.whole(text) for text in texts]
         label_texts = [spec.label_tokens[label] for label in spec.labels]
         labels = list(zip(label_texts, self._label_ids, strict=True))
-        joined = sum(
-            not all(follows(self._encode, text, label_text, ids) for label_text, ids in labels)
-            for text in texts
-        )
+        joined = 0
+        for text in texts:
+            prompt_ids = self._encode(text)
+            joined += any(self._encode(text + label) != [*prompt_ids, *ids] for label, ids in labels)
         notes = []
         if spec.apply_chat_template and "strftime_now" in str(self._tokenizer.chat_template):
             notes.append(

@@ -62,7 +62,7 @@ class Classifier(Scorer[Encoded]):
         # first token, and causal attention does not see it. Only XLNet pools the last position.
         self._pad_left = model.config.model_type == "xlnet"
         possible = set()
-        if self._searches_pad_token and isinstance(getattr(model, "score", None), nn.Module):
+        if self._searches_pad_token and _has_body_and_score(model):
             possible.add(Shortcut.LAST_TOKEN)
         if is_causal and not self._pad_left:
             possible.add(Shortcut.NO_MASK)
@@ -147,6 +147,14 @@ def probabilities(logits: torch.Tensor, activation: Activation) -> npt.NDArray[n
     elif activation == "sigmoid":
         values = values.sigmoid()
     return np.asarray(values.numpy())
+
+
+def _has_body_and_score(model: Any) -> bool:
+    """Return whether a decoder's own forward runs its body and then ``score`` at every position."""
+    text = _source(type(model).forward)
+    # The last part is how transformers picks a position; heads without it take the mean, or the first position.
+    parts = (f"self.{model.base_model_prefix}(", "self.score(hidden_states", "logits[torch.arange(")
+    return all(part in text for part in parts) and isinstance(getattr(model, "score", None), nn.Module)
 
 
 def _source(function: object) -> str:

@@ -89,6 +89,7 @@ class FieldTruncation:
             cell.offsets = self._offsets(cell.texts)
         units = self._units(cells)
         counts = [sum(sum(cells[column].counts) for column in unit) for unit in units]
+        shares = [sum(self._shares[column] for column in unit) for unit in units]
         best: Arrays = {}
         fits, too_many = -1, sum(counts)
         tokens, unused, shortest = too_many, self._max_length - length, length
@@ -102,7 +103,7 @@ class FieldTruncation:
                 tokens += unused
             else:
                 tokens = (max(fits, 0) + too_many) // 2
-            cut = self._cut_row(row, cells, units, share_out(counts, self._unit_shares(units), tokens))
+            cut = self._cut_row(row, cells, units, share_out(counts, shares, tokens))
             try:
                 text = self._template.render({**row, **cut})
             except TemplateProblem as error:
@@ -127,9 +128,6 @@ class FieldTruncation:
         if len({cells[column].turns for column in rounds}) != 1 or not cells[rounds[0]].turns:
             return [(column,) for column in range(len(cells))]
         return [rounds, *((column,) for column in range(len(cells)) if column not in rounds)]
-
-    def _unit_shares(self, units: Sequence[tuple[int, ...]]) -> list[float]:
-        return [sum(self._shares[column] for column in unit) for unit in units]
 
     def _cut_row(
         self,
