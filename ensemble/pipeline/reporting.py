@@ -35,8 +35,7 @@ from ensemble.pipeline.run_report import (
 from ensemble.planning.forecast import calibrated
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.device_pool import DevicePool
-from ensemble.scheduling.gaps import Gap
-from ensemble.scheduling.records import Failure, NodeChange
+from ensemble.scheduling.records import Failure, Gap, NodeChange
 from ensemble.scheduling.state import MemberState
 
 

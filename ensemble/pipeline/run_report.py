@@ -25,8 +25,7 @@ from ensemble.merging.scoring import CascadeComparison, Gain, Score
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.planning.forecast import Speed
 from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve
-from ensemble.scheduling.gaps import Gap
-from ensemble.scheduling.records import Failure, FaultRecord
+from ensemble.scheduling.records import Failure, FaultRecord, Gap
 from ensemble.scheduling.state import Phase
 
 # ``time_limit``: merged, but not with all rows of all members.

@@ -83,8 +83,8 @@ def reachable_fraction(shares: Sequence[Share], devices: int, seconds_left: floa
 def goals(shares: Sequence[Share], devices: int, seconds_left: float) -> dict[str, float]:
     """Return the fraction of its work that each member should reach, by name; what it has done if it should stop.
 
-    This is the fraction that all can reach.  Members are left out if they could not start before the end, or if
-    their start leaves no time for others: first those that take longest to start.
+    Members are left out that could not start before the end, or whose start leaves no time for others: first those
+    that take longest to start.
     """
     reached = {share.name: share.fraction_done for share in shares}
     unfinished = [share for share in shares if share.fraction_done < 1]
@@ -114,7 +114,7 @@ def fitting_start(
     Args:
         seconds_per_cost: on one replica; None if it is unknown: then all rows are tried.
         slowest_ratio: the time of the member's slowest chunk, divided by what ``seconds_per_cost`` predicts for it.
-        seconds_left: until work must stop, after the start of a worker if one has to start.
+        seconds_left: until work must stop, after the start of a worker.
     """
     if seconds_left <= 0:
         return None
@@ -131,10 +131,8 @@ def reserve_seconds(first_seconds: float, members: int, limit_seconds: float) ->
     """Return how much of the limit to reserve for gathering, merging and writing.
 
     Args:
-        first_seconds: what writing the first ensemble and submission took at the start; it depends on the table's
-            rows and labels, and on the disk.
+        first_seconds: what writing the first ensemble and submission took at the start.
         members: how many members to gather and merge.
-        limit_seconds: the whole ``time_limit``.
     """
     writing = _RESERVE_FACTOR * first_seconds * (_RESERVE_AT_END + _RESERVE_PER_MEMBER * members)
     return min(SHUTDOWN_SECONDS + writing, RESERVE_MAX_SHARE * limit_seconds)

@@ -28,9 +28,8 @@ from ensemble.planning.placement import rooms
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.dispatch import Dispatcher
-from ensemble.scheduling.gaps import Gaps
 from ensemble.scheduling.launchers.base import Changes, Handle, Launcher
-from ensemble.scheduling.records import Fault, NodeChange
+from ensemble.scheduling.records import Fault, Gaps, NodeChange
 from ensemble.scheduling.retry import RetryRules, Rules
 from ensemble.scheduling.standby import Standbys
 from ensemble.scheduling.state import MemberState, RunHooks
@@ -57,7 +56,6 @@ class Scheduler:
     Args:
         members: in their order, with the chunks that are left to do.
         clock: the run's clock, which ``members`` and ``pool`` use, too: a ``Watch`` with ``MAX_TURN_SECONDS``.
-        deadline: when to stop under a time limit, if there is one.
     """
 
     def __init__(
@@ -249,7 +247,7 @@ class Scheduler:
             self._dispatch(worker)
 
     def _dispatch(self, worker: RunningWorker) -> None:
-        """Give the worker its next chunk, or tell it to stop."""
+        """Give a worker its next chunk, or tell it to stop."""
         chunk = self._dispatcher.next_chunk(worker)
         now = self._clock()
         if chunk is None:

@@ -195,7 +195,7 @@ class MemberState:
 
     @property
     def fraction(self) -> float:
-        """The share of the member's work that is done, by cost and not by rows: long rows come first."""
+        """The share of the member's work that is done, by cost."""
         return 0.0 if self.is_undecided else self.chunks.fraction()
 
     @property

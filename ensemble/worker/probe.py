@@ -97,16 +97,13 @@ def probe(on_gpu: bool, allocate_bytes: int, imports: list[str]) -> dict[str, An
             module = importlib.import_module(name)
             if name == "bitsandbytes" and on_gpu and report["sees_gpu"]:
                 with _trying("open the CUDA library of bitsandbytes", errors):
-                    check_library(module)
+                    library = module.cextension.lib
+                    if not library.compiled_with_cuda:
+                        reason = getattr(library, "formatted_error", "")  # builds for CPUs have a function
+                        raise RuntimeError(
+                            reason if isinstance(reason, str) and reason else "a build for CPUs"
+                        )
     return report
-
-
-def check_library(bitsandbytes: Any) -> None:
-    """Raise RuntimeError if bitsandbytes, although it could be imported, has no library for torch's CUDA."""
-    library = bitsandbytes.cextension.lib
-    if not library.compiled_with_cuda:
-        reason = getattr(library, "formatted_error", "")  # builds for CPUs return a function for any name
-        raise RuntimeError(reason if isinstance(reason, str) and reason else "it is a build for CPUs")
 
 
 def product_error(dtype: torch.dtype, device: torch.device) -> float:

@@ -21,8 +21,7 @@ from ensemble.pipeline.resume import find_work, write_manifest
 from ensemble.pipeline.run_dir import RunDir, hold
 from ensemble.pipeline.run_report import MemoryForecast, ProgressReport, RunReport
 from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve, TelemetryPoint
-from ensemble.scheduling.gaps import Gap
-from ensemble.scheduling.records import Failure, FaultRecord
+from ensemble.scheduling.records import Failure, FaultRecord, Gap
 from tests.cli import reports
 from tests.cli.reports import member, report, worker
 

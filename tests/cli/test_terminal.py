@@ -15,8 +15,7 @@ from ensemble.common.gpus import Device, Telemetry
 from ensemble.common.protocol import Ready
 from ensemble.pipeline.run_report import MemberReport
 from ensemble.scheduling.device_pool import TelemetryCurve
-from ensemble.scheduling.gaps import Gap
-from ensemble.scheduling.records import WorkerRecord
+from ensemble.scheduling.records import Gap, WorkerRecord
 from ensemble.scheduling.state import MemberState
 from tests.cli import test_progress
 from tests.cli.reports import member, report, worker
@@ -95,8 +94,6 @@ def test_what_throttled_a_gpu() -> None:
     assert curve.throttled_by == {"power cap": 20.0, "thermal": 10.0, "hardware slowdown": 60.0}
     assert [(point.seconds, point.clock_events) for point in curve.points] == [
         (10.0, ("applications_clocks_setting",)),
-        (20.0, ("sw_power_cap",)),
-        (30.0, ("sw_power_cap", "hw_slowdown", "hw_thermal_slowdown")),
         (90.0, ("hw_slowdown",)),
     ]
     gpu = Device("GPU-1", "T4", (7, 5), 16, 1)

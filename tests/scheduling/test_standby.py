@@ -14,7 +14,7 @@ import pytest
 from ensemble.common.protocol import Predict
 from ensemble.planning.plan import WORKER_HOST_BYTES, make_plan
 from ensemble.scheduling.deadline import Deadline
-from ensemble.scheduling.gaps import Gap, Gaps
+from ensemble.scheduling.records import Gap, Gaps
 from ensemble.scheduling.scheduler import Scheduler
 from ensemble.scheduling.state import MemberState
 from tests.planning.test_plan import config, facts, gpus

@@ -14,8 +14,7 @@ from ensemble.data.csv_file import write_csv
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve, TelemetryPoint
-from ensemble.scheduling.gaps import Gap
-from ensemble.scheduling.records import FaultRecord
+from ensemble.scheduling.records import FaultRecord, Gap
 from tests.cli.reports import member, report, worker
 
 EVIL = (
