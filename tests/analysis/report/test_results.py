@@ -84,7 +84,13 @@ class Made:
         calibrations = {one["name"]: one.get("calibration", {}) for one in models or []}
         made = report(
             *(
-                member(name, weight=shares[name], rows=rows, calibration=calibrations.get(name, {}))
+                member(
+                    name,
+                    weight=shares[name],
+                    rows=rows,
+                    calibration=calibrations.get(name, {}),
+                    activation=activation_of(members[name]),
+                )
                 for name in members
             ),
             rows=rows,
@@ -100,6 +106,13 @@ class Made:
 
     def read(self) -> ReportData:
         return ReportData(self.rundir.root, RunReport.read(self.rundir.run_json))
+
+
+def activation_of(values: Values) -> str:
+    known = values[np.isfinite(values[:, 0])]
+    if known.min() < 0 or known.max() > 1:
+        return "none"
+    return "softmax" if np.allclose(known.sum(axis=1), 1) else "sigmoid"
 
 
 def shown(data: ReportData, name: str) -> str:
