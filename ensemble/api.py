@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from ensemble.analysis.fit import FitReport
     from ensemble.analysis.tune.tuning import Tuning
     from ensemble.cli.notebook import Preview, Run
-    from ensemble.commands.merge_files import Merged
     from ensemble.commands.rehearse import Rehearsal
     from ensemble.common.protocol import Activation
     from ensemble.config import ConfigSource, LoadedConfig
@@ -303,11 +302,9 @@ def fit(
         )
         if target is not None:
             write_text(target, text)
-    stream = sys.stdout
-    if not quiet and stream is not None:
-        show("fit", report, stream)
-        if file is not None:
-            print(f"{file}: written", file=stream)
+    _show("fit", report, quiet)
+    if file is not None and not quiet:
+        print(f"{file}: written")  # noqa: T201
     return report
 
 
@@ -330,7 +327,7 @@ def compare(
 
     Args:
         first: The output_dir of a run, or a CSV of predictions.
-        second: The run or CSV to compare with, for the same rows.
+        second: The run or CSV to compare with, for the same rows; name a run twice for its own metrics.
         metrics: log_loss, accuracy, macro_f1, auc, brier, ece, quadratic_kappa, map@K or rmse; repeatable.
         labels: Table with the true labels, if the run's table has none.
         label_column: Column of the true labels (default: label, or a column per label).
@@ -349,8 +346,7 @@ def compare(
     left, right = _path(first), _path(second)
     table = _optional_path(labels)
     result = compare_sides(left, right, metrics, table, label_column, id_column, activation)
-    if not quiet and sys.stdout is not None:
-        show("compare", result, cast(IO[str], RedactedStream(sys.stdout, Redactor(os.environ))))
+    _show("compare", result, quiet)
     return result
 
 
@@ -366,6 +362,7 @@ def merge(
     labels: Sequence[str] = (),
     activation: Activation | None = None,
     partial: bool = False,
+    quiet: bool = False,
 ) -> Path:
     """Merge CSVs of predictions into one, without a config.
 
@@ -383,43 +380,12 @@ def merge(
         activation: Values of the CSVs: probabilities that sum to 1 (softmax), one per label (sigmoid), or any
             numbers.
         partial: Files may lack rows that others have.
+        quiet: Print nothing but errors.
 
     Note:
         ``files`` may be a dict of paths by name, ``weights`` a dict of weights by name.  Returns the path that was
-        written.
+        written; if there is a problem, nothing is written.
     """
-    by_name: Mapping[str, object] = {}
-    if isinstance(weights, Mapping):
-        by_name, weights = weights, None
-    return merged(
-        files,
-        output,
-        overrides,
-        method=method,
-        weights=weights,
-        by_name=dict(text.split("=", 1) for text in _texts(by_name)),
-        id_column=id_column,
-        labels=labels,
-        activation=activation,
-        partial=partial,
-    ).path
-
-
-@redacted_errors()
-def merged(
-    files: Sequence[FilePath] | Mapping[str, FilePath],
-    output: FilePath,
-    overrides: Overrides | None,
-    *,
-    method: str | None,
-    weights: FilePath | None,
-    by_name: Mapping[str, str],
-    id_column: str | None,
-    labels: Sequence[str],
-    activation: Activation | None,
-    partial: bool,
-) -> Merged:
-    """Do what ``merge`` does, with weights from a file and by name, and return what was written."""
     with imports():
         from ensemble.commands.merge_files import merge_files
         from ensemble.pipeline.signals import heed_signals
@@ -432,18 +398,17 @@ def merged(
     keys: dict[str, object] = {"partial": partial}
     if activation is not None:
         keys["activation"] = activation
+    by_name: dict[str, str] = {}
+    if isinstance(weights, Mapping):
+        by_name = dict(text.split("=", 1) for text in _texts(weights))
+        weights = None
     # No signal leaves a temporary file.
     with _signals_passed_on("run the same command again"), heed_signals(_is_command):
-        return merge_files(
-            [*map(str, _files(files))],
-            _path(output),
-            sets,
-            _optional_path(weights),
-            by_name,
-            id_column,
-            labels,
-            keys,
-        )
+        names = [*map(str, _files(files))]
+        target, weights_file = _path(output), _optional_path(weights)
+        merged = merge_files(names, target, sets, weights_file, by_name, id_column, labels, keys)
+    _show("merge", merged, quiet)
+    return merged.path
 
 
 @redacted_errors()
@@ -479,9 +444,8 @@ def report(path: FilePath, output: FilePath | None = None) -> Path:
 
     run_dir = _path(path)
     if output is None:
-        page = target = RunDir(
-            run_dir
-        ).report_page  # a link there was not named by anybody, and is not followed
+        # A link there was not named by anybody, and is not followed.
+        page = target = RunDir(run_dir).report_page
         if page.is_dir():
             raise OutputError(f"{page} is a folder; remove it, or name a file with --output")
     else:
@@ -492,6 +456,11 @@ def report(path: FilePath, output: FilePath | None = None) -> Path:
     for problem in write_report(run_dir, target):
         print(problem, file=sys.stderr)  # noqa: T201
     return page
+
+
+def _show(view: str, subject: object, quiet: bool) -> None:
+    if not quiet and sys.stdout is not None:
+        show(view, subject, cast(IO[str], RedactedStream(sys.stdout, Redactor(os.environ))))
 
 
 @contextlib.contextmanager

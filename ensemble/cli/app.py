@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
@@ -20,6 +20,9 @@ from ensemble.common.errors import ConfigError, DeviceError, EnsembleError, Inte
 from ensemble.common.protocol import Activation
 from ensemble.common.text import plural
 from ensemble.common.version import __version__
+
+if TYPE_CHECKING:
+    from ensemble.commands.doctor import Finding
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -198,23 +201,21 @@ def merge(
     partial: PartialOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    for text in weight:
-        if "=" not in text:
-            raise typer.BadParameter(f"--weight {text}: write it like NAME=0.5")
-    merged = api.merged(
+    if weight and len(weight) != len(files):
+        raise typer.BadParameter("--weight: give one for each file")
+    sets = [f"models.{text.replace('=', '.weight=', 1)}" for text in weight] + overrides
+    api.merge(
         files,
         output,
-        overrides,
+        sets,
         method=method,
         weights=weights,
-        by_name=dict(text.split("=", 1) for text in weight),
         id_column=id_column,
         labels=labels,
         activation=activation,
         partial=partial,
+        quiet=quiet,
     )
-    if not quiet:
-        show("merge", merged, sys.stdout)
 
 
 @app.command()
@@ -263,16 +264,15 @@ def doctor(
     quiet: Annotated[bool, option("--quiet -q", help="Print problems only.")] = False,
 ) -> None:
     """Check whether runs can start on this machine. Checks Python, packages, GPUs, torch, memory, disk, the hub."""
-    from ensemble.cli.views.doctor import finding_lines
     from ensemble.commands.doctor import examine
 
     if sets and not config:
         raise typer.BadParameter("--set changes a CONFIG; name one")
-    problems, width = 0, page_width(sys.stdout)
+    problems = 0
     for finding in examine(config or (), sets):
         problems += finding.mark == "problem"
         if finding.mark == "problem" or not quiet:
-            print(*finding_lines(finding, width), sep="\n")
+            print(*_finding_lines(finding, page_width(sys.stdout)), sep="\n")
     if not quiet:
         print(f"{plural(problems, 'problem')} to fix: no run can start" if problems else "A run can start.")
     if problems:
@@ -318,6 +318,13 @@ def main() -> NoReturn:
 
 def _limited(overrides: list[str], limit: int | None) -> list[str]:
     return overrides if limit is None else [*overrides, f"limit={limit}"]
+
+
+def _finding_lines(finding: Finding, width: int | None) -> list[str]:
+    """Return what ``doctor`` found in lines of at most 100 columns, its advice on lines of its own."""
+    width, indent = min(width or 100, 100), " " * 9
+    lines = wrapped(finding.text, width, f"{finding.mark:9}", indent)
+    return lines + (wrapped(finding.advice, width, f"{indent}-> ", f"{indent}   ") if finding.advice else [])
 
 
 def _print_errors(problems: Sequence[str]) -> None:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ensemble.pipeline.run import Display
 
 PLAIN_LINE_SECONDS = 5.0
-_NUMBERED_REPLICAS = 8  # nobody would read a line each of more of them
 _BAR_WIDTH, _SHORTEST_BAR = 24, 6
 _STATUS_WIDTH = len("1,000,000/1,000,000 rows, 100,000 tokens/s, 10:00:00 h left")
 _BEFORE = {"waiting": "waiting", "starting": "starting Python", "loading": "loading the model"}
@@ -59,13 +58,13 @@ class QuietDisplay:
 
 
 class PlainDisplay(QuietDisplay):
-    """Print a line when a member or a replica comes to another phase, and one every few seconds in between."""
+    """Print a line when a member comes to another phase, and one every few seconds in between."""
 
     def __init__(self, file: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._file = file
         self._clock = clock
         self._last: dict[str, float] = {}
-        self._phases: dict[str, tuple[Phase, float]] = {}  # of members and replicas, and since when
+        self._phases: dict[str, tuple[Phase, float]] = {}  # and since when
         self._said: set[str] = set()
 
     def say(self, text: str) -> None:
@@ -81,31 +80,18 @@ class PlainDisplay(QuietDisplay):
             if phase == "waiting":
                 continue
             self._say_settings(state)
-            has_numbers = 1 < state.plan.replicas <= _NUMBERED_REPLICAS
-            for record in state.workers if has_numbers else ():
-                if record.ready is None and record.life_seconds is None and record.exit_code is None:
-                    replica_phase: Phase = "starting" if record.start_seconds is None else "loading"
-                    self._say_phase(f"{name} replica {record.replica}", replica_phase, _BEFORE[replica_phase])
-            if has_numbers and phase in _BEFORE:
+            now, text = self._clock(), describe(state)
+            last_phase, since = self._phases.get(name, ("", now))
+            if phase != last_phase:
+                self._phases[name] = (phase, now)
+                if phase == "predicting":
+                    text = f"predicting {plural(state.rows - state.reused_rows, 'row')}{_nodes_of(state)}"
+            elif phase not in _BUSY or now - self._last[name] < PLAIN_LINE_SECONDS:
                 continue
-            first_text = describe(state)
-            if phase == "predicting":
-                first_text = f"predicting {plural(state.rows - state.reused_rows, 'row')}{_nodes_of(state)}"
-            self._say_phase(name, phase, describe(state), first_text)
-
-    def _say_phase(self, title: str, phase: Phase, text: str, first_text: str = "") -> None:
-        """Say what a member or a replica does when that is new, and later how far it is or how long it lasts."""
-        now = self._clock()
-        last_phase, since = self._phases.get(title, ("", now))
-        if phase != last_phase:
-            self._phases[title] = (phase, now)
-            text = first_text or text
-        elif phase not in _BUSY or now - self._last[title] < PLAIN_LINE_SECONDS:
-            return
-        elif phase in _BEFORE:
-            text += f", {duration(round(now - since))}"
-        self._last[title] = now
-        self.say(f"{title}: {text}")
+            elif phase in _BEFORE:
+                text += f", {duration(round(now - since))}"
+            self._last[name] = now
+            self.say(f"{name}: {text}")
 
     def _say_settings(self, state: MemberState) -> None:
         """Say once what a member computes with, and each note of its workers."""

@@ -32,7 +32,7 @@ def member(name: str = "m", **changes: Any) -> MemberReport:
             "rows": 1000,
         },
         **{"progress": ProgressReport(), "tokens": 10, "padded_tokens": 12, "real_token_share": 0.8},
-        **{"bad_rows": {}, "faults": (), "failure": None, "workers": ()},
+        **{"bad_rows": {}, "faults": (), "failure": None, "workers": (), "activation": "softmax"},
     }
     return MemberReport(name=name, **{**usual, **changes})
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from ensemble.cli.progress import BarDisplay, PlainDisplay, QuietDisplay, choose_display, describe
-from ensemble.common.protocol import Progress, Ready
+from ensemble.common.protocol import Progress
 from ensemble.common.text import duration
 from ensemble.planning.plan import make_plan
 from ensemble.scheduling.records import WorkerRecord
@@ -45,35 +45,6 @@ def test_plain_lines_come_with_each_phase_and_every_few_seconds() -> None:
     assert len(lines) == 3
     assert lines[1].startswith("m0: 125/1,000 rows (12% of the work), 909 tokens/s, ")
     assert lines[1].endswith("left")
-
-
-def test_replicas_that_start_have_numbers() -> None:
-    clock, file = [0.0], io.StringIO()
-    display = PlainDisplay(file, clock=lambda: clock[0])
-    known = {"m0": facts(np.full(4000, 1000, dtype=np.int64), replicas=2)}
-    (plan,) = make_plan(config({"replicas": 2}), known, []).members
-    state = MemberState(plan)
-    records = [WorkerRecord("m0", number, ("cpu",), "7", "log", 0.0, 0.0) for number in range(2)]
-    for record in records:
-        state.worker_began(record)
-    display.update([state])
-    records[1].start_seconds = 1.0
-    for clock[0] in (1.0, 65.0):
-        display.update([state])
-    for record in records:
-        state.worker_ready(record, Ready(1.0, "cpu", "float32", "sdpa", 1, 128, 2048))
-    display.update([state])
-    state.take(state.chunks.pending[0])
-    display.update([state])
-    assert file.getvalue().splitlines() == [
-        "m0 replica 0: starting Python",
-        "m0 replica 1: starting Python",
-        "m0 replica 1: loading the model",
-        "m0 replica 0: starting Python, 1:05 min",
-        "m0 replica 1: loading the model, 1:04 min",
-        "m0: float32, sdpa attention, 2,048 tokens a batch",
-        "m0: predicting 4,000 rows",
-    ]
 
 
 def test_time_left_follows_the_work_and_not_the_rows() -> None:

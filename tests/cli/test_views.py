@@ -1,17 +1,15 @@
-"""The views of a run: a new one is one file and one line."""
+"""The views of a run: a new one is one file."""
 
 from __future__ import annotations
 
 import json
 import sys
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from ensemble.cli import views
 from ensemble.commands.status import RunStatus
 from ensemble.common.errors import TimeLimitReached
 from ensemble.merging.scoring import Gain, Score
@@ -25,8 +23,7 @@ from tests.page import blocks
 def test_the_view_of_the_page_on_extending(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("speeds")
     exec(blocks()["ensemble/cli/views/speeds.py"], vars(module))
-    monkeypatch.setitem(sys.modules, "speeds", module)
-    monkeypatch.setitem(views.VIEWS, "speeds", "speeds")
+    monkeypatch.setitem(sys.modules, "ensemble.cli.views.speeds", module)
     slow, fast = (
         member(name, chunks=1, workers=(worker(tokens=tokens), worker(tokens=1)))
         for name, tokens in (("slow", 3), ("fast", 1999))
@@ -37,10 +34,6 @@ def test_the_view_of_the_page_on_extending(monkeypatch: pytest.MonkeyPatch) -> N
         "fast       2,000",
         "slow           4",
     ]
-
-
-def test_every_view_that_is_named_is_there() -> None:
-    assert all(callable(import_module(place).view) for place in views.VIEWS.values())
 
 
 LOST = "worse than its best member b (95 % interval 0.0010 to 0.0046)"

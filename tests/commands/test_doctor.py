@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ensemble.cli.views.doctor import finding_lines
+from ensemble.cli.app import _finding_lines
 from ensemble.commands import doctor
 from ensemble.commands.doctor import (
     Finding,
@@ -610,7 +610,7 @@ def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lines_are_broken_and_advice_stands_below() -> None:
-    long = finding_lines(Finding("note", "word " * 30, "do " * 40), None)
+    long = _finding_lines(Finding("note", "word " * 30, "do " * 40), None)
     assert all(len(line) <= 100 for line in long)
     assert long[0].startswith("note     word")
     assert next(line for line in long if "->" in line).startswith("         -> do")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import jinja2
 import numpy as np
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from markupsafe import Markup
 
+from ensemble.analysis.metrics import Interval
 from ensemble.analysis.predictions import Predictions, read_run
 from ensemble.analysis.report.results import Results
 from ensemble.analysis.texts import row_texts
@@ -26,6 +28,9 @@ from ensemble.data.input_file import Wanted, cell_texts
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 
+ENSEMBLE: Final = "ensemble"
+NOTHING: Final = "\N{EN DASH}"
+METRIC_NAMES: Final = {"log_loss": "log loss", "accuracy": "accuracy", "auc": "AUC", "rmse": "RMSE"}
 # Characters of a text in a table that gets a wide column.
 _LONG = 40
 
@@ -157,3 +162,42 @@ _TABLE = """
 {% endfor %}
 </tbody></table></div>
 """
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """Return a share, such as 0.884, in percent."""
+    return f"{number(100 * share, digits)}\N{NO-BREAK SPACE}%"
+
+
+def number(value: float, digits: int = 4, sign: str = "") -> str:
+    """Return a number with a minus sign; with ``sign="+"`` one above 0 has a sign, too."""
+    if not math.isfinite(value):
+        return NOTHING
+    return f"{value:{sign}z.{digits}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def metric_text(metric: str, value: float) -> str:
+    return percent(value) if metric == "accuracy" else number(value)
+
+
+def with_interval(metric: str, interval: Interval, is_difference: bool = False) -> Markup:
+    """Return a metric, or a difference of two, with its interval, which is muted."""
+    factor, digits, unit = 1, 4, ""
+    if metric == "accuracy":  # in percent
+        factor, digits = 100, 1
+        unit = "\N{NO-BREAK SPACE}points" if is_difference else "\N{NO-BREAK SPACE}%"
+    return html(
+        "{{ value }}{{ unit }} <span class=muted>({{ low }} to {{ high }})</span>",
+        value=number(factor * interval.value, digits, "+" if is_difference else ""),
+        low=number(factor * interval.low, digits),
+        high=number(factor * interval.high, digits),
+        unit=unit,
+    )
+
+
+def shortened(name: str, most: int) -> str:
+    """Return a name without its middle if it is too long, as names often differ in their ends."""
+    if len(name) <= most:
+        return name
+    end = (most - 1) // 2
+    return f"{name[: most - 1 - end]}\N{HORIZONTAL ELLIPSIS}{name[-end:]}"

@@ -56,23 +56,20 @@ _STYLE = {
 }
 
 
-def picture(
-    draw: Callable[[Figure], None], title: str, text: str, height: float, width: float = WIDTH
-) -> Markup:
+def picture(draw: Callable[[Figure], None], title: str, text: str, height: float) -> Markup:
     """Return a picture with its caption, as SVG that fills a phone and is larger in a wide window.
 
     Args:
         draw: draws into an empty figure, whose layout is "constrained".
         title: what the picture shows, in a few words; screen readers read it out.
         text: the caption: what there is to see, in a sentence or two.
-        height: in CSS pixels on a phone.
-        width: the same; at most ``WIDTH``.
+        height: in CSS pixels on a phone, where the width is ``WIDTH``.
     """
     buffer = io.StringIO()
     with mpl.rc_context({**_STYLE, "svg.hashsalt": title}), warnings.catch_warnings():
         # The reader's machine may have glyphs that DejaVu lacks, such as Chinese.
         warnings.simplefilter("ignore")
-        size = (width * _POINTS_PER_PIXEL / 72, height * _POINTS_PER_PIXEL / 72)
+        size = (WIDTH * _POINTS_PER_PIXEL / 72, height * _POINTS_PER_PIXEL / 72)
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasSVG(figure)
         draw(figure)
@@ -86,9 +83,9 @@ def picture(
 <figure><svg viewBox="0 0 {{ width }} {{ height }}" style="max-width: {{ widest }}px" role="img"
  aria-label="{{ title }}">{{ drawing }}</svg><figcaption>{{ text }}</figcaption></figure>
 """,
-        width=f"{width * _POINTS_PER_PIXEL:g}",
+        width=f"{WIDTH * _POINTS_PER_PIXEL:g}",
         height=f"{height * _POINTS_PER_PIXEL:g}",
-        widest=f"{width * _MAX_SCALE:.0f}",
+        widest=f"{WIDTH * _MAX_SCALE:.0f}",
         title=title,
         drawing=Markup(" ".join(drawing.split())),
         text=text,

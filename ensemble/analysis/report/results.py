@@ -26,7 +26,8 @@ class Results:
         mean_weights: float64 [members]; of weights by label or length their mean.
         method: of the merge; the base class if the package of the method is no longer installed.
         truth: None if the true labels are not known.
-        metrics: those that are shown; the first is ``loss``, which decides.
+        loss: the metric that decides.
+        metrics: those that are shown; none without the true labels.
         problems: why a metric is not defined, a sentence each; filled by ``score``.
     """
 
@@ -47,8 +48,9 @@ class Results:
             self.method = METHODS.load(self.method_name)
         except EnsembleError:
             self.method = MergeMethod  # type: ignore[type-abstract]
-        self.metrics = [METRICS[name] for name in USUAL[self.activation]]
-        self.loss = self.metrics[0]
+        metrics = [METRICS[name] for name in USUAL[self.activation]]
+        self.loss = metrics[0]
+        self.metrics = [] if self.truth is None else metrics
         self.problems: set[str] = set()
 
     @cached_property

@@ -1,38 +1,21 @@
-"""What people are shown of a run: each view is one file here, and one line in ``VIEWS``.
+"""What people are shown of a run: each view is one file here.
 
-A view is a function of what it shows that yields sentences and tables.  It is imported when it is shown: --help and
-a typo in a key shall answer at once.
+Its function ``view`` takes what a command has made, such as a ``RunReport``, and yields sentences and tables; an
+empty sentence is left out.  It is imported when it is shown: --help and a typo in a key shall answer at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
-from typing import IO, Any, Final, TypeAlias
+from typing import IO
 
 from ensemble.cli.layout import Table, page_width, wrapped
-
-# Takes what a command has made, such as a ``RunReport``; an empty sentence is left out.
-View: TypeAlias = Callable[[Any], Iterator[str | Table]]
-
-# By name: the module whose function ``view`` it is.
-VIEWS: Final[dict[str, str]] = {
-    "validate": "ensemble.cli.views.validate",
-    "plan": "ensemble.cli.views.plan",
-    "summary": "ensemble.cli.views.summary",
-    "status": "ensemble.cli.views.status",
-    "rehearse": "ensemble.cli.views.rehearse",
-    "tune": "ensemble.cli.views.tune",
-    "merge": "ensemble.cli.views.merge",
-    "compare": "ensemble.cli.views.compare",
-    "fit": "ensemble.cli.views.fit",
-}
 
 
 def lines(name: str, subject: object, width: int | None = None) -> Iterator[str]:
     """Yield the lines of a view, wrapped to ``width`` columns unless it is None."""
-    view: View = import_module(VIEWS[name]).view
-    for part in view(subject):
+    for part in import_module(f"{__name__}.{name}").view(subject):
         if isinstance(part, Table):
             yield from part.lines(width)
         elif part:

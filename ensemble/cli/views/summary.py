@@ -200,16 +200,11 @@ def cascade_text(report: RunReport, member: MemberReport) -> str:
     if not member.has_weight:
         return f"{text}; with weight 0 it makes no difference"
     chance = "" if comparison.difference.excludes_zero else ", which may be chance"
-    accuracy = ""
-    if comparison.accuracy is not None and comparison.accuracy_without is not None:
-        accuracy = (
-            f"; accuracy {comparison.accuracy:.1%} with it and {comparison.accuracy_without:.1%} without it"
-        )
     return (
         f"{text}; on {plural(comparison.rows, 'row')} that it gave the ensemble's log loss is "
         f"{comparison.log_loss:.4f} with it and {comparison.log_loss_without:.4f} without it, "
         f"{_change(comparison.difference)}{chance}; over all rows "
-        f"{_change(comparison.difference_over_all)}{accuracy}"
+        f"{_change(comparison.difference_over_all)}"
     )
 
 
@@ -248,13 +243,9 @@ def _notes(report: RunReport, member: MemberReport) -> Iterator[str]:
         batches = plural(counters.oom_events, "batch")
         yield f"{name}: {batches} ran out of memory and ran again in halves; a lower {key} avoids this"
     if counters.recomputed_rows:
-        count, dtype = counters.recomputed_rows, "half precision"
-        types = {worker.dtype for worker in workers}
-        # A quantized model may compute in another type than its other weights have.
-        if types in ({"float16"}, {"bfloat16"}):
-            (dtype,) = map(str, types)
+        count = counters.recomputed_rows
         rows = plural(count, "row")
-        yield f"{name}: {rows} overflowed {dtype} and {were(count)} computed again in float32"
+        yield f"{name}: {rows} overflowed half precision and {were(count)} computed again in float32"
     if counters.float32_rows:
         yield (
             f"{name}: {plural(counters.float32_rows, 'row')} {were(counters.float32_rows)} computed in float32 at "

@@ -21,6 +21,7 @@ from ensemble.analysis.report.page import write_report
 from ensemble.analysis.report.sections import SECTIONS
 from ensemble.common.errors import DataError
 from ensemble.data.csv_file import write_csv
+from ensemble.merging.scoring import Resamples, Scoring
 from ensemble.pipeline.report_page import page_digest
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
@@ -155,6 +156,18 @@ def test_numbers_are_those_of_scikit_learn(made: Made) -> None:
         ": worse (m0 \N{MINUS SIGN} ensemble:" in text
     )  # equal weights lose to a member that is much better
     assert "ensemble fit" in text
+
+
+def test_the_interval_is_that_of_the_summary(made: Made) -> None:
+    truth, members = probabilities()
+    text = shown(made.write(members, truth), "scores")
+    resamples = Resamples(len(truth))
+    whole, best = Scoring(truth, resamples=resamples), Scoring(truth, resamples=resamples)
+    whole.add(0, (members["m0"] + members["m1"]) / 2)
+    best.add(0, members["m0"])
+    gain = whole.gain_over(best, "m0")
+    interval = f"{gain.gain:+.4f} ({gain.low:.4f} to {gain.high:.4f})".replace("-", "\N{MINUS SIGN}")
+    assert f"(m0 \N{MINUS SIGN} ensemble: {interval}" in text
 
 
 def test_the_title_says_what_the_page_is(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,8 @@ from markupsafe import Markup
 from scipy.special import bdtr
 
 from ensemble.analysis.diversity import Diversity, diversity
-from ensemble.analysis.report.base import ReportData, Section, html, notes, paragraphs, table
+from ensemble.analysis.report.base import ReportData, Section, html, notes, number, paragraphs, percent, table
 from ensemble.analysis.report.results import Results
-from ensemble.analysis.report.wording import number, percent
 from ensemble.merging.methods.base import Values
 
 _MAX_PAIRS = 30

@@ -12,9 +12,19 @@ from matplotlib.figure import Figure
 from ensemble.analysis.calibration import fit_temperature
 from ensemble.analysis.metrics import ECE_BINS, METRICS
 from ensemble.analysis.reliability import BINS, Reliability, overconfidence, reliability
-from ensemble.analysis.report.base import ReportData, Section, html, notes, paragraphs, table
-from ensemble.analysis.report.pictures import MUTED, SERIES, WIDTH, picture
-from ensemble.analysis.report.wording import ENSEMBLE, number, shortened, with_interval
+from ensemble.analysis.report.base import (
+    ENSEMBLE,
+    ReportData,
+    Section,
+    html,
+    notes,
+    number,
+    paragraphs,
+    shortened,
+    table,
+    with_interval,
+)
+from ensemble.analysis.report.pictures import MUTED, SERIES, picture
 
 # With fewer rows of a member no temperature is fitted; with more, as many as this bound allows are taken.
 _MIN_ROWS = 50
@@ -113,5 +123,4 @@ def _picture(diagrams: Mapping[str, Reliability], what: str) -> Markup:
     )
     if len(diagrams) > len(panels):
         text += f" The first {len(panels)} of {len(diagrams)}; the table has all."
-    width = WIDTH if across > 1 else 240
-    return picture(draw, "Reliability diagrams", text, height=30 + 200 * down, width=width)
+    return picture(draw, "Reliability diagrams", text, height=30 + 200 * down)

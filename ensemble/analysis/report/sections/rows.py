@@ -9,9 +9,8 @@ from typing import ClassVar
 import numpy as np
 from markupsafe import Markup
 
-from ensemble.analysis.report.base import ReportData, Section, html
+from ensemble.analysis.report.base import ReportData, Section, html, number, percent
 from ensemble.analysis.report.results import Results
-from ensemble.analysis.report.wording import number, percent
 from ensemble.analysis.rows import TopRows, costliest, least_certain, most_disputed
 from ensemble.common.errors import EnsembleError
 from ensemble.common.text import listed

@@ -10,18 +10,23 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from ensemble.analysis.metrics import Interval
-from ensemble.analysis.report.base import ReportData, Section, html, notes, paragraphs, table
-from ensemble.analysis.report.pictures import INK, MUTED, SERIES, picture
-from ensemble.analysis.report.results import Results
-from ensemble.analysis.report.wording import (
+from ensemble.analysis.report.base import (
     ENSEMBLE,
     METRIC_NAMES,
     NOTHING,
+    ReportData,
+    Section,
+    html,
     metric_text,
+    notes,
+    paragraphs,
     percent,
     shortened,
+    table,
     with_interval,
 )
+from ensemble.analysis.report.pictures import INK, MUTED, SERIES, picture
+from ensemble.analysis.report.results import Results
 from ensemble.common.text import plural
 from ensemble.config.values import weight_text
 from ensemble.merging.methods.base import Values
@@ -48,12 +53,11 @@ class Scores(Section):
             )
             if results.predictions.rules is not None:
                 remarks.append("The members' scores are without the rules, all else is with them.")
-        metrics = [] if results.truth is None else results.metrics
-        headers = ["", *(METRIC_NAMES[metric.name] for metric in metrics), _DIFFERENCE, "weight", "rows"]
+        names = [METRIC_NAMES[metric.name] for metric in results.metrics]
         return (
             paragraphs(lines)
             + _picture(METRIC_NAMES[results.loss.name], gaps)
-            + table(headers, cells)
+            + table(["", *names, _DIFFERENCE, "weight", "rows"], cells)
             + notes([*remarks, *sorted(results.problems)])
         )
 
@@ -126,37 +130,31 @@ def _verdict(results: Results, gaps: Mapping[str, Interval]) -> list[str | Marku
 
 def _cells(results: Results, gaps: Mapping[str, Interval]) -> list[list[object]]:
     """Return the table's rows: the ensemble, then the members, the best first."""
+    weights = {ENSEMBLE: ""}
     shares = (results.mean_weights / results.mean_weights.sum()).tolist()
-    members: list[tuple[float, list[object]]] = []
-    for name, values, weight, share in zip(
-        results.names, results.values, results.weights, shares, strict=True
-    ):
-        loss, scores = np.inf, []
-        if results.truth is not None:
-            first = results.score(results.loss, values)
-            loss = np.inf if first is None else first.value
-            scores = [_score(results, number, values) for number in range(len(results.metrics))]
-        gap: object = ""
-        if name in gaps:
-            gap = with_interval(results.loss.name, gaps[name], is_difference=True)
-        shown_weight = percent(share) if isinstance(weight, int | float) else weight_text(weight)
-        members.append((loss, [name, *scores, gap, shown_weight, f"{_rows_of(values):,}"]))
-    members.sort(key=lambda item: item[0])
-    rows = [cells for _, cells in members]
+    for name, weight, share in zip(results.names, results.weights, shares, strict=True):
+        weights[name] = percent(share) if isinstance(weight, int | float) else weight_text(weight)
+    values_of = dict(zip(results.names, results.values, strict=True))
     if results.ensemble is not None:
-        scores = []
-        for number, metric in enumerate(results.metrics if results.truth is not None else ()):
-            has_score = results.method.gives_probabilities or metric.name in _OF_RANKS
-            scores.append(_score(results, number, results.ensemble) if has_score else NOTHING)
-        name = html("<strong>{{ name }}</strong>", name=ENSEMBLE)
-        rows.insert(0, [name, *scores, "", "", f"{_rows_of(results.ensemble):,}"])
-    return rows
-
-
-def _score(results: Results, number: int, values: Values) -> str | Markup:
-    metric = results.metrics[number]
-    score = results.score(metric, values)
-    return NOTHING if score is None else with_interval(metric.name, score.interval)
+        values_of[ENSEMBLE] = results.ensemble
+    rows: list[tuple[float, list[object]]] = []
+    for name, values in values_of.items():
+        has_loss = name != ENSEMBLE or results.method.gives_probabilities
+        scores = {
+            metric.name: results.score(metric, values) if has_loss or metric.name in _OF_RANKS else None
+            for metric in results.metrics
+        }
+        loss = scores.get(results.loss.name)
+        cells: list[object] = [html("<strong>{{ name }}</strong>", name=name) if name == ENSEMBLE else name]
+        for metric, score in scores.items():
+            cells.append(NOTHING if score is None else with_interval(metric, score.interval))
+        gap = gaps.get(name)
+        cells.append("" if gap is None else with_interval(results.loss.name, gap, is_difference=True))
+        cells += [weights[name], f"{_rows_of(values):,}"]
+        place = np.inf if loss is None else loss.value
+        rows.append((-np.inf if name == ENSEMBLE else place, cells))
+    rows.sort(key=lambda row: row[0])
+    return [cells for _, cells in rows]
 
 
 def _picture(name: str, gaps: Mapping[str, Interval]) -> Markup:

@@ -11,12 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ensemble.analysis.report.base import ReportData, Section, html, table
+from ensemble.analysis.report.base import ReportData, Section, html, shortened, table
 from ensemble.analysis.report.pictures import MUTED, SERIES, picture
-from ensemble.analysis.report.wording import shortened
 from ensemble.common import gpus
 from ensemble.common.text import duration
 from ensemble.pipeline.run_report import RunReport
+from ensemble.scheduling.device_pool import TelemetryCurve
 
 # How solid a member's colour is in each phase.
 _ALPHA = {"start": 0.25, "load": 0.5, "compute": 1.0}
@@ -44,22 +44,14 @@ class Timeline(Section):
     def html(self, data: ReportData) -> Markup | None:
         report = data.report
         workers = [worker for member in report.members for worker in member.workers]
-        used = sorted({device for worker in workers for device in worker.devices if device.startswith("cpu")})
         names = gpus.device_names(report.devices) | {"cpu": "CPU"}
-        names |= {device: device.replace("cpu", "CPU", 1) for device in used}
+        for device in sorted({device for worker in workers for device in worker.devices}):
+            names.setdefault(
+                device, device.replace("cpu", "CPU", 1)
+            )  # of a node, or of an earlier run's machine
         content = html("<p>No worker ran: the predictions of all members were there.</p>")
         if workers:
             content = _picture(report, list(_spans(report)), names)
-        if report.idle_gaps:
-            longest = max(report.idle_gaps, key=lambda gap: gap.seconds)
-            content += html(
-                "<p>Between two members devices computed nothing for {{ total }} in all, at most for "
-                "{{ longest.seconds|round(1) }} s: {{ device }} between {{ longest.after }} and "
-                "{{ longest.before }}.</p>",
-                total=duration(sum(gap.seconds for gap in report.idle_gaps)),
-                longest=longest,
-                device=names.get(longest.device, longest.device),
-            )
         return content + _devices(report, names)
 
 
@@ -157,33 +149,23 @@ def _devices(report: RunReport, names: Mapping[str, str]) -> Markup:
     for device in dict.fromkeys([*(release.device for release in report.releases), *report.device_telemetry]):
         releases = [release for release in report.releases if release.device == device]
         late = sum(not release.is_free for release in releases)
+        curve = report.device_telemetry.get(device, TelemetryCurve())
+        powers = [point.power_watts for point in curve.points if point.power_watts is not None]
+        clocks = [point.sm_clock_mhz for point in curve.points if point.sm_clock_mhz is not None]
+        heat = curve.max_temperature_celsius
+        causes = sorted(curve.throttled_by.items(), key=lambda cause: -cause[1])
         rows.append(
             [
                 names.get(device, device),
                 len(releases) or "",
                 f"{max(release.seconds for release in releases):.1f} s" if releases else "",
                 html('<span class="bad">{{ late }}</span>', late=late) if late else "",
-                *_telemetry(report, device),
+                "" if heat is None else f"{heat} °C",
+                f"{max(powers):.0f} W" if powers else "",
+                f"{max(clocks):,} of {curve.max_sm_clock_mhz or 0:,} MHz" if clocks else "",
+                duration(curve.throttled_seconds) if curve.points else "",
+                "; ".join(f"{cause} {duration(seconds)}" for cause, seconds in causes),
             ]
         )
-    headers = [
-        *("device", "releases", "slowest", "never freed"),
-        *("hottest", "most power", "highest clock", "throttled", "by"),
-    ]
-    return table(headers, rows, left=(0, 8))
-
-
-def _telemetry(report: RunReport, device: str) -> list[str]:
-    curve = report.device_telemetry.get(device)
-    if curve is None or not curve.points:
-        return [""] * 5
-    powers = [point.power_watts for point in curve.points if point.power_watts is not None]
-    clocks = [point.sm_clock_mhz for point in curve.points if point.sm_clock_mhz is not None]
-    causes = sorted(curve.throttled_by.items(), key=lambda cause: -cause[1])
-    return [
-        "" if curve.max_temperature_celsius is None else f"{curve.max_temperature_celsius} °C",
-        f"{max(powers):.0f} W" if powers else "",
-        f"{max(clocks):,} of {curve.max_sm_clock_mhz or 0:,} MHz" if clocks else "",
-        duration(curve.throttled_seconds) if curve.throttled_seconds else "never",
-        "; ".join(f"{cause} {duration(seconds)}" for cause, seconds in causes),
-    ]
+    headers = ("device", "releases", "slowest", "never freed", "hottest", "most power", "highest clock")
+    return table([*headers, "throttled", "by"], rows, left=(0, 8))
