@@ -229,14 +229,14 @@ def _table_of(base: InputTable, rows: int, seed: int) -> InputTable:
     # Ids of about the length that the base's have; 4 bytes of an id are its offset.
     width = max(len(str(rows)), round(base.ids.nbytes / base.rows) - 4)
     ids = pa.chunked_array([pa.array([f"{number:0{width}}" for number in range(rows)], pa.string())])
-    return base.derived(numbers, ids, lambda field, column: column)
+    return base.derived(numbers, ids)
 
 
 def _different(table: InputTable, columns: Sequence[str]) -> InputTable:
     """Return the table without the rows that equal an earlier one in these columns."""
     _, first = np.unique(table.row_digests(columns), axis=0, return_index=True)
     numbers = np.sort(first).astype(np.int64)
-    return table.derived(numbers, table.ids.take(pa.array(numbers)), lambda field, column: column)
+    return table.derived(numbers, table.ids.take(pa.array(numbers)))
 
 
 def sample_rows_of(lengths: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
@@ -363,7 +363,7 @@ def _sample(
         keys["ensemble"] = EnsembleConfig()
     chosen = sample_rows_of(table.text_bytes, size)
     ids = table.ids.take(pa.array(chosen))
-    rows = table.derived(chosen, ids, lambda field, column: column)
+    rows = table.derived(chosen, ids)
     changed = replace(loaded, config=config.model_copy(update=keys))
     made = for_rows(prepared, changed, rows)
     # Launchers end with their run.

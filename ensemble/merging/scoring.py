@@ -217,8 +217,11 @@ class Scoring:
         prior = float(prior_losses.mean())
         by_group = self._resamples.by_group(slice(None), prior_losses[:, None])
         above_prior = self._resamples.mean((self._losses - by_group)[:, 0])
-        possible_gain = prior - self._least_loss()
-        is_no_better = possible_gain > _ROUNDING and above_prior.low > -possible_gain * _NO_GAIN
+        # The truth's own loss is above 0 where it is probabilities.
+        least = 0.0
+        if self._truth.ndim > 1:
+            least = float(row_losses(self._truth, self._truth.astype(np.float64), self._activation).mean())
+        is_no_better = prior - least > _ROUNDING and above_prior.low > (least - prior) * _NO_GAIN
         return replace(
             score,
             log_loss=self.loss / rows,
@@ -248,12 +251,6 @@ class Scoring:
             return row_losses(truth, np.broadcast_to(shares, truth.shape), "sigmoid")
         losses = -np.log(np.where(shares > 0, shares, 1 / len(truth)))
         return np.asarray(losses[truth.astype(np.int64)] if truth.ndim == 1 else truth @ losses)
-
-    def _least_loss(self) -> float:
-        """Return the truth's own loss, which is above 0 where it is probabilities."""
-        if self._truth.ndim == 1:
-            return 0.0
-        return float(row_losses(self._truth, self._truth.astype(np.float64), self._activation).mean())
 
 
 class CascadeScoring:
