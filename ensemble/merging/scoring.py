@@ -108,11 +108,9 @@ class Resamples:
 class Score:
     """How good a member, or the ensemble, is in ``rows``; None for what says nothing of such values.
 
-    ``log_loss`` is in nats per row, of labels that do not exclude each other the mean over labels. ``accuracy`` is
-    a share of the rows, of exclusive labels alone; ``rmse`` is of regression, of several labels the mean of theirs.
-    ``prior_log_loss`` is that of always predicting the labels' frequencies in these rows, ``above_prior`` the log
-    loss minus it. ``no_better_than_prior``: even the low end of that interval is not below 0 by 1 % of what the
-    truth itself is below the prior (all of it, if the truth holds no probabilities but 0 and 1).
+    ``log_loss`` is in nats per row, of labels that do not exclude each other the mean over labels, as ``rmse`` is.
+    ``prior_log_loss`` is that of always predicting the labels' frequencies, ``above_prior`` the log loss minus it.
+    ``no_better_than_prior``: not even the low end of that interval is 1 % of the way from the prior to the truth.
     """
 
     log_loss: float | None
@@ -126,12 +124,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Gain:
-    """How much better the ensemble is than its best member on the same rows.
+    """How much less the loss of the ensemble is than that of its best member on the same rows, on average.
 
-    In nats of log loss per row, or where ``of`` is "squared error" in the mean of that over rows and labels.
-    ``best_member`` has the least loss of those that have all ``rows``; ``gain`` is below 0 if it is better than the
-    ensemble. ``low`` to ``high`` is the paired 95 % interval, None of a single row. It does not know that the best
-    member was chosen on the same rows, nor of weights that were fitted on them.
+    ``low`` to ``high`` is the paired 95 % interval, None of a single row. It does not know that the best member was
+    chosen on the same rows, nor of weights that were fitted on them.
     """
 
     best_member: str
@@ -144,11 +140,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class CascadeComparison:
-    """The ensemble with a member and without it, on the rows that the member has.
-
-    Log losses are in nats per row, of labels that do not exclude each other the mean over labels; these have no
-    accuracy. Differences are with the member minus without it: below 0 is a gain.
-    """
+    """The ensemble with a member minus without it, on the rows that the member has: below 0 is a gain."""
 
     rows: int
     log_loss: float
