@@ -56,14 +56,12 @@ class TableNeeds:
     """What a run needs of its table.
 
     Attributes:
-        id_column: the column of ids, which must not be null, empty or repeated.
-        label_column: the column with the true label of each row, or None.
-        label_columns: instead, a column for each label with its probability, in the labels' order; or none.
-        labels: the labels that ``label_column`` may have.
+        label_column: the column with the true label of each row.
+        label_columns: instead, a column for each label with its probability, in the labels' order.
         columns: every column that some member reads, as text or in a template.
         json_columns: those that a template parses with ``fromjson``.
         text_columns: those that are used directly as text.
-        limit: read only this many rows; at least 1.
+        limit: read only this many rows.
         read_by: the key that needs a column, by column, for messages.
         also: other columns to read, and in a few words what they are for.
         truth_as: what ``label_columns`` have: "softmax" for probabilities that sum to about 1 and are scaled to it,
@@ -207,7 +205,7 @@ class InputTable:
 
     def only(self, columns: Sequence[str]) -> InputTable:
         """Return the same rows with only these columns."""
-        nulls = {name: count for name, count in self.null_texts.items() if name in columns}
+        nulls = {name: self.null_texts[name] for name in columns}
         return InputTable(self._columns.select(columns), self.ids, self.truth, nulls, self.null_turns)
 
     def forget_columns(self) -> None:
