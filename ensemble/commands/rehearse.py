@@ -219,7 +219,7 @@ def _repeated(base: InputTable, rows: int, seed: int) -> InputTable:
     # Ids of about the same length as the base's; 4 bytes of an id are its offset.
     width = max(len(str(rows)), round(base.ids.nbytes / base.rows) - 4)
     ids = pa.chunked_array([pa.array([f"{number:0{width}}" for number in range(rows)], pa.string())])
-    return base.derived(numbers, ids, lambda field, column: column)
+    return base.derived(numbers, ids)
 
 
 def _without_copies(table: InputTable, columns: Sequence[str]) -> InputTable:
@@ -229,7 +229,7 @@ def _without_copies(table: InputTable, columns: Sequence[str]) -> InputTable:
 
 
 def _rows_of(table: InputTable, numbers: npt.NDArray[np.int64]) -> InputTable:
-    return table.derived(numbers, table.ids.take(pa.array(numbers)), lambda field, column: column)
+    return table.derived(numbers, table.ids.take(pa.array(numbers)))
 
 
 def sample_rows_of(lengths: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:

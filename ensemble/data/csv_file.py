@@ -6,8 +6,6 @@ is the first below the header; blank lines are no rows. Writing quotes a cell on
 
 from __future__ import annotations
 
-import codecs
-import contextlib
 import io
 import re
 from collections.abc import Collection, Sequence
@@ -30,29 +28,20 @@ from ensemble.data.input_file import (
     joined_text,
     missing_column,
     open_input,
-    text_bytes,
 )
 
 # A row must fit into a block; if it does not, the file is read again in larger blocks.
-_BLOCK_BYTES = (1 << 19, 1 << 24, 1 << 29)
+_BLOCK_BYTES = (1 << 19, 1 << 29)
 # pyarrow's messages then, about a row and about the header.
 _ROW_TOO_LONG = ("straddles two block boundaries", "cannot infer number of columns")
-# Read of a header's file beyond its block, so that the block is not the last one.
-_MORE_BYTES = 1 << 16
 _WRITE_ROWS = 65_536
 _SHOWN = 3
 _UTF8_ADVICE = "convert the file to UTF-8 first, for example with: iconv -f WINDOWS-1252 -t UTF-8"
-# Blanks at either end survive in plain CSV too, but some readers strip them unless they are quoted; U+FEFF at the
-# start of a file is a byte order mark.
-_MUST_QUOTE = r'[",\r\n]|^\s|\s$|^\x{feff}'
-# Cells without any of these bytes need no quotes; \s is a tab, line feed, form feed, return or blank.
-_MAY_NEED_QUOTES = (b'"', b",", b"\r", b"\n", b"\t", b"\f", b" ", "\ufeff".encode())
+_MUST_QUOTE = re.compile('[",\r\n]')
 _NUMBER = r"(?i)^[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|inf|infinity)$"
 # A cell that no file has: U+10FFFF is no character and never will be. Put behind the last row, it is read as a row
 # only if no quote is open there.
 _END = "\U0010ffffend of file\U0010ffff"
-# Replaces a byte that is not UTF-8, which pyarrow could not show in a broken row; no character either.
-_NOT_UTF8 = "\ufffe"
 
 
 def read_header(path: Path) -> tuple[str, ...]:
@@ -63,26 +52,30 @@ def read_header(path: Path) -> tuple[str, ...]:
     """
     for block_bytes in _BLOCK_BYTES:
         with open_input(path) as file:
-            stream = _WithEnd(file, f"\n{_END}\n".encode())
             # In memory: of a file Arrow reads the next block in a thread of its own, and Python may end meanwhile.
-            content = stream.read(block_bytes) + stream.read(_MORE_BYTES)
+            content = file.read(block_bytes)
+        if len(content) < block_bytes:
+            content += f"\n{_END}\n".encode()
         try:
             with pa_csv.open_csv(
                 pa.BufferReader(content),
-                pa_csv.ReadOptions(block_size=block_bytes, use_threads=False),
+                pa_csv.ReadOptions(block_size=len(content), use_threads=False),
                 pa_csv.ParseOptions(
                     delimiter=_delimiter(path),
                     newlines_in_values=True,
                     invalid_row_handler=lambda row: "skip",
                 ),
+                pa_csv.ConvertOptions(check_utf8=False),
             ) as reader:
                 names = tuple(reader.schema.names)
         except pa.ArrowInvalid:  # the header does not end in this block
             continue
-        if names == (_END,):
-            raise DataError(f"{path}: the file holds only blank lines")
-        if any(_NOT_UTF8 in name for name in names):
-            raise DataError(f"{path}: the header is not UTF-8; {_UTF8_ADVICE}")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: the header is not UTF-8; {_UTF8_ADVICE}") from error
+        if any(_END in name for name in names):
+            if names == (_END,):
+                raise DataError(f"{path}: the file holds only blank lines")
+            continue
         check_names(path, names)
         return names
     raise _open_quote(path, 0)
@@ -92,9 +85,6 @@ def read_csv(path: Path, wanted: Wanted) -> Contents:
     """Read the input table from a CSV file; its cells are text, and none of them is null.
 
     The columns ``wanted.numbers`` are float64 if each of their cells is a number or empty, which is a null.
-
-    Raises:
-        DataError: see :func:`read_text_csv`.
     """
     names = read_header(path)
     present = [name for name in wanted.names() if name in names]
@@ -124,7 +114,7 @@ def read_text_csv(path: Path, columns: Sequence[str] | None = None, limit: int |
     Args:
         path: ``.csv`` or ``.tsv``, each with an optional ``.gz``.
         columns: the columns to read, in this order; all of them by default.
-        limit: read no more than this many rows; what is wrong behind them is not seen.
+        limit: read no more than this many rows; broken rows behind them are not seen.
 
     Raises:
         DataError: see :func:`open_input` and :func:`read_header`; also a column that the file does not have, rows
@@ -151,79 +141,63 @@ def _read_columns(
         DataError: see :func:`read_text_csv`.
         pa.ArrowInvalid: a cell of ``numbers`` is no number, or a row has too few or too many cells.
     """
-    for block_bytes in _BLOCK_BYTES:
-        batches: list[pa.RecordBatch] = []
-        broken: list[pa_csv.InvalidRow] = []
-        try:
-            schema, is_utf8 = _read_batches(path, header, names, limit, numbers, block_bytes, batches, broken)
-        except pa.ArrowInvalid as error:
-            if any(words in str(error) for words in _ROW_TOO_LONG):
-                continue
-            if numbers:
-                raise
-            raise DataError(f"{path}: cannot be read as CSV ({error_text(error)})") from error
-        if numbers and broken:
-            raise pa.ArrowInvalid("rows with too few or too many cells")
-        table = pa.Table.from_batches(batches, schema)
-        _refuse_broken_rows(path, [row for row in broken if limit is None or row.number <= limit + 1])
-        if limit is not None and table.num_rows + len(broken) > limit:
-            table = table.slice(0, limit)
-        elif table.column(0)[-1].as_py() == _END:
-            table = table.slice(0, table.num_rows - 1)
-        else:
-            raise _open_quote(path, table.num_rows)
-        if not is_utf8:
-            _refuse_other_encodings(path, table)
-        pa.default_memory_pool().release_unused()
-        return table
-    raise _open_quote(path, sum(map(len, batches)) + len(broken) + 1)
-
-
-def _read_batches(
-    path: Path,
-    header: Sequence[str],
-    names: Sequence[str],
-    limit: int | None,
-    numbers: Collection[str],
-    block_bytes: int,
-    batches: list[pa.RecordBatch],
-    broken: list[pa_csv.InvalidRow],
-) -> tuple[pa.Schema, bool]:
-    """Add all rows, or more than ``limit``, to ``batches``, and those with too few or too many cells to ``broken``.
-
-    Returns:
-        the schema of the batches, and whether all that was read is UTF-8.
-    """
     delimiter = _delimiter(path)
     ending = "\n" + delimiter.join(_END if name == names[0] else "" for name in header)
-    types = {name: pa.float64() if name in numbers else pa.string() for name in names}
+    broken: list[pa_csv.InvalidRow] = []
 
     def skip(row: pa_csv.InvalidRow) -> str:
         broken.append(row)
         return "skip"
 
-    rows = 0
-    with open_input(path) as file:
-        stream = _WithEnd(file, ending.encode())
-        with pa_csv.open_csv(
-            stream,
-            # With threads no broken row has a number.
-            pa_csv.ReadOptions(block_size=block_bytes, use_threads=bool(numbers)),
-            pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=skip),
-            pa_csv.ConvertOptions(
-                include_columns=names,
-                column_types=types,
-                null_values=[""],
-                strings_can_be_null=False,
-                check_utf8=False,  # the stream has looked
-            ),
-        ) as reader:
-            for batch in reader:
-                batches.append(batch)
-                rows += len(batch)
-                if limit is not None and rows > limit:
-                    break
-            return reader.schema, stream.is_utf8
+    parse = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=skip)
+    convert = pa_csv.ConvertOptions(
+        include_columns=names,
+        column_types={name: pa.float64() if name in numbers else pa.string() for name in names},
+        null_values=[""],
+        strings_can_be_null=False,
+    )
+    for block_bytes in _BLOCK_BYTES:
+        batches: list[pa.RecordBatch] = []
+        broken.clear()
+        rows = 0
+        # With threads no broken row has a number.
+        options = pa_csv.ReadOptions(block_size=block_bytes, use_threads=bool(numbers))
+        try:
+            with (
+                open_input(path) as file,
+                pa_csv.open_csv(_WithEnd(file, ending.encode()), options, parse, convert) as reader,
+            ):
+                schema = reader.schema
+                for batch in reader:
+                    batches.append(batch)
+                    rows += len(batch)
+                    if limit is not None and rows > limit:
+                        break
+        except pa.ArrowInvalid as error:
+            if any(words in str(error) for words in _ROW_TOO_LONG):
+                continue
+            if numbers:
+                raise
+            raise DataError(_problem(path, names, error)) from error
+        if numbers and broken:
+            raise pa.ArrowInvalid("rows with too few or too many cells")
+        table = pa.Table.from_batches(batches, schema)
+        _refuse_broken_rows(path, [row for row in broken if limit is None or row.number <= limit + 1])
+        pa.default_memory_pool().release_unused()
+        if limit is not None and table.num_rows + len(broken) > limit:
+            return table.slice(0, limit)
+        if table.column(0)[-1].as_py() == _END:
+            return table.slice(0, table.num_rows - 1)
+        raise _open_quote(path, table.num_rows)
+    raise _open_quote(path, rows + len(broken) + 1)
+
+
+def _problem(path: Path, names: Sequence[str], error: pa.ArrowInvalid) -> str:
+    place = re.search(r"column #(\d+): Row #(\d+): .*invalid UTF8", str(error))
+    if place is None:
+        return f"{path}: cannot be read as CSV ({error_text(error)})"
+    where = f"column {quoted(names[int(place[1])])}: the cell in row {int(place[2]) - 1:,}"
+    return f"{path}: {where} is not in UTF-8; {_UTF8_ADVICE}"
 
 
 def _open_quote(path: Path, row: int) -> DataError:
@@ -246,22 +220,8 @@ def _refuse_broken_rows(path: Path, broken: Sequence[pa_csv.InvalidRow]) -> None
             f"row {row.number - 1:,} has {cells} instead of {row.expected_columns}: {quoted(row.text)}"
         )
         if row.actual_columns > row.expected_columns:
-            between = "tabs" if _delimiter(path) == "\t" else "commas"
-            advice = f"put quotes around cells that hold {between}"
+            advice = "put quotes around cells that hold the separator"
     raise DataError(f"{path}: {plural(len(broken), 'broken row')}; {'; '.join(shown)}; {advice}")
-
-
-def _refuse_other_encodings(path: Path, table: pa.Table) -> None:
-    """Raise DataError for columns with cells that are not UTF-8."""
-    problems = []
-    for name, column in zip(table.column_names, table.columns, strict=True):
-        row = pc.index(pc.match_substring(column, _NOT_UTF8), True).as_py()
-        if row >= 0:
-            byte = len(column[row].as_py().partition(_NOT_UTF8)[0].encode()) + 1
-            where = f"the cell in row {row + 1:,} is not in UTF-8, from its byte {byte:,} on"
-            problems.append(f"{path}: column {quoted(name)}: {where}; {_UTF8_ADVICE}")
-    if problems:
-        raise DataError(problems)
 
 
 def is_comma_separated(path: Path) -> bool:
@@ -274,17 +234,13 @@ def _delimiter(path: Path) -> str:
 
 
 class _WithEnd(io.RawIOBase):
-    """A stream of UTF-8 for pyarrow's CSV reader, followed by an ending.
+    """A stream for pyarrow's CSV reader, followed by an ending.
 
     pyarrow takes the result of each call for a block. If a block ends with ``\\r``, it drops a ``\\n`` at the start
     of the next, even within quotes; so no block of this stream ends with ``\\r``.
-
-    Attributes:
-        is_utf8: whether all bytes so far were UTF-8; others are replaced by ``_NOT_UTF8``.
     """
 
     def __init__(self, stream: BinaryIO, ending: bytes) -> None:
-        self.is_utf8 = True
         self._stream = stream
         self._ending = ending
         self._pending = b""
@@ -294,35 +250,20 @@ class _WithEnd(io.RawIOBase):
 
     def read(self, size: int = _BLOCK_BYTES[0]) -> bytes:
         data = self._pending + self._stream.read(size - len(self._pending))
-        is_last = len(data) < size
-        if is_last:
+        if len(data) < size:
             data, self._ending = data + self._ending, b""
-        try:
-            _, used = codecs.utf_8_decode(data, "strict", is_last)
-            block = data[:used]
-        except UnicodeDecodeError:
-            self.is_utf8 = False
-            text, used = codecs.utf_8_decode(data, "surrogateescape", is_last)
-            block = re.sub("[\udc80-\udcff]", _NOT_UTF8, text).encode()
-        self._pending = data[used:]
-        if block.endswith(b"\r"):
-            self._pending = b"\r" + self._pending
-        return block.removesuffix(b"\r")
+        self._pending = b"\r" if data.endswith(b"\r") else b""
+        return data.removesuffix(b"\r")
 
 
 def text_as_numbers(
     cells: pa.Array | pa.ChunkedArray,
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
     """Return text as float64 [rows], NaN for other text; and which cells are no number, [rows]."""
-    try:
-        numbers = pc.cast(cells, pa.float64())
-        is_other = np.zeros(len(cells), dtype=np.bool_)
-    except pa.ArrowInvalid:  # some cell is no number
-        cells = pc.utf8_trim_whitespace(cells)
-        is_number = pc.match_substring_regex(cells, _NUMBER)
-        numbers = pc.cast(pc.if_else(is_number, cells, "nan"), pa.float64())
-        is_other = ~np.asarray(is_number)
-    return np.asarray(numbers.to_numpy()), is_other
+    cells = pc.utf8_trim_whitespace(cells)
+    is_number = pc.match_substring_regex(cells, _NUMBER)
+    numbers = pc.cast(pc.if_else(is_number, cells, "nan"), pa.float64())
+    return np.asarray(numbers.to_numpy()), ~np.asarray(is_number)
 
 
 def write_csv(path: Path, header: Sequence[str], columns: Sequence[pa.Array | pa.ChunkedArray]) -> None:
@@ -347,59 +288,42 @@ def write_csv(path: Path, header: Sequence[str], columns: Sequence[pa.Array | pa
             stream.write(csv_lines([csv_cells(column) for column in batch.columns]))
 
 
-def header_line(names: Sequence[str]) -> pa.Buffer:
+def header_line(names: Sequence[str]) -> bytes | pa.Buffer:
     """Return the first line of a CSV file."""
-    return csv_lines([csv_cells(pa.array([name], pa.large_string())) for name in names])
+    return csv_lines([pa.array([name], pa.string()) for name in names])
 
 
 def csv_cells(column: pa.Array) -> pa.Array:
-    """Return a column's values as text for a CSV file, with the quotes that they need; nulls become empty."""
+    """Return a column's values as text for a CSV file; nulls become empty."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     cells = column if is_text(column.type) else pc.cast(column, pa.string())
-    if cells.null_count:
-        cells = pc.fill_null(cells, "")
-    if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
-        return cells
-    text = text_bytes(cells).to_pybytes()
-    if not any(mark in text for mark in _MAY_NEED_QUOTES):  # a search for bytes takes next to nothing
-        return cells
-    must = pc.match_substring_regex(cells, _MUST_QUOTE)
-    if not pc.any(must).as_py():
-        return cells
-    cells = pc.cast(cells, pa.large_string())  # with the quotes it may pass 2 GB
-    doubled = pc.replace_substring(cells, '"', '""')
-    return pc.if_else(must, pc.binary_join_element_wise(_large('"'), doubled, _large('"'), _large("")), cells)
+    return pc.fill_null(cells, "")
 
 
-def csv_lines(cells: Sequence[pa.Array]) -> pa.Buffer:
+def csv_lines(cells: Sequence[pa.Array]) -> bytes | pa.Buffer:
     """Return the text of lines, each ended by ``\\n``.
 
     Args:
         cells: the results of :func:`csv_cells`, one per column, of the same length.
     """
-    if not len(cells[0]):
-        return pa.py_buffer(b"")
-    if len(cells) == 1:  # an empty cell would be a blank line, which readers skip
-        cells = [pc.if_else(pc.equal(cells[0], ""), pa.scalar('""', cells[0].type), cells[0])]
-    with contextlib.suppress(pa.ArrowInvalid):  # a cell is quoted
-        return _plain_lines(cells)
-    # Large, so that the joined lines may pass 2 GB.
-    columns = [pc.cast(column, pa.large_string()) for column in cells]
-    lines = pc.binary_join_element_wise(*columns, _large(","))
-    # Joined as one list, with an empty line at its end, because joining row by row takes three times as long.
-    lines = pa.concat_arrays([lines, pa.array([""], pa.large_string())])
-    return text_bytes(pc.binary_join(pa.LargeListArray.from_arrays([0, len(lines)], lines), _large("\n")))
+    if len(cells) > 1:
+        batch = pa.record_batch(cells, [str(number) for number in range(len(cells))])
+        sink = pa.BufferOutputStream()
+        options = pa_csv.WriteOptions(
+            include_header=False, batch_size=max(1, len(batch)), quoting_style="none"
+        )
+        try:
+            pa_csv.write_csv(batch, sink, options)
+            return sink.getvalue()
+        except pa.ArrowInvalid:  # pyarrow can only quote all cells or none, and some need quotes
+            pass
+    lines = []
+    for row in zip(*(column.to_pylist() for column in cells), strict=True):
+        line = ",".join(map(_quoted, row))
+        lines.append(line or '""')  # a blank line would be no row
+    return "".join(f"{line}\n" for line in lines).encode()
 
 
-def _plain_lines(cells: Sequence[pa.Array]) -> pa.Buffer:
-    """Do as :func:`csv_lines` by Arrow's quicker writer; raises ArrowInvalid if a cell is quoted."""
-    batch = pa.record_batch(cells, [str(number) for number in range(len(cells))])
-    sink = pa.BufferOutputStream()
-    options = pa_csv.WriteOptions(include_header=False, batch_size=len(batch), quoting_style="none")
-    pa_csv.write_csv(batch, sink, options)
-    return sink.getvalue()
-
-
-def _large(text: str) -> pa.Scalar:
-    return pa.scalar(text, pa.large_string())
+def _quoted(cell: str) -> str:
+    return '"' + cell.replace('"', '""') + '"' if _MUST_QUOTE.search(cell) else cell

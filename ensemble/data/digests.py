@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from hashlib import blake2b, sha256
 from itertools import pairwise
 
@@ -16,52 +15,24 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ensemble.data.input_file import cell_texts, is_json_field, is_text, text_bytes, text_ends
+from ensemble.data.input_file import cell_texts, is_json_field, is_text, text_ends
 
 DIGEST_BYTES = 16
 RowDigests = npt.NDArray[np.uint64]
 # Rows hashed at a time, so that copies of cells stay small.
 _ROWS = 65_536
-_NULL = -1
-# Fast on any processor; SHA-256 needs special instructions for that.
-_hash = partial(blake2b, digest_size=32)
 
 
-def rows_digest(ids: pa.ChunkedArray, columns: pa.Table, names: Sequence[str], cache: dict[str, str]) -> str:
+def rows_digest(ids: pa.ChunkedArray, names: Sequence[str], digests: RowDigests) -> str:
     """Return a digest of the ids and of every cell of some columns, in order.
 
     Args:
-        ids: shape (rows,), strings.
-        columns: has those of ``names`` that are not in ``cache``, shape (rows,) each.
-        cache: digests of columns by name, and of the ids by the empty name; new ones are added.
+        digests: of the rows' cells in these columns; see ``row_digests``.
     """
-    if "" not in cache:
-        cache[""] = column_digest(ids, pa.field("", ids.type))
-    for name in names:
-        if name not in cache:
-            cache[name] = column_digest(columns.column(name), columns.schema.field(name))
-    parts = [cache[""], *[(name, cache[name]) for name in names]]
-    return _hash(json.dumps(parts).encode()).hexdigest()
-
-
-def column_digest(column: pa.ChunkedArray, field: pa.Field) -> str:
-    """Return a digest of every cell: its value, and whether it is null or empty.
-
-    The same cells have the same digest in any number of chunks, as strings or large strings. The type counts, and
-    so does the mark of JSON text.
-
-    Args:
-        column: shape (rows,).
-        field: the column's.
-    """
-    lengths, data = _hash(), _hash()
-    for chunk in column.chunks:
-        for start in range(0, len(chunk), _ROWS):
-            cells = pc.cast(cell_texts(chunk.slice(start, _ROWS)), pa.large_binary())
-            lengths.update(pc.fill_null(pc.binary_length(cells), _NULL).to_numpy().astype("<i8"))
-            data.update(text_bytes(cells.drop_null()))
-    parts = [("/data", data.hexdigest()), ("/lengths", lengths.hexdigest())]
-    return _hash(json.dumps([_kind(field), len(column), parts]).encode()).hexdigest()
+    hashed = blake2b(json.dumps(list(names)).encode(), digest_size=32)
+    hashed.update(row_digests(pa.table([ids], ["id"]), ["id"]).tobytes())
+    hashed.update(digests.tobytes())
+    return hashed.hexdigest()
 
 
 def _kind(field: pa.Field) -> str:
@@ -73,12 +44,7 @@ def _kind(field: pa.Field) -> str:
 def truth_sha256(
     ids: pa.ChunkedArray, labels: Sequence[str], truth: npt.NDArray[np.int64] | npt.NDArray[np.float64]
 ) -> str:
-    """Return the SHA-256 of rows' ids and labels, by which a table is recognized; see ``FittingConfig``.
-
-    Args:
-        ids: shape (rows,), unique strings.
-        truth: label numbers, int64 [rows], or a number for each label, float64 [rows, labels].
-    """
+    """Return the SHA-256 of rows' ids and truth, by which a table is recognized; see ``FittingConfig``."""
     if truth.ndim == 1:
         texts = [labels[number] for number in truth.tolist()]
     else:
@@ -96,13 +62,7 @@ def _label_text(label: str, value: float) -> str:
 
 
 def row_digests(columns: pa.Table, names: Sequence[str]) -> RowDigests:
-    """Return a digest of each row's cells in some columns: uint64 [rows, 2].
-
-    Rows have the same digest if all of these cells have the same values and types. Ids do not count.
-
-    Args:
-        columns: has ``names``, shape (rows,) each.
-    """
+    """Return a digest of each row's cells in some columns, by their values and types: uint64 [rows, 2]."""
     table = columns.select(list(names))
     kinds = json.dumps([(field.name, _kind(field)) for field in table.schema])
     # Makes rows of other columns differ.

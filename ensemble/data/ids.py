@@ -60,11 +60,9 @@ def match_ids(
     """Return where each row of a file stands in a table, -1 where it does not; [rows of the file].
 
     Args:
-        ids: of the file, [rows of the file].
         table_ids: text, [rows], unique.
         may_lack: the file may lack rows of the table.
         may_have_others: the file may have rows that the table lacks.
-        id_column: of the file.
         table: what ``table_ids`` belong to, for a message.
         advice: what to do about ids that only one of them has.
 
@@ -80,14 +78,12 @@ def match_ids(
     if (counts > 1).any():
         problems.append(_repeated_text(path, table_ids.filter(pa.array(counts > 1)), id_column))
     if len(missing) and not may_lack:
-        has_no_match = len(missing) == len(table_ids) and len(others) > 0
         what = f"{path}: {plural(len(missing), 'id')} of {table} missing ({first_ids(missing)})"
-        if has_no_match:  # 1.0 for 1, say
+        if len(missing) == len(table_ids) and len(others):  # 1.0 for 1, say
             what += f", as its ids are others ({first_ids(others)})"
-            remedy = "; write them in the same way, or name the column of the ids"
+            advice = "write them in the same way, or name the column of the ids"
+            raise DataError([*problems, f"{what}; {advice}"])
         problems.append(what + remedy)
-        if has_no_match:
-            raise DataError(problems)
     if len(others) and not may_have_others:
         problems.append(f"{path}: {plural(len(others), 'id')} not in {table} ({first_ids(others)}){remedy}")
     if problems:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import stat
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -75,10 +74,10 @@ class Contents:
     problems: tuple[str, ...]
 
 
-def shown_type(kind: pa.DataType, most: int = 60) -> str:
+def shown_type(kind: pa.DataType) -> str:
     """Return a type's name; that of a struct of many fields is cut."""
     name = " ".join(str(kind).split())
-    return name if len(name) <= most else f"{name[:most]}..."
+    return name if len(name) <= 60 else f"{name[:60]}..."
 
 
 @contextmanager
@@ -94,12 +93,10 @@ def open_input(path: Path) -> Iterator[BinaryIO]:
     if link_problem:
         raise DataError(link_problem)
     try:
-        mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
+        if path.is_dir():
             raise DataError(f"{path}: is a directory; name the file inside it")
-        if not stat.S_ISREG(mode):
-            what = "is not a regular file, and it must be read more than once"
-            raise DataError(f"{path}: {what}; save its content to a file first")
+        if path.exists() and not path.is_file():
+            raise DataError(f"{path}: is not a regular file; save its content to a file first")
         opened = gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")  # noqa: SIM115
         with cast(BinaryIO, opened) as stream:
             start = stream.read(5)
@@ -204,9 +201,3 @@ def text_ends(cells: pa.Array) -> npt.NDArray[np.integer]:
     if not len(cells):  # Arrow may have a buffer or not
         return np.zeros(1, np.int64)
     return np.frombuffer(offsets, f"<i{width}", len(cells) + 1, cells.offset * width)
-
-
-def text_bytes(cells: pa.Array) -> pa.Buffer:
-    """Return the bytes of all cells as one buffer, without a copy; no cell may be null."""
-    data, ends = cells.buffers()[2], text_ends(cells)
-    return pa.py_buffer(b"") if data is None else data.slice(int(ends[0]), int(ends[-1] - ends[0]))

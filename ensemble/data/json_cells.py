@@ -9,9 +9,6 @@ import json
 import re
 from typing import NoReturn
 
-# Of lists and objects within each other. Python's own limit depends on the caller's stack: a worker might refuse
-# what the parent has read.
-MAX_JSON_LEVELS = 100
 _EXCERPT_CHARACTERS = 60
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -43,29 +40,13 @@ def parse_json_cell(text: object) -> object:
         return []
     try:
         value = _DECODER.decode(text)
-        # Searching the text is much cheaper than walking every value.
-        if text.count("[") + text.count("{") <= MAX_JSON_LEVELS or not is_too_deep(value):
-            if value is None:
-                return []
-            return without_nulls(value) if "null" in text else value
-        detail = f"nested more than {MAX_JSON_LEVELS} levels deep"
+        if value is None:
+            return []
+        return without_nulls(value) if "null" in text else value
     except (ValueError, RecursionError) as error:
         detail = json_detail(error)
     excerpt = text if len(text) <= _EXCERPT_CHARACTERS else text[:_EXCERPT_CHARACTERS] + "..."
     raise TemplateProblem(f"not valid JSON ({detail}): {excerpt!r}")
-
-
-def is_too_deep(value: object, most: int = MAX_JSON_LEVELS) -> bool:
-    """Return whether lists and objects are nested more than ``most`` levels deep."""
-    level = [value]
-    for _ in range(most + 1):
-        outer = [item for item in level if isinstance(item, list | dict)]
-        if not outer:
-            return False
-        level = []
-        for item in outer:
-            level += item.values() if isinstance(item, dict) else item
-    return True
 
 
 def json_detail(error: ValueError | RecursionError) -> str:
@@ -75,20 +56,13 @@ def json_detail(error: ValueError | RecursionError) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 at byte {error.start + 1:,}"
     if isinstance(error, RecursionError):
-        return f"nested more than {MAX_JSON_LEVELS} levels deep"
-    # Python's message has advice for programmers.
-    return "a number of too many digits" if "set_int_max_str_digits" in str(error) else str(error)
+        return "nested too deep"
+    return str(error).partition(";")[0]  # the rest is advice for programmers
 
 
 def replace_lone_surrogates(text: str) -> str:
     """Replace halves of surrogate pairs, which UTF-8 and tokenizers refuse, by U+FFFD."""
-    if text.isascii():
-        return text
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return _LONE_SURROGATE.sub("\ufffd", text)
-    return text
+    return text if text.isascii() else _LONE_SURROGATE.sub("\ufffd", text)
 
 
 def without_nulls(value: object, null: str = "") -> object:

@@ -14,7 +14,6 @@ from ensemble.data.input_file import (
     Contents,
     Wanted,
     check_names,
-    is_binary,
     is_text,
     joined_text,
     open_input,
@@ -87,9 +86,7 @@ def arrow_contents(
     problems: list[str] = []
     if wanted.id_column in names:
         ids = table.column(wanted.id_column)
-        if pa.types.is_integer(ids.type):
-            ids = joined_text(ids)
-        elif not is_text(ids.type):
+        if not pa.types.is_integer(ids.type) and not is_text(ids.type):
             where = f"{path}: id column {quoted(wanted.id_column)} is of type {shown_type(ids.type)}"
             advice = "write the file again with that column cast to int64 or string"
             problems.append(f"{where}, which cannot be an id; {advice}")
@@ -114,54 +111,38 @@ def arrow_contents(
 def _checked(
     path: Path, batch: pa.RecordBatch, schema: pa.Schema, columns: list[str], first_row: int
 ) -> pa.RecordBatch:
-    """Return a batch without dictionaries, string views and pandas' metadata, once its cells are checked.
+    """Return a batch of the types in ``schema``, once its cells are checked.
 
     A broken cell would end a worker hours later: text may not be UTF-8 as the file promises, and Arrow has times
-    that Python lacks, such as nanoseconds.
+    that Python lacks.
 
     Args:
-        schema: of the batch to return.
         columns: the columns whose values templates will see.
     """
     arrays = []
-    near = f"near row {first_row + 1:,}"
     for field, column in zip(schema, batch.columns, strict=True):
         where = f"{path}: column {quoted(field.name)}"
         try:
             column.validate(full=True)
         except pa.ArrowInvalid as error:
-            what = f"is broken {near} ({error_text(error)})"
+            what = f"is broken near row {first_row + 1:,} ({error_text(error)})"
             raise DataError(f"{where} {what}; write the file again") from error
-        arrays.append(column if column.type == field.type else pc.cast(column, field.type))
-        if field.name in columns and len(column) and not _is_plain(field.type):
+        cells = column if column.type == field.type else pc.cast(column, field.type)
+        if field.name in columns and len(cells) and not is_text(field.type):
             try:
-                # If pandas is imported, pyarrow returns its values, which have nanoseconds; workers have no pandas.
-                if column.type == pa.duration("ns"):
-                    column.cast(pa.duration("us"))
-                elif pa.types.is_timestamp(column.type) and column.type.unit == "ns":
-                    column.cast(pa.timestamp("us", column.type.tz))
-                arrays[-1].take(pa.array([0])).to_pylist()
-                arrays[-1].to_pylist()
+                cells.take(pa.array([0]))  # as workers do, which some types cannot
+                cells.to_pylist()
             except (ArithmeticError, LookupError, TypeError, ValueError, pa.ArrowException) as error:
-                # The second sentence is advice for programmers.
-                reason = error_text(error).partition(". ")[0].rstrip(".")
-                what = f"holds {shown_type(field.type)} values that cannot be used, {near}"
-                raise DataError(f"{where} {what} ({reason}); write it as text") from error
+                what = (
+                    f"holds {shown_type(field.type)} values that cannot be used, near row {first_row + 1:,}"
+                )
+                raise DataError(f"{where} {what} ({error_text(error)}); write it as text") from error
+        arrays.append(cells)
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _is_plain(kind: pa.DataType) -> bool:
-    """Return whether every value of the type has a Python value, and workers can pick rows of it."""
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _is_plain(kind.value_type)
-    if pa.types.is_struct(kind):
-        names = {field.name for field in kind}
-        return len(names) == kind.num_fields and all(_is_plain(field.type) for field in kind)
-    checks = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null, is_binary)
-    return is_text(kind) or any(check(kind) for check in checks)
-
-
 def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type without dictionaries and views."""
     if pa.types.is_dictionary(kind):
         return _plain_type(kind.value_type)
     if pa.types.is_list(kind):

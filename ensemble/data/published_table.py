@@ -48,14 +48,11 @@ class PublishedTable:
         self.schema = pa.schema(fields)
         self.columns: tuple[str, ...] = tuple(self.schema.names)
         self._json_columns = json_columns(self.schema)
-        has_nulls = {
-            name: any(batch.column(index).null_count for batch in self._batches)
-            for index, name in enumerate(self.columns)
+        with_nulls = {name for name in self.columns if any(batch[name].null_count for batch in self._batches)}
+        self.has_nulls = {
+            name: any(view.get(name, name) in with_nulls for view in ({}, *self._views))
+            for name in self.columns
         }
-        self.has_nulls = dict(has_nulls)
-        for view in self._views:
-            for name, replacement in view.items():
-                self.has_nulls[name] = self.has_nulls[name] or has_nulls[replacement]
         self.rows = int(reader.schema.metadata[b"ensemble.rows"])
 
     def view_of(self, indices: npt.NDArray[np.integer]) -> int:
@@ -63,13 +60,10 @@ class PublishedTable:
         return int(indices[0]) // self.rows if len(indices) else 0
 
     def take(self, indices: npt.NDArray[np.integer]) -> list[dict[str, object]]:
-        """Return rows in the order of ``indices``.
+        """Return rows in the order of ``indices``: dicts of column to Python value, with JSON cells parsed.
 
         Args:
             indices: integers from 0 to views * ``rows`` - 1, repeats allowed, shape (n,).
-
-        Returns:
-            shape (n,): dicts of column to Python value.  JSON cells are parsed; nulls are None.
 
         Raises:
             IndexError: an index outside of the table.

@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 
 _THREADS = 8
-_hash = partial(hashlib.blake2b, digest_size=32)
 # Rows whose files are checked before a run starts: network drives take a millisecond for each.
 _LOOKED_AT = 1_000
 
@@ -68,11 +67,7 @@ class LookedAt:
 
 
 def look_for_files(cells: pa.ChunkedArray, files: FileCells) -> LookedAt:
-    """Check whether files exist, for at most 1,000 rows spread evenly over the table.
-
-    Args:
-        cells: the column, text [rows].
-    """
+    """Check whether files exist, for at most 1,000 rows spread evenly over the table."""
     rows = np.unique(np.linspace(0, len(cells) - 1, min(len(cells), _LOOKED_AT)).astype(np.int64))
     paths = [files.path(cell) for cell in cells.take(pa.array(rows)).to_pylist()]
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -82,11 +77,7 @@ def look_for_files(cells: pa.ChunkedArray, files: FileCells) -> LookedAt:
 
 
 def file_digests(cells: pa.ChunkedArray, files: FileCells) -> pa.Array:
-    """Return a digest of each row's whole file, as text [rows]; null if there is none that can be read.
-
-    Args:
-        cells: the column, text [rows].
-    """
+    """Return a digest of each row's whole file, as text [rows]; null if there is none that can be read."""
     unique: Sequence[object] = cells.unique().to_pylist()
     with ThreadPoolExecutor(_THREADS) as pool:  # hashlib lets other threads run while it hashes
         by_cell = dict(zip(unique, pool.map(partial(_digest, files), unique), strict=True))
@@ -99,6 +90,6 @@ def _digest(files: FileCells, cell: object) -> str | None:
         return None
     try:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, _hash).hexdigest()
+            return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
     except OSError:
         return None

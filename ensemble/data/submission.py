@@ -87,9 +87,6 @@ class Sample:
             mapped = f" is mapped to {quoted(label)}, which" if name in self.columns_map else ""
             hint = f"{did_you_mean(label, self.labels)}; map it to one of {listed(self.labels)}"
             problems.append(f"column {quoted(name)}{mapped} is not a label{hint}")
-        if len(unknown_columns) > _SHOWN:
-            count = plural(len(unknown_columns) - _SHOWN, "more column")
-            problems.append(f"{count} that are not labels; is this the sample submission?")
         problems += [
             f"has no column {quoted(name)}{did_you_mean(name, others)}, though it is mapped to a label"
             for name in self.columns_map
@@ -123,16 +120,9 @@ class Sample:
         return self._read_values()[2]
 
     def values(self, ids: pa.ChunkedArray) -> npt.NDArray[np.float64]:
-        """Read the sample's values from its file.
+        """Return the sample's values for some of its ids, float64 [rows, labels], read from its file.
 
-        Labels without a column share the rest of 1 in equal parts, at least 0: if the sample has a column for one
-        of two classes, the other class gets the rest. The submission has no such columns.
-
-        Args:
-            ids: shape (rows,), strings, unique; of the rows to return, which may be some of the sample's.
-
-        Returns:
-            float64 [rows, labels], in the order of ``ids``.
+        Labels without a column share the rest of 1 in equal parts, at least 0.
 
         Raises:
             DataError: the file cannot be read, a cell is no finite number, or an id is missing.
@@ -164,12 +154,8 @@ class Sample:
         """Write exactly the sample's columns, in the sample's order of columns and rows.
 
         Args:
-            path: written in place; the caller makes that atomic.
             ids: shape (rows,), without ``problems``; rows of the sample with other ids are left out.
             probabilities: shape (rows, labels).
-
-        Raises:
-            OSError: the file cannot be written.
         """
         places = places_among(self.ids, ids)
         is_written = places >= 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -18,7 +18,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ensemble.common.digests import digest_of
 from ensemble.common.errors import DataError
 from ensemble.common.protocol import Activation
 from ensemble.common.text import did_you_mean, listed, plural, quoted
@@ -30,6 +29,7 @@ from ensemble.data.input_file import (
     Contents,
     Wanted,
     cell_texts,
+    first_ids,
     is_binary,
     is_json_field,
     is_text,
@@ -56,14 +56,12 @@ class TableNeeds:
     """What a run needs of its table.
 
     Attributes:
-        id_column: the column of ids, which must not be null, empty or repeated.
-        label_column: the column with the true label of each row, or None.
-        label_columns: instead, a column for each label with its probability, in the labels' order; or none.
-        labels: the labels that ``label_column`` may have.
+        label_column: the column with the true label of each row.
+        label_columns: instead, a column for each label with its probability, in the labels' order.
         columns: every column that some member reads, as text or in a template.
         json_columns: those that a template parses with ``fromjson``.
         text_columns: those that are used directly as text.
-        limit: read only this many rows; at least 1.
+        limit: read only this many rows.
         read_by: the key that needs a column, by column, for messages.
         also: other columns to read, and in a few words what they are for.
         truth_as: what ``label_columns`` have: "softmax" for probabilities that sum to about 1 and are scaled to it,
@@ -110,7 +108,7 @@ class InputTable:
         self.null_turns = null_turns or {}
         self._columns = columns
         self._text_lengths: dict[str, npt.NDArray[np.int64]] = {}
-        self._digests: dict[str, str] = {}
+        self._digests: dict[tuple[tuple[str, ...], FileCells | None], str] = {}
         self._row_digests: dict[tuple[tuple[str, ...], FileCells | None], RowDigests] = {}
         self._file_digests: dict[FileCells, pa.Array] = {}
 
@@ -120,11 +118,8 @@ class InputTable:
         remarks = []
         for column, count in self.null_texts.items():
             with_nulls = self.null_turns.get(column, 0)
-            empty = count - with_nulls
-            if empty and is_text(self._columns.schema.field(column).type):
-                remarks.append(f"{plural(empty, 'empty text')} in {column!r}, read as an empty string")
-            elif empty:
-                remarks.append(f"{plural(empty, 'empty cell')} in {column!r}")
+            if count - with_nulls:
+                remarks.append(f"{plural(count - with_nulls, 'empty cell')} in {column!r}")
             if with_nulls:
                 remarks.append(
                     f"{plural(with_nulls, 'row')} with null turns in {column!r}, read as empty texts"
@@ -134,16 +129,15 @@ class InputTable:
     def text_lengths(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
         """Return UTF-8 bytes per row, summed over ``columns``: shape (rows,), a cheap stand-in for tokens.
 
-        Nested values count by their JSON text, numbers by their decimal form, nulls as 0. Each column is measured
-        once, before ``forget_columns``; the caller must not change the result.
+        Each column is measured once, before ``forget_columns``; the caller must not change the result.
         """
         for name in columns:
             if name not in self._text_lengths:
-                lengths, start = np.empty(self.rows, np.int64), 0
-                for text in map(cell_texts, self._columns.column(name).chunks):
-                    lengths[start : start + len(text)] = pc.fill_null(pc.binary_length(text), 0).to_numpy()
-                    start += len(text)
-                self._text_lengths[name] = lengths
+                lengths = [
+                    pc.fill_null(pc.binary_length(cell_texts(chunk)), 0).to_numpy().astype(np.int64)
+                    for chunk in self._columns.column(name).chunks
+                ]
+                self._text_lengths[name] = np.concatenate([np.zeros(0, np.int64), *lengths])
         if len(columns) == 1:
             return self._text_lengths[columns[0]]
         return sum((self._text_lengths[name] for name in columns), start=np.zeros(self.rows, dtype=np.int64))
@@ -159,33 +153,28 @@ class InputTable:
         return int(self._columns.nbytes)
 
     def digest(self, columns: Sequence[str], files: FileCells | None = None) -> str:
-        """Return a digest of the ids and these columns; each column is read once, before ``forget_columns``.
+        """Return a digest of the ids and these columns; made once, before ``forget_columns``.
 
         Args:
             files: one of the columns, whose cells name files; these are read, too.
         """
-        assert self._columns.num_rows == self.rows or self._digests.keys() >= set(columns)
-        cells = rows_digest(self.ids, self._columns, columns, self._digests)
-        return cells if files is None else digest_of([cells, self._digests_of(files).to_pylist()])
+        key = (tuple(columns), files)
+        if key not in self._digests:
+            self._digests[key] = rows_digest(self.ids, columns, self.row_digests(columns, files))
+        return self._digests[key]
 
     def row_digests(self, columns: Sequence[str], files: FileCells | None = None) -> RowDigests:
-        """Return a digest of each row's cells in these columns, [rows, 2]; made once, before ``forget_columns``.
-
-        Args:
-            files: as for ``digest``.
-        """
-        names = tuple(columns)
-        if (names, files) not in self._row_digests:
-            assert self._columns.num_rows == self.rows or not names
+        """Return a digest of each row's cells in these columns, [rows, 2]; arguments are as for ``digest``."""
+        key = (tuple(columns), files)
+        if key not in self._row_digests:
+            assert self._columns.num_rows == self.rows or not columns
+            table, names = self._columns, list(columns)
             if files is not None:
-                table = self._columns.append_column(_FILES, self._digests_of(files))
-                digests = row_digests(table, [*names, _FILES])
-            elif names:
-                digests = row_digests(self._columns, names)
-            else:
-                digests = np.zeros((self.rows, 2), dtype="<u8")
-            self._row_digests[names, files] = digests
-        return self._row_digests[names, files]
+                if files not in self._file_digests:
+                    self._file_digests[files] = file_digests(table.column(files.column), files)
+                table, names = table.append_column(_FILES, self._file_digests[files]), [*names, _FILES]
+            self._row_digests[key] = row_digests(table, names) if names else np.zeros((self.rows, 2), "<u8")
+        return self._row_digests[key]
 
     def look_for_files(self, files: FileCells) -> LookedAt:
         """Check for some of the files that a column names whether they exist."""
@@ -196,52 +185,27 @@ class InputTable:
         paths = map(files.path, self._columns.column(files.column).unique().to_pylist())
         return [str(path) for path in paths if path is not None]
 
-    def _digests_of(self, files: FileCells) -> pa.Array:
-        if files not in self._file_digests:
-            self._file_digests[files] = file_digests(self._columns.column(files.column), files)
-        return self._file_digests[files]
-
-    def derived(
-        self,
-        numbers: npt.NDArray[np.int64],
-        ids: pa.ChunkedArray,
-        change: Callable[[pa.Field, pa.ChunkedArray], pa.Array | pa.ChunkedArray],
-    ) -> InputTable:
-        """Return a table without labels that has this table's rows by number, repeats allowed.
-
-        Args:
-            numbers: of this table's rows, from 0, [rows of the new table].
-            ids: of the new table's rows, unique text.
-            change: makes a column's new cells, of the same type, from the cells of these rows.
-        """
-        taken = pa.array(numbers)
-        columns = [
-            change(field, column.take(taken))
-            for field, column in zip(self._columns.schema, self._columns.columns, strict=True)
-        ]
-        return InputTable(pa.table(columns, schema=self._columns.schema), ids, None, {})
+    def derived(self, numbers: npt.NDArray[np.int64], ids: pa.ChunkedArray) -> InputTable:
+        """Return a table without labels that has this table's rows by number, repeats allowed, with new ids."""
+        return InputTable(self._columns.take(pa.array(numbers)), ids, None, {})
 
     def python_rows(self, columns: Sequence[str]) -> Iterator[dict[str, object]]:
         """Return each row's cells in some columns, as templates will see them; few are in memory at a time."""
         return _python_rows(self._columns.select(columns))
 
-    def types(self, columns: Iterable[str]) -> dict[str, str]:
+    def types(self, columns: Collection[str]) -> dict[str, str]:
         """Return in a word what columns hold, by column; names that are no column are left out."""
-        schema = self._columns.schema
         types: dict[str, str] = {}
-        for name in columns:
-            if name not in schema.names:
-                continue
-            column = schema.field(name)
-            if is_json_field(column):
-                types[name] = "lists and the like"
-            else:
-                types[name] = "text" if is_text(column.type) else shown_type(column.type)
+        for field in self._columns.schema:
+            if field.name in columns:
+                types[field.name] = "text" if is_text(field.type) else shown_type(field.type)
+                if is_json_field(field):
+                    types[field.name] = "lists and the like"
         return types
 
     def only(self, columns: Sequence[str]) -> InputTable:
         """Return the same rows with only these columns."""
-        nulls = {name: count for name, count in self.null_texts.items() if name in columns}
+        nulls = {name: self.null_texts[name] for name in columns}
         return InputTable(self._columns.select(columns), self.ids, self.truth, nulls, self.null_turns)
 
     def forget_columns(self) -> None:
@@ -251,18 +215,13 @@ class InputTable:
     def head(self, count: int) -> list[dict[str, object]]:
         """Return the first ``count`` rows, each a dict of column to value, as templates will see them."""
         if not self._columns.num_columns:
-            return [{} for _ in range(min(count, self.rows))]
+            return [{}] * min(count, self.rows)
         return list(_python_rows(self._columns.slice(0, count)))
 
     def publish(self, path: Path, with_ids: bool = False) -> None:
-        """Write the columns as an uncompressed Arrow IPC file, ready to be memory-mapped.
+        """Write the columns, and with ``with_ids`` the ids, as an Arrow IPC file, ready to be memory-mapped.
 
-        Record batches have at most 65,536 rows. The schema's metadata has the number of rows, because a table
-        without columns cannot tell it.
-
-        Args:
-            path: written in place; the caller makes that atomic.
-            with_ids: write the rows' ids, too, as a last column that is marked.
+        The schema's metadata has the number of rows, because a table without columns cannot tell it.
 
         Raises:
             OSError: the file cannot be written.
@@ -335,16 +294,10 @@ def _id_problems(path: Path, column: str, ids: pa.ChunkedArray) -> Iterator[str]
     if blank:
         shown_rows = ", ".join(f"{row + 1:,}" for row in rows)
         yield f"{where}: {plural(blank, 'row')} without an id, first: row {shown_rows}; give every row an id"
-    names = repeated_ids(ids)
-    names = names.filter(pc.fill_null(pc.not_equal(names, ""), False))
-    if not len(names):
-        return
-    shown = []
-    for name in names[:_SHOWN].to_pylist():
-        count, rows = _first(pc.equal(ids, name))
-        shown_rows = ", ".join(f"{row + 1:,}" for row in rows)
-        shown.append(f"{quoted(name)} in row {shown_rows}" + (", ..." if count > _SHOWN else ""))
-    yield f"{where}: {plural(len(names), 'id')} more than once: {'; '.join(shown)}; ids must be unique"
+    repeated = repeated_ids(ids)
+    repeated = repeated.filter(pc.fill_null(pc.not_equal(repeated, ""), False))
+    if len(repeated):
+        yield f"{where}: {plural(len(repeated), 'id')} more than once: {first_ids(repeated)}; ids must be unique"
 
 
 def _first(mask: pa.ChunkedArray) -> tuple[int, list[int]]:
@@ -381,39 +334,29 @@ def _probabilities(
         for name, column in columns.items()
         if pa.types.is_nested(column.type) or is_binary(column.type)
     ]
-    values = np.zeros((contents.rows, len(columns)))
     if problems:
-        return values, problems
-    for index, column in enumerate(columns.values()):
-        values[:, index] = _as_numbers(column)
-    is_number = np.isfinite(values)
+        return np.zeros((contents.rows, len(columns))), problems
+    values = np.stack([_as_numbers(column) for column in columns.values()], axis=1)
+    is_wrong = ~np.isfinite(values).all(axis=1)
+    what = "without a number for each label"
     with np.errstate(invalid="ignore"):  # infinite values
         sums = values.sum(axis=1)
-        is_off = np.abs(sums - 1) > _SUM_TOLERANCE
-    is_odd, is_negative = ~is_number.all(axis=1), (values < 0).any(axis=1)
-    advice = "each row holds the probability of each label"
-    wrong = {"without a number in each of them": is_odd}
-    if needs.truth_as != "none":
-        wrong["with a value below 0"] = is_negative & ~is_odd
-    if needs.truth_as == "softmax":
-        wrong["whose values do not sum to 1"] = is_off & ~is_odd & ~is_negative
-    elif needs.truth_as == "sigmoid":
-        wrong["with a value above 1"] = (values > 1).any(axis=1) & ~is_odd
-    else:
-        advice = "each row holds a number for each label"
+        if needs.truth_as == "softmax":
+            is_wrong |= (values < 0).any(axis=1) | ~(np.abs(sums - 1) <= _SUM_TOLERANCE)
+            what = "whose values are not probabilities that sum to 1"
+        elif needs.truth_as == "sigmoid":
+            is_wrong |= ((values < 0) | (values > 1)).any(axis=1)
+            what = "without a number from 0 to 1 for each label"
+    rows = np.flatnonzero(is_wrong)
+    if not len(rows):
+        return values / sums[:, None] if needs.truth_as == "softmax" else values, []
+    shown = []
+    for row in rows[:_SHOWN].tolist():
+        cells = [column[row].as_py() for column in columns.values()]
+        texts = [quoted("" if cell is None else str(cell)) for cell in cells]
+        shown.append(f"{_row(row, contents.ids)}: {', '.join(texts)}")
     where = f"{path}: label columns {listed(needs.label_columns)}"
-    for what, mask in wrong.items():
-        rows = np.flatnonzero(mask)
-        if len(rows):
-            shown = []
-            for row in rows[:_SHOWN].tolist():
-                cells = [column[row].as_py() for column in columns.values()]
-                texts = ["" if cell is None else str(cell) for cell in cells]
-                shown.append(f"{_row(row, contents.ids)}: {', '.join(map(quoted, texts))}")
-            count = plural(len(rows), "row")
-            problems.append(f"{where}: {count} {what}; {'; '.join(shown)}; {advice}")
-    is_scaled = needs.truth_as == "softmax" and not problems
-    return values / sums[:, None] if is_scaled else values, problems
+    return values, [f"{where}: {plural(len(rows), 'row')} {what}; {'; '.join(shown)}"]
 
 
 def _as_numbers(column: pa.ChunkedArray) -> npt.NDArray[np.float64]:
@@ -463,7 +406,8 @@ def _cell_facts(
                 null_texts[field.name] += pc.sum(pc.equal(column, blank)).as_py() or 0
             continue
         empty, with_nulls, broken, shown = 0, 0, 0, ""
-        for row, cell in enumerate(_python_cells(column, is_json_field(field))):
+        for row, cells in enumerate(_python_rows(contents.columns.select([field.name]))):
+            cell = cells[field.name]
             try:
                 value = parse_json_cell(cell)
             except TemplateProblem as problem:
@@ -494,17 +438,5 @@ def _python_rows(table: pa.Table) -> Iterator[dict[str, object]]:
     for batch in table.to_batches(max_chunksize=_PYTHON_ROWS):
         for row in batch.to_pylist():
             for name in json_names:
-                row[name] = _loaded_cell(row[name])
+                row[name] = json.loads(row[name]) if isinstance(row[name], str) else row[name]
             yield row
-
-
-def _python_cells(column: pa.ChunkedArray, is_json: bool) -> Iterator[object]:
-    """Yield the cells as templates will see them, a few thousand in memory at a time."""
-    for chunk in column.chunks:
-        for start in range(0, len(chunk), _PYTHON_ROWS):
-            for cell in chunk.slice(start, _PYTHON_ROWS).to_pylist():
-                yield _loaded_cell(cell) if is_json else cell
-
-
-def _loaded_cell(cell: object) -> object:
-    return json.loads(cell) if isinstance(cell, str) else cell

@@ -1,8 +1,6 @@
-"""Compile, check and render prompt templates.
+"""Compile, check and render prompt templates, in Jinja's immutable sandbox.
 
 The parent compiles a template to find its mistakes and the columns it reads; the worker renders it row by row.
-``template_sandbox`` says what a template may reach.
-
 A null cell is empty text (``x is none`` is still true for it), so that no prompt ever says "None".
 """
 
@@ -10,15 +8,16 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
+from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError, Undefined, meta, nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ensemble.common.text import error_text
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell, replace_lone_surrogates, without_nulls
-from ensemble.data.template_sandbox import Sandbox
 
 _MAX_MESSAGE: Final = 1000  # characters of Jinja2's or Python's, which may show a whole cell
 
@@ -32,11 +31,11 @@ class _Null(str):
 _NULL = _Null()
 
 
+@dataclass(frozen=True)
 class PromptTemplate:
     """A checked template; made by :func:`compile_template`.
 
     Attributes:
-        source: the template's text.
         columns: the columns it reads, sorted.
         json_columns: those columns to which ``fromjson`` is applied directly, sorted.
         fixed_texts: the text that every prompt has whatever the row, in order.
@@ -44,21 +43,12 @@ class PromptTemplate:
             must not leave out items before others.
     """
 
-    def __init__(
-        self,
-        source: str,
-        template: Template,
-        columns: tuple[str, ...],
-        json_columns: tuple[str, ...],
-        fixed_texts: tuple[str, ...],
-        reads_by_number: bool,
-    ) -> None:
-        self.source = source
-        self.columns = columns
-        self.json_columns = json_columns
-        self.fixed_texts = fixed_texts
-        self.reads_by_number = reads_by_number
-        self._template = template
+    source: str
+    columns: tuple[str, ...]
+    json_columns: tuple[str, ...]
+    fixed_texts: tuple[str, ...]
+    reads_by_number: bool
+    _template: Template
 
     def render(self, row: Mapping[str, object]) -> str:
         """Render one row; columns that the template does not read are ignored.
@@ -77,17 +67,15 @@ class PromptTemplate:
             frames = traceback.walk_tb(error.__traceback__)
             lines = [line for frame, line in frames if frame.f_code.co_filename == "<template>"]
             where = f"line {lines[-1]}: " if lines else ""
-            if isinstance(error, TemplateProblem):
-                raise TemplateProblem(f"{where}{error}") from error
-            raise TemplateProblem(f"{where}{type(error).__name__}: {_sentence(error)}") from error
+            kind = "" if isinstance(error, TemplateProblem) else f"{type(error).__name__}: "
+            raise TemplateProblem(f"{where}{kind}{_sentence(error)}") from error
 
 
 def compile_template(source: str) -> PromptTemplate:
     """Compile and check a prompt template.
 
     Raises:
-        TemplateProblem: a syntax error (with its line), an unknown filter or test, an include or import, an
-            attribute or item that starts with an underscore.
+        TemplateProblem: a syntax error (with its line), an unknown filter or test, an include or import.
     """
     environment = _environment()
     try:
@@ -100,12 +88,11 @@ def compile_template(source: str) -> PromptTemplate:
             if node.name == "fromjson" and isinstance(node.node, nodes.Name)
         }
         outputs = [part for node in tree.body if isinstance(node, nodes.Output) for part in node.nodes]
-        fixed = tuple(part.data for part in outputs if isinstance(part, nodes.TemplateData))
         by_number = any(
             not isinstance(item.arg, nodes.Const | nodes.Neg | nodes.Slice)
             for item in tree.find_all(nodes.Getitem)
         )
-        template = environment.compile_tree(tree)
+        template = environment.from_string(tree)
     except TemplateProblem:
         raise
     except TemplateSyntaxError as error:
@@ -113,34 +100,44 @@ def compile_template(source: str) -> PromptTemplate:
     # Python refuses numbers of too many digits, and too many nested loops.
     except (TemplateError, RecursionError, MemoryError, SyntaxError, ValueError) as error:
         raise TemplateProblem(f"the template cannot be compiled: {_sentence(error)}") from None
-    json_columns = tuple(sorted(parsed & columns))
+    # Jinja2 copies the globals for each row, and its ChainMap is slow at that.
+    template.globals = dict(template.globals)
     return PromptTemplate(
         source=source,
-        template=template,
         columns=tuple(sorted(columns)),
-        json_columns=json_columns,
-        fixed_texts=fixed,
+        json_columns=tuple(sorted(parsed & columns)),
+        fixed_texts=tuple(part.data for part in outputs if isinstance(part, nodes.TemplateData)),
         reads_by_number=by_number,
+        _template=template,
     )
 
 
 @lru_cache(maxsize=1)
-def _environment() -> Sandbox:
-    # Jinja2's tojson escapes < > & ' for HTML; a prompt would have \u003c.
-    return Sandbox(
-        {
-            "fromjson": parse_json_cell,
-            "tojson": lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent),
-        },
-        {"none": lambda value: value is None or value is _NULL},
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        autoescape=False, undefined=StrictUndefined, keep_trailing_newline=True, finalize=_output
     )
+    # The same row must give the same prompt in every run.
+    del environment.globals["lipsum"], environment.filters["random"]
+    environment.filters["fromjson"] = parse_json_cell
+    # Jinja2's tojson escapes < > & ' for HTML; a prompt would have \u003c.
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+        value, ensure_ascii=False, indent=indent
+    )
+    environment.tests["none"] = lambda value: value is None or value is _NULL
+    return environment
 
 
-def _check_tree(tree: nodes.Template, environment: Sandbox) -> None:
-    """Raise TemplateProblem for mistakes that show before any row is rendered.
+def _output(value: object) -> object:
+    """Return what a value becomes in the text: nothing for None; refuse functions and the like."""
+    if not isinstance(value, str | int | float | list | tuple | dict | Undefined | None):
+        hint = "; add | list or | join(' ')" if isinstance(value, Iterator) else ""
+        raise TemplateProblem(f"a value of type {type(value).__name__} cannot be put into the text{hint}")
+    return "" if value is None else value
 
-    Jinja2 reports an unknown filter inside an ``if`` only when that branch is reached.
-    """
+
+def _check_tree(tree: nodes.Template, environment: ImmutableSandboxedEnvironment) -> None:
+    """Raise TemplateProblem for mistakes that Jinja2 reports only when their branch is reached."""
     for node in tree.find_all(nodes.Node):
         problem = None
         match node:
@@ -150,12 +147,6 @@ def _check_tree(tree: nodes.Template, environment: Sandbox) -> None:
                 problem = f"no filter named '{name}'"
             case nodes.Test(name=name) if name not in environment.tests:
                 problem = f"no test named '{name}'"
-            case (
-                nodes.Getattr(attr=str(name))
-                | nodes.Getitem(arg=nodes.Const(value=str(name)))
-                | nodes.Filter(name="attr", args=[nodes.Const(value=str(name)), *_])
-            ) if name.startswith("_"):
-                problem = f"'{name}' cannot be reached, names with an underscore are private"
         if problem:
             raise TemplateProblem(f"line {node.lineno}: {problem}")
 

@@ -81,17 +81,14 @@ def merge_blocks(
     comparing: Mapping[int, Without] | None = None,
     rules: Rules | None = None,
 ) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
-    """Merge a table from the first row to the last; rows that no member with a weight reached are NaN.
+    """Yield the first row of each block of the table and its merged values, float64 [rows of the block, labels].
+
+    Rows that no member with a weight reached are NaN.
 
     Args:
         open_members: returns the members, some of them with a weight; called once for each pass.
-        ids: of the table's rows, [rows].
-        text_bytes: of the table's rows, [rows].
         comparing: the merges without a member, by the member's number.
         rules: change what was merged, with all members and without one.
-
-    Yields:
-        the block's first row, and float64 [rows of the block, labels].
 
     Raises:
         MergeError: a member's rows do not hold what its activation promises; the first such member is named.
@@ -128,15 +125,7 @@ def _without(block: Block, number: int) -> Block:
 
 
 def weights_by_bin(weights: Sequence[AnyWeight], labels: Sequence[str], bins: int) -> npt.NDArray[np.float64]:
-    """Return the members' weights as numbers.
-
-    Args:
-        weights: a number, a mapping by label, or a tuple by length bin for each member.
-        bins: how many length bins there are.
-
-    Returns:
-        float64 [members, bins or 1, labels or 1]; 1 if all have the same.
-    """
+    """Return the members' weights as float64 [members, bins or 1, labels or 1]; 1 if all have the same."""
     # Weights of 0 for every label are no reason to scale rows.
     by_label = any(isinstance(weight, dict) and any(weight.values()) for weight in weights)
     by_bin = any(isinstance(weight, tuple) for weight in weights)
@@ -157,9 +146,7 @@ def weights_of_rows(
     """Return the weights that count in rows, float64 [members, rows or 1, labels or 1]; 1 if all have the same.
 
     Args:
-        weights: see ``weights_by_bin``.
         edges: the bytes of text at which the next bin begins.
-        text_bytes: of the rows, [rows].
     """
     if weights.shape[1] == 1:
         return weights

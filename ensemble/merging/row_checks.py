@@ -11,7 +11,6 @@ from ensemble.common.protocol import SUM_TOLERANCE, Activation
 from ensemble.common.text import plural
 
 # What may be wrong with rows, the worst first.
-_IN_PART = "infinite values or NaN in part"
 _NOT_FINITE = "no finite number"
 _OUTSIDE = "values below 0 or above 1"
 _OTHER_SUMS = "values that do not sum to 1"
@@ -53,49 +52,30 @@ class RowCheck:
 
     def look(self, start: int, values: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
         """Check the rows from ``start`` on, float64 [rows, labels]; return which are present, [rows]."""
-        if self._is_all_good(values):
-            self.reached += len(values)
-            return np.ones(len(values), dtype=np.bool_)
-        columns = list(values.T)
-        odd = np.logical_or.reduce([~np.isfinite(column) for column in columns])
-        missing = np.logical_and.reduce([np.isnan(column) for column in columns])
-        self.reached += len(values) - int(missing.sum())
-        wrong = {_IN_PART: odd & ~missing} if self._may_lack_rows else {_NOT_FINITE: odd}
+        columns = values.T
+        with np.errstate(invalid="ignore"):  # infinite values
+            sums = np.add.reduce(columns)
+        is_odd = ~np.isfinite(sums)
+        is_present: npt.NDArray[np.bool_] = np.ones(len(values), dtype=np.bool_)
+        if is_odd.any():
+            is_present = np.asarray(~np.isnan(values).all(axis=1))
+        self.reached += int(is_present.sum())
+        wrong = {_NOT_FINITE: is_odd & is_present if self._may_lack_rows else is_odd}
         if self._activation != "none":  # comparing NaN is False
-            wrong[_OUTSIDE] = np.logical_or.reduce([(column < 0) | (column > 1) for column in columns])
+            wrong[_OUTSIDE] = (np.minimum.reduce(columns) < 0) | (np.maximum.reduce(columns) > 1)
         if self._activation == "softmax":
-            with np.errstate(invalid="ignore"):  # infinite values
-                wrong[_OTHER_SUMS] = np.abs(_sums(values) - 1) > SUM_TOLERANCE
+            wrong[_OTHER_SUMS] = np.abs(sums - 1) > SUM_TOLERANCE
         for what, is_wrong in wrong.items():
             rows = np.flatnonzero(is_wrong)
             if len(rows):
                 count, first = self._bad.get(what, (0, start + int(rows[0])))
                 self._bad[what] = count + len(rows), first
-        is_present: npt.NDArray[np.bool_] = ~missing
         return is_present
 
     def refuse(self) -> None:
         """Raise MergeError if values are not finite, below 0 or above 1, or do not sum to 1; name the first row."""
-        for what in (_IN_PART, _NOT_FINITE, _OUTSIDE, _OTHER_SUMS):
+        for what in (_NOT_FINITE, _OUTSIDE, _OTHER_SUMS):
             if what in self._bad:
                 count, first = self._bad[what]
                 where = f"{plural(count, 'row')} with {what}, the first is id {self._ids[first]}"
                 raise MergeError(f"{self._source}: {where}; {self._advice}")
-
-    def _is_all_good(self, values: npt.NDArray[np.float64]) -> bool:
-        """Return whether all rows are good, by a few quick passes over contiguous columns."""
-        if self._activation == "none":
-            return all(bool(np.isfinite(column).all()) for column in values.T)
-        if not all(column.min() >= 0 and column.max() <= 1 for column in values.T):  # False for NaN
-            return False
-        if self._activation == "sigmoid":
-            return True
-        sums = _sums(values)
-        return bool(sums.min() >= 1 - SUM_TOLERANCE and sums.max() <= 1 + SUM_TOLERANCE)
-
-
-def _sums(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    sums = values[:, 0].copy()
-    for column in values.T[1:]:
-        sums += column
-    return sums

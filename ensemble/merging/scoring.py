@@ -108,11 +108,9 @@ class Resamples:
 class Score:
     """How good a member, or the ensemble, is in ``rows``; None for what says nothing of such values.
 
-    ``log_loss`` is in nats per row, of labels that do not exclude each other the mean over labels. ``accuracy`` is
-    a share of the rows, of exclusive labels alone; ``rmse`` is of regression, of several labels the mean of theirs.
-    ``prior_log_loss`` is that of always predicting the labels' frequencies in these rows, ``above_prior`` the log
-    loss minus it. ``no_better_than_prior``: even the low end of that interval is not below 0 by 1 % of what the
-    truth itself is below the prior (all of it, if the truth holds no probabilities but 0 and 1).
+    ``log_loss`` is in nats per row, of labels that do not exclude each other the mean over labels, as ``rmse`` is.
+    ``prior_log_loss`` is that of always predicting the labels' frequencies, ``above_prior`` the log loss minus it.
+    ``no_better_than_prior``: not even the low end of that interval is 1 % of the way from the prior to the truth.
     """
 
     log_loss: float | None
@@ -126,12 +124,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Gain:
-    """How much better the ensemble is than its best member on the same rows.
+    """How much less the loss of the ensemble is than that of its best member on the same rows, on average.
 
-    In nats of log loss per row, or where ``of`` is "squared error" in the mean of that over rows and labels.
-    ``best_member`` has the least loss of those that have all ``rows``; ``gain`` is below 0 if it is better than the
-    ensemble. ``low`` to ``high`` is the paired 95 % interval, None of a single row. It does not know that the best
-    member was chosen on the same rows, nor of weights that were fitted on them.
+    ``low`` to ``high`` is the paired 95 % interval, None of a single row. It does not know that the best member was
+    chosen on the same rows, nor of weights that were fitted on them.
     """
 
     best_member: str
@@ -144,11 +140,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class CascadeComparison:
-    """The ensemble with a member and without it, on the rows that the member has.
-
-    Log losses are in nats per row, of labels that do not exclude each other the mean over labels; these have no
-    accuracy. Differences are with the member minus without it: below 0 is a gain.
-    """
+    """The ensemble with a member minus without it, on the rows that the member has: below 0 is a gain."""
 
     rows: int
     log_loss: float
@@ -217,8 +209,11 @@ class Scoring:
         prior = float(prior_losses.mean())
         by_group = self._resamples.by_group(slice(None), prior_losses[:, None])
         above_prior = self._resamples.mean((self._losses - by_group)[:, 0])
-        possible_gain = prior - self._least_loss()
-        is_no_better = possible_gain > _ROUNDING and above_prior.low > -possible_gain * _NO_GAIN
+        # The truth's own loss is above 0 where it is probabilities.
+        least = 0.0
+        if self._truth.ndim > 1:
+            least = float(row_losses(self._truth, self._truth.astype(np.float64), self._activation).mean())
+        is_no_better = prior - least > _ROUNDING and above_prior.low > (least - prior) * _NO_GAIN
         return replace(
             score,
             log_loss=self.loss / rows,
@@ -248,12 +243,6 @@ class Scoring:
             return row_losses(truth, np.broadcast_to(shares, truth.shape), "sigmoid")
         losses = -np.log(np.where(shares > 0, shares, 1 / len(truth)))
         return np.asarray(losses[truth.astype(np.int64)] if truth.ndim == 1 else truth @ losses)
-
-    def _least_loss(self) -> float:
-        """Return the truth's own loss, which is above 0 where it is probabilities."""
-        if self._truth.ndim == 1:
-            return 0.0
-        return float(row_losses(self._truth, self._truth.astype(np.float64), self._activation).mean())
 
 
 class CascadeScoring:

@@ -156,17 +156,13 @@ def in_views(
 def common_lengths(lengths: Iterable[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
     """Return the lengths by which all members are cut if all are to cover the same rows first, [rows].
 
-    It is the sum of the members' lengths, in which a text that several members read counts once.  If all read the
-    same text, the cut is the same as without this.
+    It is the sum of the members' lengths, in which a text that several members read counts once.
 
     Args:
         lengths: of each member, bytes of text per row, [rows]; at least one member.
     """
-    distinct: list[npt.NDArray[np.int64]] = []
-    for candidate in lengths:
-        if not any(np.array_equal(candidate, other) for other in distinct):
-            distinct.append(candidate)
-    return sum(distinct[1:], distinct[0])
+    distinct = {of_member.tobytes(): of_member for of_member in lengths}
+    return np.asarray(np.sum([*distinct.values()], axis=0))
 
 
 def what_is_left(
@@ -177,9 +173,7 @@ def what_is_left(
 ) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]:
     """Return the order with the rows that are done at its end, and the chunks of the others.
 
-    A chunk of which nothing is done keeps its rows and its index.  The rows that are left of other chunks join
-    those of the chunk before as far as that makes no more than a chunk: in a table that has grown, rows that are
-    done can be anywhere.
+    A chunk of which nothing is done keeps its rows and its index.
 
     Args:
         chunks: all of a member's, in order.
@@ -187,29 +181,20 @@ def what_is_left(
         is_done: by row number.
         numbers: indices that no chunk of the member has yet.
     """
-    if not is_done.any():
-        return order, tuple(chunks)
-    max_cost = max((chunk.cost for chunk in chunks), default=0.0)
     rows_left: list[npt.NDArray[np.int64]] = []
     left: list[Chunk] = []
-    start, may_join = 0, False
+    start = 0
     for chunk in chunks:
         rows = order[chunk.start : chunk.stop]
         rows = rows[~is_done[rows]]
-        if len(rows) == 0:
-            continue
-        is_whole = len(rows) == chunk.rows
-        cost = chunk.cost * len(rows) / chunk.rows
-        rows_left.append(rows)
-        stop = start + len(rows)
-        last = left[-1] if left else chunk
-        fits = last.cost + cost <= max_cost and last.rows + len(rows) <= CHUNK_MAX_ROWS
-        if may_join and not is_whole and last.view == chunk.view and fits:
-            left[-1] = replace(last, stop=stop, cost=last.cost + cost)
-        else:
-            index = chunk.index if is_whole else next(numbers)
-            left.append(Chunk(index, start, stop, cost, chunk.view))
-        start, may_join = stop, not is_whole
+        if len(rows):
+            stop = start + len(rows)
+            if len(rows) < chunk.rows:
+                cost = chunk.cost * len(rows) / chunk.rows
+                chunk = replace(chunk, index=next(numbers), cost=cost)
+            left.append(replace(chunk, start=start, stop=stop))
+            rows_left.append(rows)
+            start = stop
     return np.concatenate([*rows_left, order[is_done[order]]]), tuple(left)
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heapify, heappop, heappush
 from statistics import geometric_mean
 
-from ensemble.members.footprint import BATCHES_PER_STAGE, Capability, Footprint
+from ensemble.members.footprint import Capability, Footprint
 from ensemble.planning.chunks import BYTES_PER_TOKEN
 
 # Of a new Python process with torch and transformers, and a CUDA context.
@@ -84,30 +83,12 @@ class Job:
     cpu_share: float = 0.0
 
 
-def pipelined(gpus: int) -> float:
-    """Return the time of a member over so many GPUs, as a share of its time on one of them.
-
-    n batches of a chunk pass through p stages in n + p - 1 steps of a p-th of a batch's work each (Huang et al.
-    2019, GPipe, section 2.3).
-    """
-    if gpus < 2:
-        return 1.0
-    batches = BATCHES_PER_STAGE * gpus
-    return (batches + gpus - 1) / (batches * gpus)
-
-
 def guessed_speed(
     footprint: Footprint | None, capability: Capability | None, gpus: int = 1, cpus: int = 1
 ) -> Speed:
-    """Guess a member's speed from its size.
+    """Guess a member's speed from its size, on the CPU if ``capability`` is None.
 
     It takes two operations per token and parameter that is not an embedding's (Kaplan et al. 2020, section 2.1).
-
-    Args:
-        footprint: None if it is not known.
-        capability: of the GPUs; None: the CPU.
-        gpus: over which a replica is spread.
-        cpus: cores of a replica on the CPU; 1 if they are not known.
     """
     if capability:
         import_seconds, flops = _IMPORT_SECONDS, _FLOPS[min(max(capability[0], 7), 9)]
@@ -121,7 +102,7 @@ def guessed_speed(
         size = max(weights.bytes, footprint.mapped_bytes)
     return Speed(
         startup_seconds=import_seconds + size / _LOAD_BYTES_PER_SECOND,
-        seconds_per_work=pipelined(gpus) * 2.0 * parameters / BYTES_PER_TOKEN / flops,
+        seconds_per_work=2.0 * parameters / BYTES_PER_TOKEN / flops / max(1, gpus),
         is_measured=False,
     )
 
@@ -133,7 +114,6 @@ def calibrated(guessed: Mapping[str, float], measured: Mapping[str, float]) -> d
 
     Args:
         guessed: for every member, in any unit that all share, such as seconds per work; 0 if there is no guess.
-        measured: in the same unit, for members that have computed something.
 
     Returns:
         for every name in ``guessed``; None if nothing is known.
@@ -181,19 +161,16 @@ def total_seconds(jobs: Sequence[Job], capacity: Mapping[str, int], hosts: int =
         """Start replicas as long as they may start and the devices outside of ``reserved`` have room for them."""
         nonlocal free_cpus
         job = member.job
-        # The devices with the most room come first, equal ones in their order.
-        devices = ((uuid, free.get(uuid, 0)) for uuid in job.devices if uuid not in reserved)
-        usable = [(-room, rank, uuid) for rank, (uuid, room) in enumerate(devices) if room >= job.places]
-        heapify(usable)
         while may_start(member):
-            if not (len(usable) >= job.gpus if job.gpus else has_room(free_cpus, job.cpu_share)):
+            usable = [
+                uuid for uuid in job.devices if uuid not in reserved and free.get(uuid, 0) >= job.places
+            ]
+            if len(usable) < job.gpus or not has_room(free_cpus, job.cpu_share):
                 break
-            free_cpus -= 0.0 if job.gpus else job.cpu_share
-            for room, rank, uuid in [heappop(usable) for _ in range(job.gpus)]:
+            free_cpus -= job.cpu_share
+            for uuid in sorted(usable, key=lambda uuid: -free[uuid])[: job.gpus]:
                 free[uuid] -= job.places
                 member.devices.append(uuid)
-                if free[uuid] >= job.places:
-                    heappush(usable, (room + job.places, rank, uuid))
             member.ready_at.append(now + job.startup_seconds)
 
     while waiting or running:

@@ -248,14 +248,11 @@ def _by_request(
     held = [device for device in devices if fits[device.uuid].verdict == "held"]
     large_enough = len(usable) + len(held)
     if large_enough < gpus:
-        largest = max(device.total_bytes for device in devices)
         problem = (
-            f"models[{index}].gpu_memory: {facts.name} asks for {gib(size)} of {plural(gpus, 'GPU')}, but the "
-            f"largest GPU has {gib(largest)}"
+            f"models[{index}].gpu_memory: {facts.name} asks for {gib(size)} of {plural(gpus, 'GPU')}, but "
+            f"{plural(large_enough, 'GPU')} has so much; lower it, or num_gpus"
         )
-        if large_enough:
-            problem = f"{problem}, and only {plural(large_enough, 'GPU')} so much"
-        return Placement(gpus, fits=fits, problems=(f"{problem}; lower it, or num_gpus",))
+        return Placement(gpus, fits=fits, problems=(problem,))
     # Shares of the free memory, as for other members; the largest count of places counts on all GPUs.
     shares = [max(1, fits[device.uuid].room_bytes // workers_per_gpu) for device in usable]
     places = max((min(workers_per_gpu, -(-size // share)) for share in shares), default=1)
@@ -338,10 +335,7 @@ def _on_gpus(
 
 
 def _tight_text(index: int, facts: MemberFacts, footprint: Footprint, gpus: int, usable_bytes: int) -> str:
-    """Return a warning that weights fit on each GPU, but not the longest row or the batch that the user asks for.
-
-    The run goes on all the same: batches that do not fit run again in halves.
-    """
+    """Return a warning that weights fit on each GPU, but not the longest row or the asked batch."""
     tokens = asked_tokens(facts.request, footprint)
     if tokens is not None:
         key = "max_num_batched_tokens" if facts.request.batch_size is None else "batch_size"
@@ -436,13 +430,7 @@ def _fit(
     asked_tokens: int | None,
     held_bytes: int = 0,
 ) -> Fit:
-    """Return how a footprint fits on a device.
-
-    Args:
-        workers_per_gpu: how many workers share the device.
-        asked_tokens: the user's budget for a batch, padded tokens of the longest rows; None if the plan decides.
-        held_bytes: what other programs use of it.
-    """
+    """Return how a footprint fits on a device, of which other programs use ``held_bytes``."""
     total = device.total_bytes // workers_per_gpu
     free = max(0, device.total_bytes - held_bytes) // workers_per_gpu
     resident = footprint.resident_bytes(gpus)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ensemble.common.device_trials import Trial
 from ensemble.common.gpus import Device
 from ensemble.common.host import available_memory_bytes, threads_of, total_memory_bytes, usable_cpus
-from ensemble.common.text import duration, gib, plural
+from ensemble.common.text import gib, plural
 from ensemble.config import MemberConfig, RunConfig
 from ensemble.members.base import ResourceRequest
 from ensemble.planning.chunks import (
@@ -38,15 +38,11 @@ from ensemble.planning.forecast import (
     Job,
     Speed,
     guessed_speed,
-    pipelined,
     slower_by,
     total_seconds,
 )
 from ensemble.planning.placement import MemberFacts, Placement, asked_tokens, fitting, place, rooms
 
-# Members share the GPUs side by side if the forecast is at most this share of the time in turn: if the forecast is
-# wrong, a replica on each GPU stays balanced.
-_WORTH_CHANGING = 0.98
 # What a worker on a GPU takes of its host, about: torch and transformers imported, and a chunk's token ids.
 WORKER_HOST_BYTES = 1 << 30
 _UNMEASURED = Speed(0.0, 0.0, is_measured=False)
@@ -342,7 +338,6 @@ def plan_run(
     """Plan a run, with what this machine or the nodes say of memory, cores and flash-attention 2.
 
     Args:
-        config: as for ``make_plan``, like all that follow here without a word.
         hosts: the CPUs of a cluster's nodes; none: this machine.
         trials: tries devices on their machines, as :func:`ensemble.common.device_trials.run_trials` does.
     """
@@ -394,17 +389,11 @@ def _with_flash_attention(
 
 
 def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: bool) -> MemberPlan:
-    """Return the member with the chunks that are left to do; chunks of which nothing is done keep their rows.
+    """Return the member with the chunks that are left to do, of which ``is_done`` says the rows, bool [rows].
 
     Under a time limit they are in the order of dispatch.  The longest rows come first: they show in the first
     minute whether memory suffices and how fast the member is.  The others come from the shortest up, because that
-    covers the most rows.  All rows come in one view before any comes in the next.  If the speed is unknown, the
-    first chunks are small.
-
-    Args:
-        member: with all of its chunks.
-        is_done: by row number, bool [rows].
-        is_timed: there is a time limit.
+    covers the most rows.  All rows come in one view before any comes in the next.
     """
     numbers = count(len(member.chunks))
     order, left = what_is_left(member.chunks, member.order, is_done, numbers)
@@ -419,11 +408,7 @@ def with_rows(
 ) -> MemberPlan:
     """Return a member with ``when`` once its rows are selected: with the chunks of these rows.
 
-    Under a time limit the closest calls come first, in the order of dispatch.
-
-    Args:
-        is_selected: bool [rows of the table].
-        doubt: how unsure each row is, [rows of the table].
+    Under a time limit the closest calls come first.  ``is_selected`` and ``doubt`` are of the table's rows, [rows].
     """
     rows = np.flatnonzero(is_selected)
     facts = plan.facts[member.name]
@@ -449,30 +434,16 @@ def _work_of(lengths: npt.NDArray[np.int64], views: int) -> float:
 
 
 def _share_gpus(plan: Plan) -> Plan:
-    """Return the plan with the better way of sharing the GPUs: members in turn, or at the same time."""
+    """Return the plan with members at the same time, one replica each at first, where several share the GPUs."""
     working = [member for member in plan.members if member.needs_worker]
-    is_measured = all(member.speed.is_measured for member in working)
-    seconds = plan.seconds_of(plan.jobs)
-    members = []
-    for member in plan.members:
-        if member.gpus and member.replicas > 1 and member.request.replicas == "auto":
-            member = replace(member, first_replicas=1)
-        members.append(member)
-    side_by_side = replace(plan, members=tuple(members))
-    why = ""
-    has_speeds = all(member.speed.seconds_per_work > 0 for member in working)
-    if side_by_side.members != plan.members and len(working) > 1 and has_speeds:
-        seconds_side_by_side = plan.seconds_of(side_by_side.jobs)
-        by = "by the speeds of an earlier run" if is_measured else "by the sizes of the models"
-        if seconds_side_by_side < _WORTH_CHANGING * seconds:
-            gain = 1 - seconds_side_by_side / seconds
-            plan, seconds = side_by_side, seconds_side_by_side
-            why = f"members run at the same time, one replica each at first: {by}, {gain:.0%} sooner than in turn"
-        else:
-            why = (
-                f"members run in turn, with replicas on all their GPUs: {by}, no later than at the same time"
-            )
-    return replace(plan, why=why, seconds=seconds if working and is_measured else None)
+    members = list(plan.members)
+    for member in working:
+        if len(working) > 1 and member.gpus and member.replicas > 1 and member.request.replicas == "auto":
+            members[member.index] = replace(member, first_replicas=1)
+    why = "members run at the same time, one replica each at first" if members != [*plan.members] else ""
+    plan = replace(plan, members=tuple(members), why=why)
+    is_measured = bool(working) and all(member.speed.is_measured for member in working)
+    return replace(plan, seconds=plan.seconds_of(plan.jobs) if is_measured else None)
 
 
 def auto_workers(cpus: int) -> int:
@@ -526,12 +497,7 @@ def _share_cpu(plan: Plan) -> Plan:
 
 
 def _as_chosen(plan: Plan, member: MemberPlan, members: int, memory_holds: int) -> MemberPlan:
-    """Return the member with the threads and workers that the run chose when it began, if it did.
-
-    Args:
-        members: how many of them share the CPU.
-        memory_holds: how many workers memory holds.
-    """
+    """Return the member with the threads and workers that the run chose when it began, if it did."""
     choice = plan.cpu_choices.get(member.name)
     if choice is None or member.request.replicas != "auto" or choice.threads > plan.cpus:
         return member
@@ -555,47 +521,20 @@ def _cpu_bytes(member: MemberPlan) -> int:
 
 
 def _advice(plan: Plan, member: MemberPlan) -> str:
-    """Return what replicas with smaller weights would take, for a member that one GPU cannot hold; else "".
+    """Return the keys by which a member that is spread over GPUs would fit one of them; else "".
 
-    It is only said, as smaller weights give other numbers.  Both ways compute the same products.  To unpack weights
-    of 4 bits moves 4.5 bytes a parameter for each batch; by the data sheets of T4, A100 and H100 that is 1 % of the
-    products of 16,384 tokens, and is left out.
+    It is only said, as smaller weights give other numbers.
     """
     facts, config = plan.facts[member.name], plan.config
     memory, request, capability = facts.memory, facts.request, member.placement.capability
-    if member.gpus < 2 or memory is None or member.speed.seconds_per_work <= 0:
+    if member.gpus < 2 or memory is None:
         return ""
     on_one_gpu = memory.footprint(1, capability)
     if on_one_gpu is None or fitting(config, request, on_one_gpu, plan.gpus):
         return ""  # it is spread because the user wants that
-    seconds = plan.seconds_of([member.job])
     for keys, smaller in memory.smaller(capability):
-        holding = fitting(config, request, smaller, plan.gpus)
-        replicas = min(rooms(holding, 1, config.max_workers_per_gpu), len(member.chunks))
-        if request.replicas != "auto":
-            replicas = min(replicas, request.replicas)
-        if replicas < 1:
-            continue
-        job = replace(
-            member.job,
-            # ``startup_seconds`` stay: the whole checkpoint is read in any case.
-            compute_seconds=member.job.compute_seconds / pipelined(member.gpus),
-            gpus=1,
-            replicas=replicas,
-            first_replicas=replicas,
-            devices=tuple(gpu.uuid for gpu in holding),
-        )
-        seconds_instead = plan.seconds_of([job])
-        what = f"{smaller.quantization} weights ({gib(smaller.weights.bytes)}) would fit one GPU: "
-        what += f"{plural(replicas, 'replica')} would take "
-        if member.speed.is_measured:
-            what += f"about {duration(seconds_instead)} in place of {duration(seconds)}, "
-            what += "by the speed of an earlier run"
-        else:
-            what += f"{seconds_instead / seconds:.2f} of the time that it takes over {member.gpus} GPUs, "
-            what += "by its size"
-        if seconds_instead >= _WORTH_CHANGING * seconds:
-            return f"{what}; as it is it keeps its numbers at no cost"
-        all_keys = keys if request.num_gpus is None else f"{keys} and num_gpus: 1"
-        return f"{what}, and give other numbers; {all_keys} for that"
+        if fitting(config, request, smaller, plan.gpus):
+            what = f"{smaller.quantization} weights ({gib(smaller.weights.bytes)}) would fit one GPU"
+            all_keys = keys if request.num_gpus is None else f"{keys} and num_gpus: 1"
+            return f"{what}, and give other numbers; {all_keys} for that"
     return ""

@@ -194,7 +194,10 @@ def test_files_that_do_not_fit(tmp_path: Path, other: dict[str, list[Any]], said
         ),
         ({"id": A["id"][:2], "label": ["neg", "pos"]}, "1 id of the predictions missing (' x')"),
         ({"id": A["id"], "lable": ["neg", "pos", "pos"]}, "no label column 'label' (did you mean 'lable'?)"),
-        ({"id": A["id"], "neg": [1, 0, 1], "pos": [1, 0, 0]}, "2 rows whose values do not sum to 1"),
+        (
+            {"id": A["id"], "neg": [1, 0, 1], "pos": [1, 0, 0]},
+            "2 rows whose values are not probabilities that sum to 1",
+        ),
         ({"id": ["007"] * 3, "label": ["neg"] * 3}, "1 id more than once"),
     ],
 )
@@ -311,7 +314,7 @@ def test_what_the_values_of_a_run_are_is_what_its_config_said(activation: str, p
 @pytest.mark.long
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
-    ("cell", "said"), [("inf", "infinite values or NaN in part"), ("1.5", "values below 0 or above 1")]
+    ("cell", "said"), [("inf", "no finite number"), ("1.5", "values below 0 or above 1")]
 )
 def test_a_file_of_a_run_that_was_changed(cell: str, said: str, project: Project) -> None:
     pd.DataFrame(A).to_csv(project.folder / "a.csv", index=False)

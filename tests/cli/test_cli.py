@@ -244,7 +244,7 @@ def test_validate_says_what_it_found(project: Project) -> None:
     assert done.returncode == 0, done.stderr
     assert "300 rows" in done.stdout
     assert "gemma: Gemma2ForSequenceClassification" in done.stdout
-    assert "empty texts in 'text'" in done.stdout
+    assert "empty cells in 'text'" in done.stdout
     assert not (project.folder / "runs").exists()
 
 

@@ -39,7 +39,7 @@ def test_json_of_validate_and_plan(project: Project) -> None:
             ("gemma", 0.6),
             ("llama", 0.4),
         ]
-        assert any("empty text" in text for text in document["warnings"])
+        assert any("empty cell" in text for text in document["warnings"])
     assert all(one["peak_bytes"] > one["weight_bytes"] > 0 for one in planned["members"])
     assert planned["seconds"] is None, "not known before a run"
     assert not (project.folder / "runs").exists()

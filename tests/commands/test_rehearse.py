@@ -62,7 +62,7 @@ def test_the_forecast_and_what_is_reached_at_the_limit_by_given_speeds() -> None
     assert reached_fraction(plan, 120) == pytest.approx(0.5, abs=0.01)  # two starts, and 100 s for both
     assert reached_fraction(plan, 15) == reached_fraction(plan, -1) == 0
     two = planned("a", "b", devices=2)
-    assert forecast_seconds(two) == pytest.approx(120), "in turn, a replica on each"
+    assert forecast_seconds(two) == pytest.approx(120), "at the same time, a replica on each"
     assert reached_fraction(two, 70) == pytest.approx(0.5, abs=0.01)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ensemble.data.digests import column_digest, truth_sha256
+from ensemble.data.digests import row_digests, truth_sha256
 from ensemble.data.input_file import JSON_MARK
 from ensemble.data.table import InputTable, read_table
 from tests.data.test_table import needs, write_rows
@@ -64,7 +64,8 @@ COLUMNS: dict[str, pa.Array] = {
 def digest(*chunks: pa.Array, json: bool = False) -> str:
     kind = chunks[0].type
     field = pa.field("column", kind, metadata=JSON_MARK if json else None)
-    return column_digest(pa.chunked_array(chunks, kind), field)
+    table = pa.table([pa.chunked_array(chunks, kind)], schema=pa.schema([field]))
+    return row_digests(table, ["column"]).tobytes().hex()
 
 
 def layouts(array: pa.Array) -> Iterator[list[pa.Array]]:

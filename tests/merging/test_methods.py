@@ -455,10 +455,10 @@ def test_what_methods_refuse() -> None:
     assert problems(
         "stacking", "softmax", "none", coefficients=wrong, intercept={"s": 0}, weights=(1.0, 0.5)
     ).split(" | ") == [
+        "ensemble.coefficients.z: there is no member of that name",
+        "ensemble.intercept.s: is none of the labels, which are 'a', 'b', 'c'",
         "ensemble.coefficients.x.q: is none of the labels, which are 'a', 'b', 'c'",
         "ensemble.coefficients.z.a.r: is none of the labels, which are 'a', 'b', 'c'",
-        "ensemble.intercept.s: is none of the labels, which are 'a', 'b', 'c'",
-        "ensemble.coefficients.z: there is no member of that name",
         "ensemble.coefficients: has none for y; give each member one, if only 0",
         "ensemble.method: stacking has coefficients in place of weights; leave weight out of the models",
         "ensemble.method: stacking needs probabilities from every member, or raw values from every one",

@@ -40,8 +40,8 @@ def look(
         ([0.2, 0.3, 0.4], "1 row with values that do not sum to 1, the first is id 002"),
         ([0.9, 0.9, 0.9], "that do not sum to 1"),
         ([1.0005, 0.0, 0.0], "below 0 or above 1"),
-        ([NAN, 0.5, 0.5], "1 row with infinite values or NaN in part, the first is id 002"),
-        ([INF, -INF, 0.0], "infinite values or NaN in part"),
+        ([NAN, 0.5, 0.5], "1 row with no finite number, the first is id 002"),
+        ([INF, -INF, 0.0], "no finite number"),
     ],
 )
 def test_rows_that_are_no_probabilities(row: list[float], words: str) -> None:

@@ -118,17 +118,6 @@ def test_what_is_left_is_every_row_that_is_not_done(rows: list[tuple[int, bool]]
     assert sum(one.cost for one in left) <= 1 + 1e-9
 
 
-def test_rows_that_are_done_here_and_there_leave_no_crumbs() -> None:
-    """As where a table grew by rows between the others: 16 chunks, half of each is left."""
-    order, chunks = cut_chunks(np.full(4000, 1000))
-    is_done = np.arange(4000) % 2 == 0
-    _, left = what_is_left(chunks, order, is_done, count(100))
-    assert len(chunks) > 15
-    assert len(left) <= len(chunks) / 2 + 1
-    assert sum(one.stop - one.start for one in left) == 2000
-    assert max(one.cost for one in left) <= max(one.cost for one in chunks) + 1e-9
-
-
 @tries(60)
 @given(st.integers(0, 100), st.integers(2, 5000), st.floats(0, 1))
 def test_the_splits_of_a_chunk_hold_the_whole(start: int, rows: int, cost: float) -> None:

@@ -53,7 +53,6 @@ def test_ids_that_are_missing_or_stand_twice(folder: Path, data: st.DataObject) 
         twice = sorted({row_id for row_id in wanted if row_id and wanted.count(row_id) > 1}, key=wanted.index)
         assert any("without an id" in problem for problem in table) == ("" in wanted)
         assert any("more than once" in problem for problem in table) == bool(twice)
-        assert any(f"{wanted.index(twice[0]) + 1}" in problem for problem in table) if twice else True
 
 
 @st.composite
@@ -144,7 +143,7 @@ def by_json_text(cell: str) -> str | None:
         from_json(cell.encode())
     except (ValueError, RecursionError):
         return None
-    return None if cell.startswith("[" * 101) else cell
+    return cell
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])

@@ -196,7 +196,7 @@ class MemberTrials:
     def _sample(self) -> InputTable:
         """Return a new table of the sample, as a run forgets its columns once the workers have them."""
         ids = self._prepared.table.ids.take(pa.array(self._chosen))
-        return self._prepared.table.derived(self._chosen, ids, lambda _, column: column)
+        return self._prepared.table.derived(self._chosen, ids)
 
     def _try(self, name: str, keys: dict[str, Any], is_precision: bool = False) -> None:
         """Run a candidate; the first one that gives a result is the reference."""

@@ -14,7 +14,7 @@ METHODS: Registry[MergeMethod] = Registry(
     built_in={
         "mean": ".weighted_mean:WeightedMean",
         "geometric_mean": ".geometric_mean:GeometricMean",
-        "logit_mean": ".logit_mean:LogitMean",
+        "logit_mean": ".geometric_mean:LogitMean",
         "median": ".median:Median",
         "power_mean": ".power_mean:PowerMean",
         "rank_mean": ".rank_mean:RankMean",

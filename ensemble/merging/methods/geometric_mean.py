@@ -8,6 +8,9 @@ more than in the mean.  Probabilities below float64's epsilon (2.2e-16) count as
 above 1 - epsilon, as in calibration, in stacking and in log loss: one member that is wrongly sure costs the others
 its weight times 36 nats, not the label, and the log loss stays convex in the weights, which ``fit`` relies on.
 
+``logit_mean`` is the same for labels that do not exclude each other: the weighted mean of log odds. Softmax members
+are refused there, whose logits are only known up to a number for each row.
+
 C. Genest and J. V. Zidek, "Combining Probability Distributions: A Critique and an Annotated Bibliography",
 Statistical Science 1 (1986), 114-135.
 """
@@ -39,3 +42,16 @@ class GeometricMean(MergeMethod):
         yes = weighted_mean(weights, (np.log(values) for values in clipped), block.is_present)
         no = weighted_mean(weights, (np.log1p(-values) for values in clipped), block.is_present)
         return probabilities_of(yes - no, ["sigmoid"])
+
+
+class LogitMean(GeometricMean):
+    """See the module."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        exclusive = self.members.with_activation("softmax")
+        if exclusive:
+            yield (
+                "ensemble.method: logit_mean is for labels that do not exclude each other, and softmax "
+                f"probabilities come from {', '.join(exclusive)}; use geometric_mean, which is the same there"
+            )

@@ -25,7 +25,7 @@ D. H. Wolpert, "Stacked generalization", Neural Networks 5 (1992), 241-259.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, TypeAlias
 
 import numpy as np
@@ -69,23 +69,18 @@ class Stacking(MergeMethod):
         }
 
     def problems(self) -> Iterator[str]:
-        labels, names = self.members.labels, self.members.names
-        by_member = self.settings.coefficients
-        mappings: dict[str, Mapping[str, object]] = {}
+        names, by_member = self.members.names, self.settings.coefficients
+        mappings: dict[str, object] = {"intercept": self.settings.intercept}
         for name, coefficients in by_member.items():
+            mappings[f"coefficients.{name}"] = coefficients
             if isinstance(coefficients, dict):
-                mappings[f"coefficients.{name}"] = coefficients
-                for label, row in coefficients.items():
-                    if isinstance(row, dict):
-                        mappings[f"coefficients.{name}.{label}"] = row
-        mappings["intercept"] = self.settings.intercept
-        for key, mapping in mappings.items():
-            for label in mapping:
-                if label not in labels:
-                    yield f"ensemble.{key}.{label}: {foreign_label(labels)}"
-        for name in by_member:
+                mappings |= {f"coefficients.{name}.{label}": row for label, row in coefficients.items()}
             if name not in names:
                 yield f"ensemble.coefficients.{name}: there is no member of that name"
+        for key, mapping in mappings.items():
+            for label in mapping if isinstance(mapping, dict) else ():
+                if label not in self.members.labels:
+                    yield f"ensemble.{key}.{label}: {foreign_label(self.members.labels)}"
         missing = [name for name in names if name not in by_member]
         if missing:
             yield f"ensemble.coefficients: has none for {', '.join(missing)}; give each member one, if only 0"
@@ -96,17 +91,16 @@ class Stacking(MergeMethod):
             yield "ensemble.method: stacking needs probabilities from every member, or raw values from every one"
 
     def merge(self, block: Block, weights: Values) -> Values:
-        members = zip(self.members.names, self.members.activations, block.probabilities, strict=True)
-        by_member = {
-            name: (features(values, activation), is_present[:, None])
-            for (name, activation, values), is_present in zip(members, block.is_present, strict=True)
-            if self._matrices[name].any()
-        }
-        mean, count = np.zeros(block.probabilities.shape[1:]), np.zeros(block.probabilities.shape[1:])
-        for name, (values, is_present) in by_member.items():
-            counts = is_present & self._matrices[name].any(axis=0)
-            mean += np.where(counts, values, 0.0)
-            count += counts
+        shape = block.probabilities.shape[1:]
+        by_member = {}
+        mean, count = np.zeros(shape), np.zeros(shape)
+        for number, name in enumerate(self.members.names):
+            if self._matrices[name].any():
+                values = features(block.probabilities[number], self.members.activations[number])
+                counts = block.is_present[number][:, None] & self._matrices[name].any(axis=0)
+                by_member[name] = values, block.is_present[number][:, None]
+                mean += np.where(counts, values, 0.0)
+                count += counts
         with np.errstate(invalid="ignore"):  # rows that nobody has
             mean /= count
         scores = np.tile(self._intercept, (len(mean), 1))
