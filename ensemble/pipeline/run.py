@@ -512,9 +512,9 @@ def worker_spec(
         gpus=member.gpus,
         memory_limit_bytes=memory_limit,
         seed=prepared.config.seed,
-        table_path=rundir.resolved(rundir.table),
-        order_path=rundir.resolved(order_path(shards_dir)),
-        shards_dir=rundir.resolved(shards_dir),
+        table_path=str(rundir.table.resolve()),
+        order_path=str(order_path(shards_dir).resolve()),
+        shards_dir=str(shards_dir.resolve()),
         files=dict(files),
     )
     settings = kind.worker_settings(inspected, member.placement, offload_folder)

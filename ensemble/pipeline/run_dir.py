@@ -39,10 +39,12 @@ from ensemble.common.version import __version__
 
 _LOCK_ATTEMPTS = 5
 log = logging.getLogger("ensemble")
-# The beginnings of files that only runs write.
-_RUN_LOG = rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO ensemble \S+ runs as process \d+ on "
-_RUN_JSON = rb'\{\s*"status": "\w+",\s*"pid": \d+,\s*"versions": \{\s*"ensemble": "'
-_MADE_OF = rb'\{\s*"fingerprint": \{\s*"scheme": \d+,\s*"settings": "[0-9a-f]{64}"'
+# The beginnings of files that only runs write: logs, reports, manifests and files of rows.
+_MADE_BY_RUNS = re.compile(
+    rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO ensemble \S+ runs as process \d+ on "
+    rb'|\{\s*"status": "\w+",\s*"pid": \d+,\s*"versions": \{\s*"ensemble": "'
+    rb'|\{\s*"fingerprint": \{\s*"scheme": \d+,\s*"settings": "[0-9a-f]{64}"'
+)
 _HEAD_BYTES = 4_096
 
 
@@ -65,17 +67,10 @@ class RunDir:
         self.table = self.work_dir / "table.arrow"
         self.tune_dir = root / "tune"  # of which each trial is a run directory
         self.lock = root / ".lock"
-        self._resolved: dict[Path, str] = {}
         self._folders = (self.predictions_dir, self.work_dir, self.logs_dir)
         self._results = (self.ensemble, self.submission, self.report_page)
         # All that a run uses, without its lock.
         self._run_paths = (*self._folders, self.config, self.run_json, *self._results)
-
-    def resolved(self, path: Path) -> str:
-        """Return a path as absolute and without links; it is looked up once for all workers."""
-        if path not in self._resolved:
-            self._resolved[path] = str(path.resolve())
-        return self._resolved[path]
 
     def predictions(self, member: str) -> Path:
         return self.predictions_dir / f"{member}.csv"
@@ -129,11 +124,10 @@ class RunDir:
 
     def is_made_by_runs(self) -> bool:
         """Return whether a file in the directory proves that a run has made it."""
-        made_of = [self.predictions_dir.glob("*.json"), self.predictions_dir.glob("*.rows")]
-        made_of += [self.work_dir.glob("*/rows.bin"), self.work_dir.glob("*/*/rows.bin")]
-        heads = {self.run_json: _RUN_JSON, self.run_log: _RUN_LOG}
-        heads |= dict.fromkeys(chain.from_iterable(made_of), _MADE_OF)
-        if any(re.match(beginning, head(path)) for path, beginning in heads.items()):
+        files = [self.run_json, self.run_log]
+        for pattern in ("predictions/*.json", "predictions/*.rows", "work/*/rows.bin", "work/*/*/rows.bin"):
+            files += self.root.glob(pattern)
+        if any(_MADE_BY_RUNS.match(head(path)) for path in files):
             return True
         shards = chain(self.work_dir.glob("*/*.csv"), self.work_dir.glob("*/*/*.csv"))
         return any(read_shard(path) is not None for path in shards)

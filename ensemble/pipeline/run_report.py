@@ -370,7 +370,7 @@ class RunReport:
             first = error.errors(include_url=False, include_input=False)[0]
             # pydantic's own text names a class of this package.
             what = "must be a JSON object" if first["type"] == "dataclass_type" else first["msg"]
-            why = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {what}"
+            why = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {what[:1].lower()}{what[1:]}"
             with contextlib.suppress(KeyError, TypeError):
                 if document["versions"]["ensemble"] != __version__:
                     version = document["versions"]["ensemble"]
