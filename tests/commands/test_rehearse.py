@@ -66,10 +66,10 @@ def test_the_forecast_and_what_is_missing_at_the_limit_by_given_speeds() -> None
     assert sorted(one.values())[1] == ROWS
     assert sorted(one.values())[0] == pytest.approx(ROWS * 0.95, rel=0.01)
     two = planned("a", "b", devices=2)
-    assert forecast_seconds(two) == pytest.approx(120), "at the same time, a replica on each"
+    assert forecast_seconds(two) == pytest.approx(110), "at the same time, a replica on each"
     assert missing_rows(two, 70) == {
-        "a": pytest.approx(ROWS / 2, rel=0.01),
-        "b": pytest.approx(ROWS / 2, rel=0.01),
+        "a": pytest.approx(ROWS * 0.4, rel=0.01),
+        "b": pytest.approx(ROWS * 0.4, rel=0.01),
     }
     assert missing_rows(plan, 0) == {"a": ROWS, "b": ROWS}
 
