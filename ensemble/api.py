@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from ensemble.cli.views import show
 from ensemble.common.errors import ConfigError, DataError, Interrupted, OutputError, OutputInUse
-from ensemble.common.files import output_file, write_text
+from ensemble.common.files import output_file, settings_file, write_text
 from ensemble.common.packages import demand_supported
 from ensemble.common.python_process import keep_pandas_out, one_thread_for_numpy
 from ensemble.common.redact import RedactedStream, Redactor, guard_output, redacted_errors
@@ -213,13 +213,13 @@ def tune(
     _check_count("rows", rows)
     loaded = _load(config, overrides)
     with imports():
-        from ensemble.analysis.tune.command import check_output, overrides_beside
+        from ensemble.analysis.tune.command import overrides_beside
         from ensemble.analysis.tune.command import tune as tune_config
         from ensemble.cli.progress import choose_display
 
     with redacted_errors(loaded.redactor):
         file = _optional_path(write)
-        target = None if file is None else check_output(file, force, loaded.paths)
+        target = None if file is None else settings_file("--write", file, loaded.paths, force)
     with _exclusive_run(loaded, quiet) as (stream, quiet):
         result = tune_config(
             loaded, choose_display(stream, quiet), rows, tolerance, target, owns_process=_is_command

@@ -59,7 +59,7 @@ def test_a_rows_distance_is_its_largest_whatever_the_number_of_labels() -> None:
     assert "again" not in lines(noisy(1.2))
     assert ["measure again" in noisy(again).overlay() for again in (1.2, 2.0, 0.5)] == [False, True, True]
     faster = replace(noisy(1.0), members=(MemberTuning("a", (), "float32", "bfloat16"),))
-    assert "# a: bfloat16, held against float32\n" in faster.overlay()
+    assert "# a: bfloat16, compared with float32\n" in faster.overlay()
     raw = np.array([[0.0], [100.0]])
     assert distances(raw, raw + 5, "none") == pytest.approx((0.1, 0.1, 0.0)), "in standard deviations"
 
@@ -84,7 +84,7 @@ def noisy(again: float) -> Tuning:
     given = {"devices": ["x"], "versions": {}, "rows": 9, "tolerance": 0.1, "date": "today"}
     tuned_on = TuningConfig.model_validate(given)
     member = MemberTuning("a", (), "float32", "float32", again=again)
-    return Tuning((member,), (), "", 9, 0.1, 1.0, tuned_on)
+    return Tuning((member,), (), 9, 0.1, 1.0, tuned_on)
 
 
 def lines(tuning: Tuning) -> str:
@@ -188,7 +188,7 @@ def test_settings_that_change_probabilities_or_labels_are_refused_however_fast(
         assert not by_name["bfloat16"].is_within
         assert by_name["bfloat16"].changed > 0.1
         assert not member.best.startswith("bfloat16")
-        assert [one.metric for one in by_name["bfloat16"].metrics] == ["log_loss", "accuracy"]
+        assert [*by_name["bfloat16"].metrics] == ["log_loss", "accuracy"]
     assert {trial.name: trial for trial in far.trials}["bfloat16"].mean > 0.05
     assert {trial.name: trial for trial in near.trials}["bfloat16"].mean < found.tolerance, (
         "labels alone tell"
@@ -230,7 +230,7 @@ class Faked(MemberTrials):
         took = self.took.get(trial.name, 20.0)
         values = np.full((self.rows, len(LABELS)), 1 / len(LABELS))
         values[:, 0] += self.off if trial.name.startswith("bfloat16") else 0.0
-        trial = replace(trial, rows=self.rows, rows_per_second=self.rows / took)
+        trial = replace(trial, rows_per_second=self.rows / took)
         return replace(trial, seconds=took, whole_seconds=took, values=values)
 
 
@@ -378,7 +378,7 @@ def test_ctrl_c_keeps_what_is_tried_and_a_run_takes_what_is_written(
     assert "no other precision comes within 0 of float32; it is kept" in said
 
     again = project.ensemble(*command)
-    assert (again.returncode, again.stderr.count("--write: tuned.yaml is there already")) == (2, 1)
+    assert (again.returncode, again.stderr.count("tuned.yaml is there already")) == (2, 1)
     overlay: dict[str, Any] = yaml.safe_load((project.folder / "tuned.yaml").read_text())
     assert "dtype" not in str(overlay.get("models"))
     now = project.ensemble("run", "config.yaml", "tuned.yaml")

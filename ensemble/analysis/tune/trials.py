@@ -1,13 +1,13 @@
-"""One member's trials: each is a run of it alone over a sample of the table.
+"""One member's trials: each is a run of the member alone, over a sample of the table.
 
-It has a folder of its own below ``output_dir/tune``.  What ends it, resumes it and measures it is what does so for
-every run.
+A trial has a folder of its own below ``output_dir/tune``, and resumes and ends like any run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap
-from ensemble.analysis.tune.tuning import MemberTuning, MetricDifference, Trial
+from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap, Interval
+from ensemble.analysis.tune.tuning import MemberTuning, Trial
 from ensemble.commands.rehearse import sample_rows_of
 from ensemble.common.clock import boot_seconds
 from ensemble.common.digests import digest_of
@@ -41,11 +41,13 @@ from ensemble.scheduling.launchers.base import make_launcher
 from ensemble.scheduling.state import MemberState
 
 _ROWS = 256
-# A candidate that has computed for so many times as long as the best took for the same rows is stopped.
+# A candidate that computes for so many times as long as the best took for the same rows is stopped.
 _TOO_SLOW = 2.0
 _MIN_SECONDS = 3.0
-# A further setting is taken where it saves so much of the time: less is noise.
+# A setting is taken if it shortens the time to this share; less is noise.
 _WORTH_CHANGING = 0.95
+# Keys whose effect on a member's numbers shows in its fingerprint.
+_OF_NUMBERS = ("dtype", "quantization_config", "attn_implementation")
 
 
 class _TooSlow(Exception):
@@ -53,7 +55,7 @@ class _TooSlow(Exception):
 
 
 class _Watching:
-    """The display of a trial: shows nothing, and ends it once it has computed for longer than it may."""
+    """The display of a trial: shows nothing, and ends the trial if it computes for longer than it may."""
 
     def __init__(self, max_seconds: float | None) -> None:
         self._max_seconds = max_seconds
@@ -113,20 +115,20 @@ class MemberTrials:
 
     @cached_property
     def count(self) -> int:
-        """How many trials there are at most, the reference again among them; 0: there is nothing to choose."""
+        """Return the most trials that there may be, with the reference twice; 0 if there is nothing to choose."""
         groups = self._kind.candidates(self._prepared.inspected[self.model.name], self._assigned)
         if not any(groups):
             return 0
         precisions, *others = groups
-        return len([*self._with_own(precisions)]) + sum(map(len, others)) + 1
+        return len(self._with_configured(precisions)) + sum(map(len, others)) + 1
 
     @property
     def kept(self) -> int:
-        """How many trials an interrupted command has finished."""
+        """Return how many trials an interrupted command has finished."""
         return sum(map(_is_complete, self._folder.glob("*-*")))
 
     def expected_seconds(self) -> float:
-        """Of all of them, by the speed of an earlier run or by a guess; 0 where nobody knows."""
+        """Return the time of all trials, by the speed of an earlier run or by a guess; 0 if it is unknown."""
         planned = [member for member in self._prepared.plan.members if member.name == self.model.name]
         share = self.rows / max(1, self._prepared.table.rows)
         return sum(
@@ -137,7 +139,7 @@ class MemberTrials:
         """Try each group of candidates with the best of the groups before it, and then the reference again."""
         name, inspected = self.model.name, self._prepared.inspected[self.model.name]
         (precisions, *_) = self._kind.candidates(inspected, self._assigned)
-        for candidate in self._with_own(precisions):
+        for candidate in self._with_configured(precisions):
             self._try(candidate.name, dict(candidate.keys), is_precision=True)
         best, reference = self._best, self._reference
         if best is None or reference is None or reference.seconds is None:
@@ -162,17 +164,15 @@ class MemberTrials:
             return tuning
         return replace(tuning, best=best.name, keys=self._changes(best.keys))
 
-    def _with_own(self, precisions: Sequence[Candidate]) -> Iterator[Candidate]:
-        """The precisions, and behind them the config's own where that is none of them."""
-        yield from precisions
+    def _with_configured(self, precisions: Sequence[Candidate]) -> list[Candidate]:
+        """Return the precisions, and the config's own if it is another one."""
         configured = self._identity({})
-        if configured is not None and all(
-            self._identity(candidate.keys) != configured for candidate in precisions
-        ):
-            yield Candidate("as configured", {})
+        if configured is None or configured in [self._identity(candidate.keys) for candidate in precisions]:
+            return [*precisions]
+        return [*precisions, Candidate("as configured", {})]
 
     def _identity(self, keys: Mapping[str, Any]) -> str | None:
-        """What its numbers depend on with these settings; None where they cannot be had."""
+        """Return a digest of what the member's numbers depend on with these keys; None if it cannot run so."""
         try:
             prepared = self._made(keys, self._sample(), self._folder)
         except EnsembleError:
@@ -182,23 +182,15 @@ class MemberTrials:
         return digest_of(dict(member_kind(model).fingerprint(inspected, plan.placement)))
 
     def _changes(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the keys that the config has otherwise; none that make no difference."""
+        """Return those of the keys that the config has otherwise."""
+        if self._identity(keys) == self._identity({}):
+            keys = {key: value for key, value in keys.items() if key not in _OF_NUMBERS}
         changed = {}
         for key, value in keys.items():
             field_info = type(self.model).model_fields[key]
             new_value = field_info.get_default(call_default_factory=True) if value is None else value
             if new_value != getattr(self.model, key):
                 changed[key] = value
-        configured = self._identity({})
-        for key in list(changed):
-            rest = {name: value for name, value in changed.items() if name != key}
-            is_idle = configured is not None and key in (
-                "dtype",
-                "quantization_config",
-                "attn_implementation",
-            )
-            if is_idle and self._identity(rest) == self._identity(changed):
-                del changed[key]
         return changed
 
     def _sample(self) -> InputTable:
@@ -227,26 +219,25 @@ class MemberTrials:
         both = np.isfinite(reference.values).all(axis=1) & np.isfinite(trial.values).all(axis=1)
         expected, values = reference.values[both], trial.values[both]
         mean, largest, changed = distances(expected, values, kind)
-        metrics: tuple[MetricDifference, ...] = ()
-        if self._truth is not None:
-            metrics = tuple(_metric_differences(expected, values, self._truth[both], kind))
-        is_within = mean <= self._tolerance and (kind == "none" or changed <= self._tolerance)
+        truth = None if self._truth is None else self._truth[both]
         return replace(
-            trial, mean=mean, largest=largest, changed=changed, metrics=metrics, is_within=is_within
+            trial,
+            mean=mean,
+            largest=largest,
+            changed=changed,
+            metrics={} if truth is None else _metric_differences(expected, values, truth, kind),
+            is_within=mean <= self._tolerance and (kind == "none" or changed <= self._tolerance),
         )
 
     def _add(self, trial: Trial) -> None:
         self._trials.append(trial)
-        said = trial.failure
-        if not said:
-            speed = trial.tokens_per_second or trial.rows_per_second or 0.0
+        text = trial.failure
+        if not text:
             unit = "tokens/s" if trial.tokens_per_second else "rows/s"
-            said = f"{speed:,.0f} {unit}"
-            if trial.name != (self._reference.name if self._reference else ""):
-                said += f", {trial.mean:.4f} from {self._reference.name if self._reference else ''}"
-            else:
-                said += ", the reference"
-        self._say(f"{self.model.name}: {trial.name}: {said}")
+            reference = self._reference.name if self._reference else ""
+            distance = "the reference" if trial.name == reference else f"{trial.mean:.4f} from {reference}"
+            text = f"{trial.tokens_per_second or trial.rows_per_second or 0.0:,.0f} {unit}, {distance}"
+        self._say(f"{self.model.name}: {trial.name}: {text}")
 
     def _made(
         self,
@@ -255,20 +246,20 @@ class MemberTrials:
         folder: Path,
         is_whole: bool = False,
     ) -> Prepared:
-        """A run of this member alone, with these keys.
+        """Return a run of this member alone, with these keys.
 
         Args:
-            is_whole: it may have a replica on each GPU, as the run that takes the settings.
+            is_whole: whether it may have a replica on each GPU, as the run with these settings would.
 
         Raises:
-            EnsembleError: it cannot be so, or does not fit.
+            EnsembleError: the keys do not go together, or the member does not fit.
         """
         loaded = self._prepared.loaded
         sets = [f"models.{self._index}.{key}={json.dumps(value)}" for key, value in keys.items()]
         config = load(loaded.sources, [*loaded.overrides, *sets], texts=loaded.texts).config
         model, changes = config.models[self._index], dict[str, Any](weight=1.0, when=None)
         if self._on_gpu and not is_whole and getattr(model, "replicas", 1) == "auto":
-            changes["replicas"] = 1  # they would only load the same several times
+            changes["replicas"] = 1  # more would only load the same weights again
         model = model.model_copy(update=changes)
         kind = member_kind(model)
         inspected = kind.inspect(OutputColumns(config.data.id_column, config.labels, config.data.path.parent))
@@ -304,7 +295,6 @@ class MemberTrials:
         folder = self._folder / f"{slug}-{table.rows}"
         limit = None if best_seconds is None else max(_MIN_SECONDS, _TOO_SLOW * best_seconds)
         watching = _Watching(limit)
-        trial = replace(trial, rows=table.rows)
         try:
             prepared = self._made(trial.keys, table, folder)
             is_done = _is_complete(folder)
@@ -313,9 +303,9 @@ class MemberTrials:
             )
         except _TooSlow:
             speed = watching.rows_per_second
-            said = f"stopped at {speed:.3g} rows/s" if speed else "stopped"
-            said += ", as it takes more than twice as long as the best so far"
-            return replace(trial, failure=said, rows_per_second=speed)
+            at = f" at {speed:.3g} rows/s" if speed else ""
+            why = f"stopped{at}, as it takes more than twice as long as the best so far"
+            return replace(trial, failure=why, rows_per_second=speed)
         except WriteError:
             raise
         except EnsembleError as error:
@@ -326,34 +316,25 @@ class MemberTrials:
             if member.bad_rows and member.progress.rows_done == table.rows:  # that is why
                 message = _bad_rows(member, table)
             return replace(trial, failure=message)
-        return self._measured(trial, prepared, report, member)
+        return self._measured(trial, prepared, member)
 
-    def _measured(self, trial: Trial, prepared: Prepared, report: RunReport, member: MemberReport) -> Trial:
+    def _measured(self, trial: Trial, prepared: Prepared, member: MemberReport) -> Trial:
         values = read_as_written(RunDir(prepared.config.output_dir).predictions(member.name)).values
-        # Rows that nobody can compute, such as of images that are not there, speak against no candidate.
-        values[[int(row) for row in member.bad_rows]] = (
-            np.nan
-        )  # of which the file may have even probabilities
+        values[[int(row) for row in member.bad_rows]] = np.nan  # the file may have even probabilities there
         lacking = int((~np.isfinite(values).all(axis=1)).sum())
-        allowed = len(values) - 1 if self._reference is None else self._reference.lacking
         why = _bad_rows(member, prepared.table) if lacking else ""
+        # Rows that no settings can compute, such as of missing images, say nothing about a candidate.
+        allowed = len(values) - 1 if self._reference is None else self._reference.lacking
         if lacking > allowed:
             return replace(trial, failure=why)
         first = member.workers[0]
         busy = max((worker.predict_seconds for worker in member.workers), default=0.0)
-        rows, tokens = (
-            sum(getattr(worker, name) for worker in member.workers) for name in ("rows", "tokens")
-        )
+        rows, tokens = sum(each.rows for each in member.workers), sum(each.tokens for each in member.workers)
         if not rows or not busy:
-            return replace(trial, failure="nothing was measured: its run says of no worker how long it took")
-        on_gpu = [
-            worker.peak_gpu_memory_bytes
-            for worker in member.workers
-            if worker.peak_gpu_memory_bytes is not None
-        ]
-        on_cpu = [
-            worker.peak_memory_bytes for worker in member.workers if worker.peak_memory_bytes is not None
-        ]
+            return replace(
+                trial, failure="nothing was measured: its run does not say how long its workers took"
+            )
+        peaks = [each.peak_gpu_memory_bytes or each.peak_memory_bytes or 0 for each in member.workers]
         seconds, load_seconds = busy * prepared.table.rows / rows, first.load_seconds or 0.0
         work, (whole_work, replicas) = prepared.plan.members[0].work, self._whole(trial, prepared)
         return replace(
@@ -363,7 +344,7 @@ class MemberTrials:
             whole_seconds=load_seconds + seconds * whole_work / max(work, 1e-9) / replicas,
             tokens_per_second=tokens / busy if tokens else None,
             rows_per_second=rows / busy,
-            peak_bytes=max(on_gpu or on_cpu, default=None),
+            peak_bytes=max(peaks) or None,
             ran_with=RanWith(first.dtype, first.attn_implementation, first.token_budget, tokens),
             values=values,
             lacking=lacking,
@@ -371,24 +352,23 @@ class MemberTrials:
         )
 
     def _whole(self, trial: Trial, prepared: Prepared) -> tuple[float, int]:
-        """The work of all rows, and how many replicas share it beside each other on GPUs, where a trial has one.
+        """Return the work of the whole table, and how many replicas would share it on GPUs.
 
-        Of the sample's rows where the whole table does not fit.
+        If the whole table does not fit with these settings, the work is that of the sample.
         """
-        planned = tuple(member for member in self._prepared.plan.members if member.name == self.model.name)
+        planned = [member for member in self._prepared.plan.members if member.name == self.model.name]
         if self._on_gpu or not planned:  # other settings may have room for other replicas
             folder = prepared.config.output_dir
             try:
                 made = self._made(trial.keys, self._prepared.table, folder, is_whole=True)
             except EnsembleError:
-                planned = prepared.plan.members
-            else:
-                planned = made.plan.members
+                made = prepared
+            planned = list(made.plan.members)
         return planned[0].work, planned[0].replicas if self._on_gpu else 1
 
 
 def _is_complete(run_dir: Path) -> bool:
-    """Whether a trial came to its end: of one that did not, the rows that are left say nothing of its speed."""
+    """Return whether a trial was finished: the rest of the rows would not tell its speed."""
     try:
         return RunReport.read(RunDir(run_dir).run_json).status == "complete"
     except DataError:
@@ -396,7 +376,7 @@ def _is_complete(run_dir: Path) -> bool:
 
 
 def _bad_rows(member: MemberReport, table: InputTable) -> str:
-    """Which rows of a trial's table could not be computed."""
+    """Say which rows of a trial's table could not be computed."""
     if not member.bad_rows:
         return "rows have values that are no numbers"
     row, reason = next(iter(member.bad_rows.items()))
@@ -412,15 +392,13 @@ def _cost(trial: Trial) -> float:
 def distances(
     expected: npt.NDArray[np.float64], values: npt.NDArray[np.float64], activation: Activation
 ) -> tuple[float, float, float]:
-    """How far values are from those that are expected: mean and largest over rows, and the share of rows changed.
+    """Return the mean and the largest distance of rows, and the share of rows whose label changed.
 
-    A row's distance is the largest difference of one of its values: the mean over all cells would be the smaller
-    the more labels there are.
+    A row's distance is the largest difference of one of its values; of activation "none" that is in standard
+    deviations of the expected values, and no row has a label.
 
     Args:
         expected, values: float64 [rows, labels].
-        activation: what they are; of "none" distances are in standard deviations of what is expected, and no row
-            has a first label.
     """
     differences = np.abs(values - expected)
     if activation == "none":
@@ -437,12 +415,11 @@ def distances(
 
 def _metric_differences(
     expected: npt.NDArray[np.float64], values: npt.NDArray[np.float64], truth: Truth, activation: Activation
-) -> Iterator[MetricDifference]:
-    sample = Bootstrap(truth, activation)
+) -> dict[str, Interval]:
+    bootstrap = Bootstrap(truth, activation)
+    differences = {}
     for name in USUAL[activation]:
-        metric = METRICS[name]
-        try:
-            first, second = sample.score(metric, expected), sample.score(metric, values)
-        except DataError:  # such as an AUC of rows that all have one label
-            continue
-        yield MetricDifference(name, metric.greater_is_better, second.minus(first))
+        with contextlib.suppress(DataError):  # such as an AUC of rows that all have one label
+            reference = bootstrap.score(METRICS[name], expected)
+            differences[name] = bootstrap.score(METRICS[name], values).minus(reference)
+    return differences

@@ -18,8 +18,6 @@ _REMEDY = "run it again once the machine is quiet, with more --rows if the sampl
 
 def view(tuning: Tuning) -> Iterator[str | Table]:
     yield f"by {plural(tuning.rows, 'row')} of every length, in {duration(tuning.seconds)}:"
-    if tuning.busy:
-        yield f"! {tuning.busy}"
     for member in tuning.members:
         yield from _member(member, tuning.tolerance)
     for name in tuning.skipped:
@@ -30,7 +28,7 @@ def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
     name, done = member.name, [trial for trial in member.trials if not trial.failure]
     if member.trials:
         yield Table([name, *_HEADERS], [_cells(trial, member) for trial in member.trials], texts=[""])
-    metrics = list(dict.fromkeys(metric.metric for trial in done for metric in trial.metrics))
+    metrics = list(dict.fromkeys(metric for trial in done for metric in trial.metrics))
     if metrics:
         compared = [
             [trial.name, *_differences(trial, metrics)] for trial in done if trial.name != member.reference
@@ -100,9 +98,8 @@ def _cells(trial: Trial, member: MemberTuning) -> list[str]:
 
 
 def _differences(trial: Trial, metrics: list[str]) -> Iterator[str]:
-    by_name = {metric.metric: metric.difference for metric in trial.metrics}
     for name in metrics:
-        gain = by_name.get(name)
+        gain = trial.metrics.get(name)
         yield "" if gain is None else f"{gain.value:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]"
 
 

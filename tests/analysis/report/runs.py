@@ -114,6 +114,7 @@ def _member(place: int, name: str, rows: int, said: str) -> Any:
         name,
         workers=tuple(worker(replica=n, devices=(f"GPU-{n}",), log=said, **shared) for n in (0, 1)),
         rows=rows,
+        activation="softmax",
         faults=(fault,),
         bad_rows={"3": said},
         replicas=2,

@@ -83,8 +83,14 @@ class Made:
         calibrations = {one["name"]: one.get("calibration", {}) for one in models or []}
         made = report(
             *(
-                member(name, weight=shares[name], rows=rows, calibration=calibrations.get(name, {}))
-                for name in members
+                member(
+                    name,
+                    weight=shares[name],
+                    rows=rows,
+                    calibration=calibrations.get(name, {}),
+                    activation=activation_of(values),
+                )
+                for name, values in members.items()
             ),
             rows=rows,
             null_texts={"text": 0},
@@ -99,6 +105,13 @@ class Made:
 
     def read(self) -> ReportData:
         return ReportData(self.rundir.root, RunReport.read(self.rundir.run_json))
+
+
+def activation_of(values: Values) -> str:
+    if np.nanmin(values) < 0 or np.nanmax(values) > 1:
+        return "none"
+    is_exclusive = values.shape[1] > 1 and np.nanmax(np.abs(values.sum(axis=1) - 1)) < 1e-3
+    return "softmax" if is_exclusive else "sigmoid"
 
 
 def shown(data: ReportData, name: str) -> str:
