@@ -285,7 +285,7 @@ def _check(sample: _Sample, options: Options, metric: Metric) -> None:
     if (truth == truth[0]).all():
         label = f"{sample.labels[int(truth[0])]!r}" if truth.ndim == 1 else "the same"
         problems.append(f"the truth is {label} in every row; weights need rows of two labels or more")
-    elif options.method == "stacking" or metric.needs_every_label:
+    elif options.method == "stacking" or metric.kind == "ranks":
         problems += _rare_labels(sample, 1 if options.method == "stacking" else MIN_ROWS_OF_LABEL, options)
     numbers = _fitted_numbers(sample, options)
     if sample.rows < MIN_ROWS_PER_NUMBER * numbers:

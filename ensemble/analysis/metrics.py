@@ -1,7 +1,7 @@
-"""Metrics by name, each a function of sums over rows, with bootstrap intervals and paired differences.
+"""Metrics by name, with bootstrap intervals and paired differences.
 
-A value and a thousand resamples of it come from the same sums, so that a million rows take a second. If the truth
-of exclusive labels is probabilities itself, a row's label is the likeliest one, of equal ones the first.
+A value and a thousand resamples of it come from the same sums over rows, so that a million rows take a second. If
+the truth of exclusive labels is probabilities, a row's label is the likeliest one, of equal ones the first.
 """
 
 from __future__ import annotations
@@ -41,13 +41,7 @@ class UndefinedMetric(DataError):
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows to score.
-
-    Attributes:
-        truth: int64 [rows] (exclusive labels), or float64 [rows, labels].
-        values: float64 [rows, labels].
-        activation: what the values are.
-    """
+    """Rows to score: truth and values as for ``Metric.value``."""
 
     truth: Truth
     values: Values
@@ -94,7 +88,7 @@ def _first_mean(sums: Values, count: Values, is_exclusive: bool) -> Values:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric.
+    """A metric: a function of sums over rows.
 
     Attributes:
         name: as users write it.
@@ -104,7 +98,6 @@ class Metric:
             exclusive; NaN where it is not defined.
         takes: the kinds of values that it is defined for.
         why_undefined: why it has no value for some rows.
-        needs_every_label: it is not defined for rows of which none, or all, have some label.
     """
 
     name: str
@@ -113,40 +106,37 @@ class Metric:
     of_sums: Callable[[Values, Values, bool], Values] = _first_mean
     greater_is_better: bool = True
     takes: tuple[Activation, ...] = ("softmax", "sigmoid")
-    why_undefined: Callable[[Rows], str] = lambda rows: "its denominator is 0"
-    needs_every_label: bool = False
+    why_undefined: str = "its denominator is 0"
 
     def value(self, truth: Truth, values: Values, activation: Activation) -> float:
         """Return the metric of all rows.
 
         Args:
-            truth: int64 [rows], or float64 [rows, labels].
-            values: float64 [rows, labels], numbers in every row.
+            truth: int64 [rows] (exclusive labels), or float64 [rows, labels].
+            values: float64 [rows, labels].
 
         Raises:
             UndefinedMetric: there are no rows, or it has no value for this truth.
             DataError: it is not defined for such values, or some rows have none.
         """
-        rows = self._checked(truth, values, activation)
-        sums = self.sums(rows, lambda _, statistics: statistics.sum(axis=0))
-        return self._of_all(rows, sums)
+        rows = Rows(truth, values, activation)
+        self._check(rows)
+        return self._of_all(rows, self._sums(rows, lambda _, statistics: statistics.sum(axis=0)))
 
     def score(self, rows: Rows, resamples: Resamples) -> Scored:
         """Return the metric of all rows and of each resample; raises what ``value`` raises."""
-        rows = self._checked(rows.truth, rows.values, rows.activation)
-        by_group = self.sums(rows, resamples.by_group)
+        self._check(rows)
+        by_group = self._sums(rows, resamples.by_group)
         value = self._of_all(rows, by_group.sum(axis=0))
         resampled = resamples.sums(np.column_stack([by_group, resamples.sizes]))
         with np.errstate(invalid="ignore", divide="ignore"):  # resamples in which it is not defined
             replicates = self.of_sums(resampled[:, :-1], resampled[:, -1], rows.is_exclusive)
         return Scored(value, replicates, resamples, is_biased=self.kind == "bins")
 
-    def sums(self, rows: Rows, add: Callable[[slice, Values], Values]) -> Values:
-        """Sum the statistics by ``add``, in parts that take little memory."""
+    def _sums(self, rows: Rows, add: Callable[[slice, Values], Values]) -> Values:
+        """Sum the statistics by ``add``, in blocks that take little memory."""
         if self.kind == "ranks":
-            return np.concatenate(
-                [add(slice(None), self.statistics(label)) for label in _by_label(rows)], axis=-1
-            )
+            return np.hstack([add(slice(None), self.statistics(label)) for label in _by_label(rows)])
         spans = [slice(*span) for span in block_spans(*rows.values.shape)]
         return np.asarray(sum(add(span, self.statistics(rows.part(span))) for span in spans))
 
@@ -155,23 +145,21 @@ class Metric:
         with np.errstate(invalid="ignore", divide="ignore"):
             value = float(self.of_sums(sums, np.array(float(count)), rows.is_exclusive))
         if not np.isfinite(value):
-            why = self.why_undefined(rows)
-            raise UndefinedMetric(f"{self.name}: not defined for these {plural(count, 'row')}: {why}")
+            raise UndefinedMetric(
+                f"{self.name}: not defined for these {plural(count, 'row')}: {self.why_undefined}"
+            )
         return value
 
-    def _checked(self, truth: Truth, values: Values, activation: Activation) -> Rows:
-        if not len(values):
+    def _check(self, rows: Rows) -> None:
+        if not len(rows.values):
             raise UndefinedMetric(f"{self.name}: there are no rows to score")
-        if len(truth) != len(values):
-            raise DataError(f"{self.name}: {len(truth):,} rows of truth for {len(values):,} of predictions")
-        if activation not in self.takes:
+        if rows.activation not in self.takes:
             takes = " and ".join(_KINDS[kind] for kind in self.takes)
-            raise DataError(f"{self.name}: is for {takes}, and these values are of {_KINDS[activation]}")
-        is_finite = np.isfinite(values).all(axis=1)
-        if not is_finite.all():
-            missing = plural(int((~is_finite).sum()), "row")
+            raise DataError(f"{self.name}: is for {takes}, and these values are of {_KINDS[rows.activation]}")
+        is_missing = ~np.isfinite(rows.values).all(axis=1)
+        if is_missing.any():
+            missing = plural(int(is_missing.sum()), "row")
             raise DataError(f"{self.name}: {missing} without predictions; leave them out")
-        return Rows(truth, values, activation)
 
 
 def _log_losses(rows: Rows) -> Values:
@@ -300,28 +288,24 @@ def _auc(sums: Values, count: Values, is_exclusive: bool) -> Values:
     return np.asarray((above / positives + below / negatives).mean(axis=-1))
 
 
-def _lacking_label(rows: Rows) -> str:
-    counts = rows.true_each.sum(axis=0)
-    if rows.is_exclusive and (counts > 0).sum() == 1:
-        return "the truth holds a single label in all of them, and two are needed"
-    number = next(index for index, count in enumerate(counts) if count in (0, len(rows.values)))
-    return (
-        f"the truth has label {number + 1} of {len(counts)} in {'all' if counts[number] else 'none'} of them"
-    )
-
-
 def _map(k: int) -> Metric:
     return Metric(f"map@{k}", "mean", partial(_average_precision, k=k))
 
 
-# Metrics that need no number in their name.
+# Metrics without a number in their name.
 METRICS: Final[Mapping[str, Metric]] = {
     metric.name: metric
     for metric in (
         Metric("log_loss", "mean", _log_losses, greater_is_better=False),
         Metric("accuracy", "mean", _hits),
         Metric("macro_f1", "sums", _label_counts, _macro_f1),
-        Metric("auc", "ranks", _placements, _auc, why_undefined=_lacking_label, needs_every_label=True),
+        Metric(
+            "auc",
+            "ranks",
+            _placements,
+            _auc,
+            why_undefined="each label needs rows that have it and rows that lack it",
+        ),
         Metric("brier", "mean", _brier, greater_is_better=False),
         Metric("ece", "bins", _calibration_gaps, _calibration_error, greater_is_better=False),
         Metric(
@@ -330,15 +314,13 @@ METRICS: Final[Mapping[str, Metric]] = {
             _label_moments,
             _quadratic_kappa,
             takes=("softmax",),
-            why_undefined=lambda rows: (
-                "the truth and the predictions hold one and the same label in all of them"
-            ),
+            why_undefined="the truth and the predictions hold one and the same label in all of them",
         ),
         _map(3),
         Metric("rmse", "sums", _squared_errors, _rmse, greater_is_better=False, takes=("none", "sigmoid")),
     )
 }
-# What is shown if nobody asks for others.
+# Shown by default.
 USUAL: Final[Mapping[Activation, tuple[str, ...]]] = {
     "softmax": ("log_loss", "accuracy"),
     "sigmoid": ("log_loss", "auc"),
@@ -361,10 +343,7 @@ def find_metric(name: str) -> Metric:
 
 @dataclass(frozen=True)
 class Scored:
-    """A metric of all rows, and of each resample, [resamples].
-
-    With ``is_biased`` resamples lie to one side of the value, so that only a difference has an interval.
-    """
+    """A metric of all rows, and of each resample, [resamples]; a biased one has no interval but in a difference."""
 
     value: float
     replicates: Values
@@ -387,7 +366,7 @@ class Bootstrap:
 
     Args:
         truth: int64 [rows], or float64 [rows, labels].
-        activation: of the values.
+        activation: what the values are.
         seed: of the resamples.
     """
 
@@ -397,9 +376,5 @@ class Bootstrap:
         self._resamples = Resamples(len(truth), seed)
 
     def score(self, metric: Metric, values: Values) -> Scored:
-        """Return a metric of float64 [rows, labels] with its resamples.
-
-        Raises:
-            DataError: see ``Metric.value``.
-        """
+        """Return a metric of float64 [rows, labels] with its resamples; raises what ``Metric.value`` raises."""
         return metric.score(Rows(self._truth, values, self._activation), self._resamples)

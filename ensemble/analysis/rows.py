@@ -1,4 +1,4 @@
-"""Rows worth a look: the least certain, the most disputed between members, and those that cost most."""
+"""Find rows to read: the least certain, the most disputed between members, and those with the highest loss."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ensemble.planning.cascade import entropy_terms, margins
 
 @dataclass(frozen=True)
 class TopRows:
-    """Rows of the table from 0, [n], with the highest ``scores``, [n], first; of equal ones the earlier."""
+    """Row numbers from 0, [n], the highest of ``scores``, [n], first; of equal ones the earlier first."""
 
     rows: npt.NDArray[np.int64]
     scores: Values
 
 
 def least_certain(values: Values, activation: Activation, count: int = 20) -> TopRows:
-    """The rows of which the ensemble is least sure.
+    """Return the rows of which the ensemble is least sure.
 
     Scores are 1 - (first - second probability) for "softmax", the mean entropy of the labels in bits for "sigmoid".
 
@@ -47,13 +47,11 @@ def least_certain(values: Values, activation: Activation, count: int = 20) -> To
 def most_disputed(
     members: Sequence[Values], weights: Values, activation: Activation, count: int = 20
 ) -> TopRows:
-    """The rows on which members are furthest apart.
+    """Return the rows on which members are furthest apart.
 
-    Scores are the generalized Jensen-Shannon divergence (Lin 1991) in bits: the entropy of the weighted mean less
-    the weighted mean of the entropies, from 0 to log2 of the number of members, with "sigmoid" the mean of that
-    over the labels; for values that are no probabilities the weighted standard deviation, the labels' root mean
-    square.
-    Weights are those of the members that have the row, scaled to a sum of 1.
+    Scores are the generalized Jensen-Shannon divergence (Lin 1991) in bits: the entropy of the weighted mean minus
+    the weighted mean of the entropies, with "sigmoid" its mean over the labels; for regression the weighted
+    standard deviation, the labels' root mean square. Weights are scaled to 1 over the members that have the row.
 
     Args:
         members: float64 [rows, labels] each; NaN in rows that the member does not have.
@@ -62,9 +60,9 @@ def most_disputed(
 
     def score(rows: slice) -> Values:
         block = np.stack([values[rows] for values in members])
-        there = ~np.isnan(block).any(axis=2)
-        block[~there] = 0.0
-        shares = weights[:, None] * there
+        is_present = ~np.isnan(block).any(axis=2)
+        block[~is_present] = 0.0
+        shares = weights[:, None] * is_present
         with np.errstate(invalid="ignore"):
             shares = shares / shares.sum(axis=0)
         shares[:, np.count_nonzero(shares > 0, axis=0) < 2] = np.nan  # nobody to differ from
@@ -83,40 +81,23 @@ def most_disputed(
 
 
 def costliest(values: Values, truth: Truth, activation: Activation, count: int = 20) -> TopRows:
-    """The rows where the ensemble was surest of what is wrong, or whose label is.
-
-    Scores are the row's log loss in nats (of labels that do not exclude each other, their mean); for values that
-    are no probabilities the squared error, the labels' mean.
-    """
-
-    def score(rows: slice) -> Values:
-        known, given = truth[rows], values[rows]
-        if activation == "none":
-            return np.asarray(np.square(given - known).mean(axis=1))
-        return row_losses(known, given, activation)
-
-    return _top(score, values.shape, count)
+    """Return the rows with the highest log loss in nats, or of regression the highest mean squared error."""
+    return _top(lambda rows: row_losses(truth[rows], values[rows], activation), values.shape, count)
 
 
 def _top(score: Callable[[slice], Values], shape: tuple[int, ...], count: int) -> TopRows:
-    """The highest scores, block by block; rows of NaN have none."""
-    rows, scores = np.empty(0, np.int64), np.empty(0)
-    for start, stop in block_spans(shape[0], shape[1]):
-        found = score(slice(start, stop))
-        places = np.flatnonzero(~np.isnan(found))
-        if len(scores) == count:
-            places = places[found[places] > scores[-1]]  # of equal ones the earlier is kept
-        rows, scores = np.r_[rows, start + places], np.r_[scores, found[places]]
-        best = np.argsort(-scores, kind="stable")[:count]
-        rows, scores = rows[best], scores[best]
-    return TopRows(rows, scores)
+    """Return the rows with the highest scores, computed block by block; rows of NaN have none."""
+    scores = np.concatenate([score(slice(*span)) for span in block_spans(shape[0], shape[1])])
+    rows = np.argsort(-scores, kind="stable")[:count]  # NaN comes last
+    rows = rows[~np.isnan(scores[rows])]
+    return TopRows(rows, scores[rows])
 
 
 def _entropy(values: Values) -> Values:
-    """In nats, over the last axis."""
+    """Return the entropy over the last axis, in nats."""
     return np.asarray(entropy_terms(values).sum(axis=-1))
 
 
 def _binary_entropy(values: Values) -> Values:
-    """In nats, of each cell."""
+    """Return the entropy of each cell, in nats."""
     return entropy_terms(values) + entropy_terms(1 - values)

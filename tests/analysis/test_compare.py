@@ -190,7 +190,7 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
         assert said in str(caught.value)
     with pytest.raises(ConfigError, match="--label-column: is one of --labels or of a run's table"):
         compare(a, a, label_column="label")
-    with pytest.raises(DataError, match="auc: not defined for these 10 rows: the truth holds a single label"):
+    with pytest.raises(DataError, match="auc: not defined for these 10 rows: each label needs rows"):
         compare(a, a, ["auc"], labels=tmp_path / "truth.csv")
     found = compare(a, a, ["auc", "accuracy"], labels=tmp_path / "truth.csv")
     assert [one.metric for one in found.metrics] == ["accuracy"]

@@ -167,9 +167,9 @@ def test_rows_that_do_not_quite_sum_to_one_and_certainty_that_is_wrong() -> None
         (
             "auc",
             [1, 1, 1],
-            "auc: not defined for these 3 rows: the truth holds a single label in all of them",
+            "auc: not defined for these 3 rows: each label needs rows that have it and rows that lack it",
         ),
-        ("auc", [1, 1, 0], "auc: not defined for these 3 rows: the truth has label 3 of 3 in none of them"),
+        ("auc", [1, 1, 0], "auc: not defined for these 3 rows: each label needs rows that have it"),
         ("quadratic_kappa", [1, 1, 1], "the truth and the predictions hold one and the same label"),
         ("log_loss", [], "log_loss: there are no rows to score"),
     ],
