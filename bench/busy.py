@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from bench.contests import DEMO, ROOT
@@ -29,7 +30,7 @@ from bench.processes import Failed, measure
 from bench.rounds import say
 from bench.sections import show
 from bench.table import Spread
-from ensemble.common.host import is_busy, usable_cpus
+from ensemble.common.host import usable_cpus
 
 _THREADS = 2
 # Of libgomp's and libomp's documentation: what they take where nobody says anything.
@@ -89,7 +90,7 @@ def compare(works: Mapping[str, str] = WORKS, repeats: int = 9) -> list[dict[str
     """
     if usable_cpus() < _THREADS or not hasattr(os, "sched_setaffinity"):
         raise Failed("two threads beside busy loops need two cores, on Linux")
-    if is_busy():
+    if psutil.cpu_percent(interval=0.3) > 25:
         say("busy machine: other programs compute here, so these figures say little")
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(allowed)[:_THREADS])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +61,7 @@ def diversity(members: Sequence[Values], activation: Activation, truth: Truth | 
     is_present = [~np.isnan(values[:, 0]) for values in members]
     rows, decisions, same, only_right = (np.zeros(shape, np.int64) for _ in range(4))
     kappa, correlation, error_correlation = (np.full(shape, np.nan) for _ in range(3))
-    for i, j in zip(*np.triu_indices(len(members)), strict=True):
+    for i, j in combinations_with_replacement(range(len(members)), 2):
         is_in_both = is_present[i] & is_present[j]
         both = slice(None) if is_in_both.all() else is_in_both  # a slice copies nothing
         first, second = members[i][both], members[j][both]

@@ -49,15 +49,6 @@ def asked_threads() -> int | None:
     return int(first_level) if first_level.isdecimal() else None
 
 
-def is_busy() -> bool:
-    """Watch for a moment whether other programs use more than a quarter of the usable CPUs."""
-    import psutil  # comes with accelerate
-
-    percents = psutil.cpu_percent(interval=0.3, percpu=True)
-    used = sum(percents[cpu] for cpu in os.sched_getaffinity(0) if cpu < len(percents)) / 100
-    return used > usable_cpus() / 4
-
-
 def threads_of(cpus: int, share: float) -> int:
     """Return the threads of a worker with this share of the CPUs; thirds do not add up to 1."""
     return max(1, int(cpus * share + 1e-6))
