@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from bench.contests import DEMO, ROOT
@@ -89,7 +90,7 @@ def compare(works: Mapping[str, str] = WORKS, repeats: int = 9) -> list[dict[str
     """
     if usable_cpus() < _THREADS or not hasattr(os, "sched_setaffinity"):
         raise Failed("two threads beside busy loops need two cores, on Linux")
-    if os.getloadavg()[0] > usable_cpus() / 4:
+    if psutil.cpu_percent(interval=0.3) > 25:
         say("busy machine: other programs compute here, so these figures say little")
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(allowed)[:_THREADS])
