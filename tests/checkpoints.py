@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,14 +13,56 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.tokenizer import save_tokenizer
+from ensemble.members import questions
+from ensemble.members.huggingface.checkpoint.architecture import Architecture, read_architecture
+from ensemble.members.huggingface.spec import BACKBONE, CLASSIFIER, LANGUAGE_MODEL
+from ensemble.members.questions import Answer, Question
+from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 
 if TYPE_CHECKING:
+    from ensemble.members.huggingface.checkpoint.description import Description
     from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 
 WORDS = (
     "any of various plants having leaves or flowers a person who works in an office large animal with long tail "
     "the act of doing something small building used for food and drink river state mind body group place"
 ).split()
+
+
+def answers_of_this_process(module: str, asked: Sequence[Question]) -> list[Answer]:
+    """Answer as the process of ``loading/describe.py`` does."""
+    from ensemble.members.huggingface.loading.describe import describe
+
+    assert module == describe.__module__
+    lines = [json.dumps(describe({"folder": str(one.folder), **one.arguments}), default=str) for one in asked]
+    return [Answer(json.loads(line)) for line in lines]
+
+
+def described(folder: Path, auto_class: str = CLASSIFIER, **keys: Any) -> Description:
+    """What transformers says of a checkpoint."""
+    from ensemble.members.huggingface.checkpoint.description import checkpoint_question, describe
+
+    settings = {"name": "m", "model_name_or_path": str(folder), "text_column": "text", **keys}
+    model = SequenceClassifierSettings.model_validate(settings)
+    return describe(checkpoint_question(model, folder, auto_class))
+
+
+def prime(folder: Path, *auto_classes: str) -> Path:
+    """Ask about a checkpoint in this process, where tests do so, and let commands find the answers."""
+    if questions.ask_process is answers_of_this_process:
+        for auto_class in auto_classes or (CLASSIFIER, LANGUAGE_MODEL, BACKBONE):
+            described(folder, auto_class)
+    return folder
+
+
+def architecture_of(config: Any) -> Architecture:
+    """The numbers of a model that is never made, by its config."""
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        stored = json.loads((Path(folder) / "config.json").read_text())
+        numbers = read_architecture(stored, described(Path(folder)))
+    assert numbers is not None
+    return numbers
 
 
 def make_texts(count: int, seed: int = 0, longest: int = 60) -> list[str]:
@@ -116,7 +159,7 @@ def make_checkpoint(
     config = _config(transformers, architecture, common, width, layers)
     model = transformers.AutoModelForSequenceClassification.from_config(config)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    return folder
+    return prime(folder)
 
 
 def _config(transformers: Any, architecture: str, common: dict[str, Any], width: int, layers: int) -> Any:
@@ -204,7 +247,7 @@ def make_base(folder: Path, architecture: str, *, seed: int = 0, **options: Any)
     config = transformers.AutoConfig.from_pretrained(folder)
     torch.manual_seed(seed)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    return prime(folder)
 
 
 def make_language_model(
@@ -234,7 +277,7 @@ def make_language_model(
     config = _config(transformers, architecture, common, width=64, layers=3)
     config.update(settings)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    return prime(folder)
 
 
 def label_reference(

@@ -13,7 +13,9 @@ from typing import get_args
 import hypothesis
 import pytest
 
+from ensemble.members import questions
 from tests import sampling
+from tests.checkpoints import answers_of_this_process
 from tests.faults.forked import client
 from tests.leftovers import GRACE_SECONDS, nothing_is_left, temporary_directory
 from tests.nvml import sim
@@ -71,11 +73,21 @@ def pytest_configure(config: pytest.Config) -> None:
     # Hypothesis would fail an example that takes longer than 200 ms, as one does on a busy machine.
     hypothesis.settings.register_profile("patient", deadline=None)
     hypothesis.settings.load_profile("patient")
+    # What transformers says of tiny checkpoints, for all test processes and from one session to the next.
+    os.environ.setdefault(questions.CACHE, str(config.cache.mkdir("checkpoints")))
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         return  # xdist's processes, which this one starts, shall not be ended by a hangup either
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(one) is signal.SIG_IGN:
             signal.signal(one, lambda number, frame: None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def transformers_is_asked_in_this_process() -> Iterator[None]:
+    """What commands ask a process of their own, which takes seconds to start; the answers are kept for commands."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(questions, "ask_process", answers_of_this_process)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -40,7 +40,7 @@ ROOMS = {
 # may ask after the hub, too.
 OF_MEMBERS = {
     "planning": {"base", "footprint"},
-    "pipeline": {"base", "registry"},
+    "pipeline": {"base", "questions", "registry"},
     "commands": {"base", "registry", "huggingface"},
     "cli": {"base"},
 }

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 from ensemble.config import MemberConfig
 from ensemble.config.schema import MERGE_KEYS
 from ensemble.members.footprint import Capability, Footprint, MemoryEstimate
+from ensemble.members.questions import Question
 
 if TYPE_CHECKING:
     import numpy as np
@@ -253,6 +254,10 @@ class MemberKind(ABC, Generic[S, I]):
     def hub_files(self, inspected: I) -> tuple[HubFile, ...]:
         """Return one file from each of its folders that came from the hub."""
         return ()
+
+    def question(self) -> Question | None:
+        """Return what ``inspect`` asks a process, which is asked about all members at once; None: nothing."""
+        return None
 
     @abstractmethod
     def inspect(self, columns: OutputColumns) -> I:

@@ -97,6 +97,7 @@ class Footprint:
         context_bytes: what CUDA takes on each device, or the process on a CPU.
         mapped_bytes: of files that count as the process's memory while weights are converted to another type; the
             system reclaims them where memory is short.
+        attention: None: the worker chooses.
         width: tokens of the longest row.
     """
 
@@ -106,7 +107,7 @@ class Footprint:
     mapped_bytes: int
     dtype: str
     quantization: str
-    attention: str
+    attention: str | None
     width: int
 
     def resident_bytes(self, gpus: int) -> int:

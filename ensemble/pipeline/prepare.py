@@ -32,6 +32,7 @@ from ensemble.data.submission import Sample, read_sample
 from ensemble.data.table import InputTable, TableNeeds, read_table
 from ensemble.data.template import PromptTemplate
 from ensemble.members.base import ExternalPredictions, Inspection, MemberKind, OutputColumns
+from ensemble.members.questions import ask
 from ensemble.members.registry import member_kind
 from ensemble.merging.blocks import block_spans
 from ensemble.merging.row_checks import RowCheck
@@ -206,6 +207,8 @@ def _inspect_members(config: RunConfig, outputs: OutputColumns, problems: Proble
             files[name] = replace(cells, folder=cells.folder or outputs.table_folder)
     file_states = _file_states(kinds.values())  # before anything is read of the files
     inspected: dict[str, Inspection] = {}
+    questions = (kind.question() for kind in kinds.values())
+    ask([question for question in questions if question is not None])
     for index, (name, kind) in enumerate(kinds.items()):
         with problems.at(f"models[{index}] ({name})"):
             inspected[name] = kind.inspect(outputs)

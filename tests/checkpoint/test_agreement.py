@@ -13,12 +13,29 @@ from typing import Any
 import pytest
 
 from ensemble.common.errors import CheckpointError
+from ensemble.members import questions
+from ensemble.members.huggingface.checkpoint.description import checkpoint_question
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
-from ensemble.members.huggingface.checkpoint.tokenizer_files import vocabulary_problems
-from tests.checkpoints import inspect_folder, make_checkpoint
+from ensemble.members.huggingface.spec import CLASSIFIER
+from ensemble.members.questions import Answer, Question
+from ensemble.members.seq_cls.settings import SequenceClassifierSettings
+from tests.checkpoints import answers_of_this_process, inspect_folder, make_checkpoint
 from tests.project import Project
 
 LABELS = ["yes", "no", "tie"]
+MODEL = SequenceClassifierSettings.model_validate(
+    {"name": "m", "model_name_or_path": "nowhere", "text_column": "text"}
+)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+REAL_PROCESS = questions.ask_process  # before the session replaces it
+DESCRIBE = "ensemble.members.huggingface.loading.describe"
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +67,20 @@ def inspected(folder: Path) -> Checkpoint:
         (
             "llama",
             {"num_hidden_layers": 1},
-            "num_hidden_layers is 1, and the file holds 2 layers (up to model.layers.1)",
+            "it makes 1 layer of layers, and the file holds 2 layers (up to layers.1)",
         ),
-        ("llama", {"num_hidden_layers": 3}, "num_hidden_layers is 3, and the file holds 2 layers"),
-        ("llama", {"vocab_size": 300}, "vocab_size is 300, and model.embed_tokens.weight has 359 rows"),
-        ("llama", {"intermediate_size": 32}, "intermediate_size is 32, and "),
-        ("llama", {"num_key_value_heads": 4}, "num_key_value_heads is 4 and head_dim is 16, and "),
-        ("bert", {"hidden_size": 128}, "hidden_size is 128, and "),
-        ("bert", {"max_position_embeddings": 512}, "max_position_embeddings is 512, and "),
-        ("bert", {"type_vocab_size": 1}, "type_vocab_size is 1, and "),
-        ("gpt2", {"n_layer": 1}, "n_layer is 1, and the file holds 2 layers (up to transformer.h.1)"),
+        ("llama", {"num_hidden_layers": 3}, "it makes 3 layers of layers, and the file holds 2 layers"),
+        (
+            "llama",
+            {"vocab_size": 300},
+            "embed_tokens.weight is [359, 64] in the file, and [300, 64] by the config.json (vocab_size is 300)",
+        ),
+        ("llama", {"intermediate_size": 32}, "(intermediate_size is 32)"),
+        ("llama", {"num_key_value_heads": 4}, "k_proj.weight is [32, 64] in the file, and [64, 64] by "),
+        ("bert", {"hidden_size": 128}, "(hidden_size is 128"),
+        ("bert", {"max_position_embeddings": 512}, "(max_position_embeddings is 512)"),
+        ("bert", {"type_vocab_size": 1}, "(type_vocab_size is 1)"),
+        ("gpt2", {"n_layer": 1}, "it makes 1 layer of h, and the file holds 2 layers (up to h.1)"),
     ],
 )
 def test_numbers_that_the_weights_contradict(
@@ -69,6 +90,65 @@ def test_numbers_that_the_weights_contradict(
     with pytest.raises(CheckpointError) as caught:
         inspected(changed(intact[kind], tmp_path / "copy", **changes))
     assert said in str(caught.value)
+
+
+def test_a_model_that_transformers_does_not_know_is_refused_in_its_words(
+    intact: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"cannot read its config.json \(ValueError: .*model type `tomorrow`"
+    ):
+        inspected(changed(intact["llama"], tmp_path / "a", model_type="tomorrow"))
+    with pytest.raises(
+        CheckpointError, match=r"cannot build the model of its config.json \(ValueError: .*multiple"
+    ):
+        inspected(changed(intact["bert"], tmp_path / "b", num_attention_heads=5))
+    with pytest.raises(CheckpointError, match=r"has no model of the kind 'vit' for this task"):
+        inspected(changed(intact["bert"], tmp_path / "c", model_type="vit"))
+
+
+def test_one_process_answers_for_all_and_its_answers_are_kept(
+    intact: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENSEMBLE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(questions, "_answers", {})
+    asked = [
+        checkpoint_question(MODEL.model_copy(update={"model_name_or_path": str(folder)}), folder, CLASSIFIER)
+        for folder in intact.values()
+    ]
+    assert None not in asked
+    processes = []
+
+    def start(module: str, several: Sequence[Question]) -> list[Answer]:
+        processes.append(len(several))
+        return REAL_PROCESS(module, several)
+
+    monkeypatch.setattr(questions, "ask_process", start)
+    answers = questions.ask([question for question in asked if question])
+    assert [answer.failure for answer in answers] == ["", "", ""]
+    expected = answers_of_this_process(DESCRIBE, [question for question in asked if question])
+    for answer, other in zip(answers, expected, strict=True):
+        assert answer.fields is not None
+        assert other.fields is not None
+        assert {key for key in answer.fields if answer.fields[key] != other.fields[key]} <= set()
+    monkeypatch.setattr(questions, "_answers", {})
+    assert questions.ask([question for question in asked if question]) == answers
+    copy = changed(intact["llama"], tmp_path / "copy", hidden_act="relu")
+    (tmp_path / "cache").rename(tmp_path / "elsewhere")
+    (tmp_path / "cache").write_text("no folder")  # an unwritable cache is no error
+    (question,) = filter(None, [checkpoint_question(MODEL, copy, CLASSIFIER)])
+    assert questions.ask([question, question])[0].fields is not None
+    assert processes == [3, 1]
+
+
+def test_a_process_that_dies_is_a_warning(
+    intact: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(questions, "ask_process", REAL_PROCESS)
+    monkeypatch.setattr(questions, "TIMEOUT_SECONDS", 0.01)
+    copy = changed(intact["llama"], tmp_path / "copy", hidden_act="gelu")
+    (warning,) = inspected(copy).warnings
+    assert "could not be asked what it is (no answer within 0.01 s); its worker checks it before" in warning
 
 
 def test_labels_that_the_head_does_not_have(intact: dict[str, Path], tmp_path: Path) -> None:
@@ -83,9 +163,7 @@ def test_rope_types_that_this_release_does_not_know(intact: dict[str, Path], tmp
     )
     with pytest.raises(CheckpointError, match="asks for the rope_type 'spiral', which transformers"):
         inspected(copy)
-    inspected(
-        changed(intact["llama"], tmp_path / "b", rope_parameters={"rope_type": "llama3", "factor": 8.0})
-    )
+    inspected(changed(intact["llama"], tmp_path / "b", rope_parameters=LLAMA3))
 
 
 @pytest.mark.fault(30)
@@ -104,35 +182,30 @@ def test_a_checkpoint_of_a_newer_release_is_said_with_the_keys_that_are_unknown_
 
 @pytest.mark.fault(28)
 @pytest.mark.parametrize(
-    ("settings", "files", "said"),
+    ("settings", "said"),
     [
+        ({"tokenizer_class": "LlamaTokenizer"}, "no tokenizer.json, nor tokenizer.model"),
         (
-            {"tokenizer_class": "LlamaTokenizer"},
-            [],
-            ["no tokenizer.json, nor tokenizer.model", "holds no vocabulary"],
+            {"tokenizer_class": "GPT2TokenizerFast"},
+            "of GPT2Tokenizer (no tokenizer.json, nor vocab.json and merges.txt)",
         ),
-        ({"tokenizer_class": "GPT2TokenizerFast"}, ["vocab.json"], ["of GPT2Tokenizer", "merges.txt"]),
-        ({"tokenizer_class": "BertTokenizer"}, [], ["nor vocab.txt"]),
-        ({"tokenizer_class": "PreTrainedTokenizerFast"}, [], ["no tokenizer.json"]),
-        ({}, [], ["no tokenizer files"]),
-        ({"tokenizer_class": "BertTokenizer"}, ["vocab.txt"], []),
-        ({"tokenizer_class": "GPT2Tokenizer"}, ["vocab.json", "merges.txt"], []),
-        ({"tokenizer_class": "DebertaV2Tokenizer"}, ["spm.model"], []),
-        ({"tokenizer_class": "ByT5Tokenizer"}, [], []),
-        ({"tokenizer_class": "LlamaTokenizer"}, ["tokenizer.model"], []),
-        ({"tokenizer_class": "ClassOfTomorrow"}, ["vocab.bin"], []),
+        ({"tokenizer_class": "BertTokenizer"}, "nor vocab.txt"),
+        ({"tokenizer_class": "PreTrainedTokenizerFast"}, "tokenizer"),
+        ({"tokenizer_class": "ByT5Tokenizer"}, ""),
     ],
 )
 def test_files_that_a_tokenizers_class_needs(
-    settings: dict[str, str], files: Sequence[str], said: Sequence[str], tmp_path: Path
+    settings: dict[str, str], said: str, intact: dict[str, Path], tmp_path: Path
 ) -> None:
-    if settings:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    for file in files:
-        (tmp_path / file).write_text("x")
-    problems = list(vocabulary_problems(tmp_path, {}, {}))
-    assert len(problems) == bool(said)
-    assert all(one in problems[0] for one in said)
+    copy = changed(intact["llama"], tmp_path / "copy")
+    (copy / "tokenizer.json").unlink()
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    if not said:
+        inspected(copy)
+        return
+    with pytest.raises(CheckpointError) as caught:
+        inspected(copy)
+    assert said in str(caught.value)
 
 
 @pytest.mark.fault(28)
@@ -150,7 +223,7 @@ def test_validate_finds_a_missing_vocabulary_and_missing_layers_without_torch(
     text = " ".join(found.stderr.split())
     assert found.returncode == 2
     assert "no tokenizer files with the vocabulary" in text
-    assert "num_hidden_layers is 1, and the file holds 2 layers" in text
+    assert "it makes 1 layer of layers, and the file holds 2 layers" in text
     code = (
         "import sys, ensemble.pipeline.prepare\n"
         "print('torch' in sys.modules or 'transformers' in sys.modules)"

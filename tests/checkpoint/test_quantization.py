@@ -15,6 +15,7 @@ from ensemble.members.huggingface.checkpoint.quantization_keys import (
     quantization_warnings,
     quantized_bits,
 )
+from ensemble.members.huggingface.loading.describe import quantization_keys
 from tests.project import Project
 
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float16"}
@@ -26,7 +27,9 @@ def wrong(
     on_gpu: bool = True,
     merges_adapter: bool = False,
 ) -> list[str]:
-    return list(quantization_problems(settings, stored, on_gpu, merges_adapter))
+    method = method_of(settings)
+    allowed = {} if method is None else quantization_keys(method)
+    return list(quantization_problems(settings, stored, on_gpu, merges_adapter, allowed))
 
 
 def test_settings_that_are_right() -> None:

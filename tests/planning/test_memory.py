@@ -18,19 +18,13 @@ from ensemble.members.huggingface.loading.quantization import quantization_confi
 from ensemble.members.huggingface.memory.estimate import cpu_takes_shared_keys
 from ensemble.members.huggingface.memory.sizes import Dtype, activation, weights
 from ensemble.members.huggingface.scoring.classifier import Classifier
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import architecture_of, described, make_checkpoint
 from tests.planning.tracking.measure import fake_classifier, peak_bytes
 from tests.sampling import one_in
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32"}
 DOUBLE = {**NF4, "bnb_4bit_use_double_quant": True}
 INT8 = {"load_in_8bit": True}
-
-
-def architecture_of(config: Any) -> Architecture:
-    found = read_architecture(config.to_dict())
-    assert found is not None
-    return found
 
 
 def decoder(**sizes: int) -> dict[str, int]:
@@ -96,7 +90,6 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             ("gemma3", "sdpa"),
             ("gpt2", "sdpa"),
             ("bert", "sdpa"),
-            ("bert", "eager"),
             ("modernbert", "sdpa"),
             ("deberta-v2", "eager"),
         ],
@@ -108,12 +101,13 @@ def test_the_activation_of_real_widths_on_a_gpu(family: str, attention: str) -> 
     with fake_classifier(config, torch.bfloat16, attention) as (classifier, _):
         for rows, width in ((32, 24), (4, 500)):
             measured = peak_bytes(classifier, [width] * rows)
-            assert 0.9 < predicted.bytes(rows * width, width) / measured < 1.15, (rows, width)
+            assert 0.95 < predicted.bytes(rows * width, width) / measured < 1.2, (rows, width)
 
 
 @pytest.mark.parametrize(
     "family",
     [
+        "bert",
         "bloom",
         pytest.param(
             "mixtral",
@@ -123,9 +117,9 @@ def test_the_activation_of_real_widths_on_a_gpu(family: str, attention: str) -> 
         ),
     ],
 )
-def test_an_unknown_family_is_never_thought_too_small(family: str) -> None:
+def test_an_unusual_model_is_never_thought_too_small(family: str) -> None:
     config = FAMILIES[family]()
-    attention = "eager" if family == "bloom" else "sdpa"
+    attention = "sdpa" if family == "mixtral" else "eager"
     predicted = activation(architecture_of(config), "bfloat16", attention, 2, None, on_gpu=True)
     with fake_classifier(config, torch.bfloat16, attention) as (classifier, _):
         for rows, width in ((32, 24), (4, 500)):
@@ -216,7 +210,8 @@ def held_bytes(model: Any) -> int:
 
 def read(folder: Path) -> tuple[tuple[Tensor, ...], Architecture]:
     tensors = read_tensors(folder)
-    architecture = read_architecture(json.loads((folder / "config.json").read_text()))
+    config = json.loads((folder / "config.json").read_text())
+    architecture = read_architecture(config, described(folder))
     assert tensors is not None
     assert architecture is not None
     return tensors, architecture
@@ -348,19 +343,16 @@ def test_one_line_for_all_stages_is_never_too_low(row_bytes: float) -> None:
 
 def test_numbers_go_by_different_names_in_different_families() -> None:
     gpt2 = architecture_of(transformers.GPT2Config(n_embd=64, n_layer=3, n_head=4, n_positions=77))
-    assert (gpt2.hidden, gpt2.layers, gpt2.heads, gpt2.intermediate, gpt2.max_positions) == (
-        64,
-        3,
-        4,
-        256,
-        77,
-    )
+    assert (gpt2.hidden, gpt2.layers, gpt2.heads, gpt2.max_positions) == (64, 3, 4, 77)
+    assert gpt2.mlp_width == 4 * 256  # its activation is written out
     distilbert = architecture_of(transformers.DistilBertConfig(dim=96, n_layers=2, n_heads=3, hidden_dim=100))
-    assert (distilbert.hidden, distilbert.head_dim, distilbert.intermediate) == (96, 32, 100)
+    assert (distilbert.hidden, distilbert.head_dim, distilbert.mlp_width) == (96, 32, 200)
     # RoBERTa counts its positions from its padding's id on.
     assert architecture_of(transformers.RobertaConfig(max_position_embeddings=514)).max_positions == 512
-    assert architecture_of(transformers.LlamaConfig()).max_positions is None
-    assert read_architecture({"model_type": "vit", "hidden_size": 768}) is None
+    opt = transformers.OPTConfig(max_position_embeddings=64, num_hidden_layers=1)
+    assert architecture_of(opt).max_positions == 64
+    assert architecture_of(transformers.LlamaConfig(num_hidden_layers=2)).max_positions is None
+    assert read_architecture({"model_type": "resnet", "hidden_sizes": [768]}) is None
 
 
 def test_a_sparse_nested_config_has_its_familys_numbers() -> None:
@@ -371,12 +363,19 @@ def test_a_sparse_nested_config_has_its_familys_numbers() -> None:
         "intermediate_size": 10240,
         "num_hidden_layers": 34,
     }
-    found = read_architecture({"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text})
     expected = transformers.Gemma3TextConfig(**text)
-    assert found is not None
-    assert (found.heads, found.kv_heads, found.head_dim) == (
+    numbers = architecture_of(transformers.Gemma3Config(text_config=text, dtype="bfloat16"))
+    assert (numbers.heads, numbers.kv_heads, numbers.head_dim) == (
         expected.num_attention_heads,
         expected.num_key_value_heads,
         expected.head_dim,
     )
-    assert (found.dtype, found.masks) == ("bfloat16", 2)
+    assert (numbers.dtype, numbers.masks) == ("bfloat16", 2)
+
+
+def test_what_nobody_has_described_is_taken_from_its_own_file() -> None:
+    stored = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    numbers = read_architecture({"quantization_config": {"quant_method": "gptq", "bits": 4}, **stored})
+    assert numbers is not None
+    assert (numbers.mlp_width, numbers.kv_heads, numbers.head_dim, numbers.quant_bits) == (288, 4, 16, 4)
+    assert (numbers.supports_sdpa, numbers.max_positions) == (None, None)

@@ -279,13 +279,12 @@ def test_fused_attention_is_refused_where_it_leaves_out_the_cap(models: Path) ->
 @pytest.mark.parametrize(
     ("document", "expected"),
     [
-        ({"model_type": "gemma2"}, True),
         ({"model_type": "gemma2", "attn_logit_softcapping": None}, False),
         ({"model_type": "gemma2", "attn_logit_softcapping": 30.0}, True),
         ({"model_type": "llama"}, False),
         ({"model_type": "gemma3", "text_config": {"attn_logit_softcapping": None}}, False),
         ({"model_type": "other", "text_config": {"attn_logit_softcapping": 20.0}}, True),
-        ({"attn_logit_softcapping": None, "encoder": {"model_type": "t5_gemma_module"}}, True),
+        ({"attn_logit_softcapping": None, "encoder": {"attn_logit_softcapping": 50.0}}, True),
     ],
 )
 def test_which_configs_cap_their_scores(document: dict[str, Any], expected: bool) -> None:

@@ -23,7 +23,6 @@ from ensemble.members.huggingface.checkpoint.inspect import (
     row_limit,
 )
 from ensemble.members.huggingface.checkpoint.tokenizer_files import stored_encode
-from ensemble.members.huggingface.checkpoint.transformers_source import MODELS, modeling_source, table
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.huggingface.spec import CHILD, LANGUAGE_MODEL
 
@@ -92,16 +91,8 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
             problems.append(
                 f"{name} is an encoder with a decoder; causal_lm runs models that are decoders alone"
             )
-        model_types = table(*MODELS[self.auto_class])
-        model_type = str(files.config.get("model_type", ""))
-        # Its class warns so, but only in the log of a worker.
-        source = modeling_source(model_type, self.auto_class) or ""
-        is_encoder = "as a standalone, add `is_decoder=True" in source
-        if model_types and files.config and model_type not in model_types and not model.trust_remote_code:
-            problems.append(
-                f"{name}: transformers has no language model of the kind {model_type!r}; name another one"
-            )
-        elif is_encoder and not files.config.get("is_decoder"):
+        # Its class only logs it.
+        if any("is_decoder=True" in line for line in files.described.log):
             problems.append(
                 f"{name} ({files.architecture}) is an encoder: its tokens see those behind them, and what comes "
                 "next cannot be asked of it; name a language model"

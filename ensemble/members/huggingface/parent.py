@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -14,8 +15,9 @@ from ensemble.data.json_cells import TemplateProblem
 from ensemble.members.base import Assigned, Candidate, MemberKind, RanWith, Reads, ResourceRequest
 from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, MemoryEstimate
 from ensemble.members.huggingface.allocator import allocator_environment
+from ensemble.members.huggingface.checkpoint.description import checkpoint_question
 from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
-from ensemble.members.huggingface.checkpoint.hub import find_file
+from ensemble.members.huggingface.checkpoint.hub import find_file, hub_folder
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.checkpoint.quantization_keys import (
     BITSANDBYTES,
@@ -32,11 +34,14 @@ from ensemble.members.huggingface.spec import (
     choose_compute_dtype,
     is_soft_capped,
     too_much_text,
+    without_fetching,
 )
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from ensemble.members.questions import Question
 
 # Keys of a member that model_kwargs may not repeat.
 _MEMBER_KEYS = (
@@ -56,11 +61,6 @@ _KEYS_WITHOUT_EFFECT = (
 )
 # Keys that the parent decides for all workers where the config does not.
 _DECIDED_KEYS = ("dtype", "attn_implementation", "max_length")
-# Arguments of model_kwargs and tokenizer_kwargs that say how files are fetched. They do not change predictions, and
-# a token may change every day.
-_FETCH_KEYS = (
-    "token use_auth_token cache_dir force_download resume_download local_files_only proxies"
-).split()
 # The time without torch.compile: compiling takes 20 to 25 s and has saved 4 to 36 % (docs/tuning.md).
 _COMPILING_PAYS_FROM_SECONDS = 120.0
 _NO_LOADING_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -107,6 +107,11 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             files.append(HubFile(adapter, "adapter_config.json", None))
         return tuple(files)
 
+    def question(self) -> Question | None:
+        name = self.settings.model_name_or_path
+        folder = Path(name) if os.path.isdir(name) else hub_folder(name, self.settings.revision)  # noqa: PTH112
+        return None if folder is None else checkpoint_question(self.settings, folder, self.auto_class)
+
     def problems(self, inspected: C | None, any_gpu: bool) -> Iterator[str]:
         model = self.settings
         for key in _MEMBER_KEYS:
@@ -114,7 +119,10 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
                 yield f"model_kwargs.{key}: use the model's own key {key} instead"
         stored = inspected.quantization if inspected is not None else None
         on_gpu = any_gpu if model.num_gpus is None else model.num_gpus > 0
-        yield from quantization_problems(model.quantization_config, stored, on_gpu, model.merge_adapter)
+        allowed = inspected.described.quantization if inspected is not None else {}
+        yield from quantization_problems(
+            model.quantization_config, stored, on_gpu, model.merge_adapter, allowed
+        )
         if model.torch_compile and stored is not None:
             yield "torch_compile: its checkpoint is quantized, and such layers are not compiled; drop this"
 
@@ -189,16 +197,13 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         ]
 
     def _attentions(self, inspected: C, on_gpu: bool, ran_with: RanWith) -> Sequence[Candidate]:
-        # Imported late because it imports NumPy.
-        from ensemble.members.huggingface.memory.estimate import supports_sdpa
-
         config = inspected.folder / "config.json"
-        if not config.is_file() or not supports_sdpa(inspected.model_type, self.auto_class):
+        if not config.is_file() or inspected.described.supports_sdpa is False:
             return ()
         names = ["sdpa", "eager"]
         if on_gpu and importlib.util.find_spec("flash_attn") is not None and ran_with.dtype != "float32":
             names.append("flash_attention_2")
-        if is_soft_capped(read_json(config)):
+        if is_soft_capped(inspected.described.numbers or read_json(config)):
             names.remove("sdpa")  # which leaves out the cap
         current = ran_with.attention or names[0]
         return [Candidate(name, {"attn_implementation": name}) for name in names if name != current]
@@ -381,8 +386,3 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         if without_fetching(model.tokenizer_kwargs) or model.gguf_file or model.trust_remote_code:
             return None
         return own_max_length(inspected.folder) if Path(model.model_name_or_path).is_dir() else None
-
-
-def without_fetching(kwargs: Mapping[str, object]) -> dict[str, object]:
-    """Return arguments of ``from_pretrained`` without those that say how files are fetched."""
-    return {key: value for key, value in kwargs.items() if key not in _FETCH_KEYS}

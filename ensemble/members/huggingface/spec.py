@@ -23,9 +23,12 @@ IMAGE_CLASSIFIER = "AutoModelForImageClassification"
 WITH_LABELS = (CLASSIFIER, IMAGE_CLASSIFIER)
 # Tokens that a row may have where the config does not say, unless the tokenizer has a lower limit.
 DEFAULT_MAX_LENGTH = 1024
-# Models whose default in transformers is a cap (configuration_gemma2.py, configuration_t5gemma.py).
-_CAPPED_BY_DEFAULT = ("gemma2", "t5gemma", "t5_gemma_module")
 _CAP = "attn_logit_softcapping"
+# Arguments of model_kwargs and tokenizer_kwargs that say how files are fetched. They do not change predictions, and
+# a token may change every day.
+_FETCH_KEYS = (
+    "token use_auth_token cache_dir force_download resume_download local_files_only proxies"
+).split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,8 +185,8 @@ def default_max_length(model_max_length: float) -> int:
 
 
 def is_soft_capped(config: Mapping[str, Any]) -> bool:
-    """Whether a model of this ``config.json``, or a part of it such as its encoder, caps its attention scores."""
-    if config.get(_CAP, config.get("model_type") in _CAPPED_BY_DEFAULT):
+    """Whether a model of this config, defaults included, or a part of it such as its encoder, caps its scores."""
+    if config.get(_CAP):
         return True
     return any(is_soft_capped(part) for part in config.values() if isinstance(part, Mapping))
 
@@ -200,6 +203,11 @@ def cap_problem(attention: str | None, model: str) -> str:
         f"attn_implementation: {attention} leaves out the cap on attention scores that {model} was trained with "
         "(attn_logit_softcapping); leave the key out, or set eager"
     )
+
+
+def without_fetching(kwargs: Mapping[str, object]) -> dict[str, object]:
+    """Return arguments of ``from_pretrained`` without those that say how files are fetched."""
+    return {key: value for key, value in kwargs.items() if key not in _FETCH_KEYS}
 
 
 def too_much_text(tokens: int, max_tokens: int, fields: Sequence[str]) -> str:

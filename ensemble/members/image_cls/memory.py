@@ -13,10 +13,9 @@ from ensemble.common.files import read_json
 from ensemble.members.footprint import Activation, Capability, Footprint, Stage
 from ensemble.members.huggingface.checkpoint.architecture import read_architecture
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
-from ensemble.members.huggingface.memory.estimate import CheckpointMemory, supports_sdpa, whole_tensors
+from ensemble.members.huggingface.memory.estimate import CheckpointMemory, whole_tensors
 from ensemble.members.huggingface.memory.sizes import DTYPE_BYTES
 from ensemble.members.huggingface.settings import HuggingFaceSettings
-from ensemble.members.huggingface.spec import IMAGE_CLASSIFIER
 from ensemble.members.image_cls.spec import NUMBERS_OF_TOKEN
 
 # Models with one size of images and patches, and layers like text models (tests/planning/test_image_memory.py).
@@ -58,28 +57,20 @@ class ImageMemory(CheckpointMemory):
 def image_memory(model: HuggingFaceSettings, checkpoint: Checkpoint, rows: int, labels: int) -> ImageMemory:
     """Return what the files of an image classifier's checkpoint tell about its memory."""
     config = read_json(checkpoint.folder / "config.json")
-    vision = config.get("vision_config")
-    if isinstance(vision, dict):
-        config = {**config, **vision, "model_type": checkpoint.model_type}
-    config = {key: value for key, value in config.items() if key != "text_config"}
-    size, patch = config.get("image_size"), config.get("patch_size")
+    numbers_of = checkpoint.described.numbers
+    size, patch = numbers_of.get("image_size"), numbers_of.get("patch_size")
     patches = numbers = 0
-    if checkpoint.model_type in _PLAIN_TRANSFORMERS and isinstance(size, int) and isinstance(patch, int):
+    if config.get("model_type") in _PLAIN_TRANSFORMERS and isinstance(size, int) and isinstance(patch, int):
         numbers = 3 * size * size
         # In addition to the patches, tokens for the whole image.
-        patches = (size // max(1, patch)) ** 2 + 2 + int(config.get("num_register_tokens") or 0)
-    # read_architecture needs a vocabulary.
-    architecture = read_architecture({**config, "vocab_size": 1})
-    if architecture is not None and patches:
-        architecture = replace(architecture, inner_copies=2)  # their MLP has no gate
+        patches = (size // max(1, patch)) ** 2 + 2 + int(numbers_of.get("num_register_tokens") or 0)
     return ImageMemory(
         settings=model,
         lengths=np.ones(rows, dtype=np.int64),
         num_labels=labels,
         tensors=whole_tensors(model, checkpoint.folder),
-        architecture=architecture,
+        architecture=read_architecture(config, checkpoint.described),
         max_length=math.ceil(numbers / NUMBERS_OF_TOKEN) or _NO_LIMIT,
-        supports_sdpa=supports_sdpa(checkpoint.model_type, IMAGE_CLASSIFIER),
         patches=patches,
         numbers=numbers,
     )

@@ -19,8 +19,8 @@ from ensemble.members.footprint import MemoryEstimate
 from ensemble.members.huggingface.checkpoint.digests import hub_commit
 from ensemble.members.huggingface.checkpoint.hub import how_to_install, read_config
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint, label_names
-from ensemble.members.huggingface.parent import HuggingFaceMember, without_fetching
-from ensemble.members.huggingface.spec import CHILD, IMAGE_CLASSIFIER
+from ensemble.members.huggingface.parent import HuggingFaceMember
+from ensemble.members.huggingface.spec import CHILD, IMAGE_CLASSIFIER, without_fetching
 from ensemble.members.image_cls.settings import ImageClassifierSettings
 from ensemble.members.image_cls.spec import ImageSettings
 

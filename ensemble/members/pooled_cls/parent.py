@@ -13,6 +13,7 @@ from ensemble.config import MemberConfig
 from ensemble.members.base import Assigned, OutputColumns
 from ensemble.members.footprint import MemoryEstimate
 from ensemble.members.huggingface.checkpoint.architecture import read_architecture, text_settings
+from ensemble.members.huggingface.checkpoint.description import Description
 from ensemble.members.huggingface.checkpoint.digests import weight_samples
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, activation_of, read_checkpoint
 from ensemble.members.huggingface.parent import TextCheckpoint
@@ -41,9 +42,10 @@ class PooledClassification(TextCheckpoint[PooledSettings]):
         name = model.model_name_or_path
         problems: list[str] = []
         config: Mapping[str, Any] = {}
+        described = Description()
         try:
             files = read_checkpoint(model, self.auto_class)
-            config = files.config
+            config, described = files.config, files.described
             if config.get("is_encoder_decoder"):
                 problems.append(
                     f"{name} is an encoder with a decoder; pooled_cls runs models that are one of the two"
@@ -51,7 +53,7 @@ class PooledClassification(TextCheckpoint[PooledSettings]):
         except CheckpointError as error:
             problems += error.problems
         try:
-            self._read_head(config, len(labels))
+            self._read_head(config, described, len(labels))
         except CheckpointError as error:
             problems += error.problems
         if problems:
@@ -60,9 +62,9 @@ class PooledClassification(TextCheckpoint[PooledSettings]):
         label_order = tuple(head_labels.index(label) for label in labels)
         return files.checkpoint(model, activation_of(model.problem_type, len(labels)), label_order)
 
-    def _read_head(self, config: Mapping[str, Any], labels: int) -> Head:
+    def _read_head(self, config: Mapping[str, Any], described: Description, labels: int) -> Head:
         """Read the head's file; ``config`` is the backbone's ``config.json``, which may be empty."""
-        model, architecture = self.settings, read_architecture(config)
+        model, architecture = self.settings, read_architecture(config, described)
         width = architecture.hidden if architecture is not None else None
         # Some OPT models end with a projection to the size of the embeddings.
         projected = text_settings(config).get("word_embed_proj_dim")
@@ -70,7 +72,8 @@ class PooledClassification(TextCheckpoint[PooledSettings]):
         return read_head(model.head, model.head_layers, width, model.model_name_or_path, labels)
 
     def _inspected_head(self, inspected: Checkpoint) -> Head:
-        return self._read_head(read_json(inspected.folder / "config.json"), len(inspected.label_order))
+        config = read_json(inspected.folder / "config.json")
+        return self._read_head(config, inspected.described, len(inspected.label_order))
 
     def memory(
         self, inspected: Checkpoint, lengths: npt.NDArray[np.int64], labels: int

@@ -1,4 +1,4 @@
-"""Read the numbers of an architecture from a ``config.json``, whatever their names in its family."""
+"""Gather the numbers of a model that its memory depends on."""
 
 from __future__ import annotations
 
@@ -6,81 +6,42 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ensemble.members.huggingface.checkpoint.description import Description
 from ensemble.members.huggingface.checkpoint.quantization_keys import method_of, quantized_bits
 from ensemble.members.huggingface.spec import is_soft_capped
 
+NOTHING_KNOWN = Description()
+# Names in a file; transformers has the first for all kinds.
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
-LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
-_HEAD_DIM = ("head_dim", "d_kv", "attention_head_size")
-_INTERMEDIATE = tuple(
-    "intermediate_size n_inner ffn_dim hidden_dim d_ff encoder_ffn_dim ffn_hidden_size".split()
-)
-_POSITIONS = ("max_position_embeddings", "n_positions")
-
-# transformers' defaults for numbers that a config.json leaves out (configuration_*.py of each family).
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma": {"head_dim": 256, "num_key_value_heads": 16},
-    "gemma2": {"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096},
-    "gemma3_text": {
-        "head_dim": 256,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 262_208,
-        "sliding_window": 4096,
-    },
-    "qwen3": {"head_dim": 128},
-}
-# Families whose MLP has no gate. A gated MLP takes more, so it is assumed for unknown families.
-_PLAIN_MLP = (
-    "albert bart bert big_bird bigcode bloom camembert codegen convbert ctrl data2vec-text deberta deberta-v2 "
-    "distilbert electra ernie esm falcon fnet funnel gpt2 gpt_bigcode gpt_neo gpt_neox gptj layoutlm longformer "
-    "mbart megatron-bert mpnet mpt nezha nystromformer openai-gpt opt persimmon phi plbart rembert roberta "
-    "roberta-prelayernorm roformer squeezebert starcoder2 t5 umt5 mt5 xlm xlm-roberta xlm-roberta-xl "
-    "xlnet xmod yoso"
-).split()
-# Families whose layers are known: the names of their tensors, and the memory of their MLP.
-LOOKED_AT = (
-    "bert camembert data2vec-text deberta deberta-v2 distilbert electra ernie falcon gemma gemma2 gemma3_text gpt2 "
-    "llama ministral mistral olmo olmo2 opt phi3 qwen2 qwen3 roberta smollm3 xlm-roberta"
-).split()
-# Families that cannot take a row longer than their table of learnt positions.
-_LEARNT_POSITIONS = (
-    "albert bart bert big_bird biogpt camembert convbert data2vec-text deberta distilbert electra ernie gpt2 "
-    "gpt_bigcode gpt_neo layoutlm longformer mbart megatron-bert mpnet nystromformer openai-gpt opt rembert "
-    "roberta roberta-prelayernorm roformer squeezebert xlm xlm-roberta xlm-roberta-xl xmod"
-).split()
-# Families that count positions from the padding's id on, as RoBERTa does, and so lose pad_token_id + 1 positions.
-_POSITIONS_AFTER_PADDING = (
-    "camembert data2vec-text longformer mpnet roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod"
-).split()
-# Gate and input of the MLP come out of one product, so that all of it lives until both are multiplied.
-_FUSED_GATE = ("glm", "glm4", "modernbert", "phi3")
-# Families whose layers all have the same window.
-_ONE_MASK = ("ministral", "mistral", "mixtral", "phi3", "starcoder2")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Hold the numbers of a ``config.json`` that memory depends on.
+    """Hold the numbers that memory depends on.
 
     Attributes:
-        max_positions: the longest row; None: positions are not learnt.
+        mlp_width: numbers per token at the peak of a feed-forward part, those of all its experts.
+        largest_weight: elements of the largest linear layer.
+        max_positions: the longest row; None: positions are not learnt, or not known.
         soft_capping: whether attention scores go through tanh, as in Gemma-2.
         dtype: the stored type (float32, float16, bfloat16); None: not stored.
         quant_method, quant_bits, quantization: of a checkpoint that is stored quantized.
         masks: attention masks of a forward pass; two where only some layers have a window.
-        fused_gate: whether the MLP's gate and input are one product.
-        inner_copies: tensors of the intermediate size that live at the MLP's peak.
+        supports_sdpa: None: not known.
+        is_old: whether its code has only attention of its own, which takes more.
+        experts: of a mixture, that compute a token; 1: it is none.
+        keeps_states: whether the states of every layer live until the end, as in DeBERTa.
         relative_terms: how many of DeBERTa's c2p and p2c it has.
         position_buckets: half the size of DeBERTa's table of positions.
+        repeats_table: whether that table is repeated for every row of a batch.
     """
 
-    model_type: str
     layers: int
     hidden: int
-    intermediate: int
+    mlp_width: int
+    largest_weight: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -91,10 +52,13 @@ class Architecture:
     quant_bits: int = 0
     quantization: Mapping[str, Any] | None = None
     masks: int = 1
-    fused_gate: bool = False
-    inner_copies: int = 3
+    supports_sdpa: bool | None = None
+    is_old: bool = False
+    experts: int = 1
+    keeps_states: bool = False
     relative_terms: int = 0
     position_buckets: int = 0
+    repeats_table: bool = False
     vocabulary: int = 0
 
 
@@ -104,76 +68,71 @@ def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **nested} if isinstance(nested, Mapping) else dict(config)
 
 
-def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
-    """Return the numbers of a ``config.json``; None where it does not have them."""
-    text = text_settings(config)
-    model_type = str(text.get("model_type") or "")
-    text = {
-        **_DEFAULTS.get(model_type, {}),
-        **{key: value for key, value in text.items() if value is not None},
-    }
-    hidden, layers = _number(text, _HIDDEN), _number(text, LAYER_KEYS)
-    vocabulary = _number(text, ("vocab_size",))
-    if not (hidden and layers and vocabulary):
+def read_architecture(
+    config: Mapping[str, Any], described: Description = NOTHING_KNOWN
+) -> Architecture | None:
+    """Return the numbers of a ``config.json``; None where they are not known.
+
+    Args:
+        described: what transformers says of it; if nothing, the file's own numbers count.
+    """
+    numbers = described.numbers or text_settings(config)
+    hidden, layers = _number(numbers, *_HIDDEN), _number(numbers, *_LAYERS)
+    if not (hidden and layers):
         return None
-    heads = _number(text, _HEADS) or 1  # FNet mixes tokens without attention
+    heads = _number(numbers, *_HEADS) or 1  # FNet mixes tokens without attention
+    head_dim = _number(numbers, "head_dim") or max(1, hidden // heads)
+    intermediate = _number(numbers, "intermediate_size") or 4 * hidden
     quantization = config.get("quantization_config")
     stored = quantization if isinstance(quantization, Mapping) and quantization else None
-    gated = model_type not in _PLAIN_MLP or "gated" in str(text.get("feed_forward_proj", ""))
     # The tokens that some layers look back at.  Qwen2 stores a window that it does not use.
-    window = _number(text, ("sliding_window", "local_attention"))
-    has_window = window > 0 and text.get("use_sliding_window") is not False
-    terms = text.get("pos_att_type") or ()
+    window = _number(numbers, "sliding_window") or _number(numbers, "local_attention")
+    has_window = window > 0 and numbers.get("use_sliding_window") is not False
+    layer_types = numbers.get("layer_types")
+    are_alike = isinstance(layer_types, list) and len(set(layer_types)) == 1
+    terms = numbers.get("pos_att_type") or ()
     terms = terms.split("|") if isinstance(terms, str) else terms
-    dtype = str(text.get("dtype") or text.get("torch_dtype") or "").removeprefix("torch.")
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or numbers.get("dtype") or "")
+    relative_terms = len({"c2p", "p2c"} & {str(term).strip().lower() for term in terms})
+    experts = _number(numbers, "num_experts_per_tok", "top_k_experts") or 1
+    # A gated feed-forward part takes more than one without a gate.
+    mlp_width = (described.mlp_width or 3 * intermediate) * experts
+    soft_capping = is_soft_capped(described.numbers or config)
+    is_old = described.supports_sdpa is False and not (relative_terms or soft_capping)
+    if is_old:
+        mlp_width *= 3  # older code writes its activation out: Bloom's holds six tensors
+    elif "gelu_new" in (numbers.get("activation_function"), numbers.get("hidden_act")):
+        mlp_width *= (
+            2  # written out in products and sums: x, x / 2, its cube and a multiple of that live at once
+        )
     return Architecture(
-        model_type=model_type,
         layers=layers,
         hidden=hidden,
-        intermediate=_number(text, _INTERMEDIATE) or 4 * hidden,
+        mlp_width=mlp_width,
+        largest_weight=described.largest_weight or hidden * max(intermediate, heads * head_dim),
         heads=heads,
-        kv_heads=1 if text.get("multi_query") else _number(text, _KV_HEADS) or heads,
-        head_dim=_number(text, _HEAD_DIM) or max(1, hidden // heads),
-        max_positions=_max_positions(model_type, text),
-        soft_capping=is_soft_capped(config),
-        dtype=dtype or None,
+        kv_heads=1 if numbers.get("multi_query") else _number(numbers, "num_key_value_heads") or heads,
+        head_dim=head_dim,
+        max_positions=described.max_positions,
+        soft_capping=soft_capping,
+        dtype=dtype.removeprefix("torch.") or None,
         quant_method=method_of(stored),
         quant_bits=quantized_bits(stored),
         quantization=stored,
-        masks=2 if has_window and model_type not in _ONE_MASK else 1,
-        fused_gate=model_type in _FUSED_GATE,
-        inner_copies=_inner_copies(model_type, text, gated),
-        relative_terms=len({"c2p", "p2c"} & {str(term).strip().lower() for term in terms}),
-        position_buckets=_number(text, ("position_buckets", "max_relative_positions", *_POSITIONS)),
-        vocabulary=vocabulary,
+        masks=2 if has_window and not are_alike else 1,
+        supports_sdpa=described.supports_sdpa,
+        is_old=is_old,
+        experts=experts,
+        keeps_states="pos_att_type" in numbers,
+        relative_terms=relative_terms,
+        position_buckets=_number(
+            numbers, "position_buckets", "max_relative_positions", "max_position_embeddings"
+        ),
+        repeats_table="position_buckets" in numbers,
+        vocabulary=_number(numbers, "vocab_size"),
     )
 
 
-def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    values = (config.get(name) for name in names)
+def _number(numbers: Mapping[str, Any], *names: str) -> int:
+    values = (numbers.get(name) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), 0)
-
-
-def _max_positions(model_type: str, config: Mapping[str, Any]) -> int | None:
-    learnt = model_type in _LEARNT_POSITIONS or (
-        model_type == "deberta-v2" and config.get("position_biased_input", True)
-    )
-    positions = _number(config, _POSITIONS)
-    if not learnt or not positions or config.get("position_embedding_type", "absolute") != "absolute":
-        return None
-    if model_type in _POSITIONS_AFTER_PADDING:
-        return positions - int(config.get("pad_token_id", 1)) - 1
-    return positions
-
-
-def _inner_copies(model_type: str, config: Mapping[str, Any], gated: bool) -> int:
-    if model_type in _FUSED_GATE:
-        return 4
-    if model_type not in LOOKED_AT:
-        # Bloom's gelu holds six, a mixture of experts four for each expert of a token.
-        return max(6, 4 * (_number(config, ("num_experts_per_tok", "top_k_experts")) or 1))
-    # gelu_new is written out in products and sums: x, x / 2, its cube and a multiple of that live at once.
-    if "gelu_new" in (config.get("activation_function"), config.get("hidden_act")):
-        return 4
-    # The activated gate, the input and their product; without a gate the function's input and output.
-    return 3 if gated else 2

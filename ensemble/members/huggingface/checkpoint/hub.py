@@ -66,6 +66,16 @@ def find_file(name_or_path: str, file: str, revision: str | None = None) -> Path
     return _hub_file(name_or_path, file, revision, problem)
 
 
+def hub_folder(name: str, revision: str | None) -> Path | None:
+    """Return the folder of the hub's cache that has the ``config.json`` of a model; None: there is none."""
+    if not _HUB_ID.fullmatch(name) or name.startswith("."):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
 def _hub_file(name: str, file: str, revision: str | None, problem: str) -> Path:
     """Return the hub's file; ``problem`` begins the sentence of an error."""
     # Imported late because it takes 0.2 s.

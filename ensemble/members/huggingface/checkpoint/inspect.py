@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,19 +17,25 @@ from ensemble.members.base import Inspection
 from ensemble.members.huggingface.checkpoint.adapter_files import (
     Adapter,
     base_problems,
+    head_rows,
     inspect_adapter,
     is_head,
     other_base,
 )
-from ensemble.members.huggingface.checkpoint.architecture import read_architecture
-from ensemble.members.huggingface.checkpoint.config_check import config_problems, release_warning
 from ensemble.members.huggingface.checkpoint.cross_encoder import read_cross_encoder
+from ensemble.members.huggingface.checkpoint.description import (
+    Description,
+    checkpoint_question,
+    describe,
+    description_problems,
+    release_warning,
+    weight_contradictions,
+)
 from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, read_config
 from ensemble.members.huggingface.checkpoint.remote_code import code_problems
 from ensemble.members.huggingface.checkpoint.tokenizer_files import (
     small_file_problems,
     tokenizer_limit,
-    vocabulary_problems,
 )
 from ensemble.members.huggingface.checkpoint.weight_files import (
     Tensor,
@@ -37,7 +43,7 @@ from ensemble.members.huggingface.checkpoint.weight_files import (
     weight_files,
     weight_problems,
 )
-from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSettings
+from ensemble.members.huggingface.settings import HuggingFaceSettings
 from ensemble.members.huggingface.spec import CLASSIFIER, IMAGE_CLASSIFIER, WITH_LABELS
 
 if TYPE_CHECKING:
@@ -55,12 +61,13 @@ _TEXT_TASKS = {
 class Checkpoint(Inspection):
     """Describe a member's checkpoint by its ``config.json``.
 
-    ``folder`` holds its files; ``quantization`` has the settings of weights that are stored quantized.
+    ``folder`` holds its files; ``quantization`` has the settings of weights that are stored quantized;
+    ``described`` is what transformers says of it.
     """
 
-    model_type: str
     folder: Path
     quantization: Mapping[str, Any] | None = None
+    described: Description = field(default_factory=Description)
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,7 @@ class CheckpointFiles:
         architecture: the class that it was saved as; empty: not stored.
         tensors: empty where they are not known yet, on the hub or in a GGUF file.
         adapter: the member's.
+        described: what transformers says of it.
     """
 
     config: Mapping[str, Any]
@@ -78,6 +86,7 @@ class CheckpointFiles:
     architecture: str
     tensors: Sequence[Tensor]
     adapter: Adapter | None
+    described: Description
     warnings: tuple[str, ...]
 
     def checkpoint(
@@ -96,12 +105,12 @@ class CheckpointFiles:
         shown = self.architecture or ("GGUF" if gguf_file is not None else "")
         return Checkpoint(
             summary=(shown or model_type) + ("" if weight_bytes is None else f", {gib(weight_bytes)}"),
-            model_type=model_type,
             activation=activation,
             label_order=label_order,
             folder=self.folder,
             warnings=(*self.warnings, *warnings),
             quantization=quantization if isinstance(quantization, dict) and gguf_file is None else None,
+            described=self.described,
         )
 
 
@@ -126,7 +135,8 @@ def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFi
     labels = len(label_names(config, name_or_path)) if auto_class in WITH_LABELS else None
     stored = config.get("architectures")
     architecture = str(stored[0]) if isinstance(stored, list) and stored and stored[0] else ""
-    problems = [*code_problems(model, folder, config, auto_class)]
+    described = describe(checkpoint_question(model, folder, auto_class))
+    problems = [*code_problems(model, folder, config, auto_class, described)]
     if auto_class != IMAGE_CLASSIFIER and architecture.endswith("ForImageClassification"):
         problems.append(
             f"{name_or_path} ({architecture}) is an image classifier; task_type: image_cls runs it"
@@ -142,8 +152,8 @@ def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFi
     elif is_local:
         problems += weight_problems(folder, config, model.allow_pickle)
         problems += small_file_problems(folder)
-        if not problems and isinstance(model, TextSettings):
-            problems += vocabulary_problems(folder, config, model.tokenizer_kwargs, model.trust_remote_code)
+    if not problems:
+        problems += description_problems(name_or_path, model, folder, config, described)
     adapter: Adapter | None = None
     if model.adapter_name_or_path is not None:
         try:
@@ -155,19 +165,32 @@ def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFi
     if not problems and gguf_file is None and is_local:
         tensors = read_tensors(folder) or ()
         uses_own_head = adapter is None or adapter.brings_head is False
-        problems += config_problems(name_or_path, config, tensors, labels if uses_own_head else None)
+        rows = head_rows({tensor.name: tensor.shape for tensor in tensors if tensor.is_float})
+        has_other_labels = uses_own_head and None not in (labels, rows) and labels != rows
+        if has_other_labels:
+            problems.append(
+                f"{name_or_path}: its config.json does not fit its weights: it has {labels} labels (id2label, "
+                f"num_labels), and the classification head has {rows} rows in the file; they are of two models"
+            )
+        with_head = uses_own_head and not has_other_labels
+        problems += weight_contradictions(name_or_path, config, described, tensors, with_head)
         if adapter is not None:
             problems += base_problems(adapter, name_or_path, tensors)
     if problems:
         raise CheckpointError(problems)
-    warnings = [*release_warning(name_or_path, config)]
+    warnings = [*release_warning(name_or_path, config, described)]
+    if described.failure:
+        warnings.append(
+            f"{name_or_path}: transformers could not be asked what it is ({described.failure}); its worker checks "
+            "it before the first chunk"
+        )
     trained_on = "" if adapter is None else other_base(adapter, name_or_path)
     if adapter is not None and trained_on:
         warnings.append(
             f"adapter {adapter.name} says that it was trained on {trained_on}, and runs on {name_or_path} here; if "
             "that is another model of the same shape, its probabilities mean nothing"
         )
-    return CheckpointFiles(config, folder, architecture, tensors, adapter, tuple(warnings))
+    return CheckpointFiles(config, folder, architecture, tensors, adapter, described, tuple(warnings))
 
 
 def inspect_checkpoint(
@@ -306,8 +329,8 @@ def label_names(config: Mapping[str, Any], where: str) -> list[str]:
 
 def row_limit(config: Mapping[str, Any], folder: Path) -> int | None:
     """Return the tokens of a row that tokenizer and model can read; None: the files name no limit."""
-    architecture = read_architecture(config)
-    limits = [tokenizer_limit(folder), architecture.max_positions if architecture else None]
+    positions = config.get("max_position_embeddings")
+    limits = [tokenizer_limit(folder), positions if isinstance(positions, int) else None]
     return min((int(limit) for limit in limits if limit is not None), default=None)
 
 

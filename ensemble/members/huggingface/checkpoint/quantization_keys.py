@@ -1,20 +1,14 @@
-"""Check quantization settings without importing the packages that would use them.
-
-The allowed keys are read from the source of the installed transformers.
-"""
+"""Check quantization settings without importing the packages that would use them."""
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ensemble.common.packages import installed_versions
 from ensemble.common.text import nearest
 from ensemble.members.huggingface.checkpoint.hub import how_to_install
-from ensemble.members.huggingface.checkpoint.transformers_source import sources, table
 
 BITSANDBYTES = "bitsandbytes"
 # The packages of each method, of which one must be installed; the recommended package comes first
@@ -105,7 +99,11 @@ def quantized_bits(settings: Mapping[str, Any] | None) -> int:
 
 
 def quantization_problems(
-    settings: Mapping[str, Any] | None, stored: Mapping[str, Any] | None, on_gpu: bool, merges_adapter: bool
+    settings: Mapping[str, Any] | None,
+    stored: Mapping[str, Any] | None,
+    on_gpu: bool,
+    merges_adapter: bool,
+    allowed: Mapping[str, Sequence[str]],
 ) -> Iterator[str]:
     """Yield problems with a member's quantization; each sentence begins with its key.
 
@@ -114,9 +112,10 @@ def quantization_problems(
         stored: the checkpoint's settings, which take precedence in transformers.
         on_gpu: whether the member gets a GPU.
         merges_adapter: whether an adapter is merged into the weights.
+        allowed: the ``methods`` that transformers has, and the ``keys`` of this one; empty: not known.
     """
     if settings is not None:
-        yield from _setting_problems(settings)
+        yield from _setting_problems(settings, allowed)
     config_method, method = method_of(settings), method_of(stored)
     if config_method is not None and method is not None and config_method != method:
         yield (
@@ -167,19 +166,18 @@ def quantization_warnings(
         )
 
 
-def _setting_problems(settings: Mapping[str, Any]) -> Iterator[str]:
+def _setting_problems(settings: Mapping[str, Any], allowed: Mapping[str, Sequence[str]]) -> Iterator[str]:
     method = method_of(settings)
     assert method is not None
-    classes = table("AUTO_QUANTIZATION_CONFIG_MAPPING", "quantizers/auto.py")
-    if classes and method not in (BITSANDBYTES, *classes):
-        yield f"quantization_config.quant_method: {method!r} is unknown{_choices(method, [*classes])}"
+    methods, parameters = allowed.get("methods", ()), allowed.get("keys", ())
+    if methods and method not in methods:
+        yield f"quantization_config.quant_method: {method!r} is unknown{_choices(method, methods)}"
         return
-    parameters = _parameters(classes.get(method, "BitsAndBytesConfig"))
     if parameters and method not in _OPEN_ENDED:
         for key in settings:
             # Keys with a line in front are what transformers itself writes into a config.json.
             if key not in parameters and key != "quant_method" and not key.startswith("_"):
-                yield f"quantization_config.{key}: there is no such key{_choices(key, sorted(parameters))}"
+                yield f"quantization_config.{key}: there is no such key{_choices(key, parameters)}"
     if method == BITSANDBYTES:
         # Values that bitsandbytes would refuse only once weights are loaded, if at all.
         for key, value in settings.items():
@@ -194,22 +192,6 @@ def _setting_problems(settings: Mapping[str, Any]) -> Iterator[str]:
             yield "quantization_config: it quantizes nothing; add load_in_4bit: true or load_in_8bit: true"
 
 
-def _choices(word: str, choices: list[str]) -> str:
+def _choices(word: str, choices: Sequence[str]) -> str:
     near = nearest(word, choices)
     return f"; did you mean {near}?" if near is not None else f"; known: {', '.join(choices)}"
-
-
-@cache
-def _parameters(name: str) -> frozenset[str]:
-    """Return the parameters of a class of settings and its parents; empty where they cannot be read."""
-    parameters: set[str] = set()
-    source = "".join(sources("utils/quantization_config.py").values())
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            for base in node.bases:
-                if isinstance(base, ast.Name):
-                    parameters |= _parameters(base.id)
-            for item in node.body:
-                if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-                    parameters |= {argument.arg for argument in (*item.args.args, *item.args.kwonlyargs)}
-    return frozenset(parameters - {"self"})

@@ -12,18 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from ensemble.common.files import read_json
-from ensemble.members.huggingface.checkpoint.transformers_source import CONFIGS, MODELS, sources, table
+from ensemble.members.huggingface.checkpoint.description import Description
 from ensemble.members.huggingface.settings import COMMIT, HuggingFaceSettings
 from ensemble.members.huggingface.spec import IMAGE_CLASSIFIER
 
 _IMAGE_READER = "AutoImageProcessor"
 # The class that prepares a model's inputs, and the key with its arguments, where it is not a tokenizer.
 _READERS = {IMAGE_CLASSIFIER: (_IMAGE_READER, "processor_kwargs")}
-_ANY_TOKENIZER = ("PreTrainedTokenizer", "PythonBackend", "TokenizersBackend")
+# transformers names this argument where it refuses to run code.
+_REFUSED = "trust_remote_code"
 
 
 def code_problems(
-    model: HuggingFaceSettings, folder: Path, config: Mapping[str, Any], auto_class: str
+    model: HuggingFaceSettings,
+    folder: Path,
+    config: Mapping[str, Any],
+    auto_class: str,
+    described: Description,
 ) -> Iterator[str]:
     """Yield why a checkpoint's own code cannot or must not run.
 
@@ -31,6 +36,7 @@ def code_problems(
         folder: holds its files.
         config: its ``config.json``.
         auto_class: the class of transformers that will load it.
+        described: what transformers says of it.
     """
     # The classes that a member uses, and the key of the config that has their code_revision.
     reader, key = _READERS.get(auto_class, ("AutoTokenizer", "tokenizer_kwargs"))
@@ -58,42 +64,18 @@ def code_problems(
         return
     if not codes:
         return
-    model_type = str(config.get("model_type", ""))
-    configs, classifiers = table("CONFIG_MAPPING_NAMES", *CONFIGS), table(*MODELS[auto_class])
-    # The file has several tables and exceptions; a name in none of them is unknown.
-    tokenizers = "".join(sources("models/auto/tokenization_auto.py").values())
-    tokenizer = str(tokenizer_config.get("tokenizer_class") or "").removesuffix("Fast")
-    knows_tokenizer = not tokenizers or any(
-        name in _ANY_TOKENIZER or re.search(rf'"{re.escape(name)}(Fast)?"', tokenizers)
-        for name in (model_type, tokenizer)
-        if name
-    )
     needed = None
-    if "AutoConfig" in codes and configs and model_type not in configs:
+    if "AutoConfig" in codes and _REFUSED in described.config_error:
         needed = "AutoConfig", "model"
-    elif auto_class in codes and classifiers and model_type not in classifiers:
+    elif auto_class in codes and not described.has_class:
         needed = auto_class, "model"
-    elif "AutoTokenizer" in codes and not knows_tokenizer:
-        needed = "AutoTokenizer", "tokenizer"
-    elif _IMAGE_READER in codes and _processor_class(processor_config) not in _image_processors():
-        needed = _IMAGE_READER, "image processor"
+    elif reader in codes and _REFUSED in described.reader_error:
+        needed = reader, "image processor" if reader == _IMAGE_READER else "tokenizer"
     if needed is not None:
         yield (
             f"{name} needs Python code of its own ({codes[needed[0]]}), because transformers has no such "
             f"{needed[1]}; it runs only if you allow it: read it, then set trust_remote_code: true"
         )
-
-
-def _processor_class(config: Mapping[str, Any]) -> str:
-    """Return the class that an image processor's settings name, without the backend at its end."""
-    name = str(config.get("image_processor_type") or config.get("feature_extractor_type") or "")
-    return name.replace("FeatureExtractor", "ImageProcessor").removesuffix("Fast").removesuffix("Pil")
-
-
-def _image_processors() -> set[str]:
-    """Return the image processors of the installed transformers."""
-    texts = sources("models/auto/*.py", "models/*/image_processing_*.py").values()
-    return {name for text in texts for name in re.findall(r"\b(\w+ImageProcessor)\b", text)}
 
 
 def _classes(config: Mapping[str, Any]) -> dict[str, str]:

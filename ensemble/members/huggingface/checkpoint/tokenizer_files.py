@@ -1,22 +1,12 @@
-"""Check that a checkpoint's folder has its tokenizer's files, and tokenize text with them.
-
-Without the files transformers 5 silently makes a tokenizer of special tokens only.  The source of the installed
-release tells which files a class needs.
-"""
+"""Check that the small files of a tokenizer can be read, and tokenize text with them."""
 
 from __future__ import annotations
 
-import ast
 import json
-import os
-import re
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from ensemble.common.files import read_json, unreadable
-from ensemble.members.huggingface.checkpoint.transformers_source import sources, table
 from ensemble.members.huggingface.spec import default_max_length
 
 # transformers' tokenizers name their files in VOCAB_FILES_NAMES; the rest is in tokenization_utils_base.py.
@@ -27,87 +17,10 @@ TOKENIZER_FILES = (
 ).split()
 # A whole tokenizer in one file; every class of transformers 5 that is built on tokenizers reads it.
 _WHOLE = "tokenizer.json"
-# Files that replace those that a class names (tokenization_utils_base.py, from_pretrained).
-_INSTEAD = ("tokenizer.model", "tekken.json", "*.tiktoken")
-# Files that a class names but does not need.
-_OPTIONAL = ("tokenizer_file", "tokenizer_config_file", "normalizer_file", "target_vocab_file")
-_VOCABULARIES = ("vocab*", "*.model", "*.txt", "*.codes", "*.spm")
-# Classes for any kind of vocabulary, which read only tokenizer.json.
-_BACKED = ("TokenizersBackend", "PreTrainedTokenizerFast")
-_ANY_VOCABULARY = (*_BACKED, "PreTrainedTokenizer", "PythonBackend")
 # Parsing takes 30 ms for a MB, and large vocabularies have 30 MB: of a larger file only the two ends are checked,
 # which shows whether it was cut short; other damage stops the worker.
 _MAX_PARSED_BYTES = 2 << 20
 _END_BYTES = 64
-
-
-def vocabulary_problems(
-    folder: Path, config: Mapping[str, Any], tokenizer_kwargs: Mapping[str, Any], runs_code: bool = False
-) -> Iterator[str]:
-    """Yield a sentence if a tokenizer's files are certainly missing.
-
-    ``small_file_problems`` has checked before that files can be read.
-
-    Args:
-        config: the folder's ``config.json``.
-        tokenizer_kwargs: the member's; they can name other files.
-        runs_code: whether the tokenizer may be the checkpoint's own code.
-    """
-    subfolder = tokenizer_kwargs.get("subfolder")
-    if isinstance(subfolder, str):
-        folder = folder / subfolder
-    settings = read_json(folder / "tokenizer_config.json")
-    named = any(isinstance(value, str) and os.path.isfile(value) for value in tokenizer_kwargs.values())  # noqa: PTH113
-    if named or (runs_code and "auto_map" in settings):
-        return
-    # tokenizer.4.0.0.json and the like, of which transformers takes the newest that it may.
-    versions = settings.get("fast_tokenizer_files")
-    wholes = (_WHOLE, *_INSTEAD, *map(str, versions if isinstance(versions, list) else ()))
-    if any(next(folder.glob(name), None) for name in wholes):
-        return
-    # Classes that transformers may choose from, the likeliest first.
-    registered = table("TOKENIZER_MAPPING_NAMES", "models/auto/tokenization_auto.py")
-    candidates = (
-        settings.get("tokenizer_class") or config.get("tokenizer_class"),
-        registered.get(str(config.get("model_type", ""))),
-    )
-    classes = [name.removesuffix("Fast") for name in candidates if isinstance(name, str) and name]
-    needs = [_needed_files(name) for name in classes]
-    # Bytes or characters, as ByT5's, need none.
-    if any(files is not None and all((folder / file).is_file() for file in files) for files in needs):
-        return
-    needed = next((files for files in needs if files), ())
-    if not needed and any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES):
-        return  # for a class that this release does not have: the worker will tell
-    made_by = f" of {classes[0]}" if classes and needed else ""
-    missing = " and ".join(file for file in needed if not (folder / file).is_file())
-    has = "but a tokenizer_config.json, which holds no vocabulary; " if settings else ""
-    yield (
-        f"{folder} has no tokenizer files with the vocabulary{made_by} "
-        f"(no {_WHOLE}{missing and f', nor {missing}'}), {has}copy them too"
-    )
-
-
-@cache
-def _needed_files(name: str) -> tuple[str, ...] | None:
-    """Return the files that a class needs for its vocabulary; None: tokenizer.json, or the class is not known."""
-    if name in _ANY_VOCABULARY:
-        return None
-    for text in sources("models/**/tokenization_*.py").values():
-        definition = re.search(rf"^class {name}(?:Fast)?\((\w+)|^{name} = (\w+)", text, re.MULTILINE)
-        if definition is None:
-            continue
-        body = text[definition.end() :].partition("\nclass ")[0]
-        stored = re.search(r"^VOCAB_FILES_NAMES[^=]*= *(\{.*?\})", text, re.MULTILINE | re.DOTALL)
-        roles = ast.literal_eval(stored[1]) if stored and "vocab_files_names" in body else {}
-        files = tuple(file for role, file in roles.items() if role not in _OPTIONAL)
-        if files:
-            return files
-        base = definition[1] or definition[2]
-        imported = re.search(rf"import (\w+) as {base}\b", text)
-        base = (imported[1] if imported else base).removesuffix("Fast")
-        return () if base in _ANY_VOCABULARY and base not in _BACKED else _needed_files(base)
-    return None
 
 
 def small_file_problems(folder: Path) -> Iterator[str]:

@@ -85,9 +85,7 @@ def check_tokenizer(spec: ModelSpec, tokenizer: Any, texts: Sequence[str]) -> It
             f"the tokenizer of {name} ({made_by}) fails on plain text ({error}); see that the tokenizer_class in "
             "tokenizer_config.json is the one that its vocabulary is for"
         ) from error
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    # Without a vocabulary, T5's class makes up the token for a space.
-    if tokenizer.get_vocab().keys() <= special | {*tokenizer.all_special_tokens, "▁"}:
+    if not knows_text(tokenizer):
         raise ValueError(
             f"the tokenizer of {name} ({made_by}) knows special tokens only, all text would be unknown to it; copy "
             "its vocabulary files, such as tokenizer.json"
@@ -116,6 +114,13 @@ def _stored_file(spec: ModelSpec) -> Path | None:
         return path if path.is_file() else None
     cached = try_to_load_from_cache(spec.model_name_or_path, path.name, revision=spec.revision)
     return Path(cached) if isinstance(cached, str) else None
+
+
+def knows_text(tokenizer: Any) -> bool:
+    """Whether a tokenizer knows more than special tokens."""
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    # Without a vocabulary, T5's class makes up the token for a space.
+    return not tokenizer.get_vocab().keys() <= special | {*tokenizer.all_special_tokens, "▁"}
 
 
 def _differences(spec: ModelSpec, tokenizer: Any, path: Path, texts: Sequence[str]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from ensemble.members.footprint import Capability, Footprint, MemoryEstimate
 from ensemble.members.huggingface.checkpoint.architecture import Architecture, read_architecture
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length
-from ensemble.members.huggingface.checkpoint.transformers_source import modeling_source
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor, read_tensors, shards_of
 from ensemble.members.huggingface.memory.sizes import Dtype, activation, cuda_context_bytes, weights
 from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSettings
@@ -62,7 +60,6 @@ class CheckpointMemory(MemoryEstimate):
     architecture: Architecture | None
     max_length: int
     adapter_bytes: int = 0
-    supports_sdpa: bool = True
     pools_last_token: bool = True
     has_flash_attention: bool = False
     cpu_takes_shared_keys: bool = True
@@ -87,7 +84,6 @@ class CheckpointMemory(MemoryEstimate):
         if settings is not None and settings.get("load_in_4bit"):
             settings = {"bnb_4bit_compute_dtype": dtype, **settings}  # as the worker sets it
         attention = self.attention(dtype, gpus, capability)
-        assert attention is not None  # as the architecture is known
         loaded = weights(
             tensors,
             architecture,
@@ -108,7 +104,7 @@ class CheckpointMemory(MemoryEstimate):
             activation=activation(
                 architecture,
                 dtype,
-                attention,
+                attention or "sdpa",
                 self.num_labels,
                 settings,
                 on_gpu=gpus > 0,
@@ -139,7 +135,10 @@ class CheckpointMemory(MemoryEstimate):
             return self.settings.attn_implementation
         has_capability = gpus > 0 and capability is not None and capability >= (8, 0)
         flash_suits = self.has_flash_attention and has_capability and dtype in ("float16", "bfloat16")
-        return choose_attention(self.architecture.soft_capping, self.supports_sdpa, flash_suits)
+        supports_sdpa = self.architecture.supports_sdpa
+        if supports_sdpa is None and not self.architecture.soft_capping:
+            return None
+        return choose_attention(self.architecture.soft_capping, supports_sdpa is True, flash_suits)
 
     def problem(self) -> str:
         if self.architecture is None or not self.architecture.soft_capping:
@@ -187,7 +186,7 @@ def checkpoint_memory(
         CheckpointError: a weight file is broken.
     """
     folder = checkpoint.folder
-    architecture = read_architecture(read_json(folder / "config.json"))
+    architecture = read_architecture(read_json(folder / "config.json"), checkpoint.described)
     max_length = model.max_length or own_max_length(folder) or DEFAULT_MAX_LENGTH
     if architecture is not None and architecture.max_positions is not None:
         max_length = min(max_length, architecture.max_positions)
@@ -204,8 +203,7 @@ def checkpoint_memory(
         architecture=architecture,
         max_length=max_length,
         adapter_bytes=sum(file.stat().st_size for file in adapter_files),
-        supports_sdpa=supports_sdpa(checkpoint.model_type, auto_class),
-        pools_last_token=auto_class != CLASSIFIER or not scores_every_position(checkpoint.model_type),
+        pools_last_token=auto_class != CLASSIFIER or not checkpoint.described.scores_every_position,
         cpu_takes_shared_keys=cpu_takes_shared_keys(),
         vocabulary_positions=vocabulary_positions,
         head=head,
@@ -228,16 +226,6 @@ def whole_tensors(model: HuggingFaceSettings, folder: Path) -> tuple[Tensor, ...
     return read_tensors(folder)
 
 
-def supports_sdpa(model_type: str, auto_class: str = CLASSIFIER) -> bool:
-    """Whether the installed transformers runs models of this type with torch's fused attention.
-
-    Unknown types count as recent ones, which do.  A class without ``_supports_sdpa`` does not (transformers,
-    modeling_utils.py, PreTrainedModel).
-    """
-    source = modeling_source(model_type, auto_class)
-    return source is None or re.search(r"^    _supports_sdpa = True", source, re.MULTILINE) is not None
-
-
 def cpu_takes_shared_keys() -> bool:
     """Whether the installed torch's fused attention on a CPU uses keys that heads share without copies.
 
@@ -245,14 +233,6 @@ def cpu_takes_shared_keys() -> bool:
     installed, a recent release is assumed.
     """
     return not _TORCH_WITH_SHARED_KEYS.wrong(installed_versions(["torch"]).get("torch", "3"))
-
-
-def scores_every_position(model_type: str) -> bool:
-    """Whether a classifier of this type computes logits at all positions, not only at the pooled one.
-
-    Decoders with a forward of their own do; for the others the worker pools first.
-    """
-    return "self.score(hidden_states)" in (modeling_source(model_type) or "")
 
 
 def _quantization_name(settings: Mapping[str, Any] | None, architecture: Architecture) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ensemble.members.footprint import Activation, Capability, Stage, Weights
-from ensemble.members.huggingface.checkpoint.architecture import LOOKED_AT, Architecture
+from ensemble.members.huggingface.checkpoint.architecture import Architecture
 from ensemble.members.huggingface.checkpoint.quantization_keys import quantized_bits
 from ensemble.members.huggingface.checkpoint.weight_files import (
     Tensor,
@@ -38,16 +38,10 @@ _BLOCK, _NESTED_BLOCK = 64, 256
 # The 16 values that 4 bits stand for, float32, with every layer.
 _TABLE_BYTES = 64
 _BLOCK_OF_LAYER = re.compile(r".*?\.\d+\.")
-# Post-norm encoders: BERT and what was made from its code.
-_LIKE_BERT = frozenset("bert camembert data2vec-text distilbert electra ernie roberta xlm-roberta".split())
-# Pre-norm decoders whose layers free the attention's output once it is added.
-_LIKE_LLAMA = frozenset(
-    "falcon gemma gemma2 gemma3_text llama ministral mistral olmo olmo2 opt phi3 qwen2 qwen3 smollm3".split()
-)
-# Pre-norm layers that keep it until their end.
-_LIKE_GPT2 = frozenset(("gpt2", "modernbert"))
-# Families whose eager attention computes its softmax in float32, whatever the type of the weights.
-_FLOAT32_SOFTMAX = (_LIKE_LLAMA - {"falcon"}) | {"modernbert"}
+# Tensors as wide as the hidden states that live while a layer's feed-forward part runs: the embeddings, which the
+# backbone's forward keeps; the layer's input; the attention's output; the sum of these; and its normalized copy.  A
+# layer that frees some of them earlier, as Llama's and BERT's do, takes up to a fifth less.
+_HIDDEN_COPIES = 5
 # Per token: token ids and attention mask, int64, and tensors made from them.
 _INPUT_BYTES = 24
 # Above this width torch's attention on CUDA sums values in float32 (kernel_forward.h).
@@ -195,23 +189,22 @@ def activation(
     elif attention == "flex_attention" or (attention == "sdpa" and padded):
         mask = float(a.masks)
     bits, computed = quantized_bits(quantization), _compute_bytes(size, quantization)
-    mlp = size * (_hidden_copies(a) * a.hidden + a.inner_copies * a.intermediate)
+    mlp = size * (_hidden_copies(a) * a.hidden + a.mlp_width)
     if bits == 8:
         # The product of int8 is int32, then half precision; the input is quantized first.
-        mlp += (4 + 2 - size) * a.intermediate + a.hidden
+        mlp += (4 + 2 - size) * a.mlp_width // 3 + a.hidden
     elif bits == 4 and computed != size:
         # Input and output once more in the type that bitsandbytes computes in.
-        mlp += computed * (a.hidden + a.intermediate)
+        mlp += computed * (a.hidden + a.mlp_width // 3)
     # The layer's forward keeps a reference to the attention weights of eager attention.
     scores = a.heads * size if attention == "eager" and not a.relative_terms else 0
     stages = _attention_stages(a, size, attention, mask, on_gpu, padded)
     if attention == "sdpa" and not (on_gpu or cpu_takes_shared_keys) and a.kv_heads < a.heads:
         stages.append(_plain_products(a, size))
     stages.append(Stage(mlp + _INPUT_BYTES, mask + scores))
-    experts = a.inner_copies // 4
-    if a.model_type not in LOOKED_AT and experts > 1:
+    if a.experts > 1:
         # transformers up to 5.12 weights the experts' outputs in float32, in the order of experts and of tokens.
-        outputs = experts * (3 * size * a.intermediate + (2 * size + 8) * a.hidden)
+        outputs = size * a.mlp_width + a.experts * (2 * size + 8) * a.hidden
         stages.append(Stage(outputs + (5 * size + 4) * a.hidden + _INPUT_BYTES, mask))
     if not pools_last_token:
         # Hidden states before and after the last norm; the logits, and those in float32.
@@ -224,8 +217,7 @@ def activation(
     fixed = 2 * shared_tokens * a.layers * a.kv_heads * a.head_dim * size
     if bits == 4 or (a.quant_method == "bitsandbytes" and a.quant_bits == 4):
         # The largest linear layer's weight, which bitsandbytes unpacks from 4 bits for every product.
-        largest = a.hidden * max(a.intermediate * (2 if a.fused_gate else 1), a.heads * a.head_dim)
-        fixed += largest * _compute_bytes(size, quantization or a.quantization)
+        fixed += a.largest_weight * _compute_bytes(size, quantization or a.quantization)
     if a.relative_terms:
         # The table of relative positions: normalized, and projected to keys and queries, in two layouts each.
         fixed += 5 * 2 * a.position_buckets * a.hidden * size
@@ -233,19 +225,7 @@ def activation(
 
 
 def _hidden_copies(a: Architecture) -> int:
-    """Count the tensors as wide as the hidden states that live while a layer's MLP runs.
-
-    These are the embeddings, which the backbone's forward keeps; the layer's input; and in a post-norm layer the
-    attention's output, in a pre-norm layer the sum with it and its normalized copy.
-    """
-    if a.relative_terms or a.model_type in ("deberta", "deberta-v2"):
-        return a.layers + 2  # DeBERTa's encoder always keeps the states of every layer
-    if a.model_type in _LIKE_BERT:
-        return 3
-    if a.model_type in _LIKE_LLAMA:
-        return 4
-    # For an unknown family the most that is known, and one more.
-    return 5 if a.model_type in _LIKE_GPT2 else 6
+    return a.layers + 2 if a.keeps_states else _HIDDEN_COPIES
 
 
 def _attention_stages(
@@ -264,13 +244,13 @@ def _attention_stages(
         # table's two projections are repeated for every row of the batch, except in the first version.
         live += size * 3 * queries
         scores = a.heads * size
-        table = 0 if a.model_type == "deberta" else 2 * 2 * a.position_buckets * a.hidden * size
+        table = 2 * 2 * a.position_buckets * a.hidden * size if a.repeats_table else 0
         product = 2 * a.position_buckets * scores
         return [
             Stage(live + product, mask + 2 * a.relative_terms * scores, table),
             Stage(live, mask + (1 + 2 * a.relative_terms) * scores, table),
         ]
-    if a.model_type not in _LIKE_BERT | _LIKE_LLAMA | _LIKE_GPT2:
+    if a.is_old:
         live += 2 * 2 * 4 * queries  # some turn queries and keys in float32
     # Rotary embedding: queries, keys, values, and three more tensors like the queries.
     rotary = Stage(live + size * (4 * queries + 2 * keys), mask)
@@ -306,12 +286,9 @@ def _plain_products(a: Architecture, size: int) -> Stage:
 
 
 def _score_bytes(a: Architecture, size: int, on_gpu: bool) -> float:
-    """Return the bytes per head and token pair during the softmax of eager attention."""
-    if a.model_type not in _FLOAT32_SOFTMAX:
-        if a.model_type in _LIKE_BERT | _LIKE_GPT2:
-            return 2.0 * size  # the scores and their softmax
-        # Falcon masks a copy and casts it twice; unknown families may add a bias in float32 as well.
-        return 4.0 * size if a.model_type == "falcon" else max(4.0 * size, 12.0)
+    """Return the bytes per head and token pair during eager attention's softmax, computed in float32."""
+    if a.is_old:
+        return max(4.0 * size, 12.0)  # older code adds a bias in float32 to copies
     if size == 4:
         return 8.0
     # Scores, their softmax in float32, its cast; a CPU casts the scores first.

@@ -1,0 +1,234 @@
+"""Say what checkpoints are, in the words and numbers of the installed transformers, without loading weights.
+
+One short process answers for all checkpoints of a config: a list of questions comes in, a line of JSON goes out
+for each (``checkpoint/description.py``).  Models are built on the meta device.  Nothing is downloaded, and no
+checkpoint's code runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import transformers
+from accelerate import init_empty_weights
+from torch import nn
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ensemble.members.huggingface.loading.checks import knows_text
+
+# The names that transformers gives these numbers in every family (``attribute_map``).
+_NUMBERS = (
+    "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size"
+).split()
+_POSITIONS = re.compile(r"(^|[._])(wpe|positions?_embed\w*|embed_positions?)$")
+_NEVER = {"local_files_only": True, "trust_remote_code": False}
+
+
+def main() -> None:
+    """Answer the questions on standard input, each by a line on what was standard output."""
+    # Libraries print, too.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    for question in json.loads(sys.stdin.read()):
+        answers.write(json.dumps(describe(question), default=str) + "\n")
+        answers.flush()
+    os._exit(0)  # nothing is left to clean up
+
+
+def describe(question: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a ``Description``."""
+    folder = str(question["folder"])
+    answer: dict[str, Any] = {"quantization": quantization_keys(question["quantization_method"])}
+    try:
+        config, _ = transformers.AutoConfig.from_pretrained(
+            folder, return_unused_kwargs=True, **{**question["model_kwargs"], **_NEVER}
+        )
+    except Exception as error:  # any: files of any content
+        return {**answer, "config_error": _words(error, folder)}
+    answer |= _read_config(config, question)
+    answer |= _build(config, question["auto_class"], folder)
+    if question["reader"] is not None:
+        answer |= _read_inputs(folder, question["reader"], question["reader_kwargs"])
+    return answer
+
+
+def _words(error: Exception, folder: str) -> str:
+    """Return an error's text on one line, with ``{folder}`` for the folder, whose name does not matter."""
+    text = " ".join(str(error).split()).replace(folder, "{folder}")
+    return f"{type(error).__name__}: {text}"[:600]
+
+
+def _read_config(config: Any, question: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a config, defaults included, and the keys that it knows."""
+    part = config.get_text_config()
+    if "Image" in question["auto_class"]:
+        part = getattr(config, "vision_config", config)
+    numbers = {**config.to_dict(), **part.to_dict()}
+    for name in _NUMBERS:
+        number = getattr(part, name, None)
+        if isinstance(number, int):
+            numbers[name] = number
+    known = {
+        *transformers.PretrainedConfig().to_dict(),
+        *type(config).attribute_map,
+        "torch_dtype",
+        "auto_map",
+    }
+    known |= set(inspect.signature(type(config)).parameters)
+    known |= set(getattr(type(config), "sub_configs", {}))
+    with suppress(Exception):  # a config of several parts may have no defaults
+        known |= set(type(config)().to_dict())
+    return {"numbers": numbers, "known_keys": sorted(known)}
+
+
+def _build(config: Any, auto_class: str, folder: str) -> dict[str, Any]:
+    """Build the model without weights, and return what its modules say."""
+    auto = getattr(transformers, auto_class)
+    if type(config) not in auto._model_mapping:
+        return {"has_class": False}
+    try:
+        with _logged() as said, init_empty_weights():
+            model = auto.from_config(config, attn_implementation="eager")
+    except Exception as error:
+        kinds = _rope_types(config.to_dict()) - {*ROPE_INIT_FUNCTIONS, "default"}
+        unknown = next(iter(sorted(kinds)), None)
+        # A model that cannot be built without its tensors may still be loaded.
+        answer = {} if "meta" in str(error) else {"model_error": _words(error, folder)}
+        return {**answer, "unknown_rope_type": unknown}
+    return {"log": said, **_look_at(model)}
+
+
+@contextmanager
+def _logged() -> Iterator[list[str]]:
+    """Collect what transformers logs."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    with suppress(AttributeError):  # what was said of another model is said of this one, too
+        transformers.logging.warning_once.cache_clear()
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _rope_types(settings: Any) -> set[str]:
+    """Return every ``rope_type`` in a config, whatever the depth."""
+    kinds: set[str] = set()
+    if isinstance(settings, Mapping):
+        kind = settings.get("rope_type")
+        kinds |= {kind} if isinstance(kind, str) else set()
+        kinds |= {kind for value in settings.values() for kind in _rope_types(value)}
+    return kinds
+
+
+def _look_at(model: Any) -> dict[str, Any]:
+    """Return what the modules of a model say."""
+    is_generic = type(model).forward is GenericForSequenceClassification.forward
+    shapes = [*_linear_shapes(model)]
+    return {
+        "parameters": {name: list(parameter.shape) for name, parameter in model.named_parameters()},
+        "prefix": str(model.base_model_prefix),
+        "renames": _renames(model),
+        "ignored": [str(name) for name in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()],
+        "supports_sdpa": bool(model._supports_sdpa),
+        "scores_every_position": hasattr(model, "score") and not is_generic,
+        "max_positions": min(_learnt_positions(model), default=None),
+        "mlp_width": _mlp_width(shapes),
+        "largest_weight": max((inputs * outputs for _, inputs, outputs in shapes), default=0),
+    }
+
+
+def _renames(model: Any) -> bool:
+    """Whether transformers gives the tensors of this model's files other names or shapes."""
+    if getattr(model, "_checkpoint_conversion_mapping", None):
+        return True
+    with suppress(ImportError, AttributeError):  # older releases have only the mapping above
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        return bool(get_checkpoint_conversion_mapping(model.config.model_type))
+    return False
+
+
+def _learnt_positions(model: Any) -> Iterator[int]:
+    """Yield the tokens that each table of learnt positions can number."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and re.search(
+            r"(^|[._])(wpe|positions?_embed\w*|embed_positions?)$", name
+        ):
+            # RoBERTa and its kin count from the padding's id on; BART and OPT have an offset.
+            skipped = module.padding_idx + 1 if module.padding_idx is not None else 0
+            yield module.num_embeddings - max(skipped, int(getattr(module, "offset", 0)))
+
+
+def _linear_shapes(model: Any) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, inputs and outputs of each linear layer within a block, and of a block's experts."""
+    for name, module in model.named_modules():
+        if not re.search(r"\.\d+\.", name):
+            continue
+        if isinstance(module, nn.Linear):
+            yield name, module.in_features, module.out_features
+        elif hasattr(module, "nf"):  # GPT-2's Conv1D
+            yield name, *module.weight.shape
+    for name, parameter in model.named_parameters():
+        # Experts of a mixture are one tensor, [experts, outputs, inputs] or [experts, inputs, outputs].
+        if parameter.dim() == 3 and "expert" in name and "down" not in name:
+            yield name, min(parameter.shape[1:]), max(parameter.shape[1:])
+
+
+def _mlp_width(shapes: Iterable[tuple[str, int, int]]) -> int:
+    """Return the numbers per token that live at the peak of the widest feed-forward part.
+
+    These are the outputs of all its layers that widen, and once more the widest: the activated gate times the
+    input, or the function's output.
+    """
+    widths: dict[str, list[int]] = {}
+    for name, inputs, outputs in shapes:
+        if outputs > inputs:
+            widths.setdefault(name.rpartition(".")[0], []).append(outputs)
+    return max((sum(outputs) + max(outputs) for outputs in widths.values()), default=0)
+
+
+def _read_inputs(folder: str, reader: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Load the tokenizer, or check that the image processor can be loaded."""
+    try:
+        loaded = getattr(transformers, reader).from_pretrained(folder, **{**kwargs, **_NEVER})
+    except Exception as error:
+        return {"reader_error": _words(error, folder)}
+    if reader != "AutoTokenizer":
+        return {}
+    return {
+        "tokenizer_class": type(loaded).__name__,
+        "tokenizer_files": [
+            file
+            for role, file in (loaded.vocab_files_names or {}).items()
+            if role not in ("tokenizer_file", "tokenizer_config_file", "normalizer_file", "target_vocab_file")
+        ],
+        "knows_text": knows_text(loaded),
+    }
+
+
+def quantization_keys(method: str) -> dict[str, Any]:
+    """Return the methods of the installed transformers, and the keys of one."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    methods = {"bitsandbytes": transformers.BitsAndBytesConfig, **AUTO_QUANTIZATION_CONFIG_MAPPING}
+    keys: set[str] = set()
+    for base in methods[method].__mro__ if method in methods else ():
+        if "__init__" in vars(base) and base is not object:
+            keys |= set(inspect.signature(base.__init__).parameters)
+    return {"methods": sorted(map(str, methods)), "keys": sorted(keys - {"self", "kwargs"})}

@@ -1,0 +1,138 @@
+"""Ask one short process what only the library of members' files can tell, and keep its answers.
+
+The parent imports neither torch nor transformers, so a process that does answers for all members of a config at
+once.  Its answers are kept in the user's cache, by the content of the files that they depend on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ensemble.common.files import write_text
+from ensemble.common.packages import installed_versions
+from ensemble.common.python_process import python_command, python_environment
+
+TIMEOUT_SECONDS = 60.0
+# Names another folder than the user's cache.
+CACHE = "ENSEMBLE_CACHE"
+_NO_NETWORK = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+# Nobody sees its output, and no device is needed.
+_QUIET = {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "warning", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@dataclass(frozen=True)
+class Question:
+    """Hold what a process of ``module`` is asked about a folder.
+
+    Attributes:
+        module: its ``main`` reads a JSON list of questions and writes a line of JSON with the answer to each.
+        arguments: as JSON can hold them; the answer depends on them and not on the folder's name.
+        files: those that the answer depends on.
+        packages: whose versions the answer depends on.
+    """
+
+    module: str
+    folder: Path
+    arguments: Mapping[str, Any]
+    files: tuple[Path, ...]
+    packages: tuple[str, ...]
+
+    def key(self) -> str:
+        """Return a digest of all that the answer depends on.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        digest = sha256()
+        spec = find_spec(self.module)
+        sources = [] if spec is None or spec.origin is None else [Path(spec.origin)]
+        for path in (*sources, *self.files):
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+            digest.update(path.read_bytes())
+        versions = installed_versions(self.packages)
+        digest.update(json.dumps([self.arguments, versions], sort_keys=True, default=str).encode())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Hold the fields of an answer; None with the reason if the process gave none."""
+
+    fields: Mapping[str, Any] | None
+    failure: str = ""
+
+
+# The answers of this process, by the question's key; the cache on disk may be unwritable.
+_answers: dict[str, Answer] = {}
+
+
+def ask(questions: Sequence[Question]) -> list[Answer]:
+    """Return the answers, in order; one process for each module gives those that are not kept yet."""
+    keys: list[str | None] = []
+    open_questions: dict[str, Question] = {}
+    for question in questions:
+        key = None
+        with contextlib.suppress(OSError):
+            key = question.key()
+        keys.append(key)
+        if key is not None and key not in _answers:
+            with contextlib.suppress(OSError, ValueError):
+                _answers[key] = Answer(json.loads(_cached(key).read_text(encoding="utf-8")))
+        if key is not None and key not in _answers:
+            open_questions[key] = question
+    for module in dict.fromkeys(question.module for question in open_questions.values()):
+        of_module = {key: question for key, question in open_questions.items() if question.module == module}
+        _answers.update(zip(of_module, ask_process(module, [*of_module.values()]), strict=True))
+        for key in of_module:
+            answer = _answers[key]
+            if answer.fields is not None:
+                with contextlib.suppress(OSError):
+                    _cached(key).parent.mkdir(parents=True, exist_ok=True)
+                    write_text(_cached(key), json.dumps(answer.fields))
+    unreadable = Answer(None, "its files cannot be read")
+    return [unreadable if key is None else _answers[key] for key in keys]
+
+
+def ask_process(module: str, questions: Sequence[Question]) -> list[Answer]:
+    """Start a process that answers the questions; those behind a failure stay without an answer."""
+    asked = [{"folder": str(question.folder), **question.arguments} for question in questions]
+    failure = ""
+    try:
+        done = subprocess.run(
+            python_command(module),
+            input=json.dumps(asked, default=str).encode(),
+            capture_output=True,
+            timeout=TIMEOUT_SECONDS,
+            env={**os.environ, **python_environment(), **_NO_NETWORK, **_QUIET},
+        )
+        lines, last_words = (
+            done.stdout.splitlines(),
+            done.stderr.decode("utf-8", "replace").strip().splitlines(),
+        )
+        if done.returncode:
+            failure = f"exit code {done.returncode}" + (f": {last_words[-1][:200]}" if last_words else "")
+    except subprocess.TimeoutExpired as error:
+        lines, failure = (error.stdout or b"").splitlines(), f"no answer within {TIMEOUT_SECONDS:g} s"
+    except OSError as error:
+        lines, failure = [], str(error)
+    answers = []
+    for line in lines[: len(questions)]:
+        with contextlib.suppress(ValueError):  # a line that was cut
+            answers.append(Answer(json.loads(line)))
+    missing = Answer(None, failure or "it ended without an answer")
+    return [*answers, *[missing] * (len(questions) - len(answers))]
+
+
+def _cached(key: str) -> Path:
+    folder = os.environ.get(CACHE) or os.environ.get("XDG_CACHE_HOME")
+    root = Path(folder) if folder else Path.home() / ".cache"
+    return root / "ensemble" / "checkpoints" / f"{key}.json"
