@@ -134,5 +134,5 @@ def ask_process(module: str, questions: Sequence[Question]) -> list[Answer]:
 
 def _cached(key: str) -> Path:
     folder = os.environ.get(CACHE) or os.environ.get("XDG_CACHE_HOME")
-    root = Path(folder) if folder else Path.home() / ".cache"
+    root = Path(folder or os.path.expanduser("~/.cache"))  # noqa: PTH111  which never fails
     return root / "ensemble" / "checkpoints" / f"{key}.json"

@@ -69,6 +69,7 @@ def _import_for_workers(models: Path) -> None:
     import tqdm
     import transformers
 
+    import ensemble.members.huggingface.loading.describe
     import ensemble.members.seq_cls.predictor
     import ensemble.worker.session  # noqa: F401
 
@@ -215,8 +216,11 @@ def _run(asked: dict[str, Any], descriptors: dict[int, int]) -> NoReturn:
 
 
 def _work(asked: dict[str, Any], descriptors: dict[int, int]) -> NoReturn:
+    from ensemble.members.huggingface.loading.describe import main as describe
     from ensemble.worker.__main__ import main as work
 
+    if asked["describes"]:
+        _become(describe, asked, descriptors)
     # Its parent is this server now; where the true one has gone, its standard input ends.
     asked["argv"] = [
         word if "parent-pid" not in word else f"--parent-pid={os.getppid()}" for word in asked["argv"]

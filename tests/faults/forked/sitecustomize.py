@@ -17,17 +17,19 @@ import sys
 
 
 def _stand_in(address: str) -> None:
-    events = next(int(word.partition("=")[2]) for word in sys.orig_argv if word.startswith("--events-fd="))
+    numbers = [0, 1, 2]
+    numbers += [int(word.partition("=")[2]) for word in sys.orig_argv if word.startswith("--events-fd=")]
     asked = {
         "argv": ["-c", *sys.orig_argv[sys.orig_argv.index("-c") + 2 :]],
         # What a journal of faults calls this worker by.
         "environment": {**os.environ, "TEST_STANDS_IN": str(os.getpid())},
         "folder": os.getcwd(),  # noqa: PTH109  pathlib takes a while to import
-        "numbers": [0, 1, 2, events],
+        "numbers": numbers,
+        "describes": _DESCRIBES,
     }
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         line.connect(f"\0{address}-workers")
-        socket.send_fds(line, [json.dumps(asked).encode()], [0, 1, 2, events])
+        socket.send_fds(line, [json.dumps(asked).encode()], numbers)
         line.recv(4)
         for number in (signal.SIGTERM, signal.SIGABRT, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, frame: line.send(struct.pack("=i", number)) and None)
@@ -45,10 +47,11 @@ def _stand_in(address: str) -> None:
 
 
 _IS_WORKER = any(word.startswith("--events-fd=") for word in sys.orig_argv)
+_DESCRIBES = any("loading.describe" in word for word in sys.orig_argv)
 if os.environ.get("TEST_WORKERS") and _IS_WORKER:
     with open(os.environ["TEST_WORKERS"], "a", encoding="utf-8") as file:  # noqa: PTH123  as above
         file.write(json.dumps({"pid": os.getpid(), "environment": dict(os.environ)}) + "\n")
-if os.environ.get("TEST_FORK_SERVER") and _IS_WORKER:
+if os.environ.get("TEST_FORK_SERVER") and (_IS_WORKER or _DESCRIBES):
     _stand_in(os.environ["TEST_FORK_SERVER"])
 elif "TEST_FAULTS" in os.environ:
     import tests.faults.faulty  # noqa: F401

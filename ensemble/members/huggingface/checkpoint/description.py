@@ -90,12 +90,8 @@ def checkpoint_question(model: HuggingFaceSettings, folder: Path, auto_class: st
         folder: with its files.
     """
     config = read_json(folder / "config.json")
-    if (
-        not config
-        or model.gguf_file is not None
-        or model.trust_remote_code
-        or config.get("quantization_config")
-    ):
+    is_elsewhere = model.gguf_file is not None or "subfolder" in model.model_kwargs
+    if not config or is_elsewhere or model.trust_remote_code or config.get("quantization_config"):
         return None
     reader: str | None = None
     kwargs: Mapping[str, Any] = {}

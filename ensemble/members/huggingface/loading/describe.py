@@ -23,6 +23,7 @@ from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ensemble.common.python_process import die_with_parent
 from ensemble.members.huggingface.loading.checks import knows_text
 
 # The names that transformers gives these numbers in every family (``attribute_map``).
@@ -35,6 +36,7 @@ _NEVER = {"local_files_only": True, "trust_remote_code": False}
 
 def main() -> None:
     """Answer the questions on standard input, each by a line on what was standard output."""
+    die_with_parent(os.getppid())
     # Libraries print, too.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -144,7 +146,7 @@ def _look_at(model: Any) -> dict[str, Any]:
         "parameters": {name: list(parameter.shape) for name, parameter in model.named_parameters()},
         "prefix": str(model.base_model_prefix),
         "renames": _renames(model),
-        "ignored": [str(name) for name in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()],
+        "ignored": sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
         "supports_sdpa": bool(model._supports_sdpa),
         "scores_every_position": hasattr(model, "score") and not is_generic,
         "max_positions": min(_learnt_positions(model), default=None),
