@@ -120,5 +120,8 @@ def _make_checkpoint(folder: Path, labels: list[str]) -> None:
     header = json.dumps({"classifier.weight": tensor}).encode()
     content = struct.pack("<Q", len(header)) + header + bytes(size)
     (folder / "model.safetensors").write_bytes(content)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_text("{}", encoding="utf-8")
+    words = {"type": "WordLevel", "vocab": {"word": 0, "[UNK]": 1}, "unk_token": "[UNK]"}
+    tokenizer = {"version": "1.0", "added_tokens": [], "model": words}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
