@@ -34,11 +34,12 @@ def explain_errors(spec: CheckpointSpec, model: Any, device_name: str, first: bo
         is_permanent = verdict is Verdict.HOPELESS or (first and verdict is Verdict.SOUND)
         if not is_permanent or is_out_of_memory(error):
             raise
+        layer = _failing_layer(error, model)
         device = "this CPU" if device_name == "cpu" else f"this GPU ({device_name})"
         raise ValueError(
-            f"its forward pass fails {_failing_layer(error, model)}on {device}: {type(error).__name__}: "
+            f"its forward pass fails {layer}on {device}: {type(error).__name__}: "
             f"{one_line(error)[:160]}; "
-            f"what else may work: {', or '.join(_alternatives(spec, model, device_name == 'cpu'))}"
+            f"what else may work: {', or '.join(_alternatives(spec, model, layer, device_name == 'cpu'))}"
         ) from error
 
 
@@ -53,7 +54,7 @@ def _failing_layer(error: BaseException, model: Any) -> str:
     return f"in {names[id(modules[-1])]} ({shown}) "
 
 
-def _alternatives(spec: CheckpointSpec, model: Any, on_cpu: bool) -> Iterator[str]:
+def _alternatives(spec: CheckpointSpec, model: Any, layer: str, on_cpu: bool) -> Iterator[str]:
     settings = spec.quantization_config
     if settings is not None:
         if is_bitsandbytes(settings) and settings.get("load_in_4bit"):
@@ -63,7 +64,8 @@ def _alternatives(spec: CheckpointSpec, model: Any, on_cpu: bool) -> Iterator[st
         yield "the checkpoint that this one was quantized from"
     elif model.dtype is not torch.float32:
         yield "dtype: float32" + (" or bfloat16" if model.dtype is torch.float16 else "")
-    if getattr(model.config, "_attn_implementation", None) not in (None, "eager"):
+    attention = getattr(model.config, "_attn_implementation", None)
+    if "Attention(" in layer and attention not in (None, "eager"):
         yield "attn_implementation: eager"
     yield "a GPU (num_gpus: 1)" if on_cpu else "the CPU (num_gpus: 0)"
 
