@@ -37,7 +37,8 @@ _ROW_TOO_LONG = ("straddles two block boundaries", "cannot infer number of colum
 _WRITE_ROWS = 65_536
 _SHOWN = 3
 _UTF8_ADVICE = "convert the file to UTF-8 first, for example with: iconv -f WINDOWS-1252 -t UTF-8"
-_MUST_QUOTE = re.compile('[",\r\n]')
+# U+FEFF at the start of a file is a byte order mark.
+_MUST_QUOTE = re.compile('[",\r\n]|^\ufeff')
 _NUMBER = r"(?i)^[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|inf|infinity)$"
 # A cell that no file has: U+10FFFF is no character and never will be. Put behind the last row, it is read as a row
 # only if no quote is open there.
@@ -288,9 +289,9 @@ def write_csv(path: Path, header: Sequence[str], columns: Sequence[pa.Array | pa
             stream.write(csv_lines([csv_cells(column) for column in batch.columns]))
 
 
-def header_line(names: Sequence[str]) -> bytes | pa.Buffer:
+def header_line(names: Sequence[str]) -> bytes:
     """Return the first line of a CSV file."""
-    return csv_lines([pa.array([name], pa.string()) for name in names])
+    return f"{','.join(map(_quoted, names))}\n".encode()
 
 
 def csv_cells(column: pa.Array) -> pa.Array:

@@ -62,8 +62,8 @@ def test_the_forecast_and_what_is_reached_at_the_limit_by_given_speeds() -> None
     assert reached_fraction(plan, 120) == pytest.approx(0.5, abs=0.01)  # two starts, and 100 s for both
     assert reached_fraction(plan, 15) == reached_fraction(plan, -1) == 0
     two = planned("a", "b", devices=2)
-    assert forecast_seconds(two) == pytest.approx(120), "at the same time, a replica on each"
-    assert reached_fraction(two, 70) == pytest.approx(0.5, abs=0.01)
+    assert forecast_seconds(two) == pytest.approx(110), "at the same time, a replica on each"
+    assert reached_fraction(two, 70) == pytest.approx(0.6, abs=0.01)
 
 
 def test_a_row_that_would_get_its_first_view_alone_is_not_missing() -> None:
