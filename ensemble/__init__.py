@@ -30,8 +30,8 @@ if TYPE_CHECKING:  # for editors and type checkers; ``_NAMES`` says the same
     from ensemble.api import run as run
     from ensemble.api import tune as tune
     from ensemble.api import validate as validate
-    from ensemble.cli.notebook import Preview as Preview
-    from ensemble.cli.notebook import Run as Run
+    from ensemble.cli.result_objects import Preview as Preview
+    from ensemble.cli.result_objects import Run as Run
     from ensemble.commands.rehearse import Rehearsal as Rehearsal
     from ensemble.commands.status import RunStatus as RunStatus
     from ensemble.common.errors import CheckpointError as CheckpointError
@@ -55,7 +55,7 @@ _NAMES = {
     "ensemble.analysis.compare": "Comparison",
     "ensemble.analysis.fit": "FitReport",
     "ensemble.analysis.tune.tuning": "Tuning",
-    "ensemble.cli.notebook": "Preview Run",
+    "ensemble.cli.result_objects": "Preview Run",
     "ensemble.commands.rehearse": "Rehearsal",
     "ensemble.commands.status": "RunStatus",
     "ensemble.pipeline.run_report": "RunReport",

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ensemble.analysis.compare import Comparison
     from ensemble.analysis.fit import FitReport
     from ensemble.analysis.tune.tuning import Tuning
-    from ensemble.cli.notebook import Preview, Run
+    from ensemble.cli.result_objects import Preview, Run
     from ensemble.commands.rehearse import Rehearsal
     from ensemble.common.protocol import Activation
     from ensemble.config import ConfigSource, LoadedConfig
@@ -98,8 +98,8 @@ def run(
     loaded = _load(config, overrides)
     other = _optional_path(reuse)
     with _exclusive_run(loaded, quiet) as (stream, quiet):
-        from ensemble.cli.notebook import Run
         from ensemble.cli.progress import choose_display, log_shown
+        from ensemble.cli.result_objects import Run
         from ensemble.common.host import process_age_seconds
         from ensemble.pipeline.ending import raise_unless_complete
         from ensemble.pipeline.run import run as run_config
@@ -414,7 +414,7 @@ def merge(
 @redacted_errors()
 def open_run(path: FilePath) -> Run:
     """Open the ``output_dir`` of a run, whether it goes on or has ended."""
-    from ensemble.cli.notebook import Run
+    from ensemble.cli.result_objects import Run
     from ensemble.pipeline.run_dir import RunDir, holder
 
     folder = _path(path)
@@ -524,7 +524,7 @@ def _preview(
 ) -> Preview:
     loaded = _load(config, overrides)
     with redacted_errors(loaded.redactor):
-        from ensemble.cli.notebook import Preview
+        from ensemble.cli.result_objects import Preview
         from ensemble.pipeline.prepare import prepare
 
         return Preview(view, prepare(loaded, view == "validate", predictions_in))

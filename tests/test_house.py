@@ -131,7 +131,7 @@ def test_only_the_child_side_of_members_imports_torch_or_transformers() -> None:
     for path, room in modules():
         if room != "child" and path != program:
             # The Python API gives frames, when it is asked for one.
-            heavy = {*HEAVY} - ({"pandas"} if path == PACKAGE / "cli/notebook.py" else set())
+            heavy = {*HEAVY} - ({"pandas"} if path == PACKAGE / "cli/result_objects.py" else set())
             heavy -= OF_ANALYSIS if room == "analysis" else set()
             assert {name.split(".")[0] for name in imports(path)}.isdisjoint(heavy), path
 

@@ -14,7 +14,7 @@ from ensemble.common.redact import Redactor
 
 # Only for types: a problem with the config shall be told at once.
 if TYPE_CHECKING:
-    from ensemble.cli.notebook import Preview
+    from ensemble.cli.result_objects import Preview
     from ensemble.commands.status import RunStatus
     from ensemble.planning.plan import MemberPlan
 

@@ -1,4 +1,7 @@
-"""Decides after a fault what is tried again, which rows are set aside, and when a member has failed."""
+"""Decide after a fault what is tried again, which rows are set aside, and when a member has failed.
+
+A pass that runs out of a GPU's memory is halved within the worker: ``members/huggingface/scoring/forward.py``.
+"""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from ensemble.common.protocol import ChunkDone, Counters, Predict, Progress, Rea
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import MemberPlan
-from ensemble.scheduling.chunk_queue import ChunkQueue
 from ensemble.scheduling.launchers.base import WorkerStart
+from ensemble.scheduling.member_chunks import ChunkQueue
 from ensemble.scheduling.records import Failure, FaultRecord, WorkerRecord
 from ensemble.scheduling.speed_meter import SpeedMeter
 

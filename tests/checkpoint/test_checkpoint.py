@@ -11,7 +11,7 @@ import pytest
 from ensemble.common.errors import CheckpointError
 from ensemble.members.huggingface.checkpoint import inspect
 from ensemble.members.huggingface.checkpoint.description import Description
-from ensemble.members.huggingface.checkpoint.inspect import match_labels
+from ensemble.members.huggingface.checkpoint.labels import match_labels
 from tests.checkpoints import inspect_folder
 
 LABELS = ["a", "b", "c"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ensemble.members.huggingface.checkpoint.quantization_keys import (
+from ensemble.members.huggingface.checkpoint.quantization_methods import (
     method_of,
     quantization_problems,
     quantization_warnings,

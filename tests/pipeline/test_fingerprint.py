@@ -17,7 +17,7 @@ from ensemble.common.digests import FileDigests
 from ensemble.common.errors import CheckpointError, MergeError
 from ensemble.common.files import file_state
 from ensemble.config import RunConfig
-from ensemble.members.huggingface.checkpoint.quantization_keys import BOOLEANS, USUAL_SETTINGS
+from ensemble.members.huggingface.checkpoint.quantization_methods import BOOLEANS, USUAL_SETTINGS
 from ensemble.members.registry import member_kind
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 from ensemble.pipeline.fingerprint import Fingerprint, member_fingerprint

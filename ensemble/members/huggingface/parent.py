@@ -13,13 +13,14 @@ from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.files import HubFile, read_json
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.members.base import Assigned, Candidate, MemberKind, RanWith, Reads, ResourceRequest
-from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, MemoryEstimate
+from ensemble.members.batch_size import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
+from ensemble.members.footprint import MemoryEstimate
 from ensemble.members.huggingface.allocator import allocator_environment
 from ensemble.members.huggingface.checkpoint.description import checkpoint_question
 from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
 from ensemble.members.huggingface.checkpoint.hub import find_file, hub_folder
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
-from ensemble.members.huggingface.checkpoint.quantization_keys import (
+from ensemble.members.huggingface.checkpoint.quantization_methods import (
     BITSANDBYTES,
     method_of,
     quantization_problems,

@@ -18,7 +18,8 @@ from ensemble.members.base import Assigned, Draft, OutputColumns, Reads
 from ensemble.members.footprint import MemoryEstimate
 from ensemble.members.huggingface.checkpoint.digests import hub_commit
 from ensemble.members.huggingface.checkpoint.hub import how_to_install, read_config
-from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint, label_names
+from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint
+from ensemble.members.huggingface.checkpoint.labels import label_names
 from ensemble.members.huggingface.parent import HuggingFaceMember
 from ensemble.members.huggingface.spec import CHILD, IMAGE_CLASSIFIER, without_fetching
 from ensemble.members.image_cls.settings import ImageClassifierSettings

@@ -15,7 +15,8 @@ from ensemble.members.footprint import MemoryEstimate
 from ensemble.members.huggingface.checkpoint.architecture import read_architecture, text_settings
 from ensemble.members.huggingface.checkpoint.description import Description
 from ensemble.members.huggingface.checkpoint.digests import weight_samples
-from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, activation_of, read_checkpoint
+from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, read_checkpoint
+from ensemble.members.huggingface.checkpoint.labels import activation_of
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.huggingface.spec import BACKBONE, CHILD
 from ensemble.members.pooled_cls.head import LAYER_NORM, Head, read_head

@@ -16,9 +16,9 @@ from ensemble.members.huggingface.checkpoint.inspect import (
     Checkpoint,
     inspect_checkpoint,
     is_language_model,
-    label_names,
     row_limit,
 )
+from ensemble.members.huggingface.checkpoint.labels import label_names
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.huggingface.spec import CHILD, CLASSIFIER
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings

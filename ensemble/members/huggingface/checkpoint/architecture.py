@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ensemble.members.huggingface.checkpoint.description import Description
-from ensemble.members.huggingface.checkpoint.quantization_keys import method_of, quantized_bits
+from ensemble.members.huggingface.checkpoint.quantization_methods import method_of, quantized_bits
 from ensemble.members.huggingface.spec import is_soft_capped
 
 NOTHING_KNOWN = Description()

@@ -17,7 +17,7 @@ from ensemble.common.files import read_json
 from ensemble.common.packages import installed_versions
 from ensemble.common.text import plural
 from ensemble.members.huggingface.checkpoint.adapter_files import is_head
-from ensemble.members.huggingface.checkpoint.quantization_keys import BITSANDBYTES, method_of
+from ensemble.members.huggingface.checkpoint.quantization_methods import BITSANDBYTES, method_of
 from ensemble.members.huggingface.checkpoint.tokenizer_files import TOKENIZER_FILES
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor
 from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSettings

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ensemble.members.huggingface.loading.quantization import is_bitsandbytes
+from ensemble.members.huggingface.loading.quantization_config import is_bitsandbytes
 from ensemble.members.huggingface.spec import CheckpointSpec
 
 

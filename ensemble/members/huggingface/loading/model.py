@@ -16,7 +16,7 @@ from ensemble.members.huggingface.loading.adapter import AdapterFiles, attach_ad
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys, is_unused
 from ensemble.members.huggingface.loading.device_map import check_placement, input_device, placement_options
 from ensemble.members.huggingface.loading.kernels import AMPERE
-from ensemble.members.huggingface.loading.quantization import (
+from ensemble.members.huggingface.loading.quantization_config import (
     is_bitsandbytes,
     keep_whole,
     quantization_config,

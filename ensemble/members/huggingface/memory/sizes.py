@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ensemble.members.footprint import Activation, Capability, Stage, Weights
 from ensemble.members.huggingface.checkpoint.architecture import Architecture
-from ensemble.members.huggingface.checkpoint.quantization_keys import quantized_bits
+from ensemble.members.huggingface.checkpoint.quantization_methods import quantized_bits
 from ensemble.members.huggingface.checkpoint.weight_files import (
     Tensor,
     is_left_out,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ensemble.common.torch_errors import Verdict, classify, is_out_of_memory, one_line
-from ensemble.members.huggingface.loading.quantization import is_bitsandbytes
+from ensemble.members.huggingface.loading.quantization_config import is_bitsandbytes
 from ensemble.members.huggingface.spec import CheckpointSpec
 
 

@@ -1,4 +1,7 @@
-"""The chunks of a member: pending, in workers' hands, or done."""
+"""Keep the chunks of a member: pending, in workers' hands, or done.
+
+``planning/chunks.py`` makes their order, and ``dispatch.py`` takes them by it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from ensemble.planning.chunks import Chunk
 
 
 class ChunkQueue:
-    """The chunks of a member; those of a view come before those of the next.
+    """Keep the chunks of a member; those of a view come before those of the next.
 
     Args:
         chunks: what is left to do.
