@@ -30,7 +30,7 @@ from ensemble.analysis.calibration import (
 from ensemble.analysis.metrics import Bootstrap, Metric, Scored, UndefinedMetric, find_metric
 from ensemble.analysis.metrics import Rows as ScoredRows
 from ensemble.analysis.predictions import Predictions
-from ensemble.analysis.stacking import Stacking, fit_stacking
+from ensemble.analysis.stacking import StackingFit, fit_stacking
 from ensemble.analysis.weights import (
     Pool,
     geometric_loss,
@@ -145,7 +145,7 @@ class FitReport:
     best: float
     best_member: str
     over_best: Interval
-    stacking: Stacking | None
+    stacking: StackingFit | None
     remarks: tuple[str, ...]
     fitted_on: FittingConfig
     folds_scored: int | None
@@ -332,7 +332,7 @@ class _Blend:
     weights: Values
     pool: Pool
     kind: Kind
-    stacking: Stacking | None = None
+    stacking: StackingFit | None = None
 
     def merge(self, members: Sequence[Values]) -> Values:
         if self.stacking is None:

@@ -26,7 +26,7 @@ _MAX_CHOOSING_ROWS = 5_000
 
 
 @dataclass(frozen=True)
-class Stacking:
+class StackingFit:
     """``coefficients``, float64 [labels, members, labels] of ln p (softmax), or [labels, members] of logits
     (sigmoid); ``intercepts``, float64 [labels]; ``penalty`` as scikit-learn's ``C``."""
 
@@ -50,7 +50,7 @@ class Stacking:
 
 def fit_stacking(
     members: Sequence[Values], truth: Truth, kind: Kind, seed: int, penalty: float | None = None
-) -> Stacking:
+) -> StackingFit:
     """Return the regression of the truth on the members' probabilities, on at most ``MAX_ROWS`` rows.
 
     Args:
@@ -75,18 +75,18 @@ def _best_penalty(logs: Sequence[Values], targets: Values, kind: Kind) -> float:
     return PENALTIES[int(losses.argmin())]
 
 
-def _fitted(logs: Sequence[Values], targets: Values, kind: Kind, penalty: float) -> Stacking:
+def _fitted(logs: Sequence[Values], targets: Values, kind: Kind, penalty: float) -> StackingFit:
     labels, members = targets.shape[1], len(logs)
     if kind == "softmax":
         coefficients, intercepts = _regression(np.column_stack(logs), targets, penalty)
-        return Stacking(coefficients.reshape(labels, members, labels), intercepts, penalty, kind)
+        return StackingFit(coefficients.reshape(labels, members, labels), intercepts, penalty, kind)
     coefficients, intercepts = np.zeros((labels, members)), np.zeros(labels)
     for label in range(labels):
         inputs = np.column_stack([values[:, label] for values in logs])
         no_and_yes = np.stack([1 - targets[:, label], targets[:, label]], axis=1)
         weights, starts = _regression(inputs, no_and_yes, penalty)
         coefficients[label], intercepts[label] = weights[1] - weights[0], starts[1] - starts[0]
-    return Stacking(coefficients, intercepts, penalty, kind)
+    return StackingFit(coefficients, intercepts, penalty, kind)
 
 
 def _regression(inputs: Values, targets: Values, penalty: float) -> tuple[Values, Values]:

@@ -14,7 +14,7 @@ import yaml
 from ensemble.analysis.calibration import Calibration, Values, VectorScaling
 from ensemble.analysis.fit import FitReport, Options, fit
 from ensemble.analysis.predictions import LABEL_COLUMN, read_files, read_run, read_truth, read_truth_of
-from ensemble.analysis.stacking import Stacking
+from ensemble.analysis.stacking import StackingFit
 from ensemble.analysis.weights import Pool
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.files import settings_file
@@ -215,7 +215,7 @@ def _calibration(labels: Sequence[str], calibration: Calibration) -> dict[str, A
     return {"temperature": _short(calibration)}
 
 
-def _stacking(report: FitReport, stacking: Stacking) -> dict[str, Any]:
+def _stacking(report: FitReport, stacking: StackingFit) -> dict[str, Any]:
     """Return the keys of ``ensemble: {method: stacking}``."""
     labels = report.labels
     coefficients: dict[str, dict[str, Any]] = {}

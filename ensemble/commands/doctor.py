@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from ensemble.common.device_trials import CPU, Report, Trial, run_trials
+from ensemble.common.device_trials import CPU, DeviceReport, DeviceTrial, run_trials
 from ensemble.common.errors import DeviceError, EnsembleError
 from ensemble.common.files import cannot_write, unwritable_reason
 from ensemble.common.gpus import (
@@ -307,7 +307,7 @@ def inventory_findings(
             yield Finding("ok", text)
 
 
-def trial_findings(trials: Sequence[Trial], driver_cuda: Version | None) -> Iterator[Finding]:
+def trial_findings(trials: Sequence[DeviceTrial], driver_cuda: Version | None) -> Iterator[Finding]:
     """Judge the test processes; devices with the same result share a finding."""
     together: dict[Finding, list[str]] = {}
     for trial in trials:
@@ -317,7 +317,7 @@ def trial_findings(trials: Sequence[Trial], driver_cuda: Version | None) -> Iter
         yield replace(finding, text=f"{', '.join(names)}: {finding.text}")
 
 
-def _of_trial(trial: Trial, driver_cuda: Version | None) -> Iterator[Finding]:
+def _of_trial(trial: DeviceTrial, driver_cuda: Version | None) -> Iterator[Finding]:
     report, device = trial.report, trial.device
     if report is None:
         tried = "GPU (nvidia-smi)" if device.is_gpu else "installation of torch"
@@ -367,7 +367,7 @@ def _of_trial(trial: Trial, driver_cuda: Version | None) -> Iterator[Finding]:
             yield Finding("problem", f"{what} ({error})", "install what it names, or reinstall it")
 
 
-def _unseen(report: Report, driver_cuda: Version | None) -> Finding:
+def _unseen(report: DeviceReport, driver_cuda: Version | None) -> Finding:
     """Say why torch does not see a GPU that the driver shows."""
     knows = f"the driver knows CUDA up to {_dotted(driver_cuda)}" if driver_cuda else "the driver shows a GPU"
     install = f"install a build of torch for CUDA {driver_cuda[0] if driver_cuda else ''}".rstrip()

@@ -28,7 +28,7 @@ _GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Report:
+class DeviceReport:
     """The report of a test process."""
 
     torch: str | None = None
@@ -43,12 +43,12 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Trial:
+class DeviceTrial:
     """How a test process ended."""
 
     device: Device
     seconds: float
-    report: Report | None = None
+    report: DeviceReport | None = None
     ending: str = ""  # a sentence on why there is no report
     signal_number: int | None = None  # the signal that ended the process, unless we sent it
 
@@ -59,7 +59,7 @@ def run_trials(
     host_bytes: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     flash_attention: bool = False,
-) -> list[Trial]:
+) -> list[DeviceTrial]:
     """Try torch on each device, a few at the same time; return a trial for each device, in their order.
 
     Args:
@@ -71,7 +71,7 @@ def run_trials(
     """
     options = ["--flash-attention"] if flash_attention else []
     first_options = [f"--import={name}" for name in imports]
-    trials: list[Future[Trial]] = []
+    trials: list[Future[DeviceTrial]] = []
     processes: list[subprocess.Popen[bytes]] = []
     with ThreadPoolExecutor(_MAX_PROCESSES) as pool:
         for device in devices:
@@ -102,7 +102,7 @@ def _try(
     options: Sequence[str],
     timeout_seconds: float,
     processes: list[subprocess.Popen[bytes]],
-) -> Trial:
+) -> DeviceTrial:
     began = time.monotonic()
     # The process ends itself after that time if this one is gone.
     limits = [f"--parent-pid={os.getpid()}", f"--seconds={int(timeout_seconds + _GRACE_SECONDS) + 1}"]
@@ -121,8 +121,8 @@ def _try(
         output, errors = process.communicate(timeout=timeout_seconds)
         # The last line, because other code, such as a sitecustomize, may have printed before.
         with contextlib.suppress(IndexError, ValueError, TypeError, AttributeError):
-            report = Report(**with_tuples(json.loads(output.splitlines()[-1])))
-            return Trial(device, time.monotonic() - began, report)
+            report = DeviceReport(**with_tuples(json.loads(output.splitlines()[-1])))
+            return DeviceTrial(device, time.monotonic() - began, report)
         code = process.returncode
         if code < 0:
             names = {number.value: number.name for number in signal.Signals}
@@ -139,4 +139,4 @@ def _try(
             process.communicate(timeout=_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             ending = f"test process {process.pid} hangs inside the driver and cannot be ended"
-    return Trial(device, time.monotonic() - began, None, ending, signal_number)
+    return DeviceTrial(device, time.monotonic() - began, None, ending, signal_number)

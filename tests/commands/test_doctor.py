@@ -30,7 +30,7 @@ from ensemble.commands.doctor import (
     package_findings,
     trial_findings,
 )
-from ensemble.common.device_trials import CPU, Report, Trial, run_trials
+from ensemble.common.device_trials import CPU, DeviceReport, DeviceTrial, run_trials
 from ensemble.common.gpus import Device, Inventory
 from ensemble.common.host import Groups
 from ensemble.common.packages import Requirement
@@ -325,7 +325,7 @@ def test_what_a_probe_tries() -> None:
     assert report["torch"] == torch.__version__
     assert report["passed"] == ["float32"]
     assert list(report["errors"]) == ["import no_such_module"]
-    assert Report(**json.loads(json.dumps(report))).torch == torch.__version__
+    assert DeviceReport(**json.loads(json.dumps(report))).torch == torch.__version__
     with WrongProducts():  # type: ignore[no-untyped-call]
         report = probe(False, MIB, [])
     assert "off by 1." in report["errors"]["multiply in float32"]
@@ -343,11 +343,13 @@ def test_right_products_are_within_the_tolerances() -> None:
 # What test processes mean
 
 
-def judged(report: Report, device: Device = T4, cuda: tuple[int, int] | None = (12, 4)) -> list[Finding]:
-    return [*trial_findings([Trial(device, 1.0, report)], cuda)]
+def judged(
+    report: DeviceReport, device: Device = T4, cuda: tuple[int, int] | None = (12, 4)
+) -> list[Finding]:
+    return [*trial_findings([DeviceTrial(device, 1.0, report)], cuda)]
 
 
-GOOD = Report("2.9", "12.4", True, ("sm_70", "sm_75"), (7, 5), 14 * GIB, ("float32", "float16"))
+GOOD = DeviceReport("2.9", "12.4", True, ("sm_70", "sm_75"), (7, 5), 14 * GIB, ("float32", "float16"))
 
 
 @pytest.mark.parametrize(
@@ -381,10 +383,14 @@ GOOD = Report("2.9", "12.4", True, ("sm_70", "sm_75"), (7, 5), 14 * GIB, ("float
             ["could not allocate 256 MiB", "end what holds the memory"],
         ),
         (replace(GOOD, errors={"multiply in float16": "x"}), "problem", ["multiply in float16", "driver"]),
-        (Report(errors={"import torch": "OSError: libtorch.so"}), "problem", ["libtorch.so", "reinstall"]),
+        (
+            DeviceReport(errors={"import torch": "OSError: libtorch.so"}),
+            "problem",
+            ["libtorch.so", "reinstall"],
+        ),
     ],
 )
-def test_what_a_report_means(report: Report, mark: str, words: list[str]) -> None:
+def test_what_a_report_means(report: DeviceReport, mark: str, words: list[str]) -> None:
     (finding,) = judged(report)
     assert finding.mark == mark
     for word in words:
@@ -493,7 +499,7 @@ def test_devices_of_which_the_same_is_to_be_said_share_a_finding() -> None:
     unseen = replace(GOOD, sees_gpu=False, cuda=None)
     others = [replace(T4, uuid=gpu_uuid(index)) for index in (2, 3)]
     reports = zip((T4, *others), (unseen, GOOD, unseen), strict=True)
-    first, second = trial_findings([Trial(device, 1.0, report) for device, report in reports], (12, 4))
+    first, second = trial_findings([DeviceTrial(device, 1.0, report) for device, report in reports], (12, 4))
     told = f"Tesla T4 ({gpu_uuid(1)}), Tesla T4 ({gpu_uuid(3)}): torch 2.9 is a build without CUDA, "
     assert first.text.startswith(told)
     assert second.text.startswith(f"Tesla T4 ({gpu_uuid(2)}): torch 2.9 (CUDA 12.4) computes correctly")

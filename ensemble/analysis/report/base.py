@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from ensemble.analysis.metrics import Interval
 from ensemble.analysis.predictions import Predictions, read_run
-from ensemble.analysis.report.results import Results
+from ensemble.analysis.report.results import MergedRows
 from ensemble.analysis.texts import row_texts
 from ensemble.common.text import plural, shown_path
 from ensemble.data.csv_file import read_header
@@ -79,9 +79,9 @@ class ReportData:
         return read_run(self.run_dir)
 
     @cached_property
-    def results(self) -> Results:
+    def results(self) -> MergedRows:
         """Return the predictions as they were merged, and how to score them; raises as ``predictions`` does."""
-        return Results(self.report, self.predictions)
+        return MergedRows(self.report, self.predictions)
 
     def texts(self, rows: Sequence[int]) -> dict[int, dict[str, str]]:
         """Return the whole texts that members read in these rows, by row (from 0) and column.

@@ -15,7 +15,7 @@ from ensemble.merging.methods.base import MergeMethod, Values
 from ensemble.pipeline.run_report import RunReport
 
 
-class Results:
+class MergedRows:
     """A run's predictions as they were merged.
 
     Attributes:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ensemble.common import gpus, host
-from ensemble.common.device_trials import Trial, run_trials
+from ensemble.common.device_trials import DeviceTrial, run_trials
 from ensemble.common.errors import ConfigError
 from ensemble.common.extensions import Registry
 from ensemble.common.files import HubFile
@@ -233,7 +233,7 @@ class Launcher(ABC):
 
     def trials(
         self, devices: Sequence[Device], imports: Sequence[str] = (), flash_attention: bool = False
-    ) -> list[Trial]:
+    ) -> list[DeviceTrial]:
         """Try torch on each of these devices, see :func:`run_trials`."""
         return run_trials(devices, imports, host.available_memory_bytes(), flash_attention=flash_attention)
 

@@ -11,7 +11,7 @@ from scipy.special import bdtr
 
 from ensemble.analysis.diversity import Diversity, diversity
 from ensemble.analysis.report.base import ReportData, Section, html, notes, number, paragraphs, percent, table
-from ensemble.analysis.report.results import Results
+from ensemble.analysis.report.results import MergedRows
 from ensemble.merging.methods.base import Values
 
 _MAX_PAIRS = 30
@@ -69,7 +69,7 @@ class Agreement(Section):
 
 
 def _sentences(
-    results: Results, compared: Diversity, pairs: list[tuple[int, int]], correlation: Values
+    results: MergedRows, compared: Diversity, pairs: list[tuple[int, int]], correlation: Values
 ) -> list[str]:
     lines, names = [], results.names
     if results.activation != "none":

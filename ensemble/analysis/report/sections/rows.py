@@ -10,7 +10,7 @@ import numpy as np
 from markupsafe import Markup
 
 from ensemble.analysis.report.base import ReportData, Section, html, number, percent
-from ensemble.analysis.report.results import Results
+from ensemble.analysis.report.results import MergedRows
 from ensemble.analysis.rows import TopRows, costliest, least_certain, most_disputed
 from ensemble.common.errors import EnsembleError
 from ensemble.common.text import listed
@@ -68,7 +68,7 @@ class RowsToRead(Section):
         )
 
 
-def _lists(results: Results) -> Iterator[tuple[str, str, str, TopRows]]:
+def _lists(results: MergedRows) -> Iterator[tuple[str, str, str, TopRows]]:
     """Yield the lists of rows: title, note, what the score is called, and the rows."""
     activation, ensemble = results.activation, results.ensemble
     if ensemble is not None and results.truth is not None:
@@ -94,7 +94,7 @@ def _lists(results: Results) -> Iterator[tuple[str, str, str, TopRows]]:
         yield "Least certain", note, "entropy in bits", least_certain(ensemble, activation, _ROWS)
 
 
-def _card(results: Results, row: int, score: str, texts: Mapping[str, str]) -> Markup:
+def _card(results: MergedRows, row: int, score: str, texts: Mapping[str, str]) -> Markup:
     right = _true_labels(results, row)
     facts = {}
     if results.truth is not None:
@@ -137,13 +137,13 @@ def _cut(text: str) -> str:
     return f"{text[:_MAX_CHARACTERS].rstrip()} \N{HORIZONTAL ELLIPSIS} ({len(text):,} characters)"
 
 
-def _first_labels(results: Results, values: Values) -> str:
+def _first_labels(results: MergedRows, values: Values) -> str:
     write = number if results.activation == "none" else percent
     order = np.argsort(-values, kind="stable")[:_MAX_LABELS]
     return ", ".join(f"{results.labels[place]} {write(float(values[place]))}" for place in order)
 
 
-def _true_labels(results: Results, row: int) -> list[str]:
+def _true_labels(results: MergedRows, row: int) -> list[str]:
     if results.truth is None or results.activation == "none":
         return []
     truth = results.truth[row]
@@ -152,7 +152,7 @@ def _true_labels(results: Results, row: int) -> list[str]:
     return [label for label, value in zip(results.labels, truth.tolist(), strict=True) if value >= 0.5]
 
 
-def _answers(results: Results, row: int) -> dict[str, str]:
+def _answers(results: MergedRows, row: int) -> dict[str, str]:
     """Return the members that give each answer, the most frequent answer first."""
     members: defaultdict[str, list[str]] = defaultdict(list)
     for name, of_member in zip(results.names, results.values, strict=True):

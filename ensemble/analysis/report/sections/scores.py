@@ -26,7 +26,7 @@ from ensemble.analysis.report.base import (
     with_interval,
 )
 from ensemble.analysis.report.pictures import INK, MUTED, SERIES, picture
-from ensemble.analysis.report.results import Results
+from ensemble.analysis.report.results import MergedRows
 from ensemble.common.text import plural
 from ensemble.config.values import weight_text
 from ensemble.merging.methods.base import Values
@@ -62,7 +62,7 @@ class Scores(Section):
         )
 
 
-def _gaps(results: Results) -> dict[str, Interval]:
+def _gaps(results: MergedRows) -> dict[str, Interval]:
     """Return how far each member's loss is above the ensemble's, with the run's rules for both, the least first."""
     if results.truth is None or results.ensemble is None or not results.method.gives_probabilities:
         return {}
@@ -78,7 +78,7 @@ def _rows_of(values: Values) -> int:
     return int((~np.isnan(values).any(axis=1)).sum())
 
 
-def _verdict(results: Results, gaps: Mapping[str, Interval]) -> list[str | Markup]:
+def _verdict(results: MergedRows, gaps: Mapping[str, Interval]) -> list[str | Markup]:
     """Return whether the ensemble is better than its best member, in a sentence or two."""
     metric = results.loss.name
     name, ensemble = METRIC_NAMES[metric], results.ensemble
@@ -128,7 +128,7 @@ def _verdict(results: Results, gaps: Mapping[str, Interval]) -> list[str | Marku
     return [sentence, html(advice, best=best, command=command)]
 
 
-def _cells(results: Results, gaps: Mapping[str, Interval]) -> list[list[object]]:
+def _cells(results: MergedRows, gaps: Mapping[str, Interval]) -> list[list[object]]:
     """Return the table's rows: the ensemble, then the members, the best first."""
     weights = {ENSEMBLE: ""}
     shares = (results.mean_weights / results.mean_weights.sum()).tolist()

@@ -59,8 +59,7 @@ def without_defaults(settings: Mapping[str, Any] | None, dtype: str) -> Mapping[
     """Return bitsandbytes' settings without those that repeat a default; other methods' as they are.
 
     Args:
-        dtype: of weights that are not quantized; by default 4-bit layers compute in it (loading/quantization_config.py);
-            "auto": not known.
+        dtype: of weights that are not quantized; 4-bit layers compute in it by default; "auto": not known.
     """
     if settings is None or method_of(settings) != BITSANDBYTES:
         return settings

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ensemble.data.json_cells import TemplateProblem, replace_lone_surrogates
 from ensemble.data.template import compile_template
-from ensemble.members.huggingface.scoring.truncation import Arrays, FieldTruncation
+from ensemble.members.huggingface.scoring.truncation import Arrays, FieldCuts
 from ensemble.members.huggingface.spec import ModelSpec
 
 # Rows that the tokenizer gets at a time: enough for all of its threads, and little work for the slowest one.
@@ -50,9 +50,9 @@ class Prompt:
         # The token of an empty row if the tokenizer adds no special ones: a model needs one token.
         ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, 0)
         self._lone_token = next(token for token in ids if token is not None)
-        self._truncation: FieldTruncation | None = None
+        self._truncation: FieldCuts | None = None
         if spec.truncation is not None and self._template is not None:
-            self._truncation = FieldTruncation(
+            self._truncation = FieldCuts(
                 spec.truncation, self._template, tokenizer, max_length, lambda texts: self._tokenize(texts)[0]
             )
 

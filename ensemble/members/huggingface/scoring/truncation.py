@@ -34,7 +34,7 @@ Tokenize: TypeAlias = Callable[[Sequence[str]], list[Arrays]]
 Offsets: TypeAlias = Sequence[tuple[int, int]]
 
 
-class FieldTruncation:
+class FieldCuts:
     """Shorten the columns of rows that are too long.
 
     Args:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ensemble.common import gpus, host
-from ensemble.common.device_trials import Trial, run_trials
+from ensemble.common.device_trials import DeviceTrial, run_trials
 from ensemble.common.files import FileState, HubFile, file_state, free_bytes
 from ensemble.common.gpus import Device, Inventory, Telemetry
 from ensemble.common.protocol import ChunkDone, Command, Event, Failed, ProtocolError, WorkerSpec
@@ -138,7 +138,9 @@ class Agent:
         )
         return NodeFacts(str(self._folder), self._inventory, self._gpus_of_others, node)
 
-    def trials(self, devices: Sequence[Device], imports: Sequence[str], flash_attention: bool) -> list[Trial]:
+    def trials(
+        self, devices: Sequence[Device], imports: Sequence[str], flash_attention: bool
+    ) -> list[DeviceTrial]:
         """Try torch on these devices of the node."""
         return run_trials(devices, imports, host.available_memory_bytes(), flash_attention=flash_attention)
 

@@ -24,7 +24,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ensemble.common.clock import Watch
-from ensemble.common.device_trials import Trial
+from ensemble.common.device_trials import DeviceTrial
 from ensemble.common.errors import CheckpointError, ConfigError, DeviceError, WriteError
 from ensemble.common.files import HubFile
 from ensemble.common.gpus import Device, Inventory, Telemetry
@@ -219,19 +219,19 @@ class RayLauncher(Launcher):
 
     def trials(
         self, devices: Sequence[Device], imports: Sequence[str] = (), flash_attention: bool = False
-    ) -> list[Trial]:
+    ) -> list[DeviceTrial]:
         requests: dict[ClusterNode, Any] = {}
         for node in self._present_nodes():
             on_node = [replace(device, node="") for device in devices if device.node == node.name]
             if on_node:
                 requests[node] = node.call("commands", "trials", on_node, imports, flash_attention)
-        results: list[Trial] = []
+        results: list[DeviceTrial] = []
         for node, trials in self._answers(requests):
             results += [replace(trial, device=replace(trial.device, node=node.name)) for trial in trials]
         for node in requests:
             if node.why_lost:
                 lost = [device for device in devices if device.node == node.name]
-                results += [Trial(device, 0.0, ending=node.why_lost) for device in lost]
+                results += [DeviceTrial(device, 0.0, ending=node.why_lost) for device in lost]
         return results
 
     def _answers(self, requests: Mapping[ClusterNode, Any]) -> Iterator[tuple[ClusterNode, Any]]:
