@@ -15,7 +15,7 @@ from itertools import count, repeat
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.common.device_trials import Trial
+from ensemble.common.device_trials import DeviceTrial
 from ensemble.common.gpus import Device
 from ensemble.common.host import available_memory_bytes, threads_of, total_memory_bytes, usable_cpus
 from ensemble.common.text import gib, plural
@@ -333,7 +333,7 @@ def plan_run(
     gpus: Sequence[Device],
     speeds: Mapping[str, Speed],
     hosts: Sequence[Device],
-    trials: Callable[..., Sequence[Trial]],
+    trials: Callable[..., Sequence[DeviceTrial]],
 ) -> Plan:
     """Plan a run, with what this machine or the nodes say of memory, cores and flash-attention 2.
 
@@ -363,7 +363,7 @@ def _with_flash_attention(
     config: RunConfig,
     facts: Mapping[str, MemberFacts],
     gpus: Sequence[Device],
-    trials: Callable[..., Sequence[Trial]],
+    trials: Callable[..., Sequence[DeviceTrial]],
 ) -> Mapping[str, MemberFacts]:
     """Return the facts with flash-attention 2 for members that can take it, if it works.
 
