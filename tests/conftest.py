@@ -166,3 +166,14 @@ def project(tmp_path: Path, tiny_models: Path) -> Project:
     made = Project(folder, tiny_models)
     made.write_table()
     return made
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: tiny matrices lose more to waiting threads than they gain from them."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -32,9 +32,9 @@ from tests.checkpoints import (
     reference,
 )
 from tests.kaggle import LABELS, lay_out
+from tests.members.pooled_cls.test_pooled_cls import pooled_reference, softmax
 from tests.nvml.sim import GIB, Gpu, Memory, NvmlSim, gpu_uuid
 from tests.project import ROOT, Project
-from tests.worker.test_pooled_cls import pooled_reference, softmax
 
 pytestmark = pytest.mark.usefixtures("warm")
 

@@ -487,7 +487,7 @@ def test_an_allowed_pickle_still_runs_nothing(llama: Path, tmp_path: Path) -> No
     import torch
 
     from ensemble.members.huggingface.loading.load import load
-    from tests.worker.test_predict import worker_spec
+    from tests.members.huggingface.scoring.test_predict import worker_spec
 
     expected = load(worker_spec(llama)).model.state_dict()
     path = as_pickle(llama)
@@ -505,7 +505,7 @@ def test_an_allowed_pickle_still_runs_nothing(llama: Path, tmp_path: Path) -> No
 
 def test_code_that_transformers_does_not_need_is_not_run(llama: Path, tmp_path: Path) -> None:
     from ensemble.members.huggingface.loading.load import load
-    from tests.worker.test_predict import worker_spec
+    from tests.members.huggingface.scoring.test_predict import worker_spec
 
     (llama / "modeling_x.py").write_text(f"open({str(tmp_path / 'touched')!r}, 'w')")
     (llama / "tokenization_x.py").write_text(f"open({str(tmp_path / 'touched')!r}, 'w')")

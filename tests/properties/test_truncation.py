@@ -17,8 +17,8 @@ from ensemble.members.causal_lm.predictor import CausalSpec, ChatPrompt
 from ensemble.members.huggingface.scoring.encode import Encoded, Prompt
 from ensemble.members.huggingface.scoring.truncation import share_out
 from tests.checkpoints import WORDS, make_sentencepiece, make_tokenizer, make_wordpiece
+from tests.members.huggingface.scoring.test_predict import worker_spec
 from tests.sampling import tries
-from tests.worker.test_predict import worker_spec
 
 MARKER: Final = " [...] "
 TEMPLATE: Final = (

@@ -14,12 +14,12 @@ from tests.faults.chunky import chunky_config, ids_of, results, write_chunky_tab
 from tests.faults.inject import Fault, Injected
 from tests.faults.test_workers import is_gone
 from tests.images import make_image
+from tests.members.pooled_cls.test_pooled_cls import linear, make_backbone, save_head
 from tests.nvml.sim import Gpu, NvmlSim, gpu_uuid
 from tests.pipeline.test_fingerprint import commit_to
 from tests.project import LABELS, Project
 from tests.ray.nodes import Nodes, agents, background, on_cluster, run
 from tests.waiting import wait_until
-from tests.worker.test_pooled_cls import linear, make_backbone, save_head
 
 pytest.importorskip("ray", reason="ray is not installed")
 pytestmark = pytest.mark.usefixtures("warm")

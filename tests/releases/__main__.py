@@ -27,26 +27,26 @@ PLACE = ROOT / ".venv" / "releases"
 TABLE = ROOT / "docs" / "releases.md"
 # Parity, the demo, loading, adapters, quantization, what a forward pass allocates: what a release can change.
 QUICK = (
-    *("tests/releases", "tests/worker/test_adapter.py", "tests/worker/test_quantization.py"),
-    *("tests/planning/test_memory.py", "tests/planning/test_estimate.py"),
+    "tests/releases",
+    "tests/members/huggingface/loading/test_adapter.py",
+    "tests/members/huggingface/loading/test_quantization.py",
+    "tests/members/huggingface/memory",
 )
 WHOLE = (
-    *QUICK,
-    *(f"tests/worker/test_{name}.py" for name in ("predict", "precision", "float32", "gguf", "offload")),
-    *(f"tests/worker/test_{name}.py" for name in ("session", "compute", "repeated", "proof", "warmup")),
-    *(f"tests/worker/test_{name}.py" for name in ("causal_lm", "pooled_cls", "image_cls", "cross_encoder")),
-    "tests/worker/test_spread.py",
-    *(f"tests/test_{name}_members.py" for name in ("causal", "pooled", "image", "python", "csv")),
-    *(f"tests/test_{name}.py" for name in ("views", "truncation", "rules", "template", "configs")),
-    *(f"tests/test_{name}.py" for name in ("regression_members", "extending_kind", "security", "gpus")),
+    *(
+        "tests/releases",
+        "tests/members",
+        "tests/merging",
+        "tests/analysis",
+        "tests/data",
+        "tests/cli",
+        "tests/ray",
+    ),
+    *("tests/worker/test_session.py", "tests/common/test_gpus.py", "tests/properties/test_truncation.py"),
+    *(f"tests/test_{name}.py" for name in ("views", "configs", "extending_kind", "security")),
     # The page of keys is made with the newest pydantic alone.
     *(f"tests/config/test_{name}.py" for name in ("load", "values", "member_kinds", "overlays")),
-    *("tests/checkpoint", "tests/merging", "tests/analysis", "tests/data", "tests/cli", "tests/ray"),
-    *(
-        "tests/planning/test_image_memory.py",
-        "tests/properties/test_truncation.py",
-        "tests/commands/test_init.py",
-    ),
+    "tests/commands/test_init.py",
 )
 # Shown in the table.
 _SHOWN = (

@@ -15,10 +15,10 @@ import pytest
 
 from ensemble.common.protocol import ChunkDone, Predict, Ready
 from tests.checkpoints import make_texts, reference
+from tests.members.huggingface.scoring.test_compute import read_shard
+from tests.members.huggingface.scoring.test_predict import worker_spec
 from tests.releases.families import FAMILIES, make_family
 from tests.sampling import one_in
-from tests.worker.test_compute import read_shard
-from tests.worker.test_predict import worker_spec
 from tests.worker.test_session import publish, served
 
 # Other releases deprecate other things.

@@ -14,8 +14,8 @@ import pytest
 
 from ensemble.common.protocol import Failed, Stop
 from ensemble.scheduling.launchers.local import LocalWorker
+from tests.members.huggingface.scoring.test_predict import start, worker_spec
 from tests.waiting import PATIENCE_SECONDS, wait_until
-from tests.worker.test_predict import start, worker_spec
 from tests.worker.test_session import publish
 
 

@@ -30,8 +30,8 @@ from ensemble.common.protocol import (
 )
 from ensemble.members.predictor import Child
 from ensemble.scheduling.launchers.local import LocalWorker
+from tests.members.huggingface import lengths
 from tests.waiting import wait_until
-from tests.worker import lengths
 from tests.worker.test_session import publish
 
 CHILD: Child = lengths  # mypy holds the module to the interface
@@ -50,7 +50,7 @@ def start(folder: Path, files: Sequence[Path] = ()) -> Start:
     )
     (folder / "scale").write_text("4")
     settings = {"column": "text", "scale_path": str(folder / "scale")}
-    return Start(WorkerSpec(common, "tests.worker.lengths", settings))
+    return Start(WorkerSpec(common, "tests.members.huggingface.lengths", settings))
 
 
 def answers(folder: Path, commands: Sequence[Command]) -> tuple[int, list[Event]]:

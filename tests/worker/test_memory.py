@@ -14,8 +14,8 @@ from ensemble.data.table import TableNeeds, read_table
 from ensemble.planning.chunks import cut_chunks
 from ensemble.scheduling.launchers.local import LocalWorker
 from tests.checkpoints import make_checkpoint
+from tests.members.huggingface.scoring.test_predict import LABELS, start, worker_spec
 from tests.waiting import wait_until
-from tests.worker.test_predict import LABELS, start, worker_spec
 
 ROWS = 1_000_000
 

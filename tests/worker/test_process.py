@@ -10,9 +10,9 @@ import pytest
 from ensemble.common.protocol import Load, Predict, Progress
 from ensemble.scheduling.launchers.local import LocalWorker
 from tests.checkpoints import make_checkpoint, make_texts
+from tests.members.huggingface.scoring.test_predict import LABELS, start, worker_spec
 from tests.worker.test_heartbeat import wait_for_end
 from tests.worker.test_memory import next_event
-from tests.worker.test_predict import LABELS, start, worker_spec
 from tests.worker.test_session import publish
 
 pytestmark = pytest.mark.usefixtures("warm")

@@ -31,9 +31,9 @@ from ensemble.members.huggingface.spec import ModelSpec
 from ensemble.worker.channel import CommandReader, HeartbeatThread
 from ensemble.worker.session import serve
 from tests.checkpoints import make_checkpoint, make_texts, reference
-from tests.worker.broken import BREAKING
-from tests.worker.test_compute import read_shard
-from tests.worker.test_predict import LABELS, start, worker_spec
+from tests.members.huggingface.broken import BREAKING
+from tests.members.huggingface.scoring.test_compute import read_shard
+from tests.members.huggingface.scoring.test_predict import LABELS, start, worker_spec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -96,7 +96,7 @@ def test_an_error_of_an_unknown_row_ends_the_chunk_and_nothing_else(
 ) -> None:
     from tokenizers import Tokenizer
 
-    from tests.worker.broken import BreakingToken
+    from tests.members.huggingface.broken import BreakingToken
 
     texts = make_texts(40)
     texts[25] = f"any {BREAKING} thing"
@@ -199,7 +199,7 @@ def test_an_error_that_poisons_the_process_ends_it_and_can_be_retried(
 ) -> None:
     import torch
 
-    from tests.worker.broken import FailingPass
+    from tests.members.huggingface.broken import FailingPass
 
     spec = worker_spec(checkpoint, **publish(tmp_path, {"text": make_texts(10)}))
     poison = getattr(torch, "AcceleratorError", RuntimeError)("CUDA error: device-side assert triggered")

@@ -12,7 +12,7 @@ from ensemble.common.protocol import ChunkDone, Counters, Predict, Ready
 from ensemble.members.predictor import Prediction
 from ensemble.worker.shard_writer import write_shard
 from tests.checkpoints import make_checkpoint
-from tests.worker.test_predict import LABELS, make_session, predictor, start, worker_spec
+from tests.members.huggingface.scoring.test_predict import LABELS, make_session, predictor, start, worker_spec
 from tests.worker.test_session import publish
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -18,7 +18,7 @@ from ensemble.members.huggingface.memory.sizes import DTYPE_BYTES
 from ensemble.members.huggingface.settings import HuggingFaceSettings
 from ensemble.members.image_cls.spec import NUMBERS_OF_TOKEN
 
-# Models with one size of images and patches, and layers like text models (tests/planning/test_image_memory.py).
+# Models with one size of images and patches, and layers like text models, as test_image_memory.py measured.
 _PLAIN_TRANSFORMERS = ("deit", "dinov2", "dinov2_with_registers", "siglip", "vit")
 _NO_LIMIT = 1 << 20
 

@@ -2,7 +2,7 @@
 
 The inputs are the tensors of a checkpoint and the numbers of its ``config.json``; nothing is loaded.  The formulas
 come from reading transformers' modelling code (5.x) and are tested against a tracker of live tensors
-(tests/planning/test_memory.py).
+(tests/members/huggingface/memory/test_memory.py).
 """
 
 from __future__ import annotations

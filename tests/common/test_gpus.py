@@ -1,0 +1,557 @@
+"""Devices through the real pynvml, in processes of their own: simulated GPUs, and this machine as it is."""
+
+from __future__ import annotations
+
+import ctypes.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ensemble.common.errors import DeviceError
+from ensemble.common.gpus import Device, worker_environment
+from tests.nvml.sim import (
+    DRIVER_NOT_LOADED,
+    GIB,
+    GPU_IS_LOST,
+    LIBRARY_VERSION_MISMATCH,
+    NO_PERMISSION,
+    NOT_FOUND,
+    NOT_SUPPORTED,
+    UNKNOWN,
+    Fail,
+    Gpu,
+    Health,
+    Memory,
+    NvmlSim,
+    Slice,
+    gpu_uuid,
+    gpus,
+)
+from tests.project import ROOT
+from tests.waiting import PATIENCE_SECONDS
+
+MIB = 1 << 20
+PARENT = gpu_uuid(0xA)
+SLICES = [
+    Slice(
+        0, "MIG-10000000-1111-2222-3333-444444444444", 7, 0, "Simulated MIG 1g.5gb", Memory(5 * GIB, 10 * MIB)
+    ),
+    Slice(
+        2,
+        "MIG-20000000-1111-2222-3333-444444444444",
+        9,
+        0,
+        "Simulated MIG 2g.10gb",
+        Memory(10 * GIB, 20 * MIB),
+    ),
+    Slice(3, "MIG-30000000-1111-2222-3333-444444444444", 11, 1, "", Memory(5 * GIB, 0)),
+]
+MIG_GPU = Gpu(PARENT, "Simulated A100", (0, 9, 0), (8, 0), mig_mode=True, slices=SLICES)
+
+EPILOGUE = "print(json.dumps(answer))"
+INVENTORY = "answer = asdict(gpus.inventory())"
+
+
+def run(code: str, environ: Mapping[str, str], *arguments: str) -> Any:
+    """``answer`` as ``code`` leaves it in a new process, through JSON."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("CUDA_", "NVIDIA_"))}
+    program = (
+        f"import json, sys, time\nfrom dataclasses import asdict\nfrom ensemble.common import gpus\n{code}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program + EPILOGUE, *arguments],
+        env={**inherited, **environ},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    return json.loads(done.stdout)
+
+
+def look(sim: NvmlSim, *, old_driver: bool = False) -> Any:
+    return run(INVENTORY, sim.environment(old_driver))
+
+
+def look_with(sim: NvmlSim, *environs: Mapping[str, str], old_driver: bool = False) -> list[Any]:
+    """One look per environment, all in one process for speed."""
+    code = "answer = [asdict(gpus.inventory(environ)) for environ in json.loads(sys.argv[1])]"
+    found: list[Any] = run(code, sim.environment(old_driver), json.dumps(environs))
+    return found
+
+
+def mask(text: str, order: str | None = "PCI_BUS_ID") -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": text} | ({} if order is None else {"CUDA_DEVICE_ORDER": order})
+
+
+def uuids(found: Any) -> list[str]:
+    return [gpu["uuid"] for gpu in found["gpus"]]
+
+
+def test_this_machine_as_it_is() -> None:
+    found = run(INVENTORY, {})
+    assert bool(found["gpus"]) != bool(found["note"])
+    if ctypes.util.find_library("nvidia-ml") is None:
+        assert found["note"] == "no NVIDIA driver found: running on the CPU"
+
+
+def test_a_driver_library_that_cannot_be_loaded_is_none(tmp_path: Path) -> None:
+    (tmp_path / "libnvidia-ml.so.1").touch()
+    assert run(INVENTORY, {"LD_LIBRARY_PATH": str(tmp_path)}) == {
+        "gpus": [],
+        "note": "no NVIDIA driver found: running on the CPU",
+        "driver_version": None,
+        "warnings": [],
+        "mask_problem": "",
+        "hosts": [],
+    }
+
+
+def test_helpers_without_a_driver_tell_nothing() -> None:
+    code = 'answer = [gpus.used_memory(["cpu", "GPU-none"]), gpus.processes_on("GPU-none")]'
+    assert run(code, {}) == [{"cpu": None, "GPU-none": None}, []]
+
+
+def test_without_pynvml_there_is_the_cpu(nvml_sim: NvmlSim) -> None:
+    # None in sys.modules makes the import fail as a missing package does.
+    code = f'import pynvml; sys.modules["pynvml"] = None; {INVENTORY}; sys.modules["pynvml"] = pynvml'
+    found = run(code, nvml_sim.environment())
+    assert found["note"] == "nvidia-ml-py is not installed, so no NVIDIA GPU can be seen: running on the CPU"
+
+
+@pytest.mark.parametrize(
+    ("code", "note"),
+    [
+        (DRIVER_NOT_LOADED, "the NVIDIA driver is installed but not loaded"),
+        (LIBRARY_VERSION_MISMATCH, "the NVIDIA driver does not answer (RM has detected"),
+        (UNKNOWN, "the NVIDIA driver does not answer (Unknown Error)"),
+    ],
+)
+def test_a_driver_that_does_not_start_means_the_cpu(nvml_sim: NvmlSim, code: int, note: str) -> None:
+    nvml_sim.write(gpus(2), fails=[Fail("Init", code)])
+    found = look(nvml_sim)
+    assert found["gpus"] == []
+    assert found["note"].startswith(note)
+    assert found["note"].endswith(": running on the CPU")
+
+
+def test_a_driver_that_cannot_count_means_the_cpu(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write(gpus(2), fails=[Fail("DeviceGetCount", UNKNOWN)])
+    assert look(nvml_sim)["note"] == "the NVIDIA driver does not answer (Unknown Error): running on the CPU"
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 8])
+def test_every_gpu_is_listed(nvml_sim: NvmlSim, count: int) -> None:
+    nvml_sim.write(gpus(count))
+    found = look(nvml_sim)
+    assert uuids(found) == [gpu_uuid(index) for index in range(count)]
+    assert found["note"] == ("" if count else "the NVIDIA driver shows no GPU: running on the CPU")
+    assert found["warnings"] == []
+    assert found["driver_version"] == "550.90.07"
+
+
+def test_what_is_said_of_a_gpu(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write(
+        [Gpu(PARENT, "Simulated H100 80GB", (0, 1, 0), (9, 0), Memory(80 * GIB, 5 * MIB), mig_mode=False)]
+    )
+    expected = Device(PARENT, "Simulated H100 80GB", (9, 0), 80 * GIB, 5 * MIB)
+    assert run(f"answer = gpus.inventory().gpus == (gpus.{expected!r},)", nvml_sim.environment()) is True
+    assert expected.is_gpu
+
+
+def test_unknown_facts_are_none(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([Gpu(PARENT, compute_capability=None)], fails=[Fail("SystemGetDriverVersion", UNKNOWN)])
+    found = look(nvml_sim)
+    assert found["driver_version"] is None
+    assert found["gpus"][0]["compute_capability"] is None
+    assert found["warnings"] == []
+
+
+def test_order_is_pcis_and_not_nvmls(nvml_sim: NvmlSim) -> None:
+    first, second, third = gpu_uuid(1), gpu_uuid(2), gpu_uuid(3)
+    nvml_sim.write([Gpu(third, pci=(1, 0, 0)), Gpu(second, pci=(0, 0x81, 0)), Gpu(first, pci=(0, 0x0A, 0))])
+    everything, masked = look_with(nvml_sim, {}, mask("2,0"))
+    assert uuids(everything) == [first, second, third]
+    assert uuids(masked) == [third, first]
+
+
+# A mask over four GPUs, what it leaves, and which entry is warned of.
+MASKS: list[tuple[str, list[int], str | None]] = [
+    ("3,1", [3, 1], None),
+    (" 2 , 0 ", [2, 0], None),
+    (f"{gpu_uuid(2)},{gpu_uuid(0)}", [2, 0], None),
+    ("GPU-2,GPU-0000", [2, 0], None),
+    (f"1,{gpu_uuid(3)}", [1, 3], None),
+    ("0,-1", [0], None),
+    ("0,", [0], None),
+    ("0,-1,1", [0], "'-1' names"),
+    ("1,,2", [1], "'' names"),
+    ("0,4,1", [0], "'4' names"),
+    ("0,first,1", [0], "'first' names"),
+    ("2,GPU-,1", [2], "'GPU-' names"),
+    ("2,GPU-9,1", [2], "'GPU-9' names"),
+    ("2,MIG-1,1", [2], "'MIG-1' names"),
+    ("2,2222,1", [2], "'2222' names"),
+    ("2,02,1", [2], "'02' names"),
+    ("2," + "9" * 5000, [2], "9' names"),
+    ("1,1,0", [1, 0], f"'1' names {gpu_uuid(1)} again"),
+    ("1,GPU-1111,0", [1, 0], f"'GPU-1111' names {gpu_uuid(1)} again"),
+]
+
+
+def test_the_inherited_mask_is_read_as_cuda_reads_it(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write(gpus(4))
+    looked = look_with(nvml_sim, *(mask(text) for text, _, _ in MASKS))
+    for (text, kept, warned), found in zip(MASKS, looked, strict=True):
+        assert uuids(found) == [gpu_uuid(index) for index in kept], text
+        assert found["note"] == ""
+        assert len(found["warnings"]) == (warned is not None), found["warnings"]
+        assert warned is None or f"CUDA_VISIBLE_DEVICES={text}: " in found["warnings"][0]
+        assert warned is None or warned in found["warnings"][0]
+
+
+def test_a_mask_may_hide_every_gpu(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write(gpus(2))
+    texts = ["", "-1", "NoDevFiles"]
+    for text, found in zip(texts, look_with(nvml_sim, *map(mask, texts)), strict=True):
+        assert found["gpus"] == []
+        assert found["note"] == f"CUDA_VISIBLE_DEVICES={text} leaves no GPU: running on the CPU"
+        assert found["warnings"] == []
+
+
+def test_the_mask_is_read_from_the_process_itself(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write(gpus(2))
+    assert uuids(run(INVENTORY, nvml_sim.environment() | mask("1"))) == [gpu_uuid(1)]
+
+
+def test_indices_are_ambiguous_only_between_unlike_gpus(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([gpus(2)[0], Gpu(gpu_uuid(1), "Simulated H100", (0, 2, 0), (9, 0))])
+    surprising, *others = look_with(
+        nvml_sim, mask("1", order=None), mask("1"), mask(gpu_uuid(1), order=None), {}
+    )
+    assert uuids(surprising) == [gpu_uuid(1)]
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in surprising["warnings"][0]
+    assert all(found["warnings"] == [] for found in others)
+    nvml_sim.write(gpus(2))
+    assert look_with(nvml_sim, mask("1", order=None))[0]["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    ("lost_at", "label"),
+    [
+        ("DeviceGetHandleByIndex", "GPU 1"),
+        ("DeviceGetPciInfo", f"GPU 1 ({gpu_uuid(1)})"),
+        ("DeviceGetMemoryInfo", f"GPU 1 ({gpu_uuid(1)})"),
+    ],
+)
+def test_a_lost_gpu_is_left_out_and_named(nvml_sim: NvmlSim, lost_at: str, label: str) -> None:
+    whole = gpus(3)
+    nvml_sim.write([whole[0], Gpu(gpu_uuid(1), pci=(0, 2, 0), fails=[Fail(lost_at, GPU_IS_LOST)]), whole[2]])
+    everything, by_number, by_uuid = look_with(
+        nvml_sim, {}, mask("1,2"), mask(f"{gpu_uuid(1)},{gpu_uuid(2)}")
+    )
+    assert uuids(everything) == [gpu_uuid(0), gpu_uuid(2)]
+    assert everything["warnings"] == [f"{label} is left out: GPU is lost"]
+    # It keeps its number, and neither its number nor its UUID hides what comes after.
+    assert uuids(by_number) == uuids(by_uuid) == [gpu_uuid(2)]
+
+
+def test_a_gpu_lost_while_it_is_looked_at(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([*gpus(1), Gpu(gpu_uuid(1), pci=(0, 2, 0), fails=[Fail("*", GPU_IS_LOST, 2)])])
+    found = look(nvml_sim)
+    assert uuids(found) == [gpu_uuid(0)]
+    assert found["warnings"] == [f"GPU 1 ({gpu_uuid(1)}) is left out: GPU is lost"]
+
+
+def test_when_all_gpus_are_lost_there_is_the_cpu(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([Gpu(PARENT, fails=[Fail("*", GPU_IS_LOST)])])
+    found = look(nvml_sim)
+    assert found["note"] == "no GPU can be used: running on the CPU"
+    assert len(found["warnings"]) == 1
+
+
+def test_a_gpu_that_may_not_be_opened_is_not_numbered(nvml_sim: NvmlSim) -> None:
+    barred = Gpu(gpu_uuid(0), fails=[Fail("DeviceGetHandleByIndex", NO_PERMISSION)])
+    nvml_sim.write([barred, *gpus(3)[1:]])
+    (found,) = look_with(nvml_sim, mask("0"))
+    assert uuids(found) == [gpu_uuid(1)]
+    assert found["warnings"] == []
+
+
+def test_mig_slices_stand_for_their_gpu(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([*gpus(1), MIG_GPU])
+    found = look(nvml_sim)
+    assert uuids(found) == [gpu_uuid(0), *(part.uuid for part in SLICES)]
+    assert found["gpus"][2] == {
+        "uuid": SLICES[1].uuid,
+        "name": "Simulated MIG 2g.10gb",
+        "compute_capability": [8, 0],
+        "total_bytes": 10 * GIB,
+        "used_bytes": 20 * MIB,
+        "node": "",
+        "is_held": False,
+    }
+    assert found["gpus"][3]["name"] == "Simulated A100"
+    assert found["warnings"] == []
+
+
+def test_a_mask_may_name_mig_slices(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([*gpus(1), MIG_GPU])
+    one, two, three = (part.uuid for part in SLICES)
+    cases: list[tuple[str, list[str], str | None]] = [
+        (f"{two},{one}", [two, one], None),
+        ("MIG-3", [three], None),
+        (f"MIG-{PARENT}/11/1,MIG-{PARENT}/7/0", [three, one], None),
+        (f"MIG-{PARENT}/9/0,0,MIG-{PARENT}/9/3", [two, gpu_uuid(0)], "/9/3' names no single GPU"),
+        # CUDA takes one slice of a GPU that is named as a whole.
+        ("1", [one], "to use all 3"),
+        (PARENT, [one], "to use all 3"),
+    ]
+    looked = look_with(nvml_sim, *(mask(text) for text, _, _ in cases))
+    for (text, kept, warned), found in zip(cases, looked, strict=True):
+        assert uuids(found) == kept, text
+        assert len(found["warnings"]) == (warned is not None), found["warnings"]
+        assert warned is None or warned in found["warnings"][0]
+
+
+def test_an_old_drivers_mig_uuid_is_its_old_name(nvml_sim: NvmlSim) -> None:
+    old_name = f"MIG-{PARENT}/1/0"
+    nvml_sim.write([Gpu(PARENT, mig_mode=True, slices=[Slice(0, old_name, 1)])])
+    (found,) = look_with(nvml_sim, mask(old_name), old_driver=True)
+    assert uuids(found) == [old_name]
+
+
+def test_mig_mode_without_slices_is_left_out(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([*gpus(1), Gpu(PARENT, pci=(0, 9, 0), mig_mode=True)])
+    found = look(nvml_sim)
+    assert uuids(found) == [gpu_uuid(0)]
+    assert found["warnings"] == [f"GPU 1 ({PARENT}) is left out: MIG mode is on, without a slice to use"]
+
+
+def test_all_memory_is_read_by_one_version(nvml_sim: NvmlSim) -> None:
+    """What the driver reserves nobody can have: with version 2 it is no part of the total."""
+    nvml_sim.write([Gpu(PARENT, memory=Memory(16 * GIB, GIB, reserved=300 * MIB))])
+    code = f"""
+gpu = gpus.inventory().gpus[0]
+answer = [gpu.total_bytes, gpu.used_bytes, *gpus.used_memory(["{PARENT}"]).values()]
+"""
+    assert run(code, nvml_sim.environment()) == [16 * GIB - 300 * MIB, GIB, GIB]
+    # Version 1, all that an old driver has, counts what is reserved as used: as much is free.
+    assert run(code, nvml_sim.environment(old_driver=True)) == [16 * GIB, *[GIB + 300 * MIB] * 2]
+
+
+# Telemetry
+
+
+@pytest.mark.parametrize("old_driver", [False, True])
+def test_telemetry_of_gpus_slices_and_those_that_do_not_tell(nvml_sim: NvmlSim, old_driver: bool) -> None:
+    hot = Health(945, 1590, 88, 69.5, events=0x1 | 0x20 | 0x4)
+    lost = Gpu(gpu_uuid(3), pci=(0, 4, 0), fails=[Fail("*", GPU_IS_LOST)])
+    nvml_sim.write([replace(gpus(1)[0], health=hot), gpus(2)[1], replace(MIG_GPU, health=Health()), lost])
+    asked = [gpu_uuid(0), gpu_uuid(1), SLICES[1].uuid, gpu_uuid(3), "cpu"]
+    code = "answer = {uuid: one and asdict(one) for uuid, one in gpus.telemetry(sys.argv[1:]).items()}"
+    found = run(code, nvml_sim.environment(old_driver), *asked)
+    names = ("sm_clock_mhz", "max_sm_clock_mhz", "temperature_celsius", "power_watts", "clock_events")
+    values = [(945, 1590, 88, 69.5, ["sw_power_cap", "sw_thermal_slowdown"]), (*[None] * 4, [])]
+    values.append((1590, 1590, 60, 50.0, []))  # a slice's are its GPU's
+    told = [dict(zip(names, one, strict=True)) for one in values]
+    assert found == dict(zip(asked, [*told, None, None], strict=True))
+
+
+# The session
+
+
+def test_nvml_is_opened_once(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([Gpu(PARENT, memory=Memory(used=GIB))])
+    code = f"""
+answer = [gpus.used_memory(["{PARENT}"])["{PARENT}"] for _ in range(5)]
+gpus.inventory(), gpus.processes_on("{PARENT}"), gpus.telemetry(["{PARENT}"])
+"""
+    assert run(code, nvml_sim.environment()) == [GIB] * 5
+    assert [what for what, _ in nvml_sim.sessions()] == ["open"]
+
+
+RELOADED = """
+import os
+from pathlib import Path
+state = Path(os.environ["NVML_SIM_STATE"])
+def look():
+    answer.append(gpus.used_memory([sys.argv[1]])[sys.argv[1]])
+answer = []
+look()
+first = state.read_text()
+state.write_text(first.replace("loaded 0", sys.argv[2]))
+look(), look()
+state.write_text(first.replace("loaded 0", "loaded 2"))
+look(), look()
+"""
+
+
+def test_a_driver_that_goes_and_comes_back_in_a_session(nvml_sim: NvmlSim) -> None:
+    """What was open is stale then: it is opened anew, and the same question is answered."""
+    nvml_sim.write([Gpu(PARENT, memory=Memory(used=GIB))])
+    gone = run(RELOADED, nvml_sim.environment(), PARENT, f"loaded 1\nfail Init {DRIVER_NOT_LOADED}")
+    assert gone == [GIB, None, None, GIB, GIB]
+    assert [what for what, _ in nvml_sim.sessions()] == ["open", "close", "open"]
+    nvml_sim.write([Gpu(PARENT, memory=Memory(used=GIB))])
+    assert run(RELOADED, nvml_sim.environment(), PARENT, "loaded 1") == [GIB] * 5
+
+
+def test_a_lost_gpu_hides_no_other(nvml_sim: NvmlSim) -> None:
+    lost = Gpu(PARENT, pci=(0, 9, 0), fails=[Fail("*", GPU_IS_LOST, 2)])
+    nvml_sim.write([lost, *gpus(1)])
+    code = """
+answer = [list(gpus.used_memory(sys.argv[1:]).values()) for _ in range(3)]
+"""
+    assert run(code, nvml_sim.environment(), PARENT, gpu_uuid(0)) == [[0, 0], [None, 0], [None, 0]]
+
+
+def test_a_fork_leaves_its_parents_session_alone(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([Gpu(PARENT, memory=Memory(used=GIB))])
+    code = f"""
+import os, pynvml
+gpus.used_memory(["{PARENT}"])
+if not (child := os.fork()):
+    seen = gpus.used_memory(["{PARENT}"])["{PARENT}"]
+    os._exit(0 if seen == {GIB} else 1)
+answer = [os.waitpid(child, 0)[1], gpus.used_memory(["{PARENT}"])["{PARENT}"]]
+"""
+    assert run(code, nvml_sim.environment()) == [0, GIB]
+    assert [what for what, _ in nvml_sim.sessions()].count("close") == 0
+
+
+def test_used_memory_of_slices_lost_and_unknown_devices(nvml_sim: NvmlSim) -> None:
+    lost = Gpu(gpu_uuid(1), pci=(0, 2, 0), fails=[Fail("*", GPU_IS_LOST)])
+    nvml_sim.write([MIG_GPU, lost])
+    asked = [SLICES[1].uuid, gpu_uuid(1), gpu_uuid(5), "cpu"]
+    found = run("answer = gpus.used_memory(sys.argv[1:])", nvml_sim.environment(), *asked)
+    assert found == {SLICES[1].uuid: 20 * MIB, gpu_uuid(1): None, gpu_uuid(5): None, "cpu": None}
+
+
+def watch(sim: NvmlSim, questions: int, pause_seconds: float = 0.0) -> Any:
+    code = f"""
+answer = []
+for _ in range({questions}):
+    answer += gpus.used_memory(["{PARENT}"]).values()
+    time.sleep({pause_seconds})
+"""
+    return run(code, sim.environment())
+
+
+def test_memory_released_after_some_questions_or_never(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([Gpu(PARENT, memory=Memory(16 * GIB, 9 * GIB, later=MIB, after_calls=3))])
+    assert watch(nvml_sim, 5) == [9 * GIB] * 3 + [MIB] * 2
+    nvml_sim.write([Gpu(PARENT, memory=Memory(16 * GIB, 9 * GIB))])
+    assert watch(nvml_sim, 5) == [9 * GIB] * 5
+
+
+def test_memory_released_at_a_time(nvml_sim: NvmlSim) -> None:
+    memory = Memory(16 * GIB, 9 * GIB, later=MIB, at_seconds=time.time() + 0.3)
+    nvml_sim.write([Gpu(PARENT, memory=memory)])
+    seen = watch(nvml_sim, 10, 0.05)
+    assert seen[-1] == MIB
+    assert seen == sorted(seen, reverse=True)
+
+
+def test_a_gpu_lost_while_watched(nvml_sim: NvmlSim) -> None:
+    # A question about used memory is two calls: which device, how much.
+    nvml_sim.write([Gpu(PARENT, memory=Memory(used=GIB), fails=[Fail("*", GPU_IS_LOST, 4)])])
+    assert watch(nvml_sim, 4) == [GIB, GIB, None, None]
+
+
+def test_a_running_process_sees_a_new_state(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([Gpu(PARENT, memory=Memory(used=GIB))])
+    code = f"""
+from ensemble.common.gpus import used_memory
+for line in iter(input, "stop"):
+    print(used_memory(["{PARENT}"])["{PARENT}"], flush=True)
+"""
+    environ = {**os.environ, **nvml_sim.environment()}
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environ,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for used in (GIB, 2 * GIB, 0):
+            nvml_sim.write([Gpu(PARENT, memory=Memory(used=used))])
+            process.stdin.write("ask\n")
+            assert int(process.stdout.readline()) == used
+        process.stdin.write("stop\n")
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("old_driver", [False, True])
+def test_processes_are_named_as_far_as_can_be(nvml_sim: NvmlSim, old_driver: bool) -> None:
+    here, elsewhere, named = os.getpid(), 4_000_000_001, 4_000_000_002
+    processes = {here: 3 * GIB, elsewhere: None, named: 5}
+    nvml_sim.write([Gpu(PARENT, processes=processes)], process_names={named: "/opt/my python"})
+    answer = run(f'answer = gpus.processes_on("{PARENT}")', nvml_sim.environment(old_driver))
+    told = [[here, None, 3 * GIB], [elsewhere, None, None], [named, "/opt/my python", 5]]
+    assert answer == ([] if old_driver else told), "no call that such a driver knows tells of processes"
+
+
+def test_processes_of_idle_lost_and_unknown_devices(nvml_sim: NvmlSim) -> None:
+    lost = Gpu(gpu_uuid(1), processes={1: 1}, fails=[Fail("*", GPU_IS_LOST)])
+    barred = Gpu(
+        gpu_uuid(2), processes={1: 1}, fails=[Fail("DeviceGetComputeRunningProcesses", NOT_SUPPORTED)]
+    )
+    nvml_sim.write([*gpus(1), lost, barred])
+    asked = [gpu_uuid(index) for index in range(4)] + ["cpu"]
+    code = "answer = [gpus.processes_on(uuid) for uuid in sys.argv[1:]]"
+    assert run(code, nvml_sim.environment(), *asked) == [[]] * 5
+
+
+def test_a_name_cut_inside_a_character_does_not_stop_anything(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write(
+        [Gpu(PARENT, processes={4_000_000_001: 1})], fails=[Fail("SystemGetProcessName", NOT_FOUND)]
+    )
+    code = f"""
+import pynvml
+def cut(pid):
+    return b"caf\\xc3".decode()
+pynvml.nvmlSystemGetProcessName = cut
+answer = gpus.processes_on("{PARENT}")
+"""
+    assert run(code, nvml_sim.environment()) == [[4_000_000_001, None, 1]]
+
+
+def device(uuid: str) -> Device:
+    return Device(uuid, "any", None, 0, 0)
+
+
+def test_a_worker_is_pinned_in_the_leases_order() -> None:
+    pinned = worker_environment([device("GPU-b"), device("GPU-a")])
+    assert pinned == {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-a", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert worker_environment([device("MIG-a")])["CUDA_VISIBLE_DEVICES"] == "MIG-a"
+
+
+def test_a_cpu_worker_sees_no_gpu() -> None:
+    assert worker_environment([])["CUDA_VISIBLE_DEVICES"] == ""
+    assert not device("cpu").is_gpu
+    assert worker_environment([device("cpu")])["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_mig_slices_do_not_go_together() -> None:
+    with pytest.raises(DeviceError, match="MIG-a, MIG-b"):
+        worker_environment([device("MIG-a"), device("MIG-b")])
+
+
+def test_pynvml_is_imported_only_when_asked() -> None:
+    code = 'answer = "pynvml" in sys.modules'
+    assert run(code, {}) is False
