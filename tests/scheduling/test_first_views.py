@@ -205,9 +205,14 @@ def enough_seconds(state: MemberState, how: Simulated) -> float:
 
 
 def too_early(how: Sequence[Simulated], outcome: Outcome) -> list[tuple[Given, int]]:
-    """Chunks of later views that were given where another member's first view could have been computed in time."""
+    """Chunks of later views that were given where another member's first view could have been computed in time.
+
+    A member that waits for two GPUs reserves the first that comes free, so that nothing is asked of the others then.
+    """
     found = []
     for one in outcome.given:
+        if any(how[other].gpus > 1 and other not in one.running for other in one.waiting):
+            continue
         for other in one.waiting if one.chunk.view else ():
             state = outcome.members[other]
             is_able = not one.devices or set(one.devices) <= set(state.plan.placement.devices)
