@@ -6,6 +6,7 @@ is the first below the header; blank lines are no rows. Writing quotes a cell on
 
 from __future__ import annotations
 
+import codecs
 import io
 import re
 from collections.abc import Collection, Sequence
@@ -43,6 +44,9 @@ _NUMBER = r"(?i)^[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|inf|infinity)$"
 # A cell that no file has: U+10FFFF is no character and never will be. Put behind the last row, it is read as a row
 # only if no quote is open there.
 _END = "\U0010ffffend of file\U0010ffff"
+# Stands for bytes that are not UTF-8 until the row and column are known; no character either.
+_NOT_UTF8 = "\U0010fffe"
+codecs.register_error("ensemble.csv", lambda error: (_NOT_UTF8, error.end))  # type: ignore[attr-defined]
 
 
 def read_header(path: Path) -> tuple[str, ...]:
@@ -57,6 +61,7 @@ def read_header(path: Path) -> tuple[str, ...]:
             content = file.read(block_bytes)
         if len(content) < block_bytes:
             content += f"\n{_END}\n".encode()
+        content, _ = _checked(content)
         try:
             with pa_csv.open_csv(
                 pa.BufferReader(content),
@@ -71,8 +76,8 @@ def read_header(path: Path) -> tuple[str, ...]:
                 names = tuple(reader.schema.names)
         except pa.ArrowInvalid:  # the header does not end in this block
             continue
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}: the header is not UTF-8; {_UTF8_ADVICE}") from error
+        if any(_NOT_UTF8 in name for name in names):
+            raise DataError(f"{path}: the header is not UTF-8; {_UTF8_ADVICE}")
         if any(_END in name for name in names):
             if names == (_END,):
                 raise DataError(f"{path}: the file holds only blank lines")
@@ -156,6 +161,7 @@ def _read_columns(
         column_types={name: pa.float64() if name in numbers else pa.string() for name in names},
         null_values=[""],
         strings_can_be_null=False,
+        check_utf8=False,  # the stream does
     )
     for block_bytes in _BLOCK_BYTES:
         batches: list[pa.RecordBatch] = []
@@ -166,7 +172,8 @@ def _read_columns(
         try:
             with (
                 open_input(path) as file,
-                pa_csv.open_csv(_WithEnd(file, ending.encode()), options, parse, convert) as reader,
+                _WithEnd(file, ending.encode()) as stream,
+                pa_csv.open_csv(stream, options, parse, convert) as reader,
             ):
                 schema = reader.schema
                 for batch in reader:
@@ -179,11 +186,13 @@ def _read_columns(
                 continue
             if numbers:
                 raise
-            raise DataError(_problem(path, names, error)) from error
+            raise DataError(f"{path}: cannot be read as CSV ({error_text(error)})") from error
         if numbers and broken:
             raise pa.ArrowInvalid("rows with too few or too many cells")
         table = pa.Table.from_batches(batches, schema)
         _refuse_broken_rows(path, [row for row in broken if limit is None or row.number <= limit + 1])
+        if stream.has_other_bytes:
+            _refuse_other_bytes(path, table if limit is None else table.slice(0, limit))
         pa.default_memory_pool().release_unused()
         if limit is not None and table.num_rows + len(broken) > limit:
             return table.slice(0, limit)
@@ -193,12 +202,13 @@ def _read_columns(
     raise _open_quote(path, rows + len(broken) + 1)
 
 
-def _problem(path: Path, names: Sequence[str], error: pa.ArrowInvalid) -> str:
-    place = re.search(r"column #(\d+): Row #(\d+): .*invalid UTF8", str(error))
-    if place is None:
-        return f"{path}: cannot be read as CSV ({error_text(error)})"
-    where = f"column {quoted(names[int(place[1])])}: the cell in row {int(place[2]) - 1:,}"
-    return f"{path}: {where} is not in UTF-8; {_UTF8_ADVICE}"
+def _refuse_other_bytes(path: Path, table: pa.Table) -> None:
+    """Raise DataError if a cell is not UTF-8."""
+    for name, cells in zip(table.column_names, table.columns, strict=True):
+        row = pc.index(pc.match_substring(cells, _NOT_UTF8), True).as_py()
+        if row >= 0:
+            where = f"column {quoted(name)}: the cell in row {row + 1:,}"
+            raise DataError(f"{path}: {where} is not in UTF-8; {_UTF8_ADVICE}")
 
 
 def _open_quote(path: Path, row: int) -> DataError:
@@ -216,10 +226,8 @@ def _refuse_broken_rows(path: Path, broken: Sequence[pa_csv.InvalidRow]) -> None
         if _END in row.text:
             raise _open_quote(path, row.number - 1)
     for row in broken[:_SHOWN]:
-        cells = plural(row.actual_columns, "cell")
-        shown.append(
-            f"row {row.number - 1:,} has {cells} instead of {row.expected_columns}: {quoted(row.text)}"
-        )
+        cells, text = plural(row.actual_columns, "cell"), row.text.replace(_NOT_UTF8, "\ufffd")
+        shown.append(f"row {row.number - 1:,} has {cells} instead of {row.expected_columns}: {quoted(text)}")
         if row.actual_columns > row.expected_columns:
             advice = "put quotes around cells that hold the separator"
     raise DataError(f"{path}: {plural(len(broken), 'broken row')}; {'; '.join(shown)}; {advice}")
@@ -234,27 +242,42 @@ def _delimiter(path: Path) -> str:
     return "\t" if ".tsv" in [suffix.lower() for suffix in path.suffixes[-2:]] else ","
 
 
+def _checked(data: bytes, is_last: bool = True) -> tuple[bytes, bytes]:
+    """Return text as UTF-8, with ``_NOT_UTF8`` for other bytes; and the start of a character at its end."""
+    try:
+        _, length = codecs.utf_8_decode(data, "strict", is_last)
+        return data[:length], data[length:]
+    except UnicodeDecodeError:
+        text, length = codecs.utf_8_decode(data, "ensemble.csv", is_last)
+        return text.encode(), data[length:]
+
+
 class _WithEnd(io.RawIOBase):
     """A stream for pyarrow's CSV reader, followed by an ending.
 
     pyarrow takes the result of each call for a block. If a block ends with ``\\r``, it drops a ``\\n`` at the start
-    of the next, even within quotes; so no block of this stream ends with ``\\r``.
+    of the next, even within quotes; so no block of this stream ends with ``\\r``. pyarrow cannot show a broken row
+    that is not UTF-8, so the stream is always UTF-8, with ``_NOT_UTF8`` for other bytes.
     """
 
     def __init__(self, stream: BinaryIO, ending: bytes) -> None:
         self._stream = stream
         self._ending = ending
         self._pending = b""
+        self.has_other_bytes = False
 
     def readable(self) -> bool:
         return True
 
     def read(self, size: int = _BLOCK_BYTES[0]) -> bytes:
         data = self._pending + self._stream.read(size - len(self._pending))
-        if len(data) < size:
+        is_last = len(data) < size
+        if is_last:
             data, self._ending = data + self._ending, b""
-        self._pending = b"\r" if data.endswith(b"\r") else b""
-        return data.removesuffix(b"\r")
+        text, pending = _checked(data, is_last)
+        self.has_other_bytes |= len(text) + len(pending) != len(data)
+        self._pending = (b"\r" if text.endswith(b"\r") else b"") + pending
+        return text.removesuffix(b"\r")
 
 
 def text_as_numbers(

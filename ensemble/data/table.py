@@ -29,7 +29,6 @@ from ensemble.data.input_file import (
     Contents,
     Wanted,
     cell_texts,
-    first_ids,
     is_binary,
     is_json_field,
     is_text,
@@ -297,7 +296,14 @@ def _id_problems(path: Path, column: str, ids: pa.ChunkedArray) -> Iterator[str]
     repeated = repeated_ids(ids)
     repeated = repeated.filter(pc.fill_null(pc.not_equal(repeated, ""), False))
     if len(repeated):
-        yield f"{where}: {plural(len(repeated), 'id')} more than once: {first_ids(repeated)}; ids must be unique"
+        shown = []
+        for name in repeated[:_SHOWN].to_pylist():
+            count, rows = _first(pc.equal(ids, name))
+            shown.append(f"{quoted(name)} in row {', '.join(f'{row + 1:,}' for row in rows)}")
+            shown[-1] += ", ..." if count > len(rows) else ""
+        more = "; ..." if len(repeated) > _SHOWN else ""
+        what = f"{plural(len(repeated), 'id')} more than once: {'; '.join(shown)}{more}"
+        yield f"{where}: {what}; ids must be unique"
 
 
 def _first(mask: pa.ChunkedArray) -> tuple[int, list[int]]:

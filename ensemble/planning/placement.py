@@ -249,10 +249,12 @@ def _by_request(
     large_enough = len(usable) + len(held)
     if large_enough < gpus:
         problem = (
-            f"models[{index}].gpu_memory: {facts.name} asks for {gib(size)} of {plural(gpus, 'GPU')}, but "
-            f"{plural(large_enough, 'GPU')} has so much; lower it, or num_gpus"
+            f"models[{index}].gpu_memory: {facts.name} asks for {gib(size)} of {plural(gpus, 'GPU')}, but the "
+            f"largest GPU has {gib(max(device.total_bytes for device in devices))}"
         )
-        return Placement(gpus, fits=fits, problems=(problem,))
+        if large_enough:
+            problem += f", and only {plural(large_enough, 'GPU')} so much"
+        return Placement(gpus, fits=fits, problems=(f"{problem}; lower it, or num_gpus",))
     # Shares of the free memory, as for other members; the largest count of places counts on all GPUs.
     shares = [max(1, fits[device.uuid].room_bytes // workers_per_gpu) for device in usable]
     places = max((min(workers_per_gpu, -(-size // share)) for share in shares), default=1)

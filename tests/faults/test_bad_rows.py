@@ -63,7 +63,7 @@ def test_a_member_with_a_bad_row_can_be_dropped(chunky: Project, forked: ForkedR
     config = chunky_config(chunky, models=[llama, other], on_bad_row="drop_member")
     chunky.write_config(config)
     assert forked.run(chunky.folder, faults=injected) == 0, forked.printed
-    assert "merged without llama, by the weights other 1" in forked.printed
+    assert "merged without llama: " in forked.printed
     assert chunky.run_json()["left_out"] == ["llama"]
     np.testing.assert_array_equal(values(chunky, "ensemble"), values(chunky, "predictions/other"))
 
@@ -88,7 +88,7 @@ def test_a_member_that_fails_for_good(chunky: Project, forked: ForkedRuns, tmp_p
     report = chunky.run_json()
     assert [member["status"] for member in report["members"]] == ["failed", "complete"]
     assert forked.run(chunky.folder, "--set", "on_member_failure=continue") == 0
-    assert "merged without broken, by the weights llama 1" in forked.printed
+    assert "merged without broken: " in forked.printed
     report = chunky.run_json()
     assert (report["status"], report["left_out"]) == ("complete", ["broken"])
     assert report["members"][1]["reused_rows"] == ROWS

@@ -684,7 +684,13 @@ def test_what_a_new_user_does_wrong_is_said_with_what_to_do(project: Project) ->
     merged = project.ensemble("merge", "int.parquet", "renamed.csv.gz", "-o", "out.csv")
     assert "or map them by columns in a config (task_type: csv)" in " ".join(merged.stderr.split())
     mapped = project.ensemble(
-        "merge", "int.parquet", "a=int.parquet", "-o", "out.csv", "--set", "models.a.columns={x: y}"
+        "merge",
+        "int.parquet",
+        "a=int.parquet",
+        "-o",
+        "out.csv",
+        "--set",
+        f"models.a.columns={{x: {LABELS[0]}}}",
     )
     assert "for more name the files in a config (task_type: csv) and use run" in " ".join(
         merged.stderr.split() + mapped.stderr.split()

@@ -80,7 +80,7 @@ def test_the_python_api_takes_another_runs_rows(first: Project, monkeypatch: pyt
     second = {"output_dir": "runs/second"}
     run = ensemble.run("config.yaml", second, reuse="runs/first", quiet=True)
     assert [member.reused_rows for member in run.report.members] == [300, 300]
-    with pytest.raises(ConfigError, match=r"give the output_dir of another run"):
+    with pytest.raises(ConfigError, match=r"is not a path"):
         ensemble.run("config.yaml", second, reuse=1, quiet=True)  # type: ignore[arg-type]
 
 

@@ -104,7 +104,8 @@ def test_places_of_a_gpu_that_members_share() -> None:
     known = {"m0": MemberFacts("m0", ResourceRequest(2, gpu_memory=7 * gib), lengths)}
     (problem,) = make_plan(config({}), known, [*gpus(1), small]).problems
     assert problem == (
-        "models[0].gpu_memory: m0 asks for 7.0 GiB of 2 GPUs, but 1 GPU has so much; lower it, or num_gpus"
+        "models[0].gpu_memory: m0 asks for 7.0 GiB of 2 GPUs, but the largest GPU has 16.0 GiB, and only 1 GPU so "
+        "much; lower it, or num_gpus"
     )
 
 

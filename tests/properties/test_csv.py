@@ -18,9 +18,6 @@ from tests.properties import cells
 from tests.properties.reading import assert_sentences, given_to_workers, needs, outcome
 from tests.sampling import tries
 
-# pyarrow cannot show a broken row that is not UTF-8 to the function that is called for it.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
 
 def by_csv_module(content: bytes, limit: int | None = None) -> tuple[list[str], cells.Records] | None:
     """Header and rows, or None for what is to be refused."""
@@ -80,9 +77,12 @@ BROKEN_ROWS = {
     b"a,b,c": "broken row",
     b"a": "broken row",
     b'"a,b"': "broken row",
+    b"\xff": "broken row",
+    b"\xc3,b,c": "broken row",
     b"a,\xed\xa0\x80": "not in UTF-8",
     b"\xff,b": "not in UTF-8",
     b'a,"b': "never closes",
+    b'"a\xff': "never closes",
     b'5" pipe,"b': "never closes",
 }
 

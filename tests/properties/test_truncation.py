@@ -134,8 +134,9 @@ def test_fields_get_their_shares_and_lend_what_they_do_not_need(
     template = "{{ x }}\n0\n{{ y }}\n1\n{{ z }}\n2"
     member = prompt(kind, template, max_length, given_fields)
     seen: list[str] = []
-    render = member._truncation._template.render  # type: ignore[union-attr]
-    member._truncation._template.render = lambda row: seen.append(render(row)) or seen[-1]  # type: ignore
+    template_of = member._truncation._template  # type: ignore[union-attr]
+    render = template_of.render
+    object.__setattr__(template_of, "render", lambda row: seen.append(render(row)) or seen[-1])  # type: ignore[func-returns-value]
     got = member.encode([chosen])
     if not got.truncated_rows:
         return
@@ -235,8 +236,9 @@ def test_the_newest_rounds_stay_whole(case: tuple[Any, ...], shares: list[float]
     }
     member = prompt(kind, ROUNDS, max_length, fields)
     rendered: list[str] = []
-    render = member._truncation._template.render  # type: ignore[union-attr]
-    member._truncation._template.render = lambda row: rendered.append(render(row)) or rendered[-1]  # type: ignore
+    template_of = member._truncation._template  # type: ignore[union-attr]
+    render = template_of.render
+    object.__setattr__(template_of, "render", lambda row: rendered.append(render(row)) or rendered[-1])  # type: ignore[func-returns-value]
     got = member.encode([row])
     assert not got.problems
     assert got.lengths[0] <= max_length
@@ -339,8 +341,9 @@ def test_a_chat_and_its_instruction_stay_whole_around_columns_that_are_cut(
 
     whole = chat(str(member.render(row)))
     seen: list[str] = []
-    render = member._truncation._template.render  # type: ignore[union-attr]
-    member._truncation._template.render = lambda row: seen.append(render(row)) or seen[-1]  # type: ignore
+    template_of = member._truncation._template  # type: ignore[union-attr]
+    render = template_of.render
+    object.__setattr__(template_of, "render", lambda row: seen.append(render(row)) or seen[-1])  # type: ignore[func-returns-value]
     got = member.encode([row])
     if len(whole) <= max_length:
         assert ids(got) == whole

@@ -207,7 +207,7 @@ def enough_seconds(state: MemberState, how: Simulated) -> float:
 def too_early(how: Sequence[Simulated], outcome: Outcome) -> list[tuple[Given, int]]:
     """Chunks of later views that were given where another member's first view could have been computed in time.
 
-    A member that waits for two GPUs reserves the first that comes free, so that nothing is asked of the others then.
+    A member that waits for two GPUs reserves the first that comes free; nothing is asked of the others then.
     """
     found = []
     for one in outcome.given:
