@@ -220,7 +220,7 @@ def test_turns_that_a_template_counts_keep_their_places() -> None:
 
 @st.composite
 def conversations(draw: st.DrawFn) -> tuple[str, dict[str, Any], list[tuple[str, str, str]], int]:
-    said = st.lists(st.sampled_from(WORDS), max_size=30).map(" ".join)
+    said = st.lists(st.sampled_from(WORDS), min_size=1, max_size=30).map(" ".join)
     rounds = draw(st.lists(st.tuples(said, said, said), min_size=1, max_size=6))
     row = {name: json.dumps([one[place] for one in rounds]) for place, name in enumerate("pab")}
     return draw(st.sampled_from([*MAKERS])), {**row, "note": "office"}, rounds, draw(st.integers(40, 200))
@@ -229,7 +229,10 @@ def conversations(draw: st.DrawFn) -> tuple[str, dict[str, Any], list[tuple[str,
 @tries(120)
 @given(case=conversations(), shares=st.lists(st.floats(0.1, 10), min_size=3, max_size=3))
 def test_the_newest_rounds_stay_whole(case: tuple[Any, ...], shares: list[float]) -> None:
-    """Turn i of all columns together, and no round that is gone leaves its headings behind."""
+    """Turn i of all columns together, and no round that is gone leaves its headings behind.
+
+    No turn is empty: of empty rounds only headings are left, which are more tokens than a marker.
+    """
     kind, row, rounds, max_length = case
     fields = {
         name: {"share": share, "keep": "newest_rounds"} for name, share in zip("pab", shares, strict=True)
