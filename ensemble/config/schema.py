@@ -402,17 +402,13 @@ class RunConfig(StrictConfig):
     # Where workers run: local, ray (docs/cluster.md), or {name: {settings}}.
     launcher: Launcher | LauncherSettings = "local"
     max_workers_per_gpu: Count = 1  # workers that share a GPU
-    cpu_workers: Count | Literal["auto"] = (
-        "auto"  # at the same time on the CPU, each with a share of the cores
-    )
+    cpu_workers: Count | Literal["auto"] = "auto"  # at the same time on a CPU, each with some of its cores
     wait_for_gpu: Duration = 0.0  # seconds to wait for memory that other programs use
     retries: Retries = 2  # of a chunk whose worker died, each in a new worker
     on_bad_row: Literal["fail", "uniform", "drop_member"] = "fail"  # a row that its member cannot compute
     on_member_failure: Literal["fail", "continue"] = "fail"  # continue: merge the others, by their weights
     time_limit: TimeLimit | None = None  # for the whole run; a submission is complete before it
-    fill: Literal["uniform", "prior", "sample"] = (
-        "uniform"  # values of rows that no member has computed by then
-    )
+    fill: Literal["uniform", "prior", "sample"] = "uniform"  # of rows that no member has computed by then
     hang_timeout: HangTimeout = 600.0  # seconds without a finished batch after which a worker counts as hung
     hash_weights: bool = False  # read all bytes to see whether weights changed; False: samples
     standby: bool = True  # start the next member's process while this one computes
