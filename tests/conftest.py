@@ -74,7 +74,8 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("patient", deadline=None)
     hypothesis.settings.load_profile("patient")
     # What transformers says of tiny checkpoints, for all test processes and from one session to the next.
-    os.environ.setdefault(questions.CACHE, str(config.cache.mkdir("checkpoints")))
+    if hasattr(config, "cache"):
+        os.environ.setdefault(questions.CACHE, str(config.cache.mkdir("checkpoints")))
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         return  # xdist's processes, which this one starts, shall not be ended by a hangup either
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -289,7 +289,7 @@ def _keys(value: object, loc: Loc = ()) -> Iterator[tuple[Loc, object]]:
         value = {model["name"]: {key: model[key] for key in model if key != "name"} for model in value}
     elif loc == ("rules",) and isinstance(value, list):
         value = dict(enumerate(value))
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict):
         for key, inner in value.items():
             yield from _keys(inner, (*loc, key))
     else:

@@ -119,7 +119,7 @@ WRONG: dict[str, tuple[Change, list[str]]] = {
     ),
     "template that reaches out": (
         set_key("defaults", value={"prompt_template": "{{ text.__class__.__mro__ }}"}),
-        ["models[0].prompt_template", "__mro__"],
+        ["models[0].prompt_template", "__class__"],
     ),
     "raw values with probabilities": (
         set_key("models", 0, "problem_type", value="regression"),
