@@ -59,7 +59,6 @@ def test_settings_that_differ_by_their_place() -> None:
         ("models.b.prompt_template", "...'xxxxxxxxxxxxxxxfirst'", "...'xxxxxxxxxxxxxxxsecond'"),
         ("data.label_column", "not set", "'label'"),
         ("ensemble.method", "not set", "'median'"),
-        ("models.c", "not set", "an empty mapping"),
     ]
 
 
