@@ -298,14 +298,14 @@ def _write(
     except OSError as error:
         raise OutputError(cannot_write(str(target), target.parent, error)) from error
     text_bytes = np.zeros(len(ids), dtype=np.int64)
-    # Each block is turned into text while the next one is merged.
+    # Two blocks are turned into text while the next one is merged.
     with (
-        ThreadPoolExecutor(1, "merge") as pool,
+        ThreadPoolExecutor(2, "merge") as pool,
         atomic_path(target) as temporary,
         temporary.open("wb") as stream,
     ):
         stream.write(header_line([id_column, *labels]))
-        text: Future[pa.Buffer] | None = None
+        previous: Future[pa.Buffer] | None = None
         for start, values in merge_blocks(method, open_members, ids, text_bytes):
             empty = np.flatnonzero(np.isnan(values).any(axis=1))
             if empty.size:
@@ -313,9 +313,10 @@ def _write(
                 raise MergeError(
                     f"no file with a weight above 0 has the id {quoted(first)}; add one that does"
                 )
-            if text is not None:
-                stream.write(text.result())
             text = pool.submit(lines, start, values)
-        if text is not None:
-            stream.write(text.result())
+            if previous is not None:
+                stream.write(previous.result())
+            previous = text
+        if previous is not None:
+            stream.write(previous.result())
     return {file.name: check.reached for file, check in zip(files, checks, strict=True)}

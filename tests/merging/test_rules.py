@@ -241,7 +241,10 @@ def test_what_is_held_against_the_ensemble_is_so_with_the_same_rules(project: Pr
     compared = project.ensemble("compare", "plain", "runs/first")
     said = " ".join(compared.stdout.split())
     assert compared.returncode == 0, compared.stderr
-    assert "rules[0].when: not set -> '{{ left == right }}' rules[0].set.tie: not set -> 1.0 rules[1].when" in said
+    assert (
+        "rules[0].when: not set -> '{{ left == right }}' rules[0].set.tie: not set -> 1.0 rules[1].when"
+        in said
+    )
     assert re.search(r"other\W+200\W+0\W", said), "members' own predictions have no rules"
 
     cascade = [members[0], {**members[1], "when": {"margin_below": 0.2}}]
