@@ -203,8 +203,10 @@ def _read_columns(
 
 
 def _refuse_other_bytes(path: Path, table: pa.Table) -> None:
-    """Raise DataError if a cell is not UTF-8."""
+    """Raise DataError if a cell of these columns is not UTF-8."""
     for name, cells in zip(table.column_names, table.columns, strict=True):
+        if not is_text(cells.type):
+            continue
         row = pc.index(pc.match_substring(cells, _NOT_UTF8), True).as_py()
         if row >= 0:
             where = f"column {quoted(name)}: the cell in row {row + 1:,}"

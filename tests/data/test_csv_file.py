@@ -15,7 +15,8 @@ import pytest
 
 from ensemble.common.errors import DataError
 from ensemble.common.text import did_you_mean
-from ensemble.data.csv_file import read_header, read_text_csv, write_csv
+from ensemble.data.csv_file import read_csv, read_header, read_text_csv, write_csv
+from ensemble.data.input_file import Wanted
 
 AWKWARD = [
     *(
@@ -219,6 +220,16 @@ def test_cells_that_are_not_utf8_are_named(tmp_path: Path) -> None:
     assert "column 't': the cell in row 50,001 is not in UTF-8; convert the file" in problem(path)
     # A column that nobody reads may hold what it likes.
     assert read_text_csv(path, ["id"]).num_rows == 50_002
+
+
+def test_a_column_that_is_not_read_may_hold_other_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_bytes(b"id,a,note\nx,0.5,caf\xe9\ny,0.2,z\n")
+    wanted = Wanted(id_column="id", label_column=None, columns=("a",), limit=None, numbers=("a",))
+    assert read_csv(path, wanted).columns.to_pydict() == {"a": [0.5, 0.2]}
+    path.write_bytes(b"id,a,note\nx\xe9,0.5,cafe\ny,0.2,z\n")
+    with pytest.raises(DataError, match=r"column 'id': the cell in row 1 is not in UTF-8"):
+        read_csv(path, wanted)
 
 
 def test_a_quote_that_never_closes(tmp_path: Path) -> None:
