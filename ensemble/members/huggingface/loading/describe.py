@@ -169,9 +169,7 @@ def _renames(model: Any) -> bool:
 def _learnt_positions(model: Any) -> Iterator[int]:
     """Yield the tokens that each table of learnt positions can number."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and re.search(
-            r"(^|[._])(wpe|positions?_embed\w*|embed_positions?)$", name
-        ):
+        if isinstance(module, nn.Embedding) and _POSITIONS.search(name):
             # RoBERTa and its kin count from the padding's id on; BART and OPT have an offset.
             skipped = module.padding_idx + 1 if module.padding_idx is not None else 0
             yield module.num_embeddings - max(skipped, int(getattr(module, "offset", 0)))
