@@ -70,7 +70,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Change:
-    """How far one member's predictions, or the ensemble's, are apart on the rows that both sides have.
+    """Measure how far a member's predictions, or the ensemble's, are apart on the rows that both sides have.
 
     Attributes:
         changed: rows with another likeliest label; of labels that are not exclusive, with one that is above 0.5 on
@@ -127,7 +127,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two: a run with its total ``seconds``, or a file, which has a name only."""
+    """Describe a side: a run with its total ``seconds``, or a file, which has only a name."""
 
     name: str
     status: str | None = None
@@ -137,7 +137,7 @@ class Side:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """What differs between two runs or files.
+    """Hold what differs between two runs or files.
 
     Attributes:
         rows: that both have.

@@ -63,7 +63,7 @@ MIN_ROWS_OF_LABEL: Final = 5
 
 @dataclass(frozen=True)
 class Options:
-    """What to fit.
+    """Say what to fit.
 
     Attributes:
         method: None becomes "simplex" for log loss and "greedy" for other metrics.
@@ -117,7 +117,7 @@ class FittedMember:
 
 @dataclass(frozen=True, kw_only=True)
 class FitReport:
-    """What was fitted to all rows, and how good it is on rows that were held out.
+    """Hold what was fitted to all rows, and its scores on held-out rows.
 
     Attributes:
         rows: labelled rows that all members have and that no rule decides; further ``rows_left_out`` lack a member,
@@ -327,7 +327,7 @@ def _fitted_numbers(sample: _Sample, options: Options) -> int:
 
 @dataclass(frozen=True)
 class _Blend:
-    """How calibrated members become one; of stacking ``weights`` are 1 for the members that it uses."""
+    """Merge calibrated members; for stacking, ``weights`` are 1 for the members that it uses."""
 
     weights: Values
     pool: Pool

@@ -57,7 +57,7 @@ _NO_SUCH_KEY = (
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written; ``rows_of`` counts the rows that each file gave, by its name."""
+    """Describe what was written; ``rows_of`` counts the rows from each file, by its name."""
 
     path: Path
     method: str

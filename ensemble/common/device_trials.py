@@ -44,7 +44,7 @@ class DeviceReport:
 
 @dataclass(frozen=True)
 class DeviceTrial:
-    """How a test process ended."""
+    """Tell how a test process ended."""
 
     device: Device
     seconds: float

@@ -72,7 +72,7 @@ class ViewSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class CommonSpec:
-    """What every worker must know, whatever its member's kind."""
+    """Hold what every worker must know, whatever its member's kind."""
 
     labels: tuple[str, ...]  # the config's, in its order
     # Softmax: probabilities of exclusive labels; sigmoid: of others; none: any numbers.
@@ -153,7 +153,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Progress:
-    """How much of the current chunk is computed; the counts are of this chunk alone."""
+    """Tell how much of the current chunk is computed; the counts are of this chunk only."""
 
     chunk: int
     rows: int

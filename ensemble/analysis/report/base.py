@@ -36,7 +36,7 @@ _LONG = 40
 
 
 class Section(ABC):
-    """One section of the page: a class in a file of its own, and a line in ``SECTIONS``."""
+    """Make a section of the page; each is a class in its own file, and a line in ``SECTIONS``."""
 
     title: ClassVar[str]  # the heading, also in the list of contents
 

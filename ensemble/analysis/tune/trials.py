@@ -75,7 +75,7 @@ class _Watching:
 
 
 class MemberTrials:
-    """One member's trials, each over the same sample of rows of every length."""
+    """Run a member's trials, each over the same sample of rows of all lengths."""
 
     def __init__(
         self,
