@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -21,18 +19,14 @@ from ensemble.common.text import duration, shown_path
 from ensemble.pipeline.run_dir import RunDir, head, log
 from ensemble.pipeline.run_report import RunReport
 
-MAKER: Final = "ensemble.analysis.report.__main__"
 DIGEST: Final = "ensemble-digest"  # the name of the page's <meta>
 # Under a time limit, the page is not begun if less time is left.
-MIN_SECONDS: Final = 10.0
+MIN_SECONDS: Final = 12.0
 # Under a time limit, for the end of the process and of the run.
 _MARGIN_SECONDS = 2.0
 # Of a process that hangs: several times what it takes for millions of rows on a slow machine.
 _MAX_SECONDS = 600.0
-_MESSAGE_AFTER_SECONDS = 5.0
-_POLL_SECONDS = 0.1
-_END_SECONDS = 10.0
-_LOG_BYTES = 4_096
+_POLL_SECONDS = 0.05
 
 
 def page_digest(report: RunReport) -> str:
@@ -40,19 +34,14 @@ def page_digest(report: RunReport) -> str:
 
     Whether the table exists is a part of it, as a page without the table lacks texts.
     """
-    members = []
-    for member in report.members:
-        message = member.failure and member.failure.message
-        members.append(
-            (member.name, member.weight, member.status, member.fingerprint, member.bad_rows, message)
-        )
-    scores = [str(score) for score in report.scores.items()]
-    results = (report.merged_rows, report.filled_rows, scores, report.ensemble)
+    members = [
+        (member.name, member.weight, member.status, member.fingerprint, member.bad_rows, member.failure)
+        for member in report.members
+    ]
+    results = report.status, report.rows, report.merged_rows, report.filled_rows, report.scores, report.rules
+    config = report.config, report.overrides, report.ensemble, report.versions.get("ensemble")
     has_table = bool(report.table) and Path(report.table).exists()
-    rules = [str(rule) for rule in report.rules]
-    config = rules, report.config, report.overrides, report.versions.get("ensemble")
-    content = json.dumps([has_table, report.status, report.rows, members, results, config], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
+    return hashlib.sha256(repr((members, results, config, has_table)).encode()).hexdigest()
 
 
 def is_report(page: Path) -> bool:
@@ -79,20 +68,19 @@ def write_page(
         the page; None if it was not written, which the user is told unless the config asks for none.
     """
     page = rundir.report_page
-    match = re.search(rf'name="{DIGEST}" content="([0-9a-f]{{64}})"'.encode(), head(page))
-    if match is not None and match[1].decode() == page_digest(report):
+    if f'name="{DIGEST}" content="{page_digest(report)}"'.encode() in head(page):
         return page
     with contextlib.suppress(OSError):  # it shows other results
         page.unlink(missing_ok=True)
     if not is_enabled:
         return None
-    seconds_left -= _MARGIN_SECONDS
     if seconds_left < MIN_SECONDS:
         why = "time_limit leaves no time for it"
     else:
-        why = _write(rundir, min(_MAX_SECONDS, seconds_left), is_stopped, say)
-        if not why:
-            return page
+        say("the report is being written")
+        why = _write(rundir, min(_MAX_SECONDS, seconds_left - _MARGIN_SECONDS), is_stopped)
+    if not why:
+        return page
     log.warning("the report was not written: %s", why)
     say(
         f"the report was not written: {why}. The results are complete; `python -m ensemble report "
@@ -101,18 +89,10 @@ def write_page(
     return None
 
 
-def _write(
-    rundir: RunDir, max_seconds: float, is_stopped: Callable[[], bool], say: Callable[[str], None]
-) -> str:
+def _write(rundir: RunDir, max_seconds: float, is_stopped: Callable[[], bool]) -> str:
     """Write the page, and return why it could not be written; empty if it was."""
-    began, has_said, why = time.monotonic(), False, ""
-    see_log = f"; {shown_path(rundir.report_log)} says more"
-    command = [
-        *python_command(MAKER),
-        str(rundir.root.resolve()),
-        str(rundir.report_page.absolute()),
-        str(os.getpid()),
-    ]
+    command = python_command("ensemble.analysis.report.__main__")
+    command += [str(rundir.root.resolve()), str(rundir.report_page.absolute()), str(os.getpid())]
     try:
         with open_log(rundir.report_log) as output:
             log_start = output.seek(0, os.SEEK_END)
@@ -126,30 +106,22 @@ def _write(
             )
     except OSError as error:
         return f"no process could be started for it ({error.strerror or error})"
-    try:
-        while not why:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_POLL_SECONDS)
-                break
-            passed = time.monotonic() - began
-            if is_stopped():
-                why = "a signal stopped it"
-            elif passed > max_seconds:
-                why = f"it was not done after {duration(max_seconds)}"
-            elif passed > _MESSAGE_AFTER_SECONDS and not has_said:
-                has_said = True
-                say("the report is being written")
-    finally:
+    why, end = "", time.monotonic() + max_seconds
+    while process.poll() is None and not why:
+        if is_stopped():
+            why = "a signal stopped it"
+        elif time.monotonic() > end:
+            why = f"it was not done after {duration(max_seconds)}"
+        time.sleep(_POLL_SECONDS)
+    if why:
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # it is stuck in the kernel
-            process.wait(_END_SECONDS)
-    if why or process.returncode == 0:
+            process.wait(10)
         return why
+    if process.returncode == 0:
+        return ""
+    see_log = f"; {shown_path(rundir.report_log)} says more"
     if process.returncode < 0:
         return f"its process was killed by {signal.Signals(-process.returncode).name}{see_log}"
-    last_line = ""
-    with contextlib.suppress(OSError), rundir.report_log.open("rb") as file:
-        file.seek(max(log_start, file.seek(0, os.SEEK_END) - _LOG_BYTES))
-        lines = file.read().decode("utf-8", "replace").split("\n")
-        last_line = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return f"{last_line[:300] or 'its process failed'}{see_log}"
+    lines = rundir.report_log.read_bytes()[log_start:].decode("utf-8", "replace").strip().splitlines()
+    return f"{lines[-1][:300] if lines else 'its process failed'}{see_log}"

@@ -27,7 +27,6 @@ from ensemble.pipeline.run_report import (
     ProgressReport,
     RuleReport,
     RunReport,
-    SpeedReport,
     Status,
     ViewReport,
     WorkerReport,
@@ -114,14 +113,14 @@ class RunState:
 
     def computation(self, state: MemberState) -> Computation | None:
         """Return what this run has computed rows of a member with so far; None if it has computed none."""
-        devices: dict[str, str] = {}
-        for worker in state.workers:
-            if worker.ready is not None and worker.counters.rows:
-                devices |= dict.fromkeys(worker.devices, worker.ready.device)
+        devices = {
+            device: cpu_name() if device == "cpu" else worker.ready.device
+            for worker in state.workers
+            if worker.ready is not None and worker.counters.rows
+            for device in worker.devices
+        }
         if not devices:
             return None
-        if "cpu" in devices:
-            devices["cpu"] = cpu_name()
         versions = _versions([state])
         driver = self.prepared.inventory.driver_version
         if driver:
@@ -172,16 +171,14 @@ class RunState:
             status=status,
             weight=model.weight,
             calibration={} if model.calibration is None else model.calibration.model_dump(mode="json"),
-            gpus_per_replica=plan.gpus,
             replicas=plan.replicas,
-            first_replicas=plan.first_replicas,
             fingerprint=work.fingerprint.digest,
             reused_rows=0 if work.is_new else state.reused_rows,
             taken_over=dict(work.rows_taken),
             work=work.work_bytes if is_reused else plan.work * state.computed_cost,
             computed_as=model.computed_as,
             settings=dict(work.settings),
-            speed=speed_report(state),
+            speed=state.speed,
             forecast=_memory_forecast(plan, workers),
             progress=ProgressReport(
                 rows_done=state.rows_done,
@@ -262,11 +259,6 @@ def worker_reports(state: MemberState) -> tuple[WorkerReport, ...]:
             )
         )
     return tuple(reports)
-
-
-def speed_report(state: MemberState) -> SpeedReport:
-    speed = state.speed
-    return SpeedReport(speed.startup_seconds or None, speed.seconds_per_work or None, speed.cpu_share)
 
 
 def _members_first(files: dict[str, Path], names: Sequence[str]) -> dict[str, str]:

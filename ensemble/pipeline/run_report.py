@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +10,15 @@ from pathlib import Path
 from typing import Any, Final, Literal
 from urllib.parse import quote
 
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
+
 from ensemble.common.errors import DataError
 from ensemble.common.files import unreadable, write_text
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import Activation, Counters
 from ensemble.common.redact import MASK
 from ensemble.common.text import duration, plural
-from ensemble.common.version import __version__
 from ensemble.config.schema import RuleConfig
 from ensemble.config.values import AnyWeight, weight_numbers
 from ensemble.merging.scoring import CascadeComparison, Gain, Score
@@ -30,8 +30,6 @@ from ensemble.scheduling.state import Phase
 
 # ``time_limit``: merged, but not with all rows of all members.
 Status = Literal["running", "complete", "time_limit", "failed", "interrupted"]
-# Larger measurements in a file are taken for damage.
-_MAX_SECONDS: Final = 1e15
 MERGED: Final = ("complete", "time_limit")  # the statuses of runs that have written an ensemble
 
 
@@ -64,15 +62,6 @@ class WorkerReport(Counters):
     def key(self) -> tuple[object, ...]:
         """Identifies the worker among those of its member."""
         return self.replica, self.process, self.started_after_seconds, self.rows
-
-
-@dataclass(frozen=True)
-class SpeedReport:
-    """What was measured of a member, by byte of text, and on a CPU with ``cpu_share`` of its cores."""
-
-    startup_seconds: float | None
-    seconds_per_work: float | None
-    cpu_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -140,8 +129,7 @@ class RuleReport:
 
     @property
     def config(self) -> RuleConfig:
-        action = {"set": self.set} if self.mask is None else {"mask": list(self.mask)}
-        return RuleConfig.model_validate({"when": self.when, **action})
+        return RuleConfig.model_construct(when=self.when, set=self.set, mask=self.mask)
 
 
 @dataclass(frozen=True)
@@ -185,15 +173,13 @@ class MemberReport:
     phase: Phase
     status: Literal["failed", "complete", "unfinished"]
     weight: AnyWeight
-    gpus_per_replica: int
     replicas: int
-    first_replicas: int
     fingerprint: str | None
     reused_rows: int
     taken_over: dict[str, int]
     work: float
     computed_as: str
-    speed: SpeedReport
+    speed: Speed
     forecast: MemoryForecast | None
     progress: ProgressReport
     chunks: int
@@ -307,16 +293,12 @@ class RunReport:
     tuned_on: dict[str, Any] | None = None
 
     def table_path(self) -> Path:
-        """Return the path of the run's table, or raise a DataError if it is not there any more."""
+        """Return the path of the run's table, or raise a DataError if it is not known or not there any more."""
         path = Path(self.table)
-        if not self.table:
+        if not self.table or MASK in self.table:
             raise DataError(
-                "the run's table is not known: this run.json was written before its path was in it"
-            )
-        if MASK in self.table:
-            raise DataError(
-                "the path of the run's table holds a secret, which run.json does not keep, so its texts and true "
-                "labels cannot be read"
+                "run.json does not keep the path of the run's table, which holds a secret; so its texts and "
+                "true labels cannot be read"
             )
         if not path.exists():
             raise DataError(f"the table of the run, {path}, is not there any more")
@@ -340,27 +322,22 @@ class RunReport:
 
     def _repr_html_(self) -> str:
         """Return the same lines for a notebook, with a link to the page of the report."""
-        html = f'<pre style="white-space: pre-wrap">{escape(repr(self))}</pre>'
         page = RunDir(Path(self.files.get("report", "")).parent).report_page
-        if page.is_file():
-            html += f'<p><a href="{quote(os.path.relpath(page))}" target="_blank">{page.name}</a></p>'
-        return html
+        if not page.is_file():
+            return preformatted(repr(self))
+        link = f'<a href="{quote(os.path.relpath(page))}" target="_blank">{page.name}</a>'
+        return f"{preformatted(repr(self))}<p>{link}</p>"
 
     def write(self, path: Path) -> None:
         """Write run.json; numbers that JSON does not have become texts, such as "NaN"."""
-        from pydantic_core import to_json
-
         # Much faster than the standard library; with hundreds of workers it is a megabyte each time.
         write_text(path, to_json(self, indent=2, inf_nan_mode="strings").decode() + "\n")
 
     @classmethod
     def read(cls, path: Path) -> RunReport:
         """Read run.json, or raise a DataError if there is none that this version can read."""
-        from pydantic import TypeAdapter, ValidationError
-
         try:
-            document = json.loads(path.read_bytes())
-            return TypeAdapter(cls).validate_python(document)
+            return TypeAdapter(cls).validate_json(path.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             text = f"{path.parent}: there is no run.json that can be read; name the output_dir of a run"
             raise DataError(text) from None
@@ -368,28 +345,23 @@ class RunReport:
             raise DataError(unreadable(path, error)) from error
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            # pydantic's own text names a class of this package.
-            what = "must be a JSON object" if first["type"] == "dataclass_type" else first["msg"]
-            why = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {what[:1].lower()}{what[1:]}"
-            with contextlib.suppress(KeyError, TypeError):
-                if document["versions"]["ensemble"] != __version__:
-                    version = document["versions"]["ensemble"]
-                    why = f"it was written by ensemble {version}, and this is {__version__}; {why}"
-            raise DataError(f"{path} is no report that can be read ({why}); run the config again") from None
-        except (ArithmeticError, ValueError, RecursionError) as error:
+            where = ".".join(map(str, first["loc"])) or "the file"
             raise DataError(
-                f"{path} is damaged ({error}), so there is no run.json that can be read; run the config again"
+                f"{path} is damaged or of another version of ensemble ({where}: {first['msg']}), so there is no "
+                "run.json that can be read; run the config again"
             ) from None
+
+
+def preformatted(text: str) -> str:
+    """Return HTML that shows a text as a terminal does."""
+    return f'<pre style="white-space: pre-wrap">{escape(text)}</pre>'
 
 
 def makers_of(manifest: Mapping[str, object]) -> tuple[tuple[WorkerReport, ...], tuple[Computation, ...]]:
     """Return the workers and the computations of a manifest; none if another version has written it."""
-    from pydantic import TypeAdapter, ValidationError
-
-    made_of = manifest.get("workers", ()), manifest.get("computed", ())
+    adapter = TypeAdapter(tuple[tuple[WorkerReport, ...], tuple[Computation, ...]])
     try:
-        adapter = TypeAdapter(tuple[tuple[WorkerReport, ...], tuple[Computation, ...]])
-        return adapter.validate_python(made_of)
+        return adapter.validate_python((manifest.get("workers", ()), manifest.get("computed", ())))
     except ValidationError:
         return (), ()
 
@@ -405,18 +377,9 @@ def measured_speeds(
     """
     if {gpu.name for gpu in report.devices if gpu.is_gpu} != set(gpu_names):
         return {}
-    speeds = {}
-    for member in report.members:
-        startup, per_work = member.speed.startup_seconds, member.speed.seconds_per_work
-        values = [value for value in (startup, per_work) if value is not None]
-        is_same = member.computed_as == computed_as.get(member.name)
-        share = member.speed.cpu_share
-        if is_same and values and all(0 < value < _MAX_SECONDS for value in values) and 0 <= share <= 1:
-            speeds[member.name] = Speed(
-                startup_seconds=startup or 0.0,
-                seconds_per_work=per_work or 0.0,
-                is_measured=per_work is not None,
-                is_startup_measured=startup is not None,
-                cpu_share=share,
-            )
-    return speeds
+    return {
+        member.name: member.speed
+        for member in report.members
+        if member.computed_as == computed_as.get(member.name)
+        and (member.speed.is_measured or member.speed.is_startup_measured)
+    }

@@ -6,7 +6,8 @@ from typing import Any
 
 from ensemble.cli.views import lines
 from ensemble.common.gpus import Device
-from ensemble.pipeline.run_report import MemberReport, ProgressReport, RunReport, SpeedReport, WorkerReport
+from ensemble.pipeline.run_report import MemberReport, ProgressReport, RunReport, WorkerReport
+from ensemble.planning.forecast import Speed
 
 
 def worker(**changes: Any) -> WorkerReport:
@@ -22,11 +23,11 @@ def worker(**changes: Any) -> WorkerReport:
 
 def member(name: str = "m", **changes: Any) -> MemberReport:
     usual: dict[str, Any] = {
-        **{"phase": "done", "status": "complete", "weight": 1.0, "gpus_per_replica": 0, "replicas": 1},
-        **{"first_replicas": 1, "fingerprint": "f" * 64, "reused_rows": 0, "taken_over": {}, "work": 1.0},
+        **{"phase": "done", "status": "complete", "weight": 1.0, "replicas": 1},
+        **{"fingerprint": "f" * 64, "reused_rows": 0, "taken_over": {}, "work": 1.0},
         **{
             "computed_as": "same",
-            "speed": SpeedReport(10.0, 0.5),
+            "speed": Speed(10.0, 0.5, True, True),
             "forecast": None,
             "chunks": 4,
             "rows": 1000,

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from ensemble import __version__
 from ensemble.commands.status import RunStatus
 from ensemble.common.errors import DataError
 from ensemble.common.gpus import Device
@@ -144,14 +143,11 @@ def test_a_number_that_json_has_not_spoils_neither_the_file_nor_the_report(tmp_p
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda text: text[:-9], "is damaged"),
-        (lambda text: "[1]", "no report that can be read (the file: "),
-        (lambda text: "[" * 99_999, "is damaged"),
-        (lambda text: text.replace('"running"', '"asleep"'), "(status: input should be 'running', "),
-        (
-            lambda text: text.replace('"0.1.0"', '"0.0.9"').replace('"members"', '"models"'),
-            f"it was written by ensemble 0.0.9, and this is {__version__}; members: field required",
-        ),
+        (lambda text: text[:-9], "(the file: Invalid JSON"),
+        (lambda text: "[1]", "(the file: "),
+        (lambda text: "[" * 99_999, "(the file: Invalid JSON"),
+        (lambda text: text.replace('"running"', '"asleep"'), "(status: Input should be 'running', "),
+        (lambda text: text.replace('"members"', '"models"'), "(members: Field required)"),
     ],
 )
 def test_a_report_that_cannot_be_read(rundir: RunDir, change: Callable[[str], str], words: str) -> None:
@@ -160,6 +156,7 @@ def test_a_report_that_cannot_be_read(rundir: RunDir, change: Callable[[str], st
     with pytest.raises(DataError) as caught:
         RunStatus.of(rundir.root)
     assert words in str(caught.value)
+    assert "is damaged or of another version of ensemble" in str(caught.value)
     assert "run the config again" in str(caught.value)
     with hold(rundir):
         assert "is about to start a run here" in shown(rundir)

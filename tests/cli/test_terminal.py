@@ -100,13 +100,13 @@ def test_what_throttled_a_gpu() -> None:
     (told,) = sentences(member(), devices=(gpu,), device_telemetry={"GPU-1": curve})
     assert told == (
         "T4 (GPU-1) was throttled for 1:20 min of 1:31 min (hardware slowdown 1:00 min, power cap 20.0 s, thermal "
-        "10.0 s); see to its cooling: it came to 91 °C"
+        "10.0 s); check its cooling: it reached 91 °C"
     )
     capped = TelemetryCurve()
     capped.add(1.0, 1.0, Telemetry(None, None, None, None, ("sw_power_cap",)))
     (told,) = sentences(member(), devices=(gpu,), device_telemetry={"GPU-1": capped, "GPU-2": curve})
     assert told == (
-        "T4 (GPU-1) was throttled for 1.0 s of 1.0 s (power cap 1.0 s); nvidia-smi -q -d POWER shows its limit"
+        "T4 (GPU-1) was throttled for 1.0 s of 1.0 s (power cap 1.0 s); nvidia-smi -q -d PERFORMANCE shows more"
     )
 
 

@@ -62,22 +62,17 @@ LOST = "worse than its best member b (95 % interval 0.0010 to 0.0046)"
             (1.0, 1.0),
             "0.0016 worse than its best member b (95 % interval -0.0010 to 0.0042, which may be chance)",
         ),
-        ((0.00001, -0.001, 0.001), (1.0, 1.0), None),
         (
-            (-0.000001, -0.00001, 0.00001),
+            (0.00001, -0.00001, 0.001),
             (1.0, 1.0),
-            "neither better nor worse than its best member b (95 % interval 0.0000 to 0.0000)",
+            "0.0000 better than its best member b (95 % interval 0.0000 to 0.0010, which may be chance)",
         ),
-        ((0.0, 0.0, 0.0), (0.0, 1.0), "neither better nor worse than its best member b"),
         ((0.5, None, None), (1.0, 1.0), "0.5000 better than its best member b"),
     ],
 )
 def test_whether_the_ensemble_is_better_than_its_best_member(
-    gain: tuple[float, float | None, float | None], weights: tuple[float, float], sentence: str | None
+    gain: tuple[float, float | None, float | None], weights: tuple[float, float], sentence: str
 ) -> None:
-    sentence = sentence or (
-        "neither better nor worse than its best member b (95 % interval -0.0010 to 0.0010)"
-    )
     made = report(
         *(member(name, weight=weight) for name, weight in zip("ab", weights, strict=True)),
         merged_rows={"a": 1000, "b": 1000},
@@ -101,12 +96,10 @@ def test_whether_the_ensemble_is_better_than_its_best_member(
             "; `python -m ensemble fit CONFIG --set ensemble.method=mean` finds better weights",
         ),
         ("stacking", "; `python -m ensemble fit CONFIG --method stacking` finds better weights"),
-        ("of a package that is gone", "--set ensemble.method=mean` finds better weights"),
-        ("vote", None),
-        ("rank_mean", None),
+        ("of a package that is gone", "(95 % interval 0.0500 to 0.2000)"),
     ],
 )
-def test_what_is_said_of_a_loss_is_what_the_merge_method_bears(method: str, advice: str | None) -> None:
+def test_what_is_said_of_a_loss_is_what_the_merge_method_bears(method: str, advice: str) -> None:
     made = report(
         *(member(name) for name in "ab"),
         merged_rows={"a": 1000, "b": 1000},
@@ -115,7 +108,7 @@ def test_what_is_said_of_a_loss_is_what_the_merge_method_bears(method: str, advi
         ensemble={"method": method},
     )
     said = [line for line in shown("summary", made) if line.startswith("ensemble:")]
-    assert [line.endswith(advice or "") for line in said] == ([] if advice is None else [True])
+    assert [line.endswith(advice) for line in said] == [True]
     # Of labels that do not exclude each other there is no accuracy, of regression neither that nor a log loss.
     raw = replace(
         made,

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from ensemble.common.protocol import Closed, Command, Load, Predict, Progress, Ready, Started, Stop
-from ensemble.pipeline.reporting import speed_report
 from ensemble.pipeline.run_report import measured_speeds
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import make_plan, without_done
@@ -147,7 +146,7 @@ class Repeated:
                 done[state.plan.order[chunk.start : chunk.stop]] = False
         computed_as = {state.plan.name: state.plan.model.computed_as for state in members}
         found = [
-            member(name, computed_as=computed_as[name], speed=speed_report(state))
+            member(name, computed_as=computed_as[name], speed=state.speed)
             for name, state in zip(computed_as, members, strict=True)
         ]
         self._speeds = measured_speeds(report(*found), [], computed_as)

@@ -168,7 +168,7 @@ def test_a_gpu_that_was_throttled_is_told_of(project: Project, nvml_sim: NvmlSim
     told = " ".join(printed.split())
     assert f"Simulated T4 ({A}) was throttled for " in told
     assert re.search(r"\(thermal [\d.:]+ \w+\)", told), told
-    assert "see to its cooling: it came to 93 °C" in told
+    assert "check its cooling: it reached 93 °C" in told
     assert f"({B}) was throttled" not in told
     curves = RunReport.read(project.folder / "runs/first/run.json").device_telemetry
     assert curves[A].throttled_seconds == curves[A].seconds > 0

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 from ensemble.cli.layout import Table
 from ensemble.common.errors import EnsembleError
 from ensemble.common.gpus import Device
-from ensemble.common.text import duration, plural, rate, shown_path, were
+from ensemble.common.text import duration, listed, plural, rate, shown_path, were
 from ensemble.config.schema import RuleConfig
 from ensemble.merging.methods import METHODS
-from ensemble.merging.methods.base import MergeMethod
 from ensemble.merging.scoring import Interval
 from ensemble.pipeline.ending import failure_text, rows_of
 from ensemble.pipeline.results import ENSEMBLE_ROW
@@ -40,21 +41,24 @@ def view(report: RunReport) -> Iterator[str | Table]:
         yield f"merge method: {report.ensemble['method']}"
     yield _poor(report)
     for member in report.members:
-        yield from _notes(report, member)
-        yield cascade_text(report, member)
+        yield from (f"{member.name}: {note}" for note in _notes(report, member))
     for number, rule in enumerate(report.rules):
         yield rule_text(number, rule.config, rule.rows, report.rows)
     if report.idle_gaps:
         gaps = [f"{gap.seconds:.1f} s ({gap.after} to {gap.before})" for gap in report.idle_gaps]
         more = f", {len(gaps) - _SHOWN_GAPS} more in run.json" if len(gaps) > _SHOWN_GAPS else ""
         yield f"idle between members: {', '.join(gaps[:_SHOWN_GAPS])}{more}"
-    for node in report.nodes:
-        yield node_text(node)
+    yield from map(node_text, report.nodes)
     for device in report.devices:
         curve = report.device_telemetry.get(device.uuid)
         if curve is not None and curve.throttled_seconds:
             yield _throttled(device, curve)
-    yield tuning_text(report)
+    if report.tuned_on is not None:
+        tuned = report.tuned_on
+        devices = ", ".join(dict.fromkeys(tuned["devices"]))
+        rows_text = plural(tuned["rows"], "row")
+        yield f"settings of `tune` on {tuned['date']}: {devices}, {rows_text}, tolerance {tuned['tolerance']:g}"
+        yield from (f"! {warning}" for warning in report.warnings if warning.startswith("tuned_on: "))
     if report.left_out:
         reasons = [failure_text(failure) for failure in report.failures if failure.member in report.left_out]
         yield f"merged without {', '.join(report.left_out)}: {'; '.join(reasons)}"
@@ -63,33 +67,30 @@ def view(report: RunReport) -> Iterator[str | Table]:
 
 
 def _cells(report: RunReport, member: MemberReport) -> list[str]:
+    """Return the six cells from the rows to the peak memory."""
     rows, workers, counters = member.progress.rows_done, member.workers_now, member.counters
+    merged_rows = report.merged_rows.get(member.name)
     if member.phase == "failed":
-        cells = ["failed"]
-    elif member.phase != "done":
+        return ["failed", *[""] * 5]
+    if member.phase != "done":
         # The merge may find more rows than a worker had time to report.
-        cells = [f"{max(rows, report.merged_rows.get(member.name, 0)):,}", "unfinished"]
-    elif not workers:
-        rows = report.merged_rows.get(member.name, rows_of(report, member)) * max(1, len(member.views))
-        cells = [f"{rows:,}", "reused" if member.replicas else "given"]
-    else:
-        seconds = member.progress.seconds or 0.0
-        peaks = [
-            worker.peak_gpu_memory_bytes for worker in workers if worker.peak_gpu_memory_bytes is not None
-        ]
-        where = " GPU" if peaks else ""
-        peaks = peaks or [
-            worker.peak_memory_bytes for worker in workers if worker.peak_memory_bytes is not None
-        ]
-        cells = [
-            f"{rows:,}",
-            duration(seconds).removesuffix(" s"),
-            f"{counters.tokens / seconds:,.0f}" if seconds and counters.tokens else "",
-            rate(counters.rows / seconds) if seconds and not counters.tokens else "",
-            f"{counters.tokens / counters.padded_tokens:.1%}" if counters.padded_tokens else "",
-            f"{max(peaks) / 2**30:.2f} GiB{where}" if peaks else "",
-        ]
-    return cells + [""] * (6 - len(cells))
+        return [f"{max(rows, merged_rows or 0):,}", "unfinished", *[""] * 4]
+    if not workers:
+        rows = rows_of(report, member) if merged_rows is None else merged_rows
+        origin = "reused" if member.replicas else "given"
+        return [f"{rows * max(1, len(member.views)):,}", origin, *[""] * 4]
+    seconds = member.progress.seconds or 0.0
+    where, peak_bytes = " GPU", max(worker.peak_gpu_memory_bytes or 0 for worker in workers)
+    if not peak_bytes:
+        where, peak_bytes = "", max(worker.peak_memory_bytes or 0 for worker in workers)
+    return [
+        f"{rows:,}",
+        duration(seconds).removesuffix(" s"),
+        f"{counters.tokens / seconds:,.0f}" if seconds and counters.tokens else "",
+        rate(counters.rows / seconds) if seconds and not counters.tokens else "",
+        f"{counters.tokens / counters.padded_tokens:.1%}" if counters.padded_tokens else "",
+        f"{peak_bytes / 2**30:.2f} GiB{where}" if peak_bytes else "",
+    ]
 
 
 def _scores(report: RunReport, name: str) -> list[str]:
@@ -109,70 +110,47 @@ def _poor(report: RunReport) -> str:
     poor = {name: score for name, score in report.scores.items() if score.no_better_than_prior}
     if not poor:
         return ""
-    texts = []
-    for name, score in poor.items():
-        above = score.above_prior  # an older run.json lacks it
-        interval = "" if above is None else f" ({above.value:+.4f}, {above.low:+.4f} to {above.high:+.4f})"
-        texts.append(f"{name} {score.log_loss:.4f}{interval}")
     first = next(iter(poor.values()))
+    losses = ", ".join(f"{name} {score.log_loss:.4f}" for name, score in poor.items())
     return (
         f"{_MARK}no better than always predicting how often each label occurs (log loss {first.prior_log_loss:.4f} "
-        f"on these {first.rows:,} rows; in brackets the difference with its 95 % interval): {', '.join(texts)}. "
-        "Check the labels (label_map, a file's columns), the prompt and the checkpoint"
+        f"on these {first.rows:,} rows): {losses}. Check the labels (label_map, a file's columns), the prompt and "
+        "the checkpoint"
     )
 
 
 def against_best(report: RunReport) -> str:
     """Return whether the ensemble is better than its best member, with advice if not; empty if not known."""
     gain, score = report.gain, report.scores.get(ENSEMBLE_ROW)
-    try:
-        method = METHODS.load(str(report.ensemble.get("method", "mean")))
-    except EnsembleError:  # its package is not installed any more
-        method = MergeMethod  # type: ignore[type-abstract]
-    if gain is None or score is None or not method.gives_probabilities:
+    if gain is None or score is None:
         return ""
-    is_regression = score.rmse is not None  # whose numbers are of any size
-    value = f"RMSE {score.rmse:.4g}" if is_regression else f"log loss {score.log_loss:.4f}"
-
-    def shown(number: float) -> str:
-        # 0.0 added to -0.0 is 0.0, which has no sign.
-        return f"{number + 0.0:.4g}" if is_regression else f"{round(number, 4) + 0.0:.4f}"
-
-    size, better = shown(abs(gain.gain)), "worse" if gain.gain < 0 else "better"
-    is_none = float(size) == 0
-    comparison = "neither better nor worse" if is_none else f"{size} {better}"
-    if is_regression:
-        comparison += " in squared error"
-    interval = advice = ""
-    if gain.low is not None and gain.high is not None and gain.low < gain.high:
-        difference = Interval(gain.gain, gain.low, gain.high).size
-        may_be_chance = difference.low <= 0 and not is_none
-        chance = ", which may be chance" if may_be_chance else ""
-        interval = f" (95 % interval {shown(difference.low)} to {shown(difference.high)}{chance})"
-        if gain.gain < 0 and not is_none and not may_be_chance:
-            options = [method.fit_options]
-            if is_regression:
-                options.append("--method greedy --calibration none --metric rmse")
-            command = " ".join(["python -m ensemble fit CONFIG", *filter(None, options)])
-            advice = f"; `{command}` finds better weights"
-    rules = " with the same rules" if report.rules else ""
-    return f"{ENSEMBLE_ROW}: {value}, {comparison} than its best member {gain.best_member}{rules}{interval}{advice}"
+    if score.rmse is None:
+        value, number, of, options = f"log loss {score.log_loss:.4f}", "z.4f", "", ""
+    else:  # numbers of any size
+        value, number, of = f"RMSE {score.rmse:.4g}", "z.4g", " in squared error"
+        options = " --method greedy --calibration none --metric rmse"
+    size = f"{abs(gain.gain):{number}} {'worse' if gain.gain < 0 else 'better'}{of}"
+    text = f"{ENSEMBLE_ROW}: {value}, {size} than its best member {gain.best_member}"
+    if report.rules:
+        text += " with the same rules"
+    if gain.low is None or gain.high is None:
+        return text
+    difference = Interval(gain.gain, gain.low, gain.high)
+    low, high = difference.size.low, difference.size.high
+    chance = "" if difference.excludes_zero else ", which may be chance"
+    text += f" (95 % interval {low:{number}} to {high:{number}}{chance})"
+    if gain.gain < 0 and not chance:
+        with contextlib.suppress(EnsembleError):  # the method's package is not installed any more
+            options = (
+                f"{METHODS.load(str(report.ensemble.get('method', 'mean'))).fit_options}{options}".strip()
+            )
+            text += f"; `{f'python -m ensemble fit CONFIG {options}'.strip()}` finds better weights"
+    return text
 
 
 def fitted_text(report: RunReport) -> str:
     """Return the ensemble's score on rows that its weights were not fitted on; empty if it is not known."""
     return "" if report.fitted_on is None else f"{ENSEMBLE_ROW}: {report.fitted_on.text}"
-
-
-def tuning_text(report: RunReport) -> str:
-    """Return which tuning the settings are from, and its warnings; empty without one."""
-    tuned = report.tuned_on
-    if tuned is None:
-        return ""
-    devices = ", ".join(dict.fromkeys(tuned["devices"]))
-    text = f"settings of `tune` on {tuned['date']}: {devices}, {plural(tuned['rows'], 'row')}, "
-    warnings = [f"\n! {warning}" for warning in report.warnings if warning.startswith("tuned_on: ")]
-    return text + f"tolerance {tuned['tolerance']:g}" + "".join(warnings)
 
 
 def node_text(node: NodeReport) -> str:
@@ -185,15 +163,73 @@ def node_text(node: NodeReport) -> str:
     return f"node {node.name} {' and '.join(parts)}" if parts else ""
 
 
-def cascade_text(report: RunReport, member: MemberReport) -> str:
-    """Return which rows ``when`` selected, and what they gained; empty for a member without ``when``."""
+def rule_text(number: int, rule: RuleConfig, count: int, rows: int) -> str:
+    """Return a rule, and how many rows it is for."""
+    condition = textwrap.shorten(rule.when, _SHOWN_CHARACTERS, placeholder=" ...")
+    return f"rules[{number}]: {rule.action} in {count:,} of {plural(rows, 'row')}, by {condition}"
+
+
+def _notes(report: RunReport, member: MemberReport) -> Iterator[str]:
+    """Yield a sentence on each thing that is worth knowing of a member's rows."""
+    counters = member.counters
+    # What became of rows that an earlier run computed is not known.
+    of_rows = f"{plural(counters.rows, 'row')}{' computed now' if member.reused_rows else ''}"
+    count = counters.truncated_rows
+    if count:
+        length = max(worker.max_length or 0 for worker in member.workers_now)
+        mean = plural(round(counters.cut_tokens / count), "token")
+        yield f"{count:,} of {of_rows} {were(count)} cut at max_length {length:,}, by {mean} on average"
+    count = counters.repeated_rows
+    if count:
+        repeat = "repeats" if count == 1 else "repeat"
+        yield f"{count:,} of {of_rows} {repeat} another row's text and {were(count)} not computed again"
+    if counters.oom_events:
+        key = "max_num_batched_tokens" if counters.tokens else "batch_size"
+        batches = plural(counters.oom_events, "batch")
+        yield f"{batches} ran out of memory and ran again in halves; a lower {key} avoids this"
+    count = counters.recomputed_rows
+    if count:
+        yield f"{plural(count, 'row')} overflowed half precision and {were(count)} computed again in float32"
+    count = counters.float32_rows
+    if count:
+        rows = plural(count, "row")
+        yield f"{rows} {were(count)} computed in float32 at once, as most of a chunk had overflowed half precision"
+    computed = counters.rows - counters.bad_rows
+    if computed and counters.other_mass:
+        share = counters.other_mass / computed
+        yield f"{share:.1%} of the probability behind its prompts fell on tokens of no label"
+    if counters.shared_tokens and counters.tokens:
+        share = counters.shared_tokens / counters.tokens
+        yield f"{share:.1%} of its tokens stand at the beginning of all rows, computed once"
+    # Where the policy is not ``uniform``, a member with such rows is merged only if its time was over.
+    if member.failure is None and member.bad_rows:
+        policy = report.on_bad_row
+        instead = "equal probabilities" if policy == "uniform" else "left to the other members"
+        rows = plural(len(member.bad_rows), "row")
+        numbers = listed([f"{int(row) + 1:,}" for row in member.bad_rows], _SHOWN_ROWS, str)
+        noun = "row" if len(member.bad_rows) == 1 else "rows"
+        yield (
+            f"{rows} could not be computed ({instead}, on_bad_row: {policy}): {noun} {numbers}; run.json says why"
+        )
+    if member.views and member.partial_rows:
+        count = member.partial_rows
+        rows_of_views = ", ".join(f"{title} {seen.rows or 0:,}" for title, seen in member.views.items())
+        yield (
+            f"{plural(count, 'row')} lack{'s' if count == 1 else ''} some of {len(member.views)} views and "
+            f"{were(count)} averaged over the others ({rows_of_views} rows)"
+        )
+    if member.cascade is not None:
+        yield _cascade_text(report, member)
+
+
+def _cascade_text(report: RunReport, member: MemberReport) -> str:
+    """Return which rows ``when`` selected, and what they gained."""
     cascade = member.cascade
-    if cascade is None:
-        return ""
-    if not cascade.is_selected:
-        return f"{member.name}: `when` has not selected its rows yet: the members before it have not ended"
-    share = f" ({100 * cascade.rows / report.rows:.1f} %)" if report.rows else ""
-    text = f"{member.name}: `when` selected {cascade.rows:,} of {plural(report.rows, 'row')}{share}"
+    if cascade is None or not cascade.is_selected:
+        return "`when` has not selected its rows yet: the members before it have not ended"
+    text = f"`when` selected {cascade.rows:,} of {plural(report.rows, 'row')}"
+    if report.rows:
+        text += f" ({100 * cascade.rows / report.rows:.1f} %)"
     comparison = cascade.comparison
     if comparison is None:
         return text
@@ -214,82 +250,13 @@ def _change(difference: Interval) -> str:
     return f"{size.value:.4f} {better} (95 % interval {size.low:.4f} to {size.high:.4f})"
 
 
-def rule_text(number: int, rule: RuleConfig, count: int, rows: int) -> str:
-    """Return a rule, and how many rows it is for."""
-    when = " ".join(rule.when.split())
-    if len(when) > _SHOWN_CHARACTERS:
-        when = f"{when[:_SHOWN_CHARACTERS]}..."
-    return f"rules[{number}]: {rule.action} in {count:,} of {plural(rows, 'row')}, by {when}"
-
-
-def _notes(report: RunReport, member: MemberReport) -> Iterator[str]:
-    """Yield a sentence on each thing that is worth knowing of a member's rows."""
-    name, counters, workers = member.name, member.counters, member.workers_now
-    # What became of rows that an earlier run computed is not known.
-    of_rows = f"{plural(counters.rows, 'row')}{' computed now' if member.reused_rows else ''}"
-    if counters.truncated_rows:
-        count = counters.truncated_rows
-        length = max(worker.max_length for worker in workers if worker.max_length is not None)
-        mean = ""
-        if counters.cut_tokens:
-            mean = f", by {plural(round(counters.cut_tokens / count), 'token')} on average"
-        yield f"{name}: {count:,} of {of_rows} {were(count)} cut at max_length {length:,}{mean}"
-    if counters.repeated_rows:
-        count = counters.repeated_rows
-        repeat = "repeats" if count == 1 else "repeat"
-        yield f"{name}: {count:,} of {of_rows} {repeat} another row's text and {were(count)} not computed again"
-    if counters.oom_events:
-        key = "max_num_batched_tokens" if counters.tokens else "batch_size"
-        batches = plural(counters.oom_events, "batch")
-        yield f"{name}: {batches} ran out of memory and ran again in halves; a lower {key} avoids this"
-    if counters.recomputed_rows:
-        count = counters.recomputed_rows
-        rows = plural(count, "row")
-        yield f"{name}: {rows} overflowed half precision and {were(count)} computed again in float32"
-    if counters.float32_rows:
-        yield (
-            f"{name}: {plural(counters.float32_rows, 'row')} {were(counters.float32_rows)} computed in float32 at "
-            "once, as most of a chunk had overflowed half precision"
-        )
-    computed = counters.rows - counters.bad_rows
-    if computed and counters.other_mass:
-        share = counters.other_mass / computed
-        yield f"{name}: {share:.1%} of the probability behind its prompts fell on tokens of no label"
-    if counters.shared_tokens and counters.tokens:
-        share = counters.shared_tokens / counters.tokens
-        yield f"{name}: {share:.1%} of its tokens stand at the beginning of all rows, computed once"
-    # Where the policy is not ``uniform``, a member with such rows is merged only if its time was over.
-    if member.failure is None and member.bad_rows:
-        policy = report.on_bad_row
-        instead = "equal probabilities" if policy == "uniform" else "left to the other members"
-        numbers = [f"{int(row) + 1:,}" for row in member.bad_rows]
-        shown = f"row{'s' if len(numbers) > 1 else ''} {', '.join(numbers[:_SHOWN_ROWS])}"
-        if len(numbers) > _SHOWN_ROWS:
-            shown += f" and {len(numbers) - _SHOWN_ROWS:,} more"
-        yield (
-            f"{name}: {plural(len(numbers), 'row')} could not be computed ({instead}, on_bad_row: {policy}): "
-            f"{shown}; run.json says why"
-        )
-    if member.views and member.partial_rows:
-        rows_of_views = ", ".join(f"{title} {seen.rows or 0:,}" for title, seen in member.views.items())
-        count = member.partial_rows
-        yield (
-            f"{name}: {plural(count, 'row')} lack{'s' if count == 1 else ''} some of {len(member.views)} views and "
-            f"{were(count)} averaged over the others ({rows_of_views} rows)"
-        )
-
-
 def _throttled(device: Device, curve: TelemetryCurve) -> str:
     """Return for how long a GPU was throttled, why, and what to do."""
     causes = sorted(curve.throttled_by.items(), key=lambda cause: -cause[1])
     shown = ", ".join(f"{cause} {duration(seconds)}" for cause, seconds in causes)
     advice = "nvidia-smi -q -d PERFORMANCE shows more"
     if "thermal" in curve.throttled_by:
-        advice = "see to its cooling"
-        if curve.max_temperature_celsius is not None:
-            advice += f": it came to {curve.max_temperature_celsius} °C"
-    elif set(curve.throttled_by) == {"power cap"}:
-        advice = "nvidia-smi -q -d POWER shows its limit"
+        advice = f"check its cooling: it reached {curve.max_temperature_celsius} °C"
     return (
         f"{device.title} was throttled for {duration(curve.throttled_seconds)} of {duration(curve.seconds)} "
         f"({shown}); {advice}"
