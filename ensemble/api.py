@@ -97,19 +97,18 @@ def run(
     """
     loaded = _load(config, overrides)
     other = _optional_path(reuse)
-    with _exclusive_run(loaded, quiet) as (stream, quiet):
+    with _exclusive_run(loaded, quiet) as stream:
         from ensemble.cli.progress import choose_display, log_shown
         from ensemble.cli.result_objects import Run
-        from ensemble.common.host import process_age_seconds
         from ensemble.pipeline.ending import raise_unless_complete
         from ensemble.pipeline.run import run as run_config
 
-        display = choose_display(stream, quiet)
-        elapsed = process_age_seconds() if _is_command else 0.0
+        display = choose_display(stream)
         with log_shown(display) if verbose else contextlib.nullcontext():
-            report = run_config(loaded, display, fresh, elapsed, owns_process=_is_command, reuse=other)
-        if not quiet:
-            show("summary", report, stream)
+            report = run_config(
+                loaded, display, fresh, _elapsed_seconds(), owns_process=_is_command, reuse=other
+            )
+        show("summary", report, stream)
         raise_unless_complete(report)
     return Run(loaded.config.output_dir)
 
@@ -135,8 +134,7 @@ def plan(
     Note:
         Why models fit nowhere is in the result's ``problems``.
     """
-    folder = _optional_path(predictions_from)
-    return _preview("plan", config, overrides, folder)
+    return _preview("plan", config, overrides, _optional_path(predictions_from))
 
 
 def rehearse(
@@ -162,26 +160,25 @@ def rehearse(
     Note:
         Why a run would not end as it should is in the result's ``problems``.
     """
-    _check_count("rows", rows)
-    _check_count("sample", sample)
+    for name, count in (("rows", rows), ("sample", sample)):
+        if count is not None and count < 1:
+            raise ConfigError(f"{name}: give a whole number of at least 1, not {count}")
     loaded = _load(config, overrides)
     table = _optional_path(lengths_from)
-    with _exclusive_run(loaded, quiet) as (stream, quiet):
+    with _exclusive_run(loaded, quiet) as stream:
         from ensemble.cli.progress import choose_display
         from ensemble.commands.rehearse import rehearse as rehearse_config
-        from ensemble.common.host import process_age_seconds
 
         result = rehearse_config(
             loaded,
-            lambda: choose_display(stream, quiet),
+            lambda: choose_display(stream),
             rows,
             table,
             sample,
-            process_age_seconds() if _is_command else 0.0,
+            _elapsed_seconds(),
             owns_process=_is_command,
         )
-        if not quiet:
-            show("rehearse", result, stream)
+        show("rehearse", result, stream)
     return result
 
 
@@ -209,26 +206,22 @@ def tune(
         write: File for the settings found, for `run CONFIG YAML`.
         force: Replace an existing file.
     """
-    _check_count("rows", rows)
     loaded = _load(config, overrides)
+    file = _optional_path(write)
     with imports():
         from ensemble.analysis.tune.command import overrides_beside
         from ensemble.analysis.tune.command import tune as tune_config
         from ensemble.cli.progress import choose_display
 
-    with redacted_errors(loaded.redactor):
-        file = _optional_path(write)
+    with _exclusive_run(loaded, quiet) as stream:
         target = None if file is None else settings_file("--write", file, loaded.paths, force)
-    with _exclusive_run(loaded, quiet) as (stream, quiet):
-        result = tune_config(
-            loaded, choose_display(stream, quiet), rows, tolerance, target, owns_process=_is_command
-        )
-        if not quiet:
-            show("tune", result, stream)
-            if file is not None and result.has_result:
-                sets = [text for override in overrides_beside(loaded, result) for text in ("--set", override)]
-                command = shlex.join(map(str, [*loaded.paths, file, *sets]))
-                print(f"{file}: written; run it as `ensemble run {command}`", file=stream)
+        display = choose_display(stream)
+        result = tune_config(loaded, display, rows, tolerance, target, owns_process=_is_command)
+        show("tune", result, stream)
+        if file is not None and result.has_result and stream is not None:
+            sets = [text for override in overrides_beside(loaded, result) for text in ("--set", override)]
+            command = shlex.join(map(str, [*loaded.paths, file, *sets]))
+            print(f"{file}: written; run it as `ensemble run {command}`", file=stream)
     return result
 
 
@@ -302,9 +295,10 @@ def fit(
         )
         if target is not None:
             write_text(target, text)
-    _show("fit", report, quiet)
-    if file is not None and not quiet:
-        print(f"{file}: written")  # noqa: T201
+    stream = _stream(quiet)
+    show("fit", report, stream)
+    if file is not None and stream is not None:
+        print(f"{file}: written", file=stream)
     return report
 
 
@@ -343,10 +337,10 @@ def compare(
 
     if isinstance(metrics, str):
         raise ConfigError(f"metrics: give a list of names, such as [{quoted(metrics)}]")
-    left, right = _path(first), _path(second)
-    table = _optional_path(labels)
-    result = compare_sides(left, right, metrics, table, label_column, id_column, activation)
-    _show("compare", result, quiet)
+    result = compare_sides(
+        _path(first), _path(second), metrics, _optional_path(labels), label_column, id_column, activation
+    )
+    show("compare", result, _stream(quiet))
     return result
 
 
@@ -392,7 +386,7 @@ def merge(
 
     if isinstance(labels, str):
         raise ConfigError(f"labels: give a list of names, such as [{quoted(labels)}]")
-    sets = [*_texts(overrides or {})]
+    sets = _texts(overrides)
     if method is not None:
         sets.insert(0, f"ensemble.method={method}")
     keys: dict[str, object] = {"partial": partial}
@@ -405,9 +399,9 @@ def merge(
     # No signal leaves a temporary file.
     with _signals_passed_on("run the same command again"), heed_signals(_is_command):
         names = [*map(str, _files(files))]
-        target, weights_file = _path(output), _optional_path(weights)
-        merged = merge_files(names, target, sets, weights_file, by_name, id_column, labels, keys)
-    _show("merge", merged, quiet)
+        weights_file = _optional_path(weights)
+        merged = merge_files(names, _path(output), sets, weights_file, by_name, id_column, labels, keys)
+    show("merge", merged, _stream(quiet))
     return merged.path
 
 
@@ -458,9 +452,18 @@ def report(path: FilePath, output: FilePath | None = None) -> Path:
     return page
 
 
-def _show(view: str, subject: object, quiet: bool) -> None:
-    if not quiet and sys.stdout is not None:
-        show(view, subject, cast(IO[str], RedactedStream(sys.stdout, Redactor(os.environ))))
+def _stream(quiet: bool, redactor: Redactor | None = None) -> IO[str] | None:
+    """Return where to print to; None to print nothing."""
+    if quiet or sys.stdout is None:
+        return None
+    return cast(IO[str], RedactedStream(sys.stdout, redactor or Redactor(os.environ)))
+
+
+def _elapsed_seconds() -> float:
+    """Return how much of a run's time limit has passed before the function was called."""
+    from ensemble.common.host import process_age_seconds
+
+    return process_age_seconds() if _is_command else 0.0
 
 
 @contextlib.contextmanager
@@ -484,8 +487,8 @@ def imports(for_analysis: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _exclusive_run(loaded: LoadedConfig, quiet: bool) -> Iterator[tuple[IO[str], bool]]:
-    """Hold this process for one run; give the stream to print to, and whether to print nothing.
+def _exclusive_run(loaded: LoadedConfig, quiet: bool) -> Iterator[IO[str] | None]:
+    """Hold this process for one run; give the stream to print to, None if it is to print nothing.
 
     Raises:
         OutputInUse: another run goes on in this process.
@@ -494,7 +497,7 @@ def _exclusive_run(loaded: LoadedConfig, quiet: bool) -> Iterator[tuple[IO[str],
         raise OutputInUse("a run goes on in this process; wait for it, or start this one in another process")
     try:
         with redacted_errors(loaded.redactor), _signals_passed_on():
-            yield cast(IO[str], RedactedStream(sys.stdout, loaded.redactor)), quiet or sys.stdout is None
+            yield _stream(quiet, loaded.redactor)
     finally:
         _running.release()
 
@@ -537,7 +540,7 @@ def _load(config: object, overrides: Overrides | None) -> LoadedConfig:
         sources = [_source(source) for source in _listed(config)]
         if not sources:
             raise ConfigError("config: the list is empty; give the path of a YAML file")
-        loaded = load(sources, () if overrides is None else _texts(overrides))
+        loaded = load(sources, _texts(overrides))
         if _is_command:
             guard_output(loaded.redactor)  # now that the config's own secrets are known
         return loaded
@@ -581,17 +584,14 @@ def _optional_path(value: object) -> Path | None:
     return None if value is None else _path(value)
 
 
-def _check_count(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ConfigError(f"{name}: give a whole number of at least 1, not {value}")
-
-
-def _texts(overrides: Overrides) -> Sequence[str]:
+def _texts(overrides: Overrides | None) -> list[str]:
     """Return overrides in the form of ``--set``."""
+    if overrides is None:
+        return []
     if not isinstance(overrides, Mapping):
         is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
         if is_list and all(isinstance(text, str) for text in overrides):
-            return overrides
+            return [*overrides]
         raise ConfigError(
             'overrides: give a mapping or a list of texts, such as {"limit": 100} or ["limit=100"]'
         )

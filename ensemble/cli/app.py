@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -13,10 +14,9 @@ import typer
 
 from ensemble import api
 from ensemble.cli.help import argument, calls, described_by, option, repeatable
-from ensemble.cli.json_views import plan_json, print_json, problems_as_json, status_json
 from ensemble.cli.layout import page_width, wrapped
-from ensemble.cli.views import show
-from ensemble.common.errors import ConfigError, DeviceError, EnsembleError, Interrupted
+from ensemble.cli.views import show, show_json
+from ensemble.common.errors import EnsembleError, Interrupted
 from ensemble.common.protocol import Activation
 from ensemble.common.text import plural
 from ensemble.common.version import __version__
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
+    # As `python -m ensemble` it would change how the shell completes "python".
+    add_completion=Path(sys.argv[0]).name != "__main__.py",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -66,10 +68,9 @@ def status(run_dir: RunDirArgument, as_json: JsonOption = False) -> None:
     """Show how far the run in RUN_DIR is, or how it ended."""
     from ensemble.commands.status import RunStatus
 
-    with problems_as_json(as_json):
-        run_status = RunStatus.of(run_dir)
+    run_status = RunStatus.of(run_dir)
     if as_json:
-        print_json(status_json(run_status))
+        show_json("status", run_status)
     else:
         show("status", run_status, sys.stdout)
 
@@ -91,10 +92,9 @@ def validate(
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    with problems_as_json(as_json):
-        preview = api.validate(config, _limited(overrides, limit))
+    preview = api.validate(config, _limited(overrides, limit))
     if as_json:
-        print_json(plan_json(preview))
+        show_json("plan", preview.prepared)
     elif not quiet:
         show("validate", preview.prepared, sys.stdout)
 
@@ -108,14 +108,14 @@ def plan(
     predictions_from: Annotated[Path | None, option("--predictions-from", "RUN_DIR")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    with problems_as_json(as_json):
-        preview = api.plan(config, _limited(overrides, limit), predictions_from=predictions_from)
+    preview = api.plan(config, _limited(overrides, limit), predictions_from=predictions_from)
     if as_json:
-        print_json(plan_json(preview))
+        show_json("plan", preview.prepared)
     else:
         show("plan", preview.prepared, sys.stdout)
     if preview.problems:
-        raise DeviceError(preview.problems)
+        _print_errors(preview.problems)
+        raise typer.Exit(2)
 
 
 @app.command()
@@ -293,14 +293,11 @@ def main() -> NoReturn:
     code, problems = 0, tuple[str, ...]()
     api.own_process()
     try:
-        # Typer would change how the shell completes "python".
-        if "-completion" in "".join(sys.argv[1:2]) and Path(sys.argv[0]).name == "__main__.py":
-            raise ConfigError(
-                "shell completion is for the command `ensemble`, which pip installs; use this option with it"
-            )
         app()
     except EnsembleError as error:
         code, problems = error.exit_code, error.problems
+        if "--json" in sys.argv:
+            print(json.dumps({"problems": problems}, indent=2))
     except Interrupted as stopped:
         code, problems = stopped.exit_code, (str(stopped),)
     except KeyboardInterrupt:

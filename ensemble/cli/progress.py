@@ -29,9 +29,9 @@ _BUSY = ("starting", "loading", "predicting")
 _NOTEBOOK_VARIABLES = ("JPY_PARENT_PID", "KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG")
 
 
-def choose_display(file: IO[str], quiet: bool) -> Display:
-    """Return the display that suits where the output goes."""
-    if quiet:
+def choose_display(file: IO[str] | None) -> Display:
+    """Return the display that suits where the output goes; None: nowhere."""
+    if file is None:
         return QuietDisplay()
     if file.isatty() and os.environ.keys().isdisjoint(_NOTEBOOK_VARIABLES):
         return BarDisplay(file)

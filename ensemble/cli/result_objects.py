@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from ensemble.common.text import did_you_mean, quoted
 from ensemble.config import RunConfig
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.run_report import RunReport
+from ensemble.pipeline.run_report import RunReport, preformatted
 from ensemble.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ class _Shown:
     """Shows a notebook what is printed, and completes to public names."""
 
     def _repr_html_(self) -> str:
-        return f'<pre style="white-space: pre-wrap">{escape(repr(self))}</pre>'
+        return preformatted(repr(self))
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if not name.startswith("_")]
@@ -142,8 +141,7 @@ class Preview(_Shown):
         self.prepared = prepared
         self.config: RunConfig = prepared.config
         self.plan: Plan = prepared.plan
-        of_nodes = (text for node in prepared.nodes for text in node.problems)
-        self.problems: tuple[str, ...] = (*prepared.plan.problems, *of_nodes)
+        self.problems: tuple[str, ...] = prepared.problems
 
     def __repr__(self) -> str:
         return self.prepared.loaded.redactor("\n".join(lines(self._view, self.prepared)))

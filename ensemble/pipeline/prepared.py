@@ -74,6 +74,11 @@ class Prepared:
     def activation(self) -> Activation:
         return merged_activation(self.inspected)
 
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why members fit nowhere, or not on some node of a cluster, a sentence each; empty if all fit."""
+        return (*self.plan.problems, *(text for node in self.nodes for text in node.problems))
+
     def even_value(self, member: str) -> float:
         """Return the value of every column in a row of which nothing is known."""
         return 0.5 if self.inspected[member].activation == "sigmoid" else 1 / len(self.config.labels)

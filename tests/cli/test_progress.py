@@ -65,13 +65,13 @@ class Terminal(io.StringIO):
 
 
 def test_the_display_suits_where_the_output_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert type(choose_display(Terminal(), quiet=True)) is QuietDisplay
-    assert isinstance(choose_display(Terminal(), quiet=False), BarDisplay)
+    assert type(choose_display(None)) is QuietDisplay
+    assert isinstance(choose_display(Terminal()), BarDisplay)
     for name in ("JPY_PARENT_PID", "KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG"):
         with monkeypatch.context() as patch:
             patch.setenv(name, "1")
-            assert type(choose_display(Terminal(), quiet=False)) is PlainDisplay
-    assert type(choose_display(io.StringIO(), quiet=False)) is PlainDisplay
+            assert type(choose_display(Terminal())) is PlainDisplay
+    assert type(choose_display(io.StringIO())) is PlainDisplay
 
 
 def test_bars_are_drawn_from_the_first_update_on() -> None:

@@ -1,11 +1,13 @@
 """What people are shown of a run: each view is one file here.
 
 Its function ``view`` takes what a command has made, such as a ``RunReport``, and yields sentences and tables; an
-empty sentence is left out.  It is imported when it is shown: --help and a typo in a key shall answer at once.
+empty sentence is left out. ``document`` of some views returns what ``--json`` prints, see docs/running.md. A view
+is imported when it is shown: --help and a typo in a key shall answer at once.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from importlib import import_module
 from typing import IO
@@ -22,7 +24,16 @@ def lines(name: str, subject: object, width: int | None = None) -> Iterator[str]
             yield from wrapped(part, width)
 
 
-def show(name: str, subject: object, file: IO[str]) -> None:
-    """Print a view as wide as the file's terminal."""
-    for line in lines(name, subject, page_width(file)):
-        print(line, file=file, flush=True)
+def show(name: str, subject: object, file: IO[str] | None) -> None:
+    """Print a view as wide as the file's terminal, unless there is no file."""
+    if file is not None:
+        for line in lines(name, subject, page_width(file)):
+            print(line, file=file, flush=True)
+
+
+def show_json(name: str, subject: object) -> None:
+    """Print the document of a view as JSON; a number that JSON lacks becomes null."""
+    from pydantic_core import to_json
+
+    document = import_module(f"{__name__}.{name}").document(subject)
+    print(json.dumps(json.loads(to_json(document, inf_nan_mode="null")), indent=2))  # noqa: T201

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ensemble.analysis.compare import Comparison, Cost, MetricChange
+from ensemble.analysis.compare import Change, Comparison, Cost, MetricChange
 from ensemble.analysis.metrics import METRIC_KINDS, Interval
 from ensemble.cli.layout import Table
 from ensemble.common.text import duration, gib, rate
@@ -25,27 +25,13 @@ def view(comparison: Comparison) -> Iterator[str | Table]:
     if comparison.settings == ():
         yield "The settings are the same."
     if comparison.changes:
-        yield Table(
-            _ROWS,
-            [
-                (
-                    change.name,
-                    f"{change.rows:,}",
-                    f"{change.changed:,}",
-                    f"{change.changed / change.rows:.1%}" if change.rows else "",
-                    _small(change.mean),
-                    _small(change.largest),
-                )
-                for change in comparison.changes
-            ],
-        )
-    for change in comparison.changes[:1]:  # of the ensemble, as a rule
-        for example in change.examples:
-            yield f"{change.name}: id {example.id!r}: {example.first} -> {example.second}"
+        yield Table(_ROWS, [_change_cells(change) for change in comparison.changes])
+        first = comparison.changes[0]  # of the ensemble, as a rule
+        for example in first.examples:
+            yield f"{first.name}: id {example.id!r}: {example.first} -> {example.second}"
     if comparison.metrics:
-        yield Table(
-            _METRICS, [_metric_row(metric) for metric in comparison.metrics], texts=["kind", "of", "better"]
-        )
+        rows = [_metric_cells(metric) for metric in comparison.metrics]
+        yield Table(_METRICS, rows, texts=["kind", "of", "better"])
         yield (
             f"In brackets: {comparison.level:.0%} bootstrap intervals, those of B - A of the same rows for both; "
             "neither is better where that one holds 0"
@@ -54,7 +40,13 @@ def view(comparison: Comparison) -> Iterator[str | Table]:
             yield f"{name}: no interval of A or B, as every resample tends to have more of it; that of B - A holds"
         kinds = dict.fromkeys(metric.kind for metric in comparison.metrics)
         yield f"Kind: {'; '.join(f'{kind}: {METRIC_KINDS[kind]}' for kind in kinds)}"
-    costs = [(cost.name, letter, *_cost_cells(cost)) for cost, letter in _by_member(comparison)]
+    costs = [
+        (cost.name, letter, *_cost_cells(cost))
+        for name in dict.fromkeys(cost.name for side in sides.values() for cost in side.costs)
+        for letter, side in sides.items()
+        for cost in side.costs
+        if cost.name == name
+    ]
     totals = [
         ("whole run", letter, duration(side.seconds))
         for letter, side in sides.items()
@@ -65,22 +57,15 @@ def view(comparison: Comparison) -> Iterator[str | Table]:
     yield from (f"! {remark}" for remark in comparison.remarks)
 
 
-def _by_member(comparison: Comparison) -> Iterator[tuple[Cost, str]]:
-    sides = {"A": comparison.first.costs, "B": comparison.second.costs}
-    for name in dict.fromkeys(cost.name for costs in sides.values() for cost in costs):
-        yield from ((cost, letter) for letter, costs in sides.items() for cost in costs if cost.name == name)
-
-
-def _cost_cells(cost: Cost) -> tuple[str, ...]:
-    return (
-        cost.origin or ("" if cost.seconds is None else duration(cost.seconds)),
-        "" if cost.startup_seconds is None else duration(cost.startup_seconds),
-        "" if cost.rows_per_second is None else rate(cost.rows_per_second),
-        *("" if size is None else gib(size) for size in (cost.host_bytes, cost.gpu_bytes)),
+def _change_cells(change: Change) -> tuple[str, ...]:
+    share = f"{change.changed / change.rows:.1%}" if change.rows else ""
+    differences = (
+        f"{size:.2g}" if 0 < size < 0.0005 else f"{size:.4f}" for size in (change.mean, change.largest)
     )
+    return change.name, f"{change.rows:,}", f"{change.changed:,}", share, *differences
 
 
-def _metric_row(change: MetricChange) -> tuple[str, ...]:
+def _metric_cells(change: MetricChange) -> tuple[str, ...]:
     better = {"first": "A", "second": "B", "": "neither"}[change.better]
     difference = f"{change.difference.value:+.4f} {_interval(change.difference, '+')}"
     values = (f"{side.value:.4f} {_interval(side)}".rstrip() for side in (change.first, change.second))
@@ -91,5 +76,10 @@ def _interval(interval: Interval, sign: str = "") -> str:
     return "" if math.isnan(interval.low) else f"[{interval.low:{sign}.4f}, {interval.high:{sign}.4f}]"
 
 
-def _small(difference: float) -> str:
-    return f"{difference:.2g}" if 0 < difference < 0.0005 else f"{difference:.4f}"
+def _cost_cells(cost: Cost) -> tuple[str, ...]:
+    return (
+        cost.origin or ("" if cost.seconds is None else duration(cost.seconds)),
+        "" if cost.startup_seconds is None else duration(cost.startup_seconds),
+        "" if cost.rows_per_second is None else rate(cost.rows_per_second),
+        *("" if size is None else gib(size) for size in (cost.host_bytes, cost.gpu_bytes)),
+    )

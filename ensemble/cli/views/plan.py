@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ensemble.cli.layout import Table
 from ensemble.common.gpus import device_names
@@ -50,7 +51,7 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
     else:
         yield "no member needs a worker: nothing is loaded, and a run merges what was made elsewhere"
     for member in plan.members:
-        yield f"{member.name}: {'; '.join(_member_facts(prepared, member))}"
+        yield _sentence(prepared, member)
         if member.advice:
             yield f"{member.name}: {member.advice}"
     yield plan.why
@@ -82,26 +83,69 @@ def nodes_table(nodes: Sequence[Node]) -> Table:
     return Table(headers, cells, texts=["models"])
 
 
-def least_fit(member: MemberPlan) -> Fit | None:
+def document(prepared: Prepared) -> dict[str, Any]:
+    """Describe a config that was checked and planned."""
+    config, plan = prepared.config, prepared.plan
+    return {
+        "problems": prepared.problems,
+        "warnings": [*prepared.table.remarks, *prepared.warnings, *plan.warnings],
+        "output_dir": config.output_dir.absolute(),
+        "table": config.data.path.absolute(),
+        "rows": prepared.table.rows,
+        "labels": config.labels,
+        "devices": plan.gpus,
+        "seconds": plan.seconds,
+        "members": [_member_facts(member) for member in plan.members],
+    }
+
+
+def _member_facts(member: MemberPlan) -> dict[str, Any]:
+    fit, needed = _least_fit(member), member.placement.footprint
+    return {
+        "name": member.name,
+        "task_type": member.model.task_type,
+        "weight": member.model.weight,
+        "replicas": member.replicas,
+        "gpus_per_replica": member.gpus,
+        "chunks": len(member.chunks),
+        "devices": member.placement.devices,
+        "problems": member.placement.problems,
+        "fit": fit and fit.verdict,
+        "room_bytes": fit and fit.room_bytes,
+        "parameters": needed and needed.weights.parameters,
+        "weight_bytes": needed and needed.weights.bytes,
+        "peak_bytes": needed and needed.peak_bytes(member.gpus, _batch_tokens(fit, needed.width)),
+        "seconds": _seconds(member),
+    }
+
+
+def _seconds(member: MemberPlan) -> float | None:
+    """Return how long a member takes on its replicas; None if its speed is not known."""
+    if not member.replicas or not member.speed.is_measured:
+        return None
+    return member.job.startup_seconds + member.job.compute_seconds / member.replicas
+
+
+def _least_fit(member: MemberPlan) -> Fit | None:
     """Return how a member fits on the device with the least room, of those that it runs on."""
     fits = member.placement.fits
     usable = [fits[uuid] for uuid in member.placement.devices if uuid in fits]
     return min(usable or fits.values(), key=lambda fit: fit.room_bytes, default=None)
 
 
-def batch_tokens(fit: Fit | None, width: int) -> int:
+def _batch_tokens(fit: Fit | None, width: int) -> int:
     """Return the tokens of a full batch of the longest rows, which have ``width``."""
     return max(fit.token_budget if fit is not None else 0, width)
 
 
 def _memory_cells(member: MemberPlan) -> list[str]:
     """Return what a replica takes of each of its devices with a full batch of the longest rows."""
-    needed, fit = member.placement.footprint, least_fit(member)
-    room = ["", ""] if fit is None else [gib(fit.room_bytes), _VERDICTS[fit.verdict]]
+    needed, fit = member.placement.footprint, _least_fit(member)
     if not member.needs_worker:
         return ["", "none"]
+    room = [] if fit is None else [gib(fit.room_bytes), _VERDICTS[fit.verdict]]
     if needed is not None:
-        tokens = batch_tokens(fit, needed.width)
+        tokens = _batch_tokens(fit, needed.width)
         per_token, per_pair = needed.activation.line(needed.width)
         return [
             _count(needed.weights.parameters),
@@ -114,35 +158,32 @@ def _memory_cells(member: MemberPlan) -> list[str]:
             *room,
         ]
     if isinstance(member.request.gpu_memory, int):
-        return ["", "", "", "", "", "", gib(member.request.gpu_memory), *room]
+        return [*[""] * 6, gib(member.request.gpu_memory), *room]
     return ["", "not known"]
 
 
-def _member_facts(prepared: Prepared, member: MemberPlan) -> Iterator[str]:
-    placement, needed = member.placement, member.placement.footprint
+def _sentence(prepared: Prepared, member: MemberPlan) -> str:
+    """Return where a member runs and why, and how long it takes."""
+    placement, needed, seconds = member.placement, member.placement.footprint, _seconds(member)
     if placement.problems:
-        yield "cannot run here"
-        return
+        return f"{member.name}: cannot run here"
     if not member.needs_worker:
-        yield f"{prepared.inspected[member.name].summary}, which need no worker"
-        return
-    yield _where(prepared, member)
-    if placement.reason:
-        yield placement.reason
+        return f"{member.name}: {prepared.inspected[member.name].summary}, which need no worker"
+    facts = [_where(prepared, member), placement.reason]
     if needed is not None:
         stored = f"{needed.quantization} weights, {needed.dtype}" if needed.quantization else needed.dtype
-        yield f"{stored}, {needed.attention} attention"
-        labels = len(prepared.config.labels)
-        yield f"rows of up to {plural(needed.width, 'token')}, {plural(labels, 'label')} each"
-    yield chunks_text(member)
+        facts.append(f"{stored}, {needed.attention} attention")
+        labels = plural(len(prepared.config.labels), "label")
+        facts.append(f"rows of up to {plural(needed.width, 'token')}, {labels} each")
+    facts.append(chunks_text(member))
     expected = prepared.shares.get(member.name)
     if expected is not None and member.model.when is not None:
-        yield f"runs {when_text(member.model.when)}: {expected.share:.0%} of the rows, {expected.why}"
-    if member.speed.is_measured:
-        job = member.job
-        text = f"about {duration(job.startup_seconds + job.compute_seconds / member.replicas)}"
-        saved = (member.whole_seconds - job.compute_seconds) / member.replicas
-        yield f"{text}, {duration(saved)} less than for all rows" if saved else text
+        facts.append(f"runs {when_text(member.model.when)}: {expected.share:.0%} of the rows, {expected.why}")
+    if seconds is not None:
+        saved = (member.whole_seconds - member.job.compute_seconds) / member.replicas
+        less = f", {duration(saved)} less than for all rows" if saved else ""
+        facts.append(f"about {duration(seconds)}{less}")
+    return f"{member.name}: {'; '.join(filter(None, facts))}"
 
 
 def chunks_text(member: MemberPlan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from ensemble.cli.layout import Table
 from ensemble.cli.views.summary import against_best, fitted_text, node_text
@@ -61,6 +62,19 @@ def view(status: RunStatus) -> Iterator[str | Table]:
             row, reason = next(iter(member.bad_rows.items()))
             count = plural(len(member.bad_rows), "bad row")
             yield f"{member.name}: {count}, the first is row {int(row) + 1:,}: {reason}"
+
+
+def document(status: RunStatus) -> dict[str, Any]:
+    """Describe how far a run is, or how it ended."""
+    report, facts = status.report, vars(status).copy()
+    del facts["report"], facts["folder"]
+    facts |= {"problems": [], "output_dir": status.folder.absolute(), "state": "starting"}
+    if report is not None:
+        names = ("rows", "scores", "fitted_on", "failures", "files")
+        facts |= {name: getattr(report, name) for name in names}
+        is_killed = report.status == "running" and status.holder is None
+        facts["state"] = "killed" if is_killed else report.status
+    return facts
 
 
 def _workers(report: RunReport) -> Iterator[str]:

@@ -29,10 +29,9 @@ def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
     if member.trials:
         yield Table([name, *_HEADERS], [_cells(trial, member) for trial in member.trials], texts=[""])
     metrics = list(dict.fromkeys(metric for trial in done for metric in trial.metrics))
+    others = [trial for trial in done if trial.name != member.reference]
     if metrics:
-        compared = [
-            [trial.name, *_differences(trial, metrics)] for trial in done if trial.name != member.reference
-        ]
+        compared = [[trial.name, *(_difference(trial, metric) for metric in metrics)] for trial in others]
         yield Table([f"minus {member.reference}", *metrics], compared)
     reasons: dict[str, list[str]] = {}
     for trial in member.trials:
@@ -48,39 +47,34 @@ def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
     for trial in done:
         if trial.name == member.reference and trial.why_lacking:
             yield f"! {name}: {trial.why_lacking}; nothing above counts them"
-    if member.has_moved:
-        yield (
-            f"! {name}: nothing is chosen: at the end the reference, {member.reference}, took {member.again:.2g} "
-            f"times as long as at the start, so the speeds above say nothing; {_REMEDY}"
-        )
-        return
     if member.is_noisy:
+        result = "nothing is chosen" if member.has_moved else "the speeds above say little"
         yield (
-            f"! {name}: {member.reference} took {member.again:.2g} times as long when it was measured again at "
-            f"the end, so the speeds above say little; {_REMEDY}"
+            f"! {name}: {result}, as {member.reference} took {member.again:.2g} times as long when it was measured "
+            f"again at the end; {_REMEDY}"
         )
-    others = [trial for trial in done if trial.is_precision and trial.name != member.reference]
-    if others and not any(trial.is_within for trial in others):
+    if member.has_moved:
+        return
+    precisions = [trial.is_within for trial in others if trial.is_precision]
+    if precisions and not any(precisions):
         yield (
             f"! {name}: no other precision comes within {tolerance:g} of {member.reference}; it is kept, and a "
             "larger --tolerance is yours to choose"
         )
-    if member.keys:
-        keys = ", ".join(f"{key}: {_yaml(value)}" for key, value in member.keys.items())
-        yield f"{name}: {member.best} is the fastest: {keys}"
-    else:
-        yield f"{name}: {member.best} is the fastest, and what the config says"
+    changes = ", ".join(f"{key}: {_yaml(value)}" for key, value in member.keys.items())
+    yield f"{name}: {member.best} is the fastest{f': {changes}' if changes else ', and what the config says'}"
 
 
 def _cells(trial: Trial, member: MemberTuning) -> list[str]:
-    is_reference = trial.name == member.reference
-    mark = "the reference" if is_reference else "" if trial.is_within else "too far"
-    if is_reference and member.has_moved:
-        mark += f", {member.again:.2g} times as long at the end"
+    marks = [_FASTEST] if trial.name == member.best else []
+    distances = ["", "", ""]
     if trial.failure:  # the reason, which may be long, is said below
-        mark = "stopped" if trial.rows_per_second else "no result"
-    if trial.name == member.best:
-        mark = f"{_FASTEST}, {mark}" if mark else _FASTEST
+        marks.append("stopped" if trial.rows_per_second else "no result")
+    elif trial.name == member.reference:
+        marks.append("the reference")
+    else:
+        distances = [f"{trial.mean:.4f}", f"{trial.largest:.4f}", f"{trial.changed:.1%}"]
+        marks += [] if trial.is_within else ["too far"]
     return [
         trial.name,
         "" if trial.tokens_per_second is None else f"{trial.tokens_per_second:,.0f}",
@@ -88,19 +82,14 @@ def _cells(trial: Trial, member: MemberTuning) -> list[str]:
         "" if trial.load_seconds is None else duration(trial.load_seconds),
         "" if trial.peak_bytes is None else gib(trial.peak_bytes),
         "" if trial.whole_seconds is None else duration(trial.whole_seconds),
-        *(
-            ["", "", ""]
-            if is_reference or trial.failure
-            else [f"{trial.mean:.4f}", f"{trial.largest:.4f}", f"{trial.changed:.1%}"]
-        ),
-        mark,
+        *distances,
+        ", ".join(marks),
     ]
 
 
-def _differences(trial: Trial, metrics: list[str]) -> Iterator[str]:
-    for name in metrics:
-        gain = trial.metrics.get(name)
-        yield "" if gain is None else f"{gain.value:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]"
+def _difference(trial: Trial, metric: str) -> str:
+    gain = trial.metrics.get(metric)
+    return "" if gain is None else f"{gain.value:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]"
 
 
 def _yaml(value: object) -> str:
