@@ -6,7 +6,7 @@ stream is replaced, and handlers of signals and loggers are put back.  Errors an
 Where the command would fail, its function raises an ``EnsembleError`` with every problem found.
 
 The command line calls the same functions, and takes the help of its commands and options from their docstrings
-(``cli/help.py``): paragraphs before ``Args`` describe the command, ``Args`` its options.
+(``cli/options.py``): paragraphs before ``Args`` describe the command, ``Args`` its options.
 """
 
 from __future__ import annotations

@@ -8,16 +8,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from ensemble import api
-from ensemble.cli.help import argument, calls, described_by, option, repeatable
 from ensemble.cli.layout import page_width, wrapped
+from ensemble.cli.options import argument, option, options_of
 from ensemble.cli.views import show, show_json
 from ensemble.common.errors import EnsembleError, Interrupted
-from ensemble.common.protocol import Activation
 from ensemble.common.text import plural
 from ensemble.common.version import __version__
 
@@ -34,37 +33,21 @@ app = typer.Typer(
     help="Run several Hugging Face models over one table, each in a process of its own, and merge them.",
 )
 
-# Options of several commands.  Without a ``help`` they are described by the first command that has them.
-ConfigArgument = Annotated[list[Path], argument("CONFIG")]
-SetOption = Annotated[list[str], repeatable("--set", "KEY=VALUE")]
-LimitOption = Annotated[int | None, option("--limit", "N", min=1, help="Use only the first N rows.")]
-RunDirArgument = Annotated[Path, argument("RUN_DIR", help="The output_dir of a run.")]
-JsonOption = Annotated[bool, option("--json", help="Print one JSON object instead; keys: docs/running.md.")]
-QuietOption = Annotated[bool, option("--quiet -q")]
-ForceOption = Annotated[bool, option("--force", help="Replace an existing file.")]
-LabelsOption = Annotated[Path | None, option("--labels", "TABLE")]
-LabelColumnOption = Annotated[str | None, option("--label-column", "NAME")]
-IdColumnOption = Annotated[str | None, option("--id-column", "NAME")]
-ActivationOption = Annotated[Activation | None, option("--activation")]
-PartialOption = Annotated[bool, option("--partial")]
+_Limit = Annotated[int | None, option("--limit", "N", min=1, help="Use only the first N rows.")]
+_Json = Annotated[bool, option("--json", help="Print one JSON object instead; keys: docs/running.md.")]
+_Quiet = Annotated[bool, option("--quiet -q", help="Print nothing but errors.")]
 
 
 @app.command()
-@described_by(api.run)
-def run(
-    config: ConfigArgument,
-    overrides: SetOption,
-    limit: LimitOption = None,
-    fresh: Annotated[bool, option("--fresh")] = False,
-    reuse: Annotated[Path | None, option("--reuse", "RUN_DIR")] = None,
-    quiet: QuietOption = False,
-    verbose: Annotated[bool, option("--verbose -v")] = False,
+@options_of(api.run, limit=_Limit)
+def run(limit: int | None, **options: Any) -> None:
+    api.run(**_limited(options, limit))
+
+
+@app.command()
+def status(
+    run_dir: Annotated[Path, argument("RUN_DIR", help="The output_dir of a run.")], as_json: _Json = False
 ) -> None:
-    api.run(config, _limited(overrides, limit), fresh=fresh, reuse=reuse, quiet=quiet, verbose=verbose)
-
-
-@app.command()
-def status(run_dir: RunDirArgument, as_json: JsonOption = False) -> None:
     """Show how far the run in RUN_DIR is, or how it ended."""
     from ensemble.commands.status import RunStatus
 
@@ -76,23 +59,15 @@ def status(run_dir: RunDirArgument, as_json: JsonOption = False) -> None:
 
 
 @app.command()
-@described_by(api.report)
-def report(
-    path: RunDirArgument, output: Annotated[Path | None, option("--output -o", "HTML")] = None
-) -> None:
-    print(f"report: {api.report(path, output)}")
+@options_of(api.report, output=Annotated[Path | None, option("--output -o", "HTML")])
+def report(**options: Any) -> None:
+    print(f"report: {api.report(**options)}")
 
 
 @app.command()
-@described_by(api.validate)
-def validate(
-    config: ConfigArgument,
-    overrides: SetOption,
-    limit: LimitOption = None,
-    quiet: QuietOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    preview = api.validate(config, _limited(overrides, limit))
+@options_of(api.validate, limit=_Limit, quiet=_Quiet, as_json=_Json)
+def validate(limit: int | None, quiet: bool, as_json: bool, **options: Any) -> None:
+    preview = api.validate(**_limited(options, limit))
     if as_json:
         show_json("plan", preview.prepared)
     elif not quiet:
@@ -100,15 +75,9 @@ def validate(
 
 
 @app.command()
-@described_by(api.plan)
-def plan(
-    config: ConfigArgument,
-    overrides: SetOption,
-    limit: LimitOption = None,
-    predictions_from: Annotated[Path | None, option("--predictions-from", "RUN_DIR")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    preview = api.plan(config, _limited(overrides, limit), predictions_from=predictions_from)
+@options_of(api.plan, limit=_Limit, as_json=_Json)
+def plan(limit: int | None, as_json: bool, **options: Any) -> None:
+    preview = api.plan(**_limited(options, limit))
     if as_json:
         show_json("plan", preview.prepared)
     else:
@@ -130,7 +99,7 @@ def init(
         option("--sample", "CSV", help="Sample submission (default: sample_submission.csv beside TABLE)."),
     ] = None,
     output: Annotated[Path, option("--output -o", "YAML", help="File to write.")] = Path("config.yaml"),
-    force: ForceOption = False,
+    force: Annotated[bool, option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Write a first config for TABLE and MODELS, and validate it. Guesses columns, labels and lengths."""
     with api.imports():
@@ -146,120 +115,65 @@ def init(
 
 
 @app.command()
-@described_by(api.rehearse)
-def rehearse(
-    config: ConfigArgument,
-    overrides: SetOption,
-    rows: Annotated[int | None, option("--rows", "N", min=1)] = None,
-    lengths_from: Annotated[Path | None, option("--lengths-from", "TABLE")] = None,
-    sample: Annotated[int | None, option("--sample-rows", "N", min=1)] = None,
-    quiet: QuietOption = False,
-) -> None:
-    rehearsal = api.rehearse(
-        config, overrides, rows=rows, lengths_from=lengths_from, sample=sample, quiet=quiet
-    )
+@options_of(api.rehearse)
+def rehearse(**options: Any) -> None:
+    rehearsal = api.rehearse(**options)
     if rehearsal.problems:
-        if quiet:
+        if options["quiet"]:
             _print_errors(rehearsal.problems)
         raise typer.Exit(1)
 
 
 @app.command()
-@described_by(api.tune)
-def tune(
-    config: ConfigArgument,
-    overrides: SetOption,
-    rows: Annotated[int | None, option("--rows", "N", min=1)] = None,
-    tolerance: Annotated[float | None, option("--tolerance", "X", min=0)] = None,
-    write: Annotated[Path | None, option("--write", "YAML")] = None,
-    force: ForceOption = False,
-    quiet: QuietOption = False,
-) -> None:
-    tuning = api.tune(
-        config, overrides, rows=rows, tolerance=tolerance, write=write, force=force, quiet=quiet
-    )
+@options_of(api.tune)
+def tune(**options: Any) -> None:
+    tuning = api.tune(**options)
     if not tuning.has_result:
-        if quiet:
+        if options["quiet"]:
             _print_errors(["no settings could be chosen for any member; without --quiet tune says why"])
         raise typer.Exit(1)
 
 
 @app.command()
-@described_by(api.merge)
-def merge(
-    files: Annotated[list[str], argument("[NAME=]CSV")],
-    output: Annotated[Path, option("--output -o", "CSV")],
-    weight: Annotated[
-        list[str], repeatable("--weight", "NAME=NUMBER", help="Weight of a file; give one for each file.")
+@options_of(
+    api.merge,
+    output=Annotated[Path, option("--output -o", "CSV")],
+    method=Annotated[str | None, option("--method -m", "METHOD")],
+    weight=Annotated[
+        list[str],
+        option(
+            "--weight", "NAME=NUMBER", help="Weight of a file; give one for each file.", show_default=False
+        ),
     ],
-    labels: Annotated[list[str], repeatable("--label", "NAME")],
-    overrides: SetOption,
-    method: Annotated[str | None, option("--method -m", "METHOD")] = None,
-    weights: Annotated[Path | None, option("--weights", "YAML")] = None,
-    id_column: IdColumnOption = None,
-    activation: ActivationOption = None,
-    partial: PartialOption = False,
-    quiet: QuietOption = False,
-) -> None:
+    labels=Annotated[list[str], option("--label", "NAME", show_default=False)],
+)
+def merge(files: list[str], weight: list[str] | None, overrides: list[str] | None, **options: Any) -> None:
+    weight = weight or []
     if weight and len(weight) != len(files):
         raise typer.BadParameter("--weight: give one for each file")
-    sets = [f"models.{text.replace('=', '.weight=', 1)}" for text in weight] + overrides
-    api.merge(
-        files,
-        output,
-        sets,
-        method=method,
-        weights=weights,
-        id_column=id_column,
-        labels=labels,
-        activation=activation,
-        partial=partial,
-        quiet=quiet,
-    )
+    sets = [f"models.{text.replace('=', '.weight=', 1)}" for text in weight]
+    api.merge(files, overrides=[*sets, *(overrides or [])], **options)
 
 
 @app.command()
-@calls(api.compare)
-def compare(
-    first: Annotated[Path, argument("A")],
-    second: Annotated[Path, argument("B")],
-    metrics: Annotated[list[str], repeatable("--metric", "NAME")],
-    labels: LabelsOption = None,
-    label_column: LabelColumnOption = None,
-    id_column: IdColumnOption = None,
-    activation: ActivationOption = None,
-) -> None: ...
+@options_of(api.compare)
+def compare(**options: Any) -> None:
+    api.compare(**options)
 
 
 @app.command()
-@calls(api.fit)
-def fit(
-    sources: Annotated[list[Path], argument("CONFIG|[NAME=]CSV...")],
-    overrides: SetOption,
-    labels: LabelsOption = None,
-    label_column: LabelColumnOption = None,
-    id_column: IdColumnOption = None,
-    metric: Annotated[str, option("--metric", "NAME")] = "log_loss",
-    method: Annotated[
-        Literal["simplex", "greedy", "stacking"] | None, option("--method", show_default=False)
-    ] = None,
-    calibration: Annotated[Literal["none", "temperature", "vector"], option("--calibration")] = "none",
-    merge_method: Annotated[Literal["mean", "geometric_mean"] | None, option("--merge-method")] = None,
-    activation: ActivationOption = None,
-    folds: Annotated[int, option("--folds", "N", min=2)] = 5,
-    seed: Annotated[int, option("--seed", "N", min=0)] = 0,
-    partial: PartialOption = False,
-    output: Annotated[Path, option("--output -o", "YAML")] = Path("weights.yaml"),
-    force: ForceOption = False,
-    quiet: QuietOption = False,
-) -> None: ...
+@options_of(api.fit, defaults={"output": Path("weights.yaml")})
+def fit(**options: Any) -> None:
+    api.fit(**options)
 
 
 @app.command()
 def doctor(
-    sets: SetOption,
     config: Annotated[
         list[Path] | None, argument("CONFIG", help="Config of a run to check this machine for.")
+    ] = None,
+    sets: Annotated[
+        list[str] | None, option("--set", "KEY=VALUE", help="Override a key.", show_default=False)
     ] = None,
     quiet: Annotated[bool, option("--quiet -q", help="Print problems only.")] = False,
 ) -> None:
@@ -269,7 +183,7 @@ def doctor(
     if sets and not config:
         raise typer.BadParameter("--set changes a CONFIG; name one")
     problems = 0
-    for finding in examine(config or (), sets):
+    for finding in examine(config or (), sets or ()):
         problems += finding.mark == "problem"
         if finding.mark == "problem" or not quiet:
             print(*_finding_lines(finding, page_width(sys.stdout)), sep="\n")
@@ -313,8 +227,11 @@ def main() -> NoReturn:
     os._exit(code)
 
 
-def _limited(overrides: list[str], limit: int | None) -> list[str]:
-    return overrides if limit is None else [*overrides, f"limit={limit}"]
+def _limited(options: dict[str, Any], limit: int | None) -> dict[str, Any]:
+    """Add ``--limit`` to the overrides."""
+    if limit is not None:
+        options["overrides"] = [*(options["overrides"] or ()), f"limit={limit}"]
+    return options
 
 
 def _finding_lines(finding: Finding, width: int | None) -> list[str]:

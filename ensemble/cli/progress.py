@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING
 
 from ensemble.cli.layout import page_width, wrapped
+from ensemble.common.protocol import Ready
 from ensemble.common.text import duration, plural, rate
 from ensemble.scheduling.state import MemberState, Phase
 
@@ -63,8 +64,8 @@ class PlainDisplay(QuietDisplay):
     def __init__(self, file: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._file = file
         self._clock = clock
-        self._last: dict[str, float] = {}
-        self._phases: dict[str, tuple[Phase, float]] = {}  # and since when
+        # By member, its phase at the last line, since when, and when the line was printed.
+        self._shown: dict[str, tuple[Phase, float, float]] = {}
         self._said: set[str] = set()
 
     def say(self, text: str) -> None:
@@ -76,44 +77,44 @@ class PlainDisplay(QuietDisplay):
 
     def update(self, members: Sequence[MemberState]) -> None:
         for state in members:
-            name, phase = state.plan.name, state.phase
+            name, phase, now, text = state.plan.name, state.phase, self._clock(), describe(state)
             if phase == "waiting":
                 continue
             self._say_settings(state)
-            now, text = self._clock(), describe(state)
-            last_phase, since = self._phases.get(name, ("", now))
+            last_phase, since, last = self._shown.get(name, (None, now, now))
             if phase != last_phase:
-                self._phases[name] = (phase, now)
+                since = now
                 if phase == "predicting":
                     text = f"predicting {plural(state.rows - state.reused_rows, 'row')}{_nodes_of(state)}"
-            elif phase not in _BUSY or now - self._last[name] < PLAIN_LINE_SECONDS:
+            elif phase not in _BUSY or now - last < PLAIN_LINE_SECONDS:
                 continue
             elif phase in _BEFORE:
                 text += f", {duration(round(now - since))}"
-            self._last[name] = now
+            self._shown[name] = (phase, since, now)
             self.say(f"{name}: {text}")
 
     def _say_settings(self, state: MemberState) -> None:
         """Say once what a member computes with, and each note of its workers."""
-        name = state.plan.name
-        for ready in state.readies:
-            notes = list(ready.notes)
-            if name not in self._said:  # its other workers have the same, but perhaps less memory
-                attention, batch = ready.attn_implementation.replace("_", "-"), ""
-                if attention and "attention" not in attention:
-                    attention += " attention"
-                if ready.token_budget is not None:
-                    size = state.plan.request.batch_size
-                    amount = plural(ready.token_budget, "token") if size is None else plural(size, "row")
-                    batch = f"{amount} a batch"
-                facts = ", ".join(filter(None, (ready.dtype, attention, batch)))
-                notes.insert(0, facts or f"on {ready.device}")
-                self._said.add(name)
-            for note in notes:
-                text = f"{name}: {note}"
-                if text not in self._said:
-                    self._said.add(text)
-                    self.say(text)
+        if not state.readies:
+            return
+        # The other workers have the first one's settings, but perhaps less memory.
+        texts = [_settings_text(state, state.readies[0])]
+        texts += (note for ready in state.readies for note in ready.notes)
+        for line in dict.fromkeys(f"{state.plan.name}: {text}" for text in texts):
+            if line not in self._said:
+                self._said.add(line)
+                self.say(line)
+
+
+def _settings_text(state: MemberState, ready: Ready) -> str:
+    """Return what a worker computes with, such as "float16, sdpa attention, 2,048 tokens a batch"."""
+    attention, batch = ready.attn_implementation.replace("_", "-"), ""
+    if attention and "attention" not in attention:
+        attention += " attention"
+    if ready.token_budget is not None:
+        size = state.plan.request.batch_size
+        batch = f"{plural(ready.token_budget, 'token') if size is None else plural(size, 'row')} a batch"
+    return ", ".join(filter(None, (ready.dtype, attention, batch))) or f"on {ready.device}"
 
 
 class BarDisplay(PlainDisplay):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ensemble.common.errors import ConfigError, EnsembleError
-from ensemble.common.files import unreadable, unwritable_reason
+from ensemble.common.files import unwritable_reason
 from ensemble.common.host import usable_cpus
 from ensemble.common.packages import installed_versions
 from ensemble.common.text import gib, plural
@@ -26,6 +26,7 @@ from ensemble.planning.plan import Plan
 
 # The most by which the probabilities of a rule may miss a sum of 1.
 _SUM_TOLERANCE = 1e-6
+_RAW = "is for probabilities, and the models give raw values (regression)"
 Kinds: TypeAlias = Mapping[str, MemberKind[Any, Any]]
 
 
@@ -38,16 +39,13 @@ class Problems:
     @contextlib.contextmanager
     def at(self, key: str = "") -> Iterator[None]:
         """Collect the errors raised inside, prefixed with the key that they are about."""
+        prefix = f"{key}: " if key else ""
         try:
             yield
-        except OSError as error:  # such as a name that is too long for the file system
-            text = unreadable(error.filename or key, error, "choose another place")
-            self._errors.append(ConfigError(f"{key}: {text}" if key and error.filename else text))
-        except TemplateProblem as error:
-            self._errors.append(ConfigError(f"{key}: {error}"))
         except EnsembleError as error:
-            prefixed = [f"{key}: {problem}" if key else problem for problem in error.problems]
-            self._errors.append(type(error)(prefixed))
+            self._errors.append(type(error)([f"{prefix}{problem}" for problem in error.problems]))
+        except (OSError, TemplateProblem) as error:  # such as a name that is too long for the file system
+            self._errors.append(ConfigError(f"{prefix}{error}"))
 
     def add(self, sentences: Iterable[str], kind: type[EnsembleError] = ConfigError) -> None:
         """Collect problems given as sentences."""
@@ -76,21 +74,20 @@ def rule_problems(loaded: LoadedConfig, inspected: Mapping[str, Inspection]) -> 
         return
     activation, has_exclusive_labels = merged_activation(inspected), is_exclusive(inspected)
     for number, rule in enumerate(config.rules or ()):
-        values = rule.set or {}
+        values, mask = rule.set or {}, rule.mask or ()
         at_set = loaded.document.where(("rules", number, "set"))
         at_mask = loaded.document.where(("rules", number, "mask"))
+        total, has_all_labels = math.fsum(values.values()), len(values) == len(config.labels)
         if activation == "none":
-            if rule.mask:
-                yield f"{at_mask}: is for probabilities, and the models give raw values (regression); use set"
-            continue
-        if any(not 0 <= value <= 1 for value in values.values()):
+            if mask:
+                yield f"{at_mask}: {_RAW}; use set"
+        elif any(not 0 <= value <= 1 for value in values.values()):
             yield f"{at_set}: a probability is a number from 0 to 1"
-        elif has_exclusive_labels and values:
-            total = math.fsum(values.values())
-            has_all_labels = len(values) == len(config.labels)
-            if total > 1 + _SUM_TOLERANCE or (has_all_labels and total < 1 - _SUM_TOLERANCE):
-                yield f"{at_set}: the probabilities sum to {total:g}; those of exclusive labels sum to 1"
-        if has_exclusive_labels and rule.mask and set(rule.mask) == set(config.labels):
+        elif not has_exclusive_labels:
+            continue
+        elif total > 1 + _SUM_TOLERANCE or (has_all_labels and total < 1 - _SUM_TOLERANCE):
+            yield f"{at_set}: the probabilities sum to {total:g}; those of exclusive labels sum to 1"
+        elif set(mask) == set(config.labels):
             yield f"{at_mask}: masks every label; leave one"
 
 
@@ -102,7 +99,8 @@ def member_problems(
     for index, (name, kind) in enumerate(kinds.items()):
         yield from (f"models[{index}].{text}" for text in kind.problems(inspected.get(name), any_gpu))
         if name in raw and config.models[index].calibration is not None:
-            yield f"models[{index}].calibration: is for probabilities, and {name} gives raw values (regression)"
+            yield f"models[{index}].calibration: {_RAW}"
+        yield from _when_problems(config, index, inspected, raw)
     if raw and len(raw) < len(inspected):
         keys = {kind.activation_key for name, kind in kinds.items() if name in raw and kind.activation_key}
         remedy = f", or set {' and '.join(sorted(keys))}" if keys else ""
@@ -110,22 +108,14 @@ def member_problems(
             f"models: {', '.join(raw)} gives raw values (regression), the others probabilities; their mean means "
             f"nothing: run them separately{remedy}"
         )
-    for index in range(len(config.models)):
-        yield from _when_problems(config, index, inspected, raw)
     if raw and config.on_bad_row == "uniform":
-        yield "on_bad_row: uniform is for probabilities, and the models give raw values (regression)"
+        yield f"on_bad_row: uniform {_RAW}"
     if raw and config.time_limit is not None and config.fill == "uniform":
-        yield (
-            "fill: uniform is for probabilities, and the models give raw values (regression); set prior (the mean "
-            "of the rows that were computed) or sample"
-        )
+        yield f"fill: uniform {_RAW}; set prior (the mean of the rows that were computed) or sample"
     if len(inspected) == len(config.models):  # else a method could miss those that cannot be read
-        members = Members(
-            tuple(inspected),
-            tuple(inspection.activation for inspection in inspected.values()),
-            config.labels,
-            tuple(model.weight for model in config.models),
-        )
+        activations = tuple(inspection.activation for inspection in inspected.values())
+        weights = tuple(model.weight for model in config.models)
+        members = Members(tuple(inspected), activations, config.labels, weights)
         yield from merge_method(config.ensemble, members).problems()
 
 
@@ -133,18 +123,15 @@ def _when_problems(
     config: RunConfig, index: int, inspected: Mapping[str, Inspection], raw: Sequence[str]
 ) -> Iterator[str]:
     """Yield problems of a member's ``when`` with the values of the members before it."""
-    when = config.models[index].when
+    when, labels = config.models[index].when, len(config.labels)
     if when is None:
         return
     raw_before = [model.name for model in config.models[:index] if model.name in raw]
     if raw_before:
-        yield (
-            f"models[{index}].when: {', '.join(raw_before)} gives raw values (regression), and a margin is one of "
-            "probabilities"
-        )
+        names = ", ".join(raw_before)
+        yield f"models[{index}].when: {names} gives raw values (regression), and a margin is one of probabilities"
         return
     deciders = {inspected[name].activation for name in config.deciders(index) if name in inspected}
-    labels = len(config.labels)
     highest = math.log(labels) if deciders == {"softmax"} else labels * math.log(2)
     if deciders and when.get("entropy_above", -1.0) >= highest:
         yield (
@@ -155,32 +142,29 @@ def _when_problems(
 
 def place_problems(loaded: LoadedConfig, kinds: Kinds) -> Iterator[str]:
     """Yield places where the run cannot write, or would write over what it reads."""
-    config, submission = loaded.config, loaded.config.submission
-    rundir = RunDir(config.output_dir)
+    config, rundir = loaded.config, RunDir(loaded.config.output_dir)
     # A run of the config.yaml that an earlier one left here writes it again as it is.
     is_kept = loaded.redactor(loaded.whole) == loaded.texts[0]
     inputs = [path for path in loaded.paths if not (is_kept and path.resolve() == rundir.config.resolve())]
     inputs.append(config.data.path)
     inputs += [Path(name) for kind in kinds.values() for name in kind.sources()]
-    target = None
-    if submission is not None:
-        inputs.append(submission.sample)
-        target = submission.path
-    yield from rundir.endangered(inputs, target)
     folders: dict[str, Path | None] = {"output_dir": config.output_dir}
     if config.launcher == "local":  # else on the machines on which its workers run
         for index, kind in enumerate(kinds.values()):
             folders[f"models[{index}].offload_folder"] = kind.request().offload_folder
-    if target is not None and target.is_dir():
-        yield f"submission.path: {target} is a directory; name a file in it"
-    elif target is not None:
+    target = None
+    if config.submission is not None:
+        inputs.append(config.submission.sample)
+        target = config.submission.path
+    if target is not None:
         folders["submission.path"] = target.parent
-    for key, folder in folders.items():
-        reason = None if folder is None else unwritable_reason(key, folder)
-        if reason:
-            yield reason
-    if target is not None and any(target.resolve().is_relative_to(path.resolve()) for path in inputs):
-        yield f"submission.path: {target} would replace what the run reads; choose another name"
+        if target.is_dir():
+            yield f"submission.path: {target} is a directory; name a file in it"
+        if any(target.resolve().is_relative_to(path.resolve()) for path in inputs):
+            yield f"submission.path: {target} would replace what the run reads; choose another name"
+    yield from rundir.endangered(inputs, target)
+    reasons = [unwritable_reason(key, folder) for key, folder in folders.items() if folder is not None]
+    yield from filter(None, reasons)
 
 
 def run_warnings(

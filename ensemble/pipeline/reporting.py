@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ensemble.common.gpus import Device
 from ensemble.common.host import cpu_name
@@ -34,7 +34,7 @@ from ensemble.pipeline.run_report import (
 from ensemble.planning.forecast import calibrated
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.device_pool import DevicePool
-from ensemble.scheduling.records import Failure, Gap, NodeChange
+from ensemble.scheduling.records import Failure, Gap, NodeChange, WorkerRecord
 from ensemble.scheduling.state import MemberState
 
 
@@ -155,6 +155,7 @@ class RunState:
     def _member(self, state: MemberState) -> MemberReport:
         plan, counters, work, results = state.plan, state.counters, self.works[state.plan.name], self.results
         name, model = plan.name, plan.model
+        views = model.counted_views
         # The workers of a member that an earlier run completed are that run's.
         is_reused = work.is_complete and not state.workers
         workers = work.workers if is_reused else worker_reports(state)
@@ -162,9 +163,9 @@ class RunState:
         if state.failure:
             status = "failed"
         bad_rows = work.bad_rows_of_views(state.bad_rows)
-        view_rows: Sequence[int | None] = results.view_rows.get(name, (None,) * len(model.counted_views))
+        view_rows: Sequence[int | None] = results.view_rows.get(name, (None,) * len(views))
         if work.is_complete:
-            view_rows = (int(work.is_done.sum()),) * len(model.counted_views)
+            view_rows = (int(work.is_done.sum()),) * len(views)
         return MemberReport(
             name=name,
             phase=state.phase,
@@ -200,8 +201,7 @@ class RunState:
             cascade=self._cascade(model),
             activation=self.prepared.inspected[name].activation,
             views={
-                view.name: ViewReport(view.weight, rows)
-                for view, rows in zip(model.counted_views, view_rows, strict=True)
+                view.name: ViewReport(view.weight, rows) for view, rows in zip(views, view_rows, strict=True)
             },
             partial_rows=results.partial_rows.get(name, 0),
             computed=self.computation(state),
@@ -230,35 +230,21 @@ def _versions(members: Sequence[MemberState]) -> dict[str, str]:
 
 
 def worker_reports(state: MemberState) -> tuple[WorkerReport, ...]:
-    reports = []
-    for worker in state.workers:
-        ready, closed = worker.ready, worker.closed
-        reports.append(
-            WorkerReport(
-                replica=worker.replica,
-                devices=worker.devices,
-                process=worker.process,
-                exit_code=worker.exit_code,
-                started_after_seconds=worker.started_after_seconds,
-                leased_after_seconds=worker.leased_after_seconds,
-                start_seconds=worker.start_seconds,
-                load_seconds=worker.load_seconds,
-                life_seconds=worker.life_seconds,
-                forward_share=_share(worker.counters.forward_seconds, worker.life_seconds),
-                peak_memory_bytes=closed.peak_memory_bytes if closed else None,
-                peak_gpu_memory_bytes=closed.peak_gpu_memory_bytes if closed else None,
-                device_name=ready.device if ready else None,
-                dtype=ready.dtype if ready else None,
-                attn_implementation=ready.attn_implementation if ready else None,
-                parameters=ready.parameters if ready else None,
-                max_length=ready.max_length if ready else None,
-                token_budget=ready.token_budget if ready else None,
-                notes=ready.notes if ready else (),
-                log=worker.log_path,
-                **worker.counters.rounded(3),
-            )
-        )
-    return tuple(reports)
+    return tuple(map(_worker_report, state.workers))
+
+
+def _worker_report(worker: WorkerRecord) -> WorkerReport:
+    """Return what is recorded under the same names, None for what the worker did not get to."""
+    facts: dict[str, Any] = {"notes": ()}
+    for part in (worker.ready, worker.closed, worker):
+        if part is not None:
+            facts |= vars(part)
+    facts |= worker.counters.rounded(3)
+    facts["forward_share"] = _share(worker.counters.forward_seconds, worker.life_seconds)
+    facts["device_name"] = worker.ready.device if worker.ready else None
+    facts["log"] = worker.log_path
+    fields: dict[str, Any] = {name: facts.get(name) for name in WorkerReport.__dataclass_fields__}
+    return WorkerReport(**fields)
 
 
 def _members_first(files: dict[str, Path], names: Sequence[str]) -> dict[str, str]:
