@@ -217,10 +217,11 @@ class DevicePool:
             and self._taken[uuid] + places <= self._workers_per_gpu
         ]
         doubtful = self._full | self._suspect
-        if any(self._taken.get(uuid) or uuid in self._releasing for uuid in allowed):
+        if doubtful and any(self._taken.get(uuid) or uuid in self._releasing for uuid in allowed):
             candidates = [uuid for uuid in candidates if uuid not in doubtful]
         # Sorting is stable: devices with as many workers stay in the inventory's order.
-        candidates.sort(key=lambda uuid: (uuid in doubtful, self._taken[uuid]))
+        candidates.sort(key=self._taken.__getitem__)
+        candidates.sort(key=doubtful.__contains__)
         of_node: dict[str, list[str]] = {}
         for uuid in candidates:
             of_node.setdefault(self._gpus[uuid].node, []).append(uuid)

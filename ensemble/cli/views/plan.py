@@ -51,8 +51,6 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
         yield "no member needs a worker: nothing is loaded, and a run merges what was made elsewhere"
     for member in plan.members:
         yield f"{member.name}: {'; '.join(_member_facts(prepared, member))}"
-        if member.advice:
-            yield f"{member.name}: {member.advice}"
     yield plan.why
     yield from plan.warnings
     if plan.problems:
