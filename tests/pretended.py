@@ -235,15 +235,12 @@ def schedule(
     on_finished: Callable[[MemberState], None] = lambda state: None,
     may_stand_by: bool = True,
     on_launch: Callable[[Launched], None] = lambda launched: None,
-    on_begin: Callable[[Scheduler], None] = lambda scheduler: None,
 ) -> list[MemberState]:
     """Run a plan with pretended workers, of which those on ``broken`` devices cannot load."""
     members = [MemberState(member) for member in plan.members]
     launcher = PretendedLauncher(answer, broken, on_launch)
     rules = Rules(2, policy, hang_timeout, may_stand_by)
-    scheduler = make_scheduler(members, devices, launcher, rules, deadline, on_finished)
-    on_begin(scheduler)
-    scheduler.run()
+    make_scheduler(members, devices, launcher, rules, deadline, on_finished).run()
     return members
 
 

@@ -367,7 +367,7 @@ def test_the_kaggle_config_fits_two_t4(kaggle: Project, nvml_sim: NvmlSim) -> No
     )
     assert done.stdout.count("for one GPU, so a replica takes 2") == 2
     assert "17.2 GiB" in done.stdout
-    assert "llama3: nf4 weights (4.3 GiB) would fit one GPU, and" in " ".join(done.stdout.split())
+    assert "makes its weights 4.3 GiB, to fit one, and gives other numbers" in " ".join(done.stdout.split())
     nvml_sim.write([Gpu(gpu_uuid(0), memory=Memory(4 * GIB))])
     for command in ("plan", "run"):
         done = kaggle.ensemble(command, "kaggle.yaml", environment=nvml_sim.environment())

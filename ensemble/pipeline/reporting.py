@@ -34,7 +34,7 @@ from ensemble.pipeline.run_report import (
 from ensemble.planning.forecast import calibrated
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.device_pool import DevicePool
-from ensemble.scheduling.records import Failure, Gap, NodeChange, WorkerRecord
+from ensemble.scheduling.records import Failure, NodeChange, WorkerRecord, idle_gaps
 from ensemble.scheduling.state import MemberState
 
 
@@ -57,7 +57,6 @@ class RunState:
     works: dict[str, MemberWork] = field(default_factory=dict)
     results: Results = field(default_factory=Results)
     pool: DevicePool | None = None
-    gaps: Sequence[Gap] = ()
     node_changes: Sequence[NodeChange] = ()
     left_out: Sequence[Failure] = ()
     explanation: str = ""
@@ -83,7 +82,7 @@ class RunState:
             rows=prepared.table.rows,
             null_texts=dict(prepared.table.null_texts),
             timing={"total_seconds": round(self.clock() - self.began, 3)},
-            idle_gaps=tuple(self.gaps),
+            idle_gaps=idle_gaps(worker for state in self.members for worker in state.workers),
             releases=tuple(self.pool.releases) if self.pool else (),
             device_memory=dict(self.pool.curves) if self.pool else {},
             device_telemetry=dict(self.pool.telemetry) if self.pool else {},
@@ -272,7 +271,7 @@ def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float |
     """Return the seconds until the last member ends, by the speeds so far; None before any is known."""
     measured = {}
     for state in members:
-        whole_seconds = state.seconds_per_cost  # of all of its work on one replica
+        whole_seconds = state.speed_meter.seconds_per_cost  # of all of its work on one replica
         if whole_seconds is None and state.computed_cost:
             whole_seconds = state.predicting_seconds * max(1, state.running) / state.computed_cost
         if whole_seconds:

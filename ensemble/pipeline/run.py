@@ -363,7 +363,7 @@ class _Run(RunState):
             workers = len(gpus) * config.max_workers_per_gpu + max(on_cpu, default=0)
             deadline = Deadline(self.began + config.time_limit - reserve, workers, self.clock)
         scheduler = Scheduler(self.members, self.pool, launcher, self, rules, self._watch, deadline)
-        self.gaps, self.node_changes = scheduler.gaps.measured, scheduler.node_changes
+        self.node_changes = scheduler.node_changes
         self._seconds_before_workers = self.clock() - self.began
         try:
             with self._signals.postponed():

@@ -153,18 +153,6 @@ def in_views(
     return np.concatenate([order + view * table_rows for view in range(views)]), tuple(expanded)
 
 
-def common_lengths(lengths: Iterable[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    """Return the lengths by which all members are cut if all are to cover the same rows first, [rows].
-
-    It is the sum of the members' lengths, in which a text that several members read counts once.
-
-    Args:
-        lengths: of each member, bytes of text per row, [rows]; at least one member.
-    """
-    distinct = {of_member.tobytes(): of_member for of_member in lengths}
-    return np.asarray(np.sum([*distinct.values()], axis=0))
-
-
 def what_is_left(
     chunks: Sequence[Chunk],
     order: npt.NDArray[np.int64],

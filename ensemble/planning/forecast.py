@@ -7,7 +7,7 @@ the model; that is good enough to choose how members share the GPUs, and is neve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 
@@ -123,9 +123,9 @@ def calibrated(guessed: Mapping[str, float], measured: Mapping[str, float]) -> d
     return {name: measured.get(name) or guess * factor or None for name, guess in guessed.items()}
 
 
-@dataclass
-class _Running:
-    """A member that is running in the forecast.
+@dataclass(eq=False)
+class _Member:
+    """A member in the forecast that has not ended.
 
     ``seconds_left`` are of one replica's computing; ``ready_at`` has the time from which each replica computes.
     """
@@ -143,52 +143,42 @@ def total_seconds(jobs: Sequence[Job], capacity: Mapping[str, int], hosts: int =
         capacity: how many workers may be on each GPU, by UUID; all GPUs count as equally fast.
         hosts: machines whose CPUs workers share.
     """
-    waiting = list(jobs)
-    running: list[_Running] = []
+    members = [_Member(job, job.compute_seconds) for job in jobs]
     free, free_cpus, now = dict(capacity), float(hosts), 0.0
 
-    def is_first(member: _Running) -> bool:
-        return len(member.ready_at) < max(1, member.job.first_replicas)
-
-    def can_join(member: _Running) -> bool:
-        if len(member.ready_at) >= member.job.replicas:
-            return False
-        return worth_joining(member.seconds_left / len(member.ready_at), member.job.startup_seconds)
-
-    def start(
-        member: _Running, may_start: Callable[[_Running], bool], reserved: Collection[str] = ()
-    ) -> None:
-        """Start replicas as long as they may start and the devices outside of ``reserved`` have room for them."""
+    def start(member: _Member, reserved: Collection[str] = ()) -> bool:
+        """Start a replica, if devices outside of ``reserved`` have room for it."""
         nonlocal free_cpus
         job = member.job
-        while may_start(member):
-            usable = [
-                uuid for uuid in job.devices if uuid not in reserved and free.get(uuid, 0) >= job.places
-            ]
-            if len(usable) < job.gpus or not has_room(free_cpus, job.cpu_share):
-                break
-            free_cpus -= job.cpu_share
-            for uuid in sorted(usable, key=lambda uuid: -free[uuid])[: job.gpus]:
-                free[uuid] -= job.places
-                member.devices.append(uuid)
-            member.ready_at.append(now + job.startup_seconds)
+        usable = [uuid for uuid in job.devices if uuid not in reserved and free.get(uuid, 0) >= job.places]
+        if len(usable) < job.gpus or not has_room(free_cpus, job.cpu_share):
+            return False
+        free_cpus -= job.cpu_share
+        for uuid in sorted(usable, key=lambda uuid: -free[uuid])[: job.gpus]:
+            free[uuid] -= job.places
+            member.devices.append(uuid)
+        member.ready_at.append(now + job.startup_seconds)
+        return True
 
-    while waiting or running:
+    while members:
         # Members start in their order; one that waits reserves the devices that it may use.
         reserved: set[str] = set()
-        for job in list(waiting):
-            member = _Running(job, job.compute_seconds)
-            start(member, is_first, reserved)
-            if member.ready_at:
-                waiting.remove(job)
-                running.append(member)
-            else:
-                reserved |= set(job.devices)
-        if not waiting:
+        for member in members:
+            while len(member.ready_at) < max(1, member.job.first_replicas) and start(member, reserved):
+                pass
+            if not member.ready_at:
+                reserved |= set(member.job.devices)
+        running = [member for member in members if member.ready_at]
+        if len(running) == len(members):
             for member in sorted(running, key=lambda member: -member.seconds_left):
-                start(member, can_join)
+                while (
+                    len(member.ready_at) < member.job.replicas
+                    and worth_joining(member.seconds_left / len(member.ready_at), member.job.startup_seconds)
+                    and start(member)
+                ):
+                    pass
         if not running:  # the waiting members fit nowhere, which is among the plan's problems
-            return now
+            break
         ready_times = [ready for member in running for ready in member.ready_at if ready > now]
         rates = [sum(ready <= now for ready in member.ready_at) for member in running]
         ends = [
@@ -196,11 +186,11 @@ def total_seconds(jobs: Sequence[Job], capacity: Mapping[str, int], hosts: int =
             for member, rate in zip(running, rates, strict=True)
         ]
         next_event = min(ends + ready_times)
-        for member, rate, end in zip(list(running), rates, ends, strict=True):
+        for member, rate, end in zip(running, rates, ends, strict=True):
             member.seconds_left -= (next_event - now) * rate
             # By its time and not by ``seconds_left``, which rounding may keep above 0 for ever.
             if end == next_event:
-                running.remove(member)
+                members.remove(member)
                 for uuid in member.devices:
                     free[uuid] += member.job.places
                 free_cpus += len(member.ready_at) * member.job.cpu_share

@@ -27,21 +27,14 @@ from ensemble.planning.chunks import (
     FIRST_CHUNK_ROWS,
     ROW_OVERHEAD_BYTES,
     Chunk,
-    common_lengths,
     cut_chunks,
     cut_closest_first,
     cut_to_rows,
     in_views,
     what_is_left,
 )
-from ensemble.planning.forecast import (
-    Job,
-    Speed,
-    guessed_speed,
-    slower_by,
-    total_seconds,
-)
-from ensemble.planning.placement import MemberFacts, Placement, asked_tokens, fitting, place, rooms
+from ensemble.planning.forecast import Job, Speed, guessed_speed, slower_by, total_seconds
+from ensemble.planning.placement import MemberFacts, Placement, asked_tokens, place, rooms
 
 # What a worker on a GPU takes of its host, about: torch and transformers imported, and a chunk's token ids.
 WORKER_HOST_BYTES = 1 << 30
@@ -76,7 +69,6 @@ class MemberPlan:
         table_rows: rows of the table.
         waits_for: the members with a weight before it, if it has ``when``.
         expected_share: of the rows, that the forecast counts.
-        advice: what else could be set, and how long it would take then.
         cpu_threads: of a worker on a CPU; None: as many as its share.
     """
 
@@ -94,7 +86,6 @@ class MemberPlan:
     table_rows: int = 0
     waits_for: tuple[str, ...] = ()
     expected_share: float = 1.0
-    advice: str = ""
     cpu_threads: int | None = None
 
     @property
@@ -127,15 +118,11 @@ class MemberPlan:
     def rows_at_a_time(self) -> Iterator[int]:
         """Return how many rows each of the next chunks may have under a time limit.
 
-        If its speed is not measured, each replica begins with few rows: at least a batch, if its size is known.
+        If its speed is not measured, each replica begins with few rows: at least a batch, if its size is asked for.
         """
         if self.speed.is_measured:
             return repeat(CHUNK_MAX_ROWS)
-        batch_rows = self.request.batch_size or 0
-        tokens = self.request.max_num_batched_tokens
-        if tokens is not None:
-            batch_rows = int(tokens * BYTES_PER_TOKEN * len(self.order) / max(self.work, 1.0))
-        first_rows = max(FIRST_CHUNK_ROWS, batch_rows)
+        first_rows = max(FIRST_CHUNK_ROWS, self.request.batch_size or 0)
         return (first_rows * 2**step for step in count() for _ in range(max(1, self.replicas)))
 
     @property
@@ -190,29 +177,21 @@ class Plan:
         """What workers take of the host's memory at a time, about.
 
         A worker on a GPU takes a process, as weights on their way to the GPU are mapped.  One on the CPU takes
-        weights and a row or batch, too.  The largest that can run together count.
+        weights and a row or batch, too.
         """
         places = len(self.gpus) * self.config.max_workers_per_gpu
         gpu_workers = min(places, sum(member.replicas for member in self.members if member.gpus))
-        size, free_share = gpu_workers * WORKER_HOST_BYTES, 1.0
-        on_cpu = [member for member in self.members if member.needs_worker and not member.gpus]
-        for member in sorted(on_cpu, key=lambda member: -_cpu_bytes(member) / member.cpu_share):
-            count = min(member.replicas, int(free_share / member.cpu_share + 1e-6))
-            size += count * _cpu_bytes(member)
-            free_share -= count * member.cpu_share
-        return size
+        on_cpu = [0]
+        for member in self.members:
+            if member.needs_worker and not member.gpus:
+                on_cpu.append(min(member.replicas, round(1 / member.cpu_share)) * _cpu_bytes(member))
+        return gpu_workers * WORKER_HOST_BYTES + max(on_cpu)
 
     def again(self, gpus: Sequence[Device], cpu_choices: Mapping[str, CpuChoice] | None = None) -> Plan:
         """Return the plan of the same run on devices that have changed, or with other ``cpu_choices``."""
+        choices = self.cpu_choices if cpu_choices is None else cpu_choices
         return make_plan(
-            self.config,
-            self.facts,
-            gpus,
-            host=self.host,
-            speeds=self.speeds,
-            hosts=self.hosts,
-            cpus=self.cpus,
-            cpu_choices=self.cpu_choices if cpu_choices is None else cpu_choices,
+            self.config, self.facts, gpus, self.host, self.speeds, self.hosts, self.cpus, choices
         )
 
 
@@ -238,75 +217,64 @@ def make_plan(
         cpus: threads of computing that one of these runs at a time.
         cpu_choices: per member name, what the run that goes on chose when it began.
     """
+    common = _common_lengths(config, facts)
+    capability = gpus[0].compute_capability if gpus else None
     speeds = speeds or {}
-    # Under a time limit members cover the same rows first.  Otherwise each takes the order of its own texts, which
-    # pads least.
-    common: npt.NDArray[np.int64] | None = None
-    if config.time_limit is not None:
-        all_lengths = [member_facts.lengths for member_facts in facts.values() if member_facts.needs_worker]
-        # If the table cannot be read, some members have one row.
-        if len({len(lengths) for lengths in all_lengths}) == 1:
-            common = common_lengths(all_lengths)
     members: list[MemberPlan] = []
     warnings: list[str] = []
-    problems: list[str] = []
-    # By lengths and max_length, so that members that read the same share one order in memory.
-    cuts: dict[tuple[int, int], tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]] = {}
     for index, model in enumerate(config.models):
-        member_facts = facts[model.name]
-        views, table_rows = max(1, len(model.counted_views)), len(member_facts.lengths)
-        placement = place(config, index, member_facts, gpus, host)
-        problems += placement.problems
+        of_member = facts[model.name]
+        request, needs_worker = of_member.request, of_member.needs_worker
+        placement = place(config, index, of_member, gpus, host)
         warnings += placement.warnings
-        capacity = hosts
+        room = hosts
         if placement.gpus:
             usable = [gpu for gpu in gpus if gpu.uuid in placement.devices]
-            capacity = rooms(usable, placement.gpus, config.max_workers_per_gpu // placement.places)
-        replicas, asked = max(1, capacity), member_facts.request.replicas
-        if asked != "auto":
-            replicas = min(asked, replicas) if placement.gpus else asked
-            if replicas < asked:
+            room = rooms(usable, placement.gpus, config.max_workers_per_gpu // placement.places)
+        replicas = max(1, room)
+        if request.replicas != "auto":
+            if placement.gpus and request.replicas > replicas:
                 warnings.append(
-                    f"models[{index}].replicas: {model.name} asks for {plural(asked, 'replica')} of "
+                    f"models[{index}].replicas: {model.name} asks for {plural(request.replicas, 'replica')} of "
                     f"{plural(placement.gpus, 'GPU')} each, but there is room for {replicas} at a time; "
                     f"running {replicas}"
                 )
-        lengths, speed = member_facts.lengths, _NO_TIME
-        order = np.arange(table_rows)
+            else:
+                replicas = request.replicas
+        computed = _computed_lengths(of_member)
+        table_rows, views = len(computed), max(1, len(model.counted_views))
+        order, speed = np.arange(table_rows), _NO_TIME
         chunks: tuple[Chunk, ...] = ()
-        if member_facts.needs_worker:
+        if needs_worker:
             # Order and cut go by the whole text: another cut would mean other batches, and so other last digits,
             # for little less padding.
-            lengths = _computed_lengths(member_facts)
-            key = id(member_facts.lengths), int(lengths.max(initial=0))
-            if key not in cuts:
-                cuts[key] = cut_chunks(lengths, member_facts.lengths if common is None else common)
-            order, chunks = in_views(*cuts[key], views, table_rows)
-            capability = gpus[0].compute_capability if placement.gpus and gpus else None
-            guess = guessed_speed(placement.footprint, capability, placement.gpus, cpus)
+            order, chunks = cut_chunks(computed, of_member.lengths if common is None else common)
+            order, chunks = in_views(order, chunks, views, table_rows)
+            guess = guessed_speed(
+                placement.footprint, capability if placement.gpus else None, placement.gpus, cpus
+            )
             speed = speeds.get(model.name, _UNMEASURED).or_guess(guess)
         replicas = min(replicas, len(chunks))
         cpu_share = 0.0
         if not placement.gpus:
-            cpu_share = 1.0 if asked == "auto" else 1 / max(1, replicas)
-        members.append(
-            MemberPlan(
-                index=index,
-                model=model,
-                request=member_facts.request,
-                placement=placement,
-                replicas=replicas,
-                first_replicas=replicas,
-                cpu_share=cpu_share,
-                speed=speed,
-                work=_work_of(lengths, views),
-                chunks=chunks,
-                order=order,
-                table_rows=table_rows,
-                waits_for=() if model.when is None else config.deciders(index),
-                expected_share=member_facts.expected_share,
-            )
+            cpu_share = 1.0 if request.replicas == "auto" else 1 / max(1, replicas)
+        member = MemberPlan(
+            index=index,
+            model=model,
+            request=request,
+            placement=placement,
+            replicas=replicas,
+            first_replicas=replicas,
+            cpu_share=cpu_share,
+            speed=speed,
+            work=_work_of(computed, views),
+            chunks=chunks,
+            order=order,
+            table_rows=table_rows,
+            waits_for=() if model.when is None else config.deciders(index),
+            expected_share=of_member.expected_share,
         )
+        members.append(member)
     plan = Plan(
         config=config,
         facts=facts,
@@ -317,14 +285,28 @@ def make_plan(
         cpus=cpus,
         members=tuple(members),
         warnings=tuple(warnings),
-        problems=tuple(problems),
+        problems=tuple(problem for member in members for problem in member.placement.problems),
         cpu_choices=cpu_choices or {},
     )
-    if problems:
+    if plan.problems:
         return plan
     plan = _share_cpu(_share_gpus(plan))
-    members = [replace(member, advice=_advice(plan, member)) for member in plan.members]
-    return replace(plan, members=tuple(members))
+    is_measured = bool(plan.jobs) and all(
+        member.speed.is_measured for member in plan.members if member.needs_worker
+    )
+    return replace(plan, seconds=plan.seconds_of(plan.jobs) if is_measured else None)
+
+
+def _common_lengths(config: RunConfig, facts: Mapping[str, MemberFacts]) -> npt.NDArray[np.int64] | None:
+    """Return the lengths by which all members are cut under a time limit: so they cover the same rows first.
+
+    Without a limit each takes the order of its own texts, which pads least.
+    """
+    lengths = [of_member.lengths for of_member in facts.values() if of_member.needs_worker]
+    # If the table cannot be read, some members have one row.
+    if config.time_limit is None or len(set(map(len, lengths))) != 1:
+        return None
+    return np.asarray(np.mean(lengths, axis=0), dtype=np.int64)
 
 
 def plan_run(
@@ -372,20 +354,17 @@ def _with_flash_attention(
     with_flash: dict[str, MemberFacts] = {}
     would_take_it = False
     for index, model in enumerate(config.models):
-        member_facts = facts.get(model.name)
-        if member_facts is None or member_facts.memory is None:
-            continue
-        memory = member_facts.memory.with_flash_attention()
+        of_member = facts[model.name]
+        memory = None if of_member.memory is None else of_member.memory.with_flash_attention()
         if memory is not None:
-            with_flash[model.name] = replace(member_facts, memory=memory)
+            with_flash[model.name] = replace(of_member, memory=memory)
             placement = place(config, index, with_flash[model.name], gpus, None)
             would_take_it = would_take_it or placement.attention == "flash_attention_2"
-    if not would_take_it:
-        return facts
-    report = trials(gpus[:1], flash_attention=True)[0].report
-    if report is None or not report.has_flash_attention:
-        return facts
-    return {**facts, **with_flash}
+    if would_take_it:
+        report = trials(gpus[:1], flash_attention=True)[0].report
+        if report is not None and report.has_flash_attention:
+            return {**facts, **with_flash}
+    return facts
 
 
 def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: bool) -> MemberPlan:
@@ -441,75 +420,58 @@ def _share_gpus(plan: Plan) -> Plan:
         if len(working) > 1 and member.gpus and member.replicas > 1 and member.request.replicas == "auto":
             members[member.index] = replace(member, first_replicas=1)
     why = "members run at the same time, one replica each at first" if members != [*plan.members] else ""
-    plan = replace(plan, members=tuple(members), why=why)
-    is_measured = bool(working) and all(member.speed.is_measured for member in working)
-    return replace(plan, seconds=plan.seconds_of(plan.jobs) if is_measured else None)
-
-
-def auto_workers(cpus: int) -> int:
-    """Return how many workers share so many cores: two cores for each, and two workers on two or three cores."""
-    return max(cpus // 2, min(cpus, 2))
+    return replace(plan, members=tuple(members), why=why)
 
 
 def _share_cpu(plan: Plan) -> Plan:
     """Return the plan with workers side by side on a CPU, each with its share of the cores as threads.
 
-    ``cpu_workers: auto`` takes as many as ``auto_workers`` says, as far as chunks and memory go.  A member with
-    unknown memory then has the CPU to itself.  A run that goes on gives a member the threads that it chose before,
-    unless a key says otherwise or there are too few cores.
+    ``cpu_workers: auto`` takes two cores for each worker, and two workers on two or three cores, as far as chunks
+    and memory go.  A member with unknown memory then has the CPU to itself.  A run that goes on gives a member the
+    threads that it chose before, unless a key says otherwise or there are too few cores.
     """
-    asked = plan.config.cpu_workers
     on_cpu = [member for member in plan.members if member.needs_worker and not member.gpus]
-    can_share = [member for member in on_cpu if member.placement.footprint is not None or asked != "auto"]
     if not on_cpu:
         return plan
+    asked = plan.config.cpu_workers
+    sharing = [member for member in on_cpu if member.placement.footprint is not None or asked != "auto"]
     chunks = sum(
-        len(member.chunks) if member.request.replicas == "auto" else member.replicas for member in can_share
+        len(member.chunks) if member.request.replicas == "auto" else member.replicas for member in sharing
     )
     free = 0 if plan.host is None else plan.host.total_bytes - plan.host.used_bytes
-    memory_holds = free // max(_cpu_bytes(member) for member in on_cpu)
-    max_workers = min(auto_workers(plan.cpus), memory_holds) if asked == "auto" else asked
+    memory_holds = max(1, free // max(_cpu_bytes(member) for member in on_cpu))
+    max_workers = min(max(plan.cpus // 2, min(plan.cpus, 2)), memory_holds) if asked == "auto" else asked
     workers = max(1, min(max_workers, chunks))
     members = list(plan.members)
-    for member in can_share:
+    for member in on_cpu:
+        is_auto = member.request.replicas == "auto"
+        at_a_time, threads = workers if member in sharing else 1, None
+        choice = plan.cpu_choices.get(member.name)
+        if asked == "auto" and is_auto and choice is not None and choice.threads <= plan.cpus:
+            at_a_time, threads = (
+                min(choice.workers, plan.cpus // choice.threads, memory_holds),
+                choice.threads,
+            )
         replicas, first_replicas = member.replicas, member.first_replicas
-        if member.request.replicas == "auto":
-            replicas = min(workers * plan.hosts, len(member.chunks))
+        if is_auto:
+            replicas = min(at_a_time * plan.hosts, len(member.chunks))
             first_replicas = math.ceil(replicas / len(on_cpu))
         members[member.index] = replace(
             member,
             replicas=replicas,
             first_replicas=first_replicas,
-            cpu_share=min(member.cpu_share, 1 / workers),
+            cpu_share=min(member.cpu_share, 1 / at_a_time),
+            cpu_threads=threads,
         )
-    if asked == "auto":
-        for member in on_cpu:
-            members[member.index] = _as_chosen(plan, members[member.index], len(on_cpu), max(1, memory_holds))
-    shared = replace(plan, members=tuple(members))
+    plan = replace(plan, members=tuple(members))
     smallest = min((members[member.index] for member in on_cpu), key=lambda member: member.cpu_share)
     at_a_time = round(1 / smallest.cpu_share)
     if at_a_time > 1:
         each = plural(smallest.cpu_threads or threads_of(plan.cpus, smallest.cpu_share), "core")
-        size = gib(shared.host_bytes)
+        size = gib(plan.host_bytes)
         why = f"{at_a_time} workers at a time on the CPU, {each} each, take about {size} of memory"
-        shared = replace(shared, why=f"{plan.why}; {why}" if plan.why else why)
-    return replace(shared, seconds=shared.seconds_of(shared.jobs) if plan.seconds else None)
-
-
-def _as_chosen(plan: Plan, member: MemberPlan, members: int, memory_holds: int) -> MemberPlan:
-    """Return the member with the threads and workers that the run chose when it began, if it did."""
-    choice = plan.cpu_choices.get(member.name)
-    if choice is None or member.request.replicas != "auto" or choice.threads > plan.cpus:
-        return member
-    at_a_time = min(choice.workers, plan.cpus // choice.threads, memory_holds)
-    replicas = min(at_a_time, len(member.chunks))
-    return replace(
-        member,
-        replicas=replicas,
-        first_replicas=math.ceil(replicas / members),
-        cpu_share=1 / at_a_time,
-        cpu_threads=choice.threads,
-    )
+        plan = replace(plan, why=f"{plan.why}; {why}" if plan.why else why)
+    return plan
 
 
 def _cpu_bytes(member: MemberPlan) -> int:
@@ -518,23 +480,3 @@ def _cpu_bytes(member: MemberPlan) -> int:
     if footprint is None:
         return WORKER_HOST_BYTES
     return footprint.peak_bytes(0, max(footprint.width, asked_tokens(member.request, footprint) or 0))
-
-
-def _advice(plan: Plan, member: MemberPlan) -> str:
-    """Return the keys by which a member that is spread over GPUs would fit one of them; else "".
-
-    It is only said, as smaller weights give other numbers.
-    """
-    facts, config = plan.facts[member.name], plan.config
-    memory, request, capability = facts.memory, facts.request, member.placement.capability
-    if member.gpus < 2 or memory is None:
-        return ""
-    on_one_gpu = memory.footprint(1, capability)
-    if on_one_gpu is None or fitting(config, request, on_one_gpu, plan.gpus):
-        return ""  # it is spread because the user wants that
-    for keys, smaller in memory.smaller(capability):
-        if fitting(config, request, smaller, plan.gpus):
-            what = f"{smaller.quantization} weights ({gib(smaller.weights.bytes)}) would fit one GPU"
-            all_keys = keys if request.num_gpus is None else f"{keys} and num_gpus: 1"
-            return f"{what}, and give other numbers; {all_keys} for that"
-    return ""

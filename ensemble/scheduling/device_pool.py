@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ensemble.common.gpus import Device, Telemetry, gpu_users
@@ -88,7 +88,6 @@ class TelemetryCurve:
         seconds: how long the device was watched.
         throttled_seconds: how long it was throttled, for any reason.
         throttled_by: the same by reason; where two reasons overlap, each counts in full.
-        throttled_clock_mhz: the mean clock of its SMs while it was throttled; None if it was not, or is not known.
     """
 
     max_sm_clock_mhz: int | None = None
@@ -96,20 +95,23 @@ class TelemetryCurve:
     seconds: float = 0.0
     throttled_seconds: float = 0.0
     throttled_by: dict[str, float] = field(default_factory=dict)
-    throttled_clock_mhz: float | None = None
     points: list[TelemetryPoint] = field(default_factory=list)
 
     def add(self, now: float, passed: float, telemetry: Telemetry) -> None:
         """Add what was read ``now``; it counts for the ``passed`` seconds since it was last read."""
         passed = round(passed, 3)
+        self.seconds += passed
         self.max_sm_clock_mhz = telemetry.max_sm_clock_mhz
         celsius = telemetry.temperature_celsius
         if celsius is not None:
             self.max_temperature_celsius = max(celsius, self.max_temperature_celsius or celsius)
-        self.seconds = round(self.seconds + passed, 3)
         reasons = {_THROTTLES[event] for event in telemetry.clock_events if event in _THROTTLES}
+        if len(reasons) > 1:
+            reasons.discard("hardware slowdown")  # the others say which kind
         if reasons:
-            self._add_throttled(passed, reasons, telemetry.sm_clock_mhz)
+            self.throttled_seconds += passed
+        for reason in sorted(reasons):
+            self.throttled_by[reason] = self.throttled_by.get(reason, 0.0) + passed
         if not self.points or now - self.points[-1].seconds >= _TELEMETRY_STEP_SECONDS:
             point = TelemetryPoint(
                 seconds=round(now, 2),
@@ -119,17 +121,6 @@ class TelemetryCurve:
                 clock_events=telemetry.clock_events,
             )
             self.points.append(point)
-
-    def _add_throttled(self, passed: float, reasons: set[str], sm_clock_mhz: int | None) -> None:
-        if len(reasons) > 1:
-            reasons.discard("hardware slowdown")  # the others say which kind
-        for reason in sorted(reasons):
-            self.throttled_by[reason] = round(self.throttled_by.get(reason, 0.0) + passed, 3)
-        before = self.throttled_seconds
-        self.throttled_seconds = round(before + passed, 3)
-        if sm_clock_mhz is not None and self.throttled_seconds:
-            cycles = before * (self.throttled_clock_mhz or 0.0) + passed * sm_clock_mhz
-            self.throttled_clock_mhz = round(cycles / self.throttled_seconds, 1)
 
 
 class DevicePool:
@@ -171,10 +162,9 @@ class DevicePool:
         self._launcher = launcher
         self._say = say
         self._clock = clock
-        self._began = self._sampled_at = clock()
-        self._used = self._sample()
+        self._began = self._sampled_at = self._telemetry_at = clock()
+        self._used = launcher.used_memory([*self._gpus]) if gpus else {}
         self.curves = {uuid: MemoryCurve(used) for uuid, used in self._used.items()}
-        self._telemetry_at = self._telemetry_noted_at = self._began
         self.telemetry = {uuid: TelemetryCurve() for uuid in self._gpus}
         self.releases: list[Release] = []
 
@@ -219,47 +209,32 @@ class DevicePool:
         Returns:
             The devices, in the inventory's order; none if there are not so many.
         """
-        usable = [
+        candidates = [
             uuid
             for uuid in self._gpus
             if uuid in allowed
             and uuid not in self._releasing
             and self._taken[uuid] + places <= self._workers_per_gpu
         ]
-        # Sorting is stable: devices with as many workers stay in the inventory's order.
-        usable.sort(key=self._taken.__getitem__)
         doubtful = self._full | self._suspect
-        sound = [uuid for uuid in usable if uuid not in doubtful]
-        candidates = sound
-        if doubtful and not any(self._taken[uuid] or uuid in self._releasing for uuid in allowed):
-            candidates = [*sound, *(uuid for uuid in usable if uuid in doubtful)]
+        if doubtful and any(self._taken.get(uuid) or uuid in self._releasing for uuid in allowed):
+            candidates = [uuid for uuid in candidates if uuid not in doubtful]
+        # Sorting is stable: devices with as many workers stay in the inventory's order.
+        candidates.sort(key=self._taken.__getitem__)
+        candidates.sort(key=doubtful.__contains__)
         of_node: dict[str, list[str]] = {}
         for uuid in candidates:
             of_node.setdefault(self._gpus[uuid].node, []).append(uuid)
-        choice = next((uuids[:count] for uuids in of_node.values() if len(uuids) >= count), [])
-        if not choice:
+        choices = [[gpu.uuid for gpu in devices] for devices in preferred]
+        choices = [uuids for uuids in choices if {*uuids} <= {*candidates} - doubtful]
+        choices += [uuids[:count] for uuids in of_node.values() if len(uuids) >= count]
+        if not choices:
             return ()
-        for devices in preferred:
-            uuids = [gpu.uuid for gpu in devices]
-            if len(uuids) == count and set(uuids) <= set(sound):
-                choice = uuids
-                break
-        leased = tuple(gpu for uuid, gpu in self._gpus.items() if uuid in choice)
+        leased = tuple(gpu for uuid, gpu in self._gpus.items() if uuid in choices[0])
         for gpu in leased:
             self._taken[gpu.uuid] += places
             self._full.discard(gpu.uuid)
         return leased
-
-    def could_acquire(
-        self, count: int, allowed: Collection[str], places: int, returned: Mapping[Device, int]
-    ) -> bool:
-        """Return whether so many devices could be leased once ``returned`` places on each are free."""
-        leasable = [
-            gpu
-            for uuid, gpu in self._gpus.items()
-            if uuid in allowed and self._taken[uuid] - returned.get(gpu, 0) + places <= self._workers_per_gpu
-        ]
-        return len(leasable) >= count
 
     def release(self, devices: Sequence[Device], places: int = 1, is_suspect: bool = False) -> None:
         """Take back the devices of a worker that has ended; a device is free once its memory is.
@@ -279,48 +254,46 @@ class DevicePool:
                 self._suspect.add(gpu.uuid)
             else:
                 self._suspect.discard(gpu.uuid)
-        self._sampled_at = self._telemetry_at = -math.inf  # the next poll reads both, whenever it is
+        self._sampled_at = -math.inf  # the next poll reads the memory, whenever it is
 
     def poll(self) -> None:
         """Read the memory if it is time, and free the devices that are back at their baseline."""
         now = self._clock()
         if not self._gpus or now - self._sampled_at < SAMPLE_SECONDS:
             return
+        is_after_release = self._sampled_at == -math.inf
         self._sampled_at = now
-        self._used = self._sample()
+        self._used = self._launcher.used_memory([*self._gpus])
         for uuid, used in self._used.items():
             if used is not None:
                 self.curves[uuid].add(now - self._began, used)
-        if now - self._telemetry_at >= _TELEMETRY_SECONDS:
-            passed = now - self._telemetry_noted_at
-            self._telemetry_at = self._telemetry_noted_at = now
+        if is_after_release or now - self._telemetry_at >= _TELEMETRY_SECONDS:
             for uuid, telemetry in self._launcher.telemetry(list(self.telemetry)).items():
                 if telemetry is not None:
-                    self.telemetry[uuid].add(now - self._began, passed, telemetry)
+                    self.telemetry[uuid].add(now - self._began, now - self._telemetry_at, telemetry)
+            self._telemetry_at = now
         for uuid, since in list(self._releasing.items()):
-            used = self._used.get(uuid)
-            is_free = self._is_free(uuid)
-            seconds = now - since
-            if not is_free and used is not None and seconds < self._timeout_seconds:
-                continue
-            del self._releasing[uuid]
-            after = round(since - self._began, 3)
-            self.releases.append(Release(uuid, round(seconds, 3), used, is_free, after))
-            log.info("%s released: %s", uuid, self.releases[-1])
-            if is_free:
-                continue
-            self._full.add(uuid)
-            gpu = self._gpus[uuid]
-            what = " no longer answers; it"
-            if used is not None:
-                what = (
-                    f": {gib(used)} still in use {self._timeout_seconds:g} s after its worker ended, "
-                    f"{gib(self.curves[uuid].baseline_bytes or 0)} before the first one started; "
-                    f"{gpu_users(gpu)}. The device"
-                )
-            self._say(f"{gpu.title}{what} is left out as long as there is another")
+            used, is_free, seconds = self._used.get(uuid), self._is_free(uuid), round(now - since, 3)
+            if is_free or used is None or seconds >= self._timeout_seconds:
+                del self._releasing[uuid]
+                after_seconds = round(since - self._began, 3)
+                self.releases.append(Release(uuid, seconds, used, is_free, after_seconds))
+                log.info("%s released: %s", uuid, self.releases[-1])
+                if not is_free:
+                    self._leave_out(self._gpus[uuid], used)
         # Memory may still be freed after the time-out.
         self._full -= {uuid for uuid in self._full if self._is_free(uuid)}
+
+    def _leave_out(self, gpu: Device, used: int | None) -> None:
+        self._full.add(gpu.uuid)
+        what = " no longer answers; it"
+        if used is not None:
+            what = (
+                f": {gib(used)} still in use {self._timeout_seconds:g} s after its worker ended, "
+                f"{gib(self.curves[gpu.uuid].baseline_bytes or 0)} before the first one started; "
+                f"{gpu_users(gpu)}. The device"
+            )
+        self._say(f"{gpu.title}{what} is left out as long as there is another")
 
     def _is_free(self, uuid: str) -> bool:
         used = self._used.get(uuid)
@@ -328,6 +301,3 @@ class DevicePool:
         if baseline is None:
             return True  # a device that never tells its memory cannot be waited for
         return used is not None and used <= baseline + TOLERANCE_BYTES
-
-    def _sample(self) -> dict[str, int | None]:
-        return self._launcher.used_memory([*self._gpus]) if self._gpus else {}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -64,6 +64,7 @@ class WorkerRecord:
         started_after_seconds: when its process began, since workers could begin.
         leased_after_seconds: when it got its devices; later than its start for a standby worker.
         life_seconds: since the lease.
+        computed_from, computed_to: when it got its first chunk and had done its last, since workers could begin.
         node: where it runs; empty: on this machine.
     """
 
@@ -77,6 +78,8 @@ class WorkerRecord:
     start_seconds: float | None = None
     load_seconds: float | None = None
     life_seconds: float | None = None
+    computed_from: float | None = None
+    computed_to: float | None = None
     counters: Counters = field(default_factory=Counters)
     exit_code: int | None = None
     ready: Ready | None = None
@@ -106,28 +109,19 @@ class Gap:
     seconds: float
 
 
-class Gaps:
-    """Measures gaps; a device on which another worker computes meanwhile has none."""
-
-    def __init__(self) -> None:
-        self.measured: list[Gap] = []
-        self._workers: dict[str, tuple[str, Sequence[str]]] = {}  # member and devices, by the worker's name
-        self._busy: Counter[str] = Counter()  # how many workers compute on a device
-        self._idle_since: dict[str, tuple[str, float]] = {}
-
-    def begin(self, worker: str, member: str, devices: Sequence[str], now: float) -> None:
-        """Note that a worker begins a chunk on its devices; only its first chunk counts."""
-        if worker in self._workers:
-            return
-        self._workers[worker] = (member, devices)
-        self._busy.update(devices)
+def idle_gaps(workers: Iterable[WorkerRecord]) -> tuple[Gap, ...]:
+    """Return the gaps between workers of different members on the same device."""
+    spans = []
+    for worker in workers:
+        if worker.computed_from is not None:
+            end = math.inf if worker.computed_to is None else worker.computed_to
+            spans.append((worker.computed_from, end, worker.member, worker.devices))
+    gaps = []
+    busy: dict[str, tuple[float, str]] = {}  # until when each device computes, and for which member
+    for begin, end, member, devices in sorted(spans):
         for device in devices:
-            after, since = self._idle_since.pop(device, (member, now))
-            if after != member:
-                self.measured.append(Gap(device, after, member, round(now - since, 3)))
-
-    def end(self, worker: str, now: float) -> None:
-        """Note that a worker has computed its last chunk, if it ever had one."""
-        member, devices = self._workers.pop(worker, ("", ()))
-        self._busy.subtract(devices)
-        self._idle_since.update({device: (member, now) for device in devices if not self._busy[device]})
+            until, before = busy.get(device, (begin, member))
+            if until <= begin and before != member:
+                gaps.append(Gap(device, before, member, round(begin - until, 3)))
+            busy[device] = max((until, before), (end, member))
+    return tuple(gaps)

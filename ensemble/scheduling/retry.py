@@ -48,18 +48,11 @@ class Rules:
 
 @dataclass
 class _History:
-    """A member's faults so far.
-
-    Attributes:
-        attempts: how often each chunk ended its worker, by its number.
-        split: the numbers of chunks that are halves of others.
-    """
+    """A member's faults so far; ``attempts`` says how often each chunk ended its worker, by its number."""
 
     attempts: Counter[int] = field(default_factory=Counter)
-    split: set[int] = field(default_factory=set)
     deaths: int = 0
     failed_starts: int = 0
-    bad_rows: int = 0
 
 
 class RetryRules:
@@ -105,46 +98,57 @@ class RetryRules:
     def chunk_failed(self, worker: RunningWorker, chunk: Chunk, fault: Fault) -> None:
         """Queue a chunk that was not computed again, whole or in halves, or set its row aside."""
         state = worker.state
-        history = self._histories[state.plan.name]
+        history, max_retries = self._histories[state.plan.name], self._max_retries(fault)
         worker.drop(chunk)
-        is_row = chunk.rows == 1
         may_repeat = False
         why_failed = fault.message if fault.kind == "lasting" else ""
         if fault.kind not in ("lasting", "error"):
             history.deaths += 1
             history.attempts[chunk.index] += 1
-            max_retries = self._max_retries(fault)
-            if chunk.index in history.split:
-                # It had its retries while it was part of a larger chunk.  But a single row gets another one, so
-                # that it is not blamed for an accident.
-                max_retries = 1 if is_row else 0
             may_repeat = history.attempts[chunk.index] <= max_retries
             if history.deaths > MAX_DEATHS:
                 times = f"{history.deaths} times while computing"
                 why_failed = f"its workers ended {times}, the last time: {fault.message}"
-        if not why_failed and is_row and not may_repeat:
-            why_failed = self._too_many_bad_rows(state, 1, fault.message)
         if why_failed:
             self._record(worker, fault, "given up", chunk)
             self.fail(state, why_failed, fault.traceback)
         elif may_repeat:
             state.chunks.put_back(chunk)
             self._record(worker, fault, "again", chunk)
-        elif not is_row:
+        elif chunk.rows > 1:
             halves = chunk.split(state.chunks.numbers)
-            history.split |= {half.index for half in halves}
+            for half in halves:
+                # It had its retries while it was part of a larger chunk.  But a single row gets another one, so
+                # that it is not blamed for an accident.
+                history.attempts[half.index] = max_retries - (half.rows == 1)
             state.chunks.put_back(*halves)
             self._record(worker, fault, "in halves", chunk)
         else:
             self._record(worker, fault, "row set aside", chunk)
-            self._set_aside(state, {int(state.plan.order[chunk.start]): fault.message}, chunk)
+            self.bad_rows(worker, {int(state.plan.order[chunk.start]): fault.message}, chunk)
 
-    def bad_rows(self, worker: RunningWorker, reasons: Mapping[int, str]) -> None:
-        """Set aside rows that a worker cannot compute, numbered through the views, with the reasons."""
-        state = worker.state
-        self._set_aside(state, reasons)
-        too_many = self._too_many_bad_rows(state, len(reasons), next(iter(reasons.values())))
-        if too_many:
+    def bad_rows(self, worker: RunningWorker, reasons: Mapping[int, str], chunk: Chunk | None = None) -> None:
+        """Set aside rows that cannot be computed, numbered through the views, with the reasons.
+
+        A member fails if these are too many, or if it could not compute any other row.
+
+        Args:
+            chunk: it consists of such a row.
+        """
+        state, reason = worker.state, next(iter(reasons.values()))
+        state.set_aside(reasons, chunk)
+        self._run.on_bad_rows(state)
+        rows = ", ".join(map(state.row_text, sorted(reasons)[:_SHOWN_ROWS]))
+        if len(reasons) > 1:
+            rows = f"{plural(len(reasons), 'row')} ({rows}{', ...' if len(reasons) > _SHOWN_ROWS else ''})"
+        else:
+            rows = f"row {rows}"
+        self._run.say(f"{state.plan.name}: {rows} could not be computed; {reason}")
+        computed = max(0, state.reused_rows + state.counters.rows - state.counters.bad_rows)
+        if len(state.bad_rows) > (MAX_BAD_ROWS if computed else _MAX_BAD_ROWS_BEFORE_ANY_GOOD):
+            bad = plural(len(state.bad_rows), "row")
+            others = f"{computed:,} others were" if computed else "no other row was"
+            too_many = f"{bad} could not be computed, and {others}: too many to continue; {reason}"
             self._record(worker, Fault("error", too_many), "given up")
             self.fail(state, too_many)
 
@@ -155,16 +159,14 @@ class RetryRules:
         rows = sorted(state.bad_rows)
         shown = "; ".join(f"row {state.row_text(row)}: {state.bad_rows[row]}" for row in rows[:_SHOWN_ROWS])
         more = f"; {len(rows) - _SHOWN_ROWS:,} more in run.json" if len(rows) > _SHOWN_ROWS else ""
-        if self._rules.on_bad_row == "drop_member":
-            advice = "left out of the merge (on_bad_row: drop_member)"
-        else:
+        advice = "left out of the merge (on_bad_row: drop_member)"
+        if self._rules.on_bad_row == "fail":
             advice = (
                 "all others are kept: on_bad_row: uniform gives such rows equal probabilities, drop_member merges "
                 "without this member"
             )
-        self.fail(
-            state, f"{plural(len(rows), 'row')} of the table could not be computed: {shown}{more}; {advice}"
-        )
+        text = f"{plural(len(rows), 'row')} of the table could not be computed: {shown}{more}; {advice}"
+        self.fail(state, text)
 
     def fail(self, state: MemberState, message: str, traceback: str = "") -> None:
         """Fail a member, unless it has failed already."""
@@ -180,27 +182,6 @@ class RetryRules:
         if fault.kind in ("hang", "memory"):
             return min(self._rules.retries, 1)
         return self._rules.retries
-
-    def _too_many_bad_rows(self, state: MemberState, count: int, reason: str) -> str:
-        """Count more bad rows; return why there are too many, or an empty text."""
-        history = self._histories[state.plan.name]
-        history.bad_rows += count
-        if history.bad_rows > MAX_BAD_ROWS:
-            rows = plural(history.bad_rows, "row")
-            return f"{rows} could not be computed, which is too many to continue; {reason}"
-        computed = state.reused_rows + state.counters.rows - state.counters.bad_rows
-        if computed <= 0 and history.bad_rows > _MAX_BAD_ROWS_BEFORE_ANY_GOOD:
-            return f"the first {history.bad_rows} rows could not be computed, and no other row was; {reason}"
-        return ""
-
-    def _set_aside(self, state: MemberState, reasons: Mapping[int, str], chunk: Chunk | None = None) -> None:
-        state.set_aside(reasons, chunk)
-        self._run.on_bad_rows(state)
-        rows = ", ".join(map(state.row_text, sorted(reasons)[:_SHOWN_ROWS]))
-        text = f"row {rows}"
-        if len(reasons) > 1:
-            text = f"{plural(len(reasons), 'row')} ({rows}{', ...' if len(reasons) > _SHOWN_ROWS else ''})"
-        self._run.say(f"{state.plan.name}: {text} could not be computed; {next(iter(reasons.values()))}")
 
     def _record(self, worker: RunningWorker, fault: Fault, remedy: str, chunk: Chunk | None = None) -> None:
         name = worker.state.plan.name

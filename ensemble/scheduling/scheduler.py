@@ -28,8 +28,8 @@ from ensemble.planning.placement import rooms
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.dispatch import Dispatcher
-from ensemble.scheduling.launchers.base import Changes, Handle, Launcher
-from ensemble.scheduling.records import Fault, Gaps, NodeChange
+from ensemble.scheduling.launchers.base import Changes, Launcher
+from ensemble.scheduling.records import Fault, NodeChange
 from ensemble.scheduling.retry import RetryRules, Rules
 from ensemble.scheduling.standby import Standbys
 from ensemble.scheduling.state import MemberState, RunHooks
@@ -69,7 +69,6 @@ class Scheduler:
         deadline: Deadline | None = None,
     ) -> None:
         self.members = members
-        self.gaps = Gaps()
         self.node_changes: list[NodeChange] = []
         self._pool = pool
         self._launcher = launcher
@@ -79,7 +78,6 @@ class Scheduler:
         self._deadline = deadline
         self._began = clock()
         self._workers: list[RunningWorker] = []
-        self._by_handle: dict[Handle, RunningWorker] = {}  # the same workers
         self._retry = RetryRules(rules, run, self._elapsed)
         self._standbys = Standbys(launcher, run, self._elapsed)
         self._may_stand_by = rules.standby
@@ -103,8 +101,9 @@ class Scheduler:
                 if self._finishing and not self._workers:
                     wait(self._finishing, TICK_SECONDS, return_when=FIRST_COMPLETED)
                 else:
-                    for handle in self._launcher.wait(list(self._by_handle), TICK_SECONDS):
-                        self._receive(self._by_handle[handle])
+                    workers = {worker.handle: worker for worker in self._workers}
+                    for handle in self._launcher.wait(list(workers), TICK_SECONDS):
+                        self._receive(workers[handle])
                 for worker in list(self._workers):
                     self._check(worker)
                 self._check_finishing()
@@ -132,22 +131,22 @@ class Scheduler:
         self.node_changes += [replace(change, after_seconds=after) for change in changes.nodes]
         if not changes.nodes:
             return
-        joined = changes.joined
-        if self._rules.devices is not None:
-            joined = tuple(gpu for gpu in joined if gpu.uuid in self._rules.devices)
+        chosen = self._rules.devices
+        joined = [gpu for gpu in changes.joined if chosen is None or gpu.uuid in chosen]
+        gpus = [*self._pool.gpus, *joined]
         for state in self.members:
             plan = state.plan
             if not plan.needs_worker:
                 continue
-            kinds = {(gpu.name, gpu.total_bytes) for gpu in self._pool.gpus if gpu.uuid in state.devices}
-            fitting = [gpu.uuid for gpu in joined if (gpu.name, gpu.total_bytes) in kinds]
-            devices = tuple(uuid for uuid in (*plan.placement.devices, *fitting) if uuid not in changes.lost)
+            planned = {*plan.placement.devices}
+            kinds = {(gpu.name, gpu.total_bytes) for gpu in gpus if gpu.uuid in planned}
+            usable = [gpu for gpu in gpus if gpu.uuid in planned or (gpu.name, gpu.total_bytes) in kinds]
+            usable = [gpu for gpu in usable if gpu.uuid not in changes.lost]
             max_workers = round(changes.hosts / (plan.cpu_share or 1))
             if plan.gpus:
-                gpus = [gpu for gpu in (*self._pool.gpus, *joined) if gpu.uuid in devices]
-                max_workers = rooms(gpus, plan.gpus, self._rules.workers_per_gpu // plan.placement.places)
-            replicas = plan.request.replicas
-            state.move(devices, max(1, max_workers if replicas == "auto" else replicas))
+                max_workers = rooms(usable, plan.gpus, self._rules.workers_per_gpu // plan.placement.places)
+            asked = plan.request.replicas
+            state.move(tuple(gpu.uuid for gpu in usable), max(1, max_workers) if asked == "auto" else asked)
             if not max_workers and state.failure is None and not state.finished:
                 what = "it can run on"
                 if kinds and changes.hosts:
@@ -197,7 +196,6 @@ class Scheduler:
             worker.record.leased_after_seconds = round(self._elapsed(), 3)
             state.worker_began(worker.record)
             self._workers.append(worker)
-            self._by_handle[worker.handle] = worker
             log.info("%s has %s as process %s", worker.name, worker.record.devices, worker.record.process)
             worker.handle.send(Load())
 
@@ -251,8 +249,8 @@ class Scheduler:
         chunk = self._dispatcher.next_chunk(worker)
         now = self._clock()
         if chunk is None:
-            self.gaps.end(worker.name, now)
             worker.is_stopping = True
+            worker.record.computed_to = round(self._elapsed(), 3)
             worker.exit_by = worker.exit_by or now + EXIT_SECONDS
             worker.handle.send(Stop())
             return
@@ -261,7 +259,8 @@ class Scheduler:
         if self._deadline is not None:
             worker.seconds_left = self._deadline.seconds_left
         worker.handle.send(worker.state.command_of(chunk))
-        self.gaps.begin(worker.name, worker.state.plan.name, worker.record.devices, now)
+        if worker.record.computed_from is None:
+            worker.record.computed_from = round(self._elapsed(), 3)
 
     def _check(self, worker: RunningWorker) -> None:
         """End a worker that has exited or had its time, and abort one that hangs."""
@@ -281,12 +280,12 @@ class Scheduler:
     def _end(self, worker: RunningWorker) -> None:
         """Close a worker, give its devices back, and decide what follows if it failed."""
         self._workers.remove(worker)
-        del self._by_handle[worker.handle]
         state = worker.state
         ended = worker.handle.close()
-        life_seconds = round(self._elapsed() - worker.record.leased_after_seconds, 3)
-        state.worker_ended(worker.record, ended.code, life_seconds)
-        self.gaps.end(worker.name, self._clock())
+        now = round(self._elapsed(), 3)
+        state.worker_ended(worker.record, ended.code, round(now - worker.record.leased_after_seconds, 3))
+        if worker.record.computed_to is None:
+            worker.record.computed_to = now
         is_suspect = not worker.is_ready and state.failure is None
         self._pool.release(worker.devices, state.plan.placement.places, is_suspect)
         log.info("%s ended with exit code %d", worker.name, ended.code)

@@ -40,17 +40,27 @@ class Standbys:
                 self._close(worker)
             elif not worker.state.chunks.pending or self._missing(worker.state) < 0:
                 self._close(worker)
-        for state, devices in self._next_starts(members, running):
-            # Processes that are starting do not have all of their memory yet.
-            starting = sum(worker.record.start_seconds is None for worker in self._workers)
-            available = self._launcher.available_memory(devices)
-            if available is not None and available < (2 + starting) * WORKER_HOST_BYTES:
-                return
-            try:
-                self._workers.append(self._start(state, devices))
-            except OSError as error:
-                self._failed.add(state.plan.name)
-                log.info("no worker of %s can stand by: %s", state.plan.name, error)
+        # A worker that loads needs the disk and the processor; and until all have computed something it is not
+        # known whose devices are free first.
+        if not all(
+            worker.is_stopping or (worker.is_ready and worker.state.computed_cost) for worker in running
+        ):
+            return
+        by_end = sorted(running, key=lambda worker: worker.state.seconds_left)
+        for state in members:
+            devices = self._next_devices(state, by_end)
+            while devices:
+                # Processes that are starting do not have all of their memory yet.
+                starting = sum(worker.record.start_seconds is None for worker in self._workers)
+                available = self._launcher.available_memory(devices)
+                if available is not None and available < (2 + starting) * WORKER_HOST_BYTES:
+                    return
+                try:
+                    self._workers.append(self._start(state, devices))
+                except OSError as error:
+                    self._failed.add(state.plan.name)
+                    log.info("no worker of %s can stand by: %s", state.plan.name, error)
+                devices = self._next_devices(state, by_end)
 
     def devices_for(self, state: MemberState) -> Iterator[tuple[Device, ...]]:
         """Return the devices of each of a member's standby workers, in the order of their starts."""
@@ -75,45 +85,30 @@ class Standbys:
         for worker in list(self._workers):
             self._close(worker)
 
-    def _next_starts(
-        self, members: Sequence[MemberState], running: Sequence[RunningWorker]
-    ) -> Iterator[tuple[MemberState, tuple[Device, ...]]]:
-        """Yield members that lack first workers, with the devices that will probably be free first."""
+    def _next_devices(self, state: MemberState, by_end: Sequence[RunningWorker]) -> tuple[Device, ...]:
+        """Return the devices that will probably be free first for a member's next standby worker; () for none."""
         # Not for the CPU: all of its cores compute, so that a standby would only slow them down.
-        lacking = [
-            state
-            for state in members
-            if state.plan.gpus
-            and state.chunks.pending
-            and state.plan.name not in self._failed
-            and self._missing(state) > 0
-        ]
-        # A worker that loads needs the disk and the processor; and until all have computed something it is not
-        # known whose devices are free first.
-        if not lacking or not all(
-            worker.is_stopping or (worker.is_ready and worker.state.computed_cost) for worker in running
-        ):
-            return
+        count = state.plan.gpus
+        is_failed = state.plan.name in self._failed
+        if not count or not state.chunks.pending or is_failed or self._missing(state) <= 0:
+            return ()
+        # In the order of a lease: max_memory and device_map number a member's GPUs.
+        numbers = {uuid: number for number, uuid in enumerate(state.plan.placement.devices)}
         taken = {device.uuid for worker in self._workers for device in worker.devices}
-        by_end = sorted(running, key=lambda worker: worker.state.seconds_left)
-        for state in lacking:
-            count = state.plan.gpus
-            # In the order of a lease: max_memory and device_map number a member's GPUs.
-            numbers = {uuid: number for number, uuid in enumerate(state.plan.placement.devices)}
-            candidates: dict[str, Device] = {}
-            for worker in by_end:
-                for device in worker.devices:
-                    if worker.state is not state and device.uuid in numbers and device.uuid not in taken:
-                        candidates[device.uuid] = device
-            for _ in range(min(self._missing(state), len(candidates) // count)):
-                devices = [candidates.pop(uuid) for uuid in list(candidates)[:count]]
-                taken.update(device.uuid for device in devices)
-                yield state, tuple(sorted(devices, key=lambda device: numbers[device.uuid]))
+        candidates: dict[str, Device] = {}
+        for worker in by_end:
+            for device in worker.devices:
+                if worker.state is not state and device.uuid in numbers and device.uuid not in taken:
+                    candidates[device.uuid] = device
+        for node in dict.fromkeys(device.node for device in candidates.values()):
+            devices = [device for device in candidates.values() if device.node == node][:count]
+            if len(devices) == count:
+                return tuple(sorted(devices, key=lambda device: numbers[device.uuid]))
+        return ()
 
     def _missing(self, state: MemberState) -> int:
         """Return how many of a member's first workers neither run nor stand by."""
-        standing = sum(worker.state is state for worker in self._workers)
-        return min(state.plan.first_replicas, state.max_replicas) - state.running - standing
+        return state.missing_first_workers - sum(worker.state is state for worker in self._workers)
 
     def _start(self, state: MemberState, devices: tuple[Device, ...]) -> RunningWorker:
         replica = next(state.replica_numbers)
@@ -131,10 +126,9 @@ class Standbys:
             leased_after_seconds=now,
             node=handle.on_node,
         )
-        log.info(
-            "%s-%d started as process %s for %s", state.plan.name, replica, handle.process, record.devices
-        )
-        return RunningWorker(state, handle, record, devices)
+        worker = RunningWorker(state, handle, record, devices)
+        log.info("%s started as process %s for %s", worker.name, handle.process, record.devices)
+        return worker
 
     def _is_well(self, worker: RunningWorker) -> bool:
         """Receive the events of a standby worker; return whether it can still be used."""

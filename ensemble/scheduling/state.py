@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Literal, Protocol, TypeAlias
@@ -15,11 +16,55 @@ from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.launchers.base import WorkerStart
-from ensemble.scheduling.member_chunks import ChunkQueue
 from ensemble.scheduling.records import Failure, FaultRecord, WorkerRecord
 from ensemble.scheduling.speed_meter import SpeedMeter
 
 Phase: TypeAlias = Literal["waiting", "starting", "loading", "predicting", "paused", "done", "failed"]
+
+
+class ChunkQueue:
+    """Keep the chunks of a member; those of a view come before those of the next.
+
+    Attributes:
+        pending: in the order of dispatch.
+        in_hand: chunks that workers have, by number; ``progress`` is how far they are.
+        numbers: yields numbers that no chunk of the member has yet.
+        done_cost: what this run has done, as a share of all the member's work.
+        reused_cost: what was done before.
+    """
+
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        self.pending = deque(chunks)
+        self.in_hand: dict[int, Chunk] = {}
+        self.progress: dict[int, Progress] = {}
+        self.numbers = count(1 + max((chunk.index for chunk in self.pending), default=-1))
+        self.done_cost = 0.0
+        self.reused_cost = 1.0 - sum(chunk.cost for chunk in self.pending)
+
+    def take(self, chunk: Chunk, start: int | None = None) -> Chunk:
+        """Move a pending chunk, or its rows from ``start`` on, to those in workers' hands."""
+        index = self.pending.index(chunk)
+        if start is None or start == chunk.start:
+            del self.pending[index]
+        else:
+            self.pending[index], chunk = chunk.split(self.numbers, start)
+        self.in_hand[chunk.index] = chunk
+        return chunk
+
+    def put_back(self, *chunks: Chunk) -> None:
+        """Make these the next chunks of their view."""
+        for chunk in reversed(chunks):
+            self.pending.insert(sum(other.view < chunk.view for other in self.pending), chunk)
+
+    def drop(self, chunk: Chunk) -> None:
+        """Note that no worker has this chunk any more."""
+        self.in_hand.pop(chunk.index, None)
+        self.progress.pop(chunk.index, None)
+
+    @property
+    def has_first_view(self) -> bool:
+        """Whether rows in the first view are pending; a member without views has only this view."""
+        return bool(self.pending) and self.pending[0].view == 0
 
 
 class MemberState:
@@ -53,10 +98,10 @@ class MemberState:
         self.workers: list[WorkerRecord] = []
         self.readies: list[Ready] = []
         self.running = 0
-        self._loaded = 0  # how many of these have loaded
         self.predicting_since: float | None = None
         self.paused_at: float | None = None
         self.finished_at: float | None = None
+        self._loaded = 0  # how many of the running workers have loaded
         self.begin(plan)
 
     # Changes.
@@ -64,11 +109,9 @@ class MemberState:
     def begin(self, plan: MemberPlan) -> None:
         """Queue the chunks of a plan; a member with ``when`` gets its plan once its rows are selected."""
         self.plan = plan
-        self.devices = frozenset(plan.placement.devices)
-        self.chunks = ChunkQueue(plan.chunks if self.failure is None else (), plan.views)
+        self.chunks = ChunkQueue(plan.chunks if self.failure is None else ())
         self.rows = len(plan.order)
         self.reused_rows = self.rows - sum(chunk.rows for chunk in plan.chunks)
-        self._replica_limit = plan.replicas
 
     def take(self, chunk: Chunk, start: int | None = None) -> Chunk:
         """Give a pending chunk, or its rows from ``start`` on, to a worker."""
@@ -84,19 +127,20 @@ class MemberState:
         self.chunks.progress[progress.chunk] = progress
 
     def complete(self, chunk: Chunk, done: ChunkDone) -> None:
-        self.chunks.add_done(chunk)
+        self.chunks.done_cost += chunk.cost
         self.counters += done.counters
-        self.speed_meter.note_chunk(chunk.cost, done.counters.predict_seconds)
+        self.speed_meter.add_chunk(chunk.cost, done.counters.predict_seconds)
 
     def set_aside(self, reasons: Mapping[int, str], chunk: Chunk | None = None) -> None:
         """Note rows that cannot be computed; a ``chunk`` that consists of such a row counts as done."""
         self.bad_rows.update(reasons)
         if chunk is not None:
-            self.chunks.add_done(chunk)
+            self.chunks.done_cost += chunk.cost
 
     def cut_short(self, chunk: Chunk, seconds: float) -> None:
         """Note a chunk that the end of the time cut short ``seconds`` after its dispatch."""
-        self.speed_meter.note_cut_short(chunk, self.chunks.progress.get(chunk.index), seconds)
+        progress = self.chunks.progress.get(chunk.index)
+        self.speed_meter.add_cut_short(chunk, 0 if progress is None else progress.rows, seconds)
 
     def worker_began(self, record: WorkerRecord) -> None:
         self.workers.append(record)
@@ -107,7 +151,8 @@ class MemberState:
         record.ready = ready
         record.load_seconds = ready.load_seconds
         self.readies.append(ready)
-        self.speed_meter.note_start(record, ready)
+        startup_seconds = (record.start_seconds or 0.0) + ready.load_seconds
+        self.speed_meter.startup_seconds = max(self.speed_meter.startup_seconds, startup_seconds)
 
     def worker_ended(self, record: WorkerRecord, code: int, life_seconds: float | None) -> None:
         """Note how a worker ended; ``life_seconds`` is None if the run is over: its chunks are not done."""
@@ -122,14 +167,13 @@ class MemberState:
 
     def move(self, devices: tuple[str, ...], replicas: int) -> None:
         """Let the member run on these devices from now on, in so many workers at the same time."""
-        placement = replace(self.plan.placement, devices=devices)
-        self.plan = replace(self.plan, placement=placement, replicas=replicas)
-        self.devices = frozenset(devices)
-        self._replica_limit = replicas
+        self.plan = replace(
+            self.plan, placement=replace(self.plan.placement, devices=devices), replicas=replicas
+        )
 
     def limit_replicas(self) -> None:
         """Allow no more workers than run now, for example if the host ran out of memory."""
-        self._replica_limit = max(1, self.running)
+        self.plan = replace(self.plan, replicas=max(1, self.running))
 
     def finish(self) -> None:
         self.finished_at = self.clock()
@@ -158,7 +202,12 @@ class MemberState:
     @property
     def max_replicas(self) -> int:
         """How many workers there may be: each needs a chunk, and memory."""
-        return min(self._replica_limit, max(1, len(self.plan.chunks)))
+        return min(self.plan.replicas, max(1, len(self.plan.chunks)))
+
+    @property
+    def missing_first_workers(self) -> int:
+        """How many of the workers that start before those of later members do not run."""
+        return min(self.plan.first_replicas, self.max_replicas) - self.running
 
     def command_of(self, chunk: Chunk) -> Predict:
         """Return the command to compute a chunk.
@@ -194,24 +243,30 @@ class MemberState:
         return self.counters.tokens + sum(progress.tokens for progress in self.chunks.progress.values())
 
     @property
-    def fraction(self) -> float:
-        """The share of the member's work that is done, by cost."""
-        return 0.0 if self.is_undecided else self.chunks.fraction()
-
-    @property
     def computed_cost(self) -> float:
-        """The share of the member's work that this run has done."""
-        return self.chunks.computed_cost
+        """The share of the member's work that this run has done, with the progress of chunks in hand."""
+        cost = self.chunks.done_cost
+        for number, progress in self.chunks.progress.items():
+            chunk = self.chunks.in_hand[number]
+            cost += chunk.cost * progress.rows / chunk.rows
+        return cost
 
     @property
-    def seconds_per_cost(self) -> float | None:
-        """How long one replica would take for all work, by the chunks that are done; None before the first."""
-        return self.speed_meter.seconds_per_cost
+    def fraction(self) -> float:
+        """The share of the member's work that is done, by cost and not by rows: long rows come first."""
+        if self.is_undecided:
+            return 0.0
+        return min(1.0, max(0.0, round(self.chunks.reused_cost + self.computed_cost, 9)))
 
     @property
     def speed(self) -> Speed:
         """The speed measured by this run, or else by an earlier one; 0 for what is not measured."""
         return self.speed_meter.speed(self.plan)
+
+    @property
+    def startup_seconds(self) -> float:
+        """How long a worker takes until it computes: measured, or guessed."""
+        return self.speed.startup_seconds or self.plan.speed.startup_seconds
 
     @property
     def predicting_seconds(self) -> float:
@@ -229,9 +284,7 @@ class MemberState:
     def seconds_left(self) -> float:
         """How long the member still needs at the speed so far; 0 before it has done anything."""
         computed = self.computed_cost
-        if not computed:
-            return 0.0
-        return self.predicting_seconds * (1 - self.fraction) / computed
+        return self.predicting_seconds * (1 - self.fraction) / computed if computed else 0.0
 
     @property
     def phase(self) -> Phase:

@@ -78,17 +78,16 @@ class RunningWorker:
 
     def hang_text(self, now: float, timeout_seconds: float) -> str:
         """Return why the worker counts as hung; empty while it does not."""
-        # While it loads, a library from a slow disk can hold up all of its threads.
-        limit = timeout_seconds if self.is_ready else _LOADING_TIMES * timeout_seconds
         worker = f"its worker (process {self.record.process})"
-        if now - self.responded_at > limit:
-            return f"{worker} has not responded for {limit:g} s"
         if not self.is_ready:
+            # A library from a slow disk can hold up all threads, so that heartbeats say nothing.
+            limit = _LOADING_TIMES * timeout_seconds
             if now - self.leased_at > limit:
                 return f"{worker} was not ready after {limit:g} s ({_LOADING_TIMES} times hang_timeout)"
-            return ""
-        if self.chunk is not None and now - self.progressed_at > limit:
-            return f"{worker} finished no batch for {limit:g} s (hang_timeout); its log shows where"
+        elif now - self.responded_at > timeout_seconds:
+            return f"{worker} has not responded for {timeout_seconds:g} s"
+        elif self.chunk is not None and now - self.progressed_at > timeout_seconds:
+            return f"{worker} finished no batch for {timeout_seconds:g} s (hang_timeout); its log shows where"
         return ""
 
     def fault_of(self, exit_: Exit) -> Fault | None:

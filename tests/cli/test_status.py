@@ -112,7 +112,7 @@ def test_a_report_comes_back_as_it_was_written(tmp_path: Path) -> None:
         device_memory={"GPU-1": MemoryCurve(None, [(0.5, 7)])},
         device_telemetry={
             "GPU-1": TelemetryCurve(
-                1590, 90, 9.0, 1.5, {"thermal": 1.5}, 630.0, [TelemetryPoint(1, 2, None, 3.0, ())]
+                1590, 90, 9.0, 1.5, {"thermal": 1.5}, [TelemetryPoint(1, 2, None, 3.0, ())]
             )
         },
         scores={"m": Score(0.4, 0.9, 500, 1.0, False, above_prior=Interval(-0.6, -0.7, -0.5))},

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ensemble.planning.chunks import Chunk, common_lengths, cut_chunks, in_views, what_is_left
+from ensemble.planning.chunks import Chunk, cut_chunks, in_views, what_is_left
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import make_plan, without_done
 from tests.planning.test_plan import config, facts
@@ -53,7 +53,6 @@ def test_under_a_time_limit_a_member_of_unknown_speed_begins_with_few_rows() -> 
     assert first_chunks([10] * 9000)[:8] == [16, 32, 64, 128, 256, 512, 552, 1200]
     assert first_chunks([30_000] * 100)[:4] == [6, 4, 6, 6], "chunks that hold fewer rows stay as they are"
     assert first_chunks([10] * 200, batch_size=64) == [64, 136], "a batch at least"
-    assert first_chunks([10] * 200, max_num_batched_tokens=525) == [50, 100, 50]
     assert first_chunks([1000] * 2000, replicas=3)[:6] == [16, 16, 16, 32, 45, 32]
 
 
@@ -65,31 +64,30 @@ def test_chunks_of_a_member_of_known_speed_stay_as_they_are() -> None:
     assert without_done(member, nothing, is_timed=True).chunks == member.chunks
 
 
-def test_one_cut_for_members_that_read_different_texts() -> None:
+def test_under_a_time_limit_members_that_read_different_texts_have_one_cut() -> None:
     generator = np.random.default_rng(0)
     title, body = (generator.lognormal(5, 1.5, 4000).astype(np.int64) for _ in range(2))
-    lengths = {"a": title, "b": body, "c": title, "d": title.copy()}
-    common = common_lengths(lengths.values())
-    np.testing.assert_array_equal(common, title + body)
-    cuts = {name: cut_chunks(own, common) for name, own in lengths.items()}
-    for order, chunks in cuts.values():
-        np.testing.assert_array_equal(order, np.argsort(-(title + body), kind="stable"))
-        assert [(one.index, one.start, one.stop) for one in chunks] == [
-            (one.index, one.start, one.stop) for one in cuts["a"][1]
-        ]
-        assert sum(one.cost for one in chunks) == pytest.approx(1)
-    order, chunks = cuts["b"]
-    work = [(body[order[one.start : one.stop]] + 32).sum() for one in chunks]
-    np.testing.assert_allclose([one.cost for one in chunks], np.array(work) / sum(work), rtol=1e-12)
+    lengths = {f"m{number}": of_member for number, of_member in enumerate((title, body, title))}
+    known = {name: facts(of_member) for name, of_member in lengths.items()}
+    members = make_plan(config({}, {}, {}, time_limit=100.0), known, []).members
+    for member in members:
+        read = lengths[member.name]
+        np.testing.assert_array_equal(member.order, members[0].order)
+        cuts = [[(one.index, one.start, one.stop) for one in each.chunks] for each in (member, members[0])]
+        assert cuts[0] == cuts[1]
+        work = [(read[member.order[one.start : one.stop]] + 32).sum() for one in member.chunks]
+        np.testing.assert_allclose(
+            [one.cost for one in member.chunks], np.array(work) / sum(work), rtol=1e-12
+        )
 
 
 def test_a_common_cut_of_one_text_is_the_usual_one() -> None:
     lengths = np.random.default_rng(1).lognormal(5, 1.5, 3000).astype(np.int64)
-    common = common_lengths([lengths, lengths.copy()])
-    order, chunks = cut_chunks(lengths, common)
+    known = {name: facts(lengths.copy()) for name in ("m0", "m1", "m2")}
+    timed = make_plan(config({}, {}, {}, time_limit=100.0), known, []).members[0]
     usual_order, usual_chunks = cut_chunks(lengths)
-    np.testing.assert_array_equal(order, usual_order)
-    assert chunks == usual_chunks
+    np.testing.assert_array_equal(timed.order, usual_order)
+    assert timed.chunks == usual_chunks
 
 
 @tries(60)

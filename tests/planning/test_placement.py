@@ -73,8 +73,8 @@ def test_a_model_that_fits_gets_one_gpu_and_one_that_does_not_gets_more(models: 
     assert where(plan(models, two, {"quantization_config": NF4})) == [(1, ("GPU-0", "GPU-1"), 2)]
     made = plan(models, two, {})  # 15 GB of float16
     assert where(made) == [(2, ("GPU-0", "GPU-1"), 1)]
-    assert made.members[0].placement.reason == (
-        "its longest row is too large beside its weights for one GPU, so a replica takes 2"
+    assert made.members[0].placement.reason.startswith(
+        "its longest row is too large beside its weights for one GPU, so a replica takes 2; "
     )
     assert where(plan(models, [card(0, 15), card(1, 80)], {})) == [(1, ("GPU-1",), 1)]
     assert "does not fit well on card (GPU-0)" in plan(models, [card(0, 15), card(1, 80)], {}).warnings[0]
@@ -300,11 +300,9 @@ def test_4_bits_that_would_fit_one_gpu_are_said_and_nothing_decided(models: Path
     keys = (
         "quantization_config: {load_in_4bit: true, bnb_4bit_quant_type: nf4, bnb_4bit_use_double_quant: true}"
     )
-    what = "nf4 weights (4.3 GiB) would fit one GPU, and give other numbers"
-    assert llama.advice == f"{what}; {keys} for that"
-    asked = plan(models, two, {"num_gpus": 2}).members[0].advice
-    assert asked.endswith(f"{keys} and num_gpus: 1 for that")
-    # No room for one that is quantized, or no need of it.
-    assert plan(models, [card(0, 5), card(1, 5), card(2, 5), card(3, 5)], {}).members[0].advice == ""
-    assert plan(models, [card(0, 80), card(1, 80)], {"num_gpus": 2}).members[0].advice == ""
-    assert plan(models, two, {"quantization_config": NF4}).members[0].advice == ""
+    advice = f"{keys} makes its weights 4.3 GiB, to fit one, and gives other numbers"
+    assert llama.placement.reason.endswith(f"so a replica takes 2; {advice}")
+    assert plan(models, two, {"num_gpus": 2}).members[0].placement.reason == "", "as the user wants"
+    # No room for one that is quantized.
+    small = [card(number, 5) for number in range(4)]
+    assert plan(models, small, {}).members[0].placement.reason.endswith("so a replica takes 4")

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import count
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ensemble.planning.chunks import Chunk
+from ensemble.planning.forecast import Speed
+from ensemble.planning.plan import make_plan
 from ensemble.scheduling.deadline import (
     MIN_ROWS,
     RESERVE_MAX_SHARE,
     SAFETY,
     SHUTDOWN_SECONDS,
+    Deadline,
     Share,
-    fitting_start,
     goals,
     reachable_fraction,
     reserve_seconds,
 )
+from ensemble.scheduling.state import MemberState
+from tests.planning.test_plan import config, facts
 from tests.sampling import tries
 
 SHARE = st.builds(
     Share,
     name=st.text("abcdef", min_size=1),
     fraction_done=st.one_of(st.sampled_from([0.0, 0.25, 1.0]), st.floats(0, 1)),
-    seconds_per_member=st.one_of(st.none(), st.floats(0, 1e6)),
+    seconds=st.floats(0, 1e6),
     startup_seconds=st.one_of(st.just(0.0), st.floats(0, 1e4)),
-    gpus=st.integers(0, 4),
+    devices=st.integers(1, 4),
 )
 SHARES = st.lists(SHARE, max_size=6, unique_by=lambda share: share.name)
 SECONDS = st.floats(-10, 1e6)
@@ -39,29 +42,34 @@ WHOLE_SHARES = st.lists(
         Share,
         name=st.text("abcdef", min_size=1),
         fraction_done=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
-        seconds_per_member=st.one_of(st.none(), st.integers(0, 100_000).map(float)),
+        seconds=st.integers(0, 100_000).map(float),
         startup_seconds=st.one_of(st.just(0.0), st.integers(0, 1000).map(float)),
-        gpus=st.integers(0, 4),
+        devices=st.integers(1, 4),
     ),
     max_size=6,
     unique_by=lambda share: share.name,
 )
 
 
-def share(name: str, done: float, seconds: float | None, startup: float = 0.0, gpus: int = 1) -> Share:
-    return Share(name, done, seconds, startup, gpus)
+def share(name: str, done: float, seconds: float, startup: float = 0.0, devices: int = 1) -> Share:
+    return Share(name, done, seconds, startup, devices)
 
 
 def demand(shares: list[Share], fraction: float) -> float:
     """Device-seconds that bring everybody to a fraction."""
-    known = [one.seconds_per_member for one in shares if one.seconds_per_member is not None]
+    slowest = max((one.seconds for one in shares), default=0.0)
     below = [one for one in shares if one.fraction_done < fraction]
     return sum(
-        one.startup_seconds * (one.gpus or 1)
-        + (fraction - one.fraction_done)
-        * (max(known, default=0.0) if one.seconds_per_member is None else one.seconds_per_member)
+        one.devices * (one.startup_seconds + (fraction - one.fraction_done) * (one.seconds or slowest))
         for one in below
     )
+
+
+def test_a_member_of_unknown_speed_counts_as_the_slowest() -> None:
+    known, unknown = share("a", 0, 300), share("b", 0, 0)
+    assert reachable_fraction([known, unknown], 1, 300) == pytest.approx(0.5)
+    assert reachable_fraction([unknown], 1, 300) == 1.0
+    assert reachable_fraction([replace(unknown, startup_seconds=400)], 1, 300) == pytest.approx(0.0)
 
 
 def test_the_reach_by_hand() -> None:
@@ -73,18 +81,11 @@ def test_the_reach_by_hand() -> None:
     assert reachable_fraction(ahead, 1, 200) == pytest.approx(0.2 + 180 / 400)
     # c is there already: neither its work nor its start counts.
     assert reachable_fraction([*ahead, share("c", 0.9, 1e9, 1e9)], 1, 200) == pytest.approx(0.65)
-    # Three GPUs start for 10 s each; the CPU is one device.
-    assert reachable_fraction([share("a", 0, 100, 10, gpus=3)], 1, 80) == pytest.approx(0.5)
-    assert reachable_fraction([share("a", 0, 100, 10, gpus=0)], 1, 60) == pytest.approx(0.5)
-    assert reachable_fraction([share("a", 0.3, 100, 10)], 1, 9) == 0.3, "no time to start"
+    # Three GPUs start for 10 s each, and compute as long.
+    assert reachable_fraction([share("a", 0, 100, 10, devices=3)], 1, 180) == pytest.approx(0.5)
+    assert reachable_fraction([share("a", 0, 100, 10)], 1, 60) == pytest.approx(0.5)
+    assert reachable_fraction([share("a", 0.3, 100, 10)], 1, 9) == pytest.approx(0.3), "no time to start"
     assert reachable_fraction([], 1, 0) == 1.0
-
-
-def test_a_member_of_unknown_speed_counts_as_the_slowest() -> None:
-    known, unknown = share("a", 0, 300), share("b", 0, None)
-    assert reachable_fraction([known, unknown], 1, 300) == pytest.approx(0.5)
-    assert reachable_fraction([unknown], 1, 300) == 1.0
-    assert reachable_fraction([replace(unknown, startup_seconds=400)], 1, 300) == 0.0
 
 
 @tries(60)
@@ -130,50 +131,37 @@ def test_goals_leave_behind_who_cannot_start_in_time() -> None:
     assert goals([first, second], 1, 100) == {"a": 0.0, "b": 0.5}
 
 
-def fits(cost: float, per_cost: float | None, ratio: float, seconds: float) -> bool:
-    """Whether the whole of a chunk that is too small to be cut can be done."""
-    return fitting_start(Chunk(0, 0, MIN_ROWS, cost), per_cost, ratio, seconds) == 0
+def state_of(rows: int, seconds_per_row: float, is_measured: bool = True) -> MemberState:
+    """A member of one chunk, of which an earlier run has measured the speed."""
+    speed = Speed(1.0, seconds_per_row / (10 + 32), is_measured, is_startup_measured=True)
+    lengths = np.full(rows, 10, dtype=np.int64)
+    (plan,) = make_plan(config({}), {"m0": facts(lengths)}, [], speeds={"m0": speed}).members
+    return MemberState(replace(plan, speed=speed))
+
+
+def rows_that_fit(state: MemberState, seconds: float) -> int:
+    fitting = Deadline(seconds, 1, lambda: 0.0).first_fitting(state, [state])
+    return 0 if fitting is None else fitting[0].stop - fitting[1]
 
 
 @pytest.mark.fault(26)
 def test_a_chunk_fits_with_some_time_to_spare() -> None:
-    assert fits(0.5, 200, 1.0, 100 * SAFETY)
-    assert not fits(0.5, 200, 1.0, 100 * SAFETY - 0.1)
-    assert not fits(0.5, 200, 1.5, 149 * SAFETY)
-    assert fits(0.5, 200, 0.5, 100 * SAFETY), "one that was quicker promises nothing"
-    assert not fits(0.5, 200, 0.5, 99 * SAFETY)
-    assert fits(0.5, None, 1.0, 0.1)
-    assert not fits(0.0, None, 1.0, 0.0)
-
-
-@tries(60)
-@given(st.integers(0, 100), st.integers(1, 5000), st.floats(0, 2), st.floats(0, 1e4))
-@pytest.mark.fault(26)
-def test_the_rows_that_fit(start: int, rows: int, cost: float, seconds: float) -> None:
-    chunk = Chunk(3, start, start + rows, cost)
-    found = fitting_start(chunk, 1000.0, 1.2, seconds)
-    sizes = [rows]
-    while sizes[-1] // 2 >= MIN_ROWS:
-        sizes.append(sizes[-1] // 2)
-    whole = 1000.0 * cost * 1.2 * SAFETY
-    within = [size for size in sizes if 0 < seconds >= whole * size / rows]
-    if found is None:
-        assert not within
-        return
-    assert chunk.stop - found == within[0]
-    if found > start:
-        front, back = chunk.split(count(7), found)
-        assert (front.start, front.stop, back.start, back.stop) == (start, found, found, chunk.stop)
-        assert fits(back.cost, 1000.0, 1.2, seconds + 1e-6)
-
-
-def test_the_rows_that_fit_by_hand() -> None:
-    chunk = Chunk(0, 1000, 1100, 1.0)
-    assert fitting_start(chunk, 100.0, 1.0, 125.0) == 1000
-    assert fitting_start(chunk, 100.0, 1.0, 124.0) == 1050
-    assert fitting_start(chunk, 100.0, 1.0, 62.0) == 1075
-    assert fitting_start(chunk, 100.0, 1.0, 31.0) is None, "12 rows would be too few"
-    assert fitting_start(Chunk(0, 0, 3, 1.0), 100.0, 1.0, 125.0) == 0, "but a chunk may be that small"
+    state = state_of(100, 1.0)
+    assert rows_that_fit(state, 100.1 * SAFETY) == 100
+    assert rows_that_fit(state, 99.9 * SAFETY) == 99
+    assert rows_that_fit(state, 0.1) == 1, "a single row before nobody has done any"
+    assert rows_that_fit(state, 0.0) == 0
+    state.speed_meter.add_chunk(0.5, 50.0)
+    assert rows_that_fit(state, 16.1 * SAFETY) == MIN_ROWS
+    assert rows_that_fit(state, 15.9 * SAFETY) == 0, "a batch at least"
+    state.speed_meter.add_chunk(0.01, 2.0)
+    assert rows_that_fit(state, 40.1 * SAFETY) == 20, "the latest chunk took twice as long as the mean"
+    state.speed_meter.add_chunk(0.5, 10.0)
+    assert rows_that_fit(state, 40.1 * SAFETY) == 65, "one that was quicker promises nothing"
+    assert rows_that_fit(state_of(3, 1.0), 3.1 * SAFETY) == 3, "but a chunk may be that small"
+    assert rows_that_fit(state_of(100, 1.0, is_measured=False), 0.1) == 100, (
+        "not known: chunks are small then"
+    )
 
 
 @tries(60)

@@ -14,8 +14,7 @@ import pytest
 from ensemble.common.protocol import Predict
 from ensemble.planning.plan import WORKER_HOST_BYTES, make_plan
 from ensemble.scheduling.deadline import Deadline
-from ensemble.scheduling.records import Gap, Gaps
-from ensemble.scheduling.scheduler import Scheduler
+from ensemble.scheduling.records import Gap, WorkerRecord, idle_gaps
 from ensemble.scheduling.state import MemberState
 from tests.planning.test_plan import config, facts, gpus
 from tests.pretended import Launched, PretendedLauncher, PretendedWorker, computed, plan_of, schedule, used
@@ -213,33 +212,31 @@ def test_what_a_run_has_no_time_for_is_left_to_the_next(monkeypatch: pytest.Monk
     assert not any(state.failure for state in states)
 
 
+def computing(member: str, devices: str, begin: float | None, end: float | None) -> WorkerRecord:
+    record = WorkerRecord(member, 0, tuple(devices), "7", "log", 0.0, 0.0)
+    return replace(record, computed_from=begin, computed_to=end)
+
+
 def test_gaps_are_between_members_on_the_same_device() -> None:
-    gaps = Gaps()
-    gaps.begin("w1", "a", ["G0"], 1.0)
-    gaps.begin("w2", "a", ["G1"], 2.0)
-    gaps.begin("w1", "a", ["G0"], 5.0)  # its second chunk
-    gaps.end("w1", 10.0)
-    gaps.end("w2", 11.0)
-    gaps.begin("w3", "a", ["G0"], 12.0)  # a retry of the same member: no change of members
-    gaps.end("w3", 13.0)
-    gaps.end("w7", 14.0)  # one that never computed
-    gaps.begin("w4", "b", ["G0", "G1"], 16.5)
-    assert gaps.measured == [Gap("G0", "a", "b", 3.5), Gap("G1", "a", "b", 5.5)]
+    workers = [
+        computing("a", "0", 1.0, 10.0),
+        computing("a", "1", 2.0, 11.0),
+        computing("a", "0", 12.0, 13.0),  # a retry of the same member: no change of members
+        computing("a", "1", None, None),  # one that never computed
+        computing("b", "01", 16.5, None),
+    ]
+    assert idle_gaps(workers) == (Gap("0", "a", "b", 3.5), Gap("1", "a", "b", 5.5))
 
 
 def test_a_device_on_which_another_computes_has_no_gap() -> None:
-    gaps = Gaps()
-    gaps.begin("w1", "a", ["G0"], 1.0)
-    gaps.begin("w2", "b", ["G0"], 2.0)
-    gaps.end("w1", 3.0)
-    gaps.begin("w3", "c", ["G0"], 4.0)
-    assert not gaps.measured
+    assert not idle_gaps(
+        [computing("a", "0", 1.0, 3.0), computing("b", "0", 2.0, None), computing("c", "0", 4.0, 5.0)]
+    )
 
 
 def test_the_gaps_of_a_run_are_measured() -> None:
     one = gpus(1)
-    schedulers: list[Scheduler] = []
-    schedule(plan_of([4, 4], [1, 1], one), one, on_begin=schedulers.append)
-    (gap,) = schedulers[0].gaps.measured
+    states = schedule(plan_of([4, 4], [1, 1], one), one)
+    (gap,) = idle_gaps(worker for state in states for worker in state.workers)
     assert (gap.device, gap.after, gap.before) == ("GPU-0", "m0", "m1")
-    assert gap.seconds > 0
+    assert gap.seconds >= 0

@@ -52,8 +52,6 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
         yield "no member needs a worker: nothing is loaded, and a run merges what was made elsewhere"
     for member in plan.members:
         yield _sentence(prepared, member)
-        if member.advice:
-            yield f"{member.name}: {member.advice}"
     yield plan.why
     yield from plan.warnings
     if plan.problems:

@@ -132,4 +132,4 @@ def _memory(members: int) -> MemoryCurve:
 
 def _telemetry() -> TelemetryCurve:
     points = [TelemetryPoint(60.0 * n, 1_200 - 30 * n, 60 + n, 68.5, ("sw_power_cap",)) for n in range(10)]
-    return TelemetryCurve(1_590, 71, 600.0, 100.0, {"power cap": 100.0}, 1_100.0, points)
+    return TelemetryCurve(1_590, 71, 600.0, 100.0, {"power cap": 100.0}, points)
