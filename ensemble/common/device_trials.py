@@ -12,7 +12,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ensemble.common.gpus import Device, worker_environment
@@ -24,7 +23,7 @@ CPU = Device("cpu", "the CPU", None, 0, 0)
 TIMEOUT_SECONDS = 120.0
 _MAX_PROCESSES = 4  # each takes a core and half a GiB while it imports
 _ALLOCATE_BYTES = 256 << 20
-_GRACE_SECONDS = 5.0
+_KILL_SECONDS = 5.0  # longer only if it hangs inside the driver
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,6 @@ class DeviceTrial:
     """Tell how a test process ended."""
 
     device: Device
-    seconds: float
     report: DeviceReport | None = None
     ending: str = ""  # a sentence on why there is no report
     signal_number: int | None = None  # the signal that ended the process, unless we sent it
@@ -69,74 +67,63 @@ def run_trials(
         timeout_seconds: for each process; a slower one is ended, with its children.
         flash_attention: try flash-attention 2, too.
     """
-    options = ["--flash-attention"] if flash_attention else []
-    first_options = [f"--import={name}" for name in imports]
-    trials: list[Future[DeviceTrial]] = []
-    processes: list[subprocess.Popen[bytes]] = []
-    with ThreadPoolExecutor(_MAX_PROCESSES) as pool:
-        for device in devices:
-            size = _ALLOCATE_BYTES
-            if not device.is_gpu and host_bytes is not None:
-                size = min(size, host_bytes // 4)
-            all_options = [*options, *first_options, f"--allocate-bytes={size}"]
-            trials.append(pool.submit(_try, device, all_options, timeout_seconds, processes))
-            first_options = []
+    # The processes end themselves after that time if this one is gone.
+    options = [f"--parent-pid={os.getpid()}", f"--seconds={int(timeout_seconds) + 6}"]
+    options += ["--flash-attention"] if flash_attention else []
+    trials: list[DeviceTrial] = []
+    for start in range(0, len(devices), _MAX_PROCESSES):
+        batch = devices[start : start + _MAX_PROCESSES]
+        deadline = time.monotonic() + timeout_seconds
+        processes: list[subprocess.Popen[bytes]] = []
         try:
-            return [trial.result() for trial in trials]
-        except BaseException:  # such as Ctrl-C: do not wait for the processes
-            pool.shutdown(wait=False, cancel_futures=True)
+            for device in batch:
+                size = _ALLOCATE_BYTES
+                if not device.is_gpu and host_bytes is not None:
+                    size = min(size, host_bytes // 4)
+                device_options = [*options, f"--allocate-bytes={size}"]
+                device_options += ["--on-gpu"] if device.is_gpu else []
+                if device is devices[0]:
+                    device_options += [f"--import={name}" for name in imports]
+                processes.append(_start(device, device_options))
+            for device, process in zip(batch, processes, strict=True):
+                trials.append(_trial(device, process, deadline, timeout_seconds))
+        finally:
             for process in processes:
                 if process.returncode is None:
-                    _kill(process)
-            raise
+                    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                        os.killpg(process.pid, signal.SIGKILL)  # with its children
+                        process.communicate(timeout=_KILL_SECONDS)
+    return trials
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process with its children."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _try(
-    device: Device,
-    options: Sequence[str],
-    timeout_seconds: float,
-    processes: list[subprocess.Popen[bytes]],
-) -> DeviceTrial:
-    began = time.monotonic()
-    # The process ends itself after that time if this one is gone.
-    limits = [f"--parent-pid={os.getpid()}", f"--seconds={int(timeout_seconds + _GRACE_SECONDS) + 1}"]
-    on_gpu = ["--on-gpu"] if device.is_gpu else []
-    process = subprocess.Popen(
-        [*python_command("ensemble.worker.probe"), *limits, *on_gpu, *options],
+def _start(device: Device, options: Sequence[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*python_command("ensemble.worker.probe"), *options],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, **python_environment(), **worker_environment([device])},
         start_new_session=True,
     )
-    processes.append(process)
-    signal_number = None
+
+
+def _trial(
+    device: Device, process: subprocess.Popen[bytes], deadline: float, timeout_seconds: float
+) -> DeviceTrial:
+    """Wait for a test process, and return how it ended."""
     try:
-        output, errors = process.communicate(timeout=timeout_seconds)
-        # The last line, because other code, such as a sitecustomize, may have printed before.
-        with contextlib.suppress(IndexError, ValueError, TypeError, AttributeError):
-            report = DeviceReport(**with_tuples(json.loads(output.splitlines()[-1])))
-            return DeviceTrial(device, time.monotonic() - began, report)
-        code = process.returncode
-        if code < 0:
-            names = {number.value: number.name for number in signal.Signals}
-            ending = f"the test process was ended by {names.get(-code, f'signal {-code}')}"
-            signal_number = -code
-        else:
-            lines = errors.decode("utf-8", "replace").strip().splitlines()
-            last_line = f": {lines[-1].strip()[:200]}" if lines else ""
-            ending = f"the test process ended with exit code {code}{last_line}"
+        output, errors = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         ending = f"the test process gave no answer within {timeout_seconds:g} s and was ended"
-        _kill(process)
-        try:
-            process.communicate(timeout=_GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            ending = f"test process {process.pid} hangs inside the driver and cannot be ended"
-    return DeviceTrial(device, time.monotonic() - began, None, ending, signal_number)
+        return DeviceTrial(device, ending=ending)
+    # The last line, because other code, such as a sitecustomize, may have printed before.
+    with contextlib.suppress(IndexError, ValueError, TypeError, AttributeError):
+        return DeviceTrial(device, DeviceReport(**with_tuples(json.loads(output.splitlines()[-1]))))
+    code = process.returncode
+    if code < 0:
+        names = {number.value: number.name for number in signal.Signals}
+        ending = f"the test process was ended by {names.get(-code, f'signal {-code}')}"
+        return DeviceTrial(device, ending=ending, signal_number=-code)
+    lines = errors.decode("utf-8", "replace").strip().splitlines()
+    last_line = f": {lines[-1].strip()[:200]}" if lines else ""
+    return DeviceTrial(device, ending=f"the test process ended with exit code {code}{last_line}")

@@ -8,15 +8,14 @@ Environment Variables") and the NVIDIA MIG User Guide ("Device Enumeration").
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ensemble.common.errors import DeviceError
 from ensemble.common.text import gib
@@ -103,7 +102,6 @@ class _Gpu:
     model: tuple[str, tuple[int, int] | None] | None = None
     pci: tuple[int, int, int] | None = None
     devices: tuple[Device, ...] = ()  # the GPU itself, or its MIG slices, or nothing if it cannot be used
-    slices: dict[str, Device] = field(default_factory=dict)  # by CUDA's older names, which a mask may use
 
 
 class _NoDriverError(Exception):
@@ -163,13 +161,13 @@ def driver_cuda_version() -> tuple[int, int] | None:
     return None
 
 
-def processes_on(uuid: str) -> tuple[tuple[int, str | None, int | None], ...]:
+def processes_on(uuid: str) -> list[tuple[int, str | None, int | None]]:
     """Return who computes on a device: (process id, name, bytes used); empty with drivers before R510.
 
     In a container, ids may be the host's, and processes may be missing.
     """
 
-    def read(nvml: ModuleType, handle: object) -> tuple[tuple[int, str | None, int | None], ...]:
+    def read(nvml: ModuleType, handle: object) -> list[tuple[int, str | None, int | None]]:
         processes: list[tuple[int, str | None, int | None]] = []
         for process in nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle):
             name = None
@@ -177,9 +175,9 @@ def processes_on(uuid: str) -> tuple[tuple[int, str | None, int | None], ...]:
             with contextlib.suppress(nvml.NVMLError, UnicodeDecodeError):
                 name = nvml.nvmlSystemGetProcessName(process.pid)
             processes.append((process.pid, name, process.usedGpuMemory))
-        return tuple(processes)
+        return processes
 
-    return _ask_each([uuid], read)[uuid] or ()
+    return _ask_each([uuid], read)[uuid] or []
 
 
 def gpu_users(device: Device) -> str:
@@ -234,7 +232,7 @@ def _ask_each(uuids: Iterable[str], question: Callable[[ModuleType, object], _T]
 
 
 def _ask(question: Callable[[ModuleType], _T]) -> _T:
-    """Return NVML's answer. If an open NVML fails, open it again and ask once more.
+    """Return NVML's answer; if an open NVML fails, open it again and ask once more.
 
     A driver that was reloaded, or a GPU that was lost and is back, is then seen again.
 
@@ -243,38 +241,43 @@ def _ask(question: Callable[[ModuleType], _T]) -> _T:
     """
     global _opened_by
     try:
-        if sys.platform == "linux":
-            # pynvml opens this very name; without it, importing pynvml is a waste of time.
-            ctypes.CDLL("libnvidia-ml.so.1")
         import pynvml
-    except OSError:
-        raise _NoDriverError("no NVIDIA driver found") from None
     except ImportError:
         raise _NoDriverError("nvidia-ml-py is not installed, so no NVIDIA GPU can be seen") from None
-    may_be_stale = (
-        pynvml.NVMLError_Uninitialized,
-        pynvml.NVMLError_DriverNotLoaded,
-        pynvml.NVMLError_GpuIsLost,
-        pynvml.NVMLError_LibRmVersionMismatch,
-        pynvml.NVMLError_Unknown,
-    )
+    was_open = _opened_by == os.getpid()
     try:
-        if _opened_by == os.getpid():
-            try:
-                return question(pynvml)
-            except may_be_stale:
-                _opened_by = 0
-                with contextlib.suppress(pynvml.NVMLError):
-                    pynvml.nvmlShutdown()
-        pynvml.nvmlInit()
-        _opened_by = os.getpid()
+        if not was_open:
+            pynvml.nvmlInit()
+            _opened_by = os.getpid()
         return question(pynvml)
     except pynvml.NVMLError_LibraryNotFound:
         raise _NoDriverError("no NVIDIA driver found") from None
-    except pynvml.NVMLError_DriverNotLoaded:
-        raise _NoDriverError("the NVIDIA driver is installed but not loaded") from None
     except pynvml.NVMLError as error:
+        is_stale = error.value in (
+            pynvml.NVML_ERROR_UNINITIALIZED,
+            pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
+            pynvml.NVML_ERROR_GPU_IS_LOST,
+            pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
+            pynvml.NVML_ERROR_UNKNOWN,
+        )
+        if was_open and is_stale:
+            _opened_by = 0
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
+            return _ask(question)
+        if error.value == pynvml.NVML_ERROR_DRIVER_NOT_LOADED:
+            raise _NoDriverError("the NVIDIA driver is installed but not loaded") from None
         raise _NoDriverError(f"the NVIDIA driver does not answer ({error})") from None
+
+
+def _optional(nvml: ModuleType, name: str, *arguments: object) -> Any:
+    """Return the answer of an NVML function; None if this GPU, driver, container or pynvml has none."""
+    try:
+        return getattr(nvml, name)(*arguments)
+    except (nvml.NVMLError_GpuIsLost, nvml.NVMLError_Uninitialized):
+        raise
+    except (nvml.NVMLError, AttributeError):
+        return None
 
 
 def _read_gpus(nvml: ModuleType) -> tuple[list[_Gpu], str | None, list[str]]:
@@ -298,56 +301,35 @@ def _read_gpus(nvml: ModuleType) -> tuple[list[_Gpu], str | None, list[str]]:
         gpus.append(gpu)
     if all(gpu.pci for gpu in gpus):
         gpus.sort(key=lambda gpu: gpu.pci or ())
-    version = None
-    with contextlib.suppress(nvml.NVMLError):
-        version = nvml.nvmlSystemGetDriverVersion()
-    return gpus, version, warnings
+    return gpus, _optional(nvml, "nvmlSystemGetDriverVersion"), warnings
 
 
 def _read_gpu(nvml: ModuleType, index: int, gpu: _Gpu) -> None:
     """Fill in ``gpu`` as far as the driver answers; its errors are the caller's to handle."""
-
-    def ask_if_supported(ask: Callable[[object], _T], handle: object, default: _T) -> _T:
-        try:
-            return ask(handle)
-        except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound):  # by this driver or GPU
-            return default
-
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     gpu.uuid = nvml.nvmlDeviceGetUUID(handle)
     gpu.label += f" ({gpu.uuid})"
     address = nvml.nvmlDeviceGetPciInfo(handle)
     gpu.pci = (address.domain, address.bus, address.device)
-    capability = ask_if_supported(nvml.nvmlDeviceGetCudaComputeCapability, handle, None)
     name = nvml.nvmlDeviceGetName(handle)
+    capability = _optional(nvml, "nvmlDeviceGetCudaComputeCapability", handle)
     gpu.model = (name, capability)
-    mode = ask_if_supported(nvml.nvmlDeviceGetMigMode, handle, [nvml.NVML_DEVICE_MIG_DISABLE])
-    if mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
-        total, used = _memory(nvml, handle)
-        gpu.devices = (Device(gpu.uuid, name, capability, total, used),)
+    mode = _optional(nvml, "nvmlDeviceGetMigMode", handle)
+    if mode is None or mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
+        gpu.devices = (Device(gpu.uuid, name, capability, *_memory(nvml, handle)),)
         return
     for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         # Numbers have holes where no slice was made; a container may open some slices only.
         with contextlib.suppress(nvml.NVMLError_NotFound, nvml.NVMLError_NoPermission):
             mig_slice = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-            gpu_instance = nvml.nvmlDeviceGetGpuInstanceId(mig_slice)
-            compute_instance = nvml.nvmlDeviceGetComputeInstanceId(mig_slice)
-            total, used = _memory(nvml, mig_slice)
-            device = Device(
-                uuid=nvml.nvmlDeviceGetUUID(mig_slice),
-                name=ask_if_supported(nvml.nvmlDeviceGetName, mig_slice, name),
-                compute_capability=capability,
-                total_bytes=total,
-                used_bytes=used,
-            )
-            gpu.slices[f"MIG-{gpu.uuid}/{gpu_instance}/{compute_instance}"] = device
-    gpu.devices = tuple(gpu.slices.values())
+            slice_name = _optional(nvml, "nvmlDeviceGetName", mig_slice) or name
+            uuid = nvml.nvmlDeviceGetUUID(mig_slice)
+            gpu.devices += (Device(uuid, slice_name, capability, *_memory(nvml, mig_slice)),)
 
 
 def _memory(nvml: ModuleType, handle: object) -> tuple[int, int]:
     """Return total and used bytes."""
-    # Version 1 counts what the driver reserves as used; version 2 reports it separately. The driver alone decides
-    # which version is asked, so that all answers of a run are comparable.
+    # Version 1 counts what the driver reserves as used; version 2 reports it separately.
     try:
         info = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     except nvml.NVMLError_FunctionNotFound:  # a driver before R510
@@ -359,25 +341,16 @@ def _memory(nvml: ModuleType, handle: object) -> tuple[int, int]:
 def _telemetry(nvml: ModuleType, handle: object) -> Telemetry:
     with contextlib.suppress(nvml.NVMLError):  # not a slice, or the driver has none
         handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-
-    def ask(name: str, *arguments: object) -> int | None:
-        try:
-            return int(getattr(nvml, name)(handle, *arguments))
-        except (nvml.NVMLError_GpuIsLost, nvml.NVMLError_Uninitialized):
-            raise
-        except (nvml.NVMLError, AttributeError):  # by this GPU, driver or pynvml; or by this container
-            return None
-
-    events = ask("nvmlDeviceGetCurrentClocksEventReasons")
+    events = _optional(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle)
     if events is None:  # a driver before R535
-        events = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
-    milliwatts = ask("nvmlDeviceGetPowerUsage")
+        events = _optional(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+    milliwatts = _optional(nvml, "nvmlDeviceGetPowerUsage", handle)
     return Telemetry(
-        sm_clock_mhz=ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-        max_sm_clock_mhz=ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
-        temperature_celsius=ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        sm_clock_mhz=_optional(nvml, "nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM),
+        max_sm_clock_mhz=_optional(nvml, "nvmlDeviceGetMaxClockInfo", handle, nvml.NVML_CLOCK_SM),
+        temperature_celsius=_optional(nvml, "nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
         power_watts=None if milliwatts is None else milliwatts / 1000,
-        clock_events=tuple(name for bit, name in _CLOCK_EVENTS.items() if (events or 0) & bit),
+        clock_events=tuple(name for bit, name in _CLOCK_EVENTS.items() if events & bit),
     )
 
 
@@ -387,38 +360,36 @@ def _visible(gpus: Sequence[_Gpu], environ: Mapping[str, str], warnings: list[st
     if mask is None:
         return tuple(device for gpu in gpus for device in gpu.devices)
     # The devices by name: all slices of a GPU in MIG mode, none of a lost GPU.
-    names: dict[str, tuple[Device, ...]] = {}
+    by_name: dict[str, tuple[Device, ...]] = {}
     for index, gpu in enumerate(gpus):
-        names |= {device.uuid: (device,) for device in gpu.devices}
-        names |= {name: (device,) for name, device in gpu.slices.items()}
-        names |= {str(index): gpu.devices, gpu.uuid or str(index): gpu.devices}
-    name = f"{_MASK}={mask}"
+        by_name |= {device.uuid: (device,) for device in gpu.devices}
+        by_name |= {str(index): gpu.devices, gpu.uuid or str(index): gpu.devices}
     entries = [entry.strip() for entry in mask.split(",")]
     models = {gpu.model for gpu in gpus if gpu.model}
     if any(map(str.isdigit, entries)) and environ.get(_ORDER) != _PCI_ORDER and len(models) > 1:
         warnings.append(
-            f"{name} counts in CUDA's order, fastest first, and the GPUs are not alike: read here in PCI bus "
-            f"order, as nvidia-smi lists them; set {_ORDER}={_PCI_ORDER} or name the GPUs by UUID"
+            f"{_MASK}={mask} counts in CUDA's order, fastest first, and the GPUs are not alike: read here in PCI "
+            f"bus order, as nvidia-smi lists them; set {_ORDER}={_PCI_ORDER} or name the GPUs by UUID"
         )
     chosen: dict[str, Device] = {}
-    for position, entry in enumerate(entries, 1):
-        devices = names.get(entry)
-        if devices is None and entry.startswith(("GPU-", "MIG-")):
-            # CUDA accepts the beginning of a UUID if only one UUID begins so.
-            matches = [full for full in names if full.startswith(entry)]
-            if len(matches) == 1:
-                devices = names[matches[0]]
-            elif not matches and any(gpu.uuid is None for gpu in gpus):
-                continue  # a lost GPU may not tell its UUID: it must not hide the GPUs that work
-        if devices is None:
-            if entry not in _LIST_ENDS or any(entries[position:]):
-                warnings.append(f"{name}: {entry!r} names no single GPU here; it and all after it are hidden")
+    for entry in entries:
+        names = [entry] if entry in by_name else []
+        if entry.startswith(("GPU-", "MIG-")):  # CUDA accepts the beginning of a UUID if only one begins so
+            names = [name for name in by_name if name.startswith(entry)]
+        if entry in _LIST_ENDS:
             break
+        if not names and entry.startswith("GPU-") and any(gpu.uuid is None for gpu in gpus):
+            continue  # a lost GPU may not tell its UUID: it must not hide the GPUs that work
+        if len(names) != 1:
+            warnings.append(
+                f"{_MASK}={mask}: {entry!r} names no single GPU here; it and all after it are hidden"
+            )
+            break
+        devices = by_name[names[0]]
         if len(devices) > 1:
-            hint = f"name the slices' UUIDs to use all {len(devices)}"
-            warnings.append(f"{name}: {entry!r} is in MIG mode and stands for {devices[0].uuid} only; {hint}")
-        for device in devices[:1]:
-            if device.uuid in chosen:
-                warnings.append(f"{name}: {entry!r} names {device.uuid} again, which CUDA refuses; kept once")
-            chosen[device.uuid] = device
+            warnings.append(
+                f"{_MASK}={mask}: {entry!r} is in MIG mode and stands for {devices[0].uuid} only; "
+                f"name the slices' UUIDs to use all {len(devices)}"
+            )
+        chosen |= {device.uuid: device for device in devices[:1]}
     return tuple(chosen.values())

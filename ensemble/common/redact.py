@@ -15,7 +15,6 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from operator import is_
 from typing import IO, Any, Final
 from urllib.parse import quote
 
@@ -32,7 +31,6 @@ _LOCATION = re.compile(r"_(FILE|PATH|DIR)$", re.IGNORECASE)  # the path of a sec
 _KEY = re.compile(
     r"((use_)?(hf|auth|access|api|bearer)_)?token|.*(secret|passw|api_?key|credential).*", re.IGNORECASE
 )
-_HARMLESS = {int, float, bool, type(None)}  # most values of a report
 # Tokens of the Hugging Face hub, and name:password@ in an address, wherever they come from.
 _BY_LOOKS = r"\bhf_[A-Za-z0-9]{16,}\b|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 
@@ -71,25 +69,18 @@ class Redactor:
         return self._pattern.sub(MASK, text)
 
     def document(self, value: Any) -> Any:
-        """Redact every text in mappings (except keys), lists, tuples and dataclasses.
-
-        A value without secrets is returned itself, not a copy.
-        """
+        """Redact every text in mappings (except keys), lists, tuples and dataclasses."""
         if isinstance(value, str):
             return self(value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            parts = vars(value)
-            redacted = self.document(parts)
-            return value if redacted is parts else dataclasses.replace(value, **redacted)
-        if not isinstance(value, list | tuple | Mapping):
-            return value
-        items = value.values() if isinstance(value, Mapping) else value
-        shown = [item if type(item) in _HARMLESS else self.document(item) for item in items]
-        if isinstance(value, list | tuple | dict) and all(map(is_, shown, items)):
-            return value
         if isinstance(value, Mapping):
-            return dict(zip(value, shown, strict=True))
-        return shown if isinstance(value, list) else tuple(shown)
+            return {key: self.document(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.document(item) for item in value]
+        if isinstance(value, tuple):
+            return tuple(self.document(item) for item in value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return dataclasses.replace(value, **self.document(vars(value)))
+        return value
 
 
 class RedactingFormatter(logging.Formatter):

@@ -346,7 +346,7 @@ def test_right_products_are_within_the_tolerances() -> None:
 def judged(
     report: DeviceReport, device: Device = T4, cuda: tuple[int, int] | None = (12, 4)
 ) -> list[Finding]:
-    return [*trial_findings([DeviceTrial(device, 1.0, report)], cuda)]
+    return [*trial_findings([DeviceTrial(device, report)], cuda)]
 
 
 GOOD = DeviceReport("2.9", "12.4", True, ("sm_70", "sm_75"), (7, 5), 14 * GIB, ("float32", "float16"))
@@ -499,7 +499,7 @@ def test_devices_of_which_the_same_is_to_be_said_share_a_finding() -> None:
     unseen = replace(GOOD, sees_gpu=False, cuda=None)
     others = [replace(T4, uuid=gpu_uuid(index)) for index in (2, 3)]
     reports = zip((T4, *others), (unseen, GOOD, unseen), strict=True)
-    first, second = trial_findings([DeviceTrial(device, 1.0, report) for device, report in reports], (12, 4))
+    first, second = trial_findings([DeviceTrial(device, report) for device, report in reports], (12, 4))
     told = f"Tesla T4 ({gpu_uuid(1)}), Tesla T4 ({gpu_uuid(3)}): torch 2.9 is a build without CUDA, "
     assert first.text.startswith(told)
     assert second.text.startswith(f"Tesla T4 ({gpu_uuid(2)}): torch 2.9 (CUDA 12.4) computes correctly")

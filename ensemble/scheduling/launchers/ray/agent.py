@@ -45,24 +45,17 @@ _LEAVE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a node says of itself.
+    """Describe a node."""
 
-    Attributes:
-        folder: everything that the run has there is in it.
-        inventory: the devices that Ray has given to the agent.
-        gpus_of_others: GPUs that Ray has given to others.
-        node: without name, GPUs and models.
-    """
-
-    folder: str
-    inventory: Inventory
-    gpus_of_others: tuple[Device, ...]
-    node: Node
+    folder: str  # of everything that the run has there
+    inventory: Inventory  # the devices that Ray has given to the agent
+    gpus_of_others: tuple[Device, ...]  # that Ray has given to others
+    node: Node  # without name, GPUs and models
 
 
 @dataclass
 class WorkerNews:
-    """What has happened to a worker since the last batch."""
+    """Tell what has happened to a worker since the last batch."""
 
     has_exited: bool
     events: list[Event] = field(default_factory=list)
@@ -72,18 +65,12 @@ class WorkerNews:
 
 @dataclass
 class Batch:
-    """What has happened on a node since the last batch.
+    """Tell what has happened on a node since the last batch."""
 
-    Attributes:
-        workers: by number.
-        used_bytes, telemetry: of its devices, by UUID.
-        available_bytes: of the host's memory.
-    """
-
-    workers: dict[int, WorkerNews] = field(default_factory=dict)
-    used_bytes: Mapping[str, int | None] = field(default_factory=dict)
+    workers: dict[int, WorkerNews] = field(default_factory=dict)  # by number
+    used_bytes: Mapping[str, int | None] = field(default_factory=dict)  # by UUID, as is telemetry
     telemetry: Mapping[str, Telemetry | None] = field(default_factory=dict)
-    available_bytes: int | None = None
+    available_bytes: int | None = None  # of the host's memory
 
 
 @dataclass
@@ -118,7 +105,6 @@ class Agent:
         self._workers: dict[int, _Worker] = {}
         self._lock = threading.RLock()
         self._states: dict[str, FileState] = {}
-        self._unwritten: dict[str, int] = {}  # bytes still to come, of each file of which some have come
         self._memory_read_at = 0.0
         self._forgotten_at = math.inf  # when the run has lost this node, unless it polls before
         self._is_over = threading.Event()
@@ -155,9 +141,9 @@ class Agent:
         return str(self._folder / "files" / os.path.normpath(path).lstrip("/"))
 
     def check(self, copies: Mapping[str, Copy]) -> dict[str, str]:
-        """Return which of these files of the run's machine this node does not have in the same path, and why.
+        """Return which of these files are "missing" at the same path on this node, or are "another" file there.
 
-        Why is "missing" or "another" (its content is another, or cannot be read).
+        A file that cannot be read counts as "another".
         """
         with ThreadPoolExecutor(THREADS) as pool:
             reasons = zip(copies, pool.map(self._difference, copies.keys(), copies.values()), strict=True)
@@ -191,17 +177,14 @@ class Agent:
         return reasons
 
     def write(self, pieces: Sequence[Piece]) -> str:
-        """Write parts of files of the run's machine, in any order; return what went wrong, or nothing ("")."""
+        """Write the next parts of files of the run's machine; return the problem, if any."""
         for piece in pieces:
             target = Path(self.local_path(piece.path))
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
-                with os.fdopen(os.open(target, os.O_CREAT | os.O_RDWR, 0o600), "r+b") as file:
-                    file.seek(piece.offset)
+                with target.open("ab" if piece.offset else "wb") as file:
                     file.write(piece.data)
-                left = self._unwritten.get(piece.path, piece.whole.size) - len(piece.data)
-                self._unwritten[piece.path] = left
-                if left:
+                if piece.offset + len(piece.data) < piece.whole.size:
                     continue
                 state = file_state(target)
                 written = copy_of(target)
@@ -250,14 +233,9 @@ class Agent:
             self._workers[number] = _Worker(process, log, shards)
         return process.pid
 
-    def send(self, number: int, command: Command) -> None:
-        self._workers[number].process.send(command)
-
-    def terminate(self, number: int) -> None:
-        self._workers[number].process.terminate()
-
-    def abort(self, number: int) -> None:
-        self._workers[number].process.abort()
+    def order(self, number: int, method: str, *arguments: Command) -> None:
+        """Call a worker's ``send``, ``terminate`` or ``abort``."""
+        getattr(self._workers[number].process, method)(*arguments)
 
     def close(self, number: int) -> tuple[Exit, bytes]:
         """End a worker; return how it ended, and what it had printed that was not passed on."""
@@ -270,11 +248,7 @@ class Agent:
         return exit_, printed
 
     def poll(self, seconds: float, forgotten_seconds: float) -> Batch:
-        """Wait up to ``seconds`` for something to happen, and return what has happened.
-
-        Args:
-            forgotten_seconds: after which the run has lost this node, or has ended, unless it polls again.
-        """
+        """Wait up to ``seconds`` for events, and return them; the agent ends if it is not polled again in time."""
         self._forgotten_at = math.inf
         batch = Batch()
         with self._lock:
@@ -284,10 +258,9 @@ class Agent:
             self._launcher.wait(handles, seconds)
         else:
             time.sleep(seconds)
-        for number, worker in workers.items():
-            with self._lock:
-                if number in self._workers:
-                    batch.workers[number] = self._news_of(worker)
+        with self._lock:
+            for number in workers.keys() & self._workers.keys():
+                batch.workers[number] = self._news_of(workers[number])
         now = time.monotonic()
         if now - self._memory_read_at >= _MEMORY_SECONDS:
             self._memory_read_at = now
@@ -368,12 +341,8 @@ def _gpus_of_ray(count: int) -> tuple[Device, ...]:
 def _remove_after_this_process(folder: Path) -> None:
     """Have a folder removed once this process has ended, in whatever way: Ray can kill it."""
     read_end, _ = os.pipe()  # the write end closes with this process
-    # In the background, as Ray may end children of this process, too; and twice, as workers that are about to end
-    # may still write.  If the agent itself has removed the folder, all workers have ended.
-    script = (
-        "exec 3<&0 >/dev/null 2>&1; "
-        '(read -r line <&3; [ -e "$1" ] || exit 0; sleep 1; rm -rf -- "$1"; sleep 5; rm -rf -- "$1") &'
-    )
+    # In the background, as Ray may end children of this process, too; later, as workers may still write.
+    script = 'exec 3<&0 >/dev/null 2>&1; (read -r line <&3; [ -e "$1" ] || exit 0; sleep 3; rm -rf -- "$1") &'
     subprocess.run(
         ["/bin/sh", "-c", script, "sh", folder], stdin=read_end, start_new_session=True, check=True
     )

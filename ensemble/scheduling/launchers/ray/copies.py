@@ -1,4 +1,4 @@
-"""Files that nodes need: how copies are compared, and which of a member's texts are paths of them."""
+"""Compare copies of files, cut them into pieces, and replace their paths in a member's settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FILE_BYTES = 1 << 10
 
 @dataclass(frozen=True)
 class Copy:
-    """What a file holds: its size in bytes, and a digest of all or, of a large one, of samples of it."""
+    """A file's content: its size in bytes, and a digest of all of it, or of samples if it is large."""
 
     size: int
     digest: str
@@ -28,7 +28,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes of a file on their way to nodes; ``whole`` is what the file holds in all."""
+    """Bytes of a file on their way to nodes; ``whole`` is the whole file's content."""
 
     path: str
     offset: int
@@ -37,7 +37,7 @@ class Piece:
 
 
 def copy_of(path: str | Path) -> Copy:
-    """Return what a file holds; raises OSError where it cannot be read."""
+    """Return a file's content; raises OSError if it cannot be read."""
     digest = hashlib.blake2b(digest_size=32)
     with open(path, "rb") as file:  # noqa: PTH123  takes text as it is
         size = os.fstat(file.fileno()).st_size
@@ -52,18 +52,14 @@ def copy_of(path: str | Path) -> Copy:
 
 
 def copies_of(paths: Iterable[str]) -> dict[str, Copy]:
-    """Return what these files hold, by path, without files that do not exist.
-
-    Raises:
-        OSError: a file exists and cannot be read.
-    """
+    """Return the content of these files, by path, without files that do not exist; raises as ``copy_of``."""
     names = [path for path in dict.fromkeys(paths) if os.path.isfile(path)]  # noqa: PTH113
     with ThreadPoolExecutor(THREADS) as pool:  # hashlib lets other threads run while it hashes
         return dict(zip(names, pool.map(copy_of, names), strict=True))
 
 
 def packs(copies: Mapping[str, Copy], max_bytes: int) -> Iterator[list[Piece]]:
-    """Yield all that these files hold, about ``max_bytes`` at a time: parts of large files, or many small ones.
+    """Yield these files in order, about ``max_bytes`` at a time: parts of large files, or many small ones.
 
     Raises:
         OSError: a file cannot be read.

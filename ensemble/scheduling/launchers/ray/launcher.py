@@ -71,8 +71,8 @@ _SETTLE_SECONDS = 3.0
 _END_SECONDS = 5.0
 # An agent that is not polled for this many times hang_timeout ends its workers.
 _FORGOTTEN_TIMES = 4
-# Of a turn of the loop no more than this counts: if it took longer, this process was stopped.
-_MAX_TURN_SECONDS = 1.0
+# Of a turn of a loop no more than this counts: if it took longer, this process was stopped, or read files.
+_MAX_TURN_SECONDS = 5.0
 _CHECK_NODES_SECONDS = 2.0
 # A worker on a node starts and ends within these seconds, unless its node is lost.
 _WORKER_SECONDS = 30.0
@@ -84,8 +84,6 @@ _REFUSING_HEAD_SECONDS = 45.0
 _REFUSED = os.strerror(errno.ECONNREFUSED)
 # How often a node is pinged while it has not answered a request.
 _PING_SECONDS = 1.0
-# As _MAX_TURN_SECONDS, of a loop that also reads files.
-_MAX_REQUEST_TURN_SECONDS = 10.0
 # Variables of the run's environment that workers on other nodes get, too.
 _PASSED_ON = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "HF_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 log = logging.getLogger(__name__)
@@ -124,8 +122,6 @@ class RayLauncher(Launcher):
         self._numbers = count(1)
         self._is_own_connection = False
         self._watch = Watch(_MAX_TURN_SECONDS)
-        self._looked_at = 0.0
-        self._joining: threading.Thread | None = None
         # Filled by threads, as deques allow; all else of nodes is the main thread's alone.
         self._joined: deque[ClusterNode] = deque()
         self._news: deque[str] = deque()  # for the user
@@ -194,15 +190,15 @@ class RayLauncher(Launcher):
             for member, paths in files.items():
                 reasons = {path: unfit[node][path] for path in paths if path in unfit[node]}
                 models[member] = "there" if paths else "on the hub"
-                if reasons:
-                    models[member] = min(reasons.values())  # "another" before "missing"
-                if models[member] == "missing" and self._supply.ships_models:
-                    models[member] = "sent"
-                elif reasons:
-                    problems.append(self._supply.problem(member, node, reasons))
                 if member in hub_problems[node]:
                     models[member] = "missing"
                     problems.append(hub_problems[node][member])
+                elif reasons:
+                    models[member] = min(reasons.values())  # "another" before "missing"
+                    if models[member] == "missing" and self._supply.ships_models:
+                        models[member] = "sent"
+                    else:
+                        problems.append(self._supply.problem(member, node, reasons))
             gpus = (*node.facts.inventory.gpus, *node.facts.gpus_of_others)
             report = replace(
                 node.facts.node,
@@ -228,10 +224,10 @@ class RayLauncher(Launcher):
         results: list[DeviceTrial] = []
         for node, trials in self._answers(requests):
             results += [replace(trial, device=replace(trial.device, node=node.name)) for trial in trials]
-        for node in requests:
-            if node.why_lost:
-                lost = [device for device in devices if device.node == node.name]
-                results += [DeviceTrial(device, 0.0, ending=node.why_lost) for device in lost]
+        lost = {node.name: node.why_lost for node in requests if node.why_lost}
+        results += [
+            DeviceTrial(device, ending=lost[device.node]) for device in devices if device.node in lost
+        ]
         return results
 
     def _answers(self, requests: Mapping[ClusterNode, Any]) -> Iterator[tuple[ClusterNode, Any]]:
@@ -239,7 +235,7 @@ class RayLauncher(Launcher):
 
         An answer may take any time as long as its node responds to pings.
         """
-        watch = Watch(_MAX_REQUEST_TURN_SECONDS)
+        watch = Watch(_MAX_TURN_SECONDS)
         open_requests = {reference: node for node, reference in requests.items()}
         responded_at = dict.fromkeys(requests, watch())
         pings: dict[ClusterNode, Any] = {}
@@ -282,7 +278,7 @@ class RayLauncher(Launcher):
 
     def _watch_head(self, closed: threading.Event) -> None:
         """Ping the head until the launcher is closed: without a head, most of Ray's calls never end."""
-        watch = Watch(_MAX_REQUEST_TURN_SECONDS)
+        watch = Watch(_MAX_TURN_SECONDS)
         responded_at = watch()
         while not closed.wait(_CHECK_NODES_SECONDS):
             now = watch()
@@ -324,56 +320,51 @@ class RayLauncher(Launcher):
         """Start an agent on each of these nodes with all that is free there; return the nodes that answer.
 
         Args:
-            records: what Ray says of the nodes.
-            is_late: the run goes on without the nodes on which no agent can be started.
-
-        Raises:
-            DeviceError: no agent can be started on a node.
+            records: Ray's, of the nodes.
+            is_late: go on without the nodes on which no agent can be started; else that raises DeviceError.
         """
         joined: list[ClusterNode] = []
-        left = list(records)
+        left = {record["NodeID"]: record for record in records}
         names = {node.name for node in self._nodes}
-        self._asked.update(record["NodeID"] for record in records)
+        self._asked |= left.keys()
         installs = self._runtime_env is not None and bool(self._runtime_env.keys() - {"env_vars"})
         for seconds in _INSTALL_SECONDS if installs else _START_SECONDS:
             free = _free_resources()
             alive = {record["NodeID"] for record in _alive_nodes()}
-            starting = []
-            for record in left:
-                if record["NodeID"] in alive:
-                    agent = self._start_agent(record, free.get(record["NodeID"], {}))
-                    starting.append((record, agent, agent.facts.remote()))
+            agents = {
+                node_id: self._start_agent(record, free.get(node_id, {}))
+                for node_id, record in left.items()
+                if node_id in alive
+            }
+            facts_of = {node_id: agent.facts.remote() for node_id, agent in agents.items()}
             give_up = time.monotonic() + seconds
-            left = []
-            for record, agent, reference in starting:
-                node_id, name = record["NodeID"], record["NodeManagerHostname"]
+            for node_id, agent in agents.items():
+                name = left[node_id]["NodeManagerHostname"]
                 if name in names:
                     name += f"-{node_id[:6]}"
                 try:
-                    facts = ray.get(reference, timeout=max(0.0, give_up - time.monotonic()))
+                    facts = ray.get(facts_of[node_id], timeout=max(0.0, give_up - time.monotonic()))
                 except GetTimeoutError:
                     ray.kill(agent)
-                    left.append(record)
                     continue
                 except RayError as error:
-                    if all(other["NodeID"] != node_id for other in _alive_nodes()):
-                        # It has died, which Ray notices after seconds.
-                        log.warning("node %s: it died before its agent had started", name)
-                        continue
-                    problem = (
-                        f"no agent could be started on node {name} ({in_short(error)}); is ensemble-runner "
-                        "installed there?"
-                    )
-                    if not is_late:
-                        raise DeviceError(f"launcher.ray: {problem}") from error
-                    self._news.append(problem)
-                    continue
-                names.add(name)
-                uuids = {gpu.uuid for gpu in facts.gpus_of_others}
-                joined.append(ClusterNode(node_id, name, agent, facts, uuids))
+                    # Where the node has died, Ray notices that after seconds, and the run goes on without it.
+                    if any(record["NodeID"] == node_id for record in _alive_nodes()):
+                        problem = (
+                            f"no agent could be started on node {name} ({in_short(error)}); is ensemble-runner "
+                            "installed there?"
+                        )
+                        if not is_late:
+                            raise DeviceError(f"launcher.ray: {problem}") from error
+                        self._news.append(problem)
+                else:
+                    names.add(name)
+                    uuids = {gpu.uuid for gpu in facts.gpus_of_others}
+                    joined.append(ClusterNode(node_id, name, agent, facts, uuids))
+                del left[node_id]
             if not left:
                 break
-        for record in left:
+        for record in left.values():
             log.warning("node %s: its agent did not start", record["NodeManagerHostname"])
         return joined
 
@@ -426,13 +417,6 @@ class RayLauncher(Launcher):
     def changes(self) -> Changes | None:
         if not self._nodes:  # there are no workers, and so no cluster was looked for
             return None
-        now = time.monotonic()
-        is_joining = self._joining is not None and self._joining.is_alive()
-        if now - self._looked_at >= _CHECK_NODES_SECONDS and not is_joining:
-            self._looked_at = now
-            # In a thread: where the cluster's head has gone, even the question takes long.
-            self._joining = threading.Thread(target=self._join_late, daemon=True)
-            self._joining.start()
         lost, self._lost = self._lost, []
         joined_devices: list[Device] = []
         nodes = [NodeChange(node.name, is_lost=True, why=node.why_lost) for node in lost]
@@ -457,30 +441,23 @@ class RayLauncher(Launcher):
             news=tuple(news),
         )
 
-    def _join_late(self) -> None:
-        """Add nodes that have joined the cluster during the run; reject those that do not fit."""
-        try:
-            records = self._new_nodes()
-        except Exception as error:  # workers that run go on as long as they can
-            log.warning("the cluster does not say which nodes it has: %s", error)
-            return
-        if not records:
-            return
-        try:
-            joined = self._join(records, is_late=True)
-            problems = {node: list(version_problems([node])) for node in joined}
-            fit = [node for node in joined if not problems[node]]
-            problems |= self._supply.deliver(fit, is_late=True)
-            fit = [node for node in fit if not problems[node] and not node.why_lost]
-            for node, texts in self._supply.hub_problems(fit).items():
-                problems[node] += [text for member, text in texts.items() if member in self._supply.members]
-            for node in joined:
-                if problems[node] or node.why_lost or self._closed.is_set():
-                    self._reject(node, "; ".join(problems[node]) or node.why_lost)
-                else:
-                    self._joined.append(node)
-        except Exception as error:  # of a cluster that changes: the run goes on without
-            self._news.append(f"a node that joined the cluster stays out: {error}")
+    def _join_late(self, closed: threading.Event) -> None:
+        """Add nodes that join the cluster during the run; reject those that do not fit."""
+        while not closed.wait(_CHECK_NODES_SECONDS):
+            try:
+                for node in self._join(self._new_nodes(), is_late=True):
+                    problems = list(version_problems([node]))
+                    if not problems:
+                        problems = self._supply.deliver([node]).get(node, [])
+                    if not problems:
+                        hub_problems = self._supply.hub_problems([node])[node].items()
+                        problems = [text for member, text in hub_problems if member in self._supply.members]
+                    if problems or node.why_lost or closed.is_set():
+                        self._reject(node, "; ".join(problems) or node.why_lost)
+                    else:
+                        self._joined.append(node)
+            except Exception as error:  # of a cluster that changes: the run goes on as long as it can
+                log.warning("a node that joined the cluster stays out: %s", error)
 
     def _reject(self, node: ClusterNode, why: str) -> None:
         self._news.append(f"{node.label} has joined the cluster, and stays out: {why or 'the run is over'}")
@@ -496,6 +473,9 @@ class RayLauncher(Launcher):
         if problems:
             self.close()
             raise CheckpointError([text for texts in problems.values() for text in texts])
+        if self._nodes:
+            # In a thread: if the cluster's head has gone, even asking for its nodes takes long.
+            threading.Thread(target=self._join_late, args=(self._closed,), daemon=True).start()
 
     # Workers.
 
@@ -507,11 +487,8 @@ class RayLauncher(Launcher):
             node = min(self._present_nodes() or self._nodes, key=self._load_of)
         worker = RayWorker(next(self._numbers), node, start, self._close_worker)
         shards_dir = start.command.spec.common.shards_dir
-        name, member = next(
-            (name, member)
-            for name, member in self._supply.members.items()
-            if member.spec.common.shards_dir == shards_dir
-        )
+        members = self._supply.members.items()
+        name, member = next(item for item in members if item[1].spec.common.shards_dir == shards_dir)
         root = f"{node.facts.folder}/files" if name in node.supplied_members else ""
         paths, folders = paths_of(member, root), import_folders(member, root)
         if not node.why_lost:
@@ -533,17 +510,14 @@ class RayLauncher(Launcher):
         return sum(not worker.devices for worker in workers), len(workers)
 
     def _close_worker(self, worker: RayWorker) -> Exit:
-        """End a worker, and return how it ended."""
         self._workers.pop(worker.number, None)
         node = worker.node
-        # A worker whose node does not respond counts as hung.  The node is then lost, although its own time is not
-        # quite over.
+        # A worker whose node does not respond counts as hung, although the node's own time is not quite over.
         self._check(node, self.hang_timeout / 2)
         if not node.why_lost:
+            request = node.call("commands", "close", worker.number)
             try:
-                exit_, printed = ray.get(
-                    node.call("commands", "close", worker.number), timeout=_WORKER_SECONDS
-                )
+                exit_, printed = ray.get(request, timeout=_WORKER_SECONDS)
             except (RayError, OSError) as error:
                 self._lose(node, in_short(error))
             else:
@@ -574,22 +548,19 @@ class RayLauncher(Launcher):
         if not polls:
             time.sleep(timeout_seconds)
             return
-        ready, _ = ray.wait(list(polls), num_returns=1, timeout=timeout_seconds)
-        if ready and len(polls) > 1:
-            ready, _ = ray.wait(list(polls), num_returns=len(polls), timeout=0)
+        ray.wait(list(polls), num_returns=1, timeout=timeout_seconds)
+        ready, _ = ray.wait(list(polls), num_returns=len(polls), timeout=0)
         batches: dict[ClusterNode, Batch] = {}
         for reference in ready:
             node = polls[reference]
             node.poll = None
             try:
                 batches[node] = ray.get(reference)
-            except RayError as error:
-                if has_raylet_ended():
+            except (RayError, OSError) as error:  # newer releases of Ray, such as 2.60, end this process
+                if isinstance(error, OSError) or has_raylet_ended():
                     self._lose_connection(error)
                 else:
                     self._lose(node, in_short(error))
-            except OSError as error:  # newer releases of Ray, such as 2.60, end this process
-                self._lose_connection(error)
         # Before the scheduler gets the events that say that they are done.
         shards = {
             self._workers[number].shards_dir / name: data
@@ -626,10 +597,9 @@ class RayLauncher(Launcher):
             if news.printed:
                 worker.print(news.printed)
             for event in news.events:
-                if isinstance(event, ChunkDone):
-                    path = worker.shards_dir / event.shard
-                    if path in unsealed:
-                        event = Failed("WriteError", str(unsealed[path]), "", event.chunk)
+                if isinstance(event, ChunkDone) and worker.shards_dir / event.shard in unsealed:
+                    error = unsealed[worker.shards_dir / event.shard]
+                    event = Failed("WriteError", str(error), "", event.chunk)
                 worker.events.append(event)
             worker.exited = worker.exited or news.has_exited
 

@@ -1,4 +1,4 @@
-"""A node of the cluster, and a worker there, as the run knows them."""
+"""A node of the cluster, and a worker there, on the side of the run."""
 
 from __future__ import annotations
 
@@ -19,29 +19,20 @@ from ensemble.scheduling.launchers.ray.agent import NodeFacts, versions
 
 @dataclass(eq=False)
 class ClusterNode:
-    """A node that takes part.
+    """A node that takes part."""
 
-    Attributes:
-        node_id: Ray's.
-        poll: the object reference of the agent's next batch; None: it was not asked for.
-        polled_at: when it was asked for, by the launcher's watch.
-        uuids_of_others: GPUs of the node that Ray has given to others.
-        supplied_members: members whose files the run has sent to the node.
-        why_lost: empty while the node is there.
-    """
-
-    node_id: str
+    node_id: str  # Ray's
     name: str
     agent: Any
     facts: NodeFacts
-    uuids_of_others: set[str]
-    poll: Any = None
-    polled_at: float = 0.0
+    uuids_of_others: set[str]  # GPUs of the node that Ray has given to others
+    poll: Any = None  # the object reference of the agent's next batch, if that was asked for
+    polled_at: float = 0.0  # when it was asked for, by the launcher's watch
     used_bytes: Mapping[str, int | None] = field(default_factory=dict)
     telemetry: Mapping[str, Telemetry | None] = field(default_factory=dict)
     available_bytes: int | None = None
-    supplied_members: set[str] = field(default_factory=set)
-    why_lost: str = ""
+    supplied_members: set[str] = field(default_factory=set)  # whose files the run has sent to the node
+    why_lost: str = ""  # empty while the node is there
 
     @property
     def label(self) -> str:
@@ -97,11 +88,11 @@ class RayWorker(Handle):
     def abort(self) -> None:
         self._order("abort")
 
-    def _order(self, name: str, *arguments: Any) -> None:
+    def _order(self, method: str, *arguments: Command) -> None:
         """Call without waiting; a broken socket of Ray's is noticed at the next poll."""
         if not self.exited:
             with contextlib.suppress(OSError):
-                self.node.call("commands", name, self.number, *arguments)
+                self.node.call("commands", "order", self.number, method, *arguments)
 
     def print(self, text: bytes) -> None:
         """Append what the worker has printed to its log on this machine."""

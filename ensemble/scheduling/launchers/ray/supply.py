@@ -1,9 +1,9 @@
-"""Which files nodes lack, why members cannot run there, and how nodes get files."""
+"""Find which files nodes lack and why members cannot run there, and send files to nodes."""
 
 from __future__ import annotations
 
 import os
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,9 +16,8 @@ from ensemble.scheduling.launchers.ray.cluster import ray
 from ensemble.scheduling.launchers.ray.copies import Copy, copies_of, files_of, packs
 from ensemble.scheduling.launchers.ray.nodes import ClusterNode
 
-# Files go to nodes in packs of this size, so many of them at the same time.
-_PACK_BYTES = 16 << 20
-_PACKS_AHEAD = 4
+# Files go to nodes in packs of this size.
+_PACK_BYTES = 32 << 20
 _MAKE_ROOM = (
     "make room there, or name a larger disk (launcher: {ray: {runtime_env: {env_vars: {TMPDIR: ...}}}})"
 )
@@ -27,10 +26,10 @@ Answers: TypeAlias = Callable[[Mapping[ClusterNode, Any]], Iterator[tuple[Cluste
 
 
 class Supply:
-    """The files of a run's members.
+    """Knows the files of a run's members, and sends them to nodes.
 
     Args:
-        answers: waits for what nodes answer.
+        answers: waits for the answers of nodes.
         ships_models: whether nodes get models that they lack.
     """
 
@@ -43,11 +42,7 @@ class Supply:
         self._tables: Mapping[str, Copy] = {}
 
     def read(self, members: Mapping[str, MemberFiles]) -> None:
-        """Read the files of these members, which are the only ones from now on.
-
-        Raises:
-            CheckpointError: a file cannot be read.
-        """
+        """Read the files of these members, and forget others; raises CheckpointError if a file cannot be read."""
         self.members = members
         commons = [member.spec.common for member in members.values()]
         try:
@@ -59,7 +54,7 @@ class Supply:
             raise CheckpointError(unreadable(error.filename or "", error)) from error
 
     def hub_problems(self, nodes: Sequence[ClusterNode]) -> dict[ClusterNode, dict[str, str]]:
-        """Return by node why members cannot run there that need something of the hub, by their names."""
+        """Return by node and member why a member that needs the hub cannot run there."""
         problems: dict[ClusterNode, dict[str, str]] = {node: {} for node in nodes}
         hub_files = sorted({file for files in self.hub_files.values() for file in files}, key=repr)
         if not hub_files:
@@ -78,17 +73,13 @@ class Supply:
     def unfit(
         self, copies: Mapping[str, Copy], nodes: Sequence[ClusterNode]
     ) -> dict[ClusterNode, dict[str, str]]:
-        """Return by node which of these files it does not have as they are here, and why (see ``Agent.check``)."""
+        """Return by node which of these files are missing or others there (see ``Agent.check``)."""
         reference = ray.put(copies)
         requests = {node: node.call("files", "check", reference) for node in nodes if not node.why_lost}
         return dict(self._answers(requests))
 
-    def deliver(self, nodes: Sequence[ClusterNode], is_late: bool = False) -> dict[ClusterNode, list[str]]:
-        """Send nodes all that their workers will read, and return why nodes cannot have all of it.
-
-        Args:
-            is_late: some nodes may go without; else nothing is sent where one cannot have all.
-        """
+    def deliver(self, nodes: Sequence[ClusterNode]) -> Mapping[ClusterNode, list[str]]:
+        """Send nodes all that their workers will read, or return the problems of nodes that cannot have it."""
         problems: defaultdict[ClusterNode, list[str]] = defaultdict(list)
         copies = dict(self._tables)
         receivers: dict[str, list[ClusterNode]] = {path: list(nodes) for path in self._tables}
@@ -112,7 +103,7 @@ class Supply:
                     f"{node.label}: {gib(size)} of files are to go to {node.facts.folder}, where {gib(free)} are "
                     f"free; {_MAKE_ROOM}"
                 )
-        if is_late or not problems:
+        if not problems:
             self._ship(copies, receivers, problems)
         return problems
 
@@ -150,25 +141,17 @@ class Supply:
         groups: dict[tuple[ClusterNode, ...], dict[str, Copy]] = {}
         for path, nodes in receivers.items():
             groups.setdefault(tuple(nodes), {})[path] = copies[path]
-        under_way: deque[dict[ClusterNode, Any]] = deque()
-
-        def wait_for_first() -> None:
-            for node, problem in self._answers(under_way.popleft()):
-                if problem and node not in problems:
-                    problems[node] = [f"{node.label}: {problem}; {_MAKE_ROOM}"]
-
         try:
             for nodes, files in groups.items():
                 for pack in packs(files, _PACK_BYTES):
-                    reference = ray.put(pack)  # freed when the last of them has it
+                    reference = ray.put(pack)
                     takers = [node for node in nodes if not node.why_lost and node not in problems]
-                    under_way.append({node: node.call("files", "write", reference) for node in takers})
-                    if len(under_way) >= _PACKS_AHEAD:
-                        wait_for_first()
+                    requests = {node: node.call("files", "write", reference) for node in takers}
+                    for node, problem in self._answers(requests):
+                        if problem:
+                            problems[node] = [f"{node.label}: {problem}; {_MAKE_ROOM}"]
         except OSError as error:
             raise CheckpointError(f"a file changed while it was sent to nodes: {error}") from error
-        while under_way:
-            wait_for_first()
 
 
 def _files_of(member: MemberFiles) -> Iterator[str]:
@@ -178,11 +161,7 @@ def _files_of(member: MemberFiles) -> Iterator[str]:
 
 
 def paths_of(member: MemberFiles, root: str) -> dict[str, str]:
-    """Return the texts of a member that are paths of this machine, with their paths on a node.
-
-    Args:
-        root: the folder on the node that stands for this machine's root; empty: the paths are the same.
-    """
+    """Return the texts of a member that are paths of this machine, with their paths below ``root`` on a node."""
     names = [file for source in member.sources for file in files_of(source)]
     names += [source for source in member.sources if Path(source).exists()]
     paths = {}
