@@ -178,7 +178,7 @@ def test_what_is_kept(kind: str, keep: str) -> None:
     member = prompt(kind, "{{ t | fromjson | join('|') }}", room, {"t": {"share": 1.0, "keep": keep}})
     rendered: list[str] = []
     tokenize = member._truncation._tokenize  # type: ignore[union-attr]
-    member._truncation._tokenize = lambda texts: rendered.extend(texts) or tokenize(texts)  # type: ignore
+    member._truncation._tokenize = lambda text: rendered.append(text) or tokenize(text)  # type: ignore
     got = member.encode([rows[0]])
     assert room - 3 <= got.lengths[0] <= room
     text = rendered[-1]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -143,13 +143,7 @@ class LabelScorer(Classifier):
         self._shared: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)  # tokens that its rows begin with
         self.shared_tokens = 0  # tokens of rows that no pass had to compute, padding not counted
 
-    def logits(
-        self,
-        encoded: Encoded,
-        rows: npt.NDArray[np.int64],
-        with_mask: bool = False,
-        timing: AbstractContextManager[None] | None = None,
-    ) -> torch.Tensor:
+    def logits(self, encoded: Encoded, rows: npt.NDArray[np.int64], with_mask: bool = False) -> torch.Tensor:
         """Run forward passes over rows as a batch, one for each path.
 
         Returns:
@@ -158,7 +152,7 @@ class LabelScorer(Classifier):
         """
         self._find_shared(encoded)
         single_row = self._dropping_prefix() if len(rows) == 1 else nullcontext()
-        with timing or nullcontext(), single_row, self._spread.forward_pass(), torch.inference_mode():
+        with single_row, self._spread.forward_pass(), torch.inference_mode():
             # Passes with a mask may be float32, while the prefix was computed in another type.
             prefix = None if with_mask else self._prefix_of(encoded, rows)
             scores: dict[int, torch.Tensor] = {}

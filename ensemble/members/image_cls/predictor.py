@@ -12,7 +12,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -151,11 +150,7 @@ class ImageClassifier(Scorer[EncodedImages]):
     """A loaded image classifier: pixels -> logits."""
 
     def logits(
-        self,
-        encoded: EncodedImages,
-        rows: npt.NDArray[np.int64],
-        with_mask: bool = False,
-        timing: AbstractContextManager[None] | None = None,
+        self, encoded: EncodedImages, rows: npt.NDArray[np.int64], with_mask: bool = False
     ) -> torch.Tensor:
         # A pass for each size of image.
         positions_by_shape: dict[tuple[object, ...], list[int]] = {}
@@ -167,7 +162,7 @@ class ImageClassifier(Scorer[EncodedImages]):
             inputs = [encoded.inputs[row] for row in rows[positions].tolist()]
             stacked = {name: np.stack([arrays[name] for arrays in inputs]) for name in inputs[0]}
             batches.append({name: self._tensor(array) for name, array in stacked.items()})
-        with timing or nullcontext(), self._spread.forward_pass(), torch.inference_mode():
+        with self._spread.forward_pass(), torch.inference_mode():
             parts: list[torch.Tensor] = [self._model(**batch).logits.float() for batch in batches]
             if len(parts) == 1:
                 return parts[0]

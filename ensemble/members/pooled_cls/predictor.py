@@ -5,7 +5,6 @@ Pooled values and the head are always float32: they are small, and hand-written 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -105,13 +104,7 @@ class PooledClassifier(Classifier):
             self.possible -= {Shortcut.LAST_TOKEN_LAYER}
         self.taken = {Shortcut.LAST_TOKEN}  # the head gets only pooled states
 
-    def logits(
-        self,
-        encoded: Encoded,
-        rows: npt.NDArray[np.int64],
-        with_mask: bool = False,
-        timing: AbstractContextManager[None] | None = None,
-    ) -> torch.Tensor:
+    def logits(self, encoded: Encoded, rows: npt.NDArray[np.int64], with_mask: bool = False) -> torch.Tensor:
         arrays = padded(encoded, rows, self._pad_token_id, self._pad_left)
         lengths = encoded.lengths[rows]
         width = arrays["input_ids"].shape[1]
@@ -124,7 +117,7 @@ class PooledClassifier(Classifier):
         if Shortcut.NO_MASK in self.taken and not with_mask:
             del arrays["attention_mask"]
         inputs = {name: on_device(array, self._device) for name, array in arrays.items()}
-        with timing or nullcontext(), self._spread.forward_pass(), torch.inference_mode():
+        with self._spread.forward_pass(), torch.inference_mode():
             parts = self._last_token_parts if Shortcut.LAST_TOKEN_LAYER in self.taken else []
             with last_token_only(parts, position):
                 states: torch.Tensor = self._model(**inputs).last_hidden_state

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -72,13 +71,7 @@ class Classifier(Scorer[Encoded]):
         self.taken = {Shortcut.LAST_TOKEN} if is_generic else set()
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
 
-    def logits(
-        self,
-        encoded: Encoded,
-        rows: npt.NDArray[np.int64],
-        with_mask: bool = False,
-        timing: AbstractContextManager[None] | None = None,
-    ) -> torch.Tensor:
+    def logits(self, encoded: Encoded, rows: npt.NDArray[np.int64], with_mask: bool = False) -> torch.Tensor:
         model = self._model
         last_token = Shortcut.LAST_TOKEN in self.taken
         pad_token_id = self._pad_token_id
@@ -95,7 +88,7 @@ class Classifier(Scorer[Encoded]):
             # since some bodies warn of it.
             text_config = model.config.get_text_config()
             model.config.pad_token_id = text_config.pad_token_id = None if last_token else pad_token_id
-        with timing or nullcontext(), self._spread.forward_pass(), torch.inference_mode():
+        with self._spread.forward_pass(), torch.inference_mode():
             if not last_token:
                 logits: torch.Tensor = model(**inputs).logits
                 return logits.float()

@@ -22,13 +22,15 @@ _NO_TOKENS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids of some rows.
+    """Hold the token ids of some rows.
 
-    ``inputs[name][i]`` is row i's array for the model's input ``name`` (``input_ids``, perhaps
-    ``token_type_ids``), int64 [tokens]; ``lengths`` is int64 [rows].
-    ``truncated_rows`` is the number of rows that were cut, and ``cut_tokens`` how many tokens they lost.
-    ``problems[i]`` says why row i has no tokens and the length 0; every other row has at least one token.
-    ``first[i]`` is the first row with the same ids as row i, int64 [rows]; None if all rows differ.
+    Attributes:
+        inputs: ``inputs[name][i]`` is row i's array for the model's input ``name`` (``input_ids``, perhaps
+            ``token_type_ids``), int64 [tokens].
+        lengths: int64 [rows].
+        truncated_rows: rows that were cut, which lost ``cut_tokens``.
+        problems: why a row has no tokens and the length 0; every other row has at least one token.
+        first: the first row with the same ids as each row, int64 [rows]; None if all rows differ.
     """
 
     inputs: dict[str, list[npt.NDArray[np.int64]]]
@@ -47,26 +49,25 @@ class Prompt:
         self._spec = spec
         self._tokenizer = tokenizer
         self._max_length = max_length
+        self.is_pair = len(spec.text_columns) == 2
         # The token of an empty row if the tokenizer adds no special ones: a model needs one token.
         ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, 0)
         self._lone_token = next(token for token in ids if token is not None)
         self._truncation: FieldCuts | None = None
         if spec.truncation is not None and self._template is not None:
             self._truncation = FieldCuts(
-                spec.truncation, self._template, tokenizer, max_length, lambda texts: self._tokenize(texts)[0]
+                spec.truncation,
+                self._template,
+                tokenizer,
+                max_length,
+                lambda text: self._tokenize([text])[0][0],
             )
 
     def fixed_tokens(self) -> int:
         """Return the tokens of the template's own text, which is in every prompt; 0 without a template."""
         if self._template is None:
             return 0
-        arrays, _ = self._tokenize(["".join(self._template.fixed_texts)])
-        return len(arrays[0]["input_ids"])
-
-    @property
-    def is_pair(self) -> bool:
-        """Return whether a row is a pair of texts."""
-        return len(self._spec.text_columns) == 2
+        return len(self._tokenize(["".join(self._template.fixed_texts)])[0][0]["input_ids"])
 
     def whole(self, text: str) -> str:
         """Return the whole text for the tokenizer, given a row's text."""
@@ -89,7 +90,7 @@ class Prompt:
             step: called after each block of rows.
         """
         arrays: list[Arrays] = [{} for _ in rows]
-        cut: dict[int, int] = {}  # tokens that a row has lost
+        lost: list[int] = []  # tokens of each row that was cut
         problems: dict[int, str] = {}
         for start in range(0, len(rows), BLOCK_ROWS):
             texts: dict[int, Text] = {}
@@ -98,18 +99,18 @@ class Prompt:
                     texts[row] = self.render(rows[row])
                 except TemplateProblem as error:
                     problems[row] = f"prompt_template: {error}"
-            block, encodings = self._tokenize(list(texts.values())) if texts else ([], [])
-            for row, inputs, encoding in zip(texts, block, encodings, strict=True):
+            tokenized = self._tokenize(list(texts.values()))
+            for (row, text), (inputs, encoding) in zip(texts.items(), tokenized, strict=True):
                 length = len(inputs["input_ids"])
-                if length <= self._max_length:
-                    arrays[row] = inputs
-                    continue
                 try:
+                    if length <= self._max_length:
+                        arrays[row] = inputs
+                        continue
                     if self._truncation is None:
-                        arrays[row] = self._shorten(texts[row], inputs, encoding)
+                        arrays[row] = self._shorten(text, inputs, encoding)
                     else:
                         arrays[row] = self._truncation.fit(rows[row], length)
-                    cut[row] = length - len(arrays[row]["input_ids"])
+                    lost.append(length - len(arrays[row]["input_ids"]))
                 except TemplateProblem as error:
                     problems[row] = str(error)
             step()
@@ -119,30 +120,33 @@ class Prompt:
             if inputs:
                 ids = b"".join(values.tobytes() for values in inputs.values())
                 first[row] = row_of_ids.setdefault(ids, row)
-        return _encoded(arrays, cut, dict(sorted(problems.items())), first)
+        return Encoded(
+            *_by_name(arrays),
+            truncated_rows=len(lost),
+            cut_tokens=sum(lost),
+            problems=dict(sorted(problems.items())),
+            first=first,
+        )
 
     def encode_texts(self, texts: Sequence[Text]) -> Encoded:
         """Return token ids of texts, or of pairs if the member reads two columns."""
         arrays = [
             inputs if len(inputs["input_ids"]) <= self._max_length else self._shorten(text, inputs, encoding)
-            for text, inputs, encoding in zip(texts, *self._tokenize(texts), strict=True)
+            for text, (inputs, encoding) in zip(texts, self._tokenize(texts), strict=True)
         ]
-        return _encoded(arrays, {}, {}, None)
+        return Encoded(*_by_name(arrays), truncated_rows=0)
 
     def _shorten(self, text: Text, inputs: Arrays, encoding: Any) -> Arrays:
         """Return the inputs of a text that is too long, cut to ``max_length``, given its uncut inputs."""
         return self._tokenize([text], is_cut=True)[0][0]
 
-    def _tokenize(self, texts: Sequence[Text], is_cut: bool = False) -> tuple[list[Arrays], Sequence[Any]]:
-        """Return the inputs of each text, and its encoding by a fast tokenizer; None by others."""
-        seconds: list[str] | None = None
-        if self.is_pair:
-            firsts = [text[0] for text in texts]
-            seconds = [text[1] for text in texts]
-        else:
-            firsts = [self.whole(str(text)) for text in texts]
+    def _tokenize(self, texts: Sequence[Text], is_cut: bool = False) -> list[tuple[Arrays, Any]]:
+        """Return each text's inputs, and its encoding by a fast tokenizer; None by others."""
+        if not texts:
+            return []
+        seconds = [text[1] for text in texts] if self.is_pair else None
         batch = self._tokenizer(
-            firsts,
+            [text[0] if self.is_pair else self.whole(str(text)) for text in texts],
             seconds,
             add_special_tokens=self._spec.add_special_tokens,
             truncation=is_cut,
@@ -158,23 +162,14 @@ class Prompt:
             if not len(inputs["input_ids"]):
                 inputs = {name: np.array([self._lone_token if name == "input_ids" else 0]) for name in names}
             arrays.append(inputs)
-        return arrays, batch.encodings or [None] * len(texts)
+        return list(zip(arrays, batch.encodings or [None] * len(texts), strict=True))
 
 
-def _encoded(
+def _by_name(
     arrays: Sequence[Arrays],
-    cut: Mapping[int, int],
-    problems: dict[int, str],
-    first: npt.NDArray[np.int64] | None,
-) -> Encoded:
+) -> tuple[dict[str, list[npt.NDArray[np.int64]]], npt.NDArray[np.int64]]:
+    """Return rows' arrays by name, and their lengths."""
     names = dict.fromkeys(name for values in arrays for name in values)
     inputs = {name: [values.get(name, _NO_TOKENS) for values in arrays] for name in names}
     lengths = [len(values.get("input_ids", _NO_TOKENS)) for values in arrays]
-    return Encoded(
-        inputs=inputs,
-        lengths=np.array(lengths, dtype=np.int64),
-        truncated_rows=len(cut),
-        cut_tokens=sum(cut.values()),
-        problems=problems,
-        first=first,
-    )
+    return inputs, np.array(lengths, dtype=np.int64)

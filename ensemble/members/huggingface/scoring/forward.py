@@ -6,11 +6,10 @@ overflow half precision run again in float32; once most rows of a chunk did, lat
 
 from __future__ import annotations
 
-import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -29,8 +28,7 @@ from ensemble.members.huggingface.scoring.batching import MemoryLimit, make_batc
 Report = Callable[[int, int, int], None]
 Mode = Callable[[], AbstractContextManager[None]]
 Integers = npt.NDArray[np.int64]
-# Passes that a GPU has been given and has not finished; each GPU of a spread model works on one of them.  Enough
-# that the GPU never waits, few enough that the reported progress is true.
+# Passes that a GPU has been given and has not finished; each GPU of a spread model works on one of them.
 _MAX_QUEUED = 4
 # A smaller chunk says nothing about others: it may be the rest of a chunk that failed as a whole.
 _MIN_TYPICAL_ROWS = 16
@@ -87,18 +85,11 @@ class Scorer(ABC, Generic[E]):
         return np.zeros_like(encoded.lengths)
 
     @abstractmethod
-    def logits(
-        self,
-        encoded: E,
-        rows: Integers,
-        with_mask: bool = False,
-        timing: AbstractContextManager[None] | None = None,
-    ) -> torch.Tensor:
+    def logits(self, encoded: E, rows: Integers, with_mask: bool = False) -> torch.Tensor:
         """Run a forward pass over rows as a batch.
 
         Args:
             with_mask: whether to pass an attention mask even if the model needs none.
-            timing: entered for the pass itself, once the batch is on its way to the device.
 
         Returns:
             float32 [batch, labels], on the device where the pass ends.
@@ -128,10 +119,11 @@ class Computed:
     mostly_overflows: bool = False
 
 
+@dataclass
 class BatchSizes:
     """How large batches may be: the user's or the default size, reduced after out-of-memory errors.
 
-    Args:
+    Attributes:
         token_budget: padded tokens a batch may hold.
         batch_size: rows a batch, if the user set it; then the token budget does not count.
         equal_lengths: whether only rows of the same length share a batch.
@@ -139,44 +131,38 @@ class BatchSizes:
         stages: GPUs that each chunk should keep busy (``tokens_for_stages``).
     """
 
-    def __init__(
-        self,
-        token_budget: int,
-        batch_size: int | None,
-        equal_lengths: bool = False,
-        memory: MemoryLimit | None = None,
-        stages: int = 1,
-    ) -> None:
-        self.batch_size = batch_size
-        self._token_budget = token_budget
-        self._equal_lengths = equal_lengths
-        self._memory = memory
-        self._stages = stages
+    token_budget: int
+    batch_size: int | None
+    equal_lengths: bool = False
+    memory: MemoryLimit | None = None
+    stages: int = 1
 
     def tokens_at(self, width: int) -> int:
         """Return how many padded tokens a batch may hold now, in rows of ``width`` tokens."""
-        budget = self._token_budget
-        return budget if self._memory is None else min(budget, self._memory.tokens_at(width))
+        if self.memory is None:
+            return self.token_budget
+        return min(self.token_budget, self.memory.tokens_at(width))
 
     def shrink(self, rows: int, padded_tokens: int, width: int, skipped: int = 0) -> None:
         """Make the next batches half as large as this one, which did not fit; it skipped tokens of each row."""
         if self.batch_size is not None:
             self.batch_size = max(1, rows // 2)
         # A batch of one row can be larger than allowed: then the limit for other batches stays.
-        if self._memory is None:
-            self._token_budget = min(self._token_budget, max(1, padded_tokens // 2))
+        if self.memory is None:
+            self.token_budget = min(self.token_budget, max(1, padded_tokens // 2))
         else:
-            cost = replace(self._memory, skipped=skipped).cost(padded_tokens, width)
-            available = min(self._memory.available_bytes, max(1, int(cost // 2)))
-            self._memory = replace(self._memory, available_bytes=available)
+            cost = replace(self.memory, skipped=skipped).cost(padded_tokens, width)
+            available = min(self.memory.available_bytes, max(1, int(cost // 2)))
+            self.memory = replace(self.memory, available_bytes=available)
 
     def for_float32(self) -> BatchSizes:
         """Return sizes for activations of twice the size; they change independently of these."""
-        memory = self._memory
+        size, memory = self.batch_size, self.memory
         if memory is not None:
             memory = replace(memory, available_bytes=max(1, memory.available_bytes // 2))
-        size = None if self.batch_size is None else max(1, self.batch_size // 2)
-        return BatchSizes(max(1, self._token_budget // 2), size, self._equal_lengths, memory)
+        if size is not None:
+            size = max(1, size // 2)
+        return BatchSizes(max(1, self.token_budget // 2), size, self.equal_lengths, memory)
 
     def cut(self, lengths: Integers, rows: Integers, skipped: Integers) -> deque[Integers]:
         """Cut rows into batches: whole rows come first, and the largest batch first among rows that skip equally.
@@ -184,58 +170,16 @@ class BatchSizes:
         Args:
             skipped: tokens at each row's beginning that need not be computed; the same for all rows of a batch.
         """
-        budget = self._token_budget
-        if self._stages > 1:
-            budget = tokens_for_stages(budget, self._stages, int(lengths[rows].sum()))
+        budget = self.token_budget
+        if self.stages > 1:
+            budget = tokens_for_stages(budget, self.stages, int(lengths[rows].sum()))
         batches: deque[Integers] = deque()
         for tokens in np.unique(skipped[rows]).tolist():
             group = rows[skipped[rows] == tokens]
-            limit = None if self._memory is None else replace(self._memory, skipped=tokens)
-            cut = make_batches(lengths[group] - tokens, budget, self.batch_size, self._equal_lengths, limit)
+            limit = None if self.memory is None else replace(self.memory, skipped=tokens)
+            cut = make_batches(lengths[group] - tokens, budget, self.batch_size, self.equal_lengths, limit)
             batches += [group[batch] for batch in cut]
         return batches
-
-
-class DeviceQueue:
-    """Measure the forward passes of a chunk, and limit how many of them queue on ``device``, where they end.
-
-    A GPU works through its queue while the host pads and copies the next batches, as long as nothing here waits for
-    a result.  On a CPU a pass is over when its call returns.
-    """
-
-    def __init__(self, device: torch.device, stages: int = 1) -> None:
-        self._device = device
-        self._max_queued = max(_MAX_QUEUED, stages + 1)
-        self._seconds = 0.0
-        self._queued: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-
-    @contextlib.contextmanager
-    def timed_pass(self) -> Iterator[None]:
-        """Enter a pass; a pass that fails is not counted."""
-        if self._device.type != "cuda":
-            began = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - began
-            return
-        while len(self._queued) >= self._max_queued:
-            self._wait_for_oldest()
-        stream = torch.cuda.current_stream(self._device)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record(stream)
-        yield
-        end.record(stream)
-        self._queued.append((start, end))
-
-    def finish(self) -> float:
-        """Wait for all passes and return the seconds that the device spent in them."""
-        while self._queued:
-            self._wait_for_oldest()
-        return self._seconds
-
-    def _wait_for_oldest(self) -> None:
-        start, end = self._queued.popleft()
-        end.synchronize()
-        self._seconds += start.elapsed_time(end) / 1000
 
 
 def compute(
@@ -262,26 +206,21 @@ def compute(
     first = np.arange(len(encoded.lengths)) if encoded.first is None else encoded.first
     copies = np.bincount(first, minlength=len(first))
     rows = np.flatnonzero((copies > 0) & (encoded.lengths > 0))
-    if starts_in_float32 and in_float32 is not None:
+    if in_float32 is not None and starts_in_float32:
         with in_float32():
             computed = _run(classifier, encoded, sizes, rows, copies, report, with_mask=True)
-        computed = replace(
-            computed,
-            counters=replace(computed.counters, float32_rows=computed.counters.rows),
-            too_large=(),
-            too_large_in_float32=computed.too_large,
-        )
+        counters = replace(computed.counters, float32_rows=computed.counters.rows)
+        computed = replace(computed, counters=counters, too_large=(), too_large_in_float32=computed.too_large)
     else:
         computed = _run(classifier, encoded, sizes, rows, copies, report)
         if in_float32 is not None:
             computed = _repeat_overflows(classifier, encoded, sizes, computed, copies, report, in_float32)
     # Row i has the logits, or the fate, of row first[i].
     rows = np.flatnonzero(np.isin(first, computed.rows))
-    sources = torch.from_numpy(np.searchsorted(computed.rows, first[rows]))
     return replace(
         computed,
         rows=rows,
-        logits=computed.logits[sources],
+        logits=computed.logits[torch.from_numpy(np.searchsorted(computed.rows, first[rows]))],
         counters=computed.counters + Counters(repeated_rows=len(rows) - len(computed.rows)),
         too_large=tuple(np.flatnonzero(np.isin(first, computed.too_large)).tolist()),
         too_large_in_float32=tuple(np.flatnonzero(np.isin(first, computed.too_large_in_float32)).tolist()),
@@ -303,13 +242,13 @@ def _repeat_overflows(
         return computed
     before = computed.counters
 
-    def report_again(rows: int, tokens: int, padded_tokens: int) -> None:
-        report(before.rows, before.tokens, before.padded_tokens + padded_tokens)
+    def report_step(*_: int) -> None:
+        report(before.rows, before.tokens, before.padded_tokens)
 
     try:
         with in_float32():
             again = _run(
-                classifier, encoded, sizes.for_float32(), overflows, copies, report_again, with_mask=True
+                classifier, encoded, sizes.for_float32(), overflows, copies, report_step, with_mask=True
             )
     except RuntimeError as error:
         if classify(error) is Verdict.SUSPECT:
@@ -318,14 +257,13 @@ def _repeat_overflows(
     if len(again.rows):
         computed.logits[torch.from_numpy(np.searchsorted(computed.rows, again.rows))] = again.logits
     is_typical = len(computed.rows) >= _MIN_TYPICAL_ROWS
-    improved = int(_is_finite(again.logits).sum())
     # Rows and tokens are counted already.
     counters = replace(again.counters, rows=0, tokens=0, recomputed_rows=again.counters.rows)
     return replace(
         computed,
         counters=before + counters,
         too_large_in_float32=again.too_large,
-        mostly_overflows=is_typical and 2 * improved > len(computed.rows),
+        mostly_overflows=is_typical and 2 * int(_is_finite(again.logits).sum()) > len(computed.rows),
     )
 
 
@@ -343,6 +281,7 @@ def _run(
     with_mask: bool = False,
 ) -> Computed:
     """Run the model over rows, each of which stands for ``copies`` rows of the chunk."""
+    began = time.perf_counter()
     lengths = encoded.lengths
     # Passes with a mask compute all tokens.
     skipped = np.zeros_like(lengths) if with_mask else classifier.skipped_tokens(encoded)
@@ -352,7 +291,7 @@ def _run(
     too_large: set[int] = set()
     tried_alone: set[int] = set()
     counters = Counters()
-    queue = DeviceQueue(classifier.last_device, classifier.stages)
+    queued: deque[torch.cuda.Event] = deque()
     size_before = sizes.batch_size
     while batches:
         batch = batches.popleft()
@@ -360,11 +299,12 @@ def _run(
         padded = width * len(batch)
         result = None
         try:
-            result = classifier.logits(encoded, batch, with_mask, queue.timed_pass())
+            result = classifier.logits(encoded, batch, with_mask)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
         if result is not None:
+            wait_for_queue(queued, classifier.last_device, classifier.stages)
             size_before = sizes.batch_size
             done.append(batch)
             logits.append(result)
@@ -395,10 +335,29 @@ def _run(
         report(counters.rows, counters.tokens, counters.padded_tokens)
     computed_rows = np.concatenate(done)
     order = np.argsort(computed_rows)
+    # One copy from the device per chunk: a copy per batch would wait for each batch.
+    on_host = torch.cat(logits).cpu() if logits else torch.empty((0, 0))
     return Computed(
         rows=computed_rows[order],
-        # One copy from the device per chunk: a copy per batch would wait for each batch.
-        logits=torch.cat(logits).cpu()[torch.from_numpy(order)] if logits else torch.empty((0, 0)),
-        counters=replace(counters, forward_seconds=queue.finish()),
+        logits=on_host[torch.from_numpy(order)],
+        counters=replace(counters, forward_seconds=time.perf_counter() - began),
         too_large=tuple(sorted(too_large)),
     )
+
+
+def wait_for_queue(queued: deque[torch.cuda.Event], device: torch.device, stages: int) -> None:
+    """Wait until a GPU has few passes before it, so that the reported progress is true.
+
+    A GPU works through its queue while the host pads and copies the next batches, as long as nothing here waits for
+    a result.
+
+    Args:
+        queued: the ends of passes that are not known to be over; the latest pass's is added.
+    """
+    if device.type != "cuda":
+        return
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    queued.append(event)
+    if len(queued) >= max(_MAX_QUEUED, stages + 1):
+        queued.popleft().synchronize()

@@ -8,7 +8,6 @@ less or more, until it fits; mostly once or twice.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
@@ -28,8 +27,6 @@ _MAX_MEASUREMENTS: Final = 12
 _MAX_GUESSES: Final = 6
 
 Arrays: TypeAlias = dict[str, npt.NDArray[np.int64]]
-# Texts -> each text's inputs by name, uncut.
-Tokenize: TypeAlias = Callable[[Sequence[str]], list[Arrays]]
 # Where each token of a text begins and ends, in characters.
 Offsets: TypeAlias = Sequence[tuple[int, int]]
 
@@ -39,7 +36,7 @@ class FieldCuts:
 
     Args:
         settings: the member's key ``truncation``: ``fields``, by column ``share`` and ``keep``, and ``marker``.
-        tokenize: inputs of whole prompts, uncut, as the model gets them.
+        tokenize: returns the inputs of a whole prompt, uncut, as the model gets them.
 
     Raises:
         ValueError: the tokenizer is not a fast one, or the template's own text leaves no room.
@@ -51,7 +48,7 @@ class FieldCuts:
         template: PromptTemplate,
         tokenizer: Any,
         max_length: int,
-        tokenize: Tokenize,
+        tokenize: Callable[[str], Arrays],
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(
@@ -62,18 +59,13 @@ class FieldCuts:
         self._max_length = max_length
         self._tokenize = tokenize
         self._tokenizer = tokenizer
-        self.columns = tuple(settings["fields"])
-        self._shares = [float(settings["fields"][column]["share"]) for column in self.columns]
-        self._keep = [settings["fields"][column]["keep"] for column in self.columns]
-        self._round_columns = tuple(
-            column for column, keep in enumerate(self._keep) if keep == "newest_rounds"
-        )
+        self._fields: dict[str, Mapping[str, Any]] = dict(settings["fields"])
+        self._rounds = [name for name, field in self._fields.items() if field["keep"] == "newest_rounds"]
         self._marker = settings["marker"]
         self._marker_tokens = len(self._offsets([self._marker])[0])
-        (fixed,) = tokenize(["".join(template.fixed_texts)])
-        fixed_tokens = len(fixed["input_ids"])
+        fixed_tokens = len(tokenize("".join(template.fixed_texts))["input_ids"])
         if fixed_tokens > max_length:
-            raise ValueError(too_much_text(fixed_tokens, max_length, self.columns))
+            raise ValueError(too_much_text(fixed_tokens, max_length, list(self._fields)))
 
     def fit(self, row: Mapping[str, object], length: int) -> Arrays:
         """Return the inputs of a row with its columns cut, of at most ``max_length`` tokens.
@@ -84,144 +76,120 @@ class FieldCuts:
         Raises:
             TemplateProblem: the prompt is too long even without the columns, or the template fails on what is left.
         """
-        cells = [_Cell(row[column], column in self._template.json_columns) for column in self.columns]
-        for cell in cells:
+        cells = {name: _Cell(row[name], name in self._template.json_columns) for name in self._fields}
+        for cell in cells.values():
             cell.offsets = self._offsets(cell.texts)
         units = self._units(cells)
-        counts = [sum(sum(cells[column].counts) for column in unit) for unit in units]
-        shares = [sum(self._shares[column] for column in unit) for unit in units]
+        counts = [sum(sum(cells[name].counts) for name in unit) for unit in units]
+        shares = [sum(float(self._fields[name]["share"]) for name in unit) for unit in units]
         best: Arrays = {}
         fits, too_many = -1, sum(counts)
-        tokens, unused, shortest = too_many, self._max_length - length, length
-        for measurement in itertools.count():
-            if too_many <= 0:
-                raise TemplateProblem(
-                    f"truncation: {shortest:,} tokens even without {', '.join(self.columns)}, which are all that "
-                    f"may be cut; max_length is {self._max_length:,}"
-                )
-            if measurement < _MAX_GUESSES and fits < tokens + unused < too_many:
-                tokens += unused
-            else:
+        guess, shortest, measurements = too_many + self._max_length - length, length, 0
+        while too_many > 0:
+            tokens = guess
+            if measurements >= _MAX_GUESSES or not fits < guess < too_many:
                 tokens = (max(fits, 0) + too_many) // 2
-            cut = self._cut_row(row, cells, units, share_out(counts, shares, tokens))
+            cut: dict[str, object] = {}
+            for unit, budget in zip(units, share_out(counts, shares, tokens), strict=True):
+                cut |= self._cut_unit(row, {name: cells[name] for name in unit}, budget)
             try:
                 text = self._template.render({**row, **cut})
             except TemplateProblem as error:
                 raise TemplateProblem(f"prompt_template: with columns cut by truncation: {error}") from error
-            (arrays,) = self._tokenize([text])
-            length = len(arrays["input_ids"])
-            unused, shortest = self._max_length - length, min(shortest, length)
+            arrays = self._tokenize(text)
+            unused = self._max_length - len(arrays["input_ids"])
+            shortest = min(shortest, len(arrays["input_ids"]))
             if unused < 0:
                 too_many = min(too_many, tokens)
             elif tokens > fits:
                 fits, best = tokens, arrays
-            is_good = (
-                0 <= unused <= _UNUSED_TOKENS or too_many - fits <= 1 or measurement >= _MAX_MEASUREMENTS
-            )
-            if best and is_good:
-                break
-        return best
+            is_good = 0 <= unused <= _UNUSED_TOKENS or too_many - fits <= 1
+            if best and (is_good or measurements >= _MAX_MEASUREMENTS):
+                return best
+            guess = tokens + unused
+            measurements += 1
+        raise TemplateProblem(
+            f"truncation: {shortest:,} tokens even without {', '.join(self._fields)}, which are all that "
+            f"may be cut; max_length is {self._max_length:,}"
+        )
 
-    def _units(self, cells: Sequence[_Cell]) -> list[tuple[int, ...]]:
-        """Return the columns of a row, by their positions, in groups that are cut together."""
-        rounds = self._round_columns
-        if len({cells[column].turns for column in rounds}) != 1 or not cells[rounds[0]].turns:
-            return [(column,) for column in range(len(cells))]
-        return [rounds, *((column,) for column in range(len(cells)) if column not in rounds)]
+    def _units(self, cells: Mapping[str, _Cell]) -> list[list[str]]:
+        """Return the columns of a row in groups that are cut together: those with rounds if they have as many."""
+        turns = {cells[name].turns for name in self._rounds}
+        if len(turns) != 1 or turns == {0}:
+            return [[name] for name in cells]
+        return [self._rounds, *([name] for name in cells if name not in self._rounds)]
 
-    def _cut_row(
-        self,
-        row: Mapping[str, object],
-        cells: Sequence[_Cell],
-        units: Sequence[tuple[int, ...]],
-        budgets: Sequence[int],
+    def _cut_unit(
+        self, row: Mapping[str, object], cells: Mapping[str, _Cell], tokens: int
     ) -> dict[str, object]:
-        """Return the values of a row's columns, cut to so many tokens for each unit."""
-        cut: dict[str, object] = {}
-        for unit, budget in zip(units, budgets, strict=True):
-            if len(unit) > 1:
-                names = [self.columns[column] for column in unit]
-                values = self._cut_rounds(row, [cells[column] for column in unit], budget)
-                cut.update(zip(names, values, strict=True))
-            else:
-                cell = cells[unit[0]]
-                texts = self._cut(cell, budget, self._keep[unit[0]])
-                cut[self.columns[unit[0]]] = cell.with_texts(texts, self._template.reads_by_number)
-        return cut
+        """Return the values of columns that are cut together to so many tokens, markers included."""
+        if tokens >= sum(sum(cell.counts) for cell in cells.values()):
+            return {name: cell.value for name, cell in cells.items()}
+        if len(cells) > 1:
+            return self._cut_rounds(row, cells, tokens)
+        ((name, cell),) = cells.items()
+        texts = self._cut(cell, tokens - self._marker_tokens, self._fields[name]["keep"])
+        return {name: cell.with_texts(texts, self._template.reads_by_number)}
 
-    def _cut_rounds(self, row: Mapping[str, object], cells: Sequence[_Cell], tokens: int) -> list[object]:
-        """Return the values of cells with equally many turns, cut to so many tokens together, markers included.
+    def _cut_rounds(
+        self, row: Mapping[str, object], cells: Mapping[str, _Cell], tokens: int
+    ) -> dict[str, object]:
+        """Return cells with equally many turns, cut together.
 
         The newest rounds stay whole; the round before them shares the tokens that are left.
         """
-        rounds = [list(counts) for counts in zip(*(cell.counts for cell in cells), strict=True)]
-        if tokens >= sum(map(sum, rounds)):
-            return [cell.value for cell in cells]
-        shares = [self._shares[column] for column in self._round_columns]
-        for markers in range(1, len(cells) + 1):  # as many as it takes
-            budget = left = tokens - markers * self._marker_tokens
-            first = len(rounds) - 1
-            while sum(rounds[first]) <= left:
-                left -= sum(rounds[first])
-                first -= 1
-            kept_counts = share_out(rounds[first], shares, left)
-            is_newest = first == len(rounds) - 1
-            if not is_newest and not any(kept_counts):
-                first += 1
-                kept_counts = rounds[first]
-            is_cut = [
-                sum(cell.counts[: first + 1]) > count for cell, count in zip(cells, kept_counts, strict=True)
-            ]
-            if sum(is_cut) <= markers:
-                break
+        rounds = list(zip(*(cell.counts for cell in cells.values()), strict=True))
+        budget = left = tokens - len(cells) * self._marker_tokens
+        first = newest = len(rounds) - 1
+        while first > 0 and sum(rounds[first]) <= left:
+            left -= sum(rounds[first])
+            first -= 1
+        kept_counts = share_out(rounds[first], [self._fields[name]["share"] for name in cells], left)
+        if first < newest and not any(kept_counts):
+            first += 1
+            kept_counts = list(rounds[first])
         # Where the template reads turns by number, a further list column needs the turns at their positions.
-        names = {self.columns[column] for column in self._round_columns}
         lists = {name for name in self._template.columns if isinstance(row[name], list)}
-        keeps_positions = (
-            self._template.reads_by_number and not lists.union(self._template.json_columns) <= names
-        )
+        others = lists.union(self._template.json_columns) - cells.keys()
+        keeps_positions = self._template.reads_by_number and bool(others)
         marker = self._marker if budget >= 0 else ""
-        values = []
-        for cell, count, has_marker in zip(cells, kept_counts, is_cut, strict=True):
+        values = {}
+        for (name, cell), count in zip(cells.items(), kept_counts, strict=True):
             text, offsets = cell.texts[first], cell.offsets[first]
             if count < len(offsets):
-                head = (count + 1) // 2 if is_newest else 0
-                back = text[_start(offsets, len(offsets) - count + head) :] if count > head else ""
-                text = text[: _end(offsets, head)] + marker + back
-            elif has_marker:
+                head = (count + 1) // 2 if first == newest else 0
+                text = (
+                    _before(text, offsets, head) + marker + _after(text, offsets, len(offsets) - count + head)
+                )
+            elif any(cell.counts[:first]):
                 text = marker + text
-            values.append(cell.with_texts([*[None] * first, text, *cell.texts[first + 1 :]], keeps_positions))
+            values[name] = cell.with_texts([*[None] * first, text, *cell.texts[first + 1 :]], keeps_positions)
         return values
 
     def _cut(self, cell: _Cell, tokens: int, keep: str) -> Sequence[str | None]:
-        """Return the texts of a cell cut to so many tokens, the marker included; None for a turn that goes."""
-        counts = cell.counts
-        total = sum(counts)
-        if tokens >= total:
-            return cell.texts
-        budget = tokens - self._marker_tokens
-        begin, head, tail = ranges(counts, budget, keep)
+        """Return the texts of a cell cut to so many tokens, and the marker; None for a turn that goes."""
+        total = sum(cell.counts)
+        begin, head, tail = ranges(cell.counts, tokens, keep)
+        head_end, tail_start = begin + head, total - tail
         texts: list[str | None] = []
         first = 0
         for text, offsets in zip(cell.texts, cell.offsets, strict=True):
-            count = len(offsets)
-            last = first + count
+            last = first + len(offsets)
             front = back = None
-            if begin <= first < begin + head:
-                end = min(begin + head, last) - first
-                front = text if end == count else text[: _end(offsets, end)]
-                if begin + head <= last:
+            if begin <= first < head_end:
+                front = _before(text, offsets, head_end - first)
+                if head_end <= last:
                     front += self._marker
-            if total - tail < last:
-                start = max(total - tail, first) - first
-                back = text[_start(offsets, start) :] if start else text
-                if not head and first <= total - tail:
+            if tail_start < last:
+                back = _after(text, offsets, tail_start - first)
+                if not head and first <= tail_start:
                     back = self._marker + back
             texts.append(None if front is None and back is None else (front or "") + (back or ""))
             first = last
         if texts and not any(text is not None for text in texts):
             # Templates may look at the first or the last turn.
-            texts[0 if keep == "head" else -1] = "" if budget < 0 else self._marker
+            texts[0 if keep == "head" else -1] = "" if tokens < 0 else self._marker
         return texts
 
     def _offsets(self, texts: Sequence[str]) -> list[Offsets]:
@@ -232,18 +200,22 @@ class FieldCuts:
         return [encoding.offsets for encoding in backend.encode_batch(list(texts), add_special_tokens=False)]
 
 
-def _end(offsets: Offsets, tokens: int) -> int:
-    """Return the end of the first so many tokens, in characters; a character is never split."""
-    while 0 < tokens < len(offsets) and offsets[tokens][0] < offsets[tokens - 1][1]:
+def _before(text: str, offsets: Offsets, tokens: int) -> str:
+    """Return the text of the first so many tokens; a character is never split."""
+    if tokens >= len(offsets):
+        return text
+    while tokens > 0 and offsets[tokens][0] < offsets[tokens - 1][1]:
         tokens -= 1
-    return offsets[tokens - 1][1] if tokens else 0
+    return text[: offsets[tokens - 1][1]] if tokens > 0 else ""
 
 
-def _start(offsets: Offsets, token: int) -> int:
-    """Return the character at which a token begins; of a token that begins within one, that of the next."""
-    while 0 < token < len(offsets) and offsets[token][0] < offsets[token - 1][1]:
+def _after(text: str, offsets: Offsets, token: int) -> str:
+    """Return the text from a token on; if the token begins within a character, from the next one."""
+    if token <= 0:
+        return text
+    while token < len(offsets) and offsets[token][0] < offsets[token - 1][1]:
         token += 1
-    return offsets[token][0] if token < len(offsets) else offsets[token - 1][1]
+    return text[offsets[token][0] :] if token < len(offsets) else ""
 
 
 class _Cell:
@@ -264,11 +236,13 @@ class _Cell:
             except TemplateProblem:  # in a branch that this row does not take
                 pass
         self._items = self._parsed if isinstance(self._parsed, list) else [self._parsed]
-        texts = {index: _text_of(item) for index, item in enumerate(self._items)}
-        self._texts = {
-            index: replace_lone_surrogates(text) for index, text in texts.items() if text is not None
+        contents = [item.get("content") if isinstance(item, dict) else item for item in self._items]
+        texts = {
+            index: replace_lone_surrogates(content)
+            for index, content in enumerate(contents)
+            if isinstance(content, str)
         }
-        self.texts = list(self._texts.values())
+        self._positions, self.texts = list(texts), list(texts.values())
 
     @property
     def counts(self) -> list[int]:
@@ -286,21 +260,14 @@ class _Cell:
 
         None leaves a turn out; if turns keep their positions, it becomes an empty text.
         """
-        if texts is self.texts:
-            return self.value
         items = dict(enumerate(self._items))
-        for index, text in zip(self._texts, texts, strict=True):
+        for index, text in zip(self._positions, texts, strict=True):
             item, content = items[index], text or ""
             items[index] = {**item, "content": content} if isinstance(item, dict) else content
             if text is None and not keeps_positions and isinstance(self._parsed, list):
                 del items[index]
         value = list(items.values()) if isinstance(self._parsed, list) else items[0]
         return json.dumps(value, ensure_ascii=False) if self._is_json else value
-
-
-def _text_of(item: object) -> str | None:
-    text = item.get("content") if isinstance(item, dict) else item
-    return text if isinstance(text, str) else None
 
 
 def share_out(counts: Sequence[int], shares: Sequence[float], tokens: int) -> list[int]:
@@ -318,13 +285,12 @@ def share_out(counts: Sequence[int], shares: Sequence[float], tokens: int) -> li
             budgets[index] = counts[index]
             left -= counts[index]
         unmet = [index for index in unmet if index not in met]
-    if not unmet:
-        return budgets
     for index in unmet:
         budgets[index] = int(parts[index])
-    rest = left - sum(budgets[index] for index in unmet)
+        left -= budgets[index]
     # The largest remainders get one token more.
-    for index in sorted(unmet, key=lambda index: budgets[index] - parts[index])[: max(0, rest)]:
+    remainders = sorted(unmet, key=lambda index: budgets[index] - parts[index])
+    for index in remainders[: max(0, left)]:
         budgets[index] += 1
     return budgets
 

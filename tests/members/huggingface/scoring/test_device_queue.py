@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -61,51 +60,23 @@ def test_a_gpu_is_given_passes_before_those_ahead_are_over(
     """With events in place of a driver's: none is waited for until each GPU that a pass goes through has one."""
     import torch
 
-    from ensemble.members.huggingface.scoring.forward import DeviceQueue
+    from ensemble.members.huggingface.scoring.forward import wait_for_queue
 
     waited: list[Event] = []
 
     class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
         def record(self, stream: object) -> None: ...
 
         def synchronize(self) -> None:
             waited.append(self)
 
-        def elapsed_time(self, end: Event) -> float:
-            return 500.0
-
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
-    queue = DeviceQueue(torch.device("cuda", 0), stages)
+    queue: deque[Any] = deque()
     seen = []
     for _ in range(12):
-        with queue.timed_pass():
-            seen.append(len(waited))
+        seen.append(len(waited))
+        wait_for_queue(queue, torch.device("cuda", 0), stages)
     assert seen == [max(0, number + 1 - queued) for number in range(12)]
-    assert queue.finish() == 6.0
-    assert len(waited) == 12
-
-
-def test_passes_that_fail_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from ensemble.members.huggingface.scoring.forward import DeviceQueue
-
-    clock = itertools.count()
-    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
-    queue = DeviceQueue(torch.device("cpu"))
-
-    def failing() -> None:
-        with queue.timed_pass():
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        failing()
-    assert queue.finish() == 0
-    for _ in range(2):
-        with queue.timed_pass():
-            pass
-    assert queue.finish() == 2
+    wait_for_queue(queue, torch.device("cpu"), stages)
+    assert len(queue) == queued - 1, "on a CPU a pass is over when its call returns"
