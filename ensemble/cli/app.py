@@ -104,8 +104,8 @@ def init(
     """Write a first config for TABLE and MODELS, and validate it. Guesses columns, labels and lengths."""
     with api.imports():
         from ensemble.commands.init import write_first_config
-    first = write_first_config(table, models, sample, output, force)
-    for text in (f"{output}: written; look through it", *(f"guess: {guess}" for guess in first.guesses)):
+    guesses = write_first_config(table, models, sample, output, force)
+    for text in (f"{output}: written; look through it", *(f"guess: {guess}" for guess in guesses)):
         print(*wrapped(text, page_width(sys.stdout)), sep="\n")
     try:
         show("validate", api.validate([output]).prepared, sys.stdout)

@@ -6,7 +6,6 @@ A member's kind tells what its source holds (``MemberKind.draft``).
 from __future__ import annotations
 
 import json
-import os
 import re
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -31,23 +30,12 @@ from ensemble.members.base import Draft
 from ensemble.members.registry import KINDS
 from ensemble.planning.chunks import BYTES_PER_TOKEN
 
-USUAL_SAMPLE = "sample_submission.csv"
-_SCHEMA = "config.schema.json"
+_USUAL_SAMPLE = "sample_submission.csv"
 _HEAD_ROWS = 1_000  # that are looked at to see what columns hold
 _PROSE = 0.3  # of a column's cells hold a blank between words; names of models and categories do not
 # A row may have so many times the tokens that its bytes tell (in Chinese, in code), and special ones; rounded up to
 # a step, and cut where nobody has asked for more.
 _MARGIN, _SPECIAL, _STEP, _MAX_TOKENS = 1.5, 8, 64, 4096
-_PLAIN = r"[A-Za-z_./][A-Za-z0-9_./-]*"
-_WORDS = ("null", "true", "false", ".inf", ".nan")
-
-
-@dataclass(frozen=True)
-class FirstConfig:
-    """The YAML, and a sentence for each guess in it that is worth a look."""
-
-    text: str
-    guesses: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -61,8 +49,8 @@ class _Member:
 
 def write_first_config(
     table: Path, sources: Sequence[str], sample: Path | None, output: Path, may_replace: bool
-) -> FirstConfig:
-    """Guess a config and write it; ``may_replace`` allows to replace an existing file.
+) -> list[str]:
+    """Guess a config, write it, and return its guesses; ``may_replace`` allows to replace an existing file.
 
     Raises:
         EnsembleError: as ``first_config``; or the file exists or cannot be written.
@@ -71,173 +59,149 @@ def write_first_config(
     target = output_file(output, inputs, may_replace)
     if not target.parent.is_dir():
         raise ConfigError(f"--output: {output}: name a file in a folder that is there")
-    config = first_config(table, sources, sample, output)
+    text = first_config(table, sources, sample)
     try:
-        write_text(target, config.text)
+        write_text(target, text)
     except WriteError as error:
         raise ConfigError(error.problems) from error
-    return config
+    return re.findall(r"# GUESS: (.*)", text)
 
 
-def first_config(table: Path, sources: Sequence[str], sample: Path | None, output: Path) -> FirstConfig:
-    """Guess a config, without writing it.
+def first_config(table: Path, sources: Sequence[str], sample: Path | None) -> str:
+    """Guess a config and return its YAML, with a comment for each guess.
 
     Args:
         sources: of the members: folders of checkpoints or adapters, names on the hub, files of predictions.
         sample: a sample submission; None: the one beside the table, if it has the table's rows.
-        output: the path of the YAML.
 
     Raises:
         EnsembleError: a file cannot be read, or cannot be used in a config; with every problem.
     """
     names = read_contents(table, Wanted("", None, (), _HEAD_ROWS)).names
-    beside = table.parent / USUAL_SAMPLE
-    found = sample or (beside if beside.is_file() and beside != table else None)
-    header = () if found is None else read_header(found)
+    beside = table.parent / _USUAL_SAMPLE
+    likely_sample = sample or (beside if beside.is_file() and beside != table else None)
+    header = () if likely_sample is None else read_header(likely_sample)
     id_column = _id_column(table, names, header)
-    if sample is None and found is not None and _has_first_row(found, table, id_column):
-        sample = found
-    columns = [] if sample is None else [name for name in header if name != id_column]
+    if sample is None and likely_sample is not None and _has_first_row(likely_sample, table, id_column):
+        sample = likely_sample
+    submitted = [] if sample is None else [name for name in header if name != id_column]
     members = _members(sources, id_column)
+    labels, origin = _labels(members, submitted)
 
-    guesses: list[str] = []
-    labels, reason = _labels(members, columns)
-    maps = {member.name: _label_map(member, labels) for member in members}
-    others = tuple(name for name in without_pandas_index(names) if name != id_column)
-    rows = read_table(table, _needs(id_column, others, _HEAD_ROWS)).head(_HEAD_ROWS)
-    held = {name: [row[name] for row in rows if row[name] not in (None, "")] for name in others}
-    truth = _truth(held, labels)
-    is_read = {name: _reading(cells) for name, cells in held.items() if name not in truth}
+    columns = tuple(name for name in without_pandas_index(names) if name != id_column)
+    rows = read_table(table, _needs(id_column, columns, _HEAD_ROWS)).head(_HEAD_ROWS)
+    cells = {name: [row[name] for row in rows if row[name] not in (None, "")] for name in columns}
+    truth = _truth(cells, labels)
+    contents = {name: _content(cells[name]) for name in columns if name not in truth}
     file_column = None
     if any(member.draft.file_keys for member in members):
-        file_column = next((name for name, how in is_read.items() if how in ("prose", "text")), id_column)
-        is_read.pop(file_column, None)
-    texts = _text_columns(table, is_read, guesses)
-    if not texts and any(member.draft.reads_text for member in members):
+        file_column = next((name for name in contents if contents[name] in ("prose", "text")), id_column)
+        contents.pop(file_column, None)
+    reads_text = any(member.draft.reads_text for member in members)
+    likely_texts: list[str] = []
+    if reads_text:
+        likely_texts = [name for name in contents if contents[name] in ("json", "prose")]
+        likely_texts = likely_texts or [name for name in contents if contents[name] == "text"]
+    is_template = len(likely_texts) > 1 or any(contents[name] == "json" for name in likely_texts)
+    # Jinja knows no other names.
+    texts = [
+        name for name in likely_texts if not is_template or re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)
+    ]
+    left_out = listed([name for name in likely_texts if name not in texts])
+    if likely_texts and not texts:
+        raise DataError(f"{table}: rename {left_out}: a template reads names of letters, digits and _")
+    if reads_text and not texts:
         raise DataError(
             f"{table}: no column of text for the members to read beside {quoted(id_column)}, which is taken for "
             f"the ids; the columns are {listed(names)}"
         )
-    used = [*texts, *truth, file_column]
-    unused = [name for name in others if name not in used]
 
-    schema = _schema_place(output)
-    lines = [] if schema is None else [f"# yaml-language-server: $schema={schema}"]
+    schemas = [
+        Path(__file__).resolve().parents[2] / "docs/config.schema.json",  # in a checkout
+        Path(sysconfig.get_path("data")) / "share/ensemble-runner/config.schema.json",
+    ]
+    lines = [f"# yaml-language-server: $schema={schema}" for schema in schemas if schema.is_file()][:1]
     lines.append("# A first config by `ensemble init`. Check the lines with GUESS, then validate, plan, run.")
     lines += ["", "data:", f"  path: {_scalar(str(table))}", f"  id_column: {_scalar(id_column)}"]
     if len(truth) > 1 or truth == labels:
         lines.append(f"  label_columns: {_list(labels)}")
     elif truth:
-        lines += [f"  label_column: {_scalar(truth[0])}  # the true labels: the run ends with scores"]
+        lines.append(f"  label_column: {_scalar(truth[0])}  # the true labels: the run ends with scores")
+    unused = [name for name in columns if name not in (*texts, *truth, file_column)]
     if unused:
-        lines += [f"  # not used: {', '.join(map(_shown, unused))}"]
-    lines += ["", f"# {reason}", f"labels: {_list(labels)}", "", "models:"]
+        lines.append(f"  # not used: {', '.join(map(_scalar, unused))}")
+    if left_out:
+        lines.append(
+            f"  # GUESS: left out: {left_out}; rename what models shall read to letters, digits and _"
+        )
+    lines += ["", f"# {origin}", f"labels: {_list(labels)}", "", "models:"]
     if len(members) > 1:
         lines += [
             "  # All have the same weight. If true labels are known, `python -m ensemble fit` writes weights to a",
             "  # file of their own: run config.yaml weights.yaml",
         ]
-    if "GUESS" in reason:
-        guesses.append(f"labels: {reason.partition('GUESS: ')[2].rstrip('.')}")
-
-    template, is_single = "", len(texts) == 1 and is_read[texts[0]] != "json"
-    if not is_single:
-        cell = {"json": " | fromjson | join('\\n')"}
-        template = "\n\n".join(f"<{name}>: {{{{ {name}{cell.get(is_read[name], '')} }}}}" for name in texts)
-    max_length, length_note = _max_length(table, id_column, texts, len(template)) if texts else (0, "")
+    filters = {"json": r" | fromjson | join('\n')"}
+    template = "\n\n".join(f"<{name}>: {{{{ {name}{filters.get(contents[name], '')} }}}}" for name in texts)
+    more_bytes = len(template) if is_template else 0
+    max_length, reason = _max_length(table, id_column, texts, more_bytes) if texts else (0, "")
     for member in members:
-        lines += _member_lines(member, labels, maps[member.name], file_column, max_length, guesses)
-    if any(member.draft.reads_text for member in members):
+        lines += _member_lines(member, labels, file_column, max_length)
+    if reads_text:
         lines += ["", "defaults:  # for all models"]
-        if is_single:
-            lines += [f"  text_column: {_scalar(texts[0])}"]
+        if is_template:
+            lines.append(
+                "  # GUESS: prompt_template: the columns, in the table's order; it must be the same as in training"
+            )
+            lines += ["  prompt_template: |-", *(f"    {line}".rstrip() for line in template.split("\n"))]
         else:
-            what = "the columns, in the table's order; it must be the same as in the models' training"
-            lines += [f"  # GUESS: {what}.", "  prompt_template: |-"]
-            lines += [f"    {line}".rstrip() for line in template.split("\n")]
-            guesses.append(f"prompt_template: {what}")
-        lines += [f"  # {length_note}", f"  max_length: {max_length}"]
-        guesses.append(f"max_length: {length_note.removeprefix('GUESS ').rstrip('.')}")
+            lines.append(f"  text_column: {_scalar(texts[0])}")
         lines += [
+            f"  # GUESS: max_length: {reason}",
+            f"  max_length: {max_length}",
             "  # If `plan` says that a model is too large: 4-bit weights take a quarter of 16-bit weights.",
             "  # quantization_config: {load_in_4bit: true, bnb_4bit_quant_type: nf4}",
         ]
     if sample is not None:
         lines += ["", "submission:", f"  sample: {_scalar(str(sample))}", "  path: submission.csv"]
-        pairs_of, is_guess = _submission_columns(columns, labels)
-        if pairs_of:
-            pairs = ", ".join(f"{_scalar(column)}: {_scalar(label)}" for column, label in pairs_of.items())
-            lines += [f"  columns: {{{pairs}}}{'  # GUESS: which label each column is' * is_guess}"]
-            if is_guess:
-                guesses.append("submission.columns: which label each column of the sample is")
-    lines += ["", "output_dir: runs/first", ""]
-    return FirstConfig("\n".join(lines), tuple(guesses))
-
-
-def _text_columns(table: Path, is_read: Mapping[str, str], guesses: list[str]) -> list[str]:
-    """Return the columns that models read; those left out are added to ``guesses``.
-
-    Raises:
-        DataError: a template is needed, but it can read none of the columns' names.
-    """
-    texts = [name for name, how in is_read.items() if how in ("json", "prose")]
-    texts = texts or [name for name, how in is_read.items() if how == "text"]
-    if len(texts) > 1 or any(is_read[name] == "json" for name in texts):  # Jinja knows no other names
-        fit = [name for name in texts if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
-        fit = fit or [name for name in texts if is_read[name] != "json"][:1]
-        if not fit:
-            raise DataError(
-                f"{table}: rename {listed(texts)}: a template reads names of letters, digits and _"
-            )
-        odd = [name for name in texts if name not in fit]
-        if odd:
-            guesses.append(
-                f"{listed(odd)} left out: a template reads names of letters, digits and _; rename what models "
-                "shall read"
-            )
-        texts = fit
-    return texts
+        lines += _submission_columns(submitted, labels)
+    return "\n".join([*lines, "", "output_dir: runs/first", ""])
 
 
 def _member_lines(
-    member: _Member,
-    labels: Sequence[str],
-    label_map: Mapping[str, str],
-    file_column: str | None,
-    max_length: int,
-    guesses: list[str],
+    member: _Member, labels: Sequence[str], file_column: str | None, max_length: int
 ) -> list[str]:
-    """Return a member's YAML; its guesses are added to ``guesses``.
+    """Return a member's YAML.
 
     Args:
         file_column: the column that names the files of members that read files.
         max_length: of all models, in tokens.
     """
-    draft = member.draft
-    lines = [f"  - name: {_scalar(member.name)}"]
+    name, draft = member.name, member.draft
+    lines = [f"  - name: {_scalar(name)}"]
     lines += [f"    {key}: {_scalar(value)}" for key, value in draft.settings.items()]
     if draft.of_labels is not None:
         key, text_of = draft.of_labels
-        lines += [f"    # GUESS: {draft.guess}.", f"    {key}:"]
+        lines += [f"    # GUESS: {name}.{key}: {draft.guess}", f"    {key}:"]
         lines += [f"      {_scalar(label)}: {_scalar(text_of(label))}" for label in labels]
-        guesses.append(f"{member.name}.{key}: {draft.guess}")
     if draft.file_keys is not None and file_column is not None:
-        column_key, *place_keys = draft.file_keys
-        guess = f"the column that names the files; {' and '.join(place_keys)} say where they are"
-        lines += [f"    {column_key}: {_scalar(file_column)}  # GUESS: {guess}"]
-        guesses.append(f"{member.name}.{column_key}: {guess}")
-    if label_map:
-        pairs = ", ".join(f"{_scalar(theirs)}: {_scalar(ours)}" for theirs, ours in label_map.items())
-        is_guess = not draft.are_named or (
-            draft.labels_are_columns and not _same_but_case([*label_map], labels)
+        key, *place_keys = draft.file_keys
+        places = " and ".join(place_keys)
+        lines.append(
+            f"    # GUESS: {name}.{key}: the column that names the files; {places} say where they are"
         )
-        remark = "  # GUESS: in this order; as in its training?" if is_guess else ""
-        lines += [f"    {'columns' if draft.labels_are_columns else 'label_map'}: {{{pairs}}}{remark}"]
-        if is_guess:
-            why = "have other names in its file" if draft.labels_are_columns else "are numbered"
-            guesses.append(f"{member.name}: its labels {why}, and taken in the order of labels")
+        lines.append(f"    {key}: {_scalar(file_column)}")
+    own_labels, is_file = draft.labels or (), draft.labels_are_columns
+    is_other = not set(own_labels) & set(labels) if is_file else set(own_labels) != set(labels)
+    if is_other and len(own_labels) == len(labels) and (is_file or (draft.is_model and len(labels) > 1)):
+        label_by_own = _same_but_case(own_labels, labels) if draft.are_named or is_file else {}
+        if not label_by_own and (is_file or not draft.are_named):
+            label_by_own = dict(zip(own_labels, labels, strict=True))
+            why = "have other names in its file" if is_file else "are numbered"
+            lines.append(f"    # GUESS: {name}: its labels {why}, and taken in the order of labels")
+        if label_by_own:
+            lines.append(f"    {'columns' if is_file else 'label_map'}: {_mapping(label_by_own)}")
     if draft.reads_text and draft.max_length is not None and draft.max_length < max_length:
-        lines += [f"    max_length: {draft.max_length}  # as many as it can read; longer rows are cut"]
+        lines.append(f"    max_length: {draft.max_length}  # as many as it can read; longer rows are cut")
     return lines
 
 
@@ -257,7 +221,7 @@ def _id_column(table: Path, names: Sequence[str], sample: Sequence[str]) -> str:
         *(name for name in names if re.search(r"(?i)[^a-z]id$|[a-z]I[dD]$", name)),
         *names[:1],
     ]
-    reasons = list[str]()
+    reasons: list[str] = []
     for name in dict.fromkeys(likely):
         contents = read_contents(table, Wanted(name, None, (), None))
         if not contents.rows:
@@ -265,9 +229,7 @@ def _id_column(table: Path, names: Sequence[str], sample: Sequence[str]) -> str:
         ids = contents.ids
         if ids is None or contents.problems:
             reasons += contents.problems
-        elif (
-            pc.any(pc.fill_null(pc.equal(ids, ""), True)).as_py() or len(ids) > pc.count_distinct(ids).as_py()
-        ):
+        elif len(set(ids.to_pylist()) - {None, ""}) < len(ids):
             reasons.append(f"{table}: column {quoted(name)} has rows without a value, or with the same one")
         else:
             return name
@@ -279,24 +241,26 @@ def _has_first_row(sample: Path, table: Path, id_column: str) -> bool:
     if id_column not in read_header(sample):
         return False
     first = read_contents(table, Wanted(id_column, None, (), 1)).ids
-    known = read_text_csv(sample, [id_column]).column(0)
-    return first is not None and bool(pc.any(pc.equal(known, first[0].as_py())).as_py())
+    ids = read_text_csv(sample, [id_column]).column(0)
+    return first is not None and bool(pc.any(pc.equal(ids, first[0].as_py())).as_py())
 
 
 def _members(sources: Sequence[str], id_column: str) -> list[_Member]:
     """Return the members, each with its own name; raise ConfigError with the problems of all sources."""
     kinds = [KINDS.load(name) for name in KINDS.names()]
-    members, problems, taken = list[_Member](), list[str](), {"ensemble"}
+    members: list[_Member] = []
+    problems: list[str] = []
+    taken = {"ensemble"}
     for source in sources:
         try:
             draft = next(filter(None, (kind.draft(source, id_column) for kind in kinds)), None)
-            if draft is None:
-                problems.append(
-                    f"{source}: neither a folder with a checkpoint nor a file of predictions that can be read"
-                )
-                continue
         except EnsembleError as error:
             problems += error.problems
+            continue
+        if draft is None:
+            problems.append(
+                f"{source}: neither a folder with a checkpoint nor a file of predictions that can be read"
+            )
             continue
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", file_stem(Path(source))).strip(".-")
         base = name = stem[: MAX_NAME_CHARACTERS - 4] or "model"
@@ -311,44 +275,34 @@ def _members(sources: Sequence[str], id_column: str) -> list[_Member]:
     return members
 
 
-def _labels(members: Sequence[_Member], columns: Sequence[str]) -> tuple[list[str], str]:
+def _labels(members: Sequence[_Member], submitted: Sequence[str]) -> tuple[list[str], str]:
     """Return the labels, and a sentence on their origin.
 
     Args:
-        columns: of the sample submission, without its ids.
+        submitted: the columns of the sample submission, without its ids.
     """
     # A CSV may have more columns than labels, so it is asked last.
-    known = sorted(
+    with_labels = sorted(
         (member for member in members if member.draft.labels),
         key=lambda member: (not member.draft.is_model, not member.draft.are_named),
     )
-    if not known and columns:
-        return [*columns], "The columns of the sample submission."
-    if not known:
+    if not with_labels and submitted:
+        return [*submitted], "The columns of the sample submission."
+    if not with_labels:
         raise ConfigError(
             f"{members[0].source}: its labels are not known; name a sample submission that has them (--sample)"
         )
-    first = known[0]
+    first = with_labels[0]
     labels = [*(first.draft.labels or ())]
-    if not first.draft.is_model and columns and set(columns) <= set(labels):
-        return [*columns], "The columns of the sample submission, which the predictions have, too."
+    if not first.draft.is_model and submitted and set(submitted) <= set(labels):
+        return [*submitted], "The columns of the sample submission, which the predictions have, too."
     if first.draft.are_named:
         return labels, f"In the order of {first.source}; other members are matched by name."
-    if len(columns) == len(labels):
-        said = "the sample submission's columns in their order, as the checkpoints only number their labels"
-        return [*columns], f"GUESS: {said}."
-    return labels, "GUESS: numbers as in the checkpoints; give each its name, here and in label_map."
-
-
-def _label_map(member: _Member, labels: Sequence[str]) -> Mapping[str, str]:
-    """Return the config's label by the member's label or its file's column, unless they match by name."""
-    own = member.draft.labels or ()
-    if member.draft.labels_are_columns:
-        is_other = len(own) == len(labels) and not set(own) & set(labels)
-        return (_same_but_case(own, labels) or dict(zip(own, labels, strict=True))) if is_other else {}
-    if not member.draft.is_model or set(own) == set(labels) or len(own) != len(labels) or len(labels) == 1:
-        return {}
-    return _same_but_case(own, labels) if member.draft.are_named else dict(zip(own, labels, strict=True))
+    if len(submitted) == len(labels):
+        return [
+            *submitted
+        ], "GUESS: labels: the sample submission's columns; the checkpoints only number theirs"
+    return labels, "GUESS: labels: numbers as in the checkpoints; give each its name, here and in label_map"
 
 
 def _same_but_case(theirs: Sequence[str], ours: Sequence[str]) -> dict[str, str]:
@@ -358,38 +312,43 @@ def _same_but_case(theirs: Sequence[str], ours: Sequence[str]) -> dict[str, str]
         return re.sub(r"[\W_]+", "", name.casefold())
 
     by_folded = {folded(label): label for label in ours}
-    found = {name: by_folded[folded(name)] for name in theirs if folded(name) in by_folded}
-    return found if len(set(found.values())) == len(theirs) else {}
+    same = {name: by_folded[folded(name)] for name in theirs if folded(name) in by_folded}
+    return same if len(set(same.values())) == len(theirs) else {}
 
 
-def _submission_columns(columns: Sequence[str], labels: Sequence[str]) -> tuple[Mapping[str, str], bool]:
-    """Return the label of each of the sample's columns if their names differ, and whether that is a guess."""
-    if set(columns) <= set(labels):
-        return {}, False
-    if alike := _same_but_case(columns, labels):
-        return alike, False
-    if len(columns) == len(labels):
-        return dict(zip(columns, labels, strict=True)), True
-    if len(columns) == 1 and len(labels) == 2:  # of two classes the second is the one that is asked for
-        return {columns[0]: labels[1]}, True
-    return {}, False
+def _submission_columns(submitted: Sequence[str], labels: Sequence[str]) -> list[str]:
+    """Return the YAML for the label of each of the sample's columns; none if their names are the labels'."""
+    if set(submitted) <= set(labels):
+        return []
+    same = _same_but_case(submitted, labels)
+    if same:
+        return [f"  columns: {_mapping(same)}"]
+    if len(submitted) == len(labels):
+        label_by_column = dict(zip(submitted, labels, strict=True))
+    elif len(submitted) == 1 and len(labels) == 2:  # of two classes the second is the one that is asked for
+        label_by_column = {submitted[0]: labels[1]}
+    else:
+        return []
+    return [
+        "  # GUESS: submission.columns: which label each column of the sample is",
+        f"  columns: {_mapping(label_by_column)}",
+    ]
 
 
-def _truth(held: Mapping[str, Sequence[Any]], labels: Sequence[str]) -> list[str]:
+def _truth(cells: Mapping[str, Sequence[Any]], labels: Sequence[str]) -> list[str]:
     """Return the columns of the true labels: one for each label, or one that holds labels only, or none."""
-    if set(labels) <= held.keys() and all(_reading(held[label]) == "number" for label in labels):
+    if set(labels) <= cells.keys() and all(_content(cells[label]) == "number" for label in labels):
         return [*labels]
-    holds = (name for name, cells in held.items() if cells and {*map(str, cells)} <= set(labels))
-    return [*holds][:1]
+    return [name for name, values in cells.items() if values and {*map(str, values)} <= set(labels)][:1]
 
 
-def _reading(cells: Sequence[Any]) -> str:
+def _content(cells: Sequence[Any]) -> str:
     """Return what a column's cells are, none of them empty: json (lists), number, prose, text or other."""
     if not cells:
         return "other"
-    if all(_is_list(cell) for cell in cells):
+    if all(map(_is_list, cells)):
         return "json"
-    if all(isinstance(cell, int | float) or _is_number(cell) for cell in cells):
+    if all(map(_is_number, cells)):
         return "number"
     if not all(isinstance(cell, str) for cell in cells):
         return "other"
@@ -408,44 +367,39 @@ def _is_list(cell: object) -> bool:
     return isinstance(value, list) and not any(isinstance(item, list | dict) for item in value)
 
 
-def _is_number(cell: object) -> bool:
+def _is_number(cell: Any) -> bool:
     try:
-        return isinstance(cell, str) and (cell.lower() in ("true", "false") or float(cell) is not None)
-    except ValueError:
+        float(cell)
+    except (TypeError, ValueError):
         return False
+    return True
 
 
-def _max_length(table: Path, id_column: str, texts: Sequence[str], more: int) -> tuple[int, str]:
-    """Return the most tokens that a row should have, and a sentence on how they were estimated.
+def _max_length(table: Path, id_column: str, texts: Sequence[str], more_bytes: int) -> tuple[int, str]:
+    """Return the most tokens that a row should have, and how they were estimated.
 
     Args:
-        more: bytes that a template adds to each row.
+        more_bytes: that a template adds to each row.
     """
-    lengths = read_table(table, _needs(id_column, tuple(texts), None)).text_lengths(texts) + more
-    longest = int(np.ceil(lengths.max() / BYTES_PER_TOKEN))
-    wanted = -(-int(longest * _MARGIN + _SPECIAL) // _STEP) * _STEP
-    tokens, cut = min(wanted, _MAX_TOKENS), ""
-    if tokens < wanted:
+    lengths = read_table(table, _needs(id_column, tuple(texts), None)).text_lengths(texts) + more_bytes
+    longest, middle = np.ceil(np.array([lengths.max(), np.median(lengths)]) / BYTES_PER_TOKEN).astype(int)
+    enough = -(-int(longest * _MARGIN + _SPECIAL) // _STEP) * _STEP
+    tokens = min(enough, _MAX_TOKENS)
+    reason = (
+        f"by {BYTES_PER_TOKEN:g} bytes a token: the longest row has {longest:,}, one in the middle {middle:,}"
+    )
+    if tokens < enough:
         rows = int((lengths > tokens * BYTES_PER_TOKEN).sum())
-        cut = f"; {plural(rows, 'row')} would be cut"
-    middle = int(np.median(lengths) / BYTES_PER_TOKEN)
-    said = f"{BYTES_PER_TOKEN:g} bytes a token: the longest row has {longest:,}, one in the middle {middle:,}"
-    return tokens, f"GUESS by {said}{cut}."
-
-
-def _schema_place(output: Path) -> str | None:
-    """Return where editors find the schema, in a checkout or as installed; None if it is missing."""
-    checkout, installed = Path(__file__).resolve().parents[2] / "docs", Path(sysconfig.get_path("data"))
-    for place in (checkout / _SCHEMA, installed / "share/ensemble-runner" / _SCHEMA):
-        if place.is_file():
-            folder = output.absolute().parent
-            is_near = place.is_relative_to(folder.parent)
-            return os.path.relpath(place, folder) if is_near else str(place)
-    return None
+        reason += f"; {plural(rows, 'row')} would be cut"
+    return tokens, reason
 
 
 def _list(items: Sequence[str]) -> str:
     return f"[{', '.join(map(_scalar, items))}]"
+
+
+def _mapping(items: Mapping[str, str]) -> str:
+    return f"{{{', '.join(f'{_scalar(key)}: {_scalar(value)}' for key, value in items.items())}}}"
 
 
 def _scalar(value: object) -> str:
@@ -453,9 +407,6 @@ def _scalar(value: object) -> str:
     if not isinstance(value, str):
         return json.dumps(value)
     text = value.replace("${", "$${")
-    is_plain = re.fullmatch(_PLAIN, text, re.ASCII) and text.lower() not in _WORDS
-    return text if is_plain and re.search("[A-Za-z]", text) else json.dumps(text, ensure_ascii=False)
-
-
-def _shown(name: str) -> str:
-    return name if re.fullmatch(r"[\w -]{1,60}", name) else quoted(name)
+    is_plain = re.fullmatch(r"[A-Za-z_./][A-Za-z0-9_./-]*", text) and re.search("[A-Za-z]", text)
+    is_word = text.lower() in ("null", "true", "false", ".inf", ".nan")
+    return text if is_plain and not is_word else json.dumps(text, ensure_ascii=False)

@@ -10,6 +10,7 @@ import math
 import resource
 import shutil
 import tempfile
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -171,11 +172,13 @@ def rehearse(
         needs = replace(prepared.needs, label_column=None, label_columns=(), limit=None)
         base = read_table(lengths_from, needs)
     rows = prepared.table.rows if rows is None else rows
-    whole_table = _repeated(base, rows, config.seed)
-    source = whole_table
+    copies, rest = divmod(rows, base.rows)
+    chosen = np.sort(np.random.default_rng(config.seed).choice(base.rows, rest, replace=False))
+    source = whole_table = _rows_of(base, np.concatenate([np.tile(np.arange(base.rows), copies), chosen]))
     size = min(rows, sample_rows or SAMPLE_ROWS)
     if rows > base.rows:  # equal rows are computed once, so that copies would make the sample too fast
-        source = _without_copies(base, prepared.needs.columns)
+        _, first = np.unique(base.row_digests(prepared.needs.columns), axis=0, return_index=True)
+        source = _rows_of(base, np.sort(first))
         if source.rows < size:
             raise ConfigError(
                 f"rehearse: {source.rows:,} different rows are too few for a sample of {size:,} of {rows:,} rows; "
@@ -209,23 +212,6 @@ def rehearse(
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _repeated(base: InputTable, rows: int, seed: int) -> InputTable:
-    """Return a table of ``rows`` rows: all of the base's as often as they fit, and a random part of them."""
-    whole, rest = divmod(rows, base.rows)
-    chosen = np.sort(np.random.default_rng(seed).choice(base.rows, rest, replace=False))
-    numbers = np.concatenate([np.tile(np.arange(base.rows), whole), chosen]).astype(np.int64)
-    # Ids of about the same length as the base's; 4 bytes of an id are its offset.
-    width = max(len(str(rows)), round(base.ids.nbytes / base.rows) - 4)
-    ids = pa.chunked_array([pa.array([f"{number:0{width}}" for number in range(rows)], pa.string())])
-    return base.derived(numbers, ids)
-
-
-def _without_copies(table: InputTable, columns: Sequence[str]) -> InputTable:
-    """Return the table without the rows that equal an earlier row in these columns."""
-    _, first = np.unique(table.row_digests(columns), axis=0, return_index=True)
-    return _rows_of(table, np.sort(first).astype(np.int64))
 
 
 def _rows_of(table: InputTable, numbers: npt.NDArray[np.int64]) -> InputTable:
@@ -278,16 +264,9 @@ def reached_fraction(plan: Plan, seconds_left: float) -> float:
         for member in plan.members
     }
     plan = with_speeds(plan, first_views)
-    if forecast_seconds(plan) <= seconds_left:
-        return 1.0
-    low, high = 0.0, 1.0
-    while high - low > 1e-4:
-        middle = (low + high) / 2
-        if forecast_seconds(plan, middle) <= seconds_left:
-            low = middle
-        else:
-            high = middle
-    return low
+    steps = range(1001)
+    reached = bisect_right(steps, seconds_left, key=lambda step: forecast_seconds(plan, step / 1000))
+    return max(0, reached - 1) / 1000
 
 
 def _sample(
@@ -301,14 +280,8 @@ def _sample(
         for model in config.models
         if member_kind(model).needs_worker
     )
-    keys: dict[str, object] = {
-        "models": models,
-        "submission": None,
-        "time_limit": None,
-        "limit": None,
-        "output_dir": output_dir,
-        "report": False,
-    }
+    keys: dict[str, object] = dict.fromkeys(("submission", "time_limit", "limit"))
+    keys |= {"models": models, "output_dir": output_dir, "report": False}
     if len(models) < len(config.models):  # a method may have keys for members by name
         keys["ensemble"] = EnsembleConfig()
     changed = replace(loaded, config=config.model_copy(update=keys))
@@ -326,7 +299,7 @@ def _forecast(
         wall_seconds: of the sample's run, without its checks.
         before_seconds: until a run of the whole table would have passed its checks.
     """
-    config, rows = whole.config, whole.table.rows
+    config, rows, limit = whole.config, whole.table.rows, whole.config.time_limit
     computed_as = {model.name: model.computed_as for model in config.models}
     speeds = measured_speeds(report, [gpu.name for gpu in whole.plan.gpus], computed_as)
     sample_dir = sample.config.output_dir
@@ -340,16 +313,16 @@ def _forecast(
         ),
     )
     csv_bytes = round((sample_dir / "ensemble.csv").stat().st_size * rows / sample.table.rows)
-    writing = csv_bytes / _CSV_BYTES_PER_SECOND
     # An ensemble and a submission; under a limit they are also written before any worker starts.
-    merged_files = 1 + (config.submission is not None)
-    writes = len(config.models) + merged_files * (1 if config.time_limit is None else 2)
+    merge_seconds = (1 + (config.submission is not None)) * csv_bytes / _CSV_BYTES_PER_SECOND
+    writing = len(config.models) * csv_bytes / _CSV_BYTES_PER_SECOND
+    writing += merge_seconds * (1 if limit is None else 2)
     # What the forecast leaves out: gaps between workers, folders, the merge; less what standby saves.
     besides = wall_seconds - forecast_seconds(with_speeds(sample.plan, speeds))
-    other = before_seconds + besides + writes * writing
-    limit, kept, reached = config.time_limit, 0.0, None
+    other = before_seconds + besides + writing
+    kept, reached = 0.0, None
     if limit is not None:
-        kept = reserve_seconds(merged_files * writing, len(config.models), limit)
+        kept = reserve_seconds(merge_seconds, len(config.models), limit)
         reached = reached_fraction(plan, limit - kept - before_seconds - besides)
 
     reports = {member.name: member for member in report.members}
@@ -358,9 +331,7 @@ def _forecast(
     # Shards stay until the run is complete; each view has both shards and a file.
     copies = len(config.models) + len(members)
     copies += sum(2 * len(model.counted_views) - 1 for model in config.models if model.counted_views)
-    submissions = 0
-    if config.submission is not None:
-        submissions = 1 if config.submission.path is None else 2
+    submissions = 0 if config.submission is None else 1 + (config.submission.path is not None)
     return Rehearsal(
         rows=rows,
         sample_rows=sample.table.rows,
@@ -387,13 +358,12 @@ def _forecast(
 
 
 def _member(plan: MemberPlan, report: MemberReport, rows: int, reached: float | None) -> MemberRehearsal:
-    workers = report.workers
-    placement = plan.placement
+    workers, placement = report.workers, plan.placement
     usable = [placement.fits[uuid].room_bytes for uuid in placement.devices if uuid in placement.fits]
     forecast = None
     if placement.footprint is not None and plan.gpus:
-        budgets = [worker.token_budget for worker in workers if worker.token_budget is not None]
-        forecast = placement.footprint.peak_bytes(plan.gpus, max([placement.footprint.width, *budgets]))
+        width = max([placement.footprint.width, *(worker.token_budget or 0 for worker in workers)])
+        forecast = placement.footprint.peak_bytes(plan.gpus, width)
     expected_rows = round(rows * plan.expected_share)
     return MemberRehearsal(
         name=plan.name,
@@ -415,14 +385,12 @@ def _largest(sizes: Sequence[int | None]) -> int | None:
 
 def _host_bytes(plan: Plan, members: Sequence[MemberRehearsal]) -> int | None:
     """Return the memory of the largest workers that can run at the same time, of a standby, and of this process."""
-    peaks: list[int] = []
-    for member in members:
-        if member.peak_memory_bytes is None:
-            return None
-        peaks += [member.peak_memory_bytes] * member.replicas
+    if any(member.peak_memory_bytes is None for member in members):
+        return None
+    peaks = sorted(member.peak_memory_bytes or 0 for member in members for _ in range(member.replicas))
     working = [member for member in plan.members if member.needs_worker]
     on_cpu = max((member.replicas for member in working if not member.gpus), default=0)
     at_a_time = len(plan.gpus) * plan.config.max_workers_per_gpu + on_cpu
     standby = WORKER_HOST_BYTES if plan.gpus and plan.config.standby and len(working) > 1 else 0
     parent = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in kB on Linux, see getrusage(2)
-    return sum(sorted(peaks, reverse=True)[:at_a_time]) + standby + parent
+    return sum(peaks[-at_a_time:]) + standby + parent

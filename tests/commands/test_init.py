@@ -135,7 +135,7 @@ def test_a_language_model_says_the_labels_of_the_sample(project: Project, contes
     assert done.returncode == 0, done.stderr
     assert "guess: plain.label_tokens: what the model would say for each label" in done.stdout
     text, config = made(project)
-    assert "    # GUESS: what the model would say for each label" in text
+    assert "    # GUESS: plain.label_tokens: what the model would say for each label" in text
     labels = [CONTEST[2], *CONTEST[:2]]
     assert config["labels"] == labels, "those of the one that has names"
     first, second, third = config["models"]
@@ -217,7 +217,7 @@ def test_what_does_not_fit_together_is_said_by_validate(project: Project, contes
 def test_tables_that_no_config_can_read(name: str, content: str, words: str, project: Project) -> None:
     (project.folder / name).write_text(content, encoding="utf-8")
     with pytest.raises(DataError, match=re.escape(words)):
-        first_config(project.folder / name, [str(project.models / "gemma")], None, project.folder / "c.yaml")
+        first_config(project.folder / name, [str(project.models / "gemma")], None)
 
 
 @pytest.mark.parametrize(
