@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +18,7 @@ from urllib.parse import urlsplit
 
 from ensemble.common.device_trials import CPU, DeviceReport, DeviceTrial, run_trials
 from ensemble.common.errors import DeviceError, EnsembleError
-from ensemble.common.files import cannot_write, unwritable_reason
+from ensemble.common.files import free_bytes, unwritable_reason
 from ensemble.common.gpus import (
     MIN_REPORTED_BYTES,
     Device,
@@ -156,17 +154,16 @@ def package_findings(requirements: Iterable[Requirement], needed: Mapping[str, s
     installed = installed_versions([requirement.name for requirement in requirements])
     for requirement in requirements:
         name, version = requirement.name, installed.get(requirement.name)
-        is_needed = name in needed or not (requirement.extra or name in ANALYSIS)
-        mark: Mark = "problem" if is_needed else "note"
-        why = f", which {needed[name]} needs" if name in needed else ""
-        if name in ANALYSIS:
-            why = "; fit, compare and the report need it, a run does not"
-        wrong = "" if version is None else requirement.wrong(version)
-        if version is None and not requirement.extra:
-            yield Finding(mark, f"{name} is not installed{why}", requirement.install)
-        elif wrong:
-            yield Finding(mark, f"{name} {version} is {wrong}{why}", requirement.install)
-        elif version is not None:
+        mark: Mark = "note" if requirement.extra or name in ANALYSIS else "problem"
+        why = "; fit, compare and the report need it, a run does not" if name in ANALYSIS else ""
+        if name in needed:
+            mark, why = "problem", f", which {needed[name]} needs"
+        if version is None:
+            if not requirement.extra:
+                yield Finding(mark, f"{name} is not installed{why}", requirement.install)
+        elif requirement.wrong(version):
+            yield Finding(mark, f"{name} {version} is {requirement.wrong(version)}{why}", requirement.install)
+        else:
             good.append(f"{name}{NO_BREAK}{version}")
     if good:
         yield Finding("ok", ", ".join(good))
@@ -193,21 +190,12 @@ def host_findings(plan_bytes: int = 0) -> Iterator[Finding]:
 
 
 def disk_findings(key: str, folder: Path) -> Iterator[Finding]:
-    """Check whether a directory can be written, and its free space; nothing is left there."""
+    """Check whether a directory can be written, and its free space."""
     reason = unwritable_reason(key, folder)
-    existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    if reason is None:
-        try:
-            with tempfile.TemporaryFile(dir=existing) as file:
-                file.write(b"x")
-        except OSError as error:  # such as a quota
-            reason = cannot_write(key, folder, error)
     if reason is not None:
         yield Finding.of_sentence("problem", reason, _ELSEWHERE)
         return
-    free = shutil.disk_usage(existing).free
+    free = free_bytes(folder) or 0
     text = f"{key}: {gib(free)} free at {folder.absolute()}"
     few = "make room: the results and a copy of the table go there"
     yield Finding.of_amount(text, free, _DISK_NEEDED, _DISK_WANTED, _ELSEWHERE, few)
@@ -251,28 +239,22 @@ def _of_nodes(launcher: Launcher, nodes: Sequence[Node], imports: Sequence[str])
     devices = [device for node in nodes for device in node.gpus or [replace(CPU, node=node.name)]]
     trials = launcher.trials(devices, imports)
     for node in nodes:
+        title = f"node {node.name}"
         versions = ", ".join(f"{name}{NO_BREAK}{version}" for name, version in node.versions.items())
-        yield Finding("ok", f"node {node.name}: {versions}")
+        yield Finding("ok", f"{title}: {versions}")
         memory = f"{gib(node.available_bytes)} of {gib(node.total_bytes)} memory free"
-        text, few = f"node {node.name}: {memory}, {plural(node.cpus, 'CPU')}", "end other programs there"
+        text, few = f"{title}: {memory}, {plural(node.cpus, 'CPU')}", "end other programs there"
         yield Finding.of_amount(text, node.available_bytes, _MEMORY_NEEDED, _MEMORY_WANTED, few, few)
-        if (free := node.free_disk_bytes) is not None:
-            text = f"node {node.name}: {gib(free)} of disk free for the run's files"
+        if node.free_disk_bytes is not None:
+            text = f"{title}: {gib(node.free_disk_bytes)} of disk free for the run's files"
             few = "make room there, or let TMPDIR name another disk there"
-            yield Finding.of_amount(text, free, _DISK_NEEDED, _DISK_WANTED, few, few)
-        for gpu in node.gpus:
-            used = f"{gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} used"
-            is_used = gpu.used_bytes >= MIN_REPORTED_BYTES
-            advice = f"end what holds the memory, or set wait_for_gpu; {gpu_users(gpu)}" if is_used else ""
-            yield Finding("note" if is_used else "ok", f"{gpu.title}, {used}", advice)
+            yield Finding.of_amount(text, node.free_disk_bytes, _DISK_NEEDED, _DISK_WANTED, few, few)
+        yield from map(_of_gpu, node.gpus)
         if not node.gpus:
-            yield Finding(
-                "note", f"node {node.name} has no GPU that this run may use: it computes on its CPUs"
-            )
+            yield Finding("note", f"{title} has no GPU that this run may use: it computes on its CPUs")
         if node.models:
-            kinds = set(node.models.values())
-            mark: Mark = "ok" if kinds <= {"there", "on the hub", "sent"} else "note"
-            yield Finding(mark, f"node {node.name}: models: {node.models_text}")
+            is_ready = set(node.models.values()) <= {"there", "on the hub", "sent"}
+            yield Finding("ok" if is_ready else "note", f"{title}: models: {node.models_text}")
         yield from (Finding.of_sentence("problem", text, "look at the node") for text in node.problems)
         yield from trial_findings([trial for trial in trials if trial.device.node == node.name], None)
 
@@ -296,15 +278,16 @@ def inventory_findings(
         is_mask = warning.startswith("CUDA_VISIBLE_DEVICES")
         advice = _MASK_ADVICE if is_mask else "look at nvidia-smi; a restart may help"
         yield Finding("note", warning, advice)
-    for gpu in machine.gpus:
-        capability = f", capability {_dotted(gpu.compute_capability)}" if gpu.compute_capability else ""
-        used = f"{gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} used"
-        text = f"{gpu.title}{capability}, {used}"
-        if gpu.used_bytes >= MIN_REPORTED_BYTES or processes_on(gpu.uuid):
-            advice = "end what holds the memory if the models need it, or set wait_for_gpu"
-            yield Finding("note", f"{text}; {gpu_users(gpu)}", advice)
-        else:
-            yield Finding("ok", text)
+    yield from map(_of_gpu, machine.gpus)
+
+
+def _of_gpu(gpu: Device) -> Finding:
+    capability = f", capability {_dotted(gpu.compute_capability)}" if gpu.compute_capability else ""
+    text = f"{gpu.title}{capability}, {gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} used"
+    if gpu.used_bytes < MIN_REPORTED_BYTES and (gpu.node or not processes_on(gpu.uuid)):
+        return Finding("ok", text)
+    advice = "end what holds the memory if the models need it, or set wait_for_gpu"
+    return Finding("note", f"{text}; {gpu_users(gpu)}", advice)
 
 
 def trial_findings(trials: Sequence[DeviceTrial], driver_cuda: Version | None) -> Iterator[Finding]:
@@ -320,69 +303,61 @@ def trial_findings(trials: Sequence[DeviceTrial], driver_cuda: Version | None) -
 def _of_trial(trial: DeviceTrial, driver_cuda: Version | None) -> Iterator[Finding]:
     report, device = trial.report, trial.device
     if report is None:
-        tried = "GPU (nvidia-smi)" if device.is_gpu else "installation of torch"
-        advice = f"try again; if it happens again, look at the {tried}"
+        suspect = "GPU (nvidia-smi)" if device.is_gpu else "installation of torch"
+        advice = f"try again; if it happens again, look at the {suspect}"
         if trial.signal_number == signal.SIGKILL:
             advice = "usually memory ran out: look at dmesg and at the container's memory limit"
         elif trial.signal_number == signal.SIGILL:
             advice = "this CPU is too old for this build of torch: install another build"
         yield Finding("problem", trial.ending, advice)
         return
-    if reason := report.errors.get("import torch"):
-        yield Finding("problem", f"torch cannot be imported ({reason})", f"reinstall it: {_INSTALL}")
+    errors = dict(report.errors)
+    if "import torch" in errors:
+        text = f"torch cannot be imported ({errors['import torch']})"
+        yield Finding("problem", text, f"reinstall it: {_INSTALL}")
         return
+    imports = {tried: errors.pop(tried) for tried in report.errors if tried.startswith(("import ", "open "))}
     capability = report.capability or device.compute_capability
-    failed = {
-        tried: error for tried, error in report.errors.items() if not tried.startswith(("import ", "open "))
-    }
     if device.is_gpu and not report.sees_gpu:
         yield _unseen(report, driver_cuda)
-    elif capability and any(words in error for words in _NO_CODE for error in failed.values()):
+    elif capability and any(words in error for words in _NO_CODE for error in errors.values()):
         text = f"torch {report.torch} has no code for capability {_dotted(capability)}, only for "
         advice = f"install a build of torch that has sm_{capability[0]}{capability[1]}: {_INSTALL}"
         yield Finding("problem", text + ", ".join(report.architectures), advice)
-    elif failed:
-        for tried, error in failed.items():
-            advice = f"update the driver or reinstall torch: {_INSTALL}"
-            if "OutOfMemory" in error or "out of memory" in error:
-                advice = "end what holds the memory"
+    elif errors:
+        for tried, error in errors.items():
+            advice = f"end what holds the memory, update the driver or reinstall torch: {_INSTALL}"
             yield Finding("problem", f"torch {report.torch} could not {tried} ({error})", advice)
     else:
         build = f"torch {report.torch}" + (f" (CUDA {report.cuda})" if report.cuda and capability else "")
         free = f", {gib(report.free_bytes)} free" if report.free_bytes is not None else ""
         passed = ", ".join(report.passed)
         yield Finding("ok", f"{build} computes correctly in {passed}{free}")
-    for tried, error in report.errors.items():
-        if tried.startswith("open "):
+    for tried, error in imports.items():
+        module = tried.removeprefix("import ")
+        text, advice = f"{module} cannot be imported ({error})", "install what it names, or reinstall it"
+        if module.startswith("ensemble."):
+            text = f"a worker's imports fail ({error})"
+        elif tried.startswith("open "):
             text = f"could not {tried} for torch's CUDA {report.cuda} ({error})"
-            yield Finding(
-                "problem",
-                text,
-                "install a release of bitsandbytes that has it: python -m bitsandbytes says more",
-            )
-        elif tried not in failed:
-            module = tried.removeprefix("import ")
-            is_own = module.startswith("ensemble.")
-            what = "a worker's imports fail" if is_own else f"{module} cannot be imported"
-            yield Finding("problem", f"{what} ({error})", "install what it names, or reinstall it")
+            advice = "install a release of bitsandbytes that has it: python -m bitsandbytes says more"
+        yield Finding("problem", text, advice)
 
 
 def _unseen(report: DeviceReport, driver_cuda: Version | None) -> Finding:
     """Say why torch does not see a GPU that the driver shows."""
-    knows = f"the driver knows CUDA up to {_dotted(driver_cuda)}" if driver_cuda else "the driver shows a GPU"
-    install = f"install a build of torch for CUDA {driver_cuda[0] if driver_cuda else ''}".rstrip()
-    reason = report.errors.get("start CUDA", "no reason given")
-    if report.cuda is None:
-        text = f"is a build without CUDA, and {knows}"
-        advice = f"{install} ({_INSTALL}), or hide the GPU: CUDA_VISIBLE_DEVICES=-1"
-    elif (driver_cuda and int(report.cuda.split(".")[0]) > driver_cuda[0]) or "too old" in reason:
-        text = f"is built for CUDA {report.cuda}, and {knows}" + ("" if driver_cuda else f" ({reason})")
-        advice = f"update the driver, or {install} ({_INSTALL})"
-    else:
-        text = f"cannot start CUDA ({reason})"
-        opened = "see whether nvidia-smi works and /dev/nvidia* may be opened"
-        advice = f"{opened}; restart after an update of the driver"
-    return Finding("problem", f"torch {report.torch} {text}", advice)
+    reason = report.errors.get("start CUDA", "it sees no GPU")
+    build = "is a build without CUDA" if report.cuda is None else f"is built for CUDA {report.cuda}"
+    driver = (
+        f"the driver knows CUDA up to {_dotted(driver_cuda)}" if driver_cuda else "the driver shows a GPU"
+    )
+    version = f" for CUDA {driver_cuda[0]}" if driver_cuda else ""
+    return Finding(
+        "problem",
+        f"torch {report.torch} {build}, and {driver} ({reason})",
+        f"install a build of torch{version} ({_INSTALL}), or update the driver; if nvidia-smi fails, too, restart; "
+        "CUDA_VISIBLE_DEVICES=-1 hides the GPU",
+    )
 
 
 def _dotted(version: Version) -> str:
