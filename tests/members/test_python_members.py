@@ -521,7 +521,7 @@ def test_calls_that_run_out_of_torchs_memory_are_halved(project: Project) -> Non
                 "of shape (300,) for 300 rows and 3 labels",
             ),
             ("import nothing_of_that_name\n" + GOOD, "No module named 'nothing_of_that_name'"),
-            ("predict = 5", "predict must be a function, and "),
+            ("predict = 5", "predict must be a function of "),
             (
                 "def predict(frame): ...",
                 "predict: predict is called with the frame and the context: too many",

@@ -13,23 +13,21 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import pyarrow as pa
 
 from ensemble.common.errors import MemberError
 from ensemble.common.host import usable_cpus
 from ensemble.common.protocol import CommonSpec, Counters, Ready
 from ensemble.common.torch_errors import is_out_of_memory, one_line
+from ensemble.data.published_table import PublishedTable
 from ensemble.members.predictor import Prediction, Predictor, Report
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-    import pandas as pd
-
-    from ensemble.data.published_table import PublishedTable
 
 _RETURN_ADVICE = (
     "return probabilities as an array [rows, labels], a frame with the labels as columns, or a list of rows"
@@ -63,10 +61,6 @@ class Context:
 
 
 def import_libraries() -> Mapping[str, str]:
-    import numpy as np
-    import pandas as pd
-    import pyarrow as pa
-
     return {"numpy": np.__version__, "pandas": pd.__version__, "pyarrow": pa.__version__}
 
 
@@ -92,40 +86,33 @@ class FunctionPredictor(Predictor):
         sys.dont_write_bytecode = True  # a run writes nothing beside the user's files
         module = _import_module(settings["module"], settings["file"])
         self._predict = _function(module, settings["function"], "predict", ("the frame", "the context"))
-        self._setup = (
-            None
-            if settings["setup"] is None
-            else _function(module, settings["setup"], "setup", ("the context",))
-        )
+        self._setup: Callable[..., Any] = lambda context: None
+        if settings["setup"] is not None:
+            self._setup = _function(module, settings["setup"], "setup", ("the context",))
 
     def load(self) -> Ready:
-        import numpy as np
-
         self._context.cache_dir.mkdir(parents=True, exist_ok=True)
         random.seed(self._context.seed)
         np.random.seed(self._context.seed)  # the global generator, which libraries use
-        if self._setup is not None:
-            self._context.state = self._setup(self._context)
+        self._context.state = self._setup(self._context)
         return Ready(device=self._context.device)
 
     def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
-        import numpy as np
-
         values = np.full((len(rows), len(self._context.labels)), np.nan)
         bad_rows: dict[int, str] = {}
         start = calls = failures = largest = 0
         while start < len(rows):
             frame = self._frame(rows[start : start + (self._batch_size or len(rows))])
-            count = len(frame)
-            self._context.report = partial(_report_rows, report, start, count)
+            stop = start + len(frame)
+            self._context.report = lambda done, start=start, stop=stop: report(
+                min(max(start, start + int(done)), stop)
+            )
             ids = frame.index.copy()  # since the user's function may change the frame
             memory_error = ""
             try:
-                values[start : start + count] = _values(
-                    self._predict(frame, self._context), ids, self._context.labels
-                )
+                values[start:stop] = _values(self._predict(frame, self._context), ids, self._context.labels)
                 calls += 1
-                largest = max(largest, count)
+                largest = max(largest, len(ids))
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -134,47 +121,41 @@ class FunctionPredictor(Predictor):
                 # Not in the except block, where the error still holds the tensors of the failed call.
                 _empty_cache()
                 failures += 1
-                self._batch_size = max(1, count // 2)
-                if count > 1:
+                if len(ids) > 1:
+                    self._batch_size = len(ids) // 2
                     continue
                 bad_rows[start] = f"its function ran out of memory with this row alone: {memory_error}"
                 self._batch_size = largest or 1  # the other rows fit as before
-            start += count
+            start = stop
             report(start)
         return Prediction(values, bad_rows, Counters(batches=calls, oom_events=failures))
 
     def _frame(self, rows: npt.NDArray[np.int64]) -> pd.DataFrame:
         """Return a frame of these rows; a column has the same type in every frame."""
-        import pandas as pd
-
         ids = pd.Index(self._table.ids(rows), dtype=object, name=self._settings["id_column"])
         records = self._table.take(rows)
         columns = {}
         for name in self._settings["columns"]:
-            cells = self._column(name, records)
+            cells = self._cells(name, [record[name] for record in records])
             # With a dtype, since pandas 3 would turn text objects into its "str" and pandas 2 would not.
             columns[name] = pd.Series(cells, index=ids, dtype=cells.dtype)
         return pd.DataFrame(columns, index=ids)
 
-    def _column(self, name: str, records: Sequence[Mapping[str, object]]) -> npt.NDArray[Any]:
+    def _cells(self, column: str, cells: Sequence[object]) -> npt.NDArray[Any]:
         """Return text with "" where it is missing, numbers with NaN, and all else as Python objects with None."""
-        import numpy as np
-        import pyarrow as pa
-
-        cells = [record[name] for record in records]
-        field, has_nulls = self._table.schema.field(name), self._table.has_nulls[name]
-        is_json = (field.metadata or {}).get(b"ensemble") == b"json"
+        field, has_nulls = self._table.schema.field(column), self._table.has_nulls[column]
         if pa.types.is_floating(field.type) or (pa.types.is_integer(field.type) and has_nulls):
             return np.array([np.nan if cell is None else cell for cell in cells], dtype=np.float64)
         if pa.types.is_integer(field.type):
             return np.array(cells, dtype=np.uint64 if pa.types.is_uint64(field.type) else np.int64)
         if pa.types.is_boolean(field.type) and not has_nulls:
             return np.array(cells, dtype=np.bool_)
+        is_json = (field.metadata or {}).get(b"ensemble") == b"json"
         is_text = pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
-        column = np.empty(len(cells), dtype=object)
+        objects = np.empty(len(cells), dtype=object)
         for index, cell in enumerate(cells):  # one by one: NumPy would turn lists into dimensions
-            column[index] = "" if cell is None and is_text and not is_json else cell
-        return column
+            objects[index] = "" if cell is None and is_text and not is_json else cell
+        return objects
 
 
 def _empty_cache() -> None:
@@ -200,8 +181,7 @@ def _import_module(name: str, file: str | None) -> ModuleType:
 def _function(module: ModuleType, name: str, role: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
-        what = "nothing of that name" if function is None else f"a {type(function).__name__} of that name"
-        raise ValueError(f"{role}: {name} must be a function, and {module.__file__} has {what}")
+        raise ValueError(f"{role}: {name} must be a function of {module.__file__}")
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
@@ -211,31 +191,22 @@ def _function(module: ModuleType, name: str, role: str, arguments: tuple[str, ..
     return function
 
 
-def _report_rows(report: Report, start: int, rows: int, done: int) -> None:
-    report(start + min(max(0, int(done)), rows))
-
-
-def _values(result: Any, index: pd.Index, labels: tuple[str, ...]) -> npt.NDArray[np.float64]:
+def _values(result: Any, ids: pd.Index, labels: tuple[str, ...]) -> npt.NDArray[np.float64]:
     """Return the result of the user's function as float64 [rows, labels].
 
     Raises:
         MemberError: its type or columns are wrong, as they would be for other rows.
         ValueError: its number of rows or its ids differ from those of the call.
     """
-    import numpy as np
-    import pandas as pd
-
     if isinstance(result, pd.DataFrame):
-        result = _labelled(result, index, labels).to_numpy()
-    elif not isinstance(result, np.ndarray | list | tuple) and not hasattr(result, "__array__"):
+        result = _labelled(result, ids, labels)
+    elif not isinstance(result, list | tuple) and not hasattr(result, "__array__"):
         raise MemberError(f"its function returned {type(result).__name__}; {_RETURN_ADVICE}")
     try:
         values = np.asarray(result, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"its function returned what cannot be read as numbers ({error}); {_RETURN_ADVICE}"
-        ) from error
-    rows, count = len(index), len(labels)
+        raise ValueError(f"its function returned no numbers ({error}); {_RETURN_ADVICE}") from error
+    rows, count = len(ids), len(labels)
     if values.shape != (rows, count):
         # One row may have lost a dimension, or be why others are missing; all else is wrong for all rows.
         is_by_rows = rows == 1 or (values.ndim == 2 and values.shape[1] == count)
@@ -246,10 +217,8 @@ def _values(result: Any, index: pd.Index, labels: tuple[str, ...]) -> npt.NDArra
     return values
 
 
-def _labelled(frame: pd.DataFrame, index: pd.Index, labels: tuple[str, ...]) -> pd.DataFrame:
-    """Return a frame's columns of the labels, its rows in the order of ``index``."""
-    import pandas as pd
-
+def _labelled(frame: pd.DataFrame, ids: pd.Index, labels: tuple[str, ...]) -> pd.DataFrame:
+    """Return a frame's columns of the labels, its rows in the order of ``ids``."""
     frame = frame.rename(columns=str)
     missing = [label for label in labels if label not in frame.columns]
     if missing:
@@ -259,11 +228,11 @@ def _labelled(frame: pd.DataFrame, index: pd.Index, labels: tuple[str, ...]) -> 
         )
     frame = frame[list(labels)]
     # A frame with a new RangeIndex is joined by position.
-    if isinstance(frame.index, pd.RangeIndex) or frame.index.equals(index):
+    if isinstance(frame.index, pd.RangeIndex) or frame.index.equals(ids):
         return frame
-    if frame.index.has_duplicates or set(frame.index) != set(index):
+    if frame.index.has_duplicates or set(frame.index) != set(ids):
         raise ValueError(
             "its function returned a frame with other ids than it was called with; return one row for each, with "
             "the same index"
         )
-    return frame.loc[index]
+    return frame.loc[ids]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -57,17 +57,16 @@ class PythonFunction(MemberKind[PythonSettings, PythonInspection]):
             f"depends_on: {path}: no such file or folder" for path in model.depends_on if not path.exists()
         ]
         module, function = model.module_and_function
+        functions = {"predict": function} | ({} if model.setup is None else {"setup": model.setup})
         try:
             source = find_source(module, model.is_file)
-            problems += source.problems(function, "predict")
-            if model.setup is not None:
-                problems += source.problems(model.setup, "setup")
+            problems += source.problems(functions)
         except CheckpointError as error:
             raise CheckpointError([*error.problems, *problems]) from None
         problems += [
             f"predict: {name}, beside {source.file}, has the name of an installed module, which would be imported "
             "in its place; rename it"
-            for name in source.shadowed
+            for name in source.shadowed()
         ]
         if problems:
             raise CheckpointError(problems)
@@ -112,10 +111,6 @@ class PythonFunction(MemberKind[PythonSettings, PythonInspection]):
             "id_column": inspected.id_column,
             "batch_size": model.batch_size,
         }
-
-    def warnings(self, inspected: PythonInspection) -> Iterator[str]:
-        if inspected.source.file.suffix != ".py":
-            yield f"predict: {inspected.source.file} is compiled: what it imports does not count as its code"
 
 
 def _digest(path: Path, files: FileDigests) -> str:

@@ -14,20 +14,20 @@ import os
 import symtable
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import decode_source
 from modulefinder import Module, ModuleFinder
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from ensemble.common.errors import CheckpointError
 from ensemble.common.files import unreadable
 from ensemble.common.text import did_you_mean
 
-_PACKAGE = 5  # modulefinder's number for a package
+_PACKAGE, _BUILT_IN = 5, 6  # modulefinder's numbers
 
 
 @dataclass(frozen=True)
@@ -55,33 +55,43 @@ class Source:
                 finder.run_script(str(self.file))
             else:
                 finder.import_hook(self.name)
-        names = [getattr(module, "__file__", None) for module in finder.modules.values()]
-        code = {Path(file) for file in names if file is not None and file.endswith(".py")}
+        names = [getattr(module, "__file__", None) or "" for module in finder.modules.values()]
+        code = {Path(file) for file in names if file.endswith(".py")}
         return (self.file, *sorted(code - {self.file}))
 
-    @cached_property
-    def shadowed(self) -> tuple[str, ...]:
-        """Return the modules beside a named file that installed modules of the same names hide."""
+    def shadowed(self) -> Iterator[str]:
+        """Yield the modules beside a named file that installed modules of the same names hide."""
         if self.package or self.file.parent != self.root:
-            return ()
-        names = dict.fromkeys(Path(path.relative_to(self.root).parts[0]).stem for path in self.files)
-        return tuple(name for name in names if _is_installed(name, self.root))
+            return
+        for name in dict.fromkeys(Path(path.relative_to(self.root).parts[0]).stem for path in self.files):
+            spec = _find_spec(name)
+            if spec is None or spec.origin is None:  # a namespace does not hide the file
+                continue
+            # The folder may itself be on the path.
+            if self.root.resolve() not in Path(spec.origin).resolve().parents:
+                yield name
 
-    def problems(self, function: str, role: str) -> Iterator[str]:
-        """Yield a sentence if the module does not define the function."""
+    def problems(self, functions: Mapping[str, str]) -> Iterator[str]:
+        """Yield a sentence for each function, by its key, that the module does not define.
+
+        Raises:
+            CheckpointError: the file cannot be read, or is no Python.
+        """
         if self.file.suffix != ".py":
             return
         try:
             text = decode_source(self.file.read_bytes())
-            names = [name for name in _names(text, self.file) if not name.startswith("__")]
+            symbols = symtable.symtable(text, str(self.file), "exec").get_symbols()
         except OSError as error:
             raise CheckpointError(f"predict: {unreadable(self.file, error)}") from error
         except (SyntaxError, ValueError, RecursionError) as error:
             line = getattr(error, "lineno", None)
             where = f"{self.file}, line {line}" if line else str(self.file)
             raise CheckpointError(f"predict: {where}: {getattr(error, 'msg', error)}; correct it") from error
-        if function not in names and "import *" not in text and "__getattr__" not in text:
-            yield f"{role}: {self.file} defines no {function}{did_you_mean(function, names)}"
+        names = [symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()]
+        for key, function in functions.items():
+            if function not in names and "import *" not in text and "__getattr__" not in text:
+                yield f"{key}: {self.file} defines no {function}{did_you_mean(function, names)}"
 
 
 class _Finder(ModuleFinder):
@@ -96,19 +106,12 @@ class _Finder(ModuleFinder):
     ) -> tuple[IO[Any] | None, str | None, tuple[str, str, int]]:
         if path is None and self._package and name != self._package:
             raise ImportError(name)
-        folders = (Path(parent_folder, name) for parent_folder in path or self.path)
-        folder = next((folder for folder in folders if folder.is_dir()), None)
         spec = PathFinder.find_spec(name, path or self.path)
-        if folder is not None and (spec is None or spec.origin is None):  # a package without __init__.py
-            return None, str(folder), ("", "", _PACKAGE)
+        if spec is None and name == "__init__":
+            return None, path[0], ("", "", _BUILT_IN)
+        if spec is not None and spec.origin is None:  # a package without __init__.py
+            return None, next(iter(spec.submodule_search_locations or ())), ("", "", _PACKAGE)
         return super().find_module(name, path, parent)
-
-    def load_package(self, fqname: str, pathname: str) -> Module:
-        if Path(pathname, "__init__.py").is_file():
-            return super().load_package(fqname, pathname)
-        module: Any = self.add_module(fqname)
-        module.__path__ = [pathname]
-        return cast(Module, module)
 
 
 def find_source(module: str, is_file: bool) -> Source:
@@ -142,31 +145,9 @@ def _find_spec(module: str) -> ModuleSpec | None:
     python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     working_directory = os.getcwd()  # noqa: PTH109
     path = [folder for folder in sys.path if folder in python_path or folder not in ("", working_directory)]
-    spec, name = None, ""
-    for part in module.split("."):
-        name = f"{name}.{part}" if name else part
-        spec = None
-        # KeyError: a namespace within a package, which Python would have to import.
-        with contextlib.suppress(KeyError):
-            spec = next(filter(None, (finder.find_spec(name, path) for finder in sys.meta_path)), None)
-        if spec is not None and spec.origin is not None:
-            path = list(spec.submodule_search_locations or ())
-            continue
-        path = [str(Path(folder, part)) for folder in path if Path(folder, part).is_dir()]
-        if not path:
-            return None
+    first, *others = module.split(".")
+    spec = next(filter(None, (finder.find_spec(first, path) for finder in sys.meta_path)), None)
+    for part in others:
+        if spec is not None:
+            spec = PathFinder.find_spec(part, list(spec.submodule_search_locations or ()))
     return spec
-
-
-def _is_installed(name: str, folder: Path) -> bool:
-    spec = _find_spec(name)
-    if spec is None or spec.origin is None:  # a namespace does not hide the file
-        return False
-    # The folder may itself be on the path.
-    return folder.resolve() not in Path(spec.origin).resolve().parents
-
-
-def _names(code: str, file: Path) -> list[str]:
-    """Return the names that a module's statements bind."""
-    symbols = symtable.symtable(code, str(file), "exec").get_symbols()
-    return [symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()]
