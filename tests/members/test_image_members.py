@@ -223,7 +223,8 @@ def test_init_guesses_the_column_that_names_the_images(project: Project) -> None
         }
     ]
     assert (
-        "# GUESS: the column that names the files; image_folder and image_suffix say where they are" in text
+        "# GUESS: eyes.image_column: the column that names the files; image_folder and image_suffix say where"
+        in text
     )
     assert "guess: eyes.image_column: the column that names the files" in done.stdout
     assert written["labels"] == THEIRS

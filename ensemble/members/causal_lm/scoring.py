@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from ensemble.members.huggingface.scoring.forward import Shortcut
 
 # Fewer tokens or rows are not worth a separate pass.
 _MIN_TOKENS, _MIN_ROWS = 32, 4
+_NO_TOKENS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
 def paths(label_ids: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], list[int]]]:
@@ -73,16 +74,12 @@ class _SharedLayer(DynamicLayer):  # type: ignore[misc]  # of a library without 
         )
 
 
+@dataclass(frozen=True)
 class Prefix:
     """The tokens of a prefix, int64 [tokens], with the model's keys and values."""
 
-    def __init__(self, tokens: npt.NDArray[np.int64], filled: DynamicCache) -> None:
-        self.tokens = tokens
-        self._layers = [_SharedLayer(layer) for layer in filled.layers]
-
-    def cache(self) -> Cache:
-        """Return a cache for one pass."""
-        return Cache(layers=list(self._layers))
+    tokens: npt.NDArray[np.int64]
+    layers: list[_SharedLayer]
 
 
 def begins_with(
@@ -90,30 +87,25 @@ def begins_with(
 ) -> npt.NDArray[np.bool_]:
     """Return which of these rows begin with the tokens and have more, bool [rows]."""
     count = len(tokens)
-    ids = encoded.inputs["input_ids"]
-    return np.array(
-        [len(ids[row]) > count and np.array_equal(ids[row][:count], tokens) for row in rows.tolist()],
-        dtype=bool,
-    )
+    ids = [encoded.inputs["input_ids"][row] for row in rows.tolist()]
+    return np.array([len(row) > count and np.array_equal(row[:count], tokens) for row in ids], dtype=bool)
 
 
 def shared_tokens(encoded: Encoded) -> npt.NDArray[np.int64]:
     """Return the tokens that a chunk's rows begin with; none if they are too few."""
+    rows = np.flatnonzero(encoded.lengths > 0)
+    lengths = encoded.lengths[rows]
     # Rows that were cut have the maximal length, and may have lost their beginning: they count only where there are
     # too few others.
-    nothing = np.empty(0, dtype=np.int64)
-    rows = np.flatnonzero(encoded.lengths > 0)
-    if len(rows) < _MIN_ROWS:
-        return nothing
-    lengths = encoded.lengths[rows]
-    shorter = rows[lengths < lengths.max()]
+    shorter = rows[lengths < lengths.max(initial=0)]
     rows = shorter if len(shorter) >= _MIN_ROWS else rows
-    ids = encoded.inputs["input_ids"]
+    if len(rows) < _MIN_ROWS:
+        return _NO_TOKENS
     count = int(encoded.lengths[rows].min()) - 1  # each row needs a token of its own
-    beginnings = np.stack([ids[row][:count] for row in rows.tolist()])
+    beginnings = np.stack([encoded.inputs["input_ids"][row][:count] for row in rows.tolist()])
     differs = (beginnings != beginnings[0]).any(axis=0)
     shared = beginnings[0][: differs.argmax() if differs.any() else count]
-    return shared if len(shared) >= _MIN_TOKENS else nothing
+    return shared if len(shared) >= _MIN_TOKENS else _NO_TOKENS
 
 
 class LabelScorer(Classifier):
@@ -140,7 +132,7 @@ class LabelScorer(Classifier):
         self.taken = {Shortcut.LAST_TOKEN}  # nothing else goes through the head
         self._prefix: Prefix | None = None
         self._chunk: Encoded | None = None  # the one that ``_shared`` belongs to
-        self._shared: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)  # tokens that its rows begin with
+        self._shared = _NO_TOKENS  # that its rows begin with
         self.shared_tokens = 0  # tokens of rows that no pass had to compute, padding not counted
 
     def logits(self, encoded: Encoded, rows: npt.NDArray[np.int64], with_mask: bool = False) -> torch.Tensor:
@@ -151,36 +143,48 @@ class LabelScorer(Classifier):
             probability of first tokens that belong to no label.
         """
         self._find_shared(encoded)
-        single_row = self._dropping_prefix() if len(rows) == 1 else nullcontext()
-        with single_row, self._spread.forward_pass(), torch.inference_mode():
-            # Passes with a mask may be float32, while the prefix was computed in another type.
-            prefix = None if with_mask else self._prefix_of(encoded, rows)
-            scores: dict[int, torch.Tensor] = {}
-            others = None
-            batches = [self._batch(encoded, rows, tokens, with_mask, prefix) for tokens, _ in self._paths]
-            for (tokens, labels), (inputs, positions) in zip(self._paths, batches, strict=True):
-                # The last layer's parts can compute one position of each row.
-                is_single = not tokens and Shortcut.LAST_TOKEN_LAYER in self.taken
-                parts = self._last_token_parts if is_single else []
-                head = self._model.get_output_embeddings()
-                cache = {} if prefix is None else {"past_key_values": prefix.cache()}
-                with last_token_only(parts, positions[:, 0]), _head_at(head, positions):
-                    logits = self._model(**inputs, **cache, use_cache=prefix is not None).logits.float()
-                total = logits.logsumexp(-1)
-                for label in labels:
-                    ids = self._label_ids[label]
-                    log_probabilities = [
-                        logits[:, index, token] - total[:, index] for index, token in enumerate(ids)
-                    ]
-                    scores[label] = torch.stack(log_probabilities).sum(0) / self._divisors[label]
-                if others is None:
-                    mass = (logits[:, 0, self._first_tokens] - total[:, :1]).exp().sum(-1)
-                    others = torch.log1p(-mass.clamp(max=1 - 1e-7))
-                del logits
-            assert others is not None
-            if prefix is not None:
-                self.shared_tokens += len(rows) * len(prefix.tokens)
-            return torch.stack([*(scores[label] for label in sorted(scores)), others], dim=1)
+        columns: dict[int, torch.Tensor] = {}
+        try:
+            with self._spread.forward_pass(), torch.inference_mode():
+                # Passes with a mask may be float32, while the prefix was computed in another type.
+                prefix = None if with_mask else self._prefix_of(encoded, rows)
+                batches = [self._batch(encoded, rows, tokens, with_mask, prefix) for tokens, _ in self._paths]
+                for (_, labels), (inputs, positions) in zip(self._paths, batches, strict=True):
+                    scores = self._label_scores(self._read(inputs, positions, prefix), labels)
+                    columns = scores | columns  # other first tokens are those of the first path
+        except torch.OutOfMemoryError:
+            if len(rows) == 1 or self._prefix is None:
+                # The prefix takes memory, too: this chunk's rows run whole.
+                self._prefix, self._shared = None, _NO_TOKENS
+            raise
+        if prefix is not None:
+            self.shared_tokens += len(rows) * len(prefix.tokens)
+        return torch.stack([columns[column] for column in sorted(columns)], dim=1)
+
+    def _read(
+        self, inputs: dict[str, torch.Tensor], positions: torch.Tensor, prefix: Prefix | None
+    ) -> torch.Tensor:
+        """Return the vocabulary's logits at these positions of each row, float32 [rows, k, vocabulary]."""
+        # The last layer's parts can compute one position of each row.
+        is_single = positions.shape[1] == 1 and Shortcut.LAST_TOKEN_LAYER in self.taken
+        parts = self._last_token_parts if is_single else []
+        cache = {} if prefix is None else {"past_key_values": Cache(layers=list(prefix.layers))}
+        head = self._model.get_output_embeddings()
+        with last_token_only(parts, positions[:, 0]), _head_at(head, positions):
+            logits: torch.Tensor = self._model(**inputs, **cache, use_cache=prefix is not None).logits
+        return logits.float()
+
+    def _label_scores(self, logits: torch.Tensor, labels: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Return the scores of a path's labels, and of other first tokens, by column of ``logits``."""
+        total = logits.logsumexp(-1)
+        scores = {}
+        for label in labels:
+            tokens = enumerate(self._label_ids[label])
+            log_probabilities = [logits[:, index, token] - total[:, index] for index, token in tokens]
+            scores[label] = torch.stack(log_probabilities).sum(0) / self._divisors[label]
+        mass = (logits[:, 0, self._first_tokens] - total[:, :1]).exp().sum(-1)
+        scores[len(self._label_ids)] = torch.log1p(-mass.clamp(max=1 - 1e-7))
+        return scores
 
     def skipped_tokens(self, encoded: Encoded) -> npt.NDArray[np.int64]:
         self._find_shared(encoded)
@@ -189,74 +193,48 @@ class LabelScorer(Classifier):
         rows = np.arange(len(encoded.lengths))
         return np.where(begins_with(encoded, rows, self._shared), len(self._shared), 0)
 
-    def try_prefix(self, encoded: Encoded, tolerance: float) -> bool:
-        """Take the shortcut of shared prefixes if rows keep their numbers, and return whether they do."""
-        ids = np.concatenate(encoded.inputs["input_ids"])
-        ids = np.tile(ids, -(-2 * _MIN_TOKENS // len(ids)))[: 2 * _MIN_TOKENS]
+    def try_prefix(self, encoded: Encoded, tolerance: float) -> None:
+        """Take the shortcut of shared prefixes if rows keep their numbers."""
+        ids = np.resize(np.concatenate(encoded.inputs["input_ids"]), 2 * _MIN_TOKENS)
         # Different ends, of different lengths.
         rows = [np.concatenate([ids[:_MIN_TOKENS], ids[start:]]) for start in (33, 40, 50, 60)]
         trial = Encoded({"input_ids": rows}, np.array([len(row) for row in rows]), truncated_rows=0)
         batch = np.arange(len(rows))
-        is_same = False
         expected = self.logits(trial, batch).cpu().double()
-        self.taken |= {Shortcut.SHARED_PREFIX}
+        self.taken.add(Shortcut.SHARED_PREFIX)
         self._chunk = None
+        is_same = False
         try:
-            logits = self.logits(trial, batch).cpu().double()
-            scale = max(1.0, float(expected.abs().max()))
-            is_close = bool((logits - expected).abs().max() <= tolerance * scale)
+            difference = (self.logits(trial, batch).cpu().double() - expected).abs().max()
+            is_close = bool(difference <= tolerance * max(1.0, float(expected.abs().max())))
             is_same = self._prefix is not None and is_close
         except Exception as error:  # a model whose layers keep other states than keys and values
             if classify(error) is Verdict.SUSPECT:
                 raise
-        finally:
-            if not is_same:
-                self.taken -= {Shortcut.SHARED_PREFIX}
-            self._prefix = self._chunk = None
-            self.shared_tokens = 0
-        return is_same
+        if not is_same:
+            self.taken.discard(Shortcut.SHARED_PREFIX)
+        self._prefix = self._chunk = None
+        self.shared_tokens = 0
 
     def _find_shared(self, encoded: Encoded) -> None:
         """Find the tokens that a chunk's rows begin with, once; none if prefixes are not shared."""
-        if encoded is self._chunk:
-            return
-        self._chunk = encoded
-        self._shared = np.empty(0, dtype=np.int64)
-        if Shortcut.SHARED_PREFIX in self.taken:
-            self._shared = shared_tokens(encoded)
+        if encoded is not self._chunk:
+            self._chunk = encoded
+            self._shared = shared_tokens(encoded) if Shortcut.SHARED_PREFIX in self.taken else _NO_TOKENS
 
     def _prefix_of(self, encoded: Encoded, rows: npt.NDArray[np.int64]) -> Prefix | None:
         """Return the chunk's prefix, after computing it if needed; None if it has none, or these rows differ."""
-        if not len(self._shared):
+        if not len(self._shared) or not begins_with(encoded, rows, self._shared).all():
             return None
         if self._prefix is None or not np.array_equal(self._prefix.tokens, self._shared):
             self._prefix = None
-            cache: DynamicCache | None = DynamicCache()
+            cache = DynamicCache()
             inputs = on_device(self._shared[None], self._device)
             first_position = on_device(np.zeros((1, 1), dtype=np.int64), self.last_device)
-            try:
-                with _head_at(self._model.get_output_embeddings(), first_position):
-                    self._model(input_ids=inputs, past_key_values=cache, use_cache=True)
-            except torch.OutOfMemoryError:
-                cache = None
-            if cache is None:
-                # Keys and values of all layers are more than a row's pass keeps: this chunk's rows run whole.
-                self._shared = self._shared[:0]
-                if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                    torch.cuda.empty_cache()
-                return None
-            self._prefix = Prefix(self._shared, cache)
-        return self._prefix if begins_with(encoded, rows, self._shared).all() else None
-
-    @contextlib.contextmanager
-    def _dropping_prefix(self) -> Iterator[None]:
-        """Drop the prefix, which takes memory, too, if a single row does not fit: the row runs once more, whole."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            self._prefix = None
-            self._shared = self._shared[:0]
-            raise
+            with _head_at(self._model.get_output_embeddings(), first_position):
+                self._model(input_ids=inputs, past_key_values=cache, use_cache=True)
+            self._prefix = Prefix(self._shared, [_SharedLayer(layer) for layer in cache.layers])
+        return self._prefix
 
     def _batch(
         self,

@@ -23,6 +23,8 @@ IMAGE_CLASSIFIER = "AutoModelForImageClassification"
 WITH_LABELS = (CLASSIFIER, IMAGE_CLASSIFIER)
 # Tokens that a row may have where the config does not say, unless the tokenizer has a lower limit.
 DEFAULT_MAX_LENGTH = 1024
+# Numbers of an image that count as a token: a patch of 16 by 16 pixels in three colours.
+NUMBERS_OF_TOKEN = 16 * 16 * 3
 _CAP = "attn_logit_softcapping"
 # Arguments of model_kwargs and tokenizer_kwargs that say how files are fetched. They do not change predictions, and
 # a token may change every day.

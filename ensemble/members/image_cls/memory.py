@@ -16,11 +16,11 @@ from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.memory.estimate import CheckpointMemory, whole_tensors
 from ensemble.members.huggingface.memory.sizes import DTYPE_BYTES
 from ensemble.members.huggingface.settings import HuggingFaceSettings
-from ensemble.members.image_cls.spec import NUMBERS_OF_TOKEN
+from ensemble.members.huggingface.spec import NUMBERS_OF_TOKEN
 
-# Models with one size of images and patches, and layers like text models, as test_image_memory.py measured.
-_PLAIN_TRANSFORMERS = ("deit", "dinov2", "dinov2_with_registers", "siglip", "vit")
 _NO_LIMIT = 1 << 20
+# Tokens for the whole image, in addition to the patches.
+_MORE_TOKENS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,27 +49,28 @@ class ImageMemory(CheckpointMemory):
         pixel_bytes = self.numbers * (4 + 2 * DTYPE_BYTES[footprint.dtype])
         image_bytes = layers.bytes(self.patches, self.patches) - layers.fixed_bytes + pixel_bytes
         # Batches count an image by its pixels, whatever the model's patches are.
-        tokens = self.max_length
-        activation = Activation((Stage(image_bytes / tokens, 0.0),), layers.fixed_bytes)
-        return replace(footprint, activation=activation, width=tokens)
+        activation = Activation((Stage(image_bytes / self.max_length, 0.0),), layers.fixed_bytes)
+        return replace(footprint, activation=activation, width=self.max_length)
 
 
 def image_memory(model: HuggingFaceSettings, checkpoint: Checkpoint, rows: int, labels: int) -> ImageMemory:
     """Return what the files of an image classifier's checkpoint tell about its memory."""
-    config = read_json(checkpoint.folder / "config.json")
-    numbers_of = checkpoint.described.numbers
-    size, patch = numbers_of.get("image_size"), numbers_of.get("patch_size")
+    described = checkpoint.described
+    size, patch = described.numbers.get("image_size"), described.numbers.get("patch_size")
+    # A plain transformer has one table of positions, with a row for each patch.
+    tables = [shape[-2] for name, shape in described.parameters.items() if "position_embedding" in name]
     patches = numbers = 0
-    if config.get("model_type") in _PLAIN_TRANSFORMERS and isinstance(size, int) and isinstance(patch, int):
-        numbers = 3 * size * size
-        # In addition to the patches, tokens for the whole image.
-        patches = (size // max(1, patch)) ** 2 + 2 + int(numbers_of.get("num_register_tokens") or 0)
+    if isinstance(size, int) and isinstance(patch, int) and len(tables) == 1:
+        grid = (size // max(1, patch)) ** 2
+        if grid <= tables[0] <= grid + _MORE_TOKENS:
+            patches = grid + _MORE_TOKENS + int(described.numbers.get("num_register_tokens") or 0)
+            numbers = 3 * size * size
     return ImageMemory(
         settings=model,
         lengths=np.ones(rows, dtype=np.int64),
         num_labels=labels,
         tensors=whole_tensors(model, checkpoint.folder),
-        architecture=read_architecture(config, checkpoint.described),
+        architecture=read_architecture(read_json(checkpoint.folder / "config.json"), described),
         max_length=math.ceil(numbers / NUMBERS_OF_TOKEN) or _NO_LIMIT,
         patches=patches,
         numbers=numbers,

@@ -21,9 +21,13 @@ from ensemble.members.huggingface.checkpoint.hub import how_to_install, read_con
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint
 from ensemble.members.huggingface.checkpoint.labels import label_names
 from ensemble.members.huggingface.parent import HuggingFaceMember
-from ensemble.members.huggingface.spec import CHILD, IMAGE_CLASSIFIER, without_fetching
+from ensemble.members.huggingface.spec import (
+    CHILD,
+    IMAGE_CLASSIFIER,
+    CheckpointSettings,
+    without_fetching,
+)
 from ensemble.members.image_cls.settings import ImageClassifierSettings
-from ensemble.members.image_cls.spec import ImageSettings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -130,14 +134,13 @@ class ImageClassification(HuggingFaceMember[ImageClassifierSettings, ImageCheckp
         self, inspected: ImageCheckpoint, assigned: Assigned, offload_folder: Path | None
     ) -> Mapping[str, Any]:
         model = self.settings
-        settings = ImageSettings(
-            **self._loading(inspected, assigned, offload_folder),
-            image_column=model.image_column,
-            image_folder=str(inspected.image_folder),
-            image_suffix=model.image_suffix or "",
-            processor_kwargs=model.processor_kwargs,
-        )
-        return asdict(settings)
+        return {
+            **asdict(CheckpointSettings(**self._loading(inspected, assigned, offload_folder))),
+            "image_column": model.image_column,
+            "image_folder": str(inspected.image_folder),
+            "image_suffix": model.image_suffix or "",
+            "processor_kwargs": model.processor_kwargs,
+        }
 
 
 def _has_processor(folder: Path) -> bool:

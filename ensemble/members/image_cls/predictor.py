@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,8 +36,7 @@ from ensemble.members.huggingface.scoring.forward import BatchSizes, Scorer
 from ensemble.members.huggingface.scoring.member import CheckpointMember
 from ensemble.members.huggingface.scoring.passes import compile_model
 from ensemble.members.huggingface.scoring.warmup import WarmUp
-from ensemble.members.huggingface.spec import CheckpointSpec
-from ensemble.members.image_cls.spec import NUMBERS_OF_TOKEN, ImageSpec
+from ensemble.members.huggingface.spec import NUMBERS_OF_TOKEN, CheckpointSpec
 from ensemble.members.predictor import Prediction, Report
 
 # Bytes of a block's float32 pixels; the host has one block, and another one that is being read.
@@ -47,6 +46,16 @@ _MAX_BLOCK_ROWS = 512
 _FIRST_ROWS = 4
 _MAX_THREADS = 8
 _TORCHVISION_CLASSES = ("TorchvisionBackend", "BaseImageProcessorFast")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSpec(CheckpointSpec):
+    """Add what an image classifier reads; ``image_folder`` is absolute."""
+
+    image_column: str
+    image_folder: str
+    image_suffix: str
+    processor_kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -62,10 +71,6 @@ class EncodedImages:
     lengths: npt.NDArray[np.int64]
     problems: dict[int, str] = field(default_factory=dict)
     first: None = None
-
-    def size(self, row: int) -> str:
-        """Return the size of a row's image as text."""
-        return " x ".join(map(str, self.inputs[row]["pixel_values"].shape[-2:]))
 
 
 class ImageReader:
@@ -89,15 +94,14 @@ class ImageReader:
         for row, result in enumerate(self._threads.map(self._read, rows)):
             if isinstance(result, str):
                 problems[row] = result
-                inputs.append({})
-            else:
-                inputs.append(result)
+            inputs.append({} if isinstance(result, str) else result)
             step()
         return _encoded(inputs, problems)
 
-    def encode_images(self, images: Sequence[Image.Image]) -> EncodedImages:
-        """Return the model's inputs for these images."""
-        return _encoded([self._prepared(image) for image in images], {})
+    def prepared(self, image: Image.Image) -> dict[str, npt.NDArray[Any]]:
+        """Return the model's inputs for an image."""
+        batch = self._processor(images=image, return_tensors="np")
+        return {name: np.asarray(array)[0] for name, array in batch.items()}
 
     def _read(self, row: Mapping[str, object]) -> dict[str, npt.NDArray[Any]] | str:
         """Return a row's arrays; or why there are none, with the file's path."""
@@ -111,14 +115,9 @@ class ImageReader:
         try:
             with Image.open(path) as opened:
                 # As transformers' pipelines do (image_utils.load_image): rotated by the EXIF tag, in three colours.
-                image = ImageOps.exif_transpose(opened).convert("RGB")
-            return self._prepared(image)
+                return self.prepared(ImageOps.exif_transpose(opened).convert("RGB"))
         except Exception as error:  # each format has its own types of errors
             return f"{path} cannot be read as an image ({type(error).__name__}: {one_line(error)})"
-
-    def _prepared(self, image: Image.Image) -> dict[str, npt.NDArray[Any]]:
-        batch = self._processor(images=image, return_tensors="np")
-        return {name: np.asarray(array)[0] for name, array in batch.items()}
 
 
 def load_processor(spec: ImageSpec) -> Any:
@@ -153,23 +152,22 @@ class ImageClassifier(Scorer[EncodedImages]):
         self, encoded: EncodedImages, rows: npt.NDArray[np.int64], with_mask: bool = False
     ) -> torch.Tensor:
         # A pass for each size of image.
-        positions_by_shape: dict[tuple[object, ...], list[int]] = {}
+        groups: dict[str, list[int]] = {}
         for position, row in enumerate(rows.tolist()):
             shapes = sorted((name, array.shape) for name, array in encoded.inputs[row].items())
-            positions_by_shape.setdefault(tuple(shapes), []).append(position)
+            groups.setdefault(str(shapes), []).append(position)
         batches = []
-        for positions in positions_by_shape.values():
+        for positions in groups.values():
             inputs = [encoded.inputs[row] for row in rows[positions].tolist()]
-            stacked = {name: np.stack([arrays[name] for arrays in inputs]) for name in inputs[0]}
-            batches.append({name: self._tensor(array) for name, array in stacked.items()})
+            batches.append(
+                {name: self._tensor(np.stack([arrays[name] for arrays in inputs])) for name in inputs[0]}
+            )
         with self._spread.forward_pass(), torch.inference_mode():
             parts: list[torch.Tensor] = [self._model(**batch).logits.float() for batch in batches]
             if len(parts) == 1:
                 return parts[0]
-            order = torch.tensor(
-                [position for positions in positions_by_shape.values() for position in positions]
-            )
-            return torch.cat(parts)[order.argsort().to(parts[0].device)]
+            order = torch.tensor([*chain(*groups.values())]).argsort()
+            return torch.cat(parts)[order.to(parts[0].device)]
 
     def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
         tensor = on_device(array, self._device)
@@ -185,20 +183,14 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
     def __init__(self, spec: ImageSpec, table: PublishedTable) -> None:
         self._reader = ImageReader(spec)
         super().__init__(spec, lambda rows, step: self._reader.encode(table.take(rows), step))
-        self._warmup = self._first_images(table)
-        image_bytes = max(sum(array.nbytes for array in arrays.values()) for arrays in self._warmup.inputs)
+        first = self._reader.encode(table.take(np.arange(min(_FIRST_ROWS, table.rows)))).inputs
+        readable = [arrays for arrays in first if arrays]
+        if not readable:
+            noise = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
+            readable = [self._reader.prepared(Image.fromarray(noise))]
+        self._warmup = _encoded(readable, {})
+        image_bytes = max(sum(array.nbytes for array in arrays.values()) for arrays in readable)
         self._block_rows = min(_MAX_BLOCK_ROWS, max(1, _BLOCK_BYTES // image_bytes))
-
-    def _first_images(self, table: PublishedTable) -> EncodedImages:
-        """Return the readable ones of the table's first images; an image of noise if there are none."""
-        encoded = self._reader.encode(table.take(np.arange(min(_FIRST_ROWS, table.rows))))
-        readable = np.flatnonzero(encoded.lengths)
-        if len(readable):
-            return EncodedImages(
-                [encoded.inputs[row] for row in readable.tolist()], encoded.lengths[readable]
-            )
-        noise = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
-        return self._reader.encode_images([Image.fromarray(noise)])
 
     def load(self) -> Ready:
         spec = self._spec
@@ -261,15 +253,16 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
             yield from (self._encode_rows(block, step) for block in blocks)
             return
         with ThreadPoolExecutor(1, "reading") as reading:
-            reads = deque([reading.submit(self._encode_rows, blocks[0], step)])
+            following = reading.submit(self._encode_rows, blocks[0], step)
             for next_block in blocks[1:]:
-                encoded = reads.popleft().result()
-                reads.append(reading.submit(self._encode_rows, next_block, lambda: None))
+                encoded = following.result()
+                following = reading.submit(self._encode_rows, next_block, lambda: None)
                 yield encoded
-            yield reads.popleft().result()
+            yield following.result()
 
     def _too_large(self, encoded: EncodedImages, row: int, in_float32: str) -> str:
+        size = " x ".join(map(str, encoded.inputs[row]["pixel_values"].shape[-2:]))
         return (
-            f"its image of {encoded.size(row)} pixels does not fit into the memory of "
-            f"{self._loaded.device_name} even alone{in_float32}; quantize, or give it more GPUs (num_gpus)"
+            f"its image of {size} pixels does not fit into the memory of {self._loaded.device_name} even "
+            f"alone{in_float32}; quantize, or give it more GPUs (num_gpus)"
         )
