@@ -7,12 +7,10 @@ not in the file.
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 from ensemble.common.errors import CheckpointError
 from ensemble.common.text import listed, plural, similar_file
@@ -25,8 +23,6 @@ ACTIVATIONS = tuple(
 LINEAR, LAYER_NORM = "linear", "layer_norm"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _MODEL_TENSOR = re.compile(r"(^|\.)(layers?|h|blocks?)\.\d+\.|embed|(^|\.)wte\.")
-# The shape of each layer's weight by the layer's name: [out, in] of a linear layer, [size] of a layer norm.
-_Layers: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -54,21 +50,29 @@ def read_head(path: Path, steps: Sequence[str] | None, width: int | None, backbo
     Raises:
         CheckpointError: the file cannot be read, or is no such head.
     """
-    if path.suffix in _PICKLES and path.is_file():
+    if not path.is_file():
+        what = " is a folder; name the file in it" if path.is_dir() else f": no such file{similar_file(path)}"
+        raise CheckpointError(f"head: {path}{what}")
+    if path.suffix in _PICKLES:
         raise CheckpointError(
             f"head: {path} is a pickle; load it where you trust it, and save the head's tensors with "
             "safetensors.torch.save_file"
         )
-    if not os.path.lexists(path):
-        raise CheckpointError(f"head: {path}: no such file{similar_file(path)}")
-    if path.is_dir():
-        raise CheckpointError(f"head: {path} is a folder; name the file in it")
     try:
         tensors = read_file(path)
     except CheckpointError as error:
         raise CheckpointError([f"head: {problem}" for problem in error.problems]) from None
     layers = _layers(path, tensors)
-    names = _only_order(path, layers) if steps is None else [*steps]
+    linear = {name: shape for name, shape in layers.items() if len(shape) == 2}
+    norms = [name for name in layers if name not in linear]
+    names = [*steps] if steps is not None else [*norms, *linear]
+    if steps is None and (len(linear) > 1 or len(norms) > 1):
+        example = [name if name in norms else f"ACTIVATION, {name}" for name in layers]
+        raise CheckpointError(
+            f"head_layers: {path} has {plural(len(layers), 'layer')} ({_shown(layers)}), and does not say in which "
+            f"order they come and what stands between; write it down, for example head_layers: "
+            f"[{', '.join(example).removeprefix('ACTIVATION, ')}] with relu, gelu, tanh, silu or whatever it was"
+        )
     problems = [
         f"head_layers: {name!r} is neither a layer of {path} ({_shown(layers)}) nor an activation "
         f"({', '.join(ACTIVATIONS)})"
@@ -78,19 +82,28 @@ def read_head(path: Path, steps: Sequence[str] | None, width: int | None, backbo
     unused = {name: shape for name, shape in layers.items() if name not in names}
     if unused:
         problems.append(f"head_layers: {path} has layers that are not in this list: {_shown(unused)}")
-    if not any(len(shape) == 2 for shape in layers.values()):
+    if not linear:
         problems.append(f"head: {path} has no linear layer")
     if not problems:
-        ordered = {name: layers[name] for name in names if name in layers}
-        problems += _size_problems(path, ordered, width, backbone, labels)
+        size, source = width, f"{backbone} has hidden states of"
+        for name in [name for name in names if name in layers]:
+            outputs, inputs = layers[name][0], layers[name][-1]
+            if size is not None and inputs != size:
+                problems.append(
+                    f"head: {path}: its layer {name} is made for {inputs:,} numbers, and {source} {size:,}"
+                )
+            size, source = outputs, f"{name} before it gives"
+        if size != labels:
+            outputs_text = plural(size or 0, "output")
+            problems.append(f"head: {path} has {outputs_text}, and the config has {plural(labels, 'label')}")
     if problems:
         raise CheckpointError(problems)
-    kinds = {name: LINEAR if len(shape) == 2 else LAYER_NORM for name, shape in layers.items()}
+    kinds = {name: LINEAR if name in linear else LAYER_NORM for name in layers}
     return Head(tensors, tuple((kinds.get(name, name), name) for name in names))
 
 
-def _layers(path: Path, tensors: Sequence[Tensor]) -> _Layers:
-    """Return the file's layers, sorted by name with numbers as numbers."""
+def _layers(path: Path, tensors: Sequence[Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each layer's weight: [out, in] of a linear layer, [size] of a layer norm."""
     if any(_MODEL_TENSOR.search(tensor.name) for tensor in tensors):
         raise CheckpointError(
             f"head: {path} holds a whole model ({tensors[0].name} and {len(tensors) - 1} more); keep the head's "
@@ -99,10 +112,8 @@ def _layers(path: Path, tensors: Sequence[Tensor]) -> _Layers:
     parts_by_layer: dict[str, dict[str, tuple[int, ...]]] = {}
     for tensor in tensors:
         name, _, part = tensor.name.rpartition(".")
-        parts_by_layer.setdefault(name, {})[part if tensor.is_float else f"{tensor.dtype} {part}"] = (
-            tensor.shape
-        )
-    layers = {}
+        part = part if tensor.is_float else f"{tensor.dtype} {part}"
+        parts_by_layer.setdefault(name, {})[part] = tensor.shape
     for name, parts in parts_by_layer.items():
         weight, bias = parts.get("weight", ()), parts.get("bias")
         is_linear = len(weight) == 2 and bias in (None, weight[:1])
@@ -113,48 +124,14 @@ def _layers(path: Path, tensors: Sequence[Tensor]) -> _Layers:
                 f"head: {path}: {name} has {shapes}, and is neither a linear layer nor a layer norm; task_type: "
                 "python runs any head"
             )
-        layers[name] = weight
-
-    def sort_key(name: str) -> list[tuple[int, str]]:
-        return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
-
-    return {name: layers[name] for name in sorted(layers, key=sort_key)}
+    return {name: parts["weight"] for name, parts in parts_by_layer.items()}
 
 
-def _only_order(path: Path, layers: _Layers) -> list[str]:
-    """Return the layers' names in their only possible order."""
-    linear = [name for name, shape in layers.items() if len(shape) == 2]
-    norms = [name for name, shape in layers.items() if len(shape) == 1]
-    if len(linear) < 2 and not norms:
-        return linear
-    if len(linear) == len(norms) == 1:
-        outputs, inputs = layers[linear[0]]
-        if layers[norms[0]] == (inputs,) != (outputs,):
-            return [*norms, *linear]
-    example = [name if len(shape) == 1 else f"ACTIVATION, {name}" for name, shape in layers.items()]
-    raise CheckpointError(
-        f"head_layers: {path} has {plural(len(layers), 'layer')} ({_shown(layers)}), and does not say in which "
-        f"order they come and what stands between; write it down, for example head_layers: "
-        f"[{', '.join(example).removeprefix('ACTIVATION, ')}] with relu, gelu, tanh, silu or whatever it was"
-    )
-
-
-def _size_problems(
-    path: Path, layers: _Layers, width: int | None, backbone: str, labels: int
-) -> Iterator[str]:
-    """Yield each layer whose inputs are not as many as the outputs before it."""
-    size, source = width, f"{backbone} has hidden states of"
-    for name, shape in layers.items():
-        if size is not None and shape[-1] != size:
-            yield f"head: {path}: its layer {name} is made for {shape[-1]:,} numbers, and {source} {size:,}"
-        size, source = shape[0], f"{name} before it gives"
-    if size != labels:
-        yield f"head: {path} has {plural(size or 0, 'output')}, and the config has {plural(labels, 'label')}"
-
-
-def _shown(layers: _Layers) -> str:
-    sizes = {
-        name: f"{shape[1]} -> {shape[0]}" if len(shape) == 2 else f"layer norm of {shape[0]}"
+def _shown(layers: Mapping[str, tuple[int, ...]]) -> str:
+    sizes = [
+        f"{name or 'without a name'}: {shape[1]} -> {shape[0]}"
+        if len(shape) == 2
+        else f"{name}: layer norm of {shape[0]}"
         for name, shape in layers.items()
-    }
-    return listed([f"{name or 'without a name'}: {size}" for name, size in sizes.items()], 6, str)
+    ]
+    return listed(sizes, 6, str)

@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -104,9 +105,7 @@ class FunctionPredictor(Predictor):
         while start < len(rows):
             frame = self._frame(rows[start : start + (self._batch_size or len(rows))])
             stop = start + len(frame)
-            self._context.report = lambda done, start=start, stop=stop: report(
-                min(max(start, start + int(done)), stop)
-            )
+            self._context.report = partial(_report_rows, report, start, stop)
             ids = frame.index.copy()  # since the user's function may change the frame
             memory_error = ""
             try:
@@ -156,6 +155,10 @@ class FunctionPredictor(Predictor):
         for index, cell in enumerate(cells):  # one by one: NumPy would turn lists into dimensions
             objects[index] = "" if cell is None and is_text and not is_json else cell
         return objects
+
+
+def _report_rows(report: Report, start: int, stop: int, done: int) -> None:
+    report(min(max(start, start + int(done)), stop))
 
 
 def _empty_cache() -> None:
