@@ -37,8 +37,7 @@ from ensemble.scheduling.deadline import reserve_seconds
 from ensemble.scheduling.launchers.base import make_launcher
 
 # Rows of a sample, in strips of rows of like length.
-SAMPLE_ROWS = 384
-STRIP_ROWS = 16
+_SAMPLE_ROWS, _STRIP_ROWS = 384, 16
 # A sample that computes for less than this is too short for a steady speed; a larger one is then measured.
 _MIN_SECONDS = 8.0
 _NEXT_SAMPLE_SECONDS = 12.0
@@ -55,8 +54,6 @@ class MemberRehearsal:
         compute_seconds: for all rows, on all replicas.
         peak_memory_bytes: of a worker's process in the sample's run; None if unknown.
         peak_gpu_memory_bytes: the most that a worker took of a GPU in the sample's run; None without GPUs.
-        forecast_bytes: the plan's memory of a GPU with the longest row of the whole table; None if unknown.
-        usable_bytes: of the GPU with the least usable memory; None without GPUs.
         rows: expected rows; with ``when`` not all rows of the table.
         rows_at_limit: rows computed at ``time_limit``; None without a limit.
     """
@@ -67,8 +64,6 @@ class MemberRehearsal:
     compute_seconds: float
     peak_memory_bytes: int | None
     peak_gpu_memory_bytes: int | None
-    forecast_bytes: int | None
-    usable_bytes: int | None
     rows: int
     rows_at_limit: int | None
 
@@ -175,7 +170,7 @@ def rehearse(
     copies, rest = divmod(rows, base.rows)
     chosen = np.sort(np.random.default_rng(config.seed).choice(base.rows, rest, replace=False))
     source = whole_table = _rows_of(base, np.concatenate([np.tile(np.arange(base.rows), copies), chosen]))
-    size = min(rows, sample_rows or SAMPLE_ROWS)
+    size = min(rows, sample_rows or _SAMPLE_ROWS)
     if rows > base.rows:  # equal rows are computed once, so that copies would make the sample too fast
         _, first = np.unique(base.row_digests(prepared.needs.columns), axis=0, return_index=True)
         source = _rows_of(base, np.sort(first))
@@ -232,7 +227,7 @@ def sample_rows_of(lengths: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.
     if size >= rows:
         return np.arange(rows)
     order = np.argsort(-lengths, kind="stable")
-    strips = math.ceil(size / STRIP_ROWS)
+    strips = math.ceil(size / _STRIP_ROWS)
     parts = np.linspace(0, rows, strips + 1).astype(np.int64)
     counts = np.diff(np.linspace(0, size, strips + 1).astype(np.int64))
     chosen = []
@@ -358,22 +353,14 @@ def _forecast(
 
 
 def _member(plan: MemberPlan, report: MemberReport, rows: int, reached: float | None) -> MemberRehearsal:
-    workers, placement = report.workers, plan.placement
-    usable = [placement.fits[uuid].room_bytes for uuid in placement.devices if uuid in placement.fits]
-    forecast = None
-    if placement.footprint is not None and plan.gpus:
-        width = max([placement.footprint.width, *(worker.token_budget or 0 for worker in workers)])
-        forecast = placement.footprint.peak_bytes(plan.gpus, width)
     expected_rows = round(rows * plan.expected_share)
     return MemberRehearsal(
         name=plan.name,
         replicas=plan.replicas,
         startup_seconds=plan.speed.startup_seconds,
         compute_seconds=plan.job.compute_seconds / plan.replicas,
-        peak_memory_bytes=_largest([worker.peak_memory_bytes for worker in workers]),
-        peak_gpu_memory_bytes=_largest([worker.peak_gpu_memory_bytes for worker in workers]),
-        forecast_bytes=forecast,
-        usable_bytes=min(usable, default=None) if plan.gpus else None,
+        peak_memory_bytes=_largest([worker.peak_memory_bytes for worker in report.workers]),
+        peak_gpu_memory_bytes=_largest([worker.peak_gpu_memory_bytes for worker in report.workers]),
         rows=expected_rows,
         rows_at_limit=None if reached is None else round(expected_rows * reached),
     )

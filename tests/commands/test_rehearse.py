@@ -81,8 +81,7 @@ def test_a_row_that_would_get_its_first_view_alone_is_not_missing() -> None:
 
 def test_what_would_go_wrong_is_said_by_given_figures() -> None:
     members = tuple(
-        MemberRehearsal(name, 1, 10.0, 30.0, 2**30, None, None, None, 9, rows)
-        for name, rows in (("a", 9), ("b", 7))
+        MemberRehearsal(name, 1, 10.0, 30.0, 2**30, None, 9, rows) for name, rows in (("a", 9), ("b", 7))
     )
     fits = Rehearsal(9, 3, 90.0, 10.0, 100.0, 10.0, members, 2**30, 2**31, {"table": 50}, 50, Path("out"))
     assert fits.problems == fits.warnings == ()

@@ -8,9 +8,7 @@ from ensemble.cli.layout import Table
 from ensemble.commands.rehearse import MemberRehearsal, Rehearsal
 from ensemble.common.text import duration, gib, plural, rate, shown_path
 
-_HEADERS = (
-    "member,replicas,start-up,computing,rows/s,host memory,GPU memory,GPU forecast,usable,rows at limit"
-).split(",")
+_HEADERS = "member,replicas,start-up,computing,rows/s,host memory,GPU memory,rows at limit".split(",")
 
 
 def view(rehearsal: Rehearsal) -> Iterator[str | Table]:
@@ -41,12 +39,7 @@ def view(rehearsal: Rehearsal) -> Iterator[str | Table]:
 
 def _cells(member: MemberRehearsal) -> list[str]:
     seconds = member.compute_seconds
-    sizes = (
-        member.peak_memory_bytes,
-        member.peak_gpu_memory_bytes,
-        member.forecast_bytes,
-        member.usable_bytes,
-    )
+    sizes = (member.peak_memory_bytes, member.peak_gpu_memory_bytes)
     return [
         member.name,
         str(member.replicas),

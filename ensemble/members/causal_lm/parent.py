@@ -6,7 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
 
 from ensemble.common.errors import CheckpointError
 from ensemble.common.files import read_json
@@ -23,19 +26,15 @@ from ensemble.members.huggingface.checkpoint.inspect import (
     row_limit,
 )
 from ensemble.members.huggingface.checkpoint.tokenizer_files import stored_encode
+from ensemble.members.huggingface.memory.estimate import checkpoint_memory
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.huggingface.spec import CHILD, LANGUAGE_MODEL
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
 
 _OTHER_HEADS = ("ForSequenceClassification", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
 
 
 # Keys on which predictions depend, beside label_tokens.
-_KEYS = ("length_normalize", "apply_chat_template", "system_instruction")
+_KEYS = {"length_normalize", "apply_chat_template", "system_instruction"}
 
 
 @lru_cache(maxsize=16)
@@ -63,7 +62,9 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
         config = read_config(path, f"{source}: its config.json")
         if not is_language_model(config, path.parent):
             return None
-        is_chat = _has_chat_template(path.parent)
+        names = ("chat_template.jinja", "chat_template.json")
+        has_file = any((path.parent / name).is_file() for name in names)
+        is_chat = has_file or bool(read_json(path.parent / "tokenizer_config.json").get("chat_template"))
         settings: dict[str, Any] = {"task_type": "causal_lm", "model_name_or_path": source}
         if is_chat:
             settings["apply_chat_template"] = True
@@ -131,8 +132,6 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
     def memory(
         self, inspected: Checkpoint, lengths: npt.NDArray[np.int64], labels: int
     ) -> MemoryEstimate | None:
-        from ensemble.members.huggingface.memory.estimate import checkpoint_memory
-
         ids = self._label_ids(inspected.folder)
         # Where the tokenizer cannot be read, each byte of a text may be a token.
         texts = self.settings.label_tokens.values()
@@ -143,18 +142,12 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
         return replace(memory, shared_tokens=min(memory.max_length, fixed_tokens))
 
     def fingerprint(self, inspected: Checkpoint, assigned: Assigned) -> Mapping[str, object]:
-        own = {key: getattr(self.settings, key) for key in _KEYS}
         texts = dict(sorted(self.settings.label_tokens.items()))
-        return {**super().fingerprint(inspected, assigned), "label_tokens": texts, **own}
+        keys = self.settings.model_dump(include=_KEYS)
+        return {**super().fingerprint(inspected, assigned), "label_tokens": texts, **keys}
 
     def worker_settings(
         self, inspected: Checkpoint, assigned: Assigned, offload_folder: Path | None
     ) -> Mapping[str, Any]:
-        own = {key: getattr(self.settings, key) for key in ("label_tokens", "single_token", *_KEYS)}
-        return {**super().worker_settings(inspected, assigned, offload_folder), **own}
-
-
-def _has_chat_template(folder: Path) -> bool:
-    names = ("chat_template.jinja", "chat_template.json")
-    has_file = any((folder / name).is_file() for name in names)
-    return has_file or bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
+        keys = self.settings.model_dump(include={"label_tokens", "single_token", *_KEYS})
+        return {**super().worker_settings(inspected, assigned, offload_folder), **keys}

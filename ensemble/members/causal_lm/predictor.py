@@ -82,23 +82,20 @@ class CausalMember(TextMember[CausalSpec]):
 
     def _make_classifier(self, loaded: Loaded) -> LabelScorer:
         spec = self._spec
-        divisors = {
-            "none": [1.0] * len(self._label_ids),
-            "tokens": [float(len(ids)) for ids in self._label_ids],
-            "bytes": [float(len(spec.label_tokens[label].encode())) for label in spec.labels],
-        }
-        return LabelScorer(
-            loaded.model, loaded.pad_token_id, self._label_ids, divisors[spec.length_normalize]
-        )
+        if spec.length_normalize == "tokens":
+            divisors = [float(len(ids)) for ids in self._label_ids]
+        elif spec.length_normalize == "bytes":
+            divisors = [float(len(spec.label_tokens[label].encode())) for label in spec.labels]
+        else:
+            divisors = [1.0] * len(self._label_ids)
+        return LabelScorer(loaded.model, loaded.pad_token_id, self._label_ids, divisors)
 
     def _notes(self) -> list[str]:
         spec = self._spec
-        texts = [text for text in self._first_texts if isinstance(text, str)]
-        prompt = self._prompts[0]
-        if isinstance(prompt, ChatPrompt):
-            texts = [prompt.whole(text) for text in texts]
-        label_texts = [spec.label_tokens[label] for label in spec.labels]
-        labels = list(zip(label_texts, self._label_ids, strict=True))
+        labels = [
+            (spec.label_tokens[label], ids) for label, ids in zip(spec.labels, self._label_ids, strict=True)
+        ]
+        texts = [self._prompts[0].whole(text) for text in self._first_texts if isinstance(text, str)]
         joined = 0
         for text in texts:
             prompt_ids = self._encode(text)
@@ -148,14 +145,13 @@ class ChatPrompt(Prompt):
             )
         try:
             self._before, mark, self._behind = self.whole(_MARK).partition(_MARK)
-            has_message = bool(self.whole("")) and bool(mark)
         except Exception as error:  # templates raise any error, such as for a role that they do not know
             key = "apply_chat_template" if self._system is None else "system_instruction"
             raise ValueError(
                 f"{key}: the chat template of {name} refuses it ({str(error).splitlines()[0]}); put an "
                 "instruction into prompt_template instead"
             ) from error
-        if not has_message:
+        if not mark:
             raise ValueError(
                 f"apply_chat_template: the chat template of {name} leaves the user's message out"
             )
@@ -181,8 +177,7 @@ class ChatPrompt(Prompt):
         if encoding is not None:
             offsets, stop = np.array(encoding.offsets), len(self.whole(str(text))) - len(self._behind)
             of_message = np.flatnonzero((offsets[:, 0] >= len(self._before)) & (offsets[:, 1] <= stop))
-        excess = tokens - self._max_length
-        is_left = self._tokenizer.truncation_side == "left"
+        excess, is_left = tokens - self._max_length, self._tokenizer.truncation_side == "left"
         dropped = of_message[:excess] if is_left else of_message[len(of_message) - excess :]
         kept = np.delete(np.arange(tokens), dropped)
         # Tokens that join message and template stay; if the message has too few tokens, the template is cut.

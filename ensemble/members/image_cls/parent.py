@@ -7,7 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.errors import CheckpointError
@@ -27,11 +30,8 @@ from ensemble.members.huggingface.spec import (
     CheckpointSettings,
     without_fetching,
 )
+from ensemble.members.image_cls.memory import image_memory
 from ensemble.members.image_cls.settings import ImageClassifierSettings
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 # Where transformers looks for the image processor's settings (image_processing_auto.py).
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -109,9 +109,6 @@ class ImageClassification(HuggingFaceMember[ImageClassifierSettings, ImageCheckp
     def memory(
         self, inspected: ImageCheckpoint, lengths: npt.NDArray[np.int64], labels: int
     ) -> MemoryEstimate | None:
-        # Imported late because it imports NumPy: a typo in a key is reported at once.
-        from ensemble.members.image_cls.memory import image_memory
-
         return image_memory(self.settings, inspected, len(lengths), labels)
 
     def fingerprint(self, inspected: ImageCheckpoint, assigned: Assigned) -> Mapping[str, object]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
 
 from ensemble.common.digests import FileDigests
 from ensemble.common.errors import CheckpointError
@@ -17,14 +20,11 @@ from ensemble.members.huggingface.checkpoint.description import Description
 from ensemble.members.huggingface.checkpoint.digests import weight_samples
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, read_checkpoint
 from ensemble.members.huggingface.checkpoint.labels import activation_of
+from ensemble.members.huggingface.memory.estimate import checkpoint_memory
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.huggingface.spec import BACKBONE, CHILD
 from ensemble.members.pooled_cls.head import LAYER_NORM, Head, read_head
 from ensemble.members.pooled_cls.settings import PooledSettings
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 
 class PooledClassification(TextCheckpoint[PooledSettings]):
@@ -79,8 +79,6 @@ class PooledClassification(TextCheckpoint[PooledSettings]):
     def memory(
         self, inspected: Checkpoint, lengths: npt.NDArray[np.int64], labels: int
     ) -> MemoryEstimate | None:
-        from ensemble.members.huggingface.memory.estimate import checkpoint_memory
-
         head = self._inspected_head(inspected).tensors
         return checkpoint_memory(self.settings, inspected, lengths, labels, head=head)
 

@@ -68,18 +68,16 @@ def make_head(spec: PooledSpec, device: torch.device) -> nn.Sequential:
     tensors = load_file(spec.head)
     layers: list[nn.Module] = []
     for kind, name in spec.head_steps:
-        prefix = f"{name}." if name else ""
-        weight, bias = tensors.get(f"{prefix}weight"), tensors.get(f"{prefix}bias")
-        layer: Any
-        if kind == LINEAR:
-            assert weight is not None
-            layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
-        elif kind == LAYER_NORM:
-            assert weight is not None
-            layer = nn.LayerNorm(weight.shape[0], eps=spec.head_layer_norm_eps)
-        else:
+        if kind not in (LINEAR, LAYER_NORM):
             layers.append(ACT2FN[kind])
             continue
+        prefix = f"{name}." if name else ""
+        weight, bias = tensors[f"{prefix}weight"], tensors.get(f"{prefix}bias")
+        layer: nn.Linear | nn.LayerNorm
+        if kind == LINEAR:
+            layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
+        else:
+            layer = nn.LayerNorm(weight.shape[0], eps=spec.head_layer_norm_eps)
         layer.weight = nn.Parameter(weight.float().to(device), requires_grad=False)
         if bias is not None:
             layer.bias = nn.Parameter(bias.float().to(device), requires_grad=False)
