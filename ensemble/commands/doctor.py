@@ -144,12 +144,7 @@ def _not_checked(subject: str, error: Exception) -> Finding:
 
 
 def package_findings(requirements: Iterable[Requirement], needed: Mapping[str, str]) -> Iterator[Finding]:
-    """Check packages' versions.
-
-    Args:
-        needed: packages of extras that the config needs, with the key that needs each; ``validate`` reports those
-            that are missing.
-    """
+    """Check packages' versions; ``needed`` has the key that needs a package of an extra, by the package's name."""
     good = []
     installed = installed_versions([requirement.name for requirement in requirements])
     for requirement in requirements:

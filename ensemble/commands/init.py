@@ -170,12 +170,7 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None) -> st
 def _member_lines(
     member: _Member, labels: Sequence[str], file_column: str | None, max_length: int
 ) -> list[str]:
-    """Return a member's YAML.
-
-    Args:
-        file_column: the column that names the files of members that read files.
-        max_length: of all models, in tokens.
-    """
+    """Return a member's YAML; ``file_column`` names the files of members that read files."""
     name, draft = member.name, member.draft
     lines = [f"  - name: {_scalar(name)}"]
     lines += [f"    {key}: {_scalar(value)}" for key, value in draft.settings.items()]
@@ -210,11 +205,7 @@ def _needs(id_column: str, columns: tuple[str, ...], limit: int | None) -> Table
 
 
 def _id_column(table: Path, names: Sequence[str], sample: Sequence[str]) -> str:
-    """Return the column of the ids: the sample's, or one with such a name, or the first column.
-
-    Raises:
-        DataError: none of them has a different value in each row.
-    """
+    """Return the column of the ids, different in each row: the sample's, one with such a name, or the first."""
     likely = [
         *(name for name in sample[:1] if name in names),
         *(name for name in names if name.lower() == "id"),
@@ -276,11 +267,7 @@ def _members(sources: Sequence[str], id_column: str) -> list[_Member]:
 
 
 def _labels(members: Sequence[_Member], submitted: Sequence[str]) -> tuple[list[str], str]:
-    """Return the labels, and a sentence on their origin.
-
-    Args:
-        submitted: the columns of the sample submission, without its ids.
-    """
+    """Return the labels, and a sentence on their origin; ``submitted`` are the sample submission's columns."""
     # A CSV may have more columns than labels, so it is asked last.
     with_labels = sorted(
         (member for member in members if member.draft.labels),
@@ -376,11 +363,7 @@ def _is_number(cell: Any) -> bool:
 
 
 def _max_length(table: Path, id_column: str, texts: Sequence[str], more_bytes: int) -> tuple[int, str]:
-    """Return the most tokens that a row should have, and how they were estimated.
-
-    Args:
-        more_bytes: that a template adds to each row.
-    """
+    """Return the most tokens that a row should have, with a template's bytes, and how they were estimated."""
     lengths = read_table(table, _needs(id_column, tuple(texts), None)).text_lengths(texts) + more_bytes
     longest, middle = np.ceil(np.array([lengths.max(), np.median(lengths)]) / BYTES_PER_TOKEN).astype(int)
     enough = -(-int(longest * _MARGIN + _SPECIAL) // _STEP) * _STEP

@@ -41,8 +41,6 @@ _SAMPLE_ROWS, _STRIP_ROWS = 384, 16
 # A sample that computes for less than this is too short for a steady speed; a larger one is then measured.
 _MIN_SECONDS = 8.0
 _NEXT_SAMPLE_SECONDS = 12.0
-# How long a CSV of predictions takes to write.
-_CSV_BYTES_PER_SECOND = 100e6
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,7 @@ class MemberRehearsal:
     Attributes:
         startup_seconds: until a worker computes.
         compute_seconds: for all rows, on all replicas.
-        peak_memory_bytes: of a worker's process in the sample's run; None if unknown.
-        peak_gpu_memory_bytes: the most that a worker took of a GPU in the sample's run; None without GPUs.
+        peak_memory_bytes, peak_gpu_memory_bytes: the most that a worker took in the sample's run; None if unknown.
         rows: expected rows; with ``when`` not all rows of the table.
         rows_at_limit: rows computed at ``time_limit``; None without a limit.
     """
@@ -73,14 +70,10 @@ class Rehearsal:
     """The forecast for a run.
 
     Attributes:
-        rows: of the whole table.
-        sample_rows: rows that were computed.
         seconds: from the command to the submission.
         other_seconds: the part of them that is neither start-up nor computing; below 0 if workers overlap.
-        time_limit_seconds: None without a limit.
         kept_seconds: the part of the limit that is kept for the last submission.
-        host_bytes: memory of all processes that run at the same time; None if unknown.
-        host_free_bytes: None if unknown.
+        host_bytes: memory of all processes that run at the same time.
         disk_bytes: by purpose.
         disk_free_bytes: at ``output_dir``.
         assumed: a sentence for each member with ``when``.
@@ -218,10 +211,6 @@ def sample_rows_of(lengths: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.
 
     The first strip has the longest row, so that the sample takes as much memory as the whole; the others are from
     the middle of their part of the rows, by length.
-
-    Args:
-        lengths: bytes of text per row, [rows].
-        size: rows of the sample, at most all.
     """
     rows = len(lengths)
     if size >= rows:
@@ -250,15 +239,7 @@ def forecast_seconds(plan: Plan, fraction: float = 1.0) -> float:
 
 
 def reached_fraction(plan: Plan, seconds_left: float) -> float:
-    """Return the fraction of the rows that each member computes within this time: members take turns.
-
-    First views are computed before all others, and a row counts as reached with its first view.
-    """
-    first_views = {
-        member.name: replace(member.speed, seconds_per_work=member.speed.seconds_per_work / member.views)
-        for member in plan.members
-    }
-    plan = with_speeds(plan, first_views)
+    """Return the fraction of the rows that each member computes within this time: members take turns."""
     steps = range(1001)
     reached = bisect_right(steps, seconds_left, key=lambda step: forecast_seconds(plan, step / 1000))
     return max(0, reached - 1) / 1000
@@ -288,12 +269,7 @@ def _sample(
 def _forecast(
     whole: Prepared, sample: Prepared, report: RunReport, wall_seconds: float, before_seconds: float
 ) -> Rehearsal:
-    """Scale the sample's run to the whole table.
-
-    Args:
-        wall_seconds: of the sample's run, without its checks.
-        before_seconds: until a run of the whole table would have passed its checks.
-    """
+    """Scale the sample's run, which took ``wall_seconds`` after its checks, to the whole table."""
     config, rows, limit = whole.config, whole.table.rows, whole.config.time_limit
     computed_as = {model.name: model.computed_as for model in config.models}
     speeds = measured_speeds(report, [gpu.name for gpu in whole.plan.gpus], computed_as)
@@ -308,24 +284,19 @@ def _forecast(
         ),
     )
     csv_bytes = round((sample_dir / "ensemble.csv").stat().st_size * rows / sample.table.rows)
-    # An ensemble and a submission; under a limit they are also written before any worker starts.
-    merge_seconds = (1 + (config.submission is not None)) * csv_bytes / _CSV_BYTES_PER_SECOND
-    writing = len(config.models) * csv_bytes / _CSV_BYTES_PER_SECOND
-    writing += merge_seconds * (1 if limit is None else 2)
     # What the forecast leaves out: gaps between workers, folders, the merge; less what standby saves.
     besides = wall_seconds - forecast_seconds(with_speeds(sample.plan, speeds))
-    other = before_seconds + besides + writing
+    other = before_seconds + besides
     kept, reached = 0.0, None
     if limit is not None:
-        kept = reserve_seconds(merge_seconds, len(config.models), limit)
+        kept = reserve_seconds(0.0, len(config.models), limit)
         reached = reached_fraction(plan, limit - kept - before_seconds - besides)
 
     reports = {member.name: member for member in report.members}
     working = [member for member in plan.members if member.needs_worker]
     members = tuple(_member(member, reports[member.name], rows, reached) for member in working)
     # Shards stay until the run is complete; each view has both shards and a file.
-    copies = len(config.models) + len(members)
-    copies += sum(2 * len(model.counted_views) - 1 for model in config.models if model.counted_views)
+    copies = sum(1 + max(1, 2 * len(model.counted_views)) for model in config.models)
     submissions = 0 if config.submission is None else 1 + (config.submission.path is not None)
     return Rehearsal(
         rows=rows,

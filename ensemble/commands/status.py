@@ -20,9 +20,8 @@ class MemberStatus:
 
     Attributes:
         state: "done", "failed", "unfinished" or, while the run goes on, the member's phase.
-        rows: the rows to compute.
         tokens_per_second: None for members without tokens, which have ``rows_per_second``.
-        seconds: of computing; None if it has not begun.
+        seconds: of computing.
     """
 
     name: str

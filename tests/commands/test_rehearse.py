@@ -6,7 +6,6 @@ import random
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -64,19 +63,6 @@ def test_the_forecast_and_what_is_reached_at_the_limit_by_given_speeds() -> None
     two = planned("a", "b", devices=2)
     assert forecast_seconds(two) == pytest.approx(110), "at the same time, a replica on each"
     assert reached_fraction(two, 70) == pytest.approx(0.6, abs=0.01)
-
-
-def test_a_row_that_would_get_its_first_view_alone_is_not_missing() -> None:
-    views = [{"name": "one"}, {"name": "two", "prompt_template": "{{ text }}?"}]
-    keys: dict[str, Any] = {"text_column": None, "prompt_template": "{{ text }}", "views": views}
-    made = config({"name": "a", **keys}, {"name": "b"}, time_limit=3600)
-    known = {name: replace(facts(np.full(ROWS, 400)), name=name) for name in ("a", "b")}
-    plan = make_plan(made, known, gpus(0))
-    # 100 s for each view, or all rows.
-    seconds = {one.name: Speed(10.0, 100.0 * one.views / one.work, True, True) for one in plan.members}
-    plan = with_speeds(plan, seconds)
-    assert reached_fraction(plan, 221) == 1
-    assert reached_fraction(plan, 120) == pytest.approx(0.5, abs=0.01)
 
 
 def test_what_would_go_wrong_is_said_by_given_figures() -> None:

@@ -1,8 +1,4 @@
-"""Turn the texts of labels into token ids, and check them.
-
-The parent uses the checkpoint's ``tokenizer.json``, so that mistakes are found before anything loads; the worker
-uses the tokenizer itself.
-"""
+"""Turn the texts of labels into token ids, and check them, first in the parent, by ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -27,13 +23,7 @@ def label_ids(encode: Encode, text: str) -> tuple[int, ...]:
 def token_problems(
     ids: Mapping[str, Sequence[int]], special: Mapping[int, str], single_token: bool
 ) -> Iterator[str]:
-    """Yield why these tokens do not tell the labels apart, a sentence each, key first.
-
-    Args:
-        ids: by label.
-        special: the names of the tokenizer's special tokens, such as pad_token, by id.
-        single_token: whether each label must be a single token.
-    """
+    """Yield why these tokens do not tell the labels apart; ``special`` names special tokens, by id."""
     label_by_tokens: dict[tuple[int, ...], str] = {}
     for label, tokens in ids.items():
         where = f"label_tokens.{label}"

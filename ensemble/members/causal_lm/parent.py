@@ -39,10 +39,7 @@ _KEYS = {"length_normalize", "apply_chat_template", "system_instruction"}
 
 @lru_cache(maxsize=16)
 def _token_ids(folder: Path, changed_ns: int, texts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each text; empty if the tokenizer cannot be read here.
-
-    ``changed_ns`` is part of the cache's key, so that a changed tokenizer is read again.
-    """
+    """Return the tokens of each text; empty if the tokenizer, changed at ``changed_ns``, cannot be read here."""
     encode = stored_encode(folder)
     return () if encode is None else tuple(label_ids(encode, text) for text in texts)
 

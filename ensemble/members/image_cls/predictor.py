@@ -243,11 +243,7 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
         )
 
     def _blocks(self, rows: npt.NDArray[np.int64], step: Callable[[], None]) -> Iterator[EncodedImages]:
-        """Yield the images of the rows in blocks; on a GPU the next block is read while one is computed.
-
-        Args:
-            step: called after each image of the first block, for which the computing thread waits.
-        """
+        """Yield the images of the rows in blocks; on a GPU the next block is read while one is computed."""
         blocks = [rows[start : start + self._block_rows] for start in range(0, len(rows), self._block_rows)]
         if not self._spec.gpus:  # on a CPU both would need the same cores
             yield from (self._encode_rows(block, step) for block in blocks)

@@ -38,17 +38,13 @@ class Head:
 
 
 def read_head(path: Path, steps: Sequence[str] | None, width: int | None, backbone: str, labels: int) -> Head:
-    """Read the header of a head's file.
+    """Read the header of a head's file, or raise CheckpointError with what does not fit.
 
     Args:
         steps: the names of its layers and of activations, in order; None: a single linear layer, perhaps with a
             layer norm before it.
-        width: of the backbone's hidden states; None: not known.
-        backbone: its name, for sentences.
+        width: of the hidden states of the ``backbone``; None: not known.
         labels: the number of outputs that the head must have.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is no such head.
     """
     if not path.is_file():
         what = " is a folder; name the file in it" if path.is_dir() else f": no such file{similar_file(path)}"
