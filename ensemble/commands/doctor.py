@@ -56,7 +56,7 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Finding:
-    """A fact about this machine, and advice on it; with a problem no run can start."""
+    """State a fact about this machine, with advice; with a problem no run can start."""
 
     mark: Mark
     text: str

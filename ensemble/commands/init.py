@@ -40,7 +40,7 @@ _MARGIN, _SPECIAL, _STEP, _MAX_TOKENS = 1.5, 8, 64, 4096
 
 @dataclass(frozen=True)
 class _Member:
-    """A member's name, what it is made of as it was given, and what its kind says of that."""
+    """Hold a member's name, its source as the user gave it, and its kind's draft."""
 
     name: str
     source: str

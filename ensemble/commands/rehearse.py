@@ -45,7 +45,7 @@ _NEXT_SAMPLE_SECONDS = 12.0
 
 @dataclass(frozen=True)
 class MemberRehearsal:
-    """The forecast for a member.
+    """Forecast a member.
 
     Attributes:
         startup_seconds: until a worker computes.
@@ -67,7 +67,7 @@ class MemberRehearsal:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The forecast for a run.
+    """Forecast a run.
 
     Attributes:
         seconds: from the command to the submission.

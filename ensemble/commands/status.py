@@ -16,7 +16,7 @@ from ensemble.pipeline.run_report import RunReport
 
 @dataclass(frozen=True)
 class MemberStatus:
-    """A member's progress.
+    """Hold a member's progress.
 
     Attributes:
         state: "done", "failed", "unfinished" or, while the run goes on, the member's phase.
@@ -36,7 +36,7 @@ class MemberStatus:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run's progress.
+    """Hold a run's progress.
 
     Attributes:
         holder: the process that runs it; if None, a report that says "running" is of a run that was killed.

@@ -188,7 +188,7 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
         if not readable:
             noise = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
             readable = [self._reader.prepared(Image.fromarray(noise))]
-        self._warmup = _encoded(readable, {})
+        self._warmup = _encoded(readable if len(readable) > 1 else readable * 2, {})
         image_bytes = max(sum(array.nbytes for array in arrays.values()) for arrays in readable)
         self._block_rows = min(_MAX_BLOCK_ROWS, max(1, _BLOCK_BYTES // image_bytes))
 
@@ -198,7 +198,6 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
         self._set_modes(loaded)
         self._classifier = ImageClassifier(loaded.model)
         notes = list(loaded.notes)
-
         warm_up = WarmUp(self._classifier, self._warmup, self._values, self._is_exact, self._in_float32)
         with self._passes(first=True):
             # Out of memory: the first chunk will fail with a better message.
@@ -208,10 +207,7 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
             if not_compared:
                 notes.append(not_compared)
         if spec.torch_compile:
-            batches = [np.array([0, 0]), np.array([0])]
-            compile_model(
-                loaded.model, lambda: [self._classifier.logits(self._warmup, batch) for batch in batches]
-            )
+            compile_model(loaded.model, warm_up.run)
         self._sizes = BatchSizes(loaded.token_budget, spec.batch_size, True, loaded.memory)
         return Ready(
             device=loaded.device_name,

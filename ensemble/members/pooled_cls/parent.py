@@ -40,31 +40,19 @@ class PooledClassification(TextCheckpoint[PooledSettings]):
 
     def inspect(self, columns: OutputColumns) -> Checkpoint:
         model, labels = self.settings, columns.labels
-        name = model.model_name_or_path
-        problems: list[str] = []
-        config: Mapping[str, Any] = {}
-        described = Description()
-        try:
-            files = read_checkpoint(model, self.auto_class)
-            config, described = files.config, files.described
-            if config.get("is_encoder_decoder"):
-                problems.append(
-                    f"{name} is an encoder with a decoder; pooled_cls runs models that are one of the two"
-                )
-        except CheckpointError as error:
-            problems += error.problems
-        try:
-            self._read_head(config, described, len(labels))
-        except CheckpointError as error:
-            problems += error.problems
-        if problems:
-            raise CheckpointError(problems)
+        files = read_checkpoint(model, self.auto_class)
+        if files.config.get("is_encoder_decoder"):
+            raise CheckpointError(
+                f"{model.model_name_or_path} is an encoder with a decoder; pooled_cls runs models that are one of "
+                "the two"
+            )
+        self._read_head(files.config, files.described, len(labels))
         head_labels = model.head_labels or labels
         label_order = tuple(head_labels.index(label) for label in labels)
         return files.checkpoint(model, activation_of(model.problem_type, len(labels)), label_order)
 
     def _read_head(self, config: Mapping[str, Any], described: Description, labels: int) -> Head:
-        """Read the head's file; ``config`` is the backbone's ``config.json``, which may be empty."""
+        """Read the head's file; ``config`` is the backbone's ``config.json``."""
         model, architecture = self.settings, read_architecture(config, described)
         width = architecture.hidden if architecture is not None else None
         # Some OPT models end with a projection to the size of the embeddings.
