@@ -64,6 +64,7 @@ def make_files(folder: Path, rows: int, members: int, labels: int) -> int:
                 os.link(first, rundir.predictions(name))
             fingerprint = member_fingerprint(prepared, prepared.plan.members[index], FileDigests(False))
             work = find_work(rundir, name, fingerprint, rows, keeps_bad_rows=False)
+            work.is_done[:] = True
             write_manifest(rundir, work, file_sha256(first))
     return written
 

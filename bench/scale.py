@@ -164,7 +164,6 @@ def run(folder: Path, rows: int, nodes: int, gpus: int, members: int, labels: in
     """
     from bench import pretended
     from ensemble.cli.progress import PlainDisplay
-    from ensemble.common.clock import boot_seconds
     from ensemble.common.extensions import SettingsByName
     from ensemble.config.load import load_config
     from ensemble.members.registry import KINDS
@@ -201,7 +200,7 @@ def run(folder: Path, rows: int, nodes: int, gpus: int, members: int, labels: in
     meter = Meter(lambda: pretended.last_tally.pretending_seconds)
     began = (time.monotonic(), time.process_time())
     with meter.measuring():
-        report = road.run(loaded, PlainDisplay(sys.stderr), clock=boot_seconds)
+        report = road.run(loaded, PlainDisplay(sys.stderr))
     seconds, cpu_seconds = time.monotonic() - began[0], time.process_time() - began[1]
     tally = pretended.last_tally
     if report.status != "complete":

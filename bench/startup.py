@@ -30,9 +30,11 @@ from bench.sections import show
 from bench.table import Spread
 from ensemble.common.protocol import Load, Ready, Start
 from ensemble.common.shards import order_path
+from ensemble.pipeline.fingerprint import member_fingerprint
 from ensemble.pipeline.load import load as load_config
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
+from ensemble.pipeline.resume import MemberWork
 from ensemble.pipeline.run import worker_spec
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.planning.plan import MemberPlan
@@ -137,11 +139,13 @@ def _published(prepared: Prepared, member: MemberPlan) -> Start:
     rundir.create()
     shards_dir = prepared.config.output_dir / "parts of the start-up benchmark"
     shards_dir.mkdir()
+    fingerprint = member_fingerprint(prepared, member)
+    work = MemberWork(member.name, fingerprint, shards_dir, np.zeros(prepared.table.rows, np.bool_))
     rundir.table.parent.mkdir(exist_ok=True)
     prepared.table.publish(rundir.table)
     with order_path(shards_dir).open("wb") as file:
         np.save(file, member.order)
-    return Start(worker_spec(prepared, rundir, member, shards_dir, None, {}))
+    return Start(worker_spec(prepared, rundir, member, work))
 
 
 def _bare(model: str, environment: Mapping[str, str]) -> _Sample:

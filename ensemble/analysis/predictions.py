@@ -39,7 +39,7 @@ from ensemble.merging.row_checks import RowCheck
 from ensemble.merging.rules import RowRules
 from ensemble.pipeline.prediction_files import ROWS_ADVICE, file_columns, named_files
 from ensemble.pipeline.results import ENSEMBLE_ROW
-from ensemble.pipeline.reuse import rows_merged, rule_rows
+from ensemble.pipeline.reuse import read_bits
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 
@@ -367,7 +367,9 @@ def read_run(
 
     def join(name: str) -> Values:
         file = files[name]
-        file.values[~rows_merged(rundir.merged_rows(name), len(file.ids))] = np.nan
+        is_merged = read_bits(rundir.merged_rows(name), 1, len(file.ids))
+        if is_merged is not None:
+            file.values[~is_merged[0]] = np.nan
         return file.join(ids, may_lack=True, table=str(whole.path), advice=_ADVICE)[0]
 
     members = _for_each(files, join)
@@ -375,8 +377,8 @@ def read_run(
     _check_rows(members, activations, ids, paths, may_lack_rows=True, advice=_ADVICE)
     rules: RowRules | None = None
     if report.rules and ensemble is not None:
-        is_for = rule_rows(rundir.rule_rows, [rule.rows for rule in report.rules], len(ids))
-        if is_for is None:
+        is_for = read_bits(rundir.rule_rows, len(report.rules), len(ids))
+        if is_for is None or is_for.sum(axis=1).tolist() != [rule.rows for rule in report.rules]:
             remarks.append(f"{run_dir}: which rows its rules were for is not known; run the config again")
         else:
             rules = RowRules([rule.config for rule in report.rules], tuple(labels), is_for)

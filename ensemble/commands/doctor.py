@@ -35,7 +35,7 @@ from ensemble.common.text import NO_BREAK, gib, plural
 from ensemble.config import RunConfig
 from ensemble.members.huggingface.checkpoint.hub import hub_can_be_reached
 from ensemble.pipeline.load import load
-from ensemble.pipeline.prepare import hub_files, may_use_gpus, needed_packages, node_sources, prepare
+from ensemble.pipeline.prepare import may_use_gpus, needed_packages, nodes_of, prepare
 from ensemble.pipeline.prepared import Prepared
 from ensemble.planning.placement import chosen_devices
 from ensemble.scheduling.launchers.base import Launcher, Node, make_launcher
@@ -115,7 +115,7 @@ def _findings(paths: Sequence[Path], overrides: Sequence[str]) -> Iterator[Findi
             launcher = make_launcher(config.launcher, config.hang_timeout)
             with contextlib.suppress(DeviceError):  # nodes of other versions can be shown
                 launcher.inventory()
-            nodes = launcher.nodes(node_sources(config), hub_files(config, inspected))
+            nodes = nodes_of(config, inspected, launcher)
     devices = _devices(config, needed)
     if launcher is not None and nodes:  # this machine's devices are not used unless it is a node
         devices = _of_nodes(launcher, nodes, _imports(needed))

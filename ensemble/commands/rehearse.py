@@ -185,7 +185,7 @@ def rehearse(
             sample = _sample(prepared, loaded, source, size, folder / str(size))
             began = boot_seconds()
             try:
-                report = run_prepared(sample, make_display(), True, began, boot_seconds, owns_process)
+                report = run_prepared(sample, make_display(), True, began, owns_process)
             except Interrupted as stopped:
                 raise Interrupted(stopped.exit_code - 128, "nothing of a rehearsal is kept") from None
             wall_seconds = boot_seconds() - began
@@ -274,7 +274,7 @@ def _forecast(
     computed_as = {model.name: model.computed_as for model in config.models}
     speeds = measured_speeds(report, [gpu.name for gpu in whole.plan.gpus], computed_as)
     sample_dir = sample.config.output_dir
-    shares = expected_shares(config, whole.inspected, {}, None, sample_dir, "of the sample")
+    shares = expected_shares(config, whole.inspected, {}, sample_dir, "of the sample")
     plan = with_speeds(whole.plan, speeds)
     plan = replace(
         plan,

@@ -111,6 +111,11 @@ def order_path(shards_dir: Path) -> Path:
     return shards_dir / "order.npy"
 
 
+def cache_path(shards_dir: Path) -> Path:
+    """Return the folder for what a python member's workers share."""
+    return shards_dir / "cache"
+
+
 def cpu_choice_path(shards_dir: Path) -> Path:
     """Return the file of the numbers of threads and workers with which a member runs on a CPU."""
     return shards_dir / "cpu.json"

@@ -5,24 +5,17 @@ The rules are in ``planning.cascade``; this module applies them to the members' 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from ensemble.common.errors import DataError, EnsembleError
 from ensemble.common.protocol import Activation
 from ensemble.common.text import plural, shown_path
 from ensemble.config import MemberConfig, RunConfig
-from ensemble.data.ids import ID_COLUMN
-from ensemble.data.predictions_csv import (
-    PredictionFile,
-    demand_as_written,
-    read_predictions,
-)
+from ensemble.data.predictions_csv import PredictionFile, demand_as_written, read_predictions
 from ensemble.members.base import Inspection
 from ensemble.merging.blocks import weights_by_bin, weights_of_rows
 from ensemble.merging.calibration import calibrator
@@ -48,11 +41,8 @@ class Cascades:
         # The rows that a member computes, bool [rows], and how unsure each row is, [rows].
         self._selections: dict[str, tuple[_Rows, _Values]] = {}
         self._left_out: set[str] = set()
-        self._needs_worker = {member.name: member.needs_worker for member in prepared.plan.members}
         self._has_when = {model.name for model in prepared.config.models if model.when is not None}
-        self._ended = {
-            name for name, work in works.items() if work.is_complete and name not in self._has_when
-        }
+        self._ended = {name for name, work in works.items() if work.is_complete}
         self._select()
 
     def rows_of(self, member: str) -> _Rows | None:
@@ -66,14 +56,6 @@ class Cascades:
     def is_selected(self, member: str) -> bool:
         return member in self._selections
 
-    def is_covered(self, member: str) -> bool:
-        """Return whether a member with ``when`` has all rows that are selected for it, in each view."""
-        if member not in self._selections:
-            return False
-        work = self._works[member]
-        is_selected = np.tile(self._selections[member][0], len(work.parts))
-        return bool(work.has_rows[is_selected].all())
-
     def planned(self, plan: Plan, member: MemberPlan) -> MemberPlan:
         """Return a member with the chunks that are left to do of its selected rows."""
         member = with_rows(plan, member, *self._selections[member.name])
@@ -81,10 +63,7 @@ class Cascades:
 
     def end(self, member: str, is_left_out: bool = False) -> list[str]:
         """Note that a member has ended or failed, and return the members whose rows are selected by that."""
-        if is_left_out:
-            self._left_out.add(member)
-        else:
-            self._ended.add(member)
+        (self._left_out if is_left_out else self._ended).add(member)
         return self._select()
 
     def _select(self) -> list[str]:
@@ -92,43 +71,35 @@ class Cascades:
         for number, model in enumerate(self._prepared.config.models):
             if model.when is None or model.name in self._selections:
                 continue
-            deciders = [name for name in self._prepared.config.deciders(number) if name not in self._left_out]
-            if all(self._is_decided(name) for name in deciders):
+            deciders = set(self._prepared.config.deciders(number)) - self._left_out
+            undecided = self._has_when - self._selections.keys()
+            if deciders <= self._ended - undecided:
                 self._selections[model.name] = self._selection_of(model.when, deciders)
                 selected.append(model.name)
-                is_covered = not self._needs_worker[model.name] or self.is_covered(model.name)
-                if self._works[model.name].is_complete and is_covered:
-                    self._ended.add(model.name)
         return selected
-
-    def _is_decided(self, member: str) -> bool:
-        return member in self._ended and (member not in self._has_when or member in self._selections)
 
     def _selection_of(self, when: Mapping[str, float], deciders: Collection[str]) -> tuple[_Rows, _Values]:
         ((rule, _),) = when.items()
         config, table = self._prepared.config, self._prepared.table
         models = [model for model in config.models if model.name in deciders]
-        mean = np.full((table.rows, len(config.labels)), np.nan)
+        values = [values_of(self._rundir, self._works[model.name], len(config.labels)) for model in models]
+        is_present = np.array([~np.isnan(member_values[:, 0]) for member_values in values])
+        for present, model in zip(is_present, models, strict=True):
+            rows = self.rows_of(model.name)
+            if rows is not None:
+                present &= rows
         activations = [self._prepared.inspected[model.name].activation for model in models]
+        mean = np.full((table.rows, len(config.labels)), np.nan)
         if models:
-            values = [
-                values_of(self._rundir, self._works[model.name], len(config.labels)) for model in models
-            ]
-            is_present = np.array([~np.isnan(member_values[:, 0]) for member_values in values])
-            for present, model in zip(is_present, models, strict=True):
-                rows = self.rows_of(model.name)
-                if rows is not None:
-                    present &= rows
             mean = _calibrated_mean(config, models, activations, values, is_present, table.text_bytes)
-        doubt = doubts(rule, mean, is_exclusive=all(activation == "softmax" for activation in activations))
+        doubt = doubts(rule, mean, is_exclusive=set(activations) <= {"softmax"})
         return select_rows(when, doubt), doubt
 
 
 def expected_shares(
     config: RunConfig,
     inspected: Mapping[str, Inspection],
-    values: Mapping[str, _Values],
-    ids: pa.ChunkedArray | None,
+    values: Mapping[str, PredictionFile],
     folder: Path,
     place: str = "",
     is_named: bool = False,
@@ -136,7 +107,7 @@ def expected_shares(
     """Estimate the share of each member with ``when`` by predictions of the members before it, if there are any.
 
     Args:
-        values: of members that need no worker, [rows, labels], NaN in rows that they lack.
+        values: of members that need no worker.
         folder: the directory of a run, of these rows or of others, such as a labelled sample.
         place: what messages call the directory; empty: its path.
         is_named: the user has named the directory; otherwise predictions that are not by this config are left out.
@@ -145,7 +116,18 @@ def expected_shares(
         DataError: the user has named predictions that are not by this config, or were changed since.
     """
     place = place or f"in {shown_path(folder)}"
-    files = _prediction_files(config, values, ids, folder, is_named)
+    deciders = {
+        name
+        for number, model in enumerate(config.models)
+        if model.when is not None and "share" not in model.when
+        for name in config.deciders(number)
+    }
+    files = dict(values)
+    try:
+        files |= _prediction_files(config, deciders, folder)
+    except EnsembleError:
+        if is_named:
+            raise
     return {
         model.name: _expected_share(config, model.when, config.models[:number], inspected, files, place)
         for number, model in enumerate(config.models)
@@ -172,62 +154,35 @@ def _expected_share(
     if missing:
         why = f"all are assumed, as there are no predictions of {' and '.join(missing)} {place}"
         return ExpectedShare(1.0, why)
-    rows = max((files[model.name].ids for model in models), key=len)
-    values = []
-    for model in models:
-        member_values, _ = files[model.name].join(rows, may_lack=True, may_have_others=True)
-        values.append(member_values.copy(order="F"))
+    ids = max((files[model.name].ids for model in models), key=len)
+    values = [
+        files[model.name].join(ids, may_lack=True, may_have_others=True)[0].copy(order="F")
+        for model in models
+    ]
     activations = [inspected[model.name].activation for model in models]
     is_present = np.array([~np.isnan(member_values).any(axis=1) for member_values in values])
-    text_bytes = np.zeros(len(rows), dtype=np.int64)
-    mean = _calibrated_mean(config, models, activations, values, is_present, text_bytes)
+    mean = _calibrated_mean(config, models, activations, values, is_present, np.zeros(len(ids), np.int64))
     selected = select_rows(when, doubts(rule, mean, set(activations) == {"softmax"}))
-    return ExpectedShare(float(selected.mean()), f"by the predictions of {plural(len(rows), 'row')} {place}")
+    return ExpectedShare(float(selected.mean()), f"by the predictions of {plural(len(ids), 'row')} {place}")
 
 
-def _prediction_files(
-    config: RunConfig,
-    values: Mapping[str, _Values],
-    ids: pa.ChunkedArray | None,
-    folder: Path,
-    is_named: bool,
-) -> dict[str, PredictionFile]:
-    """Return the predictions of the members that decide, in a run's directory, else those of ``values``."""
+def _prediction_files(config: RunConfig, members: Iterable[str], folder: Path) -> dict[str, PredictionFile]:
+    """Return the predictions of members in a run's directory.
+
+    Raises:
+        DataError: they were made by other settings or other files, or were changed since.
+    """
     rundir = RunDir(folder)
-    deciders = {
-        name
-        for number, model in enumerate(config.models)
-        if model.when is not None and "share" not in model.when
-        for name in config.deciders(number)
-    }
-    existing = sorted(name for name in deciders if rundir.predictions(name).exists())
-    changed: Mapping[str, Sequence[str]] = {}
-    try:
-        for name in existing:
-            demand_as_written(rundir.predictions(name))
-        if existing:
-            changed = changed_members(config, existing, folder)
-    except EnsembleError:
-        if is_named:
-            raise
-        existing = []
-    if changed and is_named:
+    paths = {name: rundir.predictions(name) for name in members if rundir.predictions(name).exists()}
+    for path in paths.values():
+        demand_as_written(path)
+    changed = changed_members(config, paths, folder) if paths else {}
+    if changed:
         raise DataError(
             f"--predictions-from: {folder}: {changed_sentence(changed)}; run the config there with these settings "
             "first, or leave the option out"
         )
-    files: dict[str, PredictionFile] = {}
-    for name in deciders:
-        path = rundir.predictions(name)
-        if name in existing and name not in changed:
-            with contextlib.suppress(DataError):
-                file = read_predictions(path)
-                if file.labels == config.labels and len(file.ids):
-                    files[name] = file
-                    continue
-        if name in values and ids is not None:
-            files[name] = PredictionFile(path, ID_COLUMN, config.labels, ids, values[name])
-    return files
+    return {name: read_predictions(path, labels=config.labels) for name, path in paths.items()}
 
 
 def _calibrated_mean(

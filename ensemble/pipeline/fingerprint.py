@@ -19,7 +19,6 @@ from ensemble.members.base import OutputColumns
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.run_report import RunReport
 from ensemble.planning.plan import MemberPlan
 
 # Raise it when the meaning of digests changes: fingerprints of an older scheme are never taken for equal.
@@ -87,18 +86,16 @@ def member_fingerprint(
     return Fingerprint(settings=_settings(prepared, member, None), content=content, rows=rows)
 
 
-def view_fingerprints(
-    prepared: Prepared, member: MemberPlan, content: Mapping[str, str]
-) -> list[Fingerprint]:
-    """Return the fingerprint of a member's work in each of its views; ``content`` is the same in all of them.
+def view_fingerprints(prepared: Prepared, member: MemberPlan, whole: Fingerprint) -> list[Fingerprint]:
+    """Return the fingerprint of a member's work in each of its views, from that without views.
 
     That of a view that changes nothing equals that of the member without views.
     """
     fingerprints = []
-    for view, columns in zip(member.model.counted_views, prepared.view_columns[member.name], strict=True):
+    for number, view in enumerate(member.model.counted_views):
+        columns = prepared.view_columns[member.name][number]
         rows = prepared.table.digest(columns, file_cells(prepared, member.name, view))
-        settings = _settings(prepared, member, view)
-        fingerprints.append(Fingerprint(settings=settings, content=content, rows=rows))
+        fingerprints.append(replace(whole, settings=_settings(prepared, member, view), rows=rows))
     return fingerprints
 
 
@@ -108,14 +105,11 @@ def file_cells(prepared: Prepared, member: str, view: ViewConfig) -> FileCells |
     return cells and replace(cells, column=view.columns.get(cells.column, cells.column))
 
 
-def mean_fingerprint(
-    member: MemberPlan, views: Sequence[Fingerprint], without_views: Fingerprint
-) -> Fingerprint:
-    """Return the fingerprint of the mean over a member's views, from theirs and the member's own."""
+def mean_fingerprint(member: MemberPlan, whole: Fingerprint, views: Sequence[Fingerprint]) -> Fingerprint:
+    """Return the fingerprint of the mean over a member's views, from that without views and theirs."""
     weights = [view.weight for view in member.model.counted_views]
     parts = [[view.settings, view.rows, weight] for view, weight in zip(views, weights, strict=True)]
-    settings = digest_of({"mean of views": parts})
-    return replace(without_views, settings=settings)
+    return replace(whole, settings=digest_of({"mean of views": parts}))
 
 
 def settings_digests(config: RunConfig, model: MemberConfig) -> dict[str, str]:
@@ -132,27 +126,24 @@ def changed_members(config: RunConfig, names: Collection[str], run_dir: Path) ->
     not compared, nor are the rows, as the run may be of a sample.
 
     Raises:
-        EnsembleError: run.json or a member's file cannot be read.
+        EnsembleError: a member's file cannot be read.
     """
     rundir, files = RunDir(run_dir), FileDigests(config.hash_weights)
-    before = {member.name: member.settings for member in RunReport.read(rundir.run_json).members}
     columns = OutputColumns(config.data.id_column, config.labels, config.data.path.parent)
     changed: dict[str, list[str]] = {}
     for model in config.models:
         if model.name not in names:
             continue
         kind, manifest = member_kind(model), read_json(rundir.manifest(model.name))
-        # A run that was interrupted has its own settings in run.json, beside an earlier run's predictions.
-        digests = manifest.get("settings") or before.get(model.name, {})
-        now = settings_digests(config, model)
+        digests, now = manifest.get("settings") or {}, settings_digests(config, model)
         keys = [key for key in now if digests and now[key] != digests.get(key)]
         sources = kind.sources()
         if all(Path(source).exists() for source in sources):
-            made_of = Fingerprint.from_dict(manifest.get("fingerprint"))
-            content = kind.content(kind.inspect(columns), files)
-            values = kind.predicted_by()
             # A path does not count, if the files hold the same.
+            values = kind.predicted_by()
             keys = [key for key in keys if str(values.get(key)) not in sources]
+            content = kind.content(kind.inspect(columns), files)
+            made_of = Fingerprint.from_dict(manifest.get("fingerprint"))
             if made_of is not None:
                 keys += [name for name in content if content[name] != made_of.content.get(name)]
         if keys:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ensemble.common.extensions import SettingsByName
 from ensemble.config import ConfigSource, LoadedConfig, load_config
 from ensemble.members.registry import KINDS
-
-if TYPE_CHECKING:
-    from ensemble.common.extensions import Registry
-    from ensemble.merging.methods.base import MergeMethod
+from ensemble.merging.methods import METHODS
 
 
 def load(
@@ -27,13 +23,6 @@ def load(
     Raises:
         ConfigError: with every problem.
     """
-    methods, kinds = SettingsByName(_merge_methods), SettingsByName(lambda: KINDS)
+    methods, kinds = SettingsByName(lambda: METHODS), SettingsByName(lambda: KINDS)
     source_list = [sources] if isinstance(sources, Path) else sources
     return load_config(source_list, overrides, methods, kinds, environ, texts)
-
-
-def _merge_methods() -> Registry[MergeMethod]:
-    # It imports NumPy, so only for a config that names a method; without one, typos are reported sooner.
-    from ensemble.merging.methods import METHODS
-
-    return METHODS

@@ -69,48 +69,37 @@ class MemberView:
 def member_views(kinds: Mapping[str, MemberKind[Any, Any]], problems: Problems) -> Iterator[MemberView]:
     """Yield the views of all members, by name; one with a problem is left out, and the problem is collected."""
     for index, (name, kind) in enumerate(kinds.items()):
-        model, key = kind.settings, f"models[{index}]"
-        if not model.counted_views:
-            yield from _view(name, key, name, {}, kind, f"{key}.prompt_template", problems)
-        for view in model.counted_views:
-            place = f"{key}.views[{model.views.index(view)}]"
-            template_key = f"{place if view.changes else key}.prompt_template"
-            title, kind_of_view = f"{name} (view {view.name})", member_kind(model.as_view(view))
-            yield from _view(name, place, title, view.columns, kind_of_view, template_key, problems)
-
-
-def _view(
-    member: str,
-    key: str,
-    title: str,
-    swap: Mapping[str, str],
-    kind: MemberKind[Any, Any],
-    template_key: str,
-    problems: Problems,
-) -> Iterator[MemberView]:
-    reads = kind.reads()
-    columns = reads.columns
-    template: PromptTemplate | None = None
-    if reads.template is not None:
-        with problems.at(template_key):
-            template = compile_template(reads.template)
-            columns = template.columns
-        if template is None:
-            return
-    if swap and not set(swap) & set(columns):
-        read = ", ".join(columns) or "no column"
-        problems.add([f"{key}.swap.columns: the member reads neither of them; it reads {read}"])
-        return
-    yield MemberView(
-        member=member,
-        key=key,
-        title=title,
-        template_key=template_key,
-        swap=swap,
-        columns=columns,
-        any_type=reads.any_type,
-        template=template,
-    )
+        model = kind.settings
+        for view in model.counted_views or (None,):
+            key = template_place = f"models[{index}]"
+            title, swap, reads = name, dict[str, str](), kind.reads()
+            if view is not None:
+                key = f"{key}.views[{model.views.index(view)}]"
+                template_place = key if view.changes else template_place
+                title, swap = f"{name} (view {view.name})", view.columns
+                reads = member_kind(model.as_view(view)).reads()
+            columns = reads.columns
+            template: PromptTemplate | None = None
+            if reads.template is not None:
+                with problems.at(f"{template_place}.prompt_template"):
+                    template = compile_template(reads.template)
+                if template is None:
+                    continue
+                columns = template.columns
+            if swap and not set(swap) & set(columns):
+                read = ", ".join(columns) or "no column"
+                problems.add([f"{key}.swap.columns: the member reads neither of them; it reads {read}"])
+                continue
+            yield MemberView(
+                member=name,
+                key=key,
+                title=title,
+                template_key=f"{template_place}.prompt_template",
+                swap=swap,
+                columns=columns,
+                any_type=reads.any_type,
+                template=template,
+            )
 
 
 def first_texts(views: Iterable[MemberView], table: InputTable, problems: Problems) -> dict[str, str]:

@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ensemble.common.device_trials import run_trials
 from ensemble.common.errors import CheckpointError, DataError, DeviceError, MergeError
-from ensemble.common.files import FileState, HubFile, file_state, folder_states
-from ensemble.common.gpus import Device, Inventory, inventory
+from ensemble.common.files import FileState, file_state, folder_states
+from ensemble.common.gpus import Device, Inventory
 from ensemble.common.host import cpu_products
 from ensemble.common.packages import unsupported
 from ensemble.common.text import plural, quoted, similar_file
 from ensemble.config import LoadedConfig, RunConfig
 from ensemble.data.conditions import ConditionProblem, compile_condition, rows_that_meet
+from ensemble.data.predictions_csv import PredictionFile
 from ensemble.data.row_files import FileCells
 from ensemble.data.submission import Sample, read_sample
 from ensemble.data.table import InputTable, TableNeeds, read_table
@@ -58,8 +56,6 @@ from ensemble.planning.placement import MemberFacts, chosen_devices
 from ensemble.planning.plan import Plan, plan_run
 from ensemble.scheduling.launchers.base import Launcher, Node, make_launcher
 
-_Values = npt.NDArray[np.float64]
-
 
 @dataclass(frozen=True)
 class _Members:
@@ -73,25 +69,13 @@ class _Members:
     inspected: dict[str, Inspection]
 
 
-@dataclass(frozen=True)
-class _Input:
-    """The table, as far as it could be read; see ``Prepared``."""
-
-    needs: TableNeeds
-    state: FileState | None
-    table: InputTable | None
-    sample: Sample | None
-    rules: RowRules | None = None
-    previews: dict[str, str] = field(default_factory=dict)
-
-
 def prepare(
     loaded: LoadedConfig,
     must_fit: bool = True,
     predictions_in: Path | None = None,
     is_for_run: bool = False,
 ) -> Prepared:
-    """Check a run.
+    """Check a run: go through the stages, and raise the problems of all of them together.
 
     Args:
         must_fit: a member that fits on no device is a problem; otherwise only the plan says so.
@@ -102,61 +86,68 @@ def prepare(
     Raises:
         EnsembleError: of exit code 2, with every problem.
     """
-    problems = Problems()
-    launcher: Launcher | None = None
-    with problems.at(loaded.document.where(("launcher",))):
-        launcher = make_launcher(loaded.config.launcher, loaded.config.hang_timeout)
+    config, problems = loaded.config, Problems()
     with contextlib.ExitStack() as on_error:
-        if launcher is not None:
+        launcher: Launcher | None = None
+        with problems.at(loaded.document.where(("launcher",))):
+            launcher = make_launcher(config.launcher, config.hang_timeout)
             on_error.callback(launcher.close)
-        prepared = _prepare(loaded, must_fit, predictions_in, launcher, problems)
+        members = _inspect_members(config, problems)
+        problems.add(unsupported((), needed_packages(config, members.inspected)))
+        problems.add(place_problems(loaded, members.kinds))
+        conditions: dict[int, PromptTemplate] = {}
+        for number, rule in enumerate(config.rules or ()):
+            with problems.at(rule_key(loaded, number)):
+                conditions[number] = compile_condition(rule.when)
+        needs = _table_needs(config, members)
+        table_state = file_state(config.data.path)
+        table: InputTable | None = None
+        with problems.at():
+            table = _read_table(loaded, needs, conditions)
+            if file_state(config.data.path) != table_state:  # it is read in several passes
+                path = config.data.path
+                raise DataError(f"{path}: changed while it was read; start again when it is complete")
+        sample = _read_sample(config, table, problems)
+        devices: Inventory | None = None
+        gpus: tuple[Device, ...] = ()
+        if launcher is not None:
+            with problems.at():
+                devices, gpus = _find_devices(config, launcher)
+        previews: dict[str, str] = {}
+        rules: RowRules | None = None
+        values: dict[str, PredictionFile] = {}
+        warnings: list[str] = []
+        if table is not None:
+            previews = first_texts(members.views, table, problems)
+            if conditions and len(conditions) == len(config.rules or ()):
+                with problems.at():
+                    rules = _find_rule_rows(loaded, table, conditions, members.inspected)
+                table = table.only(needs.columns)
+            values, warnings = _read_predictions(config, members, table, problems)
+            warnings += _look_for_files(members, table, problems)
+        problems.add(member_problems(config, members.kinds, members.inspected, bool(gpus)))
+        problems.add(rule_problems(loaded, members.inspected))
+        shares: dict[str, ExpectedShare] = {}
+        with problems.at():
+            folder, is_named = predictions_in or config.output_dir, predictions_in is not None
+            shares = expected_shares(config, members.inspected, values, folder, is_named=is_named)
+        plan: Plan | None = None
+        nodes: tuple[Node, ...] = ()
+        if launcher is not None and devices is not None:
+            with problems.at():
+                facts = _member_facts(config, members.inspected, members.columns, table, shares)
+                plan = _plan(config, facts, gpus, devices.hosts, launcher)
+                if must_fit or table is None:
+                    problems.add(plan.problems, DeviceError)
+            if devices.hosts:
+                with problems.at():
+                    nodes = nodes_of(config, members.inspected, launcher)
+                    if must_fit:
+                        problems.add((text for node in nodes for text in node.problems), CheckpointError)
+        problems.raise_any()
         if is_for_run:
             on_error.pop_all()
-    return prepared
-
-
-def _prepare(
-    loaded: LoadedConfig,
-    must_fit: bool,
-    predictions_in: Path | None,
-    launcher: Launcher | None,
-    problems: Problems,
-) -> Prepared:
-    """Go through the stages, and raise the problems of all of them together."""
-    config = loaded.config
-    outputs = OutputColumns(config.data.id_column, config.labels, config.data.path.parent)
-    members = _inspect_members(config, outputs, problems)
-    problems.add(unsupported((), needed_packages(config, members.inspected)))
-    problems.add(place_problems(loaded, members.kinds))
-    source = _read_input(loaded, members, problems)
-    devices, gpus = _find_devices(config, members.kinds, launcher, problems)
-    values: dict[str, _Values] = {}
-    warnings: list[str] = []
-    if source.table is not None:
-        values, warnings = _read_predictions(config, members, source.table, outputs, problems)
-        warnings += _look_for_files(members, source.table, problems)
-    problems.add(member_problems(config, members.kinds, members.inspected, bool(gpus)))
-    problems.add(rule_problems(loaded, members.inspected))
-    shares: dict[str, ExpectedShare] = {}
-    with problems.at():
-        ids = None if source.table is None else source.table.ids
-        folder, is_named = predictions_in or config.output_dir, predictions_in is not None
-        shares = expected_shares(config, members.inspected, values, ids, folder, is_named=is_named)
-    plan: Plan | None = None
-    nodes: tuple[Node, ...] = ()
-    if devices is not None:
-        with problems.at():
-            facts = _member_facts(config, members.inspected, members.columns, source.table, shares)
-            plan = _plan(config, facts, gpus, devices.hosts, launcher)
-            if must_fit or source.table is None:
-                problems.add(plan.problems, DeviceError)
-        if launcher is not None and devices.hosts:
-            with problems.at():
-                nodes = launcher.nodes(node_sources(config), hub_files(config, members.inspected))
-                if must_fit:
-                    problems.add((text for node in nodes for text in node.problems), CheckpointError)
-    problems.raise_any()
-    assert source.table is not None
+    assert table is not None
     assert devices is not None
     assert plan is not None
     assert launcher is not None
@@ -164,26 +155,27 @@ def _prepare(
     names = [device.name for device in gpus or devices.hosts] or [cpu_products()]
     return Prepared(
         loaded=loaded,
-        table=source.table,
+        table=table,
         inspected=members.inspected,
         columns=members.columns,
         plan=plan,
         launcher=launcher,
         inventory=devices,
-        sample=source.sample,
+        sample=sample,
         warnings=(
             *devices.warnings,
-            *_member_warnings(members),
+            *(text for inspection in members.inspected.values() for text in inspection.warnings),
+            *_kind_warnings(members),
             *warnings,
             *worker_warnings(plan),
-            *run_warnings(loaded, members.inspected, source.table, source.rules, names),
+            *run_warnings(loaded, members.inspected, table, rules, names),
         ),
-        previews=source.previews,
+        previews=previews,
         file_states=members.file_states,
-        table_state=source.state,
-        needs=source.needs,
+        table_state=table_state,
+        needs=needs,
         shares=shares,
-        rules=source.rules,
+        rules=rules,
         view_columns={
             name: tuple(view.table_columns for view in members.views if view.member == name)
             for name in members.kinds
@@ -193,7 +185,12 @@ def _prepare(
     )
 
 
-def _inspect_members(config: RunConfig, outputs: OutputColumns, problems: Problems) -> _Members:
+def _kind_warnings(members: _Members) -> Iterator[str]:
+    for index, (name, kind) in enumerate(members.kinds.items()):
+        yield from (f"models[{index}].{text}" for text in kind.warnings(members.inspected[name]))
+
+
+def _inspect_members(config: RunConfig, problems: Problems) -> _Members:
     """Look at each member's views and files."""
     kinds = {model.name: member_kind(model) for model in config.models}
     views = tuple(member_views(kinds, problems))
@@ -204,50 +201,31 @@ def _inspect_members(config: RunConfig, outputs: OutputColumns, problems: Proble
         columns[name] = tuple(dict.fromkeys(chain.from_iterable(of_views)))
         cells = kind.reads().files
         if cells is not None:
-            files[name] = replace(cells, folder=cells.folder or outputs.table_folder)
+            files[name] = replace(cells, folder=cells.folder or config.data.path.parent)
     file_states = _file_states(kinds.values())  # before anything is read of the files
     inspected: dict[str, Inspection] = {}
     questions = (kind.question() for kind in kinds.values())
     ask([question for question in questions if question is not None])
     for index, (name, kind) in enumerate(kinds.items()):
         with problems.at(f"models[{index}] ({name})"):
-            inspected[name] = kind.inspect(outputs)
+            inspected[name] = kind.inspect(_outputs(config))
     return _Members(kinds, views, columns, files, file_states, inspected)
 
 
-def _read_input(loaded: LoadedConfig, members: _Members, problems: Problems) -> _Input:
-    """Read the table and the submission's sample, find the rows of rules, and try templates on the first rows."""
-    config = loaded.config
-    conditions: dict[int, PromptTemplate] = {}
-    for number, rule in enumerate(config.rules or ()):
-        with problems.at(rule_key(loaded, number)):
-            conditions[number] = compile_condition(rule.when)
-    needs = _table_needs(config, members)
-    state = file_state(config.data.path)
-    table: InputTable | None = None
-    with problems.at():
-        parsed = chain.from_iterable(condition.json_columns for condition in conditions.values())
-        needs_with_rules = replace(
-            needs,
-            also={
-                name: rule_key(loaded, number) for number, rule in conditions.items() for name in rule.columns
-            },
-            json_columns=tuple(dict.fromkeys((*needs.json_columns, *parsed))),
-        )
-        table = read_table(config.data.path, needs_with_rules)
-        if file_state(config.data.path) != state:  # it is read in several passes
-            raise DataError(f"{config.data.path}: changed while it was read; start again when it is complete")
-    sample = _read_sample(config, table, problems)
-    if table is None:
-        return _Input(needs, state, None, sample)
-    previews = first_texts(members.views, table, problems)
-    rules: RowRules | None = None
-    if conditions and len(conditions) == len(config.rules or ()):
-        with problems.at():
-            rules = _find_rule_rows(loaded, table, conditions, members.inspected)
-    if conditions:
-        table = table.only(needs.columns)
-    return _Input(needs, state, table, sample, rules, previews)
+def _outputs(config: RunConfig) -> OutputColumns:
+    return OutputColumns(config.data.id_column, config.labels, config.data.path.parent)
+
+
+def _read_table(
+    loaded: LoadedConfig, needs: TableNeeds, conditions: Mapping[int, PromptTemplate]
+) -> InputTable:
+    """Read the table with the columns of the rules' conditions."""
+    of_rules = {
+        name: rule_key(loaded, number) for number, rule in conditions.items() for name in rule.columns
+    }
+    json_columns = chain(needs.json_columns, *(rule.json_columns for rule in conditions.values()))
+    needs = replace(needs, also=of_rules, json_columns=tuple(dict.fromkeys(json_columns)))
+    return read_table(loaded.config.data.path, needs)
 
 
 def _table_needs(config: RunConfig, members: _Members) -> TableNeeds:
@@ -279,8 +257,7 @@ def _read_sample(config: RunConfig, table: InputTable | None, problems: Problems
             texts = sample.problems(table.ids, config.limit is not None)
             if not texts and config.fill == "sample" and config.time_limit is not None:
                 texts = sample.value_problems()
-            if texts:
-                raise DataError(texts)
+            problems.add(texts, DataError)
     return sample
 
 
@@ -309,62 +286,40 @@ def _find_rule_rows(
     return rules
 
 
-def _find_devices(
-    config: RunConfig, kinds: Kinds, launcher: Launcher | None, problems: Problems
-) -> tuple[Inventory | None, tuple[Device, ...]]:
-    """Return the devices, None if they are not known, so that nothing can be planned, and the GPUs to use."""
+def _find_devices(config: RunConfig, launcher: Launcher) -> tuple[Inventory, tuple[Device, ...]]:
+    """Return the devices, and the GPUs to use."""
     may_use = may_use_gpus(config)
-    is_cluster = config.launcher != "local" and any(kind.needs_worker for kind in kinds.values())
-    no_devices = Inventory((), "", None, ())
-    if not may_use and not is_cluster:
-        return no_devices, ()
-    with problems.at():
-        machine = inventory() if launcher is None else launcher.inventory()
-        if machine.mask_problem and any(may_use):
-            raise DeviceError(machine.mask_problem)
-        return machine, chosen_devices(machine.gpus, config.devices)
-    # On one machine the CPU is left to plan for.
-    return None if is_cluster else no_devices, ()
+    if not any(may_use) and (config.launcher == "local" or not may_use):
+        return Inventory((), "", None, ()), ()
+    machine = launcher.inventory()
+    if machine.mask_problem and any(may_use):
+        raise DeviceError(machine.mask_problem)
+    return machine, chosen_devices(machine.gpus, config.devices)
 
 
 def _read_predictions(
-    config: RunConfig, members: _Members, table: InputTable, outputs: OutputColumns, problems: Problems
-) -> tuple[dict[str, _Values], list[str]]:
-    """Read the predictions of members that need no worker.
-
-    Returns:
-        Their values, [rows, labels] by name, if there are members with ``when``; and warnings about rows that they
-        lack, and about rows that the table does not have.
-    """
-    has_when = any(model.when is not None for model in config.models)
-    values: dict[str, _Values] = {}
+    config: RunConfig, members: _Members, table: InputTable, problems: Problems
+) -> tuple[dict[str, PredictionFile], list[str]]:
+    """Return the predictions of members that need no worker, by name, and warnings about rows that do not fit."""
+    files: dict[str, PredictionFile] = {}
     warnings: list[str] = []
-    present: list[npt.NDArray[np.bool_]] = []
     for index, (name, kind) in enumerate(members.kinds.items()):
         if kind.needs_worker or name not in members.inspected:
             continue
         with problems.at(f"models[{index}] ({name})"):
-            predictions = given_predictions(kind, members.inspected[name], table, outputs)
-            if has_when:
-                values[name] = predictions.values
-            is_present = ~np.isnan(predictions.values[:, 0])
-            if kind.settings.has_weight:
-                present.append(is_present)
-            if not is_present.all():
-                count = f"{int(is_present.sum()):,} of {plural(table.rows, 'row')}"
+            predictions = given_predictions(kind, members.inspected[name], table, _outputs(config))
+            values, source = predictions.values, " and ".join(kind.sources())
+            files[name] = PredictionFile(
+                Path(source), config.data.id_column, config.labels, table.ids, values
+            )
+            present = int((~np.isnan(values[:, 0])).sum())
+            if present < table.rows:
+                count = f"{present:,} of {plural(table.rows, 'row')}"
                 warnings.append(f"{name}: has {count}; the other members decide the rest")
             if predictions.ignored_ids and config.limit is None:  # a trial leaves out most of them
-                rows = f"{plural(predictions.ignored_ids, 'row')} of {' and '.join(kind.sources())}"
+                rows = f"{plural(predictions.ignored_ids, 'row')} of {source}"
                 warnings.append(f"{name}: {rows} left out, with ids that the table does not have")
-    # Only if ``present`` has all members with a weight: one with a worker, or a broken file, may have the rows.
-    if len(present) == sum(model.has_weight for model in config.models) and config.time_limit is None:
-        missing = np.flatnonzero(~np.logical_or.reduce(present))
-        if len(missing):
-            first_id = quoted(table.ids[int(missing[0])].as_py())
-            rows = plural(len(missing), "row")
-            text = f"models: no member has {rows} of the table, the first is id {first_id}; add one that does"
-            problems.add([text], DataError)
-    return values, warnings
+    return files, warnings
 
 
 def _look_for_files(members: _Members, table: InputTable, problems: Problems) -> list[str]:
@@ -390,13 +345,6 @@ def _look_for_files(members: _Members, table: InputTable, problems: Problems) ->
     return warnings
 
 
-def _member_warnings(members: _Members) -> list[str]:
-    warnings = [text for inspection in members.inspected.values() for text in inspection.warnings]
-    for index, (name, kind) in enumerate(members.kinds.items()):
-        warnings += [f"models[{index}].{text}" for text in kind.warnings(members.inspected[name])]
-    return warnings
-
-
 def _file_states(kinds: Iterable[MemberKind[Any, Any]]) -> dict[str, FileState]:
     """Return the states of the members' files, by path."""
     states: dict[str, FileState] = {}
@@ -409,20 +357,13 @@ def _file_states(kinds: Iterable[MemberKind[Any, Any]]) -> dict[str, FileState]:
     return states
 
 
-def node_sources(config: RunConfig) -> dict[str, tuple[str, ...]]:
-    """Return the folders and files, or names on a hub, of each member that needs a worker, by its name."""
+def nodes_of(config: RunConfig, inspected: Mapping[str, Any], launcher: Launcher) -> tuple[Node, ...]:
+    """Return the nodes of a launcher's cluster, with what they lack of the members that need a worker."""
     kinds = {model.name: member_kind(model) for model in config.models}
-    return {name: kind.sources() for name, kind in kinds.items() if kind.needs_worker}
-
-
-def hub_files(config: RunConfig, inspected: Mapping[str, Any]) -> dict[str, tuple[HubFile, ...]]:
-    """Return the files from the hub of each member that was inspected and needs a worker, by its name."""
-    kinds = {model.name: member_kind(model) for model in config.models}
-    return {
-        name: kind.hub_files(inspected[name])
-        for name, kind in kinds.items()
-        if kind.needs_worker and name in inspected
-    }
+    kinds = {name: kind for name, kind in kinds.items() if kind.needs_worker}
+    sources = {name: kind.sources() for name, kind in kinds.items()}
+    hub_files = {name: kind.hub_files(inspected[name]) for name, kind in kinds.items() if name in inspected}
+    return launcher.nodes(sources, hub_files)
 
 
 def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Prepared:
@@ -480,29 +421,24 @@ def _member_facts(
     shares: Mapping[str, ExpectedShare],
 ) -> dict[str, MemberFacts]:
     """Return what the planner must know of each member; without the table, it plans devices only."""
-
-    @cache
-    def text_lengths(names: tuple[str, ...]) -> npt.NDArray[np.int64]:
-        return np.zeros(1, dtype=np.int64) if table is None else table.text_lengths(names)
-
     facts = {}
     for model in config.models:
         name, kind = model.name, member_kind(model)
-        lengths, memory, expected_share = text_lengths(columns[name]), None, 1.0
-        row_bytes = kind.reads().row_bytes
-        if row_bytes is not None:
-            lengths = np.full(len(lengths), row_bytes, dtype=np.int64)
-        if table is not None and name in inspected:
-            memory = kind.memory(inspected[name], lengths, len(config.labels))
-        if name in shares and model.when is not None:
-            expected_share = shares[name].share
+        lengths, memory = np.zeros(1, dtype=np.int64), None
+        if table is not None:
+            lengths = table.text_lengths(columns[name])
+            if kind.reads().row_bytes is not None:
+                lengths = np.full(table.rows, kind.reads().row_bytes, dtype=np.int64)
+            if name in inspected:
+                memory = kind.memory(inspected[name], lengths, len(config.labels))
+        is_limited = name in shares and model.when is not None
         facts[name] = MemberFacts(
             name=name,
             request=kind.request(),
             lengths=lengths,
             memory=memory,
             needs_worker=kind.needs_worker,
-            expected_share=expected_share,
+            expected_share=shares[name].share if is_limited else 1.0,
         )
     return facts
 
@@ -512,12 +448,11 @@ def _plan(
     facts: Mapping[str, MemberFacts],
     gpus: tuple[Device, ...],
     hosts: tuple[Device, ...],
-    launcher: Launcher | None,
+    launcher: Launcher,
 ) -> Plan:
     speeds: dict[str, Speed] = {}
     with contextlib.suppress(DataError):  # there was no run here, or one of another version
         report = RunReport.read(RunDir(config.output_dir).run_json)
         computed_as = {model.name: model.computed_as for model in config.models}
         speeds = measured_speeds(report, [gpu.name for gpu in gpus], computed_as)
-    trials = run_trials if launcher is None else launcher.trials
-    return plan_run(config, facts, gpus, speeds, hosts, trials)
+    return plan_run(config, facts, gpus, speeds, hosts, launcher.trials)

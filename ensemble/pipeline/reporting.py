@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from ensemble.common.clock import boot_seconds
 from ensemble.common.gpus import Device
 from ensemble.common.host import cpu_name
 from ensemble.common.version import __version__
@@ -43,7 +44,7 @@ class RunState:
     """A run as it stands.
 
     Attributes:
-        began: when it began, by ``clock``, in seconds.
+        began: when it began, by ``boot_seconds``.
         works: by member name; empty before they are looked up.
         pool: None before workers can start.
         left_out: the failures of members that the others were merged without.
@@ -51,7 +52,6 @@ class RunState:
 
     prepared: Prepared
     began: float
-    clock: Callable[[], float]
     status: Status = "failed"
     members: list[MemberState] = field(default_factory=list)
     works: dict[str, MemberWork] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class RunState:
             driver_version=prepared.inventory.driver_version,
             rows=prepared.table.rows,
             null_texts=dict(prepared.table.null_texts),
-            timing={"total_seconds": round(self.clock() - self.began, 3)},
+            timing={"total_seconds": round(boot_seconds() - self.began, 3)},
             idle_gaps=idle_gaps(worker for state in self.members for worker in state.workers),
             releases=tuple(self.pool.releases) if self.pool else (),
             device_memory=dict(self.pool.curves) if self.pool else {},
@@ -173,9 +173,9 @@ class RunState:
             calibration={} if model.calibration is None else model.calibration.model_dump(mode="json"),
             replicas=plan.replicas,
             fingerprint=work.fingerprint.digest,
-            reused_rows=0 if work.is_new else state.reused_rows,
+            reused_rows=state.reused_rows if plan.needs_worker else 0,
             taken_over=dict(work.rows_taken),
-            work=work.work_bytes if is_reused else plan.work * state.computed_cost,
+            work=plan.work * state.computed_cost,
             computed_as=model.computed_as,
             settings=dict(work.settings),
             speed=state.speed,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Final, Literal
 
@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ensemble.common.errors import DataError, MergeError
+from ensemble.common.errors import MergeError
 from ensemble.common.files import atomic_path
 from ensemble.common.shards import file_sha256
 from ensemble.common.text import plural
+from ensemble.config import MemberConfig
 from ensemble.data.csv_file import write_csv
 from ensemble.data.digests import truth_sha256
-from ensemble.data.predictions_csv import read_predictions
 from ensemble.members.base import OutputColumns
 from ensemble.members.registry import member_kind
 from ensemble.merging.blocks import MergedMember, Without, block_spans, merge_blocks
@@ -43,7 +43,7 @@ from ensemble.pipeline.resume import (
 )
 from ensemble.pipeline.reuse import write_bits
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.run_report import Computation, FittedOn, WorkerReport
+from ensemble.pipeline.run_report import Computation, FittedOn
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.state import MemberState
 
@@ -83,12 +83,15 @@ class Results:
 
 
 class ResultWriter:
-    """Writes a run's results, and what they count and score into ``results``."""
+    """Writes a run's results, and what they count and score into ``results``.
+
+    Attributes:
+        rows_of: returns the rows that a member is to have, bool [rows]; None: all.
+    """
 
     def __init__(
         self, prepared: Prepared, rundir: RunDir, works: Mapping[str, MemberWork], results: Results
     ) -> None:
-        # Returns the rows that a member is to have, bool [rows]; None: all.
         self.rows_of: Callable[[str], npt.NDArray[np.bool_] | None] = lambda name: None
         self._prepared = prepared
         self._config = prepared.config
@@ -98,52 +101,48 @@ class ResultWriter:
         self._resamples = Resamples(prepared.table.rows)
         self.results = results
 
-    def write_predictions(
-        self, state: MemberState, workers: Sequence[WorkerReport], computed: Computation | None = None
-    ) -> None:
-        """Gather a finished member's shards into its CSV, and write its manifest with what the workers did.
+    def write_predictions(self, state: MemberState, computed: Computation | None = None) -> None:
+        """Gather a finished member's shards into its CSV, and write its manifest.
 
         Rows that could not be computed get equal probabilities.
+
+        Args:
+            computed: what this run computed rows with.
 
         Raises:
             MergeError: a row is missing, or the checkpoint's files changed since the run began.
         """
-        name, member_work = state.plan.name, self._works[state.plan.name]
-        if not member_work.is_complete:
-            demand_unchanged(self._prepared, state.plan.model, member_work)
-            member_work.workers = tuple(workers)
-            member_work.work_bytes = state.plan.work * state.computed_cost
-            for view, work in enumerate(member_work.parts):
-                if not work.is_complete:
-                    bad_rows = member_work.rows_of_view(state.bad_rows, view)
-                    self._complete_from_shards(name, work, bad_rows, computed)
-        if not member_work.is_complete:
-            member_work.bad_rows = member_work.bad_rows_of_views(state.bad_rows)
-            member_work.computed = computed
-            views = [values_of(self._rundir, view, len(self._labels)) for view in member_work.views]
-            mean = mean_of_views(views, member_work.weights)
+        name, work = state.plan.name, self._works[state.plan.name]
+        if not work.is_complete:
+            demand_unchanged(self._prepared, state.plan.model, work)
+            for view, part in enumerate(work.parts):
+                if not part.is_complete:
+                    part.bad_rows = work.rows_of_view(state.bad_rows, view)
+                    self._complete(part, self._values_in_shards(name, part), computed)
+        if not work.is_complete:
+            work.bad_rows = work.bad_rows_of_views(state.bad_rows)
+            views = [values_of(self._rundir, view, len(self._labels)) for view in work.views]
+            mean = mean_of_views(views, _weights(state.plan.model))
             # From an earlier run, a view can have more rows than its member is to have now.
             mean[np.isnan(views).any(axis=(0, 2))] = np.nan
-            self._complete(member_work, mean)
+            self._complete(work, mean, computed)
         self.results.files[predictions_title(name)] = self._rundir.predictions(name)
 
-    def _complete_from_shards(
-        self, member: str, work: MemberWork, bad_rows: dict[int, str], computed: Computation | None
-    ) -> None:
-        values, selected = work.values(len(self._labels)), self.rows_of(member)
+    def _values_in_shards(self, member: str, work: MemberWork) -> _Values:
+        """Return the values of a work that is done, [rows, labels]; NaN in rows that it need not have."""
+        values, selected = values_of(self._rundir, work, len(self._labels)), self.rows_of(member)
+        values[list(work.bad_rows)] = self._prepared.even_value(member)
         is_missing = np.isnan(values).any(axis=1)
         if selected is not None:
             is_missing &= selected
-        missing = np.setdiff1d(np.flatnonzero(is_missing), list(bad_rows))
+        missing = np.flatnonzero(is_missing)
         if len(missing):
             shown = ", ".join(f"row {row + 1}" for row in missing[:3])
             raise MergeError(
                 f"{plural(len(missing), 'row')} missing in its shards in {work.shards_dir} ({shown}): some "
                 "were removed or changed; run the same command again"
             )
-        values[list(bad_rows)] = self._prepared.even_value(member)
-        work.bad_rows, work.computed = bad_rows, computed
-        self._complete(work, values)
+        return values
 
     def write_given(self, member: MemberPlan) -> None:
         """Write the predictions of a member that needs no worker, with their manifest."""
@@ -153,9 +152,8 @@ class ResultWriter:
         work = self._works[member.name]
         demand_unchanged(self._prepared, member.model, work)
         self._complete(work, predictions.values)
-        work.is_new = True
 
-    def _complete(self, work: MemberWork, values: _Values) -> None:
+    def _complete(self, work: MemberWork, values: _Values, computed: Computation | None = None) -> None:
         """Write the predictions and the manifest of a work; rows with NaN are left out."""
         is_present, ids = np.asarray(~np.isnan(values).any(axis=1)), self._prepared.table.ids
         if not is_present.all():
@@ -164,8 +162,8 @@ class ResultWriter:
             names = [self._config.data.id_column, *self._labels]
             write_csv(temporary, names, [ids, *map(pa.array, values.T)])
             sha256 = file_sha256(temporary)
-        write_manifest(self._rundir, work, sha256, is_present)
         work.is_done[:] = is_present
+        write_manifest(self._rundir, work, sha256, computed)
         work.is_complete = True
 
     def merge(self, members: Sequence[MemberState]) -> None:
@@ -176,31 +174,33 @@ class ResultWriter:
         Raises:
             MergeError: the CSVs do not fit together, or rows are missing.
         """
-        if not any(state.plan.model.has_weight for state in members):
-            members = ()
-        results = self.results
+        prepared, config, results = self._prepared, self._config, self.results
         # A first submission may have left some.
-        results.scores, results.gain, results.merged_rows, results.filled_rows = {}, None, {}, 0
+        results.scores, results.gain, results.merged_rows = {}, None, {}
         results.comparisons, results.view_rows, results.partial_rows = {}, {}, {}
-        rules = self._prepared.rules
+        rules = prepared.rules
         write_bits(self._rundir.rule_rows, None if rules is None else rules.rows)
-        merged: list[MergedMember] = []
-        gives_probabilities = METHODS.load(self._config.ensemble.method).gives_probabilities
-        scoring = self._scoring(gives_probabilities) if members else None
-        all_values = self._merged_values(members, merged)
-        self._fill(all_values)
+        merged: Sequence[MergedMember] = ()
+        scoring: Scoring | None = None
+        gives_probabilities = METHODS.load(config.ensemble.method).gives_probabilities
+        all_values = np.full((prepared.table.rows, len(self._labels)), np.nan, order="F")
+        if any(state.plan.model.has_weight for state in members):
+            scoring = self._scoring(gives_probabilities)
+            merged = self._merge_into(all_values, members)
+        results.filled_rows = self._fill(all_values)
         if scoring is not None:
             for start, stop in block_spans(*all_values.shape):
                 scoring.add(start, all_values[start:stop])
         self._write(all_values)
         for member in merged:
             results.merged_rows[member.name] = member.check.reached
-            if member.scoring is None or member.check.reached != self._prepared.table.rows:
+            if member.scoring is None or member.check.reached != prepared.table.rows:
                 continue
             score = member.scoring.score()
             if score is not None:
                 results.scores[member.name] = score
         score = None if scoring is None else scoring.score()
+        results.fitted_on = None
         if scoring is not None and score is not None:
             # Rows that were filled in say nothing about the members.
             if results.filled_rows:
@@ -209,9 +209,9 @@ class ResultWriter:
                 with_all_rows = [member for member in merged if member.name in results.scores]
                 results.gain = _gain_over_best(scoring, with_all_rows)
             results.scores[ENSEMBLE_ROW] = score
-        # If a member is left out, the weights are not those that were fitted.
-        has_all_members = len(members) == len(self._config.models)
-        results.fitted_on = self._fitted_on if has_all_members and ENSEMBLE_ROW in results.scores else None
+            # If a member is left out, the weights are not those that were fitted.
+            if len(members) == len(config.models):
+                results.fitted_on = self._fitted_on()
 
     def _write(self, all_values: _Values) -> None:
         """Write ensemble and submission, and copy the submission to where the config wants it."""
@@ -233,9 +233,8 @@ class ResultWriter:
             path = submission.path
         self.results.files["submission"] = path
 
-    @cached_property
     def _fitted_on(self) -> FittedOn | None:
-        """What the weights were fitted on, if that is this table with these labels."""
+        """Return what the weights were fitted on, if that is this table with these labels."""
         fitted, table, truth = self._config.fitted_on, self._prepared.table, self._prepared.truth
         if fitted is None or truth is None or fitted.rows != table.rows:
             return None
@@ -249,18 +248,14 @@ class ResultWriter:
             return None
         return Scoring(truth, self._prepared.activation, self._resamples, has_loss)
 
-    def _merged_values(self, members: Sequence[MemberState], merged: list[MergedMember]) -> _Values:
-        """Return the merged rows, [rows, labels], NaN where no member has them; ``merged`` takes the members."""
-        table, config = self._prepared.table, self._config
-        shape = table.rows, len(self._labels)
-        if not members:
-            all_values = np.full(shape, np.nan, order="F")
-            self._apply_rules(0, all_values)
-            return all_values
+    def _merge_into(self, all_values: _Values, members: Sequence[MemberState]) -> Sequence[MergedMember]:
+        """Merge members into ``all_values``, [rows, labels], NaN where no member has a row, and return them."""
+        table, config, truth = self._prepared.table, self._config, self._prepared.truth
         names = tuple(state.plan.name for state in members)
         values_of_members = [self._values_to_merge(state) for state in members]
         activations = tuple(self._prepared.inspected[name].activation for name in names)
         rules = None if self._prepared.rules is None else self._apply_rules
+        merged: list[MergedMember] = []
 
         def open_members() -> list[MergedMember]:
             merged.clear()
@@ -276,62 +271,47 @@ class ResultWriter:
                 )
             return merged
 
-        weights = tuple(state.plan.model.weight for state in members)
-        facts = Members(names, activations, self._labels, weights)
+        facts = Members(names, activations, self._labels, tuple(state.plan.model.weight for state in members))
         method = merge_method(config.ensemble, facts)
-        truth = self._prepared.truth
         # The ensemble without a member with ``when``, by the member's number.
-        without: dict[int, Without] = {}
-        if truth is not None and method.gives_probabilities:
-            for number, name in enumerate(names):
-                if self.rows_of(name) is not None:
-                    cascade_scoring = CascadeScoring(truth, self._prepared.activation, self._resamples)
-                    without[number] = Without(merge_method(config.ensemble, facts), cascade_scoring)
-        all_values = np.empty(shape, order="F")
+        without = {
+            number: Without(
+                merge_method(config.ensemble, facts),
+                CascadeScoring(truth, self._prepared.activation, self._resamples),
+            )
+            for number, name in enumerate(names)
+            if truth is not None and method.gives_probabilities and self.rows_of(name) is not None
+        }
         for start, values in merge_blocks(method, open_members, table.ids, table.text_bytes, without, rules):
             all_values[start : start + len(values)] = values
         for number, ensemble in without.items():
             comparison = ensemble.scoring.result()
             if comparison is not None:
                 self.results.comparisons[names[number]] = comparison
-        return all_values
+        return merged
 
     def _values_to_merge(self, state: MemberState) -> _Values:
         """Return the values of the rows that a member is to have, [rows, labels]; NaN in the others."""
-        name, work, table = state.plan.name, self._works[state.plan.name], self._prepared.table
-        selected = self.rows_of(name)
+        name, work, selected = state.plan.name, self._works[state.plan.name], self.rows_of(state.plan.name)
         if work.is_complete:
-            is_merged = np.ones(int(work.is_done.sum()), np.bool_)
-            if selected is not None:
-                is_merged = selected[work.is_done]
-            write_bits(self._rundir.merged_rows(name), None if is_merged.all() else is_merged)
-            may_lack = not work.is_done.all()
-            try:
-                file = read_predictions(
-                    self._rundir.predictions(name), self._config.data.id_column, self._labels, may_lack
-                )
-                values, _ = file.join(table.ids, may_lack=may_lack)
-            except DataError as error:
-                raise MergeError(error.problems) from error
+            values = values_of(self._rundir, work, len(self._labels))
+            is_merged = None if selected is None else selected[work.is_done]
+            has_others = is_merged is not None and not is_merged.all()
+            write_bits(self._rundir.merged_rows(name), is_merged if has_others else None)
         else:
-            values = self._values_so_far(state)
+            parts = [values_of(self._rundir, part, len(self._labels)) for part in work.parts]
+            if self._config.on_bad_row == "uniform":
+                for view, of_view in enumerate(parts):
+                    of_view[list(work.rows_of_view(state.bad_rows, view))] = self._prepared.even_value(name)
+            if work.views:
+                is_present = np.array([~np.isnan(of_view[:, 0]) for of_view in parts])
+                is_partial = is_present.any(axis=0) & ~is_present.all(axis=0)
+                self.results.view_rows[name] = tuple(is_present.sum(axis=1).tolist())
+                self.results.partial_rows[name] = int(is_partial.sum())
+            values = mean_of_views(parts, _weights(state.plan.model))
         if selected is not None:
             values[~selected] = np.nan
         return values
-
-    def _values_so_far(self, state: MemberState) -> _Values:
-        """Return the values of a member that is not complete, [rows, labels]; NaN in rows that it does not have."""
-        name, work = state.plan.name, self._works[state.plan.name]
-        parts = [values_of(self._rundir, part, len(self._labels)) for part in work.parts]
-        if self._config.on_bad_row == "uniform":
-            for view, values in enumerate(parts):
-                values[list(work.rows_of_view(state.bad_rows, view))] = self._prepared.even_value(name)
-        if work.views:
-            is_present = np.array([~np.isnan(values[:, 0]) for values in parts])
-            is_partial = is_present.any(axis=0) & ~is_present.all(axis=0)
-            self.results.view_rows[name] = tuple(is_present.sum(axis=1).tolist())
-            self.results.partial_rows[name] = int(is_partial.sum())
-        return mean_of_views(parts, work.weights)
 
     def _apply_rules(self, start: int, values: _Values, only: npt.NDArray[np.bool_] | None = None) -> None:
         """Change a block's rows by the config's rules, in place."""
@@ -340,16 +320,16 @@ class ResultWriter:
             method = METHODS.load(self._config.ensemble.method)
             rules.apply(start, values, rules.are_exclusive(self._prepared.activation, method), only)
 
-    def _fill(self, all_values: _Values) -> None:
-        """Fill in the rows that hold NaN under a time limit, by the config's ``fill``.
+    def _fill(self, all_values: _Values) -> int:
+        """Fill in the rows that hold NaN under a time limit, by the config's ``fill``, and return how many.
 
         Raises:
             MergeError: there is no time limit, and such rows.
         """
-        rule, table, sample = self._config.fill, self._prepared.table, self._prepared.sample
+        table, sample = self._prepared.table, self._prepared.sample
         is_empty = np.isnan(all_values[:, 0])
         if not is_empty.any():
-            return
+            return 0
         if self._config.time_limit is None:
             missing = np.flatnonzero(is_empty)
             raise MergeError(
@@ -357,24 +337,26 @@ class ResultWriter:
                 f"{table.ids[int(missing[0])]}; run the same command again, or add a member that has them"
             )
         sample_values: _Values | None = None
-        if rule == "sample" and sample is not None:
+        if self._config.fill == "sample" and sample is not None:
             sample_values = sample.values(table.ids)
         even = self._prepared.even_value(self._config.models[0].name)
-        self.results.filled_rows = fill_rows(all_values, rule, sample_values, even)
+        filled = fill_rows(all_values, self._config.fill, sample_values, even)
         self._apply_rules(0, all_values, is_empty)
+        return filled
+
+
+def _weights(model: MemberConfig) -> list[float]:
+    return [view.weight for view in model.counted_views]
 
 
 def _gain_over_best(scoring: Scoring, members: Sequence[MergedMember]) -> Gain | None:
     """Return the gain over the member with the least loss; None if there are no members."""
-    scorings: dict[str, Scoring] = {}
-    for member in members:
-        member_scoring = member.ruled or member.scoring
-        if member_scoring is not None:
-            scorings[member.name] = member_scoring
-    if not scorings:
+    scorings = [(member.ruled or member.scoring, member.name) for member in members]
+    losses = [(other.loss, other, name) for other, name in scorings if other is not None]
+    if not losses:
         return None
-    best = min(scorings, key=lambda name: scorings[name].loss)
-    return scoring.gain_over(scorings[best], best)
+    _, best, name = min(losses, key=itemgetter(0))
+    return scoring.gain_over(best, name)
 
 
 def fill_rows(

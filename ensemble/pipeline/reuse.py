@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,13 +20,7 @@ import pyarrow.csv as pa_csv
 
 from ensemble.common.errors import ConfigError, OutputInUse
 from ensemble.common.files import atomic_path, read_json
-from ensemble.common.shards import (
-    bad_rows_in,
-    gather_shards,
-    rows_with_reasons,
-    shard_name,
-    shards_in,
-)
+from ensemble.common.shards import bad_rows_in, gather_shards, rows_with_reasons, shard_name, shards_in
 from ensemble.data.digests import DIGEST_BYTES, RowDigests, find_rows
 from ensemble.data.predictions_csv import demand_as_written, is_as_written, read_predictions
 from ensemble.pipeline.fingerprint import Fingerprint
@@ -34,15 +28,15 @@ from ensemble.pipeline.run_dir import RunDir, holder
 
 # A shard is text in memory while it is written and read.
 _ROWS_PER_SHARD = 1 << 17
-_MAX_LINE_BYTES = 4_096
 
 
 @dataclass(frozen=True)
 class EarlierWork:
-    """Work of a member on ``rows`` rows of a table, as the first line of its file of row digests describes it.
+    """Work of a member on some rows of a table, as its file of row digests describes it.
 
     Attributes:
         path: the file: ``<member>.rows`` beside predictions, or ``rows.bin`` in a folder of shards.
+        rows: how many.
         location: the path of its values: within the run directory, or absolute if that is another run's.
     """
 
@@ -57,62 +51,56 @@ class EarlierWork:
         """Read a file of row digests; None if there is none, it is of another scheme, or it is cut short."""
         try:
             with path.open("rb") as file:
-                line = file.readline(_MAX_LINE_BYTES)
-                digests_size = path.stat().st_size - len(line)
+                line = file.readline()
             document = json.loads(line)
             fingerprint = Fingerprint.from_dict(document["fingerprint"])
             rows, sha256 = int(document["rows"]), str(document["sha256"])
+            is_whole = path.stat().st_size == len(line) + rows * DIGEST_BYTES
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        if fingerprint is None or rows * DIGEST_BYTES != digests_size:
+        if fingerprint is None or not is_whole:
             return None
         return cls(path=path, fingerprint=fingerprint, rows=rows, sha256=sha256)
 
     @classmethod
-    def all_in(cls, rundir: RunDir) -> Iterator[EarlierWork]:
-        """Yield all work in a run directory, complete predictions first."""
-        for folder, pattern in (
-            (rundir.predictions_dir, "*.rows"),
-            (rundir.work_dir, "*/rows.bin"),
-            (rundir.work_dir, "*/*/rows.bin"),  # of views
-        ):
-            for path in sorted(folder.glob(pattern)):
+    def all_in(cls, rundir: RunDir, is_other_run: bool = False) -> Iterator[EarlierWork]:
+        """Yield all work in a run directory, complete predictions first, then shards of members and of views."""
+        for pattern in ("predictions/*.rows", "work/*/rows.bin", "work/*/*/rows.bin"):
+            for path in sorted(rundir.root.glob(pattern)):
                 work = cls.at(path)
                 if work is not None:
-                    yield replace(work, location=str(work.values_path.relative_to(rundir.root)))
+                    values_path = work.values_path
+                    location = values_path if is_other_run else values_path.relative_to(rundir.root)
+                    yield replace(work, location=str(location))
 
     @property
     def values_path(self) -> Path:
         """The predictions, or the folder of shards."""
         return self.path.with_suffix(".csv") if self.path.suffix == ".rows" else self.path.parent
 
-    def values(self, labels: int) -> tuple[npt.NDArray[np.float64], dict[int, str]] | None:
-        """Return the rows' values, [rows, labels], NaN where there are none, and bad rows; None if they changed."""
+    def values(self, labels: int) -> tuple[npt.NDArray[np.float64], dict[int, str]]:
+        """Return the rows' values, [rows, labels], NaN where there are none, and bad rows; none if they changed."""
         path = self.values_path
         if path == self.path.parent:
             return gather_shards(shards_in(path, self.rows), self.rows, labels), bad_rows_in(path, self.rows)
         manifest = read_json(self.path.with_suffix(".json"))
-        if Fingerprint.from_dict(manifest.get("fingerprint")) != self.fingerprint or not is_as_written(path):
-            return None
-        values = read_predictions(path).values
-        if values.shape != (self.rows, labels):
-            return None
-        bad_rows = rows_with_reasons(manifest.get("bad_rows"), self.rows)
-        values[list(bad_rows)] = np.nan
-        return values, bad_rows
+        if Fingerprint.from_dict(manifest.get("fingerprint")) == self.fingerprint and is_as_written(path):
+            values = read_predictions(path).values
+            if values.shape == (self.rows, labels):
+                bad_rows = rows_with_reasons(manifest.get("bad_rows"), self.rows)
+                values[list(bad_rows)] = np.nan
+                return values, bad_rows
+        return np.full((self.rows, labels), np.nan), {}
 
-    def positions_of(self, fingerprint: Fingerprint, digests: RowDigests) -> npt.NDArray[np.int64] | None:
-        """Return the position of each row in this work, -1 if it lacks the row; None if this is other work."""
-        if replace(self.fingerprint, rows=fingerprint.rows) != fingerprint:
-            return None
+    def positions_of(self, fingerprint: Fingerprint, digests: RowDigests) -> npt.NDArray[np.int64]:
+        """Return the position of each row in this work, -1 if it lacks the row or is other work, [rows]."""
         if self.fingerprint == fingerprint and self.rows == len(digests):
             return np.arange(len(digests))
-        try:
+        content = b""
+        if replace(self.fingerprint, rows=fingerprint.rows) == fingerprint:
             content = self.path.read_bytes().partition(b"\n")[2]
-        except OSError:
-            return None
-        if hashlib.sha256(content).hexdigest() != self.sha256 or len(content) != self.rows * DIGEST_BYTES:
-            return None
+        if hashlib.sha256(content).hexdigest() != self.sha256:
+            content = b""
         return find_rows(digests, np.frombuffer(content, "<u8").reshape(-1, 2))
 
 
@@ -134,16 +122,12 @@ def demand_reusable(folder: Path, output_dir: Path) -> None:
 
 
 def write_row_file(path: Path, fingerprint: Fingerprint, digests: RowDigests) -> None:
-    """Write the file that says which rows a member's work is of, unless it exists already."""
-    existing = EarlierWork.at(path)
-    content = np.ascontiguousarray(digests, "<u8").reshape(-1).data
+    """Write the file that says which rows a member's work is of."""
+    content = np.ascontiguousarray(digests, "<u8").tobytes()
     sha256 = hashlib.sha256(content).hexdigest()
-    if existing is not None and (existing.fingerprint, existing.sha256) == (fingerprint, sha256):
-        return
     line = json.dumps({"fingerprint": fingerprint.to_dict(), "rows": len(digests), "sha256": sha256})
-    with atomic_path(path) as temporary, temporary.open("wb") as file:
-        file.write(f"{line}\n".encode())
-        file.write(content)
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(f"{line}\n".encode() + content)
 
 
 def write_shards(folder: Path, rows: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> None:
@@ -167,24 +151,9 @@ def write_bits(path: Path, flags: npt.NDArray[np.bool_] | None) -> None:
         temporary.write_bytes(np.packbits(flags, axis=-1).tobytes())
 
 
-def _read_bits(path: Path, count: int, rows: int) -> npt.NDArray[np.bool_] | None:
+def read_bits(path: Path, count: int, rows: int) -> npt.NDArray[np.bool_] | None:
     """Return flags, bool [count, rows]; None if there are none, or others."""
-    try:
-        bits = np.frombuffer(path.read_bytes(), np.uint8)
-    except OSError:
-        return None
-    if len(bits) != count * -(-rows // 8):
+    bits = np.frombuffer(path.read_bytes() if path.exists() else b"", np.uint8)
+    if not len(bits) or len(bits) != count * -(-rows // 8):
         return None
     return np.unpackbits(bits.reshape(count, -1), axis=1, count=rows).astype(np.bool_)
-
-
-def rows_merged(path: Path, rows: int) -> npt.NDArray[np.bool_]:
-    """Return which of ``rows`` rows of a member's predictions the last merge has taken, bool [rows]."""
-    is_merged = _read_bits(path, 1, rows)
-    return np.ones(rows, dtype=np.bool_) if is_merged is None else is_merged[0]
-
-
-def rule_rows(path: Path, counts: Sequence[int], rows: int) -> npt.NDArray[np.bool_] | None:
-    """Return which rows each rule of the last merge was for, bool [rules, rows]; None if ``counts`` differ."""
-    is_for = _read_bits(path, len(counts), rows)
-    return is_for if is_for is not None and is_for.sum(axis=1).tolist() == list(counts) else None

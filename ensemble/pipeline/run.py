@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,8 @@ from typing import Protocol
 import numpy as np
 
 from ensemble.common.clock import Watch, boot_seconds
-from ensemble.common.errors import RESUMES, DataError, EnsembleError, Interrupted, MergeError, WriteError
+from ensemble.common.errors import RESUMES, EnsembleError, Interrupted, WriteError
 from ensemble.common.files import (
-    FileState,
     atomic_path,
     file_state,
     remove_temporary_files,
@@ -25,7 +25,7 @@ from ensemble.common.files import (
 )
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import CommonSpec, Start, ViewSpec, WorkerSpec
-from ensemble.common.shards import order_path
+from ensemble.common.shards import cache_path, order_path
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
 from ensemble.members.registry import member_kind
@@ -33,19 +33,19 @@ from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.report_page import write_page
-from ensemble.pipeline.reporting import RunState, worker_reports
+from ensemble.pipeline.reporting import RunState
 from ensemble.pipeline.results import ResultWriter
 from ensemble.pipeline.resume import (
+    MemberWork,
     changed_cpu_choices,
     find_works,
     keep_cpu_choice,
     kept_cpu_choices,
     refuse_trial,
-    reopen,
     write_bad_rows,
 )
 from ensemble.pipeline.reuse import demand_reusable
-from ensemble.pipeline.run_dir import RunDir, hold, log, logging_to, remove_cache
+from ensemble.pipeline.run_dir import RunDir, hold, log, logging_to
 from ensemble.pipeline.run_report import MERGED, RunReport
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.pipeline.wait_for_gpus import held_texts, wait_for_gpu_memory
@@ -53,13 +53,12 @@ from ensemble.planning.plan import MemberPlan, without_done
 from ensemble.scheduling.deadline import Deadline, reserve_seconds, time_limit_text
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.launchers.base import MemberFiles, WorkerStart
-from ensemble.scheduling.records import Failure
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
-from ensemble.scheduling.state import MemberState, Phase
+from ensemble.scheduling.state import MemberState
 
-# A running run writes its report this often, or as soon as a member enters another phase; and it writes the report
-# at most during this share of the time, as it is large if there are hundreds of workers.
+# A running run writes its report this often, and at most during this share of the time, as it is large if there are
+# hundreds of workers.
 _REPORT_SECONDS = 5.0
 _REPORT_SHARE = 0.05
 
@@ -69,7 +68,6 @@ def run(
     display: Display,
     fresh: bool = False,
     elapsed_seconds: float = 0.0,
-    clock: Callable[[], float] = boot_seconds,
     owns_process: bool = True,
     reuse: Path | None = None,
 ) -> RunReport:
@@ -80,7 +78,6 @@ def run(
 
     Args:
         elapsed_seconds: how much of ``time_limit`` has passed already.
-        clock: returns seconds, for ``time_limit``; it goes on while the machine sleeps.
         owns_process: see :func:`heed_signals`.
         reuse: the directory of another run, from which equal rows of the same members are taken over.
 
@@ -89,14 +86,14 @@ def run(
             full or the members' CSVs do not fit together.
         Interrupted: a signal came.
     """
-    began = clock() - elapsed_seconds
+    began = boot_seconds() - elapsed_seconds
     if reuse is not None:
         demand_reusable(reuse, loaded.config.output_dir)
     prepared = replace(prepare(loaded, is_for_run=True), reuse=reuse)
     display.say(f"{shown_path(loaded.config.data.path)}: {plural(prepared.table.rows, 'row')}")
     for remark in prepared.table.remarks:
         display.say(remark)
-    return run_prepared(prepared, display, fresh, began, clock, owns_process)
+    return run_prepared(prepared, display, fresh, began, owns_process)
 
 
 def run_prepared(
@@ -104,10 +101,13 @@ def run_prepared(
     display: Display,
     fresh: bool,
     began: float,
-    clock: Callable[[], float] = boot_seconds,
     owns_process: bool = True,
 ) -> RunReport:
-    """Run what has passed the checks, as :func:`run` does, and close its launcher; it began at ``began``."""
+    """Run what has passed the checks, as :func:`run` does, and close its launcher.
+
+    Args:
+        began: when it began, by ``boot_seconds``.
+    """
     config, rundir = prepared.config, RunDir(prepared.config.output_dir)
     target = None if config.submission is None else config.submission.path
     try:
@@ -116,9 +116,6 @@ def run_prepared(
         for text in (prepared.inventory.note, *prepared.warnings, *held_texts(prepared.plan.gpus)):
             if text:
                 display.say(text)
-        if not config.wait_for_gpu and prepared.reuse is None and not rundir.run_json.exists():
-            # Before anything is written.  A run that goes on may have nothing left that needs a GPU.
-            wait_for_gpu_memory(prepared.plan, prepared.launcher, lambda text: None)
         rundir.create()
         with hold(rundir), heed_signals(owns_process) as signals:
             refuse_trial(prepared, rundir)
@@ -130,7 +127,7 @@ def run_prepared(
             with logging_to(rundir.run_log, prepared.loaded.redactor):
                 for ignored in signals.ignored:
                     log.info("%s is ignored: this process was started so", ignored.name)
-                return _Run(prepared, began, clock, rundir, display, signals).go()
+                return _Run(prepared, began, rundir, display, signals).go()
     except OSError as error:  # from anything but writing a file, such as making a folder
         if error.filename is None:  # it is not about a file, but a socket or a process
             raise EnsembleError(
@@ -147,28 +144,19 @@ class _Run(RunState):
     """A run with the state that its steps share."""
 
     def __init__(
-        self,
-        prepared: Prepared,
-        began: float,
-        clock: Callable[[], float],
-        rundir: RunDir,
-        display: Display,
-        signals: Signals,
+        self, prepared: Prepared, began: float, rundir: RunDir, display: Display, signals: Signals
     ) -> None:
-        super().__init__(prepared, began, clock)
+        super().__init__(prepared, began)
         self._config = prepared.config
         self._rundir = rundir
         self._display = display
         self.say = display.say
         self._signals = signals
-        # Failures of members that need no worker, by name.
-        self._early_failures: dict[str, Failure] = {}
         self._writer = ResultWriter(prepared, rundir, self.works, self.results)
         # Measures how long workers take, without the time in which this process did not run.
         self._watch = Watch(MAX_TURN_SECONDS)
-        self._phases: list[Phase] = []
         self._seconds_before_workers = 0.0
-        self._report_due = self._change_due = -math.inf
+        self._report_due = -math.inf
 
     def go(self) -> RunReport:
         """Take all steps from the work of earlier runs to the report page."""
@@ -179,7 +167,6 @@ class _Run(RunState):
             self._take_over_cpu_choices()
             self._plan_what_is_left()
             works = self.works.values()
-            rundir.remove_caches([work.shards_dir for work in works if not work.has_rows.all()])
             self.report("running").write(rundir.run_json)
             is_work_left = any(state.has_work for state in self.members)
             # If weights of views changed, their mean is another one, with nothing to compute.
@@ -205,10 +192,9 @@ class _Run(RunState):
                 with contextlib.nullcontext() if self.status in MERGED else contextlib.suppress(WriteError):
                     self.results.files |= {"log": rundir.run_log, "report": rundir.run_json}
                     self.report(self.status).write(rundir.run_json)
-        if self.status == "complete":
-            rundir.remove_caches(())
-            if not self.left_out:  # a member that was left out can resume from its shards
-                self._remove_work()
+        # A member that was left out can resume from its shards.
+        if self.status == "complete" and not self.left_out:
+            self._remove_work()
         return self._add_page(self.report(self.status))
 
     def _publish_work(self) -> None:
@@ -254,20 +240,15 @@ class _Run(RunState):
     def _seconds_left(self, reserve: float = 0.0) -> float:
         """Return the seconds until ``time_limit``, without the last ``reserve``; infinite if there is no limit."""
         limit = self._config.time_limit
-        return math.inf if limit is None else self.began + limit - reserve - self.clock()
+        return math.inf if limit is None else self.began + limit - reserve - boot_seconds()
 
     def _write_predictions_without_workers(self) -> None:
         """Write the predictions of members that need no worker, so that the first submission has them."""
         for member in self.prepared.plan.members:
             if member.needs_worker or self.works[member.name].is_complete:
                 continue
-            self._signals.check()
             self._rundir.forget_results()
-            try:
-                self._writer.write_given(member)
-            except (DataError, MergeError) as error:
-                log.error("%s failed: %s", member.name, error)
-                self._early_failures[member.name] = Failure(member.name, "; ".join(error.problems))
+            self._writer.write_given(member)
 
     def _take_over_cpu_choices(self) -> None:
         """Plan members on the CPU as the run began with them; nodes of a cluster have their own cores."""
@@ -289,27 +270,14 @@ class _Run(RunState):
         self.members = [
             MemberState(member, self.works[member.name].noted_bad_rows, self._watch) for member in members
         ]
-        for state in self.members:
-            failure = self._early_failures.get(state.plan.name)
-            if failure is not None:
-                state.fail(failure)
 
     def _what_is_left(self, member: MemberPlan) -> MemberPlan:
         """Return a member with the chunks that are left to do; none while its rows are not selected."""
         work = self.works[member.name]
-        if not member.needs_worker:
-            member = replace(member, waits_for=())
-            if not work.is_complete:
-                return member
-            return replace(member, order=member.order[work.is_done[member.order]])  # its file may lack rows
+        if not member.needs_worker:  # its file may lack rows
+            return replace(member, waits_for=(), order=member.order[work.is_done[member.order]])
         if self.cascades is None or not member.waits_for:
-            is_timed = self._config.time_limit is not None
-            return without_done(member, work.has_rows | work.is_complete, is_timed)
-        if not self.cascades.is_covered(member.name):
-            if work.is_complete:
-                kept = plural(int(work.has_rows.sum()), "row")
-                self.say(f"{member.name}: it may need other rows than it has; {kept} are kept")
-            reopen(self.prepared, self._rundir, work)
+            return without_done(member, work.has_rows, self._config.time_limit is not None)
         if self.cascades.is_selected(member.name):
             return self.cascades.planned(self.prepared.plan, member)
         return replace(member, chunks=(), order=member.order[:0])
@@ -319,13 +287,13 @@ class _Run(RunState):
         limit = self._config.time_limit
         if limit is None:
             return 0.0
-        began = self.clock()
+        began = boot_seconds()
         self._writer.merge([state for state in self.members if self.works[state.plan.name].has_rows.any()])
         self.say(
             f"time limit {duration(limit)}: a first submission is written; rows that no member reaches are filled "
             f"in (fill: {self._config.fill})"
         )
-        return reserve_seconds(self.clock() - began, len(self._config.models), limit)
+        return reserve_seconds(boot_seconds() - began, len(self._config.models), limit)
 
     def _wait_for_gpu_memory(self, reserve: float) -> None:
         prepared = self.prepared
@@ -361,10 +329,10 @@ class _Run(RunState):
         if config.time_limit is not None:
             on_cpu = [member.replicas for member in prepared.plan.members if not member.gpus]
             workers = len(gpus) * config.max_workers_per_gpu + max(on_cpu, default=0)
-            deadline = Deadline(self.began + config.time_limit - reserve, workers, self.clock)
+            deadline = Deadline(self.began + config.time_limit - reserve, workers, boot_seconds)
         scheduler = Scheduler(self.members, self.pool, launcher, self, rules, self._watch, deadline)
         self.node_changes = scheduler.node_changes
-        self._seconds_before_workers = self.clock() - self.began
+        self._seconds_before_workers = boot_seconds() - self.began
         try:
             with self._signals.postponed():
                 scheduler.run()
@@ -377,7 +345,7 @@ class _Run(RunState):
 
     def _files_of(self, member: MemberPlan) -> MemberFiles:
         work = self.works[member.name]
-        spec = worker_spec(self.prepared, self._rundir, member, work.shards_dir, None, {})
+        spec = worker_spec(self.prepared, self._rundir, member, work)
         # ``work.files`` has those that other settings name, such as a tokenizer's.
         sources = (*member_kind(member.model).sources(), *work.files)
         cells = self.prepared.files.get(member.name)
@@ -388,19 +356,11 @@ class _Run(RunState):
 
     def worker_start(self, member: MemberPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
         """Return how to start one of a member's workers."""
-        work = self.works[member.name]
         offload_folder = member.request.offload_folder
         if offload_folder is not None:
             # Each worker has its own: transformers names files after parameters, which are alike in every model.
             offload_folder = offload_folder / f"{member.name}-{replica}-{os.getpid()}"
-        files = {path: seen.state for path, seen in work.files.items()}
-        spec = worker_spec(self.prepared, self._rundir, member, work.shards_dir, offload_folder, files)
-        if work.views:
-            views = tuple(
-                ViewSpec(view_work.shards_dir.name, view.columns, view.label_order(self._config.labels))
-                for view_work, view in zip(work.views, member.model.counted_views, strict=True)
-            )
-            spec = replace(spec, common=replace(spec.common, views=views))
+        spec = worker_spec(self.prepared, self._rundir, member, self.works[member.name], offload_folder)
         return WorkerStart(
             command=Start(spec),
             devices=tuple(devices),
@@ -421,8 +381,8 @@ class _Run(RunState):
 
     def on_finished(self, state: MemberState) -> None:
         """Write the predictions of a member that has all of its rows."""
-        remove_cache(self.works[state.plan.name].shards_dir)
-        self._writer.write_predictions(state, worker_reports(state), self.computation(state))
+        shutil.rmtree(cache_path(self.works[state.plan.name].shards_dir), ignore_errors=True)
+        self._writer.write_predictions(state, self.computation(state))
 
     def on_ended(self, state: MemberState) -> None:
         """Begin members with ``when`` whose rows can be selected now that a member has finished or failed."""
@@ -439,13 +399,12 @@ class _Run(RunState):
     def on_change(self, members: Sequence[MemberState]) -> None:
         """Show the members, and write the report if it is due."""
         self._display.update(members)
-        phases, now = [state.phase for state in members], self.clock()
-        if now >= self._report_due or (phases != self._phases and now >= self._change_due):
+        began = boot_seconds()
+        if began >= self._report_due:
             with contextlib.suppress(WriteError):  # a full disk ends the run when a result cannot be written
                 self.report("running").write(self._rundir.run_json)
-            self._phases, seconds = phases, self.clock() - now
-            self._change_due = now + seconds / _REPORT_SHARE
-            self._report_due = max(self._change_due, now + _REPORT_SECONDS)
+            now = boot_seconds()
+            self._report_due = now + max(_REPORT_SECONDS, (now - began) / _REPORT_SHARE)
         self._signals.check()
 
     def _merge(self) -> None:
@@ -490,33 +449,36 @@ def worker_spec(
     prepared: Prepared,
     rundir: RunDir,
     member: MemberPlan,
-    shards_dir: Path,
-    offload_folder: Path | None,
-    files: Mapping[str, FileState],
+    work: MemberWork,
+    offload_folder: Path | None = None,
 ) -> WorkerSpec:
-    """Return what a worker must know of its member; ``files`` must stay as they are."""
-    kind, inspected = member_kind(member.model), prepared.inspected[member.name]
+    """Return what a worker must know of its member."""
+    config, inspected, shards_dir = prepared.config, prepared.inspected[member.name], work.shards_dir
     # The worker's share of a GPU that several share, without the memory that CUDA takes.
     memory_limit = None
-    workers_per_gpu = prepared.config.max_workers_per_gpu
-    if member.gpus and workers_per_gpu > 1:
+    if member.gpus and config.max_workers_per_gpu > 1:
         gpus = [gpu for gpu in prepared.plan.gpus if gpu.uuid in member.placement.devices]
         free = min(gpu.total_bytes - gpu.used_bytes for gpu in gpus)
-        memory_limit = free * member.placement.places // workers_per_gpu
+        memory_limit = free * member.placement.places // config.max_workers_per_gpu
         footprint = member.placement.footprint
         if footprint is not None:
             memory_limit -= footprint.context_bytes
     common = CommonSpec(
-        labels=prepared.config.labels,
+        labels=config.labels,
         activation=inspected.activation,
         gpus=member.gpus,
         memory_limit_bytes=memory_limit,
-        seed=prepared.config.seed,
+        seed=config.seed,
         table_path=str(rundir.table.resolve()),
         order_path=str(order_path(shards_dir).resolve()),
         shards_dir=str(shards_dir.resolve()),
-        files=dict(files),
+        files={path: seen.state for path, seen in work.files.items()},
+        views=tuple(
+            ViewSpec(of_view.shards_dir.name, view.columns, view.label_order(config.labels))
+            for of_view, view in zip(work.views, member.model.counted_views, strict=True)
+        ),
     )
+    kind = member_kind(member.model)
     settings = kind.worker_settings(inspected, member.placement, offload_folder)
     return WorkerSpec(common, kind.child, dict(settings))
 

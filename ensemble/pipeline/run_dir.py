@@ -25,8 +25,7 @@ import os
 import re
 import shutil
 import socket
-import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import IO, TextIO
@@ -37,7 +36,6 @@ from ensemble.common.redact import RedactingFormatter, Redactor
 from ensemble.common.shards import read_shard
 from ensemble.common.version import __version__
 
-_LOCK_ATTEMPTS = 5
 log = logging.getLogger("ensemble")
 # The beginnings of files that only runs write: logs, reports, manifests and files of rows.
 _MADE_BY_RUNS = re.compile(
@@ -156,29 +154,20 @@ class RunDir:
             raise OutputError(cannot_write("output_dir", self.root, error)) from error
 
     def tidy(self) -> None:
-        """Make the folders, and remove the incomplete files that a killed run left."""
+        """Make the folders, and remove links and the incomplete files that a killed run left."""
         for folder in self._folders:
             if folder.is_symlink():
                 folder.unlink()
             folder.mkdir(exist_ok=True)
         for path in (*self.work_dir.iterdir(), *self.logs_dir.iterdir()):
             remove_link(path)
-        shards_dirs = _folders_in(self.work_dir)
-        for folder in list(shards_dirs):
-            shards_dirs += _folders_in(folder)  # those of views
-        caches = [path for path in map(cache_dir, shards_dirs) if not path.is_symlink()]
-        for folder in (self.root, self.predictions_dir, self.work_dir, *shards_dirs, *caches):
-            for leftover in folder.glob(f".*{TEMPORARY}*"):
-                if leftover.is_dir() and not leftover.is_symlink():
-                    shutil.rmtree(leftover, ignore_errors=True)
-                else:
-                    leftover.unlink(missing_ok=True)
-
-    def remove_caches(self, but: Collection[Path]) -> None:
-        """Remove the caches of python members, other than those in the given folders of shards."""
-        if not self.work_dir.is_symlink() and self.work_dir.is_dir():
-            for folder in set(self.work_dir.iterdir()) - set(but):
-                remove_cache(folder)
+        pattern = f".*{TEMPORARY}*"
+        of_folders = [path for folder in self._folders for path in folder.rglob(pattern)]
+        for leftover in (*self.root.glob(pattern), *of_folders):
+            if leftover.is_dir() and not leftover.is_symlink():
+                shutil.rmtree(leftover, ignore_errors=True)
+            else:
+                leftover.unlink(missing_ok=True)
 
     def forget_results(self) -> None:
         """Remove merged files and report, so that nobody takes them for the results of the run that goes on."""
@@ -205,17 +194,6 @@ class RunDir:
             self.work_dir.rmdir()
 
 
-def cache_dir(shards_dir: Path) -> Path:
-    """Return the folder, in a member's folder of shards, for what a python member's workers share."""
-    return shards_dir / "cache"
-
-
-def remove_cache(shards_dir: Path) -> None:
-    """Remove what a python member's workers share."""
-    if not shards_dir.is_symlink():
-        shutil.rmtree(cache_dir(shards_dir), ignore_errors=True)  # follows no link
-
-
 def holder(rundir: RunDir) -> str | None:
     """Return the process that holds the directory, such as "process 12 on a host"; None if there is none."""
     with contextlib.suppress(OSError, OutputError), _open_lock(rundir, os.O_RDONLY, "r") as lock:
@@ -234,23 +212,18 @@ def hold(rundir: RunDir) -> Iterator[IO[str]]:
         OutputInUse: another run holds it; the message names its process.
     """
     with _open_lock(rundir, os.O_RDWR | os.O_CREAT, "r+") as lock:
-        for left in reversed(range(_LOCK_ATTEMPTS)):
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:  # ``holder`` may hold it for a moment
-                if left:
-                    time.sleep(0.1)
-                    continue
-                process = lock.read().strip() or "another process"
-                raise OutputInUse(
-                    f"output_dir: {rundir.root} is in use by {process}; wait for it, or choose another output_dir"
-                ) from None
-            except OSError as error:  # on some network file systems
-                raise OutputError(
-                    f"output_dir: the file system of {rundir.root} has no file locks (flock: {error.strerror}), "
-                    "which keep two runs from writing to one directory; choose an output_dir on another disk"
-                ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            process = lock.read().strip() or "another process"
+            raise OutputInUse(
+                f"output_dir: {rundir.root} is in use by {process}; wait for it, or choose another output_dir"
+            ) from None
+        except OSError as error:  # on some network file systems
+            raise OutputError(
+                f"output_dir: the file system of {rundir.root} has no file locks (flock: {error.strerror}), "
+                "which keep two runs from writing to one directory; choose an output_dir on another disk"
+            ) from error
         try:
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -293,10 +266,6 @@ def logging_to(path: Path, redactor: Redactor) -> Iterator[None]:
         log.removeHandler(handler)
         with contextlib.suppress(OSError):
             handler.stream.close()
-
-
-def _folders_in(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
 
 
 def head(path: Path) -> bytes:

@@ -357,13 +357,12 @@ def preformatted(text: str) -> str:
     return f'<pre style="white-space: pre-wrap">{escape(text)}</pre>'
 
 
-def makers_of(manifest: Mapping[str, object]) -> tuple[tuple[WorkerReport, ...], tuple[Computation, ...]]:
-    """Return the workers and the computations of a manifest; none if another version has written it."""
-    adapter = TypeAdapter(tuple[tuple[WorkerReport, ...], tuple[Computation, ...]])
+def computations_of(manifest: Mapping[str, object]) -> tuple[Computation, ...]:
+    """Return the computations of a manifest; none if another version has written it."""
     try:
-        return adapter.validate_python((manifest.get("workers", ()), manifest.get("computed", ())))
+        return TypeAdapter(tuple[Computation, ...]).validate_python(manifest.get("computed", ()))
     except ValidationError:
-        return (), ()
+        return ()
 
 
 def measured_speeds(

@@ -27,10 +27,6 @@ class Signals:
         self._is_report = False
         self.came: int | None = None
 
-    @property
-    def has_ended_report(self) -> bool:
-        return self._is_report and self.came is not None
-
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Raise ``Interrupted``, or keep the signal for ``check`` while it is postponed."""
         if self.came is not None:
@@ -77,6 +73,4 @@ def heed_signals(owns_process: bool = True) -> Iterator[Signals]:
         yield signals
     finally:
         for number in handled:
-            # Users press Ctrl-C more than once, and the summary is still to come.
-            is_dropped = signals.has_ended_report and owns_process and number == signal.SIGINT
-            signal.signal(number, signal.SIG_IGN if is_dropped else handlers[number])
+            signal.signal(number, handlers[number])

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import scipy.special
 
-from ensemble.common.errors import DataError
+from ensemble.common.errors import DataError, EnsembleError
 from ensemble.members.base import OutputColumns
 from ensemble.members.csv.parent import CsvPredictions
 from ensemble.members.csv.settings import CsvSettings
@@ -240,12 +240,11 @@ def test_a_run_beside_a_real_model(project: Project) -> None:
     again = project.ensemble("run", "config.yaml")
     assert again.returncode == 0, again.stderr
     assert "mate: done by an earlier run, reused" in again.stdout
-    assert project.run_json()["members"][1]["reused_rows"] == 300
     values = np.array(write_mate(project, shift=0.05))
     changed = project.ensemble("run", "config.yaml")
     assert changed.returncode == 0, changed.stderr
     assert "llama: done by an earlier run, reused" in changed.stdout
-    assert "mate: file changed since its predictions were made; it is read again" in changed.stdout
+    assert "mate: file changed since its predictions were made; it runs again" in changed.stdout
     np.testing.assert_array_equal(values_of(project, "runs/first/predictions/mate.csv"), values)
     merged = values_of(project, "runs/first/ensemble.csv")
     np.testing.assert_allclose(merged, 0.6 * values + 0.4 * llama, rtol=1e-12)
@@ -303,11 +302,9 @@ def test_a_member_with_some_rows_calibrated_and_by_weights_of_all_forms(project:
     alone = project.ensemble(
         "run", "config.yaml", "--set", "models.mate.weight=0", "--set", "output_dir=alone"
     )
-    lacking = (
-        f"models: no member has {300 - len(there)} rows of the table, the first is id {project.ids[3]!r}"
-    )
-    assert (alone.returncode, lacking in " ".join(alone.stderr.split())) == (2, True), alone.stderr
-    assert not (project.folder / "alone").exists()
+    lacking = f"no member with a weight has probabilities for {300 - len(there)} rows, the first is id "
+    assert (alone.returncode, lacking in " ".join(alone.stderr.split())) == (1, True), alone.stderr
+    assert not (project.folder / "alone/ensemble.csv").exists()
 
 
 @pytest.mark.parametrize("empty", ["", "nan"])
@@ -412,14 +409,12 @@ class Harm:
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
-def test_a_file_that_changes_during_the_run_fails_its_member(
+def test_a_file_that_changes_during_the_run_ends_it(
     project: Project, monkeypatch: pytest.MonkeyPatch, is_gone: bool
 ) -> None:
     monkeypatch.chdir(project.folder)
     write_mate(project)
-    other = {**with_mate(project)["models"][1], "name": "other", "path": "other.csv"}
-    (project.folder / "other.csv").write_bytes((project.folder / "mate.csv").read_bytes())
-    project.write_config({**with_mate(project, other), "on_member_failure": "fail"})
+    project.write_config(with_mate(project))
     assert run(load(Path("config.yaml")), Harm(None)).status == "complete"
 
     def harm() -> None:
@@ -429,21 +424,9 @@ def test_a_file_that_changes_during_the_run_fails_its_member(
             write_mate(project, shift=0.2)
 
     write_mate(project, shift=0.1)
-    failed = run(load(Path("config.yaml")), Harm(harm))
-    assert failed.status == "failed"
-    (failure,) = [one.failure for one in failed.members if one.failure is not None]
-    assert failure.member == "mate"
-    assert "mate.csv" in failure.message
+    with pytest.raises(EnsembleError, match=r"mate\.csv"):
+        run(load(Path("config.yaml")), Harm(harm))
     assert not (project.folder / "runs/first/ensemble.csv").exists(), "nothing old is taken for its result"
-    assert project.run_json()["members"][1]["status"] == "failed"
-    write_mate(project, shift=0.3)
-    merged = run(load(Path("config.yaml"), ["on_member_failure=continue"]), Harm(harm))
-    assert merged.status == "complete"
-    assert merged.left_out == ("mate",)
-    ours, theirs = (
-        values_of(project, f"runs/first/{name}.csv") for name in ("ensemble", "predictions/other")
-    )
-    np.testing.assert_array_equal(ours, theirs)
 
 
 def test_a_time_limit_that_is_over_leaves_what_was_given(

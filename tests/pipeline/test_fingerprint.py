@@ -287,7 +287,7 @@ def test_a_change_that_no_time_tells_voids_all_shards(make: Make, own_llama: Pat
         work.files[path] = dataclasses.replace(seen, state=state)
     writer = ResultWriter(prepared, rundir, {work.member: work}, Results())
     with pytest.raises(MergeError, match=r"model\.safetensors changed during the run"):
-        writer.write_predictions(MemberState(prepared.plan.members[0]), ())
+        writer.write_predictions(MemberState(prepared.plan.members[0]))
     assert not work.shards_dir.exists(), "those of the second view as well"
 
 

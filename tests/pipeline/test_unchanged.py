@@ -97,7 +97,7 @@ def test_a_run_makes_edited_predictions_anew(csv_run: Project) -> None:
     before = path.read_bytes()
     _edit(path)
     said = _said(csv_run, "run", "config.yaml", code=0)
-    assert "predictions/m0.csv has been changed; it is read again" in said
+    assert "predictions/m0.csv has been changed; it runs again" in said
     assert path.read_bytes() == before
     _said(csv_run, "fit", "config.yaml", code=0)
 
