@@ -1,7 +1,7 @@
 """PURE: how long members take.
 
 Speeds come from an earlier run's run.json if there is one that fits.  Otherwise they are guessed from the size of
-the model; that is good enough to choose how members share the GPUs, and is never shown.
+the model; that is good enough to compare members, and is never shown.
 """
 
 from __future__ import annotations
@@ -11,21 +11,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 
-from ensemble.members.footprint import Capability, Footprint
+from ensemble.members.footprint import Footprint
 from ensemble.planning.chunks import BYTES_PER_TOKEN
 
-# Of a new Python process with torch and transformers, and a CUDA context.
-_IMPORT_SECONDS = 10.0
+# Of a new Python process with torch and transformers; on a GPU with a CUDA context.
+_GPU_IMPORT_SECONDS = 10.0
+_CPU_IMPORT_SECONDS = 4.0
 # On shared disks: 84 to 170 s for 9B models on Kaggle, 18 GB of weights.
 _LOAD_BYTES_PER_SECOND = 150e6
-# On a CPU there is less to import, and no context.
-_CPU_IMPORT_SECONDS = 4.0
 # One of n workers side by side takes about n ** _THREAD_SCALING times as long as one with all cores: threads wait
 # for each other, workers do not.
 _THREAD_SCALING = 0.75
-# Useful operations a second, a third of what the data sheets promise for half precision: T4, A100, H100.
-_FLOPS = {7: 20e12, 8: 100e12, 9: 300e12}
-# Of two cores, in float32, about: 180e9 measured on Zen 5, and many have half as much or less.
+# Useful operations a second, about.  The speeds of members that were measured put the guesses right.
+_GPU_FLOPS = 1e14
 _CPU_FLOPS = 1e11
 
 
@@ -83,26 +81,22 @@ class Job:
     cpu_share: float = 0.0
 
 
-def guessed_speed(
-    footprint: Footprint | None, capability: Capability | None, gpus: int = 1, cpus: int = 1
-) -> Speed:
-    """Guess a member's speed from its size, on the CPU if ``capability`` is None.
+def guessed_speed(footprint: Footprint | None, gpus: int) -> Speed:
+    """Guess a member's speed from its size, on so many GPUs (0: the CPU).
 
     It takes two operations per token and parameter that is not an embedding's (Kaplan et al. 2020, section 2.1).
     """
-    if capability:
-        import_seconds, flops = _IMPORT_SECONDS, _FLOPS[min(max(capability[0], 7), 9)]
-    else:
-        import_seconds, flops = _CPU_IMPORT_SECONDS, _CPU_FLOPS * (max(2, cpus) / 2) ** _THREAD_SCALING
     parameters, size = 0, 0
     if footprint is not None:
         weights = footprint.weights
         parameters = weights.parameters - weights.embedding_parameters
         # To quantize weights while they are loaded, the whole checkpoint is read.
         size = max(weights.bytes, footprint.mapped_bytes)
+    flops = gpus * _GPU_FLOPS if gpus else _CPU_FLOPS
+    import_seconds = _GPU_IMPORT_SECONDS if gpus else _CPU_IMPORT_SECONDS
     return Speed(
         startup_seconds=import_seconds + size / _LOAD_BYTES_PER_SECOND,
-        seconds_per_work=2.0 * parameters / BYTES_PER_TOKEN / flops / max(1, gpus),
+        seconds_per_work=2.0 * parameters / BYTES_PER_TOKEN / flops,
         is_measured=False,
     )
 

@@ -259,10 +259,7 @@ class _Placing:
             warnings.append(self._tight_text(footprint, gpus, min(tight)))
         reason = ""
         if gpus != min_gpus:
-            what = "too large"
-            if any(footprint.resident_bytes(min_gpus) <= device.total_bytes for device in large_enough):
-                what = "its longest row is too large beside its weights"
-            reason = f"{what} for one GPU, so a replica takes {gpus}"
+            reason = f"its weights and its longest row are too large for one GPU, so a replica takes {gpus}"
             for text in self._smaller(capability)[:1]:
                 reason += f"; {text}, to fit one, and gives other numbers"
         return Placement(
@@ -305,25 +302,22 @@ class _Placing:
 
     def _tight_text(self, footprint: Footprint, gpus: int, usable_bytes: int) -> str:
         """Return a warning that weights fit on each GPU, but not the longest row or the asked batch."""
-        request, width = self.facts.request, footprint.width
-        tokens = asked_tokens(request, footprint)
-        only = f"but only {gib(usable_bytes)} may be used"
-        if tokens is not None:
-            key = "max_num_batched_tokens" if request.batch_size is None else "batch_size"
-            needed = gib(footprint.peak_bytes(gpus, max(tokens, width)))
-            return (
-                f"models[{self.index}].{key}: {tokens:,} tokens in rows of {width:,} take about {needed}, {only}; "
-                "lower or drop it"
-            )
-        room = usable_bytes - footprint.resident_bytes(gpus)
+        width = footprint.width
+        tokens = asked_tokens(self.facts.request, footprint)
+        what = f"a row of {width:,} tokens takes"
         advice = "quantize it, or give it more GPUs (num_gpus)"
-        for length in range(width - 64, 64, -64):
-            if footprint.activation.bytes(length, length) <= room:
-                advice = f"max_length: {length} fits"
-                break
+        if tokens is not None:
+            what = f"a batch of {tokens:,} tokens in rows of {width:,} takes"
+            advice = "lower batch_size or max_num_batched_tokens"
+        else:
+            for length in range(width - 64, 64, -64):
+                if footprint.peak_bytes(gpus, length, length) <= usable_bytes:
+                    advice = f"max_length: {length} fits"
+                    break
+        size = gib(footprint.peak_bytes(gpus, max(tokens or 0, width)))
         return (
-            f"models[{self.index}] ({self.facts.name}): a row of {width:,} tokens takes about "
-            f"{gib(footprint.peak_bytes(gpus, width))}, {only}; {advice}"
+            f"models[{self.index}] ({self.facts.name}): {what} about {size}, but only {gib(usable_bytes)} may be "
+            f"used; {advice}"
         )
 
     def _too_large_text(self, footprint: Footprint) -> str:

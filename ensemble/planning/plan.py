@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +22,10 @@ from ensemble.config import MemberConfig, RunConfig
 from ensemble.members.base import ResourceRequest
 from ensemble.planning.chunks import (
     BYTES_PER_TOKEN,
-    CHUNK_MAX_ROWS,
-    FIRST_CHUNK_ROWS,
     ROW_OVERHEAD_BYTES,
     Chunk,
     cut_chunks,
     cut_closest_first,
-    cut_to_rows,
     in_views,
     what_is_left,
 )
@@ -114,16 +110,6 @@ class MemberPlan:
     def whole_seconds(self) -> float:
         """How long one replica computes all rows of the table, in all views."""
         return self.speed.seconds_per_work * self.work * self.slowdown
-
-    def rows_at_a_time(self) -> Iterator[int]:
-        """Return how many rows each of the next chunks may have under a time limit.
-
-        If its speed is not measured, each replica begins with few rows: at least a batch, if its size is asked for.
-        """
-        if self.speed.is_measured:
-            return repeat(CHUNK_MAX_ROWS)
-        first_rows = max(FIRST_CHUNK_ROWS, self.request.batch_size or 0)
-        return (first_rows * 2**step for step in count() for _ in range(max(1, self.replicas)))
 
     @property
     def job(self) -> Job:
@@ -218,7 +204,6 @@ def make_plan(
         cpu_choices: per member name, what the run that goes on chose when it began.
     """
     common = _common_lengths(config, facts)
-    capability = gpus[0].compute_capability if gpus else None
     speeds = speeds or {}
     members: list[MemberPlan] = []
     warnings: list[str] = []
@@ -250,9 +235,7 @@ def make_plan(
             # for little less padding.
             order, chunks = cut_chunks(computed, of_member.lengths if common is None else common)
             order, chunks = in_views(order, chunks, views, table_rows)
-            guess = guessed_speed(
-                placement.footprint, capability if placement.gpus else None, placement.gpus, cpus
-            )
+            guess = guessed_speed(placement.footprint, placement.gpus)
             speed = speeds.get(model.name, _UNMEASURED).or_guess(guess)
         replicas = min(replicas, len(chunks))
         cpu_share = 0.0
@@ -374,11 +357,9 @@ def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: b
     minute whether memory suffices and how fast the member is.  The others come from the shortest up, because that
     covers the most rows.  All rows come in one view before any comes in the next.
     """
-    numbers = count(len(member.chunks))
-    order, left = what_is_left(member.chunks, member.order, is_done, numbers)
+    order, left = what_is_left(member.chunks, member.order, is_done)
     if is_timed:
         left = left[:1] + tuple(sorted(left[1:], key=lambda chunk: (chunk.view, -chunk.start)))
-        left = cut_to_rows(left, member.rows_at_a_time(), numbers)
     return replace(member, chunks=left, order=order)
 
 
@@ -395,7 +376,7 @@ def with_rows(
     if plan.config.time_limit is None:
         order, chunks = cut_chunks(computed, lengths)
     else:
-        order, chunks = cut_closest_first(computed, lengths, doubt[rows], member.rows_at_a_time())
+        order, chunks = cut_closest_first(computed, lengths, doubt[rows])
     order, chunks = in_views(rows[order], chunks, member.views, member.table_rows)
     work = _work_of(computed, member.views)
     return replace(member, order=order, chunks=chunks, work=work, expected_share=1.0, waits_for=())

@@ -206,7 +206,9 @@ class Deadline:
             if chunk.view != state.chunks.pending[0].view:
                 break
             rows = chunk.rows
-            if per_cost and chunk.cost:  # otherwise it is not known, and the first chunks are small
+            if per_cost is None:  # a few rows tell how fast the member is
+                rows = min(rows, max(MIN_ROWS, state.plan.request.batch_size or 0))
+            elif per_cost and chunk.cost:
                 rows = min(rows, int(rows * left / (SAFETY * per_cost * chunk.cost)))
             if is_untried:
                 rows = max(rows, 1)

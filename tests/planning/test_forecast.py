@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -121,18 +120,15 @@ def test_calibration_by_hand() -> None:
     assert calibrated({"a": 0.0, "b": 3.0}, {"a": 2.0}) == {"a": 2.0, "b": 3.0}
 
 
-def test_a_guess_counts_what_is_multiplied_and_the_cores() -> None:
-    """Half of the parameters are looked up; 16 cores compute as fast as 8 ** 0.75 times two."""
+def test_a_guess_counts_what_is_multiplied() -> None:
+    """Half of the parameters are looked up."""
 
-    def guess(embeddings: int, **where: Any) -> Speed:
+    def guess(embeddings: int, gpus: int = 0) -> Speed:
         weights = Weights(10**9, 4 * 10**9, 10**8, embeddings)
         needed = Footprint(weights, Activation((), 0), 0, 0, "float32", "none", "sdpa", 512)
-        return guessed_speed(needed, where.pop("capability", None), **where)
+        return guessed_speed(needed, gpus)
 
     whole, half = guess(0), guess(10**9 // 2)
     assert half.seconds_per_work == whole.seconds_per_work / 2 > 0
     assert half.startup_seconds == whole.startup_seconds, "all of it is read"
-    assert guess(0, cpus=2).seconds_per_work == whole.seconds_per_work
-    assert guess(0, cpus=16).seconds_per_work == pytest.approx(whole.seconds_per_work / 8**0.75)
-    on_gpu = guess(0, capability=(8, 0), gpus=1).seconds_per_work
-    assert guess(0, capability=(8, 0), gpus=1, cpus=64).seconds_per_work == on_gpu < whole.seconds_per_work
+    assert guess(0, gpus=2).seconds_per_work < guess(0, gpus=1).seconds_per_work < whole.seconds_per_work
