@@ -31,7 +31,6 @@ class Chunk:
     Attributes:
         index: the chunk's number in messages to workers; no other chunk of the member has it.
         cost: the rows' share of the member's work.
-        view: the number of the view that the rows are in.
     """
 
     index: int
@@ -96,7 +95,7 @@ def cut_closest_first(
 
 
 def _slices(ranked: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> tuple[Chunk, ...]:
-    """Cut rows into slices of about equal lengths by ``ranked``, with their costs by ``lengths``; both in order."""
+    """Cut rows into slices of about equal lengths by ``ranked``, with their costs by ``lengths``."""
     ranks_before, costs_before = _costs_before(ranked), _costs_before(lengths)
     total, rows = float(ranks_before[-1]), len(ranked)
     target = min(float(CHUNK_BYTES), max(float(CHUNK_MIN_BYTES), total / TARGET_CHUNKS))
@@ -124,10 +123,6 @@ def in_views(
     """Return rows and chunks in several views: all rows in the first view, then all in the next.
 
     Rows are numbered through the views: row r of a table of n rows is r + v * n in view v.
-
-    Args:
-        order: of rows of the table, with their chunks.
-        table_rows: rows of the table.
     """
     if views == 1:
         return order, tuple(chunks)
@@ -157,8 +152,7 @@ def what_is_left(
 
     Args:
         chunks: all of a member's, in order.
-        order: the member's row numbers.
-        is_done: by row number.
+        is_done: by row number, numbered through the views.
     """
     numbers = count(len(chunks))  # that no chunk has yet
     rows_left: list[npt.NDArray[np.int64]] = []

@@ -59,10 +59,7 @@ class MemberPlan:
         cpu_share: of the cores, that each replica has on a CPU; the smaller, the slower it is.
         work: the text of all rows in all views in bytes, as far as max_length lets it through, with what each row
             costs beyond its text.
-        chunks: slices of ``order``.
-        order: row numbers, longest text first, int64 [rows]; with several views, all rows of the first view come
-            before those of the next, numbered through the views (``chunks.in_views``).
-        table_rows: rows of the table.
+        order: row numbers, longest text first, int64 [rows], numbered through the views (``chunks.in_views``).
         waits_for: the members with a weight before it, if it has ``when``.
         expected_share: of the rows, that the forecast counts.
         cpu_threads: of a worker on a CPU; None: as many as its share.
@@ -94,7 +91,6 @@ class MemberPlan:
 
     @property
     def views(self) -> int:
-        """How many views of each row the member gets."""
         return max(1, len(self.model.counted_views))
 
     @property
@@ -118,7 +114,6 @@ class MemberPlan:
             compute_seconds=self.whole_seconds * self.expected_share,
             gpus=self.gpus,
             replicas=self.replicas,
-            first_replicas=self.first_replicas,
             devices=self.placement.devices,
             places=self.placement.places,
             cpu_share=self.cpu_share,
@@ -150,7 +145,6 @@ class Plan:
     cpu_choices: Mapping[str, CpuChoice] = field(default_factory=dict)
 
     def seconds_of(self, jobs: Sequence[Job]) -> float:
-        """Return the seconds until the last of ``jobs`` ends."""
         places = dict.fromkeys((gpu.uuid for gpu in self.gpus), self.config.max_workers_per_gpu)
         return total_seconds(jobs, places, self.hosts)
 
@@ -194,14 +188,12 @@ def make_plan(
     """Decide devices, replicas and chunks for every member.
 
     Args:
-        config: the run.
-        facts: per member name.
         gpus: those that this run may use, with what others hold of them.
         host: the CPU with its memory, of several the one with the least free; None: not known.
-        speeds: per member name, as far as an earlier run has measured them.
+        speeds: as far as an earlier run has measured them.
         hosts: machines whose CPUs take workers.
         cpus: threads of computing that one of these runs at a time.
-        cpu_choices: per member name, what the run that goes on chose when it began.
+        cpu_choices: what the run that goes on chose when it began.
     """
     common = _common_lengths(config, facts)
     speeds = speeds or {}
@@ -429,10 +421,8 @@ def _share_cpu(plan: Plan) -> Plan:
         at_a_time, threads = workers if member in sharing else 1, None
         choice = plan.cpu_choices.get(member.name)
         if asked == "auto" and is_auto and choice is not None and choice.threads <= plan.cpus:
-            at_a_time, threads = (
-                min(choice.workers, plan.cpus // choice.threads, memory_holds),
-                choice.threads,
-            )
+            threads = choice.threads
+            at_a_time = min(choice.workers, plan.cpus // threads, memory_holds)
         replicas, first_replicas = member.replicas, member.first_replicas
         if is_auto:
             replicas = min(at_a_time * plan.hosts, len(member.chunks))

@@ -226,14 +226,11 @@ def time_limit_text(
         before_seconds: until workers could start.
         kept_seconds: for the last submission, see :func:`reserve_seconds`.
     """
-    was_tried = any(state.workers for state in members)
-    was_lost = any(state.speed_meter.lost_rows for state in members)
     between = max(limit_seconds - before_seconds - kept_seconds, 0.0)
     text = (
-        f"no {'new row was kept' if was_lost else 'row was computed'}: {before_seconds:.1f} s of time_limit "
-        f"({limit_seconds:g} s) were over before a worker could start, {kept_seconds:.1f} s are kept for the last "
-        f"submission, and the {between:.1f} s between were too short to start one"
-        f"{' and compute its first chunk' if was_tried else ''}"
+        f"no new row was kept: {before_seconds:.1f} s of time_limit ({limit_seconds:g} s) were over before a "
+        f"worker could start, {kept_seconds:.1f} s are kept for the last submission, and the {between:.1f} s "
+        "between were too short to start one and compute its first chunk"
     )
     speeds = [state.speed for state in members if not state.finished]
     startups = [speed.startup_seconds for speed in speeds if speed.is_startup_measured]

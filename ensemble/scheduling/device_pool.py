@@ -43,9 +43,7 @@ class Release:
     """How a device was released.
 
     Attributes:
-        seconds: until its memory was at the baseline, or until the time-out.
-        used_bytes: then.
-        is_free: whether that was the baseline.
+        seconds: until its memory was at the baseline (``is_free``), or until the time-out.
         after_seconds: when its last worker had ended, since the run's start; None in reports of earlier versions.
     """
 
@@ -130,8 +128,6 @@ class DevicePool:
         gpus: those that may be leased, in the inventory's order.
         workers_per_gpu: how many workers may be on a device at the same time.
         release_timeout_seconds: how long a device may take to come back to its baseline.
-        say: shows the user a sentence.
-        clock: returns the run's time in seconds.
 
     Attributes:
         hosts: how many machines have CPUs that workers share.
@@ -170,7 +166,6 @@ class DevicePool:
 
     @property
     def gpus(self) -> tuple[Device, ...]:
-        """The devices that have not gone."""
         return tuple(self._gpus.values())
 
     def change(self, joined: Sequence[Device], lost: Collection[str]) -> None:
@@ -186,7 +181,6 @@ class DevicePool:
             self.curves[gpu.uuid] = MemoryCurve(gpu.used_bytes)
 
     def is_releasing(self) -> bool:
-        """Return whether a device is released but not free yet."""
         return bool(self._releasing)
 
     def acquire(

@@ -150,7 +150,7 @@ class MemberState:
     # Changes.
 
     def begin(self, plan: MemberPlan) -> None:
-        """Queue the chunks of a plan; a member with ``when`` gets its plan once its rows are selected."""
+        """Queue the chunks of a plan."""
         self.plan = plan
         self.chunks = ChunkQueue(plan.chunks if self.failure is None else ())
         self.rows = len(plan.order)

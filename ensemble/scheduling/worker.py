@@ -23,8 +23,6 @@ class RunningWorker:
 
     Attributes:
         devices: those that it sees; they are leased when it is told to load.
-        chunk: what it computes.
-        is_stopping: it was told to stop.
         failed: its own event that it cannot go on.
         fault: what the parent process has noticed.
         exit_by: when it is killed unless it has exited.
@@ -56,7 +54,6 @@ class RunningWorker:
         return self.record.ready is not None
 
     def drop(self, chunk: Chunk) -> None:
-        """Note that it no longer has this chunk."""
         self.state.chunks.drop(chunk)
         self.chunk = None
 
