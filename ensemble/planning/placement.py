@@ -157,8 +157,7 @@ class _Placing:
     def _decides_itself(self) -> bool:
         """Whether the user decides on placement, or lets weights go to the CPU or to disk."""
         request = self.facts.request
-        placement_keys = (request.device_map, request.max_memory, request.offload_folder)
-        return any(value is not None for value in placement_keys)
+        return (request.device_map, request.max_memory, request.offload_folder) != (None, None, None)
 
     def _on_cpu(self, footprint: Footprint | None) -> Placement:
         """Place the member on the CPU, with a problem or a warning if memory is too small."""
@@ -370,19 +369,19 @@ def chosen_devices(visible: Sequence[Device], names: Sequence[int | str] | None)
     by_name = {device.uuid: device for device in visible} | dict(enumerate(visible))
     listed = ", ".join(f"{number}: {device.uuid}" for number, device in enumerate(visible)) or "no GPU"
     problems: list[str] = []
-    chosen: list[Device] = []
+    chosen = []
     for position, entry in enumerate(names):
         device = by_name.get(entry)
         if device is None:
-            what = "GPU has this UUID" if isinstance(entry, str) else "visible GPU has this number"
-            problems.append(f"devices[{position}]: {entry}: no {what}; there are {listed}")
+            problems.append(
+                f"devices[{position}]: {entry}: no visible GPU has this number or UUID; there are {listed}"
+            )
         elif device in chosen:
             problems.append(f"devices[{position}]: {entry}: named twice; name each GPU once")
-        else:
-            chosen.append(device)
+        chosen.append(device)
     if problems:
         raise DeviceError(problems)
-    return tuple(chosen)
+    return tuple(by_name[entry] for entry in names)
 
 
 def together(devices: Sequence[Device]) -> int:

@@ -30,9 +30,8 @@ class Failure:
 class Fault:
     """Why a worker did not deliver.
 
-    ``error``: an exception after which the process can go on.  ``death``: the process ended.  ``hang``: it hung and
-    was ended.  ``memory``: the kernel ended it because the host ran out of memory.  ``lasting``: no retry helps.
-    ``lost``: its node is lost; the worker is not to blame.
+    ``error``: an exception after which the process can go on.  ``memory``: the kernel ended it because the host ran
+    out of memory.  ``lasting``: no retry helps.  ``lost``: its node is lost; the worker is not to blame.
     """
 
     kind: FaultKind

@@ -28,8 +28,7 @@ class ChunkQueue:
         pending: in the order of dispatch.
         in_hand: chunks that workers have, by number; ``progress`` is how far they are.
         numbers: yields numbers that no chunk of the member has yet.
-        done_cost: what this run has done, as a share of all the member's work.
-        reused_cost: what was done before.
+        done_cost, reused_cost: what this run and earlier ones have done, as shares of all the member's work.
     """
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
@@ -56,7 +55,6 @@ class ChunkQueue:
             self.pending.insert(sum(other.view < chunk.view for other in self.pending), chunk)
 
     def drop(self, chunk: Chunk) -> None:
-        """Note that no worker has this chunk any more."""
         self.in_hand.pop(chunk.index, None)
         self.progress.pop(chunk.index, None)
 
@@ -228,7 +226,6 @@ class MemberState:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the rows of this member with ``when`` are not selected yet."""
         return bool(self.plan.waits_for)
 
     @property
@@ -272,7 +269,6 @@ class MemberState:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether a worker that runs has loaded the member."""
         return self._loaded > 0
 
     @property
