@@ -26,7 +26,7 @@ ROW_OVERHEAD_BYTES = 32
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows ``order[start:stop]`` of a member.
+    """Name rows ``order[start:stop]`` of a member.
 
     Attributes:
         index: the chunk's number in messages to workers; no other chunk of the member has it.

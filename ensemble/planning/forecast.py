@@ -28,7 +28,7 @@ _CPU_FLOPS = 1e11
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of a member's replica.
+    """Hold the speed of a member's replica.
 
     Attributes:
         startup_seconds: until a worker computes; 0 before it is measured or guessed.
@@ -64,7 +64,7 @@ def slower_by(cpu_share: float) -> float:
 
 @dataclass(frozen=True)
 class Job:
-    """A member in the forecast: seconds to start a replica, and seconds of computing on one replica.
+    """Describe a member in the forecast: seconds to start a replica, and seconds of computing on one replica.
 
     A replica takes ``gpus`` of ``devices`` (UUIDs), ``places`` on each of them, or ``cpu_share`` of a host's cores.
     """

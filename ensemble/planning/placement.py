@@ -21,7 +21,7 @@ _MAX_ADVISED_GPUS = 8
 
 @dataclass(frozen=True)
 class MemberFacts:
-    """What the plan must know of a member.
+    """Hold what the plan must know of a member.
 
     Attributes:
         lengths: bytes of text per row, int64 [rows].
@@ -39,7 +39,7 @@ class MemberFacts:
 
 @dataclass(frozen=True)
 class Fit:
-    """How a footprint fits on a device, of which ``room_bytes`` are free to plan with.
+    """Say how a footprint fits on a device, of which ``room_bytes`` are free to plan with.
 
     ``verdict``: ``fits``; ``tight`` if the weights fit but perhaps not the longest row beside them; ``short`` if
     that is so only because other programs use the device; ``held`` if they leave no room for the weights;
@@ -53,7 +53,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Placement(Assigned):
-    """Where a member may run.
+    """Say where a member may run.
 
     Attributes:
         places: of the ``max_workers_per_gpu``, that a worker takes on each of its GPUs.
@@ -82,7 +82,7 @@ def place(
 
 @dataclass(frozen=True)
 class _Placing:
-    """Places one member."""
+    """Place one member."""
 
     workers_per_gpu: int
     index: int
@@ -155,7 +155,7 @@ class _Placing:
 
     @property
     def _decides_itself(self) -> bool:
-        """Whether the user decides on placement, or lets weights go to the CPU or to disk."""
+        """Return whether the user decides on placement, or lets weights go to the CPU or to disk."""
         request = self.facts.request
         return (request.device_map, request.max_memory, request.offload_folder) != (None, None, None)
 
@@ -205,8 +205,8 @@ class _Placing:
                 verdict = "held"
             fits[device.uuid] = Fit(verdict, 0, free)
         usable = [uuid for uuid, fit in fits.items() if fit.verdict == "fits"]
-        held = [uuid for uuid, fit in fits.items() if fit.verdict == "held"]
-        large_enough = len(usable) + len(held)
+        in_use = [uuid for uuid, fit in fits.items() if fit.verdict == "held"]
+        large_enough = len(usable) + len(in_use)
         if large_enough < gpus:
             largest = max(device.total_bytes for device in self.devices)
             problem = (
@@ -225,7 +225,7 @@ class _Placing:
                 f"it takes {gib(size)} of each of its GPUs: {places} of {self.workers_per_gpu} places there"
             )
         return Placement(
-            gpus, places=places, devices=tuple(usable), held=tuple(held), fits=fits, reason=reason
+            gpus, places=places, devices=tuple(usable), held=tuple(in_use), fits=fits, reason=reason
         )
 
     def _on_gpus(self, min_gpus: int, footprint: Footprint) -> Placement:
@@ -245,11 +245,11 @@ class _Placing:
         def with_verdict(*verdicts: str) -> tuple[str, ...]:
             return tuple(uuid for uuid, fit in fits.items() if fit.verdict in verdicts)
 
-        usable, held = with_verdict("fits"), with_verdict("short", "held")
+        usable, in_use = with_verdict("fits"), with_verdict("short", "held")
         if together([device for device in large_enough if device.uuid in usable]) < gpus:
             usable = with_verdict("fits", "short", "tight")
         warnings = []
-        small = [device for device in self.devices if device.uuid not in {*usable, *held}]
+        small = [device for device in self.devices if device.uuid not in {*usable, *in_use}]
         if small:
             names = ", ".join(device.title for device in small)
             warnings.append(f"{self.facts.name} does not fit well on {names} and runs elsewhere")
@@ -266,7 +266,7 @@ class _Placing:
             capability=capability,
             footprint=footprint,
             devices=usable,
-            held=held,
+            held=in_use,
             fits=fits,
             reason=reason,
             warnings=tuple(warnings),

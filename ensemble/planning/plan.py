@@ -40,7 +40,7 @@ _NO_TIME = Speed(0.0, 0.0, is_measured=True, is_startup_measured=True)
 
 @dataclass(frozen=True)
 class CpuChoice:
-    """What a run chose for a member on the CPU: the threads of each worker, and workers at a time."""
+    """Hold what a run chose for a member on the CPU: the threads of each worker, and workers at a time."""
 
     threads: int
     workers: int
@@ -48,7 +48,7 @@ class CpuChoice:
 
 @dataclass(frozen=True)
 class MemberPlan:
-    """How a member runs: on ``gpus`` devices per replica (0: the CPU).
+    """Say how a member runs: on ``gpus`` devices per replica (0: the CPU).
 
     A member that needs no worker has neither replicas nor chunks.  Until the rows of a member with ``when`` are
     selected (``with_rows``), its chunks are those of the whole table.
@@ -99,12 +99,12 @@ class MemberPlan:
 
     @property
     def slowdown(self) -> float:
-        """How many times as long a replica computes as ``speed`` says, which may be of another ``cpu_share``."""
+        """Return how many times as long a replica computes as ``speed`` says, of whatever ``cpu_share``."""
         return slower_by(self.cpu_share) / slower_by(self.speed.cpu_share)
 
     @property
     def whole_seconds(self) -> float:
-        """How long one replica computes all rows of the table, in all views."""
+        """Return how long one replica computes all rows of the table, in all views."""
         return self.speed.seconds_per_work * self.work * self.slowdown
 
     @property
@@ -122,7 +122,7 @@ class MemberPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run where; the other attributes are the arguments of :func:`make_plan`.
+    """Say what to run where; the other attributes are the arguments of :func:`make_plan`.
 
     Attributes:
         problems: of the members that cannot run; if there are any, nothing else is decided.
@@ -154,7 +154,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """What workers take of the host's memory at a time, about.
+        """Return what workers take of the host's memory at a time, about.
 
         A worker on a GPU takes a process, as weights on their way to the GPU are mapped.  One on the CPU takes
         weights and a row or batch, too.

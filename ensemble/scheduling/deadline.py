@@ -1,4 +1,4 @@
-"""Decides under a time limit whose turn it is, what still fits, and when to stop."""
+"""Decide under a time limit whose turn it is, what still fits, and when to stop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BISECTIONS = 40
 
 
 class Rank(NamedTuple):
-    """Which member's chunks come first under a time limit: those of the smallest rank."""
+    """Order members' chunks under a time limit: those of the smallest rank come first."""
 
     is_later_view: bool = False
     is_beyond_goal: bool = False  # the member has reached the goal of all members
@@ -40,7 +40,7 @@ FIRST = Rank()
 
 @dataclass(frozen=True)
 class Share:
-    """A member's share of the time.
+    """Hold a member's share of the time.
 
     Attributes:
         seconds: of one replica for all of its work, done or not; 0 if not known: it counts as the slowest of the
@@ -115,7 +115,7 @@ def reserve_seconds(first_seconds: float, members: int, limit_seconds: float) ->
 
 @dataclass(frozen=True)
 class Deadline:
-    """When all computing must have stopped, and what there is time for until then.
+    """Tell when all computing must have stopped, and what there is time for until then.
 
     Attributes:
         at: in seconds by ``clock``.

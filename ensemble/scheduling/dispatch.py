@@ -1,4 +1,4 @@
-"""Decides whose worker starts next and on which devices, and which chunk a worker gets next."""
+"""Decide whose worker starts next and on which devices, and which chunk a worker gets next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ensemble.scheduling.worker import RunningWorker
 
 @dataclass(frozen=True)
 class Dispatcher:
-    """Gives devices to members, and chunks in their order to the next free worker.
+    """Give devices to members, and chunks in their order to the next free worker.
 
     Attributes:
         members: in the order in which they start.

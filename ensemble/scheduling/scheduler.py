@@ -1,4 +1,4 @@
-"""Starts workers on leased devices, dispatches chunks, and handles workers' events.
+"""Start workers on leased devices, dispatch chunks, and handle workers' events.
 
 One thread and one loop: processes are started from the main thread, and nothing needs a lock.  A worker's failure
 is data and never ends the loop.
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Runs a plan.
+    """Run a plan.
 
     Args:
         members: in their order, with the chunks that are left to do.

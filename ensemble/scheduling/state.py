@@ -60,12 +60,12 @@ class ChunkQueue:
 
     @property
     def has_first_view(self) -> bool:
-        """Whether rows in the first view are pending; a member without views has only this view."""
+        """Return whether rows in the first view are pending; a member without views has only this view."""
         return bool(self.pending) and self.pending[0].view == 0
 
 
 class SpeedMeter:
-    """Measures how long a member's workers take to start, and how long one takes for the member's work.
+    """Measure how long a member's workers take to start, and how long one takes for the member's work.
 
     Attributes:
         startup_seconds: of the slowest worker, until it could compute; 0 before the first.
@@ -97,7 +97,7 @@ class SpeedMeter:
 
     @property
     def seconds_per_cost(self) -> float | None:
-        """How long one worker would take for all work; None before the first chunk."""
+        """Return how long one worker would take for all work; None before the first chunk."""
         return self._seconds / self._cost if self._seconds and self._cost else None
 
     def speed(self, plan: MemberPlan) -> Speed:
@@ -111,7 +111,7 @@ class SpeedMeter:
 
 
 class MemberState:
-    """The state of a member during a run.  Nothing outside of this class writes its attributes.
+    """Hold the state of a member during a run.  Nothing outside of this class writes its attributes.
 
     Args:
         plan: with the chunks that are left to do; without chunks while the rows of a member with ``when`` are not
@@ -235,17 +235,17 @@ class MemberState:
 
     @property
     def has_work(self) -> bool:
-        """Whether chunks are pending, or rows are still to be selected."""
+        """Return whether chunks are pending, or rows are still to be selected."""
         return bool(self.chunks.pending) or (self.is_undecided and self.failure is None)
 
     @property
     def max_replicas(self) -> int:
-        """How many workers there may be: each needs a chunk, and memory."""
+        """Return how many workers there may be: each needs a chunk, and memory."""
         return min(self.plan.replicas, max(1, len(self.plan.chunks)))
 
     @property
     def missing_first_workers(self) -> int:
-        """How many of the workers that start before those of later members do not run."""
+        """Return how many of the workers that start before those of later members do not run."""
         return min(self.plan.first_replicas, self.max_replicas) - self.running
 
     def command_of(self, chunk: Chunk) -> Predict:
@@ -282,7 +282,7 @@ class MemberState:
 
     @property
     def computed_cost(self) -> float:
-        """The share of the member's work that this run has done, with the progress of chunks in hand."""
+        """Return the share of the member's work that this run has done, with the progress of chunks in hand."""
         cost = self.chunks.done_cost
         for number, progress in self.chunks.progress.items():
             chunk = self.chunks.in_hand[number]
@@ -291,24 +291,24 @@ class MemberState:
 
     @property
     def fraction(self) -> float:
-        """The share of the member's work that is done, by cost and not by rows: long rows come first."""
+        """Return the share of the member's work that is done, by cost and not by rows: long rows come first."""
         if self.is_undecided:
             return 0.0
         return min(1.0, max(0.0, round(self.chunks.reused_cost + self.computed_cost, 9)))
 
     @property
     def speed(self) -> Speed:
-        """The speed measured by this run, or else by an earlier one; 0 for what is not measured."""
+        """Return the speed measured by this run, or else by an earlier one; 0 for what is not measured."""
         return self.speed_meter.speed(self.plan)
 
     @property
     def startup_seconds(self) -> float:
-        """How long a worker takes until it computes: measured, or guessed."""
+        """Return how long a worker takes until it computes: measured, or guessed."""
         return self.speed.startup_seconds or self.plan.speed.startup_seconds
 
     @property
     def predicting_seconds(self) -> float:
-        """How long the member has been computing; never 0."""
+        """Return how long the member has been computing; never 0."""
         if self.predicting_since is None:
             return 1e-9
         end = self.clock()
@@ -320,7 +320,7 @@ class MemberState:
 
     @property
     def seconds_left(self) -> float:
-        """How long the member still needs at the speed so far; 0 before it has done anything."""
+        """Return how long the member still needs at the speed so far; 0 before it has done anything."""
         computed = self.computed_cost
         return self.predicting_seconds * (1 - self.fraction) / computed if computed else 0.0
 
@@ -340,7 +340,7 @@ class MemberState:
 
 
 class RunHooks(Protocol):
-    """What the scheduler asks of the run that it works for."""
+    """Say what the scheduler asks of the run that it works for."""
 
     def worker_start(self, member: MemberPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
         """Return how to start a worker; raises OSError if its files cannot be made."""

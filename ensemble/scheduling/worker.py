@@ -17,7 +17,7 @@ _LOADING_TIMES = 6
 
 @dataclass(eq=False)
 class RunningWorker:
-    """A worker with its handle, its record and its chunk.
+    """Hold a worker with its handle, its record and its chunk.
 
     Times are in seconds by the run's clock.
 

@@ -50,7 +50,7 @@ def thread_variables(cpu_share: float, threads: int | None = None) -> dict[str, 
 
 
 class LocalLauncher(Launcher):
-    """Starts workers on this machine; has no settings."""
+    """Start workers on this machine; there are no settings."""
 
     def start(self, start: WorkerStart) -> LocalWorker:
         if start.scratch is not None:
@@ -74,7 +74,7 @@ class LocalLauncher(Launcher):
 
 
 class LocalWorker(Handle):
-    """One worker process and the two ends of its channel; raises OSError if it could not be started.
+    """Hold a worker process and the two ends of its channel; raises OSError if it could not be started.
 
     Args:
         environment: added to this process's environment, such as CUDA_VISIBLE_DEVICES.
