@@ -95,11 +95,12 @@ class PlainDisplay(QuietDisplay):
 
     def _say_settings(self, state: MemberState) -> None:
         """Say once what a member computes with, and each note of its workers."""
-        if not state.readies:
+        readies = [worker.ready for worker in state.workers if worker.ready is not None]
+        if not readies:
             return
         # The other workers have the first one's settings, but perhaps less memory.
-        texts = [_settings_text(state, state.readies[0])]
-        texts += (note for ready in state.readies for note in ready.notes)
+        texts = [_settings_text(state, readies[0])]
+        texts += (note for ready in readies for note in ready.notes)
         for line in dict.fromkeys(f"{state.plan.name}: {text}" for text in texts):
             if line not in self._said:
                 self._said.add(line)

@@ -20,7 +20,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class ExpectedShare:
-    """The share of the rows that a member with ``when`` is expected to compute, and why, in words."""
+    """Hold the share of the rows that a member with ``when`` is expected to compute, and why, in words."""
 
     share: float
     why: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -17,8 +17,6 @@ CHUNK_MAX_ROWS = 4096
 # order of their bytes, and within some batches they can be put in order of their tokens, to avoid padding.
 TARGET_CHUNKS = 16
 CHUNK_MIN_BYTES = 1 << 16
-# The first chunk, under a time limit, of a member whose speed has not been measured: a batch or two.
-FIRST_CHUNK_ROWS = 16
 # Of text that tokenizers were made for: 4 to 4.5 in English, 3 to 5 in most other languages and in code.  The
 # parent has no tokenizer, and uses this to estimate costs only.
 BYTES_PER_TOKEN = 4.0
@@ -28,12 +26,11 @@ ROW_OVERHEAD_BYTES = 32
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows ``order[start:stop]`` of a member.
+    """Name rows ``order[start:stop]`` of a member.
 
     Attributes:
         index: the chunk's number in messages to workers; no other chunk of the member has it.
         cost: the rows' share of the member's work.
-        view: the number of the view that the rows are in.
     """
 
     index: int
@@ -80,10 +77,7 @@ def cut_chunks(
 
 
 def cut_closest_first(
-    lengths: npt.NDArray[np.int64],
-    common: npt.NDArray[np.int64],
-    doubt: npt.NDArray[np.float64],
-    max_rows: Iterator[int],
+    lengths: npt.NDArray[np.int64], common: npt.NDArray[np.int64], doubt: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]:
     """Return the row order, the closest calls first, and its slices; each slice has its longest rows first.
 
@@ -91,19 +85,17 @@ def cut_closest_first(
         lengths: bytes of text per row, [rows].
         common: lengths to cut by instead, as for ``cut_chunks``.
         doubt: how unsure each row is, [rows].
-        max_rows: how many rows each chunk may have.
     """
     order = np.argsort(-doubt, kind="stable")
     chunks = _slices(common[order], lengths[order])
-    chunks = cut_to_rows(chunks, max_rows, count(len(chunks)))
     for chunk in chunks:
         rows = order[chunk.start : chunk.stop]
         order[chunk.start : chunk.stop] = rows[np.argsort(-common[rows], kind="stable")]
-    return order, tuple(replace(chunk, index=number) for number, chunk in enumerate(chunks))
+    return order, chunks
 
 
 def _slices(ranked: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> tuple[Chunk, ...]:
-    """Cut rows into slices of about equal lengths by ``ranked``, with their costs by ``lengths``; both in order."""
+    """Cut rows into slices of about equal lengths by ``ranked``, with their costs by ``lengths``."""
     ranks_before, costs_before = _costs_before(ranked), _costs_before(lengths)
     total, rows = float(ranks_before[-1]), len(ranked)
     target = min(float(CHUNK_BYTES), max(float(CHUNK_MIN_BYTES), total / TARGET_CHUNKS))
@@ -131,10 +123,6 @@ def in_views(
     """Return rows and chunks in several views: all rows in the first view, then all in the next.
 
     Rows are numbered through the views: row r of a table of n rows is r + v * n in view v.
-
-    Args:
-        order: of rows of the table, with their chunks.
-        table_rows: rows of the table.
     """
     if views == 1:
         return order, tuple(chunks)
@@ -157,7 +145,6 @@ def what_is_left(
     chunks: Sequence[Chunk],
     order: npt.NDArray[np.int64],
     is_done: npt.NDArray[np.bool_],
-    numbers: Iterator[int],
 ) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]:
     """Return the order with the rows that are done at its end, and the chunks of the others.
 
@@ -165,10 +152,9 @@ def what_is_left(
 
     Args:
         chunks: all of a member's, in order.
-        order: the member's row numbers.
-        is_done: by row number.
-        numbers: indices that no chunk of the member has yet.
+        is_done: by row number, numbered through the views.
     """
+    numbers = count(len(chunks))  # that no chunk has yet
     rows_left: list[npt.NDArray[np.int64]] = []
     left: list[Chunk] = []
     start = 0
@@ -184,21 +170,3 @@ def what_is_left(
             rows_left.append(rows)
             start = stop
     return np.concatenate([*rows_left, order[is_done[order]]]), tuple(left)
-
-
-def cut_to_rows(
-    chunks: Iterable[Chunk], max_rows: Iterator[int], numbers: Iterator[int]
-) -> tuple[Chunk, ...]:
-    """Cut chunks so that each next one has as many rows as ``max_rows`` says, or up to half as many again.
-
-    ``numbers`` are indices that no chunk of the member has yet.
-    """
-    cut: list[Chunk] = []
-    for chunk in chunks:
-        rest, rows = chunk, next(max_rows)
-        while 2 * rest.rows >= 3 * rows:  # a small rest stays with the last one
-            first, rest = rest.split(numbers, rest.start + rows)
-            cut.append(first)
-            rows = next(max_rows)
-        cut.append(rest)
-    return tuple(cut)

@@ -21,7 +21,7 @@ _MAX_ADVISED_GPUS = 8
 
 @dataclass(frozen=True)
 class MemberFacts:
-    """What the plan must know of a member.
+    """Hold what the plan must know of a member.
 
     Attributes:
         lengths: bytes of text per row, int64 [rows].
@@ -39,7 +39,7 @@ class MemberFacts:
 
 @dataclass(frozen=True)
 class Fit:
-    """How a footprint fits on a device, of which ``room_bytes`` are free to plan with.
+    """Say how a footprint fits on a device, of which ``room_bytes`` are free to plan with.
 
     ``verdict``: ``fits``; ``tight`` if the weights fit but perhaps not the longest row beside them; ``short`` if
     that is so only because other programs use the device; ``held`` if they leave no room for the weights;
@@ -53,7 +53,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Placement(Assigned):
-    """Where a member may run.
+    """Say where a member may run.
 
     Attributes:
         places: of the ``max_workers_per_gpu``, that a worker takes on each of its GPUs.
@@ -82,7 +82,7 @@ def place(
 
 @dataclass(frozen=True)
 class _Placing:
-    """Places one member."""
+    """Place one member."""
 
     workers_per_gpu: int
     index: int
@@ -155,10 +155,9 @@ class _Placing:
 
     @property
     def _decides_itself(self) -> bool:
-        """Whether the user decides on placement, or lets weights go to the CPU or to disk."""
+        """Return whether the user decides on placement, or lets weights go to the CPU or to disk."""
         request = self.facts.request
-        placement_keys = (request.device_map, request.max_memory, request.offload_folder)
-        return any(value is not None for value in placement_keys)
+        return (request.device_map, request.max_memory, request.offload_folder) != (None, None, None)
 
     def _on_cpu(self, footprint: Footprint | None) -> Placement:
         """Place the member on the CPU, with a problem or a warning if memory is too small."""
@@ -206,8 +205,8 @@ class _Placing:
                 verdict = "held"
             fits[device.uuid] = Fit(verdict, 0, free)
         usable = [uuid for uuid, fit in fits.items() if fit.verdict == "fits"]
-        held = [uuid for uuid, fit in fits.items() if fit.verdict == "held"]
-        large_enough = len(usable) + len(held)
+        in_use = [uuid for uuid, fit in fits.items() if fit.verdict == "held"]
+        large_enough = len(usable) + len(in_use)
         if large_enough < gpus:
             largest = max(device.total_bytes for device in self.devices)
             problem = (
@@ -226,7 +225,7 @@ class _Placing:
                 f"it takes {gib(size)} of each of its GPUs: {places} of {self.workers_per_gpu} places there"
             )
         return Placement(
-            gpus, places=places, devices=tuple(usable), held=tuple(held), fits=fits, reason=reason
+            gpus, places=places, devices=tuple(usable), held=tuple(in_use), fits=fits, reason=reason
         )
 
     def _on_gpus(self, min_gpus: int, footprint: Footprint) -> Placement:
@@ -246,11 +245,11 @@ class _Placing:
         def with_verdict(*verdicts: str) -> tuple[str, ...]:
             return tuple(uuid for uuid, fit in fits.items() if fit.verdict in verdicts)
 
-        usable, held = with_verdict("fits"), with_verdict("short", "held")
+        usable, in_use = with_verdict("fits"), with_verdict("short", "held")
         if together([device for device in large_enough if device.uuid in usable]) < gpus:
             usable = with_verdict("fits", "short", "tight")
         warnings = []
-        small = [device for device in self.devices if device.uuid not in {*usable, *held}]
+        small = [device for device in self.devices if device.uuid not in {*usable, *in_use}]
         if small:
             names = ", ".join(device.title for device in small)
             warnings.append(f"{self.facts.name} does not fit well on {names} and runs elsewhere")
@@ -259,10 +258,7 @@ class _Placing:
             warnings.append(self._tight_text(footprint, gpus, min(tight)))
         reason = ""
         if gpus != min_gpus:
-            what = "too large"
-            if any(footprint.resident_bytes(min_gpus) <= device.total_bytes for device in large_enough):
-                what = "its longest row is too large beside its weights"
-            reason = f"{what} for one GPU, so a replica takes {gpus}"
+            reason = f"its weights and its longest row are too large for one GPU, so a replica takes {gpus}"
             for text in self._smaller(capability)[:1]:
                 reason += f"; {text}, to fit one, and gives other numbers"
         return Placement(
@@ -270,7 +266,7 @@ class _Placing:
             capability=capability,
             footprint=footprint,
             devices=usable,
-            held=held,
+            held=in_use,
             fits=fits,
             reason=reason,
             warnings=tuple(warnings),
@@ -305,25 +301,22 @@ class _Placing:
 
     def _tight_text(self, footprint: Footprint, gpus: int, usable_bytes: int) -> str:
         """Return a warning that weights fit on each GPU, but not the longest row or the asked batch."""
-        request, width = self.facts.request, footprint.width
-        tokens = asked_tokens(request, footprint)
-        only = f"but only {gib(usable_bytes)} may be used"
-        if tokens is not None:
-            key = "max_num_batched_tokens" if request.batch_size is None else "batch_size"
-            needed = gib(footprint.peak_bytes(gpus, max(tokens, width)))
-            return (
-                f"models[{self.index}].{key}: {tokens:,} tokens in rows of {width:,} take about {needed}, {only}; "
-                "lower or drop it"
-            )
-        room = usable_bytes - footprint.resident_bytes(gpus)
+        width = footprint.width
+        tokens = asked_tokens(self.facts.request, footprint)
+        what = f"a row of {width:,} tokens takes"
         advice = "quantize it, or give it more GPUs (num_gpus)"
-        for length in range(width - 64, 64, -64):
-            if footprint.activation.bytes(length, length) <= room:
-                advice = f"max_length: {length} fits"
-                break
+        if tokens is not None:
+            what = f"a batch of {tokens:,} tokens in rows of {width:,} takes"
+            advice = "lower batch_size or max_num_batched_tokens"
+        else:
+            for length in range(width - 64, 64, -64):
+                if footprint.peak_bytes(gpus, length, length) <= usable_bytes:
+                    advice = f"max_length: {length} fits"
+                    break
+        size = gib(footprint.peak_bytes(gpus, max(tokens or 0, width)))
         return (
-            f"models[{self.index}] ({self.facts.name}): a row of {width:,} tokens takes about "
-            f"{gib(footprint.peak_bytes(gpus, width))}, {only}; {advice}"
+            f"models[{self.index}] ({self.facts.name}): {what} about {size}, but only {gib(usable_bytes)} may be "
+            f"used; {advice}"
         )
 
     def _too_large_text(self, footprint: Footprint) -> str:
@@ -376,19 +369,19 @@ def chosen_devices(visible: Sequence[Device], names: Sequence[int | str] | None)
     by_name = {device.uuid: device for device in visible} | dict(enumerate(visible))
     listed = ", ".join(f"{number}: {device.uuid}" for number, device in enumerate(visible)) or "no GPU"
     problems: list[str] = []
-    chosen: list[Device] = []
+    chosen = []
     for position, entry in enumerate(names):
         device = by_name.get(entry)
         if device is None:
-            what = "GPU has this UUID" if isinstance(entry, str) else "visible GPU has this number"
-            problems.append(f"devices[{position}]: {entry}: no {what}; there are {listed}")
+            problems.append(
+                f"devices[{position}]: {entry}: no visible GPU has this number or UUID; there are {listed}"
+            )
         elif device in chosen:
             problems.append(f"devices[{position}]: {entry}: named twice; name each GPU once")
-        else:
-            chosen.append(device)
+        chosen.append(device)
     if problems:
         raise DeviceError(problems)
-    return tuple(chosen)
+    return tuple(by_name[entry] for entry in names)
 
 
 def together(devices: Sequence[Device]) -> int:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +22,10 @@ from ensemble.config import MemberConfig, RunConfig
 from ensemble.members.base import ResourceRequest
 from ensemble.planning.chunks import (
     BYTES_PER_TOKEN,
-    CHUNK_MAX_ROWS,
-    FIRST_CHUNK_ROWS,
     ROW_OVERHEAD_BYTES,
     Chunk,
     cut_chunks,
     cut_closest_first,
-    cut_to_rows,
     in_views,
     what_is_left,
 )
@@ -44,7 +40,7 @@ _NO_TIME = Speed(0.0, 0.0, is_measured=True, is_startup_measured=True)
 
 @dataclass(frozen=True)
 class CpuChoice:
-    """What a run chose for a member on the CPU: the threads of each worker, and workers at a time."""
+    """Hold what a run chose for a member on the CPU: the threads of each worker, and workers at a time."""
 
     threads: int
     workers: int
@@ -52,7 +48,7 @@ class CpuChoice:
 
 @dataclass(frozen=True)
 class MemberPlan:
-    """How a member runs: on ``gpus`` devices per replica (0: the CPU).
+    """Say how a member runs: on ``gpus`` devices per replica (0: the CPU).
 
     A member that needs no worker has neither replicas nor chunks.  Until the rows of a member with ``when`` are
     selected (``with_rows``), its chunks are those of the whole table.
@@ -63,10 +59,7 @@ class MemberPlan:
         cpu_share: of the cores, that each replica has on a CPU; the smaller, the slower it is.
         work: the text of all rows in all views in bytes, as far as max_length lets it through, with what each row
             costs beyond its text.
-        chunks: slices of ``order``.
-        order: row numbers, longest text first, int64 [rows]; with several views, all rows of the first view come
-            before those of the next, numbered through the views (``chunks.in_views``).
-        table_rows: rows of the table.
+        order: row numbers, longest text first, int64 [rows], numbered through the views (``chunks.in_views``).
         waits_for: the members with a weight before it, if it has ``when``.
         expected_share: of the rows, that the forecast counts.
         cpu_threads: of a worker on a CPU; None: as many as its share.
@@ -98,7 +91,6 @@ class MemberPlan:
 
     @property
     def views(self) -> int:
-        """How many views of each row the member gets."""
         return max(1, len(self.model.counted_views))
 
     @property
@@ -107,23 +99,13 @@ class MemberPlan:
 
     @property
     def slowdown(self) -> float:
-        """How many times as long a replica computes as ``speed`` says, which may be of another ``cpu_share``."""
+        """Return how many times as long a replica computes as ``speed`` says, of whatever ``cpu_share``."""
         return slower_by(self.cpu_share) / slower_by(self.speed.cpu_share)
 
     @property
     def whole_seconds(self) -> float:
-        """How long one replica computes all rows of the table, in all views."""
+        """Return how long one replica computes all rows of the table, in all views."""
         return self.speed.seconds_per_work * self.work * self.slowdown
-
-    def rows_at_a_time(self) -> Iterator[int]:
-        """Return how many rows each of the next chunks may have under a time limit.
-
-        If its speed is not measured, each replica begins with few rows: at least a batch, if its size is asked for.
-        """
-        if self.speed.is_measured:
-            return repeat(CHUNK_MAX_ROWS)
-        first_rows = max(FIRST_CHUNK_ROWS, self.request.batch_size or 0)
-        return (first_rows * 2**step for step in count() for _ in range(max(1, self.replicas)))
 
     @property
     def job(self) -> Job:
@@ -132,7 +114,6 @@ class MemberPlan:
             compute_seconds=self.whole_seconds * self.expected_share,
             gpus=self.gpus,
             replicas=self.replicas,
-            first_replicas=self.first_replicas,
             devices=self.placement.devices,
             places=self.placement.places,
             cpu_share=self.cpu_share,
@@ -141,7 +122,7 @@ class MemberPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run where; the other attributes are the arguments of :func:`make_plan`.
+    """Say what to run where; the other attributes are the arguments of :func:`make_plan`.
 
     Attributes:
         problems: of the members that cannot run; if there are any, nothing else is decided.
@@ -164,7 +145,6 @@ class Plan:
     cpu_choices: Mapping[str, CpuChoice] = field(default_factory=dict)
 
     def seconds_of(self, jobs: Sequence[Job]) -> float:
-        """Return the seconds until the last of ``jobs`` ends."""
         places = dict.fromkeys((gpu.uuid for gpu in self.gpus), self.config.max_workers_per_gpu)
         return total_seconds(jobs, places, self.hosts)
 
@@ -174,7 +154,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """What workers take of the host's memory at a time, about.
+        """Return what workers take of the host's memory at a time, about.
 
         A worker on a GPU takes a process, as weights on their way to the GPU are mapped.  One on the CPU takes
         weights and a row or batch, too.
@@ -208,17 +188,14 @@ def make_plan(
     """Decide devices, replicas and chunks for every member.
 
     Args:
-        config: the run.
-        facts: per member name.
         gpus: those that this run may use, with what others hold of them.
         host: the CPU with its memory, of several the one with the least free; None: not known.
-        speeds: per member name, as far as an earlier run has measured them.
+        speeds: as far as an earlier run has measured them.
         hosts: machines whose CPUs take workers.
         cpus: threads of computing that one of these runs at a time.
-        cpu_choices: per member name, what the run that goes on chose when it began.
+        cpu_choices: what the run that goes on chose when it began.
     """
     common = _common_lengths(config, facts)
-    capability = gpus[0].compute_capability if gpus else None
     speeds = speeds or {}
     members: list[MemberPlan] = []
     warnings: list[str] = []
@@ -250,9 +227,7 @@ def make_plan(
             # for little less padding.
             order, chunks = cut_chunks(computed, of_member.lengths if common is None else common)
             order, chunks = in_views(order, chunks, views, table_rows)
-            guess = guessed_speed(
-                placement.footprint, capability if placement.gpus else None, placement.gpus, cpus
-            )
+            guess = guessed_speed(placement.footprint, placement.gpus)
             speed = speeds.get(model.name, _UNMEASURED).or_guess(guess)
         replicas = min(replicas, len(chunks))
         cpu_share = 0.0
@@ -374,11 +349,9 @@ def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: b
     minute whether memory suffices and how fast the member is.  The others come from the shortest up, because that
     covers the most rows.  All rows come in one view before any comes in the next.
     """
-    numbers = count(len(member.chunks))
-    order, left = what_is_left(member.chunks, member.order, is_done, numbers)
+    order, left = what_is_left(member.chunks, member.order, is_done)
     if is_timed:
         left = left[:1] + tuple(sorted(left[1:], key=lambda chunk: (chunk.view, -chunk.start)))
-        left = cut_to_rows(left, member.rows_at_a_time(), numbers)
     return replace(member, chunks=left, order=order)
 
 
@@ -395,7 +368,7 @@ def with_rows(
     if plan.config.time_limit is None:
         order, chunks = cut_chunks(computed, lengths)
     else:
-        order, chunks = cut_closest_first(computed, lengths, doubt[rows], member.rows_at_a_time())
+        order, chunks = cut_closest_first(computed, lengths, doubt[rows])
     order, chunks = in_views(rows[order], chunks, member.views, member.table_rows)
     work = _work_of(computed, member.views)
     return replace(member, order=order, chunks=chunks, work=work, expected_share=1.0, waits_for=())
@@ -448,10 +421,8 @@ def _share_cpu(plan: Plan) -> Plan:
         at_a_time, threads = workers if member in sharing else 1, None
         choice = plan.cpu_choices.get(member.name)
         if asked == "auto" and is_auto and choice is not None and choice.threads <= plan.cpus:
-            at_a_time, threads = (
-                min(choice.workers, plan.cpus // choice.threads, memory_holds),
-                choice.threads,
-            )
+            threads = choice.threads
+            at_a_time = min(choice.workers, plan.cpus // threads, memory_holds)
         replicas, first_replicas = member.replicas, member.first_replicas
         if is_auto:
             replicas = min(at_a_time * plan.hosts, len(member.chunks))

@@ -1,1 +1,1 @@
-"""Decides which worker starts where, which chunk it gets, and what follows from a fault."""
+"""Decide which worker starts where, which chunk it gets, and what follows from a fault."""

@@ -1,4 +1,4 @@
-"""Decides under a time limit whose turn it is, what still fits, and when to stop."""
+"""Decide under a time limit whose turn it is, what still fits, and when to stop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BISECTIONS = 40
 
 
 class Rank(NamedTuple):
-    """Which member's chunks come first under a time limit: those of the smallest rank."""
+    """Order members' chunks under a time limit: those of the smallest rank come first."""
 
     is_later_view: bool = False
     is_beyond_goal: bool = False  # the member has reached the goal of all members
@@ -40,7 +40,7 @@ FIRST = Rank()
 
 @dataclass(frozen=True)
 class Share:
-    """A member's share of the time.
+    """Hold a member's share of the time.
 
     Attributes:
         seconds: of one replica for all of its work, done or not; 0 if not known: it counts as the slowest of the
@@ -115,7 +115,7 @@ def reserve_seconds(first_seconds: float, members: int, limit_seconds: float) ->
 
 @dataclass(frozen=True)
 class Deadline:
-    """When all computing must have stopped, and what there is time for until then.
+    """Tell when all computing must have stopped, and what there is time for until then.
 
     Attributes:
         at: in seconds by ``clock``.
@@ -206,7 +206,9 @@ class Deadline:
             if chunk.view != state.chunks.pending[0].view:
                 break
             rows = chunk.rows
-            if per_cost and chunk.cost:  # otherwise it is not known, and the first chunks are small
+            if per_cost is None:  # a few rows tell how fast the member is
+                rows = min(rows, max(MIN_ROWS, state.plan.request.batch_size or 0))
+            elif per_cost and chunk.cost:
                 rows = min(rows, int(rows * left / (SAFETY * per_cost * chunk.cost)))
             if is_untried:
                 rows = max(rows, 1)
@@ -224,14 +226,11 @@ def time_limit_text(
         before_seconds: until workers could start.
         kept_seconds: for the last submission, see :func:`reserve_seconds`.
     """
-    was_tried = any(state.workers for state in members)
-    was_lost = any(state.speed_meter.lost_rows for state in members)
     between = max(limit_seconds - before_seconds - kept_seconds, 0.0)
     text = (
-        f"no {'new row was kept' if was_lost else 'row was computed'}: {before_seconds:.1f} s of time_limit "
-        f"({limit_seconds:g} s) were over before a worker could start, {kept_seconds:.1f} s are kept for the last "
-        f"submission, and the {between:.1f} s between were too short to start one"
-        f"{' and compute its first chunk' if was_tried else ''}"
+        f"no new row was kept: {before_seconds:.1f} s of time_limit ({limit_seconds:g} s) were over before a "
+        f"worker could start, {kept_seconds:.1f} s are kept for the last submission, and the {between:.1f} s "
+        "between were too short to start one and compute its first chunk"
     )
     speeds = [state.speed for state in members if not state.finished]
     startups = [speed.startup_seconds for speed in speeds if speed.is_startup_measured]

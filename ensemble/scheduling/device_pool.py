@@ -1,4 +1,4 @@
-"""Leases GPUs to workers, and leases a GPU again only once its memory is free.
+"""Lease GPUs to workers, and lease a GPU again only once its memory is free.
 
 A driver frees memory some time after a process has ended.  So a released device is watched until its used memory
 is back at the baseline, which was measured before the first worker; only then is it leased again.  A device that
@@ -40,12 +40,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Release:
-    """How a device was released.
+    """Say how a device was released.
 
     Attributes:
-        seconds: until its memory was at the baseline, or until the time-out.
-        used_bytes: then.
-        is_free: whether that was the baseline.
+        seconds: until its memory was at the baseline (``is_free``), or until the time-out.
         after_seconds: when its last worker had ended, since the run's start; None in reports of earlier versions.
     """
 
@@ -58,7 +56,7 @@ class Release:
 
 @dataclass
 class MemoryCurve:
-    """A device's used memory over the run: pairs of seconds since its start and bytes."""
+    """Collect a device's used memory over the run: pairs of seconds since its start and bytes."""
 
     baseline_bytes: int | None
     points: list[tuple[float, int]] = field(default_factory=list)
@@ -71,7 +69,7 @@ class MemoryCurve:
 
 @dataclass(frozen=True)
 class TelemetryPoint:
-    """A device's telemetry so many seconds after the run's start."""
+    """Hold a device's telemetry so many seconds after the run's start."""
 
     seconds: float
     sm_clock_mhz: int | None
@@ -82,7 +80,7 @@ class TelemetryPoint:
 
 @dataclass
 class TelemetryCurve:
-    """A device's telemetry over the run.
+    """Collect a device's telemetry over the run.
 
     Attributes:
         seconds: how long the device was watched.
@@ -124,14 +122,12 @@ class TelemetryCurve:
 
 
 class DevicePool:
-    """The GPUs of a run.
+    """Lease the GPUs of a run.
 
     Args:
         gpus: those that may be leased, in the inventory's order.
         workers_per_gpu: how many workers may be on a device at the same time.
         release_timeout_seconds: how long a device may take to come back to its baseline.
-        say: shows the user a sentence.
-        clock: returns the run's time in seconds.
 
     Attributes:
         hosts: how many machines have CPUs that workers share.
@@ -170,7 +166,6 @@ class DevicePool:
 
     @property
     def gpus(self) -> tuple[Device, ...]:
-        """The devices that have not gone."""
         return tuple(self._gpus.values())
 
     def change(self, joined: Sequence[Device], lost: Collection[str]) -> None:
@@ -186,7 +181,6 @@ class DevicePool:
             self.curves[gpu.uuid] = MemoryCurve(gpu.used_bytes)
 
     def is_releasing(self) -> bool:
-        """Return whether a device is released but not free yet."""
         return bool(self._releasing)
 
     def acquire(

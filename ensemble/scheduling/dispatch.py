@@ -1,4 +1,4 @@
-"""Decides whose worker starts next and on which devices, and which chunk a worker gets next."""
+"""Decide whose worker starts next and on which devices, and which chunk a worker gets next."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from ensemble.common.gpus import Device
 from ensemble.planning.chunks import Chunk
-from ensemble.planning.forecast import has_room, worth_joining
 from ensemble.scheduling.deadline import FIRST, Deadline, Rank
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.standby import Standbys
@@ -17,7 +16,7 @@ from ensemble.scheduling.worker import RunningWorker
 
 @dataclass(frozen=True)
 class Dispatcher:
-    """Gives devices to members, and chunks in their order to the next free worker.
+    """Give devices to members, and chunks in their order to the next free worker.
 
     Attributes:
         members: in the order in which they start.
@@ -90,15 +89,17 @@ class Dispatcher:
                     reserved |= {*state.plan.placement.devices} or {"cpu"}
             for state in sorted(members, key=lambda state: -state.seconds_left):
                 startup = state.speed_meter.startup_seconds  # 0 while it is not known
-                can_grow = 0 < state.running < state.max_replicas and startup > 0
-                if can_grow and worth_joining(state.seconds_left, startup):
+                # One more worker, which first has to start, would still take a good part of what is left.
+                is_worth_it = 0 < 2 * startup < state.seconds_left
+                if 0 < state.running < state.max_replicas and is_worth_it:
                     yield rank, state, reserved
 
     def _has_cpu_room(self, state: MemberState) -> bool:
         shares = [worker.state.plan.cpu_share for worker in self.workers if not worker.devices]
         if self.pool.max_cpu_workers is not None and len(shares) >= self.pool.max_cpu_workers:
             return False
-        return has_room(self.pool.hosts - sum(shares), state.plan.cpu_share)
+        # Shares are rounded, such as thirds.
+        return sum(shares) + state.plan.cpu_share <= self.pool.hosts + 1e-6
 
     def _is_needed_by_others(self, worker: RunningWorker, rank: Rank) -> bool:
         """Return whether another member with a smaller rank could use this worker's devices."""

@@ -14,7 +14,7 @@ FaultKind: TypeAlias = Literal["error", "death", "hang", "memory", "lasting", "l
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a member failed: one sentence, the traceback if there is one, and its worker's log.
+    """Say why a member failed: one sentence, the traceback if there is one, and its worker's log.
 
     ``is_dropped``: some of its rows could not be computed, and the config says to merge without the member.
     """
@@ -28,11 +28,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a worker did not deliver.
+    """Say why a worker did not deliver.
 
-    ``error``: an exception after which the process can go on.  ``death``: the process ended.  ``hang``: it hung and
-    was ended.  ``memory``: the kernel ended it because the host ran out of memory.  ``lasting``: no retry helps.
-    ``lost``: its node is lost; the worker is not to blame.
+    ``error``: an exception after which the process can go on.  ``memory``: the kernel ended it because the host ran
+    out of memory.  ``lasting``: no retry helps.  ``lost``: its node is lost; the worker is not to blame.
     """
 
     kind: FaultKind
@@ -42,7 +41,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class FaultRecord:
-    """A fault, and what was done about it; ``rows`` are a slice of the member's order."""
+    """Record a fault, and what was done about it; ``rows`` are a slice of the member's order."""
 
     member: str
     replica: int
@@ -56,7 +55,7 @@ class FaultRecord:
 
 @dataclass
 class WorkerRecord:
-    """What one worker did, for run.json.
+    """Record what one worker did, for run.json.
 
     Attributes:
         devices: UUIDs, or "cpu" with its node.
@@ -90,7 +89,7 @@ class WorkerRecord:
 
 @dataclass(frozen=True)
 class NodeChange:
-    """A node has joined a run, or is lost to it; ``why`` it is lost."""
+    """Record that a node has joined a run, or is lost to it; ``why`` it is lost."""
 
     node: str
     is_lost: bool
@@ -101,7 +100,7 @@ class NodeChange:
 
 @dataclass(frozen=True)
 class Gap:
-    """``seconds`` from the end of one member's computing on a device ("cpu" for the CPU) to another's beginning."""
+    """Hold the ``seconds`` from the end of one member's computing on a device ("cpu": the CPU) to another's."""
 
     device: str
     after: str

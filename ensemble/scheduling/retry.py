@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rules:
-    """The config's keys about faults and standby workers."""
+    """Hold the config's keys about faults and standby workers."""
 
     retries: int
     on_bad_row: OnBadRow
@@ -48,7 +48,7 @@ class Rules:
 
 @dataclass
 class _History:
-    """A member's faults so far; ``attempts`` says how often each chunk ended its worker, by its number."""
+    """Count a member's faults so far; ``attempts`` says how often each chunk ended its worker, by its number."""
 
     attempts: Counter[int] = field(default_factory=Counter)
     deaths: int = 0
@@ -56,7 +56,7 @@ class _History:
 
 
 class RetryRules:
-    """Decides what follows from faults; ``elapsed`` returns the seconds since workers could begin."""
+    """Decide what follows from faults; ``elapsed`` returns the seconds since workers could begin."""
 
     def __init__(self, rules: Rules, run: RunHooks, elapsed: Callable[[], float]) -> None:
         self._rules = rules

@@ -1,4 +1,4 @@
-"""Starts workers on leased devices, dispatches chunks, and handles workers' events.
+"""Start workers on leased devices, dispatch chunks, and handle workers' events.
 
 One thread and one loop: processes are started from the main thread, and nothing needs a lock.  A worker's failure
 is data and never ends the loop.
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Runs a plan.
+    """Run a plan.
 
     Args:
         members: in their order, with the chunks that are left to do.
@@ -160,21 +160,16 @@ class Scheduler:
         self._pool.hosts = changes.hosts
 
     def _settle_all(self) -> None:
-        """Settle all members, and tell the run once of each that failed or whose predictions are complete.
-
-        Then another member may get its rows, or turn out to have no rows.
-        """
-        is_settled = False
-        while not is_settled:
-            is_settled = True
-            for state in self.members:
-                self._settle(state)
-            for state in self.members:
-                is_over = state.finished_at is not None and state not in self._finishing.values()
-                if (is_over or state.failure is not None) and state.plan.name not in self._ended:
-                    self._ended.add(state.plan.name)
-                    self._run.on_ended(state)
-                    is_settled = False
+        """Settle all members, and tell the run once of each that failed or whose predictions are complete."""
+        for state in self.members:
+            self._settle(state)
+        for state in self.members:
+            is_over = state.finished_at is not None and state not in self._finishing.values()
+            if (is_over or state.failure is not None) and state.plan.name not in self._ended:
+                self._ended.add(state.plan.name)
+                self._run.on_ended(state)
+                self._settle_all()  # another member may have its rows now, or turn out to have none
+                return
 
     def _elapsed(self) -> float:
         return self._clock() - self._began
@@ -229,10 +224,8 @@ class Scheduler:
             state.complete(chunk, event)
             worker.drop(chunk)
             # Not the whole event, which run.json sums up: masking secrets in long lines takes time.
-            done = event.counters
-            counts = f"{done.rows} rows ({done.bad_rows} bad), {done.tokens} tokens in {done.batches} batches"
-            seconds = f"{done.predict_seconds:.3f} s"
-            log.info("%s chunk %d done: %s, %s, %s", worker.name, event.chunk, counts, seconds, event.shard)
+            counts = f"{event.counters.rows} rows in {event.counters.predict_seconds:.3f} s"
+            log.info("%s chunk %d done: %s, %s", worker.name, event.chunk, counts, event.shard)
             if event.bad_rows:
                 self._retry.bad_rows(worker, dict(zip(event.bad_rows, event.bad_row_reasons, strict=True)))
             self._settle(state)

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Standbys:
-    """The standby workers of a run; ``elapsed`` returns the seconds since workers could begin."""
+    """Keep the standby workers of a run; ``elapsed`` returns the seconds since workers could begin."""
 
     def __init__(self, launcher: Launcher, run: RunHooks, elapsed: Callable[[], float]) -> None:
         self._launcher = launcher

@@ -17,7 +17,6 @@ from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.launchers.base import WorkerStart
 from ensemble.scheduling.records import Failure, FaultRecord, WorkerRecord
-from ensemble.scheduling.speed_meter import SpeedMeter
 
 Phase: TypeAlias = Literal["waiting", "starting", "loading", "predicting", "paused", "done", "failed"]
 
@@ -29,8 +28,7 @@ class ChunkQueue:
         pending: in the order of dispatch.
         in_hand: chunks that workers have, by number; ``progress`` is how far they are.
         numbers: yields numbers that no chunk of the member has yet.
-        done_cost: what this run has done, as a share of all the member's work.
-        reused_cost: what was done before.
+        done_cost, reused_cost: what this run and earlier ones have done, as shares of all the member's work.
     """
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
@@ -57,18 +55,63 @@ class ChunkQueue:
             self.pending.insert(sum(other.view < chunk.view for other in self.pending), chunk)
 
     def drop(self, chunk: Chunk) -> None:
-        """Note that no worker has this chunk any more."""
         self.in_hand.pop(chunk.index, None)
         self.progress.pop(chunk.index, None)
 
     @property
     def has_first_view(self) -> bool:
-        """Whether rows in the first view are pending; a member without views has only this view."""
+        """Return whether rows in the first view are pending; a member without views has only this view."""
         return bool(self.pending) and self.pending[0].view == 0
 
 
+class SpeedMeter:
+    """Measure how long a member's workers take to start, and how long one takes for the member's work.
+
+    Attributes:
+        startup_seconds: of the slowest worker, until it could compute; 0 before the first.
+        last_seconds_per_cost: of the latest chunk.
+        lost_rows: rows that were computed in chunks which the deadline cut short.
+    """
+
+    def __init__(self) -> None:
+        self.startup_seconds = 0.0
+        self.last_seconds_per_cost = 0.0
+        self.lost_rows = 0
+        self._seconds = self._cost = 0.0
+
+    def add_chunk(self, cost: float, seconds: float) -> None:
+        """Add a chunk that took so long."""
+        self._seconds += seconds
+        self._cost += cost
+        if cost:
+            self.last_seconds_per_cost = seconds / cost
+
+    def add_cut_short(self, chunk: Chunk, rows: int, seconds: float) -> None:
+        """Add a chunk that the deadline cut short after so many rows and seconds.
+
+        The next run learns from it how fast the member is.  If no row was done, half of the chunk counts: the next
+        run tries fewer rows.
+        """
+        self.lost_rows += rows
+        self.add_chunk(chunk.cost * (rows or chunk.rows / 2) / chunk.rows, seconds)
+
+    @property
+    def seconds_per_cost(self) -> float | None:
+        """Return how long one worker would take for all work; None before the first chunk."""
+        return self._seconds / self._cost if self._seconds and self._cost else None
+
+    def speed(self, plan: MemberPlan) -> Speed:
+        """Return the speed measured by this run, or else by an earlier one; 0 for what is not measured."""
+        startup = plan.speed.startup_seconds if plan.speed.is_startup_measured else 0.0
+        startup = self.startup_seconds or startup
+        if self.seconds_per_cost is not None and plan.work:
+            return Speed(startup, self.seconds_per_cost / plan.work, True, startup > 0, plan.cpu_share)
+        per_work = plan.speed.seconds_per_work if plan.speed.is_measured else 0.0
+        return Speed(startup, per_work, per_work > 0, startup > 0, plan.speed.cpu_share)
+
+
 class MemberState:
-    """The state of a member during a run.  Nothing outside of this class writes its attributes.
+    """Hold the state of a member during a run.  Nothing outside of this class writes its attributes.
 
     Args:
         plan: with the chunks that are left to do; without chunks while the rows of a member with ``when`` are not
@@ -79,7 +122,6 @@ class MemberState:
     Attributes:
         running: how many workers run.  Counted as they come and go: there can be hundreds, and each chunk asks.
         paused_at: since when no worker runs, although there is work.
-        readies: the ``Ready`` event of each worker that has loaded.
     """
 
     def __init__(
@@ -96,7 +138,6 @@ class MemberState:
         self.faults: list[FaultRecord] = []
         self.failure: Failure | None = None
         self.workers: list[WorkerRecord] = []
-        self.readies: list[Ready] = []
         self.running = 0
         self.predicting_since: float | None = None
         self.paused_at: float | None = None
@@ -107,7 +148,7 @@ class MemberState:
     # Changes.
 
     def begin(self, plan: MemberPlan) -> None:
-        """Queue the chunks of a plan; a member with ``when`` gets its plan once its rows are selected."""
+        """Queue the chunks of a plan."""
         self.plan = plan
         self.chunks = ChunkQueue(plan.chunks if self.failure is None else ())
         self.rows = len(plan.order)
@@ -147,10 +188,9 @@ class MemberState:
         self.running += 1
 
     def worker_ready(self, record: WorkerRecord, ready: Ready) -> None:
-        self._loaded += record.ready is None
+        self._loaded += 1
         record.ready = ready
         record.load_seconds = ready.load_seconds
-        self.readies.append(ready)
         startup_seconds = (record.start_seconds or 0.0) + ready.load_seconds
         self.speed_meter.startup_seconds = max(self.speed_meter.startup_seconds, startup_seconds)
 
@@ -186,7 +226,6 @@ class MemberState:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the rows of this member with ``when`` are not selected yet."""
         return bool(self.plan.waits_for)
 
     @property
@@ -196,17 +235,17 @@ class MemberState:
 
     @property
     def has_work(self) -> bool:
-        """Whether chunks are pending, or rows are still to be selected."""
+        """Return whether chunks are pending, or rows are still to be selected."""
         return bool(self.chunks.pending) or (self.is_undecided and self.failure is None)
 
     @property
     def max_replicas(self) -> int:
-        """How many workers there may be: each needs a chunk, and memory."""
+        """Return how many workers there may be: each needs a chunk, and memory."""
         return min(self.plan.replicas, max(1, len(self.plan.chunks)))
 
     @property
     def missing_first_workers(self) -> int:
-        """How many of the workers that start before those of later members do not run."""
+        """Return how many of the workers that start before those of later members do not run."""
         return min(self.plan.first_replicas, self.max_replicas) - self.running
 
     def command_of(self, chunk: Chunk) -> Predict:
@@ -230,7 +269,6 @@ class MemberState:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether a worker that runs has loaded the member."""
         return self._loaded > 0
 
     @property
@@ -244,7 +282,7 @@ class MemberState:
 
     @property
     def computed_cost(self) -> float:
-        """The share of the member's work that this run has done, with the progress of chunks in hand."""
+        """Return the share of the member's work that this run has done, with the progress of chunks in hand."""
         cost = self.chunks.done_cost
         for number, progress in self.chunks.progress.items():
             chunk = self.chunks.in_hand[number]
@@ -253,24 +291,24 @@ class MemberState:
 
     @property
     def fraction(self) -> float:
-        """The share of the member's work that is done, by cost and not by rows: long rows come first."""
+        """Return the share of the member's work that is done, by cost and not by rows: long rows come first."""
         if self.is_undecided:
             return 0.0
         return min(1.0, max(0.0, round(self.chunks.reused_cost + self.computed_cost, 9)))
 
     @property
     def speed(self) -> Speed:
-        """The speed measured by this run, or else by an earlier one; 0 for what is not measured."""
+        """Return the speed measured by this run, or else by an earlier one; 0 for what is not measured."""
         return self.speed_meter.speed(self.plan)
 
     @property
     def startup_seconds(self) -> float:
-        """How long a worker takes until it computes: measured, or guessed."""
+        """Return how long a worker takes until it computes: measured, or guessed."""
         return self.speed.startup_seconds or self.plan.speed.startup_seconds
 
     @property
     def predicting_seconds(self) -> float:
-        """How long the member has been computing; never 0."""
+        """Return how long the member has been computing; never 0."""
         if self.predicting_since is None:
             return 1e-9
         end = self.clock()
@@ -282,7 +320,7 @@ class MemberState:
 
     @property
     def seconds_left(self) -> float:
-        """How long the member still needs at the speed so far; 0 before it has done anything."""
+        """Return how long the member still needs at the speed so far; 0 before it has done anything."""
         computed = self.computed_cost
         return self.predicting_seconds * (1 - self.fraction) / computed if computed else 0.0
 
@@ -302,7 +340,7 @@ class MemberState:
 
 
 class RunHooks(Protocol):
-    """What the scheduler asks of the run that it works for."""
+    """Say what the scheduler asks of the run that it works for."""
 
     def worker_start(self, member: MemberPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
         """Return how to start a worker; raises OSError if its files cannot be made."""

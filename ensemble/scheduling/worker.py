@@ -17,14 +17,12 @@ _LOADING_TIMES = 6
 
 @dataclass(eq=False)
 class RunningWorker:
-    """A worker with its handle, its record and its chunk.
+    """Hold a worker with its handle, its record and its chunk.
 
     Times are in seconds by the run's clock.
 
     Attributes:
         devices: those that it sees; they are leased when it is told to load.
-        chunk: what it computes.
-        is_stopping: it was told to stop.
         failed: its own event that it cannot go on.
         fault: what the parent process has noticed.
         exit_by: when it is killed unless it has exited.
@@ -56,7 +54,6 @@ class RunningWorker:
         return self.record.ready is not None
 
     def drop(self, chunk: Chunk) -> None:
-        """Note that it no longer has this chunk."""
         self.state.chunks.drop(chunk)
         self.chunk = None
 

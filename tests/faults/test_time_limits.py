@@ -229,17 +229,14 @@ def test_short_limits_repeated_until_all_is_done(chunky: Project) -> None:
         assert done.returncode in (0, 4), done.stdout + done.stderr
         _, rows = chunky.read("out/submission.csv")
         assert [row[0] for row in rows] == sorted(chunky.ids), "a complete submission, whatever came of it"
-        report, before = chunky.run_json(), reached
-        (member,) = report["members"]
-        reached = report["merged_rows"].get("llama", 0)
+        before = reached
+        reached = chunky.run_json()["merged_rows"].get("llama", 0)
         assert reached >= before
         if done.returncode == 0:
             break
         if reached == before:
-            assert "error: no row was computed: " in done.stderr
+            assert "error: no new row was kept: " in done.stderr
             assert f"of time_limit ({limit} s) were over before a worker could start" in " ".join(
                 done.stderr.split()
             )
-            was_tried = "and compute its first chunk" in " ".join(done.stderr.split())
-            assert was_tried == bool(member["workers"])
     assert reached == len(chunky.ids)

@@ -428,7 +428,7 @@ def test_a_time_limit_keeps_what_a_first_run_computed(project: Project) -> None:
     assert found["lost_rows"] == 33
     said = " ".join(done.stderr.split())
     assert "mine 48 of 200 rows (at least 33 more rows were computed, but lost: the limit ended" in said
-    assert "no row was computed" not in said
+    assert "no new row was kept" not in said
     assert found["speed"]["seconds_per_work"] > 0
     (project.folder / "mine.py").write_text(GOOD)
     done = project.ensemble("run", "config.yaml")

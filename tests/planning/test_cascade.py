@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain, pairwise, repeat
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import entropy
 
 from ensemble.planning.cascade import doubts, select_rows, when_text
-from ensemble.planning.chunks import CHUNK_MAX_ROWS, cut_closest_first
+from ensemble.planning.chunks import CHUNK_MAX_ROWS
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import MemberPlan, make_plan, with_rows, without_done
 from tests.planning.test_plan import config, facts
@@ -115,11 +115,3 @@ def test_under_a_time_limit_the_closest_calls_come_first() -> None:
         first, second = (member.order[part.start : part.stop] for part in (chunk, following))
         assert doubt[first].min() >= doubt[second].max()
     assert max(chunk.rows for chunk in member.chunks) <= CHUNK_MAX_ROWS
-
-
-def test_the_first_chunks_of_a_member_of_unknown_speed_are_small() -> None:
-    max_rows = chain.from_iterable(repeat(16 * 2**step, 2) for step in range(9))
-    lengths = np.full(1000, 100)
-    _, chunks = cut_closest_first(lengths, lengths, np.linspace(-1.0, 0.0, 1000), max_rows)
-    assert [chunk.rows for chunk in chunks][:6] == [16, 16, 32, 32, 64, 64]
-    assert sum(chunk.cost for chunk in chunks) == pytest.approx(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import count
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,36 +31,6 @@ def test_chunks_are_dispatched_from_the_longest_then_from_the_shortest() -> None
     longest = np.isin(np.arange(5000), member.order[: member.chunks[0].stop])
     assert len(without_done(member, ~longest, is_timed=True).chunks) == 1
     assert without_done(member, nothing, is_timed=False).chunks == member.chunks
-
-
-def first_chunks(rows: list[int], is_timed: bool = True, **keys: Any) -> list[int]:
-    """The rows of the chunks of a member of unknown speed, in the order of their dispatch."""
-    known = facts(np.array(rows, dtype=np.int64), **keys)
-    (member,) = make_plan(config(keys), {"m0": known}, []).members
-    left = without_done(member, np.zeros(len(member.order), dtype=np.bool_), is_timed)
-    computed = [row for chunk in left.chunks for row in left.order[chunk.start : chunk.stop]]
-    assert sorted(computed) == list(range(len(member.order))), "each row once"
-    assert len({chunk.index for chunk in left.chunks}) == len(left.chunks)
-    assert sum(chunk.cost for chunk in left.chunks) == pytest.approx(1)
-    return [chunk.rows for chunk in left.chunks]
-
-
-def test_under_a_time_limit_a_member_of_unknown_speed_begins_with_few_rows() -> None:
-    assert first_chunks([10] * 200, is_timed=False) == [200]
-    assert first_chunks([10] * 200) == [16, 32, 64, 88]
-    assert first_chunks([10] * 20) == [20], "a few rows are not cut again"
-    assert first_chunks([10] * 9000)[:8] == [16, 32, 64, 128, 256, 512, 552, 1200]
-    assert first_chunks([30_000] * 100)[:4] == [6, 4, 6, 6], "chunks that hold fewer rows stay as they are"
-    assert first_chunks([10] * 200, batch_size=64) == [64, 136], "a batch at least"
-    assert first_chunks([1000] * 2000, replicas=3)[:6] == [16, 16, 16, 32, 45, 32]
-
-
-def test_chunks_of_a_member_of_known_speed_stay_as_they_are() -> None:
-    lengths = np.full(200, 10, dtype=np.int64)
-    speeds = {"m0": Speed(1.0, 1e-6, is_measured=True)}
-    (member,) = make_plan(config({}), {"m0": facts(lengths)}, [], speeds=speeds).members
-    nothing = np.zeros(200, dtype=np.bool_)
-    assert without_done(member, nothing, is_timed=True).chunks == member.chunks
 
 
 def test_under_a_time_limit_members_that_read_different_texts_have_one_cut() -> None:
@@ -95,9 +64,8 @@ def test_a_common_cut_of_one_text_is_the_usual_one() -> None:
 def test_what_is_left_is_every_row_that_is_not_done(rows: list[tuple[int, bool]], random: Random) -> None:
     lengths, is_done = np.array([length for length, _ in rows]), np.array([done for _, done in rows])
     order, chunks = cut_chunks(lengths)
-    numbers = count(len(chunks))
     before = order.copy()
-    moved, left = what_is_left(chunks, order, is_done, numbers)
+    moved, left = what_is_left(chunks, order, is_done)
     np.testing.assert_array_equal(order, before)
     assert sorted(moved.tolist()) == list(range(len(rows)))
     places = [place for one in left for place in range(one.start, one.stop)]
@@ -134,7 +102,7 @@ def test_what_is_left_of_rows_in_views() -> None:
     assert sum(chunk.cost for chunk in chunks) == pytest.approx(1.0)
     assert len({chunk.index for chunk in chunks}) == len(chunks)
     is_done = np.random.default_rng(0).random(3 * 64) < 0.9
-    left_order, left = what_is_left(chunks, order, is_done, count(1000))
+    left_order, left = what_is_left(chunks, order, is_done)
     rows = [(row // 64, chunk.view) for chunk in left for row in left_order[chunk.start : chunk.stop]]
     assert all(of_row == of_chunk for of_row, of_chunk in rows)
     numbers = np.concatenate([left_order[chunk.start : chunk.stop] for chunk in left])

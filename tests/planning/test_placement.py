@@ -74,7 +74,7 @@ def test_a_model_that_fits_gets_one_gpu_and_one_that_does_not_gets_more(models: 
     made = plan(models, two, {})  # 15 GB of float16
     assert where(made) == [(2, ("GPU-0", "GPU-1"), 1)]
     assert made.members[0].placement.reason.startswith(
-        "its longest row is too large beside its weights for one GPU, so a replica takes 2; "
+        "its weights and its longest row are too large for one GPU, so a replica takes 2; "
     )
     assert where(plan(models, [card(0, 15), card(1, 80)], {})) == [(1, ("GPU-1",), 1)]
     assert "does not fit well on card (GPU-0)" in plan(models, [card(0, 15), card(1, 80)], {}).warnings[0]
@@ -187,7 +187,8 @@ def test_a_checkpoint_that_does_not_say_its_type_has_that_of_its_tensors(
 
 def test_a_batch_size_is_held_against_the_memory(models: Path) -> None:
     (warning,) = plan(models, [card(0, 15)], {"quantization_config": NF4, "batch_size": 256}).warnings
-    assert warning.startswith("models[0].batch_size: 524,288 tokens in rows of 2,048 take about ")
+    assert warning.startswith("models[0] (m0): a batch of 524,288 tokens in rows of 2,048 takes about ")
+    assert warning.endswith("; lower batch_size or max_num_batched_tokens")
 
 
 def test_remedies_are_ones_that_the_rules_allow(models: Path) -> None:

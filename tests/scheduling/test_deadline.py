@@ -159,9 +159,15 @@ def test_a_chunk_fits_with_some_time_to_spare() -> None:
     state.speed_meter.add_chunk(0.5, 10.0)
     assert rows_that_fit(state, 40.1 * SAFETY) == 65, "one that was quicker promises nothing"
     assert rows_that_fit(state_of(3, 1.0), 3.1 * SAFETY) == 3, "but a chunk may be that small"
-    assert rows_that_fit(state_of(100, 1.0, is_measured=False), 0.1) == 100, (
-        "not known: chunks are small then"
-    )
+
+
+def test_a_member_of_unknown_speed_begins_with_few_rows() -> None:
+    state = state_of(100, 1.0, is_measured=False)
+    assert rows_that_fit(state, 0.1) == MIN_ROWS
+    request = replace(state.plan.request, batch_size=64)
+    assert rows_that_fit(MemberState(replace(state.plan, request=request)), 0.1) == 64, "a batch at least"
+    state.speed_meter.add_chunk(0.16, 1.0)
+    assert rows_that_fit(state, 1000.0) == 100
 
 
 @tries(60)

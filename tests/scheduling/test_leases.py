@@ -263,13 +263,17 @@ def test_eight_gpus_in_an_order_unlike_cudas_are_pinned_by_uuid(project: Project
 
 
 BAD_DEVICES = [
-    (["--set", "devices=[2]"], {}, "devices[0]: 2: no visible GPU has this number; there are 0: GPU-aaaa"),
+    (
+        ["--set", "devices=[2]"],
+        {},
+        "devices[0]: 2: no visible GPU has this number or UUID; there are 0: GPU-aaaa",
+    ),
     (
         ["--set", "devices=[0]", "--set", "devices=[0, 1]"],
         {"CUDA_VISIBLE_DEVICES": B},
         "devices[1]: 1: no visible",
     ),
-    (["--set", "devices=[GPU-1234]"], {}, "devices[0]: GPU-1234: no GPU has this UUID"),
+    (["--set", "devices=[GPU-1234]"], {}, "devices[0]: GPU-1234: no visible GPU has this number or UUID"),
     (["--set", "devices=[0, 0]"], {}, "devices[1]: 0: named twice"),
     ([], {"CUDA_VISIBLE_DEVICES": "GPU-1234"}, "CUDA_VISIBLE_DEVICES=GPU-1234: 'GPU-1234' names no GPU here"),
     (

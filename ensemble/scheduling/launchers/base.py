@@ -24,7 +24,7 @@ from ensemble.scheduling.records import NodeChange
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """How to start a worker.
+    """Say how to start a worker.
 
     Attributes:
         command: its first command.  The paths in it are this machine's: a launcher for other machines copies the
@@ -48,7 +48,7 @@ class WorkerStart:
 
 @dataclass(frozen=True)
 class Changes:
-    """What has changed of the devices and nodes that workers run on.
+    """Hold what has changed of the devices and nodes that workers run on.
 
     Attributes:
         joined: devices that can be used from now on.
@@ -67,7 +67,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class MemberFiles:
-    """The files that workers of a member read.
+    """Name the files that workers of a member read.
 
     Attributes:
         spec: what the workers are told.
@@ -84,7 +84,7 @@ class MemberFiles:
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of a cluster, as it is shown to users.
+    """Describe a machine of a cluster, as it is shown to users.
 
     Attributes:
         gpus: its GPUs that the run may use.
@@ -118,7 +118,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a worker ended.
+    """Say how a worker ended.
 
     Attributes:
         code: its exit code; negative for the signal that ended it.
@@ -134,7 +134,7 @@ class Exit:
 
 
 class Handle(ABC):
-    """A worker that was started.  Methods do not wait, except ``close``, and do not fail if the worker has ended.
+    """Reach a started worker.  Methods do not wait, except ``close``, and do not fail if the worker has ended.
 
     Attributes:
         process: what messages call its process: a number, with the machine's name if that is another machine.
@@ -175,7 +175,7 @@ class Handle(ABC):
 
 
 class Launcher(ABC):
-    """Starts workers, on this machine or elsewhere.
+    """Start workers, on this machine or elsewhere.
 
     Args:
         settings: what the config has below the launcher's name.

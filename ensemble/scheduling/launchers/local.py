@@ -30,10 +30,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON
 
 
 def worker_threads(cpu_share: float) -> int:
-    """Return how many threads a worker with this share of the cores computes with.
-
-    A worker with all cores has as many as the user says.
-    """
+    """Return how many threads a worker with this share of the cores has; with all, as many as the user says."""
     threads = asked_threads()
     if threads is not None and cpu_share >= 1:
         return threads
@@ -41,13 +38,9 @@ def worker_threads(cpu_share: float) -> int:
 
 
 def thread_variables(cpu_share: float, threads: int | None = None) -> dict[str, str]:
-    """Return the environment variables that give a worker its threads; none for a worker on a GPU.
+    """Return the environment variables that give a worker its threads; none for a worker on a GPU (share 0).
 
-    A worker with all cores keeps what the user has set.
-
-    Args:
-        cpu_share: of the cores, 0 for a worker on a GPU.
-        threads: how many; None: as many as its share of the cores.
+    A worker with all cores keeps what the user has set, unless ``threads`` says otherwise.
     """
     is_alone = cpu_share >= 1 and threads is None
     if cpu_share <= 0 or (is_alone and "OMP_NUM_THREADS" in os.environ):
@@ -57,7 +50,7 @@ def thread_variables(cpu_share: float, threads: int | None = None) -> dict[str, 
 
 
 class LocalLauncher(Launcher):
-    """Starts workers on this machine; has no settings."""
+    """Start workers on this machine; there are no settings."""
 
     def start(self, start: WorkerStart) -> LocalWorker:
         if start.scratch is not None:
@@ -81,15 +74,11 @@ class LocalLauncher(Launcher):
 
 
 class LocalWorker(Handle):
-    """One worker process and the two ends of its channel.
+    """Hold a worker process and the two ends of its channel; raises OSError if it could not be started.
 
     Args:
         environment: added to this process's environment, such as CUDA_VISIBLE_DEVICES.
-        log: the file for everything that the process prints.
         scratch: a folder that is removed after its end.
-
-    Raises:
-        OSError: it could not be started.
     """
 
     def __init__(self, environment: Mapping[str, str], log: Path, scratch: Path | None = None) -> None:
