@@ -12,7 +12,7 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from ensemble.common.files import check_unchanged
 from ensemble.common.protocol import (
     ChunkFailed,
     Closed,
+    Command,
     Event,
     Failed,
     Load,
@@ -33,7 +34,7 @@ from ensemble.common.python_process import keep_pandas_out
 from ensemble.common.redact import Redactor, guard_output
 from ensemble.common.torch_errors import Verdict, classify, one_line
 from ensemble.members.predictor import Prediction, load_child
-from ensemble.worker.channel import CommandReader, HeartbeatThread
+from ensemble.worker.channel import HeartbeatThread
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,7 +44,7 @@ PROGRESS_SECONDS = 0.5
 
 
 def serve(
-    commands: CommandReader, send: Callable[[Event], None], heartbeat: HeartbeatThread, began: float
+    commands: Iterable[Command], send: Callable[[Event], None], heartbeat: HeartbeatThread, began: float
 ) -> int:
     """Follow commands until the end, answer with events, and return the process's exit code.
 
