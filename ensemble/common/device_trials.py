@@ -28,7 +28,7 @@ _KILL_SECONDS = 5.0  # longer only if it hangs inside the driver
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """The report of a test process."""
+    """Hold the report of a test process."""
 
     torch: str | None = None
     cuda: str | None = None

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Registry(Generic[T]):
-    """The extensions of one kind, each a subclass of ``base``."""
+    """Holds the extensions of one kind, each a subclass of ``base``."""
 
     group: str  # of entry points, such as "ensemble.merge_methods"
     what: str  # the word for an extension in messages, such as "merge method"
@@ -86,7 +86,7 @@ class Registry(Generic[T]):
 
 
 class SettingsByName(Mapping[str, type[Any]]):
-    """The ``Settings`` class of each extension by name, for the config; imports happen when a name is looked up."""
+    """Maps names of extensions to their ``Settings``, for the config; looking a name up imports the extension."""
 
     def __init__(self, registry: Callable[[], Registry[Any]]) -> None:
         self._registry = registry

@@ -80,7 +80,7 @@ def process_age_seconds() -> float:
 
 @dataclass(frozen=True)
 class Groups:
-    """The control groups a process is in, its own first, then those above it as far as they can be seen."""
+    """Reads the control groups of a process: its own first, then those above it as far as they can be seen."""
 
     is_v2: bool
     folders: tuple[Path, ...]

@@ -31,7 +31,7 @@ _BROUGHT = ("tokenizers", "safetensors")
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package that this one requires."""
+    """Name a package that this one requires, and its supported versions."""
 
     name: str
     minimum: str = ""
