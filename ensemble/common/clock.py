@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Watch:
-    """A clock, in seconds, that stands still while its own process does not run.
+    """Counts seconds, except those in which its own process does not run.
 
     A process may be stopped (SIGSTOP, Ctrl-Z), frozen with its container, or paused with its virtual machine. The
     monotonic clock counts that time. This clock must be read in every turn of a loop, and no turn counts for more

@@ -28,7 +28,7 @@ _KILL_SECONDS = 5.0  # longer only if it hangs inside the driver
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """The report of a test process."""
+    """Hold the report of a test process."""
 
     torch: str | None = None
     cuda: str | None = None
@@ -112,7 +112,8 @@ def _trial(
 ) -> DeviceTrial:
     """Wait for a test process, and return how it ended."""
     try:
-        output, errors = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+        # Another process may have taken all of the time; what this one has answered is still read.
+        output, errors = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         ending = f"the test process gave no answer within {timeout_seconds:g} s and was ended"
         return DeviceTrial(device, ending=ending)

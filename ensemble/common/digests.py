@@ -24,7 +24,7 @@ Samples: TypeAlias = Callable[[BinaryIO], Iterator[bytes]]
 
 @dataclass(frozen=True)
 class FileDigest:
-    """The digest of a file, and the file's state at that time."""
+    """Hold the digest of a file, and the file's state at that time."""
 
     digest: str
     state: FileState

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Registry(Generic[T]):
-    """The extensions of one kind, each a subclass of ``base``."""
+    """Holds the extensions of one kind, each a subclass of ``base``."""
 
     group: str  # of entry points, such as "ensemble.merge_methods"
     what: str  # the word for an extension in messages, such as "merge method"
@@ -36,22 +36,19 @@ class Registry(Generic[T]):
         """Import and return the class of this name.
 
         Raises:
-            ConfigError: the name is unknown, two packages have it, or its package cannot be imported or has
-                something else under that name.
+            ConfigError: the name is unknown or ambiguous, or its package cannot be used.
         """
         if name in self.built_in:
             module, _, attribute = self.built_in[name].partition(":")
             try:
                 extension: type[T] = getattr(import_module(module, self.package), attribute)
             except ModuleNotFoundError as error:
-                missing = (error.name or "").partition(".")[0]
-                extras = [package for package in own_requirements() if package.extra]
-                package = next((package for package in extras if package.name == missing), None)
-                if package is None:
-                    raise
-                raise ConfigError(
-                    f"{self.what} {name} needs {missing}, which is not installed; {package.install}"
-                ) from error
+                for package in own_requirements():
+                    if package.extra and package.name == (error.name or "").partition(".")[0]:
+                        raise ConfigError(
+                            f"{self.what} {name} needs {package.name}, which is not installed; {package.install}"
+                        ) from error
+                raise
             return extension
         installed = self._installed()
         if name not in installed:
@@ -71,7 +68,7 @@ class Registry(Generic[T]):
         return loaded
 
     def _installed(self) -> dict[str, tuple[metadata.EntryPoint, str]]:
-        """Return the entry point and the package of each name."""
+        """Return the entry point and the package of each name; raises ConfigError if two packages have a name."""
         entries: dict[str, tuple[metadata.EntryPoint, str]] = {}
         owners = dict.fromkeys(self.built_in, DISTRIBUTION)
         clashes = []
@@ -81,7 +78,7 @@ class Registry(Generic[T]):
                 both = " and ".join(sorted((owner, owners[entry.name])))
                 what = f"{self.what} {entry.name}"
                 clashes.append(f"{what}: the packages {both} both have one so named; uninstall one")
-            owners.setdefault(entry.name, owner)
+            owners[entry.name] = owner
             entries[entry.name] = entry, owner
         if clashes:
             raise ConfigError(clashes)
@@ -89,7 +86,7 @@ class Registry(Generic[T]):
 
 
 class SettingsByName(Mapping[str, type[Any]]):
-    """The ``Settings`` class of each extension by name, for the config; imports happen when a name is looked up."""
+    """Maps names of extensions to their ``Settings``, for the config; looking a name up imports the extension."""
 
     def __init__(self, registry: Callable[[], Registry[Any]]) -> None:
         self._registry = registry

@@ -25,7 +25,7 @@ FileState: TypeAlias = tuple[int, int, int]
 
 
 class HubFile(NamedTuple):
-    """A file by which one can tell whether a folder of the Hugging Face hub is accessible."""
+    """Name a file that shows whether a folder of the Hugging Face hub is accessible."""
 
     folder: str
     name: str
@@ -33,7 +33,7 @@ class HubFile(NamedTuple):
 
 
 class FilesChanged(Exception):
-    """Files that a run reads have changed since it began; the message names them."""
+    """Says that files of a run have changed since it began, and names them."""
 
 
 def unreadable(path: Path | str, error: OSError, otherwise: str = "copy it again") -> str:

@@ -44,7 +44,7 @@ _CLOCK_EVENTS = {
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, a MIG slice of one, or the CPU."""
+    """Describe a GPU, a MIG slice of one, or the CPU."""
 
     uuid: str  # as CUDA_VISIBLE_DEVICES takes it, "GPU-..." or "MIG-..."; "cpu" for the CPU
     name: str
@@ -72,7 +72,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Inventory:
-    """The GPUs that a run may use."""
+    """List the GPUs that a run may use."""
 
     # Within the inherited CUDA_VISIBLE_DEVICES and in its order, else in PCI bus order.
     gpus: tuple[Device, ...]
@@ -86,7 +86,7 @@ class Inventory:
 
 @dataclass(frozen=True)
 class Telemetry:
-    """A GPU's state now; None for what it does not report. A MIG slice has the state of its GPU."""
+    """Hold a GPU's state now; None for what it does not report. A MIG slice has the state of its GPU."""
 
     sm_clock_mhz: int | None
     max_sm_clock_mhz: int | None

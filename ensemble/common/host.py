@@ -80,7 +80,7 @@ def process_age_seconds() -> float:
 
 @dataclass(frozen=True)
 class Groups:
-    """The control groups a process is in, its own first, then those above it as far as they can be seen."""
+    """Reads the control groups of a process: its own first, then those above it as far as they can be seen."""
 
     is_v2: bool
     folders: tuple[Path, ...]
@@ -94,21 +94,21 @@ class Groups:
     def memory_left(self) -> int | None:
         """Return the bytes until the first of these groups is at its limit; None without a limit."""
         names = ("max", "current", "") if self.is_v2 else ("limit_in_bytes", "usage_in_bytes", "total_")
+        limit_name, used_name, prefix = names
         left = []
         for folder in self.folders:
-            limit, used = (_text(folder / f"memory.{name}") for name in names[:2])
+            limit, used = _text(folder / f"memory.{limit_name}"), _text(folder / f"memory.{used_name}")
             if limit.isdecimal() and used.isdecimal():
                 # The kernel drops cached pages of files before it kills; its MemAvailable counts them, too.
-                kinds = (f"{names[2]}{kind}_file" for kind in ("active", "inactive"))
+                kinds = (f"{prefix}active_file", f"{prefix}inactive_file")
                 files = sum(_statistic(folder / "memory.stat", kind) or 0 for kind in kinds)
                 left.append(max(0, int(limit) - max(0, int(used) - files)))
         return min(left, default=None)
 
     def oom_kills(self) -> int | None:
         """Return how many processes of the innermost group the kernel has killed for lack of memory."""
-        names = ("memory.events.local", "memory.events") if self.is_v2 else ("memory.oom_control",)
-        counts = (_statistic(folder / name, "oom_kill") for folder in self.folders[:1] for name in names)
-        return next((count for count in counts if count is not None), None)
+        name = "memory.events" if self.is_v2 else "memory.oom_control"
+        return _statistic(self.folders[0] / name, "oom_kill") if self.folders else None
 
     def cpu_limit(self) -> float | None:
         """Return how many CPUs' time these groups get; None without a limit."""

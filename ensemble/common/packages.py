@@ -6,12 +6,14 @@ pyproject.toml alone has the bounds. Outside of them wrong numbers have been see
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from ensemble.common.errors import ConfigError
 
@@ -29,7 +31,7 @@ _BROUGHT = ("tokenizers", "safetensors")
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package that this one requires."""
+    """Name a package that this one requires, and its supported versions."""
 
     name: str
     minimum: str = ""
@@ -38,7 +40,8 @@ class Requirement:
 
     @property
     def range(self) -> str:
-        return ",".join([f">={self.minimum}"] * bool(self.minimum) + [f"<{self.below}"] * bool(self.below))
+        minimum = f">={self.minimum}" if self.minimum else ""
+        return f"{minimum},<{self.below}" if self.below else minimum
 
     @property
     def install(self) -> str:
@@ -87,19 +90,18 @@ def demand_supported(for_analysis: bool = False) -> None:
 def own_requirements() -> tuple[Requirement, ...]:
     """Return what this package requires; empty without a pyproject.toml and an installation."""
     texts: list[str] = []
-    with suppress(metadata.PackageNotFoundError):
-        texts = metadata.requires(DISTRIBUTION) or []
+    project: dict[str, Any] = {}
     # A checkout on PYTHONPATH has no metadata, or that of another copy that is installed, too.
     pyproject = Path(__file__).resolve().parents[2] / "pyproject.toml"
-    if pyproject.is_file():
-        import tomllib
-
-        with suppress(OSError, ValueError, KeyError):
-            project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
-            if project["name"] == DISTRIBUTION:
-                extras = project["optional-dependencies"].items()
-                texts = list(project["dependencies"])
-                texts += [f"{text}; extra == '{extra}'" for extra, lines in extras for text in lines]
+    with suppress(OSError, ValueError, KeyError):
+        project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+    if project.get("name") == DISTRIBUTION:
+        texts += project["dependencies"]
+        for extra, lines in project["optional-dependencies"].items():
+            texts += [f"{text}; extra == '{extra}'" for text in lines]
+    else:
+        with suppress(metadata.PackageNotFoundError):
+            texts = metadata.requires(DISTRIBUTION) or []
     requirements = [parse_requirement(text) for text in texts]
     if texts:
         requirements += [Requirement(name) for name in _BROUGHT]

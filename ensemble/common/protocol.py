@@ -18,7 +18,7 @@ SUM_TOLERANCE: Final = 1e-3
 
 
 class ProtocolError(ValueError):
-    """A message is not one of this version of the package."""
+    """Says that a message is none of this version of the package."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class ViewSpec:
-    """A view of the table's rows.
+    """Describe a view of the table's rows.
 
     Attributes:
         folder: the folder of its shards, below ``shards_dir``.
@@ -91,7 +91,7 @@ class CommonSpec:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Everything a worker must know about its member."""
+    """Hold everything that a worker must know about its member."""
 
     common: CommonSpec
     kind: str  # the child side of its kind, such as "ensemble.members.python.child"; see ``predictor.load_child``
@@ -100,7 +100,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class Start:
-    """The first command: prepare to load this member, without using a device."""
+    """Prepare to load this member, without using a device; the first command."""
 
     spec: WorkerSpec
 
@@ -131,7 +131,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Started:
-    """Python is up and the libraries are imported."""
+    """Report that Python is up and the libraries are imported."""
 
     versions: dict[str, str]
     start_seconds: float
@@ -139,7 +139,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Ready:
-    """The member is on its devices; with facts for the user and for run.json."""
+    """Report that the member is on its devices, with facts for the user and for run.json."""
 
     load_seconds: float = 0.0
     device: str = "cpu"  # or a GPU's name
@@ -163,7 +163,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class ChunkDone:
-    """The chunk's shard is complete."""
+    """Report that the chunk's shard is complete."""
 
     chunk: int
     shard: str  # the file's path within ``shards_dir``; a view's shards are in a folder
@@ -174,7 +174,7 @@ class ChunkDone:
 
 @dataclass(frozen=True)
 class ChunkFailed:
-    """The chunk could not be computed, because of an unknown row; the process waits for another chunk."""
+    """Report that an unknown row spoilt the chunk; the process waits for another chunk."""
 
     chunk: int
     error_type: str
@@ -184,7 +184,7 @@ class ChunkFailed:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The process lives. The first heartbeat comes before ``Started``."""
+    """Report that the process lives; the first heartbeat comes before ``Started``."""
 
     # Since the main thread finished its last step, such as a batch; 0 while it waits for a command.
     idle_seconds: float
@@ -192,7 +192,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Failed:
-    """The worker cannot go on and exits."""
+    """Report that the worker cannot go on and exits."""
 
     error_type: str
     message: str
@@ -203,7 +203,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Closed:
-    """The last message of a worker that was asked to stop."""
+    """Report the end of a worker that was asked to stop."""
 
     peak_memory_bytes: int
     peak_gpu_memory_bytes: int | None = None  # of the GPU with the highest peak; None on a CPU

@@ -48,7 +48,7 @@ _OUT_OF_MEMORY = (
 
 
 class Verdict(Enum):
-    """Whether to go on after an error."""
+    """Say whether to go on after an error."""
 
     SOUND = "sound"  # this process can go on; the rows may be to blame
     SUSPECT = "suspect"  # this process must end; a fresh one may succeed

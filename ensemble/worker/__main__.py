@@ -17,7 +17,7 @@ import sys
 import time
 
 from ensemble.common.python_process import die_with_parent
-from ensemble.worker.channel import CommandReader, HeartbeatThread, event_sender
+from ensemble.worker.channel import HeartbeatThread, commands_from_stdin, event_sender
 from ensemble.worker.session import serve
 
 
@@ -38,9 +38,7 @@ def main() -> None:
     send = event_sender(arguments.events_fd)
     heartbeat = HeartbeatThread(send)
     heartbeat.start()
-    commands = CommandReader(heartbeat)
-    commands.start()
-    code = serve(commands, send, heartbeat, began)
+    code = serve(commands_from_stdin(heartbeat), send, heartbeat, began)
     # Not sys.exit: with a CUDA context and thread pools, the interpreter's teardown takes seconds and can hang,
     # and all files of this process are complete.
     for stream in (sys.stdout, sys.stderr):

@@ -69,35 +69,28 @@ class HeartbeatThread:
             time.sleep(INTERVAL_SECONDS)
 
 
-class CommandReader:
-    """Yields commands from standard input, which becomes empty, so that no library can wait for it.
+def commands_from_stdin(heartbeat: HeartbeatThread) -> Iterator[Command]:
+    """Yield commands from standard input, which becomes empty, so that no library can wait for it.
 
-    The heartbeat is told when the main thread waits and when a command comes.
+    The heartbeat learns when the main thread waits and when a command comes.
     """
+    commands_fd = os.dup(0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    arrived: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
-    def __init__(self, heartbeat: HeartbeatThread) -> None:
-        self._heartbeat = heartbeat
-        self._arrived: queue.SimpleQueue[Command] = queue.SimpleQueue()
-
-    def start(self) -> None:
-        """Begin to read."""
-        commands_fd = os.dup(0)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
-        threading.Thread(target=self._read, args=(commands_fd,), name="commands", daemon=True).start()
-
-    def __iter__(self) -> Iterator[Command]:
-        while True:
-            self._heartbeat.wait()
-            command = self._arrived.get()
-            self._heartbeat.step()
-            yield command
-
-    def _read(self, commands_fd: int) -> None:
+    def read_commands() -> None:
         try:
             with os.fdopen(commands_fd, encoding="utf-8") as lines:
                 for line in lines:
-                    self._arrived.put(decode(line))
+                    arrived.put(decode(line))
         finally:
             os._exit(1)  # the parent is gone, or does not follow the protocol
+
+    threading.Thread(target=read_commands, name="commands", daemon=True).start()
+    while True:
+        heartbeat.wait()
+        command = arrived.get()
+        heartbeat.step()
+        yield command

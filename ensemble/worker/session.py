@@ -12,7 +12,7 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from ensemble.common.files import check_unchanged
 from ensemble.common.protocol import (
     ChunkFailed,
     Closed,
+    Command,
     Event,
     Failed,
     Load,
@@ -28,13 +29,12 @@ from ensemble.common.protocol import (
     Progress,
     Start,
     Started,
-    Stop,
 )
 from ensemble.common.python_process import keep_pandas_out
 from ensemble.common.redact import Redactor, guard_output
 from ensemble.common.torch_errors import Verdict, classify, one_line
 from ensemble.members.predictor import Prediction, load_child
-from ensemble.worker.channel import CommandReader, HeartbeatThread
+from ensemble.worker.channel import HeartbeatThread
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,7 +44,7 @@ PROGRESS_SECONDS = 0.5
 
 
 def serve(
-    commands: CommandReader, send: Callable[[Event], None], heartbeat: HeartbeatThread, began: float
+    commands: Iterable[Command], send: Callable[[Event], None], heartbeat: HeartbeatThread, began: float
 ) -> int:
     """Follow commands until the end, answer with events, and return the process's exit code.
 
@@ -60,15 +60,13 @@ def serve(
         send(redact.document(event))
 
     try:
-        arriving = iter(commands)
-        start = next(arriving)
-        assert isinstance(start, Start), start
-        redact = Redactor(os.environ, start.spec.settings)
-        guard_output(redact)
-        session = Session(start, send_redacted, heartbeat, began)
-        for command in arriving:
-            if isinstance(command, Stop):
-                break
+        for command in commands:
+            if isinstance(command, Start):
+                redact = Redactor(os.environ, command.spec.settings)
+                guard_output(redact)
+                session = Session(command, send_redacted, heartbeat, began)
+                continue
+            assert session is not None, command
             if isinstance(command, Load):
                 session.load()
             elif isinstance(command, Predict):
@@ -84,13 +82,14 @@ def serve(
                 else:
                     session.write(command, prediction)
                 chunk = None
-        session.close()
+            else:
+                session.close()
+                break
     except BaseException as error:  # the parent must hear of any error before this process ends
-        trace = _logged_traceback()
         failure = Failed(
             error_type=type(error).__name__,
             message=one_line(error, redact),
-            traceback=trace,
+            traceback=_logged_traceback(),
             chunk=chunk,
             can_retry=classify(error) is Verdict.SUSPECT,
         )
@@ -100,24 +99,14 @@ def serve(
 
 
 class Session:
-    """A member in this process, of any kind.
+    """Computes the chunks of a member of any kind.
 
     The constructor imports the kind's libraries, sends ``Started``, and makes a predictor that uses no device yet.
-
-    Attributes:
-        predictor: the kind's.
-
-    Raises:
-        FilesChanged: the member's files have changed since the run began.
-        Exception: any error of the kind's child side.
+    Methods raise ``FilesChanged``, and any error of the kind's child side.
     """
 
     def __init__(
-        self,
-        start: Start,
-        send: Callable[[Event], None],
-        heartbeat: HeartbeatThread,
-        began: float,
+        self, start: Start, send: Callable[[Event], None], heartbeat: HeartbeatThread, began: float
     ) -> None:
         self._send = send
         self._heartbeat = heartbeat
@@ -144,7 +133,7 @@ class Session:
         self._making_seconds = time.monotonic() - making_since
 
     def load(self) -> None:
-        """Put the member on its devices; raises as the constructor does."""
+        """Put the member on its devices."""
         began = time.monotonic()
         with self._unchanged():
             ready = self.predictor.load()
@@ -152,11 +141,7 @@ class Session:
         self._send(replace(ready, load_seconds=round(seconds, 3)))
 
     def predict(self, command: Predict) -> Prediction:
-        """Compute a chunk.
-
-        Raises:
-            Exception: any error of the predictor; the row to blame is unknown.
-        """
+        """Compute a chunk."""
         self._chunk_began = self._heartbeat.clock()
         last = time.monotonic()
 
@@ -170,7 +155,7 @@ class Session:
         return self.predictor.predict(self._rows(command), report)
 
     def write(self, command: Predict, prediction: Prediction) -> None:
-        """Write a chunk's shard, without the rows that cannot be computed; raises as ``write_shard`` does."""
+        """Write a chunk's shard, without the rows that cannot be computed."""
         done = self._write_shard(self._common, command, self._rows(command), prediction, self._table_rows)
         seconds = self._heartbeat.clock() - self._chunk_began
         self._send(replace(done, counters=replace(done.counters, predict_seconds=seconds)))

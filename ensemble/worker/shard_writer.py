@@ -26,10 +26,8 @@ def write_shard(
     """Write a chunk's shard.
 
     Args:
-        spec: says where shards go, what the values are, and which files must not change.
         rows: the chunk's rows, numbered through the views of the table. The shard has their numbers in the table,
             and labels that a view has reordered are in the config's order again.
-        prediction: of these rows.
         table_rows: how many rows the table has.
 
     Raises:

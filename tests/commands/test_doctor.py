@@ -272,6 +272,17 @@ def test_a_process_that_hangs_is_ended_with_all_it_started(
     wait_until(lambda: not state.exists() or state.read_text().split()[2] == "Z", "the child's end")
 
 
+def test_a_device_that_hangs_does_not_hide_the_answer_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_first = f"os.environ['CUDA_VISIBLE_DEVICES'] == {gpu_uuid(0)!r}"
+    at_torch(monkeypatch, tmp_path, f"time.sleep(100 * ({is_first})); raise ImportError('none')")
+    hangs, answers = run_trials([replace(T4, uuid=gpu_uuid(0)), T4], timeout_seconds=20)
+    assert hangs.report is None
+    assert answers.report is not None
+    assert answers.report.errors["import torch"] == "ImportError: none"
+
+
 def test_a_process_that_nobody_ends_ends_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_torch(monkeypatch, tmp_path, "time.sleep(100)")
     command = [

@@ -96,8 +96,6 @@ def test_who_was_killed_for_want_of_memory_is_counted_in_its_own_group(tmp_path:
     own = write(tmp_path / "own", memory__events="low 0\noom 3\noom_kill 2\noom_group_kill 9")
     above = write(tmp_path / "above", memory__events="oom_kill 70")
     assert Groups(True, (own, above)).oom_kills() == 2, "others are in the groups above as well"
-    write(own, **{"memory__events__local": "oom 1\noom_kill 1"})
-    assert Groups(True, (own, above)).oom_kills() == 1, "and in those below"
     old = write(tmp_path / "old", memory__oom_control="oom_kill_disable 0\nunder_oom 0\noom_kill 4")
     assert Groups(False, (old,)).oom_kills() == 4
     older = write(tmp_path / "older", memory__oom_control="oom_kill_disable 0\nunder_oom 0")

@@ -54,7 +54,7 @@ def test_a_worker_that_is_aborted_leaves_the_stacks_of_all_its_threads(
     code, log = end_in_mid_chunk(checkpoint, tmp_path, signal.SIGABRT)
     assert code == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in log
-    for function in ("in predict", "in _run", "in _read", "in serve"):
+    for function in ("in predict", "in _run", "in read_commands", "in serve"):
         assert function in log, log
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ensemble.common.protocol import (
     Stop,
 )
 from ensemble.members.huggingface.spec import ModelSpec
-from ensemble.worker.channel import CommandReader, HeartbeatThread
+from ensemble.worker.channel import HeartbeatThread
 from ensemble.worker.session import serve
 from tests.checkpoints import make_checkpoint, make_texts, reference
 from tests.members.huggingface.broken import BREAKING
@@ -56,17 +56,6 @@ def publish(folder: Path, columns: Mapping[str, list[Any]], order: list[int] | N
     return {key: str(folder / name) for key, name in places.items()}
 
 
-class Script(CommandReader):
-    """Commands that are there from the beginning."""
-
-    def __init__(self, heartbeat: HeartbeatThread, *commands: Command) -> None:
-        super().__init__(heartbeat)
-        self._commands = commands
-
-    def __iter__(self) -> Iterator[Command]:
-        return iter(self._commands)
-
-
 class Heartbeat(HeartbeatThread):
     """Not started; by its clock every part takes seven seconds, and nothing else takes any time."""
 
@@ -84,9 +73,7 @@ def served(spec: ModelSpec, *commands: Command, step: Callable[[], None] = lambd
     """The exit code and the events, without progress."""
     events: list[Event] = []
     heartbeat = Heartbeat(events.append, step)
-    code = serve(
-        Script(heartbeat, start(spec), Load(), *commands), events.append, heartbeat, time.monotonic()
-    )
+    code = serve([start(spec), Load(), *commands], events.append, heartbeat, time.monotonic())
     return code, [event for event in events if not isinstance(event, Progress)]
 
 

@@ -7,7 +7,6 @@ and the agent ends with the run that has started it.  Nothing here imports Ray: 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import math
 import os
 import platform
@@ -25,6 +24,7 @@ from ensemble.common import gpus, host
 from ensemble.common.device_trials import DeviceTrial, run_trials
 from ensemble.common.files import FileState, HubFile, file_state, free_bytes
 from ensemble.common.gpus import Device, Inventory, Telemetry
+from ensemble.common.packages import DISTRIBUTION, installed_versions
 from ensemble.common.protocol import ChunkDone, Command, Event, Failed, ProtocolError, WorkerSpec
 from ensemble.common.python_process import python_environment
 from ensemble.common.text import gib
@@ -33,9 +33,7 @@ from ensemble.scheduling.launchers.local import LocalLauncher, LocalWorker
 from ensemble.scheduling.launchers.ray.copies import THREADS, Copy, Piece, copy_of, with_paths
 
 # Packages whose versions must be the same on all nodes: numbers and messages depend on them.
-SAME_PACKAGES = ("ensemble-runner", "torch", "transformers", "tokenizers")
-# How often the memory of the host and the devices is read.
-_MEMORY_SECONDS = 0.25
+_SAME_PACKAGES = (DISTRIBUTION, "torch", "transformers", "tokenizers")
 _LOG_BYTES = 1 << 16
 _HUB_SECONDS = 5.0
 _WATCH_SECONDS = 0.5
@@ -49,8 +47,7 @@ class NodeFacts:
 
     folder: str  # of everything that the run has there
     inventory: Inventory  # the devices that Ray has given to the agent
-    gpus_of_others: tuple[Device, ...]  # that Ray has given to others
-    node: Node  # without name, GPUs and models
+    node: Node  # without models; with the GPUs that Ray has given to others, too
 
 
 @dataclass
@@ -67,7 +64,7 @@ class WorkerNews:
 class Batch:
     """Tell what has happened on a node since the last batch."""
 
-    workers: dict[int, WorkerNews] = field(default_factory=dict)  # by number
+    workers: Mapping[int, WorkerNews] = field(default_factory=dict)  # by number
     used_bytes: Mapping[str, int | None] = field(default_factory=dict)  # by UUID, as is telemetry
     telemetry: Mapping[str, Telemetry | None] = field(default_factory=dict)
     available_bytes: int | None = None  # of the host's memory
@@ -86,35 +83,26 @@ class Agent:
 
     Args:
         environment: variables of the run's own process that workers here get, too; None: unset.
+        name: the node's.
         gpu_count: how many GPUs Ray knows of this node.
     """
 
-    def __init__(self, environment: Mapping[str, str | None], gpu_count: int = 0) -> None:
-        for name, value in environment.items():
+    def __init__(self, environment: Mapping[str, str | None], name: str = "", gpu_count: int = 0) -> None:
+        for variable, value in environment.items():
             if value is None:
-                os.environ.pop(name, None)
+                os.environ.pop(variable, None)
             else:
-                os.environ[name] = value
+                os.environ[variable] = value
         self._folder = Path(tempfile.mkdtemp(prefix="ensemble-node-"))
         self._launcher = LocalLauncher({})
-        self._inventory = gpus.inventory()
-        uuids = {gpu.uuid for gpu in self._inventory.gpus}
+        inventory = gpus.inventory()
+        uuids = {gpu.uuid for gpu in inventory.gpus}
         others = [gpu for gpu in _gpus_of_ray(gpu_count) if gpu.uuid not in uuids]
         others = others[: max(0, gpu_count - len(uuids))]
-        self._gpus_of_others = tuple(replace(gpu, is_held=True) for gpu in others)
-        self._workers: dict[int, _Worker] = {}
-        self._lock = threading.RLock()
-        self._states: dict[str, FileState] = {}
-        self._memory_read_at = 0.0
-        self._forgotten_at = math.inf  # when the run has lost this node, unless it polls before
-        self._is_over = threading.Event()
-        _remove_after_this_process(self._folder)
-        threading.Thread(target=self._end_with_node, args=(os.getppid(),), daemon=True).start()
-
-    def facts(self) -> NodeFacts:
+        own_gpus = tuple(replace(gpu, node=name) for gpu in inventory.gpus)
         node = Node(
-            name="",
-            gpus=(),
+            name=name,
+            gpus=(*own_gpus, *(replace(gpu, node=name, is_held=True) for gpu in others)),
             cpus=len(os.sched_getaffinity(0)),
             total_bytes=host.total_memory_bytes() or 0,
             available_bytes=host.available_memory_bytes() or 0,
@@ -122,7 +110,17 @@ class Agent:
             versions=versions(),
             models={},
         )
-        return NodeFacts(str(self._folder), self._inventory, self._gpus_of_others, node)
+        self._facts = NodeFacts(str(self._folder), replace(inventory, gpus=own_gpus), node)
+        self._workers: dict[int, _Worker] = {}
+        self._lock = threading.RLock()
+        self._states: dict[str, FileState] = {}
+        self._forgotten_at = math.inf  # when the run has lost this node, unless it polls before
+        self._is_over = threading.Event()
+        _remove_after_this_process(self._folder)
+        threading.Thread(target=self._end_with_node, args=(os.getppid(),), daemon=True).start()
+
+    def facts(self) -> NodeFacts:
+        return self._facts
 
     def trials(
         self, devices: Sequence[Device], imports: Sequence[str], flash_attention: bool
@@ -131,7 +129,7 @@ class Agent:
         return run_trials(devices, imports, host.available_memory_bytes(), flash_attention=flash_attention)
 
     def ping(self) -> None:
-        """Do nothing: the answer says that this node is there."""
+        """Answer, which shows that this node is there."""
 
     # Files.
 
@@ -250,7 +248,6 @@ class Agent:
     def poll(self, seconds: float, forgotten_seconds: float) -> Batch:
         """Wait up to ``seconds`` for events, and return them; the agent ends if it is not polled again in time."""
         self._forgotten_at = math.inf
-        batch = Batch()
         with self._lock:
             workers = dict(self._workers)
         handles = [worker.process for worker in workers.values() if worker.process.is_open]
@@ -259,15 +256,10 @@ class Agent:
         else:
             time.sleep(seconds)
         with self._lock:
-            for number in workers.keys() & self._workers.keys():
-                batch.workers[number] = self._news_of(workers[number])
-        now = time.monotonic()
-        if now - self._memory_read_at >= _MEMORY_SECONDS:
-            self._memory_read_at = now
-            uuids = [device.uuid for device in (*self._inventory.gpus, *self._gpus_of_others)]
-            batch.used_bytes = gpus.used_memory(uuids)
-            batch.telemetry = gpus.telemetry(uuids)
-            batch.available_bytes = host.available_memory_bytes()
+            numbers = workers.keys() & self._workers.keys()
+            news = {number: self._news_of(workers[number]) for number in numbers}
+        uuids = [device.uuid for device in self._facts.node.gpus]
+        batch = Batch(news, gpus.used_memory(uuids), gpus.telemetry(uuids), host.available_memory_bytes())
         self._forgotten_at = time.monotonic() + forgotten_seconds
         return batch
 
@@ -350,9 +342,5 @@ def _remove_after_this_process(folder: Path) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of ``SAME_PACKAGES`` here, by name."""
-    installed = {"python": platform.python_version()}
-    for name in SAME_PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed[name] = importlib.metadata.version(name)
-    return installed
+    """Return the versions here of what must be the same on all nodes, by name."""
+    return {"python": platform.python_version(), **installed_versions(_SAME_PACKAGES)}

@@ -20,7 +20,7 @@ _FILE_BYTES = 1 << 10
 
 @dataclass(frozen=True)
 class Copy:
-    """A file's content: its size in bytes, and a digest of all of it, or of samples if it is large."""
+    """Describe a file's content: its size in bytes, and a digest of it, or of samples if it is large."""
 
     size: int
     digest: str
@@ -28,7 +28,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes of a file on their way to nodes; ``whole`` is the whole file's content."""
+    """Hold bytes of a file on their way to nodes; ``whole`` describes the whole file."""
 
     path: str
     offset: int

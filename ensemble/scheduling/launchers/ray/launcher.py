@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import Any, cast
 
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -25,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ensemble.common.clock import Watch
 from ensemble.common.device_trials import DeviceTrial
-from ensemble.common.errors import CheckpointError, ConfigError, DeviceError, WriteError
+from ensemble.common.errors import CheckpointError, ConfigError, DeviceError
 from ensemble.common.files import HubFile
 from ensemble.common.gpus import Device, Inventory, Telemetry
 from ensemble.common.protocol import ChunkDone, Failed
@@ -61,11 +60,10 @@ _SETTINGS: dict[str, tuple[type, str]] = {
     "runtime_env": (dict, "a mapping"),
 }
 _POLL_SECONDS = 0.2
-# An agent that has not started by then waits for resources that another run has taken meanwhile, or its node is
-# slow: it is started again, with more time.
-_START_SECONDS = (20.0, 40.0, 60.0)
-# The same where Ray has to install packages first.
-_INSTALL_SECONDS = (1_200.0,)
+# An agent that has not started by then is given up: its node is slow, or another run has taken its resources.
+_START_SECONDS = 120.0
+# The same if Ray has to install packages first.
+_INSTALL_SECONDS = 1_200.0
 # The resources of a run that has just ended are free again after this time.
 _SETTLE_SECONDS = 3.0
 _END_SECONDS = 5.0
@@ -152,21 +150,17 @@ class RayLauncher(Launcher):
         problems = list(version_problems(self._nodes))
         if problems:
             raise DeviceError(problems)
-        gpus: list[Device] = []
-        warnings: list[str] = []
-        drivers: list[str] = []
         for node in self._nodes:
-            inventory = node.facts.inventory
-            warnings += [f"{node.label}: {text}" for text in inventory.warnings]
-            gpus += self._add_devices(node)
-            gpus += [replace(gpu, node=node.name) for gpu in node.facts.gpus_of_others]
-            if inventory.driver_version:
-                drivers.append(inventory.driver_version)
+            self._add_devices(node)
+        gpus = tuple(gpu for node in self._nodes for gpu in node.facts.node.gpus)
+        drivers = [node.facts.inventory.driver_version for node in self._nodes]
         return Inventory(
-            tuple(gpus),
-            "" if gpus else "no node of the cluster has a GPU: running on its CPUs",
-            ", ".join(dict.fromkeys(drivers)) or None,
-            tuple(warnings),
+            gpus,
+            note="" if gpus else "no node of the cluster has a GPU: running on its CPUs",
+            driver_version=", ".join(dict.fromkeys(filter(None, drivers))) or None,
+            warnings=tuple(
+                f"{node.label}: {text}" for node in self._nodes for text in node.facts.inventory.warnings
+            ),
             hosts=tuple(node.cpu for node in self._nodes),
         )
 
@@ -199,15 +193,7 @@ class RayLauncher(Launcher):
                         models[member] = "sent"
                     else:
                         problems.append(self._supply.problem(member, node, reasons))
-            gpus = (*node.facts.inventory.gpus, *node.facts.gpus_of_others)
-            report = replace(
-                node.facts.node,
-                name=node.name,
-                gpus=tuple(replace(gpu, node=node.name) for gpu in gpus),
-                models=models,
-                problems=tuple(problems),
-            )
-            reports.append(report)
+            reports.append(replace(node.facts.node, models=models, problems=tuple(problems)))
         if not reports:
             lost = "; ".join(f"{node.label} was lost ({node.why_lost})" for node in self._nodes)
             raise DeviceError(f"launcher.ray: no node of the cluster is left: {lost}; see `ray status`")
@@ -218,12 +204,12 @@ class RayLauncher(Launcher):
     ) -> list[DeviceTrial]:
         requests: dict[ClusterNode, Any] = {}
         for node in self._present_nodes():
-            on_node = [replace(device, node="") for device in devices if device.node == node.name]
+            on_node = [device for device in devices if device.node == node.name]
             if on_node:
                 requests[node] = node.call("commands", "trials", on_node, imports, flash_attention)
         results: list[DeviceTrial] = []
-        for node, trials in self._answers(requests):
-            results += [replace(trial, device=replace(trial.device, node=node.name)) for trial in trials]
+        for _, trials in self._answers(requests):
+            results += trials
         lost = {node.name: node.why_lost for node in requests if node.why_lost}
         results += [
             DeviceTrial(device, ending=lost[device.node]) for device in devices if device.node in lost
@@ -263,10 +249,9 @@ class RayLauncher(Launcher):
         """Return the nodes that are not lost."""
         return [node for node in self._nodes if not node.why_lost]
 
-    def _add_devices(self, node: ClusterNode) -> list[Device]:
-        """Return the devices of a node, and remember by their UUIDs where they are."""
-        devices = [replace(gpu, node=node.name) for gpu in node.facts.inventory.gpus]
-        for device in devices:
+    def _add_devices(self, node: ClusterNode) -> None:
+        """Note where a node's devices are, by UUID."""
+        for device in node.facts.inventory.gpus:
             other = self._node_of.get(device.uuid)
             if other is not None and other is not node and not other.why_lost:
                 raise DeviceError(
@@ -274,7 +259,6 @@ class RayLauncher(Launcher):
                     "twice?"
                 )
             self._node_of[device.uuid] = node
-        return devices
 
     def _watch_head(self, closed: threading.Event) -> None:
         """Ping the head until the launcher is closed: without a head, most of Ray's calls never end."""
@@ -324,57 +308,47 @@ class RayLauncher(Launcher):
             is_late: go on without the nodes on which no agent can be started; else that raises DeviceError.
         """
         joined: list[ClusterNode] = []
-        left = {record["NodeID"]: record for record in records}
         names = {node.name for node in self._nodes}
-        self._asked |= left.keys()
+        self._asked.update(record["NodeID"] for record in records)
+        free = _free_resources()
+        starting = []
+        for record in records:
+            name = record["NodeManagerHostname"]
+            if name in names:
+                name += f"-{record['NodeID'][:6]}"
+            names.add(name)
+            agent = self._start_agent(record, name, free.get(record["NodeID"], {}))
+            starting.append((record["NodeID"], name, agent, agent.facts.remote()))
         installs = self._runtime_env is not None and bool(self._runtime_env.keys() - {"env_vars"})
-        for seconds in _INSTALL_SECONDS if installs else _START_SECONDS:
-            free = _free_resources()
-            alive = {record["NodeID"] for record in _alive_nodes()}
-            agents = {
-                node_id: self._start_agent(record, free.get(node_id, {}))
-                for node_id, record in left.items()
-                if node_id in alive
-            }
-            facts_of = {node_id: agent.facts.remote() for node_id, agent in agents.items()}
-            give_up = time.monotonic() + seconds
-            for node_id, agent in agents.items():
-                name = left[node_id]["NodeManagerHostname"]
-                if name in names:
-                    name += f"-{node_id[:6]}"
-                try:
-                    facts = ray.get(facts_of[node_id], timeout=max(0.0, give_up - time.monotonic()))
-                except GetTimeoutError:
-                    ray.kill(agent)
-                    continue
-                except RayError as error:
-                    # Where the node has died, Ray notices that after seconds, and the run goes on without it.
-                    if any(record["NodeID"] == node_id for record in _alive_nodes()):
-                        problem = (
-                            f"no agent could be started on node {name} ({in_short(error)}); is ensemble-runner "
-                            "installed there?"
-                        )
-                        if not is_late:
-                            raise DeviceError(f"launcher.ray: {problem}") from error
-                        self._news.append(problem)
-                else:
-                    names.add(name)
-                    uuids = {gpu.uuid for gpu in facts.gpus_of_others}
-                    joined.append(ClusterNode(node_id, name, agent, facts, uuids))
-                del left[node_id]
-            if not left:
-                break
-        for record in left.values():
-            log.warning("node %s: its agent did not start", record["NodeManagerHostname"])
+        give_up = time.monotonic() + (_INSTALL_SECONDS if installs else _START_SECONDS)
+        for node_id, name, agent, reference in starting:
+            try:
+                facts = ray.get(reference, timeout=max(0.0, give_up - time.monotonic()))
+            except GetTimeoutError:
+                ray.kill(agent)
+                log.warning("node %s: its agent did not start", name)
+            except RayError as error:
+                # If the node has died, Ray notices that after seconds, and the run goes on without it.
+                if any(other["NodeID"] == node_id for other in _alive_nodes()):
+                    problem = (
+                        f"no agent could be started on node {name} ({in_short(error)}); is ensemble-runner "
+                        "installed there?"
+                    )
+                    if not is_late:
+                        raise DeviceError(f"launcher.ray: {problem}") from error
+                    self._news.append(problem)
+            else:
+                uuids = {gpu.uuid for gpu in facts.node.gpus if gpu.is_held}
+                joined.append(ClusterNode(node_id, name, agent, facts, uuids))
         return joined
 
-    def _start_agent(self, record: Mapping[str, Any], free: Mapping[str, float]) -> Any:
+    def _start_agent(self, record: Mapping[str, Any], name: str, free: Mapping[str, float]) -> Any:
         """Start an agent on a node with the resources that are free there."""
         all_gpus = int(record["Resources"].get("GPU", 0))
         gpus = min(int(free.get("GPU", 0)), all_gpus)
-        environment = {name: os.environ.get(name) for name in _PASSED_ON}
-        # Where the run does not say how threads wait, the node may.
-        environment |= {name: os.environ[name] for name in WAITING if name in os.environ}
+        environment = {variable: os.environ.get(variable) for variable in _PASSED_ON}
+        # If the run does not say how threads wait, the node may.
+        environment |= {variable: os.environ[variable] for variable in WAITING if variable in os.environ}
         if not gpus:  # Ray then leaves all of them visible
             environment["CUDA_VISIBLE_DEVICES"] = ""
         groups = {"commands": 1, "events": 1, "files": 1}
@@ -382,7 +356,9 @@ class RayLauncher(Launcher):
         cpus = free.get("CPU", 0.0)
         if all_gpus:  # where no CPU is free, it shares them
             cpus = min(float(gpus), cpus)
-        return actor.options(**self._options(record["NodeID"], gpus, cpus)).remote(environment, all_gpus)
+        return actor.options(**self._options(record["NodeID"], gpus, cpus)).remote(
+            environment, name, all_gpus
+        )
 
     def _options(self, node_id: str, gpus: int, cpus: float) -> dict[str, Any]:
         options: dict[str, Any] = {
@@ -408,7 +384,7 @@ class RayLauncher(Launcher):
                 holder = actor.options(**self._options(node.node_id, 1, 0)).remote()
                 self._holders.append(holder)
                 with contextlib.suppress(RayError):
-                    uuids = ray.get(holder.uuids.remote(), timeout=_START_SECONDS[0])
+                    uuids = ray.get(holder.uuids.remote(), timeout=_WORKER_SECONDS)
                     node.uuids_of_others.difference_update(uuids)
                     self._node_of.update(dict.fromkeys(uuids, node))
         updated = [replace(gpu, is_held=gpu.is_held and gpu.uuid not in self._node_of) for gpu in devices]
@@ -423,12 +399,13 @@ class RayLauncher(Launcher):
         while self._joined:
             node = self._joined.popleft()
             try:
-                joined_devices += self._add_devices(node)
+                self._add_devices(node)
             except DeviceError as error:
                 self._reject(node, str(error))
                 continue
             self._news.append(f"{node.label} has joined the cluster, and takes part")
             self._nodes.append(node)
+            joined_devices += node.facts.inventory.gpus
             nodes.append(NodeChange(node.name, is_lost=False, total_bytes=node.facts.node.total_bytes))
         news = [self._news.popleft() for _ in range(len(self._news))]
         if not nodes and not news:
@@ -529,8 +506,6 @@ class RayLauncher(Launcher):
         try:
             self._poll(timeout_seconds)
         except OSError as error:
-            if error.filename is not None:
-                raise
             self._lose_connection(error)
         return [handle for handle in handles if isinstance(handle, RayWorker) and handle.has_news]
 
@@ -550,28 +525,16 @@ class RayLauncher(Launcher):
             return
         ray.wait(list(polls), num_returns=1, timeout=timeout_seconds)
         ready, _ = ray.wait(list(polls), num_returns=len(polls), timeout=0)
-        batches: dict[ClusterNode, Batch] = {}
         for reference in ready:
             node = polls[reference]
             node.poll = None
             try:
-                batches[node] = ray.get(reference)
+                self._note_batch(node, ray.get(reference))
             except (RayError, OSError) as error:  # newer releases of Ray, such as 2.60, end this process
                 if isinstance(error, OSError) or has_raylet_ended():
                     self._lose_connection(error)
                 else:
                     self._lose(node, in_short(error))
-        # Before the scheduler gets the events that say that they are done.
-        shards = {
-            self._workers[number].shards_dir / name: data
-            for batch in batches.values()
-            for number, news in batch.workers.items()
-            if number in self._workers
-            for name, data in news.shards.items()
-        }
-        unsealed = write_shards(shards)
-        for node, batch in batches.items():
-            self._note_batch(node, batch, unsealed)
         for node in polls.values():
             self._check(node, self.hang_timeout)
 
@@ -584,16 +547,21 @@ class RayLauncher(Launcher):
     def _silence_text(self) -> str:
         return f"it has not responded for {self.hang_timeout:g} s (hang_timeout)"
 
-    def _note_batch(self, node: ClusterNode, batch: Batch, unsealed: Mapping[Path, WriteError]) -> None:
-        """Pass on to workers what has happened on their node; events of closed workers are dropped."""
-        if batch.used_bytes:
-            node.used_bytes, node.telemetry = batch.used_bytes, batch.telemetry
-        if batch.available_bytes is not None:
-            node.available_bytes = batch.available_bytes
-        for number, news in batch.workers.items():
-            worker = self._workers.get(number)
-            if worker is None:
-                continue
+    def _note_batch(self, node: ClusterNode, batch: Batch) -> None:
+        """Write the shards, and pass on events to workers that are not closed."""
+        node.batch = batch
+        news_of = {
+            self._workers[number]: news for number, news in batch.workers.items() if number in self._workers
+        }
+        # Before the scheduler gets the events that announce them.
+        unsealed = write_shards(
+            {
+                worker.shards_dir / name: data
+                for worker, news in news_of.items()
+                for name, data in news.shards.items()
+            }
+        )
+        for worker, news in news_of.items():
             if news.printed:
                 worker.print(news.printed)
             for event in news.events:
@@ -612,7 +580,7 @@ class RayLauncher(Launcher):
             self._lost.append(node)
             if is_news:
                 self._news.append(f"{node.label} is lost: {why}")
-            node.used_bytes = {}
+            node.batch = Batch()
             for worker in self._workers.values():
                 if worker.node is node:
                     worker.exited = True
@@ -623,16 +591,16 @@ class RayLauncher(Launcher):
     def used_memory(self, uuids: Collection[str]) -> dict[str, int | None]:
         self.wait((), 0)
         nodes = self._node_of
-        return {uuid: nodes[uuid].used_bytes.get(uuid) if uuid in nodes else None for uuid in uuids}
+        return {uuid: nodes[uuid].batch.used_bytes.get(uuid) if uuid in nodes else None for uuid in uuids}
 
     def telemetry(self, uuids: Collection[str]) -> dict[str, Telemetry | None]:
         nodes = self._node_of
-        return {uuid: nodes[uuid].telemetry.get(uuid) if uuid in nodes else None for uuid in uuids}
+        return {uuid: nodes[uuid].batch.telemetry.get(uuid) if uuid in nodes else None for uuid in uuids}
 
     def available_memory(self, devices: Sequence[Device]) -> int | None:
         nodes = [self._node_of[device.uuid] for device in devices] or self._nodes
-        sizes = [node.available_bytes for node in nodes if node.available_bytes is not None]
-        return min(sizes, default=None)
+        sizes = (node.batch.available_bytes for node in nodes)
+        return min((size for size in sizes if size is not None), default=None)
 
     def close(self) -> None:
         self._closed.set()

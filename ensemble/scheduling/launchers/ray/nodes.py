@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,15 @@ from typing import Any
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from ensemble.common.files import open_log
-from ensemble.common.gpus import Device, Telemetry
+from ensemble.common.gpus import Device
 from ensemble.common.protocol import Command, Event
 from ensemble.scheduling.launchers.base import Exit, Handle, WorkerStart
-from ensemble.scheduling.launchers.ray.agent import NodeFacts, versions
+from ensemble.scheduling.launchers.ray.agent import Batch, NodeFacts, versions
 
 
 @dataclass(eq=False)
 class ClusterNode:
-    """A node that takes part."""
+    """Holds the state of a node that takes part."""
 
     node_id: str  # Ray's
     name: str
@@ -28,9 +28,7 @@ class ClusterNode:
     uuids_of_others: set[str]  # GPUs of the node that Ray has given to others
     poll: Any = None  # the object reference of the agent's next batch, if that was asked for
     polled_at: float = 0.0  # when it was asked for, by the launcher's watch
-    used_bytes: Mapping[str, int | None] = field(default_factory=dict)
-    telemetry: Mapping[str, Telemetry | None] = field(default_factory=dict)
-    available_bytes: int | None = None
+    batch: Batch = field(default_factory=Batch)  # the last that has come
     supplied_members: set[str] = field(default_factory=set)  # whose files the run has sent to the node
     why_lost: str = ""  # empty while the node is there
 
@@ -50,7 +48,7 @@ class ClusterNode:
 
 
 class RayWorker(Handle):
-    """A worker on a node; ``close`` ends it there, and returns how it ended."""
+    """Reaches a worker on a node; ``close`` ends it there, and returns how it ended."""
 
     def __init__(
         self, number: int, node: ClusterNode, start: WorkerStart, close: Callable[[RayWorker], Exit]

@@ -115,20 +115,11 @@ class Supply:
                     f"{name}: {path} on {node.label} is not the file that is here, or cannot be read; copy it "
                     "again, or remove it there and set launcher: {ray: {ship_models: true}}"
                 )
-        if unfit and not self.ships_models:
-            return (
-                f"{name}: {next(iter(unfit))} is not on {node.label}; copy the folder to the same path there, or "
-                "set launcher: {ray: {ship_models: true}}"
-            )
-        if unfit:
-            member = self.members[name]
-            folders = [Path(source).absolute() for source in (*member.sources, member.row_folder) if source]
-            for path in unfit:
-                if not any(Path(path).is_relative_to(folder) for folder in folders):
-                    return (
-                        f"{name}: {path}, which a row names, is not on {node.label}, and ship_models sends only "
-                        f"files below {member.row_folder}; let the rows name them relative to it"
-                    )
+            if not self.ships_models:
+                return (
+                    f"{name}: {path} is not on {node.label}; copy the folder to the same path there, or "
+                    "set launcher: {ray: {ship_models: true}}"
+                )
         return ""
 
     def _ship(
