@@ -184,7 +184,7 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
 
     def __init__(self, spec: ImageSpec, table: PublishedTable) -> None:
         self._reader = ImageReader(spec)
-        super().__init__(spec, lambda rows, step: self._reader.encode(table.take(rows), step))
+        super().__init__(spec, table)
         self._warmup = self._first_images(table)
         image_bytes = max(sum(array.nbytes for array in arrays.values()) for arrays in self._warmup.inputs)
         self._block_rows = min(_MAX_BLOCK_ROWS, max(1, _BLOCK_BYTES // image_bytes))
@@ -256,15 +256,19 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
         Args:
             step: called after each image of the first block, for which the computing thread waits.
         """
+
+        def read(block: npt.NDArray[np.int64], step: Callable[[], None]) -> EncodedImages:
+            return self._reader.encode(self._table.take(block), step)
+
         blocks = [rows[start : start + self._block_rows] for start in range(0, len(rows), self._block_rows)]
         if not self._spec.gpus:  # on a CPU both would need the same cores
-            yield from (self._encode_rows(block, step) for block in blocks)
+            yield from (read(block, step) for block in blocks)
             return
         with ThreadPoolExecutor(1, "reading") as reading:
-            reads = deque([reading.submit(self._encode_rows, blocks[0], step)])
+            reads = deque([reading.submit(read, blocks[0], step)])
             for next_block in blocks[1:]:
                 encoded = reads.popleft().result()
-                reads.append(reading.submit(self._encode_rows, next_block, lambda: None))
+                reads.append(reading.submit(read, next_block, lambda: None))
                 yield encoded
             yield reads.popleft().result()
 
