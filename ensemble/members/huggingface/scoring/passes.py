@@ -11,21 +11,16 @@ from typing import Any
 import torch
 
 from ensemble.common.torch_errors import Verdict, classify, is_out_of_memory, one_line
-from ensemble.members.huggingface.loading.quantization_config import is_bitsandbytes
 from ensemble.members.huggingface.spec import CheckpointSpec
 
 
 @contextlib.contextmanager
 def explain_errors(spec: CheckpointSpec, model: Any, device_name: str, first: bool = False) -> Iterator[None]:
-    """Explain an error of passes in a sentence if neither other rows nor a fresh process would avoid it.
+    """Explain an error of passes by a ValueError if neither other rows nor a fresh process would avoid it.
 
     Args:
         first: whether these are the first passes of this model, on texts that any model can compute: no error of a
             kernel is a row's fault then.
-
-    Raises:
-        ValueError: the sentence.
-        Exception: the error as it was if it may be due to a row, to memory, or to a broken process.
     """
     try:
         yield
@@ -45,19 +40,19 @@ def explain_errors(spec: CheckpointSpec, model: Any, device_name: str, first: bo
 
 def _failing_layer(error: BaseException, model: Any) -> str:
     """Return the innermost module that was running, with a space behind it; empty if there was none."""
-    names = {id(module): name for name, module in model.named_modules()}
-    running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    modules = [module for module in running if names.get(id(module))]
-    if not modules:
-        return ""
-    shown = " ".join(repr(modules[-1]).split())[:80]
-    return f"in {names[id(modules[-1])]} ({shown}) "
+    names = {id(module): name for name, module in model.named_modules() if name}
+    layer = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if id(module) in names:
+            layer = f"in {names[id(module)]} ({' '.join(repr(module).split())[:80]}) "
+    return layer
 
 
 def _alternatives(spec: CheckpointSpec, model: Any, layer: str, on_cpu: bool) -> Iterator[str]:
     settings = spec.quantization_config
     if settings is not None:
-        if is_bitsandbytes(settings) and settings.get("load_in_4bit"):
+        if settings.get("load_in_4bit"):
             yield "load_in_8bit: true in the place of load_in_4bit"
         yield "no quantization_config"
     elif getattr(model.config, "quantization_config", None) is not None:

@@ -35,11 +35,8 @@ class FieldCuts:
     """Shorten the columns of rows that are too long.
 
     Args:
-        settings: the member's key ``truncation``: ``fields``, by column ``share`` and ``keep``, and ``marker``.
+        settings: the member's key ``truncation``.
         tokenize: returns the inputs of a whole prompt, uncut, as the model gets them.
-
-    Raises:
-        ValueError: the tokenizer is not a fast one, or the template's own text leaves no room.
     """
 
     def __init__(
@@ -72,9 +69,6 @@ class FieldCuts:
 
         Args:
             length: tokens of the whole prompt, more than ``max_length``.
-
-        Raises:
-            TemplateProblem: the prompt is too long even without the columns, or the template fails on what is left.
         """
         cells = {name: _Cell(row[name], name in self._template.json_columns) for name in self._fields}
         for cell in cells.values():
@@ -169,9 +163,17 @@ class FieldCuts:
 
     def _cut(self, cell: _Cell, tokens: int, keep: str) -> Sequence[str | None]:
         """Return the texts of a cell cut to so many tokens, and the marker; None for a turn that goes."""
-        total = sum(cell.counts)
-        begin, head, tail = ranges(cell.counts, tokens, keep)
-        head_end, tail_start = begin + head, total - tail
+        total, budget = sum(cell.counts), max(0, tokens)
+        newest = next((count for count in reversed(cell.counts) if count), 0)
+        # The tokens from ``begin`` to ``head_end`` stay, and those from ``tail_start`` on.
+        begin, head = 0, (budget + 1) // 2
+        if keep == "head":
+            head = budget
+        elif keep == "tail" or (keep.startswith("newest") and newest <= budget):
+            head = 0
+        elif keep.startswith("newest"):
+            begin = total - newest
+        head_end, tail_start = begin + head, total - budget + head
         texts: list[str | None] = []
         first = 0
         for text, offsets in zip(cell.texts, cell.offsets, strict=True):
@@ -256,10 +258,7 @@ class _Cell:
         return len(self.texts) if is_all_text else 0
 
     def with_texts(self, texts: Sequence[str | None], keeps_positions: bool) -> object:
-        """Return the value with other texts.
-
-        None leaves a turn out; if turns keep their positions, it becomes an empty text.
-        """
+        """Return the value with other texts; a turn that is None goes, or is empty if turns keep positions."""
         items = dict(enumerate(self._items))
         for index, text in zip(self._positions, texts, strict=True):
             item, content = items[index], text or ""
@@ -293,19 +292,3 @@ def share_out(counts: Sequence[int], shares: Sequence[float], tokens: int) -> li
     for index in remainders[: max(0, left)]:
         budgets[index] += 1
     return budgets
-
-
-def ranges(counts: Sequence[int], tokens: int, keep: str) -> tuple[int, int, int]:
-    """Return the first token of a field's head, and how many tokens of its head and of its tail stay."""
-    budget, begin = max(0, tokens), 0
-    if keep == "head":
-        return 0, budget, 0
-    if keep in ("newest_turns", "newest_rounds"):
-        newest = next((count for count in reversed(counts) if count), 0)
-        if newest <= budget:
-            return 0, 0, budget
-        begin = sum(counts) - newest
-    elif keep == "tail":
-        return 0, 0, budget
-    head = (budget + 1) // 2
-    return begin, head, budget - head
