@@ -270,7 +270,7 @@ def fit(
     """
     with imports(for_analysis=True):
         from ensemble.analysis.fit import Options
-        from ensemble.analysis.weights_file import TruthFile, check_output, fit_sources
+        from ensemble.analysis.weights_file import check_output, fit_sources
 
     with redacted_errors():
         paths = _fit_sources(sources)
@@ -284,14 +284,15 @@ def fit(
         report, text = fit_sources(
             paths,
             lambda configs: _load(configs, overrides),
-            TruthFile(table, label_column, id_column),
-            # merge_method is here to be checked; a config's own takes its place.
             Options(metric, method, calibration, folds, seed, merge_method or "mean"),
-            merge_method,
-            activation,
-            bool(overrides),
-            partial,
-            target,
+            labels=table,
+            label_column=label_column,
+            id_column=id_column,
+            merge_method=merge_method,
+            activation=activation,
+            partial=partial,
+            has_overrides=bool(overrides),
+            target=target,
         )
         if target is not None:
             write_text(target, text)

@@ -313,7 +313,7 @@ def _read(
 ) -> _Source:
     if path.is_dir():
         report = RunReport.read(path / "run.json")
-        predictions = read_run(path, "if there" if wants_truth else "no", label_column)
+        predictions = read_run(path, wants_truth, label_column)
         return _Source(path, replace(predictions, members=as_merged(predictions, report)), report)
     return _Source(path, read_files({"predictions": path}, id_column, activation=activation), None)
 

@@ -9,8 +9,9 @@ taken of each fold by itself and averaged, as each fold has a model of its own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Final, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -31,25 +32,18 @@ from ensemble.analysis.metrics import Bootstrap, Metric, Scored, UndefinedMetric
 from ensemble.analysis.metrics import Rows as ScoredRows
 from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.stacking import StackingFit, fit_stacking
-from ensemble.analysis.weights import (
-    Pool,
-    geometric_loss,
-    greedy_selection,
-    mean_loss,
-    minimize_on_simplex,
-    pooled,
-)
+from ensemble.analysis.weights import Pool, WeightedBlend, fit_greedy, fit_simplex
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.protocol import Activation
 from ensemble.common.text import nearest_or_all, plural, quoted
 from ensemble.config import FittingConfig
 from ensemble.data.digests import truth_sha256
-from ensemble.merging.calibration import features, probabilities_of
 from ensemble.merging.scoring import Interval
 
 Method: TypeAlias = Literal["simplex", "greedy", "stacking"]
 CalibrationMethod: TypeAlias = Literal["none", "temperature", "vector"]
 Rows: TypeAlias = npt.NDArray[np.int64]
+Blend: TypeAlias = WeightedBlend | StackingFit
 
 LOG_LOSS: Final = "log_loss"
 # Rows for each fitted number.  A fitted number costs log loss on new rows, on average 1 / (2 rows) nats (Akaike):
@@ -91,10 +85,10 @@ class Options:
             if word not in words:
                 hint = nearest_or_all(str(word), words, key.replace("_", " "))
                 raise ConfigError(f"{key}: {quoted(str(word))} is unknown; {hint}")
-        for key, number, smallest in (("folds", self.folds, 2), ("seed", self.seed, 0)):
-            if not hasattr(number, "__index__") or isinstance(number, bool) or number < smallest:
+        for key, number, least in (("folds", self.folds, 2), ("seed", self.seed, 0)):
+            if not isinstance(number, Integral) or isinstance(number, bool) or number < least:
                 raise ConfigError(
-                    f"{key}: give a whole number of at least {smallest}, not {quoted(str(number))}"
+                    f"{key}: give a whole number of at least {least}, not {quoted(str(number))}"
                 )
 
 
@@ -137,7 +131,6 @@ class FitReport:
     rows: int
     rows_left_out: int
     rows_decided: int
-    greater_is_better: bool
     members: tuple[FittedMember, ...]
     score: float
     equal: float
@@ -167,18 +160,17 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
     _check(sample, options, metric)
     fold_of = folds(sample.truth, options.folds, options.seed)
     scorer = _Scorer(sample, metric, fold_of)
-    fitter = _Fitter(sample, np.arange(sample.rows), options, metric)
-    blend = fitter.fit()
-    held_out = _cross_validated(sample, options, metric, fold_of)
-    merged, equal, best = map(scorer.score, (held_out.merged, held_out.equal, held_out.best))
-    gains = [scorer.gain(merged, scorer.score(values)) for values in held_out.without]
+    calibrations = _calibrations(sample, options)
+    blend = _blend(sample.calibrated(calibrations), sample, options, metric)
+    held_out, best_members = _cross_validated(sample, options, metric, fold_of)
+    merged, equal, best, *without = map(scorer.score, held_out)
     members = tuple(
         FittedMember(
             name=name,
-            calibration=fitter.calibrations[number],
-            weight=None if blend.stacking is not None else float(blend.weights[number]),
+            calibration=calibrations[number],
+            weight=float(blend.weights[number]) if isinstance(blend, WeightedBlend) else None,
             alone=metric.value(sample.truth, sample.members[number], sample.activation),
-            gain=gains[number] if gains else None,
+            gain=scorer.gain(merged, without[number]) if without else None,
         )
         for number, name in enumerate(sample.names)
     )
@@ -189,15 +181,14 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
         rows=sample.rows,
         rows_left_out=predictions.rows - sample.rows - rows_decided,
         rows_decided=rows_decided,
-        greater_is_better=metric.greater_is_better,
         members=members,
         score=merged.value,
         equal=equal.value,
         over_equal=scorer.gain(merged, equal),
         best=best.value,
-        best_member=sample.names[Counter(held_out.best_members).most_common(1)[0][0]],
+        best_member=sample.names[Counter(best_members).most_common(1)[0][0]],
         over_best=scorer.gain(merged, best),
-        stacking=blend.stacking,
+        stacking=blend if isinstance(blend, StackingFit) else None,
         remarks=predictions.remarks,
         fitted_on=FittingConfig(
             rows=predictions.rows,
@@ -228,6 +219,14 @@ class _Sample:
     @property
     def kind(self) -> Kind:
         return "softmax" if self.activation == "softmax" else "sigmoid"
+
+    def taken(self, rows: Rows) -> _Sample:
+        """Return these rows."""
+        members = tuple(_taken(values, rows) for values in self.members)
+        return replace(self, members=members, truth=self.truth[rows])
+
+    def calibrated(self, calibrations: Sequence[Calibration]) -> list[Values]:
+        return [*map(calibrated, self.members, calibrations, self.activations)]
 
 
 def _sample(predictions: Predictions, truth: Truth, is_stacked: bool) -> tuple[_Sample, int]:
@@ -276,42 +275,44 @@ def _check(sample: _Sample, options: Options, metric: Metric) -> None:
         raise DataError(
             "no usable row: fit needs labelled rows that every member has and that no rule decides"
         )
-    problems = [
-        f"{name} gives every row the same values: it cannot help; leave it out"
-        for name, values in zip(sample.names, sample.members, strict=True)
-        if sample.rows > 1 and (values == values[0]).all()
-    ]
+    problems = [*_problems(sample, options, metric)]
+    if problems:
+        raise DataError(problems)
+    metric.value(
+        sample.truth, sample.members[0], sample.activation
+    )  # raises if it is not defined for these rows
+
+
+def _problems(sample: _Sample, options: Options, metric: Metric) -> Iterator[str]:
+    """Yield why these rows cannot be fitted to, a sentence each."""
+    for name, values in zip(sample.names, sample.members, strict=True):
+        if sample.rows > 1 and (values == values[0]).all():
+            yield f"{name} gives every row the same values: it cannot help; leave it out"
     truth = sample.truth
+    has_label = ScoredRows(truth, sample.members[0], sample.activation).true_each.sum(axis=0)
+    needed = MIN_ROWS_OF_LABEL if metric.kind == "ranks" else int(options.method == "stacking")
     if (truth == truth[0]).all():
         label = f"{sample.labels[int(truth[0])]!r}" if truth.ndim == 1 else "the same"
-        problems.append(f"the truth is {label} in every row; weights need rows of two labels or more")
-    elif options.method == "stacking" or metric.kind == "ranks":
-        problems += _rare_labels(sample, 1 if options.method == "stacking" else MIN_ROWS_OF_LABEL, options)
+        yield f"the truth is {label} in every row; weights need rows of two labels or more"
+    else:
+        what = f"--metric {options.metric}" if metric.kind == "ranks" else f"--method {options.method}"
+        for label, count in zip(sample.labels, has_label.tolist(), strict=True):
+            lacks = needed if sample.activation == "softmax" else sample.rows - count
+            if min(count, lacks) < needed:
+                verb, rows = ("has", count) if count < needed else ("lacks", lacks)
+                yield (
+                    f"the truth {verb} {label!r} in {rows:,} of {plural(sample.rows, 'row')}: {what} needs at "
+                    f"least {needed:,}; give more rows, or use log_loss without stacking"
+                )
     numbers = _fitted_numbers(sample, options)
     if sample.rows < MIN_ROWS_PER_NUMBER * numbers:
-        problems.append(
+        yield (
             f"{plural(sample.rows, 'labelled row')} for {plural(numbers, 'number')} to fit: too few, at least "
             f"{MIN_ROWS_PER_NUMBER} for each ({MIN_ROWS_PER_NUMBER * numbers:,}) are needed; use more rows, fewer "
             "members or --calibration none"
         )
     elif sample.rows < 2 * options.folds:
-        problems.append(f"{plural(sample.rows, 'labelled row')} in {options.folds} folds: use fewer --folds")
-    if problems:
-        raise DataError(problems)
-    metric.value(truth, sample.members[0], sample.activation)  # raises if it is not defined for these rows
-
-
-def _rare_labels(sample: _Sample, needed: int, options: Options) -> list[str]:
-    """Name the labels that too few rows have, or of labels that are not exclusive, lack."""
-    has_label = ScoredRows(sample.truth, sample.members[0], sample.activation).true_each.sum(axis=0)
-    what = f"--method {options.method}" if options.method == "stacking" else f"--metric {options.metric}"
-    return [
-        f"the truth {verb} {label!r} in {rows:,} of {plural(sample.rows, 'row')}: {what} needs at least {needed:,}"
-        "; give more rows, or use log_loss without stacking"
-        for label, count in zip(sample.labels, has_label.tolist(), strict=True)
-        for verb, rows in (("has", count), ("lacks", sample.rows - count))
-        if rows < needed and (verb == "has" or sample.activation != "softmax")
-    ]
+        yield f"{plural(sample.rows, 'labelled row')} in {options.folds} folds: use fewer --folds"
 
 
 def _fitted_numbers(sample: _Sample, options: Options) -> int:
@@ -325,119 +326,67 @@ def _fitted_numbers(sample: _Sample, options: Options) -> int:
     return calibrations + (members + 1) * labels
 
 
-@dataclass(frozen=True)
-class _Blend:
-    """Merge calibrated members; for stacking, ``weights`` are 1 for the members that it uses."""
-
-    weights: Values
-    pool: Pool
-    kind: Kind
-    stacking: StackingFit | None = None
-
-    def merge(self, members: Sequence[Values]) -> Values:
-        if self.stacking is None:
-            return pooled(members, self.weights, self.pool, self.kind)
-        return self.stacking.merge([members[number] for number in np.flatnonzero(self.weights).tolist()])
+def _calibrations(sample: _Sample, options: Options) -> list[Calibration]:
+    """Return the calibration of each member that is best for these rows."""
+    calibrations: list[Calibration] = []
+    for values, activation in zip(sample.members, sample.activations, strict=True):
+        if options.calibration == "none" or activation == "none":
+            calibrations.append(None)
+            continue
+        truth = sample.truth if activation == sample.kind else one_hot(sample.truth, values.shape[1])
+        fit_one = fit_temperature if options.calibration == "temperature" else fit_vector_scaling
+        calibrations.append(fit_one(values, truth, activation))
+    return calibrations
 
 
-class _Fitter:
-    """Fits calibrations to some rows, then how the members become one, with all of them or without one."""
+def _blend(members: Sequence[Values], sample: _Sample, options: Options, metric: Metric) -> Blend:
+    """Return how members, calibrated and of the sample's rows, are best merged: the method of the options."""
+    truth, kind, pool = sample.truth, sample.kind, options.pool
+    if options.method == "simplex":
+        return fit_simplex(members, truth, pool, kind)
+    if options.method == "stacking":
+        return fit_stacking(members, truth, kind, options.seed)
+    rows = sampled_rows(len(truth), MAX_GREEDY_ROWS, options.seed)
 
-    def __init__(self, sample: _Sample, rows: Rows, options: Options, metric: Metric) -> None:
-        self._sample, self._options, self._metric = sample, options, metric
-        self._truth = sample.truth[rows]
-        members = [_taken(values, rows) for values in sample.members]
-        self.calibrations = tuple(map(self._calibration, members, sample.activations))
-        self._members = self.calibrated(members)
-        if options.method == "simplex":
-            make_loss = mean_loss if options.pool == "mean" else geometric_loss
-            self._loss = make_loss(self._members, self._truth, sample.kind)
+    def score(values: Values) -> float:
+        value = metric.value(truth[rows], values, sample.activation)
+        return value if metric.greater_is_better else -value
 
-    def _calibration(self, values: Values, activation: Activation) -> Calibration:
-        if self._options.calibration == "none" or activation == "none":
-            return None
-        is_same_kind = activation == self._sample.kind
-        truth = self._truth if is_same_kind else one_hot(self._truth, values.shape[1])
-        if self._options.calibration == "temperature":
-            return fit_temperature(values, truth, activation)
-        return fit_vector_scaling(values, truth, activation)
-
-    def calibrated(self, members: Sequence[Values]) -> list[Values]:
-        """Return members' values with the fitted calibrations."""
-        return [*map(calibrated, members, self.calibrations, self._sample.activations)]
-
-    def fit(self, left_out: int | None = None, whole: _Blend | None = None) -> _Blend:
-        """Fit the ensemble of all members, or without one; ``whole``, of all members, is where that begins."""
-        options, kind, count = self._options, self._sample.kind, len(self.calibrations)
-        used = [number for number in range(count) if number != left_out]
-        members = [self._members[number] for number in used]
-        weights, stacking = np.zeros(count), None
-        if options.method == "simplex":
-            weights = minimize_on_simplex(
-                self._loss, count, left_out, None if whole is None else whole.weights
-            )
-        elif options.method == "greedy":
-            weights[used] = self._greedy_weights(members)
-        else:
-            penalty = None if whole is None or whole.stacking is None else whole.stacking.penalty
-            stacking = fit_stacking(members, self._truth, kind, options.seed, penalty)
-            weights[used] = 1.0
-        return _Blend(weights, options.pool, kind, stacking)
-
-    def _greedy_weights(self, members: Sequence[Values]) -> Values:
-        sample, rows = self._sample, sampled_rows(len(self._truth), MAX_GREEDY_ROWS, self._options.seed)
-        members, truth = [_taken(values, rows) for values in members], self._truth[rows]
-        is_geometric = self._options.pool == "geometric_mean"
-        if is_geometric:
-            members = [features(values, sample.kind) for values in members]
-
-        def score(mean: Values) -> float:
-            values = probabilities_of(mean, [sample.kind]) if is_geometric else mean
-            value = self._metric.value(truth, values, sample.activation)
-            return value if self._metric.greater_is_better else -value
-
-        return greedy_selection(members, score)
+    return fit_greedy([_taken(values, rows) for values in members], score, pool, kind)
 
 
-@dataclass(frozen=True)
-class _HeldOut:
-    """The values of all rows, each from what was fitted to the other folds; float64 [rows, labels] each.
+def _cross_validated(
+    sample: _Sample, options: Options, metric: Metric, fold_of: Rows
+) -> tuple[list[Values], list[int]]:
+    """Return what was fitted to the other folds gives each row, and the best member of each fold's others.
 
-    ``without``, by member, are those of ensembles that are fitted without it; ``best_members`` is by fold.
+    Returns:
+        float64 [rows, labels] each: the ensemble, equal weights, the best member of the other folds, and of two
+        members or more the ensembles without each member; and the numbers of the best members.
     """
-
-    merged: Values
-    equal: Values
-    best: Values
-    without: list[Values]
-    best_members: list[int]
-
-
-def _cross_validated(sample: _Sample, options: Options, metric: Metric, fold_of: Rows) -> _HeldOut:
     count, shape = len(sample.names), (sample.rows, len(sample.labels))
-    merged, equal, best = (np.empty(shape, order="F") for _ in range(3))
-    result = _HeldOut(
-        merged, equal, best, [np.empty(shape, order="F") for _ in range(count * (count > 1))], []
-    )
+    merged, equal, best, *without = (np.empty(shape, order="F") for _ in range(3 + count * (count > 1)))
+    best_members = []
+    equal_blend = WeightedBlend(np.ones(count), options.pool, sample.kind)
     for fold in range(options.folds):
-        scored, others = np.flatnonzero(fold_of == fold), np.flatnonzero(fold_of != fold)
-        scores = [
-            metric.value(sample.truth[others], _taken(values, others), sample.activation)
-            for values in sample.members
-        ]
-        best_member = int(np.argmax(scores) if metric.greater_is_better else np.argmin(scores))
-        result.best_members.append(best_member)
-        fitter = _Fitter(sample, others, options, metric)
-        blend = fitter.fit()
-        raw = [_taken(values, scored) for values in sample.members]
-        ready = fitter.calibrated(raw)
-        best[scored] = raw[best_member]
-        equal[scored] = pooled(raw, np.ones(count), options.pool, sample.kind)
-        merged[scored] = blend.merge(ready)
-        for number, values in enumerate(result.without):
-            has_weight = blend.weights[number] > 0
-            values[scored] = fitter.fit(number, blend).merge(ready) if has_weight else merged[scored]
-    return result
+        is_scored = np.flatnonzero(fold_of == fold)
+        others, scored = sample.taken(np.flatnonzero(fold_of != fold)), sample.taken(is_scored)
+        scores = [metric.value(others.truth, values, sample.activation) for values in others.members]
+        best_members.append(int(np.argmax(scores) if metric.greater_is_better else np.argmin(scores)))
+        calibrations = _calibrations(others, options)
+        members, ready = others.calibrated(calibrations), scored.calibrated(calibrations)
+        blend = _blend(members, others, options, metric)
+        best[is_scored] = scored.members[best_members[-1]]
+        equal[is_scored] = equal_blend.merge(scored.members)
+        merged[is_scored] = blend.merge(ready)
+        for number, values in enumerate(without):
+            if isinstance(blend, WeightedBlend) and not blend.weights[number]:
+                values[is_scored] = merged[is_scored]
+                continue
+            rest = [members[other] for other in range(count) if other != number]
+            without_it = _blend(rest, others, options, metric)
+            values[is_scored] = without_it.merge([ready[other] for other in range(count) if other != number])
+    return [merged, equal, best, *without], best_members
 
 
 def folds(truth: Truth, count: int, seed: int) -> Rows:
@@ -456,35 +405,36 @@ class _Scorer:
 
     def __init__(self, sample: _Sample, metric: Metric, fold_of: Rows) -> None:
         self._metric = metric
+        self.folds_scored: int | None = None
         parts = [np.arange(sample.rows)]
         if metric.kind == "ranks":
             parts = [np.flatnonzero(fold_of == fold) for fold in range(int(fold_of.max()) + 1)]
-            parts = [rows for rows in parts if _is_defined(sample, metric, rows)]
+            parts = [rows for rows in parts if _is_defined(sample.taken(rows), metric)]
+            self.folds_scored = len(parts)
             if not parts:
                 raise DataError(
                     f"--metric {metric.name}: no fold has rows with and without each label; use fewer --folds, or "
                     "--metric log_loss"
                 )
-        self.folds_scored = len(parts) if metric.kind == "ranks" else None
         self._parts = [
             (rows, Bootstrap(sample.truth[rows], sample.activation, seed)) for seed, rows in enumerate(parts)
         ]
 
     def score(self, values: Values) -> Scored:
         scores = [bootstrap.score(self._metric, _taken(values, rows)) for rows, bootstrap in self._parts]
-        if len(scores) == 1:
-            return scores[0]
         value = float(np.mean([score.value for score in scores]))
-        return Scored(value, np.mean([score.replicates for score in scores], axis=0), scores[0].resamples)
+        return replace(
+            scores[0], value=value, replicates=np.mean([score.replicates for score in scores], axis=0)
+        )
 
     def gain(self, score: Scored, other: Scored) -> Interval:
         """Return by how much a score is better than another (below 0: worse)."""
         return score.minus(other) if self._metric.greater_is_better else other.minus(score)
 
 
-def _is_defined(sample: _Sample, metric: Metric, rows: Rows) -> bool:
+def _is_defined(sample: _Sample, metric: Metric) -> bool:
     try:
-        metric.value(sample.truth[rows], sample.members[0][rows], sample.activation)
+        metric.value(sample.truth, sample.members[0], sample.activation)
     except UndefinedMetric:
         return False
     return True

@@ -120,27 +120,25 @@ class Metric:
             DataError: it is not defined for such values, or some rows have none.
         """
         rows = Rows(truth, values, activation)
-        self._check(rows)
-        return self._of_all(rows, self._sums(rows, lambda _, statistics: statistics.sum(axis=0)))
+        return self.of_all(rows, self.sums(rows, lambda _, statistics: statistics.sum(axis=0)))
 
-    def score(self, rows: Rows, resamples: Resamples) -> Scored:
-        """Return the metric of all rows and of each resample; raises what ``value`` raises."""
-        self._check(rows)
-        by_group = self._sums(rows, resamples.by_group)
-        value = self._of_all(rows, by_group.sum(axis=0))
-        resampled = resamples.sums(np.column_stack([by_group, resamples.sizes]))
-        with np.errstate(invalid="ignore", divide="ignore"):  # resamples in which it is not defined
-            replicates = self.of_sums(resampled[:, :-1], resampled[:, -1], rows.is_exclusive)
-        return Scored(value, replicates, resamples, is_biased=self.kind == "bins")
-
-    def _sums(self, rows: Rows, add: Callable[[slice, Values], Values]) -> Values:
-        """Sum the statistics by ``add``, in blocks that take little memory."""
+    def sums(self, rows: Rows, add: Callable[[slice, Values], Values]) -> Values:
+        """Sum the statistics by ``add``, in blocks that take little memory; raises what ``value`` raises."""
+        if not len(rows.values):
+            raise UndefinedMetric(f"{self.name}: there are no rows to score")
+        if rows.activation not in self.takes:
+            takes = " and ".join(_KINDS[kind] for kind in self.takes)
+            raise DataError(f"{self.name}: is for {takes}, and these values are of {_KINDS[rows.activation]}")
+        missing = int((~np.isfinite(rows.values).all(axis=1)).sum())
+        if missing:
+            raise DataError(f"{self.name}: {plural(missing, 'row')} without predictions; leave them out")
         if self.kind == "ranks":
             return np.hstack([add(slice(None), self.statistics(label)) for label in _by_label(rows)])
         spans = [slice(*span) for span in block_spans(*rows.values.shape)]
         return np.asarray(sum(add(span, self.statistics(rows.part(span))) for span in spans))
 
-    def _of_all(self, rows: Rows, sums: Values) -> float:
+    def of_all(self, rows: Rows, sums: Values) -> float:
+        """Return the metric from the sums over all rows; raises what ``value`` raises."""
         count = len(rows.values)
         with np.errstate(invalid="ignore", divide="ignore"):
             value = float(self.of_sums(sums, np.array(float(count)), rows.is_exclusive))
@@ -149,17 +147,6 @@ class Metric:
                 f"{self.name}: not defined for these {plural(count, 'row')}: {self.why_undefined}"
             )
         return value
-
-    def _check(self, rows: Rows) -> None:
-        if not len(rows.values):
-            raise UndefinedMetric(f"{self.name}: there are no rows to score")
-        if rows.activation not in self.takes:
-            takes = " and ".join(_KINDS[kind] for kind in self.takes)
-            raise DataError(f"{self.name}: is for {takes}, and these values are of {_KINDS[rows.activation]}")
-        is_missing = ~np.isfinite(rows.values).all(axis=1)
-        if is_missing.any():
-            missing = plural(int(is_missing.sum()), "row")
-            raise DataError(f"{self.name}: {missing} without predictions; leave them out")
 
 
 def _log_losses(rows: Rows) -> Values:
@@ -264,21 +251,20 @@ def _placements(rows: Rows) -> Values:
     ties by half, each less half the AUC; then whether the row is positive. The AUC of a resample is the sum of both
     sides' means, but for terms of the order of 1 / rows.
     """
-    scores, is_positive = rows.values, rows.truth > 0
-    order = np.argsort(scores, kind="stable")
-    starts = np.flatnonzero(np.r_[True, np.diff(scores[order]) > 0])  # of each score
-    counts = np.diff(np.r_[starts, len(scores)])
-    positives = np.add.reduceat(is_positive[order].astype(np.int64), starts)
+    is_positive = rows.truth > 0
+    _, score_of, counts = np.unique(rows.values, return_inverse=True, return_counts=True)
+    positives = np.bincount(score_of, is_positive, len(counts))
     negatives = counts - positives
     with np.errstate(invalid="ignore"):  # no row of one side
         below = (negatives.cumsum() - negatives / 2) / negatives.sum()
         above = (positives.sum() - positives.cumsum() + positives / 2) / positives.sum()
         half = positives @ below / positives.sum() / 2
-    placements = np.empty((len(scores), 2))
-    placements[order] = np.repeat(np.stack([below, above], axis=1) - half, counts, axis=0)
-    placements[~is_positive, 0] = 0.0
-    placements[is_positive, 1] = 0.0
-    return np.column_stack([placements, is_positive])
+    columns = [
+        np.where(is_positive, below[score_of] - half, 0.0),
+        np.where(is_positive, 0.0, above[score_of] - half),
+        is_positive,
+    ]
+    return np.column_stack(columns)
 
 
 def _auc(sums: Values, count: Values, is_exclusive: bool) -> Values:
@@ -377,4 +363,18 @@ class Bootstrap:
 
     def score(self, metric: Metric, values: Values) -> Scored:
         """Return a metric of float64 [rows, labels] with its resamples; raises what ``Metric.value`` raises."""
-        return metric.score(Rows(self._truth, values, self._activation), self._resamples)
+        rows = Rows(self._truth, values, self._activation)
+        by_group = metric.sums(rows, self._resamples.by_group)
+        value = metric.of_all(rows, by_group.sum(axis=0))
+        resampled = self._resamples.sums(np.column_stack([by_group, self._resamples.sizes]))
+        with np.errstate(invalid="ignore", divide="ignore"):  # resamples in which it is not defined
+            replicates = metric.of_sums(resampled[:, :-1], resampled[:, -1], rows.is_exclusive)
+        return Scored(value, replicates, self._resamples, is_biased=metric.kind == "bins")
+
+    def of_common_rows(self, *values: Values) -> tuple[Bootstrap, list[Values]]:
+        """Return the values without rows in which any of them is NaN, and what scores these rows."""
+        is_common = ~np.any([np.isnan(part).any(axis=1) for part in values], axis=0)
+        if is_common.all():
+            return self, [*values]
+        bootstrap = Bootstrap(self._truth[is_common], self._activation)
+        return bootstrap, [part[is_common] for part in values]

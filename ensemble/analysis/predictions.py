@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal, TypeAlias, TypeVar, get_args
+from typing import Final, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import ValidationError
 
 from ensemble.common.errors import ConfigError, DataError, EnsembleError
 from ensemble.common.protocol import Activation
@@ -70,7 +69,7 @@ class Predictions:
     labels: tuple[str, ...]
     members: dict[str, Values]
     activations: dict[str, Activation]
-    truth: Truth | None
+    truth: Truth | None = None
     ensemble: Values | None = None
     remarks: tuple[str, ...] = ()
     rules: RowRules | None = None
@@ -84,6 +83,10 @@ class Predictions:
         """Return what all members are together: "softmax" only if each one is."""
         activations = set(self.activations.values())
         return "none" if "none" in activations else "sigmoid" if "sigmoid" in activations else "softmax"
+
+    def with_truth(self, truth: Truth, remarks: Sequence[str]) -> Predictions:
+        """Return the same with a truth, as ``read_truth`` returns it."""
+        return replace(self, truth=truth, remarks=(*self.remarks, *remarks))
 
 
 def read_files(
@@ -112,14 +115,13 @@ def read_files(
 
     Raises:
         ConfigError: the activation is unknown; see also ``named_files``.
-        DataError: with every problem of the first kind that there is: files that cannot be read, that have other
-            columns or ids, or rows that are no probabilities; a truth that does not fit them.
+        DataError: with the problems of all files: they cannot be read, have other columns or ids, or rows that are
+            no probabilities; or a truth that does not fit them.
     """
     if activation is not None and activation not in get_args(Activation):
         hint = nearest_or_all(str(activation), get_args(Activation), "kind")
         raise ConfigError(f"--activation: {quoted(str(activation))} is unknown; {hint}")
     names = paths if isinstance(paths, Mapping) else named_files(paths)
-    first_name = next(iter(names))
     id_columns, label_names = file_columns(names, id_column, columns or (), label_column)
 
     def read(name: str) -> PredictionFile:
@@ -130,30 +132,21 @@ def read_files(
         return file
 
     files = _for_each(names, read)
-    ids = all_ids([file.ids for file in files.values()]) if may_lack_rows else files[first_name].ids
-
-    def join(name: str) -> Values:
-        table = str(names[first_name])
-        return files[name].join(ids, may_lack=may_lack_rows, table=table, advice=advice)[0]
-
-    members = _for_each(names, join)
+    first = next(iter(files.values()))
     if activation is None and len(label_names) == 1:
-        is_probability = all(np.nanmin(each) >= 0 and np.nanmax(each) <= 1 for each in members.values())
+        values = [file.values for file in files.values()]
+        is_probability = all(np.nanmin(column) >= 0 and np.nanmax(column) <= 1 for column in values)
         activation = "sigmoid" if is_probability else "none"
-    activations = dict.fromkeys(members, activation or "softmax")
-    _check_rows(members, activations, ids, names, may_lack_rows, ROWS_ADVICE)
-    predictions = Predictions(ids, label_names, members, activations, truth=None)
+    activations = dict.fromkeys(files, activation or "softmax")
+    ids = all_ids([file.ids for file in files.values()]) if may_lack_rows else first.ids
+    members = _joined(files, ids, activations, may_lack_rows, str(first.path), advice, ROWS_ADVICE)
+    predictions = Predictions(ids, label_names, members, activations)
     if labels is None:
         return predictions
-    truth, remarks = read_truth(
-        labels,
-        ids,
-        label_names,
-        predictions.activation,
-        label_column,
-        id_column or id_columns[first_name],
+    ids_there = id_column or first.id_column
+    return predictions.with_truth(
+        *read_truth(labels, ids, label_names, predictions.activation, label_column, ids_there)
     )
-    return Predictions(ids, label_names, members, activations, truth, remarks=tuple(remarks))
 
 
 def _for_each(names: Iterable[str], make: Callable[[str], T]) -> dict[str, T]:
@@ -169,20 +162,26 @@ def _for_each(names: Iterable[str], make: Callable[[str], T]) -> dict[str, T]:
     return results
 
 
-def _check_rows(
-    members: Mapping[str, Values],
-    activations: Mapping[str, Activation],
+def _joined(
+    files: Mapping[str, PredictionFile],
     ids: pa.ChunkedArray,
-    paths: Mapping[str, Path],
+    activations: Mapping[str, Activation],
     may_lack_rows: bool,
+    table: str,
     advice: str,
-) -> None:
-    def check(name: str) -> None:
-        row_check = RowCheck(str(paths[name]), activations[name], ids, may_lack_rows, advice)
-        row_check.look(0, members[name])
-        row_check.refuse()
+    rows_advice: str,
+) -> dict[str, Values]:
+    """Return each file's values in the order of ``ids``, checked; the advice is for ids, and for rows."""
 
-    _for_each(members, check)
+    def join(name: str) -> Values:
+        file = files[name]
+        values, _ = file.join(ids, may_lack=may_lack_rows, table=table, advice=advice)
+        check = RowCheck(str(file.path), activations[name], ids, may_lack_rows, rows_advice)
+        check.look(0, values)
+        check.refuse()
+        return values
+
+    return _for_each(files, join)
 
 
 def read_truth(
@@ -281,27 +280,18 @@ def _truth_columns(
         )
     if has_labels and column == LABEL_COLUMN:
         return None, labels
-    missing = missing_column(data.path, "label column", column, header)
+    advice = "nor is there a column per label"
     if has_labels:
-        raise DataError(f"{missing}; leave --label-column out to take the labels' own columns")
-    raise DataError(f"{missing}; nor is there a column per label")
+        advice = "leave --label-column out to take the labels' own columns"
+    raise DataError(f"{missing_column(data.path, 'label column', column, header)}; {advice}")
 
 
 def as_merged(predictions: Predictions, report: RunReport) -> dict[str, Values]:
-    """Return the members' values after the calibrations of their run, [rows, labels], as the run has merged them.
-
-    Raises:
-        DataError: a calibration in run.json cannot be read.
-    """
+    """Return the members' values after the calibrations of their run, float64 [rows, labels]."""
     settings = {member.name: member.calibration for member in report.members}
     calibrated = dict(predictions.members)
     for name, values in predictions.members.items():
-        try:
-            calibration = CalibrationConfig.model_validate(settings[name])
-        except ValidationError as error:
-            raise DataError(
-                "a member's calibration in run.json cannot be read; run the config again"
-            ) from error
+        calibration = CalibrationConfig.model_validate(settings[name])
         calibrate = calibrator(calibration, predictions.activations[name], predictions.labels)
         if calibrate is not None:
             calibrated[name] = values.copy(order="F")
@@ -309,53 +299,48 @@ def as_merged(predictions: Predictions, report: RunReport) -> dict[str, Values]:
     return calibrated
 
 
-def read_run(
-    run_dir: Path,
-    truth: Literal["needed", "if there", "no"] = "if there",
-    label_column: str | None = None,
-) -> Predictions:
+def read_run(run_dir: Path, with_truth: bool = True, label_column: str | None = None) -> Predictions:
     """Read the members' complete predictions and the ensemble from the directory of a run.
 
-    Rows that a member has and the run has not merged, as its ``when`` did not select them, count as missing.
+    Rows that a member has and the run has not merged, as its ``when`` did not select them, count as missing. If the
+    truth cannot be read from the table of the run's config, a remark says why.
 
     Args:
-        truth: whether to read it from the table of the run's config; "if there": if it cannot be read, a remark
-            says why.
         label_column: of that table, in place of what the config names.
 
     Raises:
-        DataError: this is no directory of a run, there are no predictions in it, they are not what a run writes, or
-            the truth is needed and cannot be read.
+        DataError: this is no directory of a run, there are no predictions in it, or they are not what a run writes.
     """
     rundir, remarks = RunDir(run_dir), list[str]()
     report = RunReport.read(rundir.run_json)
     # Predictions of a member that is not complete are an earlier run's, perhaps with other settings.
-    complete = [member for member in report.members if member.status == "complete"]
-    paths = {member.name: rundir.predictions(member.name) for member in complete}
-    paths = {name: path for name, path in paths.items() if path.exists()}
-    if missing := [member.name for member in report.members if member.name not in paths]:
+    complete = [
+        member
+        for member in report.members
+        if member.status == "complete" and rundir.predictions(member.name).exists()
+    ]
+    if missing := [member.name for member in report.members if member not in complete]:
         remarks.append(f"{run_dir}: no complete predictions of {', '.join(missing)}; left out")
-    if not paths:
+    if not complete:
         raise DataError(f"{run_dir}: no member's predictions are complete; run its config to the end first")
-    activations = dict[str, Activation]()
-    for member in complete:
-        if member.activation is None:
-            raise DataError(f"{run_dir}: its run.json was written by an older version; run the config again")
-        activations[member.name] = member.activation
-    id_column, *labels = column_names(next(iter(paths.values())))
+    activations = {member.name: member.activation for member in complete if member.activation is not None}
+    if len(activations) < len(complete):
+        raise DataError(f"{run_dir}: its run.json was written by an older version; run the config again")
+    id_column, *labels = column_names(rundir.predictions(next(iter(activations))))
 
     def read(name: str) -> PredictionFile:
-        path = paths.get(name, rundir.ensemble)
+        path = rundir.ensemble if name == ENSEMBLE_ROW else rundir.predictions(name)
         demand_as_written(path)
         file = read_predictions(path, id_column, labels)
-        needed = report.merged_rows.get(name, 0)
-        if len(file.ids) < needed:
-            raise DataError(
-                f"{path}: has {plural(len(file.ids), 'row')}, and run.json says {needed:,}; {_ADVICE}"
-            )
+        rows, merged = len(file.ids), report.merged_rows.get(name, 0)
+        if rows < merged:
+            raise DataError(f"{path}: has {plural(rows, 'row')}, and run.json says {merged:,}; {_ADVICE}")
+        is_merged = read_bits(rundir.merged_rows(name), 1, rows)
+        if is_merged is not None:
+            file.values[~is_merged[0]] = np.nan
         return file
 
-    files = _for_each(paths, read)
+    files = _for_each(activations, read)
     # A member may have only some of the rows, the ensemble has all.
     whole = max(files.values(), key=lambda file: len(file.ids))
     ensemble: Values | None = None
@@ -363,61 +348,53 @@ def read_run(
         whole = read(ENSEMBLE_ROW)
         ensemble = whole.values
     refuse_repeated_ids(whole.path, whole.ids)
-    ids = whole.ids
-
-    def join(name: str) -> Values:
-        file = files[name]
-        is_merged = read_bits(rundir.merged_rows(name), 1, len(file.ids))
-        if is_merged is not None:
-            file.values[~is_merged[0]] = np.nan
-        return file.join(ids, may_lack=True, table=str(whole.path), advice=_ADVICE)[0]
-
-    members = _for_each(files, join)
-    activations = {name: activations[name] for name in members}
-    _check_rows(members, activations, ids, paths, may_lack_rows=True, advice=_ADVICE)
+    members = _joined(files, whole.ids, activations, True, str(whole.path), _ADVICE, _ADVICE)
     rules: RowRules | None = None
     if report.rules and ensemble is not None:
-        is_for = read_bits(rundir.rule_rows, len(report.rules), len(ids))
+        is_for = read_bits(rundir.rule_rows, len(report.rules), len(whole.ids))
         if is_for is None or is_for.sum(axis=1).tolist() != [rule.rows for rule in report.rules]:
             remarks.append(f"{run_dir}: which rows its rules were for is not known; run the config again")
         else:
             rules = RowRules([rule.config for rule in report.rules], tuple(labels), is_for)
-    true: Truth | None = None
-    predictions = Predictions(ids, tuple(labels), members, activations, None, ensemble, rules=rules)
-    if truth != "no":
-        try:
-            true, more_remarks = _truth_of_run(run_dir, report, predictions, label_column, truth == "needed")
-            remarks += more_remarks
-        except EnsembleError as error:
-            if truth == "needed":
-                raise DataError(error.problems) from error
-            remarks += [f"no truth: {problem}" for problem in error.problems]
-    return Predictions(ids, tuple(labels), members, activations, true, ensemble, tuple(remarks), rules)
+    predictions = Predictions(
+        ids=whole.ids,
+        labels=tuple(labels),
+        members=members,
+        activations=activations,
+        ensemble=ensemble,
+        remarks=tuple(remarks),
+        rules=rules,
+    )
+    if not with_truth:
+        return predictions
+    try:
+        return _with_truth_of_run(predictions, run_dir, report, label_column)
+    except EnsembleError as error:
+        problems = [f"no truth: {problem}" for problem in error.problems]
+        return replace(predictions, remarks=(*remarks, *problems))
 
 
-def _truth_of_run(
-    run_dir: Path, report: RunReport, predictions: Predictions, label_column: str | None, is_needed: bool
-) -> tuple[Truth | None, list[str]]:
-    """Return the truth and remarks as ``read_truth`` does; None if the config names none and it is not needed."""
+def _with_truth_of_run(
+    predictions: Predictions, run_dir: Path, report: RunReport, label_column: str | None
+) -> Predictions:
+    """Return predictions with the truth of the run's table, if its config names any."""
     document = _document(report)
     variables = {**os.environ, "CONFIG_DIR": str(run_dir.absolute())}
     data = data_config(document, expand(document, variables))
     if label_column is not None:
         data = data.model_copy(update={"label_column": label_column, "label_columns": None})
     if data.label_column is None and data.label_columns is None:
-        if is_needed:
-            raise DataError(
-                f"{run_dir}: its config names no true labels; set data.label_column or data.label_columns"
-            )
-        return None, []
+        return predictions
     data = data.model_copy(update={"path": report.table_path()})
     limit = document.data.get("limit")
-    return read_truth_of(
-        data,
-        predictions.ids,
-        predictions.labels,
-        predictions.activation,
-        limit if isinstance(limit, int) else None,
+    return predictions.with_truth(
+        *read_truth_of(
+            data,
+            predictions.ids,
+            predictions.labels,
+            predictions.activation,
+            limit if isinstance(limit, int) else None,
+        )
     )
 
 

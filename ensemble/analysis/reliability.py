@@ -16,7 +16,6 @@ from ensemble.merging.scoring import Interval, Resamples
 
 # Of a diagram.
 BINS: Final = 10
-Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -28,54 +27,48 @@ class Reliability:
         confidence: their mean probability; NaN in an empty bin.
         accuracy: the share of them that came true; NaN in an empty bin.
         low, high: the 95 % bootstrap interval of ``accuracy``.
+        overconfidence: mean confidence minus the share that came true, over all predictions.
     """
 
-    counts: Counts
+    counts: npt.NDArray[np.int64]
     confidence: Values
     accuracy: Values
     low: Values
     high: Values
+    overconfidence: Interval
 
 
-def reliability(values: Values, activation: Activation, truth: Truth, bins: int = BINS) -> Reliability:
+def reliability(values: Values, activation: Activation, truth: Truth) -> Reliability:
     """Sort predictions into bins by their probability.
 
     Args:
-        values: probabilities, float64 [rows, labels]; rows of NaN are left out.
+        values: probabilities, float64 [rows, labels].
         activation: "softmax": the first label of each row counts; "sigmoid": every label by itself.
         truth: label numbers, int64 [rows], or probabilities, float64 [rows, labels].
     """
-    rows, confidence, came_true = _predictions(values, activation, truth)
+    confidence, came_true = values, one_hot(truth, values.shape[1])
+    if activation == "softmax":
+        first = values.argmax(axis=1)[:, None]
+        confidence = np.take_along_axis(values, first, axis=1)
+        came_true = np.take_along_axis(came_true, first, axis=1)
     resamples = Resamples(len(values))
-    bin_of = np.searchsorted(np.linspace(0.0, 1.0, bins + 1)[1:-1], confidence)
-    counts, confidences, intervals = np.zeros(bins, np.int64), np.full(bins, np.nan), list[Interval]()
-    for number in range(bins):
+    bin_of = np.searchsorted(np.linspace(0.0, 1.0, BINS + 1)[1:-1], confidence)
+    counts, confidences = np.zeros(BINS, np.int64), np.full(BINS, np.nan)
+    intervals = []
+    for number in range(BINS):
         is_in = bin_of == number
         counts[number] = is_in.sum()
         if counts[number]:
             confidences[number] = confidence[is_in].mean()
-        by_group = resamples.by_group(
-            rows, np.column_stack([(came_true * is_in).sum(axis=1), is_in.sum(axis=1)])
-        )
+        columns = np.column_stack([(came_true * is_in).sum(axis=1), is_in.sum(axis=1)])
+        by_group = resamples.by_group(slice(None), columns)
         intervals.append(resamples.mean(by_group[:, 0], by_group[:, 1]))
-    accuracy, low, high = np.array([(each.value, each.low, each.high) for each in intervals]).T
-    return Reliability(counts, confidences, accuracy, low, high)
-
-
-def overconfidence(values: Values, activation: Activation, truth: Truth) -> Interval:
-    """Return mean confidence minus the share that came true; arguments are as for ``reliability``."""
-    rows, confidence, came_true = _predictions(values, activation, truth)
-    resamples = Resamples(len(values))
-    differences = (confidence - came_true).mean(axis=1)
-    sums = resamples.by_group(rows, np.column_stack([differences, np.ones(len(rows))]))
-    return resamples.mean(sums[:, 0], sums[:, 1])
-
-
-def _predictions(values: Values, activation: Activation, truth: Truth) -> tuple[Counts, Values, Values]:
-    """Return row numbers, [n], and for each the probabilities that count and their truth, [n, 1 or labels]."""
-    rows = np.flatnonzero(~np.isnan(values).any(axis=1))
-    values, came_true = values[rows], one_hot(truth[rows], values.shape[1])
-    if activation != "softmax":
-        return rows, values, came_true
-    first = values.argmax(axis=1)[:, None]
-    return rows, np.take_along_axis(values, first, axis=1), np.take_along_axis(came_true, first, axis=1)
+    differences = (confidence - came_true).mean(axis=1, keepdims=True)
+    return Reliability(
+        counts=counts,
+        confidence=confidences,
+        accuracy=np.array([interval.value for interval in intervals]),
+        low=np.array([interval.low for interval in intervals]),
+        high=np.array([interval.high for interval in intervals]),
+        overconfidence=resamples.mean(resamples.by_group(slice(None), differences)[:, 0]),
+    )

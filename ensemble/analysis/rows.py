@@ -2,102 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ensemble.common.protocol import Activation
-from ensemble.data.table import Truth
-from ensemble.merging.blocks import block_spans
 from ensemble.merging.methods.base import Values
-from ensemble.merging.scoring import row_losses
 from ensemble.planning.cascade import entropy_terms, margins
 
 
-@dataclass(frozen=True)
-class TopRows:
-    """Row numbers from 0, [n], the highest of ``scores``, [n], first; of equal ones the earlier first."""
-
-    rows: npt.NDArray[np.int64]
-    scores: Values
+def highest(scores: Values, count: int) -> npt.NDArray[np.int64]:
+    """Return the numbers of the rows with the highest scores, of equal ones the earlier first; NaN is no score."""
+    rows = np.argsort(-scores, kind="stable")[:count]  # NaN comes last
+    return rows[~np.isnan(scores[rows])]
 
 
-def least_certain(values: Values, activation: Activation, count: int = 20) -> TopRows:
-    """Return the rows of which the ensemble is least sure.
+def uncertainty(values: Values, activation: Activation) -> Values:
+    """Return how unsure the ensemble is of each row, [rows].
 
-    Scores are 1 - (first - second probability) for "softmax", the mean entropy of the labels in bits for "sigmoid".
-
-    Args:
-        values: probabilities, float64 [rows, labels].
+    That is 1 - (first - second probability) for "softmax", the mean entropy of the labels in bits for "sigmoid".
     """
-
-    def score(rows: slice) -> Values:
-        block = values[rows]
-        if activation == "sigmoid":
-            return np.asarray(_binary_entropy(block).mean(axis=1) / np.log(2))
-        if block.shape[1] < 2:
-            return np.full(len(block), np.nan)
-        return np.asarray(1 - margins(block))
-
-    return _top(score, values.shape, count)
+    if activation == "sigmoid":
+        return _entropy(values, activation)
+    if values.shape[1] < 2:
+        return np.full(len(values), np.nan)
+    return np.asarray(1 - margins(values))
 
 
-def most_disputed(
-    members: Sequence[Values], weights: Values, activation: Activation, count: int = 20
-) -> TopRows:
-    """Return the rows on which members are furthest apart.
+def disagreement(members: Sequence[Values], weights: Values, activation: Activation) -> Values:
+    """Return how far apart the members are in each row, [rows]; NaN in rows of fewer than two members.
 
-    Scores are the generalized Jensen-Shannon divergence (Lin 1991) in bits: the entropy of the weighted mean minus
-    the weighted mean of the entropies, with "sigmoid" its mean over the labels; for regression the weighted
-    standard deviation, the labels' root mean square. Weights are scaled to 1 over the members that have the row.
+    It is the generalized Jensen-Shannon divergence (Lin 1991) in bits: the entropy of the weighted mean minus the
+    weighted mean of the entropies, with "sigmoid" its mean over the labels; for regression the weighted standard
+    deviation, the labels' root mean square. Weights are scaled to 1 over the members that have the row.
 
     Args:
         members: float64 [rows, labels] each; NaN in rows that the member does not have.
-        weights: float64 [members].
     """
+    is_present = np.array([~np.isnan(values[:, 0]) for values in members])
+    shares = weights[:, None] * is_present
+    shares = shares / np.where(is_present.sum(axis=0) > 1, shares.sum(axis=0), np.nan)
 
-    def score(rows: slice) -> Values:
-        block = np.stack([values[rows] for values in members])
-        is_present = ~np.isnan(block).any(axis=2)
-        block[~is_present] = 0.0
-        shares = weights[:, None] * is_present
-        with np.errstate(invalid="ignore"):
-            shares = shares / shares.sum(axis=0)
-        shares[:, np.count_nonzero(shares > 0, axis=0) < 2] = np.nan  # nobody to differ from
-        mean = np.einsum("mr,mrl->rl", shares, block)
-        if activation == "none":
-            spread = np.einsum("mr,mrl->rl", shares, np.square(block - mean))
-            return np.asarray(np.sqrt(spread.mean(axis=1)))
-        if activation == "sigmoid":
-            gain = _binary_entropy(mean) - np.einsum("mr,mrl->rl", shares, _binary_entropy(block))
-            return np.asarray(np.maximum(gain, 0.0).mean(axis=1) / np.log(2))
-        return np.asarray(
-            np.maximum(_entropy(mean) - np.einsum("mr,mr->r", shares, _entropy(block)), 0.0) / np.log(2)
-        )
+    def mean(numbers: Sequence[Values]) -> Values:
+        total = np.zeros_like(numbers[0])
+        for of_member, share in zip(numbers, shares, strict=True):
+            total += share.reshape(-1, *[1] * (total.ndim - 1)) * np.nan_to_num(of_member)
+        return total
 
-    return _top(score, members[0].shape, count)
+    merged = mean(members)
+    if activation == "none":
+        return np.sqrt(mean([np.square(values - merged).mean(axis=1) for values in members]))
+    entropies = mean([_entropy(values, activation) for values in members])
+    return np.maximum(_entropy(merged, activation) - entropies, 0.0)
 
 
-def costliest(values: Values, truth: Truth, activation: Activation, count: int = 20) -> TopRows:
-    """Return the rows with the highest log loss in nats, or of regression the highest mean squared error."""
-    return _top(lambda rows: row_losses(truth[rows], values[rows], activation), values.shape, count)
-
-
-def _top(score: Callable[[slice], Values], shape: tuple[int, ...], count: int) -> TopRows:
-    """Return the rows with the highest scores, computed block by block; rows of NaN have none."""
-    scores = np.concatenate([score(slice(*span)) for span in block_spans(shape[0], shape[1])])
-    rows = np.argsort(-scores, kind="stable")[:count]  # NaN comes last
-    rows = rows[~np.isnan(scores[rows])]
-    return TopRows(rows, scores[rows])
-
-
-def _entropy(values: Values) -> Values:
-    """Return the entropy over the last axis, in nats."""
-    return np.asarray(entropy_terms(values).sum(axis=-1))
-
-
-def _binary_entropy(values: Values) -> Values:
-    """Return the entropy of each cell, in nats."""
-    return entropy_terms(values) + entropy_terms(1 - values)
+def _entropy(values: Values, activation: Activation) -> Values:
+    """Return the entropy of each row in bits, of labels that are not exclusive their mean."""
+    if activation == "sigmoid":
+        return np.asarray((entropy_terms(values) + entropy_terms(1 - values)).mean(axis=1) / np.log(2))
+    return np.asarray(entropy_terms(values).sum(axis=1) / np.log(2))

@@ -37,50 +37,42 @@ class StackingFit:
 
     def merge(self, members: Sequence[Values]) -> Values:
         """Return probabilities, float64 [rows, labels], of the members' ones, in the order of the coefficients."""
-        return self.of_logs([features(values, self.kind) for values in members])
-
-    def of_logs(self, logs: Sequence[Values]) -> Values:
-        """Return the same of ln p, or of the logits."""
-        scores = np.repeat(self.intercepts[:, None], len(logs[0]), axis=1)  # [labels, rows]
-        for number, values in enumerate(logs):
-            coefficients = self.coefficients[:, number]
-            scores += coefficients @ values.T if self.kind == "softmax" else coefficients[:, None] * values.T
+        scores = np.repeat(self.intercepts[:, None], len(members[0]), axis=1)  # [labels, rows]
+        for number, values in enumerate(members):
+            coefficients, logs = self.coefficients[:, number], features(values, self.kind).T
+            scores += coefficients @ logs if self.kind == "softmax" else coefficients[:, None] * logs
         return probabilities_of(scores.T, [self.kind])
 
 
-def fit_stacking(
-    members: Sequence[Values], truth: Truth, kind: Kind, seed: int, penalty: float | None = None
-) -> StackingFit:
+def fit_stacking(members: Sequence[Values], truth: Truth, kind: Kind, seed: int) -> StackingFit:
     """Return the regression of the truth on the members' probabilities, on at most ``MAX_ROWS`` rows.
+
+    Its penalty is the best of ``PENALTIES`` in cross-validation among these rows.
 
     Args:
         truth: label numbers, int64 [rows], or probabilities, float64 [rows, labels]; at least two labels occur.
-        penalty: as scikit-learn's ``C``; None: the best of ``PENALTIES`` in cross-validation among these rows.
     """
     rows = np.random.default_rng(seed).permutation(len(truth))[:MAX_ROWS]
     targets = one_hot(truth, members[0].shape[1])[rows]
-    logs = [features(values[rows], kind) for values in members]
-    return _fitted(logs, targets, kind, penalty or _best_penalty(logs, targets, kind))
-
-
-def _best_penalty(logs: Sequence[Values], targets: Values, kind: Kind) -> float:
+    members = [values[rows] for values in members]
     fold_of = np.arange(min(len(targets), _MAX_CHOOSING_ROWS)) % _INNER_FOLDS
     losses = np.zeros(len(PENALTIES))
     for fold in range(_INNER_FOLDS):
         others, scored = np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)
         for number, penalty in enumerate(PENALTIES):
-            stacking = _fitted([values[others] for values in logs], targets[others], kind, penalty)
-            merged = stacking.of_logs([values[scored] for values in logs])
+            stacking = _fitted([values[others] for values in members], targets[others], kind, penalty)
+            merged = stacking.merge([values[scored] for values in members])
             losses[number] += row_losses(targets[scored], merged, kind).sum()
-    return PENALTIES[int(losses.argmin())]
+    return _fitted(members, targets, kind, PENALTIES[int(losses.argmin())])
 
 
-def _fitted(logs: Sequence[Values], targets: Values, kind: Kind, penalty: float) -> StackingFit:
-    labels, members = targets.shape[1], len(logs)
+def _fitted(members: Sequence[Values], targets: Values, kind: Kind, penalty: float) -> StackingFit:
+    labels = targets.shape[1]
+    logs = [features(values, kind) for values in members]
     if kind == "softmax":
         coefficients, intercepts = _regression(np.column_stack(logs), targets, penalty)
-        return StackingFit(coefficients.reshape(labels, members, labels), intercepts, penalty, kind)
-    coefficients, intercepts = np.zeros((labels, members)), np.zeros(labels)
+        return StackingFit(coefficients.reshape(labels, len(members), labels), intercepts, penalty, kind)
+    coefficients, intercepts = np.zeros((labels, len(members))), np.zeros(labels)
     for label in range(labels):
         inputs = np.column_stack([values[:, label] for values in logs])
         no_and_yes = np.stack([1 - targets[:, label], targets[:, label]], axis=1)

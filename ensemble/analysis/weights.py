@@ -9,6 +9,7 @@ R. Caruana, A. Niculescu-Mizil, G. Crew and A. Ksikes, "Ensemble Selection from 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -30,13 +31,37 @@ _NO_WEIGHT = 1e-9
 _MAX_ADDED, _PATIENCE = 50, 5
 
 
-def mean_loss(members: Sequence[Values], truth: Truth, kind: Kind) -> WeightLoss:
-    """Return the log loss of the weighted mean; of sigmoid members it is the mean over rows and labels.
+@dataclass(frozen=True)
+class WeightedBlend:
+    """The weighted mean of members, or their weighted geometric mean; ``weights`` are float64 [members]."""
+
+    weights: Values
+    pool: Pool
+    kind: Kind
+
+    def merge(self, members: Sequence[Values]) -> Values:
+        """Return the merged probabilities of the members' ones, float64 [rows, labels] each."""
+        used = np.flatnonzero(self.weights)
+        chosen = [members[number] for number in used.tolist()]
+        logs = chosen if self.pool == "mean" else (features(values, self.kind) for values in chosen)
+        is_present = np.ones((len(chosen), len(members[0])), dtype=np.bool_)
+        mean = weighted_mean(self.weights[used, None, None], logs, is_present)
+        return mean if self.pool == "mean" else probabilities_of(mean, [self.kind])
+
+
+def fit_simplex(members: Sequence[Values], truth: Truth, pool: Pool, kind: Kind) -> WeightedBlend:
+    """Return the weights with the least log loss; of sigmoid members it is the mean over rows and labels.
 
     Args:
-        members: float64 [rows, labels] each.
+        members: probabilities, float64 [rows, labels] each.
         truth: label numbers, int64 [rows], or probabilities, float64 [rows, labels].
     """
+    loss = mean_loss if pool == "mean" else geometric_loss
+    return WeightedBlend(minimize_on_simplex(loss(members, truth, kind), len(members)), pool, kind)
+
+
+def mean_loss(members: Sequence[Values], truth: Truth, kind: Kind) -> WeightLoss:
+    """Return the log loss of the weighted mean as a function of the weights; see ``fit_simplex``."""
     targets = one_hot(truth, members[0].shape[1])
     if kind == "sigmoid":
         targets = _no_and_yes(targets)
@@ -67,25 +92,17 @@ def geometric_loss(members: Sequence[Values], truth: Truth, kind: Kind) -> Weigh
     return loss
 
 
-def minimize_on_simplex(
-    loss: WeightLoss, members: int, left_out: int | None = None, start: Values | None = None
-) -> Values:
-    """Return the weights with the least loss, float64 [members], in which ``left_out`` has none.
+def minimize_on_simplex(loss: WeightLoss, members: int) -> Values:
+    """Return the weights with the least loss, float64 [members].
 
     If several weights are equally good, as those of two members that are the same, it returns some of them.
-    The search begins at ``start``, or at equal weights.
     """
-    first = np.full(members, 1 / members) if start is None else start + 1 / (10 * members)
-    bounds = [(0.0, 1.0)] * members
-    if left_out is not None:
-        first[left_out] = 0.0
-        bounds[left_out] = (0.0, 0.0)
     best = minimize(
         loss,
-        first / first.sum(),
+        np.full(members, 1 / members),
         jac=True,
         method="SLSQP",
-        bounds=bounds,
+        bounds=[(0.0, 1.0)] * members,
         constraints={"type": "eq", "fun": lambda w: w.sum() - 1, "jac": np.ones_like},
         options={"ftol": _TOLERANCE, "maxiter": 200},
     )
@@ -93,43 +110,37 @@ def minimize_on_simplex(
     return np.asarray(weights / weights.sum())
 
 
-def greedy_selection(members: Sequence[Values], score: Callable[[Values], float]) -> Values:
-    """Return weights, float64 [members], found by adding the member that makes the score of the mean best.
+def fit_greedy(
+    members: Sequence[Values],
+    score: Callable[[Values], float],
+    pool: Pool,
+    kind: Kind,
+) -> WeightedBlend:
+    """Return weights found by adding the member that makes the score of the mean best.
 
     It may add a member several times, and takes the best of all means on the way.
 
     Args:
-        members: probabilities or their logarithms, float64 [rows, labels] each.
-        score: of a mean; higher is better.
+        members: probabilities, float64 [rows, labels] each.
+        score: of merged probabilities; higher is better.
     """
+    is_geometric = pool == "geometric_mean"
+    terms = [features(values, kind) for values in members] if is_geometric else members
     counts = np.zeros(len(members))
     total = np.zeros(members[0].shape, order="F")
     best, best_score, without_gain = counts, -np.inf, 0
     for added in range(1, _MAX_ADDED + 1):
-        scores = [score((total + values) / added) for values in members]
+        means = ((total + values) / added for values in terms)
+        scores = [score(probabilities_of(mean, [kind]) if is_geometric else mean) for mean in means]
         chosen = int(np.argmax(scores))
         counts[chosen] += 1
-        total += members[chosen]
+        total += terms[chosen]
         without_gain += 1
         if scores[chosen] > best_score:
             best, best_score, without_gain = counts / added, scores[chosen], 0
         if without_gain == _PATIENCE:
             break
-    return best
-
-
-def pooled(members: Sequence[Values], weights: Values, pool: Pool, kind: Kind) -> Values:
-    """Return the weighted mean, or the weighted geometric mean scaled to sum to 1, float64 [rows, labels].
-
-    Args:
-        members: probabilities, float64 [rows, labels] each.
-    """
-    used = np.flatnonzero(weights)
-    chosen = [members[number] for number in used.tolist()]
-    logs = chosen if pool == "mean" else (features(values, kind) for values in chosen)
-    is_present = np.ones((len(chosen), len(members[0])), dtype=np.bool_)
-    mean = weighted_mean(weights[used, None, None], logs, is_present)
-    return mean if pool == "mean" else probabilities_of(mean, [kind])
+    return WeightedBlend(best, pool, kind)
 
 
 def _no_and_yes(values: Values) -> Values:

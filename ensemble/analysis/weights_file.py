@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,36 +38,27 @@ _WEIGHT_DECIMALS = 6
 _DIGITS = 6
 
 
-@dataclass(frozen=True)
-class TruthFile:
-    """Where the truth is.
-
-    Attributes:
-        path: a table of its own; None: the table of the config.
-        label_column: None: "label", or what the config names.
-        id_column: of the predictions, too.
-    """
-
-    path: Path | None = None
-    label_column: str | None = None
-    id_column: str | None = None
-
-
 def fit_sources(
     sources: Sequence[ConfigSource],
     load: Callable[[Sequence[ConfigSource]], LoadedConfig],
-    truth: TruthFile,
     options: Options,
+    *,
+    labels: Path | None = None,
+    label_column: str | None = None,
+    id_column: str | None = None,
     merge_method: Pool | None = None,
     activation: Activation | None = None,
-    has_overrides: bool = False,
     partial: bool = False,
+    has_overrides: bool = False,
     target: Path | None = None,
 ) -> tuple[FitReport, str]:
     """Fit a config's run, or CSVs of predictions, whichever the sources are.
 
     Args:
         load: reads configs.
+        labels: the table of the truth; None: the table of the config.
+        label_column: of that table; None: "label", or what the config names.
+        id_column: of ``labels`` and of CSVs.
         merge_method, activation, partial: of CSVs; a config has its own.
         has_overrides: whether ``load`` overrides keys.
         target: where to write the overlay.
@@ -81,71 +72,66 @@ def fit_sources(
         DataError: there is nothing that can be fitted.
     """
     configs = [source for source in sources if _is_config(source)]
-    if not configs:
-        if has_overrides:
-            raise ConfigError("--set: changes a config, and these are CSVs of predictions; leave it out")
-        options = options if merge_method is None else replace(options, pool=merge_method)
-        files = [source for source in sources if isinstance(source, Path)]
-        return _fit_files(files, truth, options, activation, partial)
-    if len(configs) < len(sources):
-        other = next(path for path in sources if path not in configs)
-        raise ConfigError(f"{configs[0]}, {other}: name a config, or CSVs of predictions, not both")
-    for_files = {
-        "--merge-method": merge_method is not None,
-        "--activation": activation is not None,
-        "--partial": partial,
-        "--id-column": truth.id_column is not None and truth.path is None,
-    }
-    problems = [
-        f"{option}: is for CSVs of predictions; {configs[0]} says it itself, and --set changes that"
-        for option, is_given in for_files.items()
-        if is_given
-    ]
-    if problems:
-        raise ConfigError(problems)
-    loaded = load(sources)
-    if target is not None:
-        RunDir(loaded.config.output_dir).demand_free("--output", target)
-    return _fit_run(loaded, truth, options)
+    if configs:
+        if len(configs) < len(sources):
+            other = next(path for path in sources if path not in configs)
+            raise ConfigError(f"{configs[0]}, {other}: name a config, or CSVs of predictions, not both")
+        for_files = {
+            "--merge-method": merge_method is not None,
+            "--activation": activation is not None,
+            "--partial": partial,
+            "--id-column": id_column is not None and labels is None,
+        }
+        problems = [
+            f"{option}: is for CSVs of predictions; {configs[0]} says it itself, and --set changes that"
+            for option, is_set in for_files.items()
+            if is_set
+        ]
+        if problems:
+            raise ConfigError(problems)
+        loaded = load(sources)
+        if target is not None:
+            RunDir(loaded.config.output_dir).demand_free("--output", target)
+        return _fit_run(loaded, options, labels, label_column, id_column)
+    if has_overrides:
+        raise ConfigError("--set: changes a config, and these are CSVs of predictions; leave it out")
+    if labels is None:
+        raise ConfigError("--labels: name the table with the true labels of these predictions")
+    files = [source for source in sources if isinstance(source, Path)]
+    predictions = read_files(
+        files,
+        id_column,
+        labels,
+        label_column or LABEL_COLUMN,
+        activation,
+        may_lack_rows=partial,
+        advice="give the same rows in each file, or --partial to fit to the rows that all of them have",
+    )
+    report = fit(predictions, replace(options, pool=merge_method or "mean"))
+    names = ", ".join(path_of(file).name for file in files)
+    return report, _overlay(report, report.options.pool, f"{names} by {labels.name}")
 
 
 def _is_config(source: ConfigSource) -> bool:
     return isinstance(source, MappingConfig) or source.suffix.lower() in (".yaml", ".yml")
 
 
-def _fit_files(
-    files: Sequence[Path], truth: TruthFile, options: Options, activation: Activation | None, partial: bool
+def _fit_run(
+    loaded: LoadedConfig,
+    options: Options,
+    labels: Path | None,
+    label_column: str | None,
+    id_column: str | None,
 ) -> tuple[FitReport, str]:
-    if truth.path is None:
-        raise ConfigError("--labels: name the table with the true labels of these predictions")
-    predictions = read_files(
-        files,
-        truth.id_column,
-        truth.path,
-        truth.label_column or LABEL_COLUMN,
-        activation,
-        may_lack_rows=partial,
-        advice="give the same rows in each file, or --partial to fit to the rows that all of them have",
-    )
-    report = fit(predictions, options)
-    sources = f"{', '.join(path_of(file).name for file in files)} by {truth.path.name}"
-    return report, _overlay(report, options.pool, sources)
-
-
-def _fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[FitReport, str]:
     """Fit the predictions in a config's ``output_dir``, for the config's merge method."""
-    config, run_dir = loaded.config, loaded.config.output_dir
+    config, run_dir, data = loaded.config, loaded.config.output_dir, loaded.config.data
     method, again = config.ensemble.method, "the weighted mean is fitted by --set ensemble.method=mean"
     if options.method != "stacking" and method not in POOLS:
         coefficients = ", this method's coefficients by --method stacking" if method == "stacking" else ""
         raise ConfigError(f"ensemble.method: weights cannot be fitted for {method}; {again}{coefficients}")
     if not RunDir(run_dir).run_json.exists():
         raise DataError(f"{run_dir}: there is no run.json; run the config first, then fit")
-    data = config.data
-    if truth.path is None and truth.label_column is not None:
-        data = data.model_copy(update={"label_column": truth.label_column, "label_columns": None})
-    has_truth = truth.path is not None or data.label_column is not None or data.label_columns is not None
-    predictions = read_run(run_dir, "no" if has_truth else "needed")
+    predictions = read_run(run_dir, with_truth=False)
     names = [model.name for model in config.models]
     if missing := [name for name in names if name not in predictions.members]:
         raise DataError(
@@ -165,16 +151,18 @@ def _fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[
         members={name: predictions.members[name] for name in names},
         activations={name: predictions.activations[name] for name in names},
     )
-    if has_truth:
-        rows = predictions.ids, predictions.labels, predictions.activation
-        if truth.path is not None:
-            ids = truth.id_column or data.id_column
-            true, remarks = read_truth(truth.path, *rows, truth.label_column or LABEL_COLUMN, ids)
-        else:
-            true, remarks = read_truth_of(data, *rows)
-        predictions = replace(predictions, truth=true, remarks=(*predictions.remarks, *remarks))
     if method == "logit_mean" and predictions.activation == "softmax":
         raise ConfigError(f"ensemble.method: logit_mean is not for labels that exclude each other; {again}")
+    rows = predictions.ids, predictions.labels, predictions.activation
+    if labels is not None:
+        predictions = predictions.with_truth(
+            *read_truth(labels, *rows, label_column or LABEL_COLUMN, id_column or data.id_column)
+        )
+    else:
+        if label_column is not None:
+            data = data.model_copy(update={"label_column": label_column, "label_columns": None})
+        if data.label_column is not None or data.label_columns is not None:
+            predictions = predictions.with_truth(*read_truth_of(data, *rows))
     report = fit(predictions, replace(options, pool=POOLS.get(method, "mean")))
     return report, loaded.redactor(_overlay(report, method, f"the predictions in {run_dir.name}"))
 

@@ -1,9 +1,13 @@
-"""How a run ended: what its report says as an error, which decides the exit code of ``run``."""
+"""How a run ended: what its report says as an error, which decides the exit code of ``run``, and what it gained."""
 
 from __future__ import annotations
 
-from ensemble.common.errors import RESUMES, MembersFailed, TimeLimitReached
+from ensemble.common.errors import RESUMES, EnsembleError, MembersFailed, TimeLimitReached
 from ensemble.common.text import plural, were
+from ensemble.merging.methods import METHODS
+from ensemble.merging.methods.base import MergeMethod
+from ensemble.merging.scoring import Interval
+from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import MemberReport, RunReport
 from ensemble.scheduling.records import Failure
 
@@ -26,6 +30,40 @@ def failure_text(failure: Failure) -> str:
     """Say in a sentence why a member failed, and where to read on."""
     log = f"; its log: {failure.log_path}" if failure.log_path else ""
     return f"member {failure.member} failed: {failure.message}{log}"
+
+
+def merge_method_of(report: RunReport) -> type[MergeMethod]:
+    """Return the merge method of a run; the base class if its package is no longer installed."""
+    try:
+        return METHODS.load(str(report.ensemble.get("method", "mean")))
+    except EnsembleError:
+        return MergeMethod
+
+
+def gain_text(report: RunReport) -> str:
+    """Return whether the ensemble is better than its best member, with advice if not; empty if not known."""
+    gain, score = report.gain, report.scores.get(ENSEMBLE_ROW)
+    if gain is None or score is None:
+        return ""
+    if score.rmse is None:
+        value, number, of, options = f"log loss {score.log_loss:.4f}", "z.4f", "", ""
+    else:  # numbers of any size
+        value, number, of = f"RMSE {score.rmse:.4g}", "z.4g", " in squared error"
+        options = " --method greedy --calibration none --metric rmse"
+    size = f"{abs(gain.gain):{number}} {'worse' if gain.gain < 0 else 'better'}{of}"
+    text = f"{ENSEMBLE_ROW}: {value}, {size} than its best member {gain.best_member}"
+    if report.rules:
+        text += " with the same rules"
+    if gain.low is None or gain.high is None:
+        return text
+    difference = Interval(gain.gain, gain.low, gain.high)
+    low, high = difference.size.low, difference.size.high
+    chance = "" if difference.excludes_zero else ", which may be chance"
+    text += f" (95 % interval {low:{number}} to {high:{number}}{chance})"
+    if gain.gain < 0 and not chance:
+        options = f"{merge_method_of(report).fit_options}{options}".strip()
+        text += f"; `{f'python -m ensemble fit CONFIG {options}'.strip()}` finds better weights"
+    return text
 
 
 def rows_of(report: RunReport, member: MemberReport) -> int:

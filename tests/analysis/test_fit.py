@@ -16,7 +16,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from ensemble.analysis.fit import MIN_ROWS_PER_NUMBER, FitReport, Method, Options, fit, folds
 from ensemble.analysis.predictions import Predictions
-from ensemble.analysis.weights import Pool, pooled
+from ensemble.analysis.weights import Pool, WeightedBlend
 from ensemble.analysis.weights_file import verdicts
 from ensemble.cli.views.fit import view
 from ensemble.common.errors import ConfigError, EnsembleError
@@ -142,7 +142,6 @@ def test_members_that_are_too_sure_are_calibrated_to_gain(
 def test_any_metric_by_greedy_selection_with_its_interval() -> None:
     found = predictions(800, (0.5, 2.0, 4.0))
     report = fit(found, Options("auc", "greedy"))
-    assert report.greater_is_better
     assert sum(member.weight or 0 for member in report.members) == pytest.approx(1)
     assert report.over_equal.value == pytest.approx(report.score - report.equal)
     truth, random = np.asarray(found.truth), np.random.default_rng(0)
@@ -325,7 +324,8 @@ def test_weights_are_best_for_what_rules_leave_of_the_merge(pool: Pool) -> None:
     assert f"Rules decide {is_set.sum()} further rows" in " ".join(verdicts(report))
 
     def loss(weight: float) -> float:
-        merged = pooled([*found.members.values()], np.array([weight, 1 - weight]), pool, "softmax")
+        blend = WeightedBlend(np.array([weight, 1 - weight]), pool, "softmax")
+        merged = blend.merge([*found.members.values()])
         assert found.rules is not None
         found.rules.apply(0, merged, True)
         return float(row_losses(np.asarray(found.truth), merged)[~is_set].mean())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ensemble.analysis.predictions import read_run
-from ensemble.analysis.texts import row_texts
+from ensemble.analysis.texts import TableTexts
 from ensemble.common.errors import DataError
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("warm")
 
 def texts(run_dir: Path, rows: list[int]) -> dict[int, dict[str, str]]:
     report = RunReport.read(RunDir(run_dir).run_json)
-    return row_texts(run_dir, report, read_run(run_dir, truth="no").ids, rows)
+    return TableTexts(RunDir(run_dir), report, read_run(run_dir, with_truth=False).ids).of_rows(rows)
 
 
 @pytest.mark.parametrize("name", one_in(3, ["test.tsv.gz", "test.csv", "test.jsonl"]))

@@ -12,11 +12,11 @@ from scipy.special import softmax
 from sklearn.metrics import accuracy_score, log_loss
 
 from ensemble.analysis.weights import (
+    WeightedBlend,
+    fit_greedy,
     geometric_loss,
-    greedy_selection,
     mean_loss,
     minimize_on_simplex,
-    pooled,
 )
 from ensemble.config import EnsembleConfig
 from ensemble.merging.methods import merge_method
@@ -60,11 +60,10 @@ def loss_of(members: Any, truth: Any, kind: str, weights: Any, geometric: bool) 
     return loss_of(pairs, np.stack([1 - truth, truth], axis=2).reshape(-1, 2), "softmax", weights, geometric)
 
 
-def gap(loss: Any, weights: Any, left_out: int | None = None) -> float:
+def gap(loss: Any, weights: Any) -> float:
     """By convexity the loss of the weights is at most so much above the least."""
     _, gradient = loss(weights)
-    others = gradient if left_out is None else np.delete(gradient, left_out)
-    return float(gradient @ weights - others.min())
+    return float(gradient @ weights - gradient.min())
 
 
 @pytest.mark.parametrize("truth", TRUTHS)
@@ -108,24 +107,13 @@ def test_weights_of_members_that_are_the_same_constant_or_always_wrong(family: A
     assert list(minimize_on_simplex(family([wrong], truth, "softmax"), 1)) == [1]
 
 
-@pytest.mark.parametrize("family", [mean_loss, geometric_loss])
-@pytest.mark.parametrize("has_start", [False, True])
-def test_leaving_a_member_out_is_fitting_without_it(family: Any, has_start: bool) -> None:
-    members, truth, _ = sample("hard", 4)
-    loss, rest = (family(each, truth, "softmax") for each in (members, [members[0], *members[2:]]))
-    start = minimize_on_simplex(loss, 4) if has_start else None
-    once = minimize_on_simplex(loss, 4, left_out=1, start=start)
-    assert once[1] == 0
-    assert loss(once)[0] == pytest.approx(rest(minimize_on_simplex(rest, 3))[0], abs=1e-6)
-
-
 def test_greedy_selection_adds_what_is_best_at_each_step() -> None:
     members, truth, _ = sample("hard", 4, 300)
 
     def score(values: Any) -> float:
         return float(accuracy_score(truth, values.argmax(axis=1)))
 
-    weights = greedy_selection(members, score)
+    weights = fit_greedy(members, score, "mean", "softmax").weights
     bag: list[int] = []
     tried = []
     for _ in range(50):
@@ -140,7 +128,8 @@ def test_greedy_selection_adds_what_is_best_at_each_step() -> None:
 
 def test_greedy_selection_comes_close_to_the_weights_of_least_log_loss() -> None:
     members, truth, _ = sample("hard", 4)
-    weights = greedy_selection(members, lambda values: -float(log_loss(truth, values)))
+    blend = fit_greedy(members, lambda values: -float(log_loss(truth, values)), "mean", "softmax")
+    weights = blend.weights
     loss = mean_loss(members, truth, "softmax")
     least = minimize_on_simplex(loss, 4)
     assert loss(least)[0] <= loss(weights)[0] <= loss(least)[0] + 3e-4
@@ -162,6 +151,7 @@ def test_what_is_fitted_is_what_the_merge_then_gives_also_with_zeros(labels: Any
     ids = pa.chunked_array([pa.array([str(row) for row in range(400)])])
     block = Block(0, ids, np.array(members), np.ones((3, 400), bool), np.zeros(400, np.int64))
     merged_rows = method.merge(block, weights[:, None, None])
-    np.testing.assert_allclose(pooled(members, weights, pool, kind), merged_rows, rtol=1e-9, atol=1e-18)
+    merged_here = WeightedBlend(weights, pool, kind).merge(members)
+    np.testing.assert_allclose(merged_here, merged_rows, rtol=1e-9, atol=1e-18)
     reached = row_losses(truth, merged_rows, kind).mean()
     assert reached == pytest.approx(loss(weights)[0], rel=1e-6)  # 1 - p has few digits where p is nearly 1

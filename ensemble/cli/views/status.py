@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from ensemble.cli.layout import Table
-from ensemble.cli.views.summary import against_best, fitted_text, node_text
+from ensemble.cli.views.summary import fitted_text, node_text
 from ensemble.commands.status import RunStatus
 from ensemble.common.errors import RESUMES
 from ensemble.common.gpus import device_names
 from ensemble.common.text import duration, plural, rate
-from ensemble.pipeline.ending import failure_text
+from ensemble.pipeline.ending import failure_text, gain_text
 from ensemble.pipeline.run_report import MERGED, RunReport
 
 _HEADERS = ("member", "state", "rows done", "of", "share", "tokens/s", "rows/s", "time", "left")
@@ -53,7 +53,7 @@ def view(status: RunStatus) -> Iterator[str | Table]:
         return
     yield f"{status.folder}: {_ENDINGS[report.status].format(time=time)}"
     if report.status in MERGED:
-        yield against_best(report)
+        yield gain_text(report)
         yield fitted_text(report)
     for member in report.members:
         if member.failure is not None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 from ensemble.cli.layout import Table
-from ensemble.common.errors import EnsembleError
 from ensemble.common.gpus import Device
 from ensemble.common.text import duration, listed, plural, rate, shown_path, were
 from ensemble.config.schema import RuleConfig
-from ensemble.merging.methods import METHODS
 from ensemble.merging.scoring import Interval
-from ensemble.pipeline.ending import failure_text, rows_of
+from ensemble.pipeline.ending import failure_text, gain_text, rows_of
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import MemberReport, NodeReport, RunReport
 from ensemble.scheduling.device_pool import TelemetryCurve
@@ -35,7 +32,7 @@ def view(report: RunReport) -> Iterator[str | Table]:
     if ENSEMBLE_ROW in report.scores:
         totals.append([ENSEMBLE_ROW, *[""] * 6, *_scores(report, ENSEMBLE_ROW)])
     yield Table(_HEADERS, rows, totals)
-    yield against_best(report)
+    yield gain_text(report)
     yield fitted_text(report)
     if ENSEMBLE_ROW in report.files and report.ensemble.get("method"):
         yield f"merge method: {report.ensemble['method']}"
@@ -117,35 +114,6 @@ def _poor(report: RunReport) -> str:
         f"on these {first.rows:,} rows): {losses}. Check the labels (label_map, a file's columns), the prompt and "
         "the checkpoint"
     )
-
-
-def against_best(report: RunReport) -> str:
-    """Return whether the ensemble is better than its best member, with advice if not; empty if not known."""
-    gain, score = report.gain, report.scores.get(ENSEMBLE_ROW)
-    if gain is None or score is None:
-        return ""
-    if score.rmse is None:
-        value, number, of, options = f"log loss {score.log_loss:.4f}", "z.4f", "", ""
-    else:  # numbers of any size
-        value, number, of = f"RMSE {score.rmse:.4g}", "z.4g", " in squared error"
-        options = " --method greedy --calibration none --metric rmse"
-    size = f"{abs(gain.gain):{number}} {'worse' if gain.gain < 0 else 'better'}{of}"
-    text = f"{ENSEMBLE_ROW}: {value}, {size} than its best member {gain.best_member}"
-    if report.rules:
-        text += " with the same rules"
-    if gain.low is None or gain.high is None:
-        return text
-    difference = Interval(gain.gain, gain.low, gain.high)
-    low, high = difference.size.low, difference.size.high
-    chance = "" if difference.excludes_zero else ", which may be chance"
-    text += f" (95 % interval {low:{number}} to {high:{number}}{chance})"
-    if gain.gain < 0 and not chance:
-        with contextlib.suppress(EnsembleError):  # the method's package is not installed any more
-            options = (
-                f"{METHODS.load(str(report.ensemble.get('method', 'mean'))).fit_options}{options}".strip()
-            )
-            text += f"; `{f'python -m ensemble fit CONFIG {options}'.strip()}` finds better weights"
-    return text
 
 
 def fitted_text(report: RunReport) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import combinations
 from typing import ClassVar
 
@@ -9,16 +10,19 @@ import numpy as np
 from markupsafe import Markup
 from scipy.special import bdtr
 
-from ensemble.analysis.diversity import Diversity, diversity
+from ensemble.analysis.diversity import Pair, compare_pair
 from ensemble.analysis.report.base import ReportData, Section, html, notes, number, paragraphs, percent, table
 from ensemble.analysis.report.results import MergedRows
-from ensemble.merging.methods.base import Values
 
 _MAX_PAIRS = 30
 # A difference that chance brings more often than this counts as none.
 _CHANCE = 0.05
 # With errors so much alike, one of the two members hardly changes the mean.
 _ALIKE = 0.9
+_HEADERS = (
+    *("members", "error correlation", "differ", "share", "Cohen's kappa"),
+    *("only first right", "only second right", "neither", "right more often"),
+)
 
 
 class Agreement(Section):
@@ -26,81 +30,71 @@ class Agreement(Section):
 
     def html(self, data: ReportData) -> Markup:
         results = data.results
-        names = results.names
-        if len(names) < 2:
-            return html(
-                "<p>{{ name }} is the only member: there is none to compare it with.</p>", name=names[0]
-            )
-        compared = diversity(results.values, results.activation, results.truth)
-        pairs = [pair for pair in combinations(range(len(names)), 2) if compared.rows[pair] > 1]
+        if len(results.names) < 2:
+            text = "<p>{{ name }} is the only member: there is none to compare it with.</p>"
+            return html(text, name=results.names[0])
+        members = zip(results.names, results.values, strict=True)
+        pairs = {
+            (first, second): compare_pair(values, others, results.activation, results.truth)
+            for (first, values), (second, others) in combinations(members, 2)
+        }
+        pairs = {names: pair for names, pair in pairs.items() if pair.rows > 1}
         if not pairs:
             return html("<p>No two members have rows in common, so they cannot be compared.</p>")
-        has_decisions, has_truth = results.activation != "none", results.truth is not None
-        correlation = compared.correlation
-        if compared.error_correlation is not None:
-            correlation = compared.error_correlation
-        pairs.sort(key=lambda pair: compared.agreement[pair] if has_decisions else correlation[pair])
-        rows: list[list[str]] = []
-        for first, second in pairs[:_MAX_PAIRS]:
-            pair = (first, second)
-            row = [f"{names[first]} / {names[second]}", number(correlation[pair], 2)]
-            if has_decisions:
-                differ = int(compared.decisions[pair] - compared.same[pair])
-                share = percent(1 - compared.agreement[pair])
-                row += [f"{differ:,}", share, number(compared.kappa[pair], 2)]
-                if compared.only_right is not None:
-                    one, other = int(compared.only_right[pair]), int(compared.only_right[second, first])
-                    better = names[first] if one > other else names[second]
-                    # An exact sign test.
-                    if one + other < 1 or 2 * bdtr(min(one, other), one + other, 0.5) > _CHANCE:
-                        better = "too close to call"
-                    row += [f"{one:,}", f"{other:,}", f"{differ - one - other:,}", better]
-            rows.append(row)
-        headers = [
-            *("members", "error correlation" if has_truth else "correlation", "differ", "share"),
-            *("Cohen's kappa", "only first right", "only second right", "neither", "right more often"),
-        ]
+        order = sorted(pairs, key=lambda names: (-pairs[names].differ, pairs[names].correlation))
+        rows = [_cells(names, pairs[names], results) for names in order[:_MAX_PAIRS]]
+        headers = [*_HEADERS[: len(rows[0])]]
+        if results.truth is None:
+            headers[1] = "correlation"
         remark = f"Of {len(pairs)} pairs the {_MAX_PAIRS} that differ most."
         return (
-            paragraphs(_sentences(results, compared, pairs, correlation))
-            + table(headers[: len(rows[0])], rows, left=(0, 8))
+            paragraphs(_sentences(results, pairs))
+            + table(headers, rows, left=(0, 8))
             + notes([remark] if len(pairs) > _MAX_PAIRS else [])
         )
 
 
-def _sentences(
-    results: MergedRows, compared: Diversity, pairs: list[tuple[int, int]], correlation: Values
-) -> list[str]:
-    lines, names = [], results.names
+def _cells(names: tuple[str, str], pair: Pair, results: MergedRows) -> list[str]:
+    cells = [" / ".join(names), number(pair.correlation, 2)]
+    if results.activation == "none":
+        return cells
+    cells += [f"{pair.differ:,}", percent(pair.difference), number(pair.kappa, 2)]
+    if results.truth is None:
+        return cells
+    either = pair.only_first + pair.only_second
+    better = names[0] if pair.only_first > pair.only_second else names[1]
+    # An exact sign test.
+    if not either or 2 * bdtr(min(pair.only_first, pair.only_second), either, 0.5) > _CHANCE:
+        better = "too close to call"
+    return [*cells, f"{pair.only_first:,}", f"{pair.only_second:,}", f"{pair.differ - either:,}", better]
+
+
+def _sentences(results: MergedRows, pairs: Mapping[tuple[str, str], Pair]) -> list[str]:
+    lines = []
     if results.activation != "none":
         unit = "rows" if results.activation == "softmax" else "answers (row and label)"
-        shares = [float(compared.agreement[pair]) for pair in pairs]
-        low, high = percent(min(shares)), percent(max(shares))
+        shares = sorted(1 - pair.difference for pair in pairs.values())
         if len(pairs) == 1:
-            lines.append(f"{names[pairs[0][0]]} and {names[pairs[0][1]]} agree on {low} of {unit}.")
+            lines.append(f"{' and '.join(next(iter(pairs)))} agree on {percent(shares[0])} of {unit}.")
         else:
-            lines.append(f"Two members agree on {low} to {high} of {unit}.")
-    correlated = [pair for pair in pairs if np.isfinite(correlation[pair])]
-    if not correlated:
-        lines.append("Some members give every row the same values, so their values do not correlate.")
-        return lines
-    closest = max(correlated, key=lambda pair: correlation[pair])
-    furthest = min(correlated, key=lambda pair: correlation[pair])
+            lines.append(f"Two members agree on {percent(shares[0])} to {percent(shares[-1])} of {unit}.")
+    correlations = {names: pair.correlation for names, pair in pairs.items() if np.isfinite(pair.correlation)}
+    if not correlations:
+        return [*lines, "Some members give every row the same values, so their values do not correlate."]
+    closest = max(correlations, key=lambda names: correlations[names])
+    furthest = min(correlations, key=lambda names: correlations[names])
     if results.truth is None:
         what = "values" if results.activation == "none" else "probabilities"
         meaning = "without true labels nobody can tell whether they share what is right or what is wrong."
     else:
         what, meaning = "errors", "they fail apart often enough for a mean of the two to gain."
-        if correlation[closest] > _ALIKE:
+        if correlations[closest] > _ALIKE:
             meaning = "they fail together, so a mean of the two gains little over either."
-    high, low = number(correlation[closest], 2), number(correlation[furthest], 2)
-    if len(correlated) == 1:
-        lines.append(f"Their {what} correlate at {high}: {meaning}")
-        return lines
-    first, second = closest
-    lines.append(
-        f"The {what} of {names[first]} and {names[second]} are most alike (correlation {high}): {meaning}"
-    )
-    first, second = furthest
-    lines.append(f"Those of {names[first]} and {names[second]} are least alike ({low}).")
-    return lines
+    high, low = number(correlations[closest], 2), number(correlations[furthest], 2)
+    if len(correlations) == 1:
+        return [*lines, f"Their {what} correlate at {high}: {meaning}"]
+    return [
+        *lines,
+        f"The {what} of {' and '.join(closest)} are most alike (correlation {high}): {meaning}",
+        f"Those of {' and '.join(furthest)} are least alike ({low}).",
+    ]

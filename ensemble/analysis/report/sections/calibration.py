@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from ensemble.analysis.calibration import fit_temperature
 from ensemble.analysis.metrics import ECE_BINS, METRICS
-from ensemble.analysis.reliability import BINS, Reliability, overconfidence, reliability
+from ensemble.analysis.reliability import BINS, Reliability, reliability
 from ensemble.analysis.report.base import (
     ENSEMBLE,
     ReportData,
@@ -26,14 +26,18 @@ from ensemble.analysis.report.base import (
 )
 from ensemble.analysis.report.pictures import MUTED, SERIES, picture
 
-# With fewer rows of a member no temperature is fitted; with more, as many as this bound allows are taken.
+# With fewer rows of a member no temperature is fitted.
 _MIN_ROWS = 50
-_MAX_VALUES = 150_000
 _MAX_PANELS = 6
 # Bins with fewer predictions are left out of the picture: their accuracy says nothing.
 _MIN_IN_BIN = 10
-# Smaller gaps are shown as 0.
-_MIN_GAP = 0.0005
+_NOTES = (
+    f"Members are shown as they were merged. ECE: the expected calibration error, of {ECE_BINS} bins; the diagrams "
+    f"have {BINS}.",
+    "Temperature: the one that fits these labels best; 1 needs no change, more makes a member less sure. ensemble "
+    "fit can fit temperatures together with weights and says what they gain on held-out rows. Fewer than "
+    f"{_MIN_ROWS} rows are too few for one.",
+)
 
 
 class Calibration(Section):
@@ -45,54 +49,48 @@ class Calibration(Section):
             return html("<p>These values are no probabilities, so there is nothing to calibrate.</p>")
         if truth is None:
             return html("<p>Without true labels nobody can say whether these probabilities are right.</p>")
-        order = np.argsort(-results.mean_weights, kind="stable")
-        values = {results.names[place]: results.values[place] for place in order}
+        values_of = {}
         if results.ensemble is not None and results.method.gives_probabilities:
-            values = {ENSEMBLE: results.ensemble} | values
-        gap_name = "confidence \N{MINUS SIGN} accuracy"
-        if activation == "sigmoid":
-            gap_name = "probability \N{MINUS SIGN} frequency"
-        verdict = ""
+            values_of[ENSEMBLE] = results.ensemble
+        for place in np.argsort(-results.mean_weights, kind="stable"):
+            values_of[results.names[place]] = results.values[place]
         diagrams: dict[str, Reliability] = {}
         cells: list[list[object]] = []
-        for name, of_name in values.items():
-            rows = np.flatnonzero(~np.isnan(of_name).any(axis=1))
+        for name, values in values_of.items():
+            rows = np.flatnonzero(~np.isnan(values).any(axis=1))
             if not len(rows):
                 continue
-            gap = overconfidence(of_name, activation, truth)
-            shown_gap = with_interval("accuracy", gap, is_difference=True)
+            values, true = values[rows], truth[rows]
+            diagrams[name] = reliability(values, activation, true)
             temperature = ""
             if name != ENSEMBLE and len(rows) >= _MIN_ROWS:
-                some = rows[:: -(-of_name.shape[1] * len(rows) // _MAX_VALUES)]
-                temperature = number(fit_temperature(of_name[some], truth[some], activation), 2)
-            if not verdict:
-                kind = "neither over- nor underconfident, as far as these rows tell"
-                if gap.excludes_zero and abs(gap.value) >= _MIN_GAP:
-                    kind = "overconfident" if gap.value > 0 else "underconfident"
-                who = "The ensemble" if name == ENSEMBLE else name
-                verdict = html(
-                    "{{ who }} is {{ kind }}: mean {{ what }} is {{ gap }}.",
-                    who=who,
-                    kind=kind,
-                    what=gap_name,
-                    gap=shown_gap,
-                )
-            diagrams[name] = reliability(of_name, activation, truth)
-            error = METRICS["ece"].value(truth[rows], of_name[rows], activation=activation)
-            cells.append([name, shown_gap, number(error), temperature])
-        remarks = [
-            f"Members are shown as they were merged. ECE: the expected calibration error, of {ECE_BINS} bins; the "
-            f"diagrams have {BINS}.",
-            "Temperature: the one that fits these labels best; 1 needs no change, more makes a member less sure. "
-            "ensemble fit can fit temperatures together with weights and says what they gain on held-out rows. "
-            f"Fewer than {_MIN_ROWS} rows are too few for one.",
-        ]
+                temperature = number(fit_temperature(values, true, activation), 2)
+            gap = with_interval("accuracy", diagrams[name].overconfidence, is_difference=True)
+            cells.append([name, gap, number(METRICS["ece"].value(true, values, activation)), temperature])
+        what, rate = "confidence", "accuracy"
+        if activation == "sigmoid":
+            what, rate = "probability", "frequency"
+        headers = ["", f"{what} \N{MINUS SIGN} {rate}", "ECE", "temperature"]
         return (
-            paragraphs([verdict])
-            + _picture(diagrams, "confidence" if activation == "softmax" else "probability")
-            + table(["", gap_name, "ECE", "temperature"], cells)
-            + notes(remarks)
+            paragraphs([_verdict(name, diagram, headers[1]) for name, diagram in [*diagrams.items()][:1]])
+            + _picture(diagrams, what)
+            + table(headers, cells)
+            + notes(_NOTES)
         )
+
+
+def _verdict(name: str, diagram: Reliability, gap_name: str) -> Markup:
+    gap = diagram.overconfidence
+    kind = "neither over- nor underconfident, as far as these rows tell"
+    if gap.excludes_zero:
+        kind = "overconfident" if gap.value > 0 else "underconfident"
+    return html(
+        "{{ who }} is {{ kind }}: mean {{ what }} is {{ gap }}.",
+        who="The ensemble" if name == ENSEMBLE else name,
+        kind=kind,
+        what=gap_name,
+        gap=with_interval("accuracy", gap, is_difference=True),
+    )
 
 
 def _picture(diagrams: Mapping[str, Reliability], what: str) -> Markup:

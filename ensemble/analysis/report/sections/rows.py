@@ -11,10 +11,11 @@ from markupsafe import Markup
 
 from ensemble.analysis.report.base import ReportData, Section, html, number, percent
 from ensemble.analysis.report.results import MergedRows
-from ensemble.analysis.rows import TopRows, costliest, least_certain, most_disputed
+from ensemble.analysis.rows import disagreement, highest, uncertainty
 from ensemble.common.errors import EnsembleError
 from ensemble.common.text import listed
 from ensemble.merging.methods.base import Values
+from ensemble.merging.scoring import row_losses
 
 _ROWS = 20
 # Rows of each list that are shown at once; the others are a click away.
@@ -30,24 +31,30 @@ class RowsToRead(Section):
 
     def html(self, data: ReportData) -> Markup:
         results = data.results
-        lists = [item for item in _lists(results) if len(item[-1].rows)]
+        lists = []
+        for title, note, score_name, scores in _lists(results):
+            rows = highest(scores, _ROWS)
+            if len(rows):
+                lists.append((title, note, score_name, scores, rows))
+        if not lists:
+            return html("<p>There are no rows to show: nothing was merged.</p>")
         texts: Mapping[int, Mapping[str, str]] = {}
         problem = ""
         try:
-            texts = data.texts(sorted({row for *_, top in lists for row in top.rows.tolist()}))
+            texts = data.table_texts.of_rows(np.concatenate([rows for *_, rows in lists]).tolist())
         except EnsembleError as error:
             problem = f"No texts are shown: {error}."
         shown = []
-        for title, note, score_name, top in lists:
+        for title, note, score_name, scores, rows in lists:
             cards = [
-                _card(results, row, f"{score_name} {score:.3g}", texts.get(row, {}))
-                for row, score in zip(top.rows.tolist(), top.scores.tolist(), strict=True)
+                _card(results, row, f"{score_name} {scores[row]:.3g}", texts.get(row, {}))
+                for row in rows.tolist()
             ]
             shown.append((title, note, cards))
         return html(
             """
 {% if problem %}<p class="note">{{ problem }}</p>{% endif %}
-{% if lists and has_answers %}
+{% if has_answers %}
 <p class="note"><span class="tag">label</span> the answer of the members beside it{% if has_truth %},
 <span class="tag right">label \N{CHECK MARK}</span> the right answer{% endif %}.</p>
 {% endif %}
@@ -58,7 +65,6 @@ class RowsToRead(Section):
 {% if cards[open:] %}<details><summary>{{ cards[open:]|length }} more</summary>
 {% for card in cards[open:] %}{{ card }}{% endfor %}</details>{% endif %}
 {% endfor %}
-{% if not lists %}<p>There are no rows to show: nothing was merged.</p>{% endif %}
 """,
             problem=problem,
             has_answers=results.activation != "none",
@@ -68,8 +74,8 @@ class RowsToRead(Section):
         )
 
 
-def _lists(results: MergedRows) -> Iterator[tuple[str, str, str, TopRows]]:
-    """Yield the lists of rows: title, note, what the score is called, and the rows."""
+def _lists(results: MergedRows) -> Iterator[tuple[str, str, str, Values]]:
+    """Yield the lists of rows: title, note, what the score is called, and the scores of all rows."""
     activation, ensemble = results.activation, results.ensemble
     if ensemble is not None and results.truth is not None:
         score_name = "squared error" if activation == "none" else "log loss"
@@ -77,21 +83,21 @@ def _lists(results: MergedRows) -> Iterator[tuple[str, str, str, TopRows]]:
             f"The highest {score_name} of the ensemble. Some of these are mistakes of the members, some are wrong "
             "labels in the table: read them before anything is fitted to them."
         )
-        yield "Costliest", note, score_name, costliest(ensemble, results.truth, activation, _ROWS)
+        yield "Costliest", note, score_name, row_losses(results.truth, ensemble, activation)
     weighted = np.flatnonzero(results.mean_weights > 0)
     if len(weighted) > 1:
         members = [results.values[place] for place in weighted]
-        top = most_disputed(members, results.mean_weights[weighted], activation, _ROWS)
-        top = TopRows(top.rows[top.scores > 0], top.scores[top.scores > 0])
+        scores = disagreement(members, results.mean_weights[weighted], activation)
         score_name = "standard deviation" if activation == "none" else "Jensen-Shannon divergence in bits"
-        yield "Most disputed", f"Where the members are furthest apart, by the {score_name}.", score_name, top
-    if ensemble is not None and activation == "softmax":
-        top = least_certain(ensemble, activation, _ROWS)
-        top = TopRows(top.rows, 1 - top.scores)
-        yield "Least certain", "Where the ensemble's first two labels are closest.", "margin", top
-    if ensemble is not None and activation == "sigmoid":
-        note = "Where the ensemble's answers are closest to 50 % (mean entropy of the labels)."
-        yield "Least certain", note, "entropy in bits", least_certain(ensemble, activation, _ROWS)
+        note = f"Where the members are furthest apart, by the {score_name}."
+        yield "Most disputed", note, score_name, np.where(scores > 0, scores, np.nan)
+    if ensemble is not None and activation != "none":
+        note = "Where the ensemble's first two labels are closest."
+        score_name = "1 \N{MINUS SIGN} margin"
+        if activation == "sigmoid":
+            note = "Where the ensemble's answers are closest to 50 % (mean entropy of the labels)."
+            score_name = "entropy in bits"
+        yield "Least certain", note, score_name, uncertainty(ensemble, activation)
 
 
 def _card(results: MergedRows, row: int, score: str, texts: Mapping[str, str]) -> Markup:

@@ -17,7 +17,6 @@ from ensemble.analysis.report.base import (
     ReportData,
     Section,
     html,
-    metric_text,
     notes,
     paragraphs,
     percent,
@@ -27,13 +26,17 @@ from ensemble.analysis.report.base import (
 )
 from ensemble.analysis.report.pictures import INK, MUTED, SERIES, picture
 from ensemble.analysis.report.results import MergedRows
-from ensemble.common.text import plural
 from ensemble.config.values import weight_text
-from ensemble.merging.methods.base import Values
+from ensemble.pipeline.ending import gain_text
 
 _DIFFERENCE = "member \N{MINUS SIGN} ensemble"
 # Metrics that go by which label is first, not by how much: also for merge methods that give no probabilities.
 _OF_RANKS = ("accuracy", "auc")
+_WITHOUT_TRUTH = (
+    "Without true labels nobody can say how good these predictions are, only how alike.",
+    "Set data.label_column (or label_columns) for a table that has them, and this page shows metrics with "
+    "intervals and calibration.",
+)
 
 
 class Scores(Section):
@@ -41,23 +44,30 @@ class Scores(Section):
 
     def html(self, data: ReportData) -> Markup:
         results = data.results
+        loss = METRIC_NAMES[results.metrics[0].name]
         gaps = _gaps(results)
-        lines, cells = _verdict(results, gaps), _cells(results, gaps)
-        remarks = list(results.predictions.remarks)
-        if data.report.fitted_on is not None:
-            lines.append(f"The ensemble: {data.report.fitted_on.text}.")
+        headers = ["", _DIFFERENCE, "weight", "rows"]
+        lines, remarks = [*_WITHOUT_TRUTH], list(results.predictions.remarks)
         if results.truth is not None:
+            headers[1:1] = [METRIC_NAMES[metric.name] for metric in results.metrics]
+            lines = [gain_text(data.report)]
+            if results.ensemble is None:
+                lines = ["The run has merged nothing, so there are only its members to look at."]
+            elif not results.method.gives_probabilities:
+                method = data.report.ensemble["method"]
+                lines = [f"The ensemble has no {loss}: the values that {method} gives are no probabilities."]
             remarks.append(
                 "In brackets 95 % intervals (bootstrap over rows). Those of differences are paired: the same rows "
                 "count for both. The best member comes first."
             )
             if results.predictions.rules is not None:
                 remarks.append("The members' scores are without the rules, all else is with them.")
-        names = [METRIC_NAMES[metric.name] for metric in results.metrics]
+        if data.report.fitted_on is not None:
+            lines.append(f"The ensemble: {data.report.fitted_on.text}.")
         return (
-            paragraphs(lines)
-            + _picture(METRIC_NAMES[results.loss.name], gaps)
-            + table(["", *names, _DIFFERENCE, "weight", "rows"], cells)
+            paragraphs([*filter(None, lines)])
+            + _picture(loss, gaps)
+            + table(headers, _cells(results, gaps))
             + notes([*remarks, *sorted(results.problems)])
         )
 
@@ -68,69 +78,15 @@ def _gaps(results: MergedRows) -> dict[str, Interval]:
         return {}
     gaps = {}
     for name, values in zip(results.names, results.as_ruled, strict=True):
-        gap = results.difference(values, results.ensemble)
+        gap = results.score(results.metrics[0], values, results.ensemble)
         if gap is not None:
             gaps[name] = gap
     return dict(sorted(gaps.items(), key=lambda item: item[1].value))
 
 
-def _rows_of(values: Values) -> int:
-    return int((~np.isnan(values).any(axis=1)).sum())
-
-
-def _verdict(results: MergedRows, gaps: Mapping[str, Interval]) -> list[str | Markup]:
-    """Return whether the ensemble is better than its best member, in a sentence or two."""
-    metric = results.loss.name
-    name, ensemble = METRIC_NAMES[metric], results.ensemble
-    if results.truth is None:
-        return [
-            "Without true labels nobody can say how good these predictions are, only how alike.",
-            "Set data.label_column (or label_columns) for a table that has them, and this page shows metrics with "
-            "intervals and calibration.",
-        ]
-    if ensemble is None:
-        return ["The run has merged nothing, so there are only its members to look at."]
-    if not results.method.gives_probabilities:
-        what = "predictions" if results.activation == "none" else "probabilities"
-        return [f"The ensemble has no {name}: the values that {results.method_name} gives are no {what}."]
-    ruled = dict(zip(results.names, results.as_ruled, strict=True))
-    whole = [member for member in gaps if _rows_of(ruled[member]) == _rows_of(ensemble)]
-    if not whole:
-        return ["No member has all rows, so none can be compared with the whole ensemble."]
-    best = whole[0]
-    gap = gaps[best]
-    score, best_score = results.score(results.loss, ensemble), results.score(results.loss, ruled[best])
-    assert score is not None
-    assert best_score is not None
-    rules = " with the same rules" if results.predictions.rules is not None else ""
-    first = (
-        f"The ensemble's {name} is {metric_text(metric, score.value)}; its best member, {best}, has "
-        f"{metric_text(metric, best_score.value)}{rules}"
-    )
-    if len(results.names) == 1 and gap.value == 0:
-        return [f"{first}: a single member is the ensemble."]
-    kind, verdict = "", f"over {plural(_rows_of(ensemble), 'row')} that is no more than noise"
-    if gap.excludes_zero:
-        kind, verdict = ("good", "better") if gap.value > 0 else ("bad", "worse")
-    sentence = html(
-        '{{ first }}: <strong class="{{ kind }}">{{ verdict }}</strong> ({{ best }} \N{MINUS SIGN} ensemble: '
-        "{{ size }}).",
-        first=first,
-        kind=kind,
-        verdict=verdict,
-        best=best,
-        size=with_interval(metric, gap, is_difference=True),
-    )
-    if kind != "bad":
-        return [sentence]
-    command = f"ensemble fit CONFIG {results.method.fit_options}".rstrip()
-    advice = "{{ best }} alone is better than these weights. <code>{{ command }}</code> finds better ones."
-    return [sentence, html(advice, best=best, command=command)]
-
-
 def _cells(results: MergedRows, gaps: Mapping[str, Interval]) -> list[list[object]]:
     """Return the table's rows: the ensemble, then the members, the best first."""
-    weights = {ENSEMBLE: ""}
+    weights = {}
     shares = (results.mean_weights / results.mean_weights.sum()).tolist()
     for name, weight, share in zip(results.names, results.weights, shares, strict=True):
         weights[name] = percent(share) if isinstance(weight, int | float) else weight_text(weight)
@@ -139,20 +95,19 @@ def _cells(results: MergedRows, gaps: Mapping[str, Interval]) -> list[list[objec
         values_of[ENSEMBLE] = results.ensemble
     rows: list[tuple[float, list[object]]] = []
     for name, values in values_of.items():
-        has_loss = name != ENSEMBLE or results.method.gives_probabilities
-        scores = {
-            metric.name: results.score(metric, values) if has_loss or metric.name in _OF_RANKS else None
-            for metric in results.metrics
-        }
-        loss = scores.get(results.loss.name)
-        cells: list[object] = [html("<strong>{{ name }}</strong>", name=name) if name == ENSEMBLE else name]
-        for metric, score in scores.items():
-            cells.append(NOTHING if score is None else with_interval(metric, score.interval))
-        gap = gaps.get(name)
-        cells.append("" if gap is None else with_interval(results.loss.name, gap, is_difference=True))
-        cells += [weights[name], f"{_rows_of(values):,}"]
-        place = np.inf if loss is None else loss.value
-        rows.append((-np.inf if name == ENSEMBLE else place, cells))
+        is_ensemble = name == ENSEMBLE
+        place = -np.inf if is_ensemble else np.inf
+        cells: list[object] = [html("<strong>{{ name }}</strong>", name=name) if is_ensemble else name]
+        for metric in results.metrics if results.truth is not None else ():
+            score = None
+            if not is_ensemble or results.method.gives_probabilities or metric.name in _OF_RANKS:
+                score = results.score(metric, values)
+            cells.append(NOTHING if score is None else with_interval(metric.name, score))
+            if score is not None and metric is results.metrics[0] and not is_ensemble:
+                place = score.value
+        gap = "" if name not in gaps else with_interval(results.metrics[0].name, gaps[name], True)
+        count = int((~np.isnan(values).any(axis=1)).sum())
+        rows.append((place, [*cells, gap, weights.get(name, ""), f"{count:,}"]))
     rows.sort(key=lambda row: row[0])
     return [cells for _, cells in rows]
 

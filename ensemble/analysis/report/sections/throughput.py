@@ -77,7 +77,7 @@ def _speed(member: MemberReport) -> list[str]:
 
 def _lengths(data: ReportData) -> Markup:
     try:
-        lengths = data.text_bytes
+        lengths = data.table_texts.sizes()
     except DataError as error:
         return notes([f"No lengths of the texts: {error}"])
     if not len(lengths) or not lengths.max():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 from markupsafe import Markup
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -18,8 +17,8 @@ from ensemble.common.text import duration
 from ensemble.pipeline.run_report import RunReport
 from ensemble.scheduling.device_pool import TelemetryCurve
 
-# How solid a member's colour is in each phase.
-_ALPHA = {"start": 0.25, "load": 0.5, "compute": 1.0}
+# How solid a member's colour is while a worker starts, loads and computes.
+_ALPHAS = (0.25, 0.5, 1.0)
 _LANE_PIXELS = 22
 _MEMORY_PIXELS = 85
 # Of many devices the first ones are drawn.
@@ -28,14 +27,12 @@ _MAX_CURVES = 16
 _TICK_SECONDS = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3_600, 10_800, 43_200, 259_200)
 
 
-class _Span(NamedTuple):
-    """A phase of a worker, in seconds since the run's start; ``lane`` is a device and a number within it."""
+class _Bar(NamedTuple):
+    """A worker on a device; ``times`` are when each phase begins and the last one ends, since the run's start."""
 
-    lane: tuple[str, int]
+    lane: tuple[str, int]  # the device and a number within it
     member: int
-    phase: str
-    begin: float
-    end: float
+    times: tuple[float, float, float, float]
 
 
 class Timeline(Section):
@@ -43,19 +40,17 @@ class Timeline(Section):
 
     def html(self, data: ReportData) -> Markup | None:
         report = data.report
-        workers = [worker for member in report.members for worker in member.workers]
         names = gpus.device_names(report.devices) | {"cpu": "CPU"}
-        for device in sorted({device for worker in workers for device in worker.devices}):
-            names.setdefault(
-                device, device.replace("cpu", "CPU", 1)
-            )  # of a node, or of an earlier run's machine
+        bars = list(_bars(report))
+        for device in sorted(bar.lane[0] for bar in bars):  # of a node, or of an earlier run's machine
+            names.setdefault(device, device.replace("cpu", "CPU", 1))
         content = html("<p>No worker ran: the predictions of all members were there.</p>")
-        if workers:
-            content = _picture(report, list(_spans(report)), names)
+        if bars:
+            content = _picture(report, bars, names)
         return content + _devices(report, names)
 
 
-def _spans(report: RunReport) -> Iterator[_Span]:
+def _bars(report: RunReport) -> Iterator[_Bar]:
     """Yield what each worker did when; a worker that stood by counts from when it got the device."""
     ends: dict[tuple[str, int], float] = {}
     workers = [(number, worker) for number, member in enumerate(report.members) for worker in member.workers]
@@ -71,31 +66,46 @@ def _spans(report: RunReport) -> Iterator[_Span]:
             while ends.get(lane, 0.0) > begin:  # workers that share a device are drawn below each other
                 lane = (device, lane[1] + 1)
             ends[lane] = end
-            yield _Span(lane, number, "start", begin, loading)
-            yield _Span(lane, number, "load", loading, loaded)
-            yield _Span(lane, number, "compute", loaded, end)
+            yield _Bar(lane, number, (begin, loading, loaded, end))
 
 
-def _picture(report: RunReport, spans: Sequence[_Span], names: Mapping[str, str]) -> Markup:
+def _picture(report: RunReport, bars: list[_Bar], names: Mapping[str, str]) -> Markup:
     order = list(names)
-    lanes = sorted({span.lane for span in spans}, key=lambda lane: (order.index(lane[0]), lane))[:_MAX_LANES]
+    lanes = sorted({bar.lane for bar in bars}, key=lambda lane: (order.index(lane[0]), lane))[:_MAX_LANES]
     curves = [device for device in report.devices if device.uuid in report.device_memory][:_MAX_CURVES]
-    seconds = max(span.end for span in spans)
-    members = [number for number, member in enumerate(report.members) if member.workers]
+    seconds = max(bar.times[-1] for bar in bars)
+    members = sorted({bar.member for bar in bars})
     heights = [24 + _LANE_PIXELS * len(lanes), *(_MEMORY_PIXELS for _ in curves)]
     step = next((step for step in _TICK_SECONDS if seconds <= 6 * step), _TICK_SECONDS[-1])
 
     def draw(figure: Figure) -> None:
-        grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-        _draw_lanes(grid[0], report, spans, lanes, names)
-        for axes, device in zip(grid[1:], curves, strict=True):
-            _draw_memory(axes, report, device.uuid)
+        first, *others = figure.subplots(
+            len(heights), 1, sharex=True, squeeze=False, height_ratios=heights
+        ).ravel()
+        for bar in bars:
+            if bar.lane in lanes:
+                colour = SERIES[bar.member % len(SERIES)]
+                for begin, end, alpha in zip(bar.times, bar.times[1:], _ALPHAS, strict=False):
+                    place = lanes.index(bar.lane)
+                    first.barh(place, end - begin, left=begin, height=0.72, color=colour, alpha=alpha)
+        first.set_yticks(range(len(lanes)), ["" if number else names[device] for device, number in lanes])
+        first.set_ylim(len(lanes) - 0.4, -0.6)
+        first.tick_params(axis="y", length=0)
+        first.grid(axis="y", visible=False)
+        for axes, device in zip(others, curves, strict=True):
+            curve = report.device_memory[device.uuid]
+            times, used = ([point[place] for point in curve.points] for place in (0, 1))
+            axes.plot(times, np.array(used) / 2**30, color=SERIES[0], drawstyle="steps-post")
+            if curve.baseline_bytes is not None:
+                axes.axhline(curve.baseline_bytes / 2**30, color=MUTED, linewidth=0.8, linestyle=":")
             axes.set_ylim(0, device.total_bytes / 2**30 or None)
+            axes.set_ylabel("GiB")
             axes.set_title(names[device.uuid], loc="left")
-        grid[-1].set_xlim(0, seconds * 1.01)
+        last = [first, *others][-1]
+        last.set_xlim(0, seconds * 1.01)
         ticks = np.arange(0.0, seconds, step)
-        grid[-1].set_xticks(ticks, [duration(tick) for tick in ticks])
-        grid[-1].set_xlabel("since the run's start")
+        last.set_xticks(ticks, [duration(tick) for tick in ticks])
+        last.set_xlabel("since the run's start")
         handles = [Patch(color=SERIES[number % len(SERIES)]) for number in members]
         # Matplotlib leaves names with an underscore at the start out of a legend.
         labels = [f"\u200b{shortened(report.members[number].name, 16)}" for number in members]
@@ -112,35 +122,6 @@ def _picture(report: RunReport, spans: Sequence[_Span], names: Mapping[str, str]
         text += f" Computed by an earlier run, with times since its start: {', '.join(earlier)}."
     height = 45 + 16 * -(-len(members) // 3) + sum(heights) + 20 * len(curves)
     return picture(draw, "Workers and memory of the devices over time", text, height)
-
-
-def _draw_lanes(
-    axes: Axes,
-    report: RunReport,
-    spans: Sequence[_Span],
-    lanes: Sequence[tuple[str, int]],
-    names: Mapping[str, str],
-) -> None:
-    places = {lane: place for place, lane in enumerate(lanes)}
-    for span in spans:
-        if span.lane in places:
-            colour = SERIES[span.member % len(SERIES)]
-            width, alpha = span.end - span.begin, _ALPHA[span.phase]
-            axes.barh(places[span.lane], width, left=span.begin, height=0.72, color=colour, alpha=alpha)
-    axes.set_yticks(range(len(lanes)), ["" if number else names[device] for device, number in lanes])
-    axes.set_ylim(len(lanes) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="y", visible=False)
-
-
-def _draw_memory(axes: Axes, report: RunReport, device: str) -> None:
-    curve = report.device_memory[device]
-    times = [seconds for seconds, _ in curve.points]
-    used = [size / 2**30 for _, size in curve.points]
-    axes.plot(times, used, color=SERIES[0], drawstyle="steps-post")
-    if curve.baseline_bytes is not None:
-        axes.axhline(curve.baseline_bytes / 2**30, color=MUTED, linewidth=0.8, linestyle=":")
-    axes.set_ylabel("GiB")
 
 
 def _devices(report: RunReport, names: Mapping[str, str]) -> Markup:
