@@ -149,11 +149,11 @@ class Comparison:
 
     first: Side
     second: Side
-    rows: int
     settings: tuple[Setting, ...] | None
-    changes: tuple[Change, ...]
-    metrics: tuple[MetricChange, ...]
-    remarks: tuple[str, ...]
+    rows: int = 0
+    changes: tuple[Change, ...] = ()
+    metrics: tuple[MetricChange, ...] = ()
+    remarks: tuple[str, ...] = ()
     level: float = LEVEL
 
     def __repr__(self) -> str:
@@ -227,9 +227,7 @@ def compare(
     settings = None
     if left.report is not None and right.report is not None:
         settings = tuple(changed_settings(run_settings(left.report), run_settings(right.report)))
-    result = Comparison(
-        first=_side(left), second=_side(right), rows=0, settings=settings, changes=(), metrics=(), remarks=()
-    )
+    result = Comparison(first=_side(left), second=_side(right), settings=settings)
     try:
         left, right = _common(left, right, remarks)
     except DataError as error:
@@ -244,8 +242,8 @@ def compare(
     if not is_same_kind:
         remarks.append("one side has exclusive labels and the other not, so that no metric is of both")
     elif labels is not None:
-        ids, names = predictions.ids, predictions.labels
-        truth, more_remarks = read_truth(labels, ids, names, kind, label_column or LABEL_COLUMN, id_column)
+        rows = predictions.ids, predictions.labels, kind
+        truth, more_remarks = read_truth(labels, *rows, label_column or LABEL_COLUMN, id_column)
         remarks += more_remarks
     else:
         truth = _agreed_truth(left, right, remarks)
@@ -374,12 +372,8 @@ def _agreed_truth(left: _Source, right: _Source, remarks: list[str]) -> Truth | 
     ours, theirs = left.predictions.truth, right.predictions.truth
     if ours is None or theirs is None:
         return theirs if ours is None else ours
-    if ours.shape != theirs.shape:
-        remarks.append(f"{right.name} has a truth of another kind; that of {left.name} counts")
-    elif others := int((ours != theirs).reshape(len(ours), -1).any(axis=1).sum()):
-        remarks.append(
-            f"{right.name} has another truth for {plural(others, 'row')}; that of {left.name} counts"
-        )
+    if not np.array_equal(ours, theirs):
+        remarks.append(f"{right.name} has another truth; that of {left.name} counts")
     return ours
 
 
@@ -432,13 +426,12 @@ def _metric_changes(
     kind: Activation,
     remarks: list[str],
 ) -> Iterator[MetricChange]:
-    for name, (first, second) in pairs.items():
-        is_present = ~(np.isnan(first) | np.isnan(second)).any(axis=1)
-        bootstrap = Bootstrap(truth[is_present], kind)
-        first, second = first[is_present], second[is_present]
+    bootstrap = Bootstrap(truth, kind)
+    for name, pair in pairs.items():
+        of_pair, (first, second) = bootstrap.of_common_rows(*pair)
         for metric in metrics:
             try:
-                ours, theirs = bootstrap.score(metric, first), bootstrap.score(metric, second)
+                ours, theirs = of_pair.score(metric, first), of_pair.score(metric, second)
             except UndefinedMetric as error:
                 remarks += [f"{name}: {problem}" for problem in error.problems]
                 continue
@@ -447,7 +440,7 @@ def _metric_changes(
                 metric=metric.name,
                 kind=metric.kind,
                 greater_is_better=metric.greater_is_better,
-                rows=int(is_present.sum()),
+                rows=len(first),
                 first=ours.interval,
                 second=theirs.interval,
                 difference=theirs.minus(ours),

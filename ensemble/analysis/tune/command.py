@@ -74,20 +74,6 @@ def tune(
         samples = [] if config.submission is None else [config.submission.sample]
         output_file(target, [config.data.path, *samples, *map(Path, prepared.file_states)])
         rundir.demand_free("--write", target)
-    devices = [device.name for device in gpus or prepared.inventory.hosts] or [cpu_products()]
-    made_on: dict[str, Any] = {
-        "devices": sorted(devices),
-        "versions": installed_versions(_VERSIONS),
-        "cores": usable_cpus(),
-        "asked": rows,
-        "made_of": digest_of(
-            {
-                "config": config.model_dump(mode="json", exclude=_NOT_TAKEN),
-                "table": repr(prepared.table_state),
-            }
-        ),
-        "members": [model.name for model in config.models],
-    }
     members = [
         MemberTrials(
             prepared,
@@ -107,31 +93,41 @@ def tune(
         raise ConfigError(
             "models: no member has settings that tune could choose; it is for checkpoints that transformers loads"
         )
+    devices = [device.name for device in gpus or prepared.inventory.hosts] or [cpu_products()]
+    versions = installed_versions(_VERSIONS)
+    made_of = digest_of(
+        {
+            "config": config.model_dump(mode="json", exclude=_NOT_TAKEN),
+            "table": repr(prepared.table_state),
+            "devices": sorted(devices),
+            "versions": versions,
+            "cores": usable_cpus(),
+            "rows": rows,
+        }
+    )
     sample_rows = tunable[0].rows
     folder = RunDir(rundir.tune_dir)
     folder.create()
     with hold(folder), heed_signals(owns_process):
-        _begin(folder.root, made_on)
-        count = sum(member.count for member in tunable)
-        seconds = [member.expected_seconds() for member in tunable]
+        marker = {"made_of": made_of, "members": names}
+        _begin(folder.root, marker)
         kept = sum(member.kept for member in tunable)
-        left = sum(seconds) * max(0, count - kept) / count
-        about = f", about {duration(left)}" if all(seconds) and left else ""
+        seconds = [member.expected_seconds() for member in tunable]
+        about = f", about {duration(sum(seconds))}" if all(seconds) else ""
         about += f" ({kept} done already)" if kept else ""
         display.say(
-            f"{plural(count, 'trial')} at most, each in a fresh worker, of {sample_rows:,} of "
-            f"{plural(prepared.table.rows, 'row')}{about}; what is done is kept in {folder.root}"
+            f"{plural(sum(member.count for member in tunable), 'trial')} at most, each in a fresh worker, of "
+            f"{sample_rows:,} of {plural(prepared.table.rows, 'row')}{about}; what is done is kept in {folder.root}"
         )
-        tunings = [member.tune() for member in tunable]
         tuning = Tuning(
-            members=tuple(tunings),
+            members=tuple(member.tune() for member in tunable),
             skipped=tuple(model.name for model in config.models if model.name not in names),
             rows=sample_rows,
             tolerance=tolerance,
             seconds=boot_seconds() - began,
             tuned_on=TuningConfig.model_validate(
                 {
-                    "versions": made_on["versions"],
+                    "versions": versions,
                     "rows": sample_rows,
                     "devices": [*dict.fromkeys(devices)],
                     "tolerance": tolerance,
@@ -142,7 +138,7 @@ def tune(
         # First, so that the same command goes on with these trials if the file cannot be written.
         if target is not None and tuning.has_result:
             write_text(target, tuning.overlay())
-        _mark(folder.root, {**made_on, "complete": True})
+        write_text(folder.root / _MARKER, json.dumps({**marker, "complete": True}) + "\n")
     return tuning
 
 
@@ -158,7 +154,7 @@ def overrides_beside(loaded: LoadedConfig, tuning: Tuning) -> list[str]:
     return [override for override in loaded.overrides if not f"{path_of(override)}.".startswith(tuple(tuned))]
 
 
-def _begin(folder: Path, made_on: Mapping[str, Any]) -> None:
+def _begin(folder: Path, marker: Mapping[str, Any]) -> None:
     """Keep the trials of an interrupted ``tune`` of the same config, table and versions; remove others.
 
     Raises:
@@ -171,12 +167,8 @@ def _begin(folder: Path, made_on: Mapping[str, Any]) -> None:
             f"{folder}: holds {listed([path.name for path in others])}, which tune has not made; choose "
             "another output_dir"
         )
-    if before != made_on:
+    if before != marker:
         for path in others:
-            if path.name in (*made_on["members"], *before.get("members", ())):
+            if path.name in (*marker["members"], *before.get("members", ())):
                 shutil.rmtree(path, ignore_errors=True)
-    _mark(folder, made_on)
-
-
-def _mark(folder: Path, made_on: Mapping[str, object]) -> None:
-    write_text(folder / _MARKER, json.dumps(made_on) + "\n")
+    write_text(folder / _MARKER, json.dumps(marker) + "\n")

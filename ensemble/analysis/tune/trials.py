@@ -9,7 +9,6 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,9 @@ from ensemble.common.errors import ConfigError, DataError, EnsembleError, WriteE
 from ensemble.common.packages import unsupported
 from ensemble.common.protocol import Activation
 from ensemble.common.text import duration, plural, quoted
-from ensemble.config import EnsembleConfig, MemberConfig
+from ensemble.config import EnsembleConfig
 from ensemble.data.table import InputTable, Truth
-from ensemble.members.base import Assigned, Candidate, MemberKind, OutputColumns, RanWith
+from ensemble.members.base import Assigned, Candidate, OutputColumns, RanWith
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.load import load
 from ensemble.pipeline.prediction_files import read_as_written
@@ -51,25 +50,23 @@ _OF_NUMBERS = ("dtype", "quantization_config", "attn_implementation")
 
 
 class _TooSlow(Exception):
-    """Ends a trial's run from within."""
+    """Ends a trial's run from within; holds the rows a second that it reached."""
 
 
 class _Watching:
     """The display of a trial: shows nothing, and ends the trial if it computes for longer than it may."""
 
-    def __init__(self, max_seconds: float | None) -> None:
+    def __init__(self, max_seconds: float) -> None:
         self._max_seconds = max_seconds
-        self.rows_per_second = 0.0
 
     def say(self, text: str) -> None: ...
 
     def update(self, members: Sequence[MemberState]) -> None:
         (state,) = members
-        if self._max_seconds is None or state.predicting_since is None or state.finished:
+        if state.predicting_since is None or state.finished:
             return
         if state.predicting_seconds > self._max_seconds:
-            self.rows_per_second = (state.rows_done - state.reused_rows) / state.predicting_seconds
-            raise _TooSlow
+            raise _TooSlow((state.rows_done - state.reused_rows) / state.predicting_seconds)
 
     def stop(self) -> None: ...
 
@@ -87,89 +84,82 @@ class MemberTrials:
         say: Callable[[str], None],
         owns_process: bool,
     ) -> None:
-        self._owns_process = owns_process
+        self.model = prepared.config.models[index]
         self._prepared = prepared
         self._index = index
         self._chosen = sample_rows_of(prepared.table.text_bytes, rows or _ROWS)
-        self._truth = None if prepared.truth is None else prepared.truth[self._chosen]
         self._folder = folder
         self._tolerance = tolerance
         self._say = say
-        self.model: MemberConfig = prepared.config.models[index]
-        self._kind: MemberKind[Any, Any] = member_kind(self.model)
+        self._owns_process = owns_process
         self._trials: list[Trial] = []
         self._reference: Trial | None = None
         self._best: Trial | None = None
-        request, gpus = self._kind.request(), prepared.plan.gpus
-        self._on_gpu = bool(gpus) and request.num_gpus != 0
+        gpus, num_gpus = prepared.plan.gpus, member_kind(self.model).request().num_gpus
+        self._on_gpu = bool(gpus) and num_gpus != 0
         capabilities = [gpu.compute_capability for gpu in gpus if gpu.compute_capability is not None]
         self._assigned = Assigned(
-            gpus=(request.num_gpus or 1) if self._on_gpu else 0,
+            gpus=(num_gpus or 1) if self._on_gpu else 0,
             capability=min(capabilities, default=None) if self._on_gpu else None,
         )
+        groups = [[*group] for group in self._candidates()]
+        # The most trials that there may be, with the reference twice; 0 if there is nothing to choose.
+        self.count = 0
+        if any(groups):
+            # The config's own precision is tried, too.
+            configured = self._identity({})
+            if configured not in [None, *(self._identity(candidate.keys) for candidate in groups[0])]:
+                groups[0].append(Candidate("as configured", {}))
+            self.count = sum(map(len, groups)) + 1
+        self._precisions = groups[0] if groups else []
 
     @property
     def rows(self) -> int:
         """Number of rows of the sample."""
         return len(self._chosen)
 
-    @cached_property
-    def count(self) -> int:
-        """Return the most trials that there may be, with the reference twice; 0 if there is nothing to choose."""
-        groups = self._kind.candidates(self._prepared.inspected[self.model.name], self._assigned)
-        if not any(groups):
-            return 0
-        precisions, *others = groups
-        return len(self._with_configured(precisions)) + sum(map(len, others)) + 1
+    def expected_seconds(self) -> float:
+        """Return the time of the trials that are not kept, by earlier runs or by a guess; 0 if it is unknown."""
+        planned = [member for member in self._prepared.plan.members if member.name == self.model.name]
+        share = self.rows / max(1, self._prepared.table.rows)
+        each = sum(member.speed.startup_seconds + member.whole_seconds * share for member in planned)
+        return each * max(0, self.count - self.kept)
 
     @property
     def kept(self) -> int:
-        """Return how many trials an interrupted command has finished."""
+        """Number of trials that an interrupted command has finished."""
         return sum(map(_is_complete, self._folder.glob("*-*")))
-
-    def expected_seconds(self) -> float:
-        """Return the time of all trials, by the speed of an earlier run or by a guess; 0 if it is unknown."""
-        planned = [member for member in self._prepared.plan.members if member.name == self.model.name]
-        share = self.rows / max(1, self._prepared.table.rows)
-        return sum(
-            self.count * (member.speed.startup_seconds + member.whole_seconds * share) for member in planned
-        )
 
     def tune(self) -> MemberTuning:
         """Try each group of candidates with the best of the groups before it, and then the reference again."""
-        name, inspected = self.model.name, self._prepared.inspected[self.model.name]
-        (precisions, *_) = self._kind.candidates(inspected, self._assigned)
-        for candidate in self._with_configured(precisions):
+        name = self.model.name
+        for candidate in self._precisions:
             self._try(candidate.name, dict(candidate.keys), is_precision=True)
-        best, reference = self._best, self._reference
-        if best is None or reference is None or reference.seconds is None:
+        reference = self._reference
+        if self._best is None or reference is None or reference.seconds is None:
             self._say(f"{name}: nothing that was tried gave a result; its settings stay as they are")
             return MemberTuning(name, tuple(self._trials))
-        group = 1
-        while group < len(groups := self._kind.candidates(inspected, self._assigned, best.ran_with)):
-            for candidate in groups[group]:
+        for group in range(1, len(self._candidates())):
+            best = self._best
+            for candidate in self._candidates(best.ran_with)[group]:
                 computing = (best.whole_seconds or 0.0) - (best.load_seconds or 0.0)
                 if computing < candidate.pays_from_seconds:
                     self._say(
                         f"{name}: {candidate.name}: not tried, as all rows are computed in "
                         f"{duration(computing)}, and it can pay from {duration(candidate.pays_from_seconds)} on"
                     )
-                    continue
-                self._try(f"{best.name}, {candidate.name}", {**best.keys, **candidate.keys})
-            best, group = self._best or best, group + 1
+                else:
+                    self._try(f"{best.name}, {candidate.name}", {**best.keys, **candidate.keys})
         last = self._run(Trial(f"{reference.name}, again", reference.keys), None)
         again = None if last.seconds is None else last.seconds / reference.seconds
         tuning = MemberTuning(name, tuple(self._trials), reference.name, again=again)
         if tuning.has_moved:
             return tuning
-        return replace(tuning, best=best.name, keys=self._changes(best.keys))
+        return replace(tuning, best=self._best.name, keys=self._changes(self._best.keys))
 
-    def _with_configured(self, precisions: Sequence[Candidate]) -> list[Candidate]:
-        """Return the precisions, and the config's own if it is another one."""
-        configured = self._identity({})
-        if configured is None or configured in [self._identity(candidate.keys) for candidate in precisions]:
-            return [*precisions]
-        return [*precisions, Candidate("as configured", {})]
+    def _candidates(self, ran_with: RanWith | None = None) -> Sequence[Sequence[Candidate]]:
+        inspected = self._prepared.inspected[self.model.name]
+        return member_kind(self.model).candidates(inspected, self._assigned, ran_with)
 
     def _identity(self, keys: Mapping[str, Any]) -> str | None:
         """Return a digest of what the member's numbers depend on with these keys; None if it cannot run so."""
@@ -183,13 +173,12 @@ class MemberTrials:
 
     def _changes(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of the keys that the config has otherwise."""
-        if self._identity(keys) == self._identity({}):
-            keys = {key: value for key, value in keys.items() if key not in _OF_NUMBERS}
+        is_same = self._identity(keys) == self._identity({})
         changed = {}
         for key, value in keys.items():
             field_info = type(self.model).model_fields[key]
             new_value = field_info.get_default(call_default_factory=True) if value is None else value
-            if new_value != getattr(self.model, key):
+            if new_value != getattr(self.model, key) and not (is_same and key in _OF_NUMBERS):
                 changed[key] = value
         return changed
 
@@ -200,51 +189,46 @@ class MemberTrials:
 
     def _try(self, name: str, keys: dict[str, Any], is_precision: bool = False) -> None:
         """Run a candidate; the first one that gives a result is the reference."""
-        best, reference = self._best, self._reference
+        best = self._best
         trial = self._run(Trial(name, keys, is_precision), None if best is None else best.seconds)
-        if not trial.failure and (best is None or reference is None):
-            trial = replace(trial, is_within=True)
-            self._reference = self._best = trial
-        elif not trial.failure and best is not None and reference is not None:
-            trial = self._compared(trial, reference)
-            if trial.is_within and _cost(trial) < _WORTH_CHANGING * _cost(best):
-                self._best = trial
-        self._add(trial)
+        text = trial.failure
+        if not text:
+            if self._reference is None or best is None:
+                trial = replace(trial, is_within=True)
+                self._reference = self._best = trial
+                distance = "the reference"
+            else:
+                trial = self._compared(trial, self._reference)
+                if trial.is_within and trial.cost < _WORTH_CHANGING * best.cost:
+                    self._best = trial
+                distance = f"{trial.mean:.4f} from {self._reference.name}"
+            unit = "tokens/s" if trial.tokens_per_second else "rows/s"
+            text = f"{trial.tokens_per_second or trial.rows_per_second or 0.0:,.0f} {unit}, {distance}"
+        self._trials.append(trial)
+        self._say(f"{self.model.name}: {name}: {text}")
 
     def _compared(self, trial: Trial, reference: Trial) -> Trial:
-        """Return a trial with its distance from the reference."""
+        """Return a trial with its distance from the reference, over the rows that both could compute."""
         assert trial.values is not None
         assert reference.values is not None
         kind = self._prepared.inspected[self.model.name].activation
         both = np.isfinite(reference.values).all(axis=1) & np.isfinite(trial.values).all(axis=1)
         expected, values = reference.values[both], trial.values[both]
         mean, largest, changed = distances(expected, values, kind)
-        truth = None if self._truth is None else self._truth[both]
+        truth = self._prepared.truth
         return replace(
             trial,
             mean=mean,
             largest=largest,
             changed=changed,
-            metrics={} if truth is None else _metric_differences(expected, values, truth, kind),
+            metrics={}
+            if truth is None
+            else _metric_differences(expected, values, truth[self._chosen][both], kind),
             is_within=mean <= self._tolerance and (kind == "none" or changed <= self._tolerance),
         )
 
-    def _add(self, trial: Trial) -> None:
-        self._trials.append(trial)
-        text = trial.failure
-        if not text:
-            unit = "tokens/s" if trial.tokens_per_second else "rows/s"
-            reference = self._reference.name if self._reference else ""
-            distance = "the reference" if trial.name == reference else f"{trial.mean:.4f} from {reference}"
-            text = f"{trial.tokens_per_second or trial.rows_per_second or 0.0:,.0f} {unit}, {distance}"
-        self._say(f"{self.model.name}: {trial.name}: {text}")
-
     def _made(
-        self,
-        keys: Mapping[str, Any],
-        table: InputTable,
-        folder: Path,
-        is_whole: bool = False,
+        self, keys: Mapping[str, Any], table: InputTable, folder: Path, is_whole: bool = False
     ) -> Prepared:
         """Return a run of this member alone, with these keys.
 
@@ -293,28 +277,29 @@ class MemberTrials:
         table = self._sample()
         slug = "".join(letter if letter.isalnum() else "-" for letter in trial.name)
         folder = self._folder / f"{slug}-{table.rows}"
-        limit = None if best_seconds is None else max(_MIN_SECONDS, _TOO_SLOW * best_seconds)
-        watching = _Watching(limit)
+        max_seconds = float("inf") if best_seconds is None else max(_MIN_SECONDS, _TOO_SLOW * best_seconds)
         try:
             prepared = self._made(trial.keys, table, folder)
-            is_done = _is_complete(folder)
             report = run_prepared(
-                prepared, watching, not is_done, boot_seconds(), owns_process=self._owns_process
+                prepared,
+                _Watching(max_seconds),
+                not _is_complete(folder),
+                boot_seconds(),
+                owns_process=self._owns_process,
             )
-        except _TooSlow:
-            speed = watching.rows_per_second
-            at = f" at {speed:.3g} rows/s" if speed else ""
-            why = f"stopped{at}, as it takes more than twice as long as the best so far"
+        except _TooSlow as error:
+            (speed,) = error.args
+            why = f"stopped at {speed:.3g} rows/s, as it takes more than twice as long as the best so far"
             return replace(trial, failure=why, rows_per_second=speed)
         except WriteError:
             raise
         except EnsembleError as error:
             return replace(trial, failure=error.problems[0])
         (member,) = report.members
+        if member.bad_rows and member.progress.rows_done == table.rows and report.status != "complete":
+            return replace(trial, failure=_bad_rows(member, table))
         if member.failure is not None or report.status != "complete":
-            message = member.failure.message if member.failure is not None else f"the run is {report.status}"
-            if member.bad_rows and member.progress.rows_done == table.rows:  # that is why
-                message = _bad_rows(member, table)
+            message = f"the run is {report.status}" if member.failure is None else member.failure.message
             return replace(trial, failure=message)
         return self._measured(trial, prepared, member)
 
@@ -356,15 +341,11 @@ class MemberTrials:
 
         If the whole table does not fit with these settings, the work is that of the sample.
         """
-        planned = [member for member in self._prepared.plan.members if member.name == self.model.name]
-        if self._on_gpu or not planned:  # other settings may have room for other replicas
+        with contextlib.suppress(EnsembleError):
             folder = prepared.config.output_dir
-            try:
-                made = self._made(trial.keys, self._prepared.table, folder, is_whole=True)
-            except EnsembleError:
-                made = prepared
-            planned = list(made.plan.members)
-        return planned[0].work, planned[0].replicas if self._on_gpu else 1
+            prepared = self._made(trial.keys, self._prepared.table, folder, is_whole=True)
+        (planned,) = prepared.plan.members
+        return planned.work, planned.replicas if self._on_gpu else 1
 
 
 def _is_complete(run_dir: Path) -> bool:
@@ -383,10 +364,6 @@ def _bad_rows(member: MemberReport, table: InputTable) -> str:
     where = f"the first of them with id {quoted(str(table.ids[int(row)].as_py()))}"
     of = f"{len(member.bad_rows):,} of {plural(table.rows, 'row')} of the sample"
     return f"{of} could not be computed, {where}: {reason}"
-
-
-def _cost(trial: Trial) -> float:
-    return trial.whole_seconds if trial.whole_seconds is not None else float("inf")
 
 
 def distances(

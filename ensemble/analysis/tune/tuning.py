@@ -63,6 +63,10 @@ class Trial:
     why_lacking: str = ""
     values: npt.NDArray[np.float64] | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def cost(self) -> float:
+        return float("inf") if self.whole_seconds is None else self.whole_seconds
+
 
 @dataclass(frozen=True)
 class MemberTuning:
