@@ -38,7 +38,7 @@ from ensemble.data.ids import places_among
 from ensemble.data.table import Truth
 from ensemble.merging.scoring import LEVEL
 from ensemble.pipeline.results import ENSEMBLE_ROW
-from ensemble.pipeline.run_report import MemberReport, RunReport
+from ensemble.pipeline.run_report import RunReport
 
 # Regression values that differ by less are the same: a resumed run has other batches.
 _SAME = 1e-6
@@ -72,11 +72,9 @@ class Example:
 class Change:
     """Measure how far a member's predictions, or the ensemble's, are apart on the rows that both sides have.
 
-    Attributes:
-        changed: rows with another likeliest label; of labels that are not exclusive, with one that is above 0.5 on
-            one side only; of regression, with another number.
-        mean: of the absolute differences of all values; so is ``largest``.
-        examples: the changed rows that differ most.
+    ``mean`` and ``largest`` are of the absolute differences of all values; ``examples`` are the changed rows that
+    differ most. A row has changed if another label is the likeliest, of labels that are not exclusive if one is
+    above 0.5 on one side only, of regression if it is another number.
     """
 
     name: str
@@ -109,42 +107,19 @@ class MetricChange:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """The time and the memory of a member; None for what is not known or was not needed.
-
-    ``startup_seconds`` and the peaks are the largest of a worker. ``origin`` is "reused" if an earlier run computed
-    the predictions, "given" if they came from elsewhere, else empty.
-    """
-
-    name: str
-    seconds: float | None
-    startup_seconds: float | None
-    rows_per_second: float | None
-    host_bytes: int | None
-    gpu_bytes: int | None
-    origin: str
-
-
-@dataclass(frozen=True)
 class Side:
-    """Describe a side: a run with its total ``seconds``, or a file, which has only a name."""
+    """A run with its report, or a file, which has none."""
 
     name: str
-    status: str | None = None
-    seconds: float | None = None
-    costs: tuple[Cost, ...] = ()
+    report: RunReport | None = None
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """Hold what differs between two runs or files.
+    """Hold what differs between two runs or files on the ``rows`` that both have; ``level`` is that of intervals.
 
-    Attributes:
-        rows: that both have.
-        settings: None if one is a file.
-        changes: the ensemble's first, then those of the members that both have.
-        remarks: what could not be compared and why, a sentence each.
-        level: of the intervals.
+    ``settings`` are None if one is a file. ``changes`` begin with the ensemble's. ``remarks`` say what could not be
+    compared and why.
     """
 
     first: Side
@@ -188,16 +163,9 @@ def compare(
     id_column: str | None = None,
     activation: Activation | None = None,
 ) -> Comparison:
-    """Compare two directories of runs, two CSVs of predictions, or one with the other.
+    """Compare two directories of runs, two CSVs of predictions, or one with the other; see ``ensemble.compare``.
 
     A run's members count as they were merged, after their ``calibration``, as in its own scores.
-
-    Args:
-        metrics: by name; empty: the usual ones of such values.
-        labels: the table of the truth; None: a run's own table, if its config names the truth.
-        label_column: of that table, or of the runs' own; None: "label", or what their configs name.
-        id_column: of ``labels`` and of CSVs, see ``read_files``.
-        activation: what the values of CSVs are; None: those of the run on the other side, or see ``read_files``.
 
     Raises:
         ConfigError: there is no table that could have ``label_column``.
@@ -227,7 +195,7 @@ def compare(
     settings = None
     if left.report is not None and right.report is not None:
         settings = tuple(changed_settings(run_settings(left.report), run_settings(right.report)))
-    result = Comparison(first=_side(left), second=_side(right), settings=settings)
+    result = Comparison(Side(left.name, left.report), Side(right.name, right.report), settings)
     try:
         left, right = _common(left, right, remarks)
     except DataError as error:
@@ -317,11 +285,7 @@ def _read(
 
 
 def _common(first: _Source, second: _Source, remarks: list[str]) -> tuple[_Source, _Source]:
-    """Return both sides with the rows that they have in common, in the first one's order of rows and labels.
-
-    Raises:
-        DataError: there is none, or the labels differ.
-    """
+    """Return both sides with the rows that they have in common, in the first one's order of rows and labels."""
     left, right = first.predictions, second.predictions
     if {*left.labels} != {*right.labels}:
         raise DataError(
@@ -445,32 +409,3 @@ def _metric_changes(
                 second=theirs.interval,
                 difference=theirs.minus(ours),
             )
-
-
-def _side(source: _Source) -> Side:
-    report = source.report
-    if report is None:
-        return Side(source.name)
-    costs = tuple(_cost(member) for member in report.members)
-    return Side(source.name, report.status, report.timing.get("total_seconds"), costs)
-
-
-def _cost(member: MemberReport) -> Cost:
-    def largest(values: Iterator[float | None]) -> float | None:
-        return max(filter(None, values), default=None)
-
-    # Not the workers of an earlier run, whose time is no part of this one's.
-    workers, seconds = member.workers_now, member.progress.seconds
-    host = largest(worker.peak_memory_bytes for worker in workers)
-    gpu = largest(worker.peak_gpu_memory_bytes for worker in workers)
-    return Cost(
-        name=member.name,
-        seconds=seconds,
-        startup_seconds=largest(
-            (worker.start_seconds or 0.0) + (worker.load_seconds or 0.0) for worker in workers
-        ),
-        rows_per_second=member.counters.rows / seconds if seconds else None,
-        host_bytes=None if host is None else int(host),
-        gpu_bytes=None if gpu is None else int(gpu),
-        origin="" if workers else "reused" if member.replicas else "given",
-    )

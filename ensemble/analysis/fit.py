@@ -57,11 +57,9 @@ MIN_ROWS_OF_LABEL: Final = 5
 
 @dataclass(frozen=True)
 class Options:
-    """Say what to fit.
+    """Say what to fit; ``pool`` is the merge method that the weights are for.
 
-    Attributes:
-        method: None becomes "simplex" for log loss and "greedy" for other metrics.
-        pool: the merge method that the weights are for.
+    Without a ``method`` it is "simplex" for log loss and "greedy" for other metrics.
 
     Raises:
         ConfigError: a word is unknown, or a number out of range.
@@ -94,12 +92,10 @@ class Options:
 
 @dataclass(frozen=True)
 class FittedMember:
-    """A member and what was fitted of it.
+    """A member and what was fitted of it; ``weight`` is None if the ensemble is stacked.
 
-    Attributes:
-        weight: None if the ensemble is stacked.
-        alone: the metric of its own predictions, as they are.
-        gain: how much better the ensemble is than one that is fitted without the member; None of a single member.
+    ``alone`` is the metric of its own predictions, as they are. ``gain`` says how much better the ensemble is than
+    one that is fitted without the member; None of a single member.
     """
 
     name: str
@@ -358,11 +354,11 @@ def _blend(members: Sequence[Values], sample: _Sample, options: Options, metric:
 def _cross_validated(
     sample: _Sample, options: Options, metric: Metric, fold_of: Rows
 ) -> tuple[list[Values], list[int]]:
-    """Return what was fitted to the other folds gives each row, and the best member of each fold's others.
+    """Return the values of all rows, each from what was fitted to the other folds, and each fold's best member.
 
     Returns:
-        float64 [rows, labels] each: the ensemble, equal weights, the best member of the other folds, and of two
-        members or more the ensembles without each member; and the numbers of the best members.
+        float64 [rows, labels] each: the ensemble, equal weights, the best member, and of two members or more the
+        ensembles without each of them; and the numbers of the best members.
     """
     count, shape = len(sample.names), (sample.rows, len(sample.labels))
     merged, equal, best, *without = (np.empty(shape, order="F") for _ in range(3 + count * (count > 1)))

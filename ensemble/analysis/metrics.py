@@ -222,10 +222,7 @@ def _calibration_gaps(rows: Rows) -> Values:
 
 
 def _calibration_error(sums: Values, count: Values, is_exclusive: bool) -> Values:
-    """Return the expected calibration error (Naeini et al. 2015).
-
-    Resamples have more of it than the rows, as no term is negative: it has no interval. A difference has one.
-    """
+    """Return the expected calibration error (Naeini et al. 2015), of which resamples tend to have more."""
     return np.asarray(np.abs(sums).sum(axis=-1) / count)
 
 
@@ -315,11 +312,7 @@ USUAL: Final[Mapping[Activation, tuple[str, ...]]] = {
 
 
 def find_metric(name: str) -> Metric:
-    """Return a metric by its name; ``map@K`` for any K.
-
-    Raises:
-        DataError: there is none of that name; names the nearest.
-    """
+    """Return a metric by its name, ``map@K`` for any K; a DataError names the nearest."""
     if name in METRICS:
         return METRICS[name]
     if numbered := re.fullmatch(r"map@([1-9]\d{0,5})", str(name)):
@@ -350,10 +343,7 @@ class Scored:
 class Bootstrap:
     """Scores predictions of the same rows on the same resamples, so that differences are paired.
 
-    Args:
-        truth: int64 [rows], or float64 [rows, labels].
-        activation: what the values are.
-        seed: of the resamples.
+    The truth is int64 [rows], or float64 [rows, labels]; ``seed`` is that of the resamples.
     """
 
     def __init__(self, truth: Truth, activation: Activation, seed: int = 0) -> None:

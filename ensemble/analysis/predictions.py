@@ -99,15 +99,13 @@ def read_files(
     may_lack_rows: bool = False,
     advice: str = "give the same rows in each file",
 ) -> Predictions:
-    """Read CSVs of predictions, each a member, joined by id in the first file's order.
+    """Read predictions, each file a member, joined by id in the first file's order.
 
     Args:
         paths: by the members' names, or see ``named_files``.
         id_column: in each file; None: see ``guessed_id_column``.
-        labels: the table of the truth, in any input format.
-        label_column: of that table; if it is missing, a column per label holds 0 and 1 or how likely it is.
-        activation: what the values are; None: of several labels "softmax", of a single one "sigmoid" if all values
-            are from 0 to 1, else "none".
+        labels, label_column, activation: see ``read_truth``; None as activation: of several labels "softmax", of a
+            single one "sigmoid" if all values are from 0 to 1, else "none".
         columns: the labels; None: all columns but the ids, which must be the same ones in each file.
         may_lack_rows: whether files may lack rows that others have, or have NaN or empty cells there; the others'
             ids follow the first's.
@@ -195,8 +193,7 @@ def read_truth(
     """Read the truth of the rows ``ids``, see ``Predictions.truth``, from a table in any input format.
 
     Args:
-        activation: of the predictions.
-        label_column: see ``read_files``.
+        label_column: if the table has none, a column per label holds 0 and 1 or how likely it is.
         id_column: of the predictions; the table's may have another name.
 
     Returns:
@@ -302,11 +299,9 @@ def as_merged(predictions: Predictions, report: RunReport) -> dict[str, Values]:
 def read_run(run_dir: Path, with_truth: bool = True, label_column: str | None = None) -> Predictions:
     """Read the members' complete predictions and the ensemble from the directory of a run.
 
-    Rows that a member has and the run has not merged, as its ``when`` did not select them, count as missing. If the
-    truth cannot be read from the table of the run's config, a remark says why.
-
-    Args:
-        label_column: of that table, in place of what the config names.
+    Rows that a member has and the run has not merged, as its ``when`` did not select them, count as missing. The
+    truth comes from the table of the run's config; if it cannot be read, a remark says why. ``label_column`` takes
+    the place of what the config names.
 
     Raises:
         DataError: this is no directory of a run, there are no predictions in it, or they are not what a run writes.

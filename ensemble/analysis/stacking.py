@@ -47,10 +47,7 @@ class StackingFit:
 def fit_stacking(members: Sequence[Values], truth: Truth, kind: Kind, seed: int) -> StackingFit:
     """Return the regression of the truth on the members' probabilities, on at most ``MAX_ROWS`` rows.
 
-    Its penalty is the best of ``PENALTIES`` in cross-validation among these rows.
-
-    Args:
-        truth: label numbers, int64 [rows], or probabilities, float64 [rows, labels]; at least two labels occur.
+    Its penalty is the best of ``PENALTIES`` in cross-validation among these rows. At least two labels must occur.
     """
     rows = np.random.default_rng(seed).permutation(len(truth))[:MAX_ROWS]
     targets = one_hot(truth, members[0].shape[1])[rows]

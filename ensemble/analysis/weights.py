@@ -50,12 +50,7 @@ class WeightedBlend:
 
 
 def fit_simplex(members: Sequence[Values], truth: Truth, pool: Pool, kind: Kind) -> WeightedBlend:
-    """Return the weights with the least log loss; of sigmoid members it is the mean over rows and labels.
-
-    Args:
-        members: probabilities, float64 [rows, labels] each.
-        truth: label numbers, int64 [rows], or probabilities, float64 [rows, labels].
-    """
+    """Return the weights with the least log loss; of sigmoid members it is the mean over rows and labels."""
     loss = mean_loss if pool == "mean" else geometric_loss
     return WeightedBlend(minimize_on_simplex(loss(members, truth, kind), len(members)), pool, kind)
 
@@ -116,13 +111,9 @@ def fit_greedy(
     pool: Pool,
     kind: Kind,
 ) -> WeightedBlend:
-    """Return weights found by adding the member that makes the score of the mean best.
+    """Return weights found by adding the member that makes the score of the mean best; higher is better.
 
     It may add a member several times, and takes the best of all means on the way.
-
-    Args:
-        members: probabilities, float64 [rows, labels] each.
-        score: of merged probabilities; higher is better.
     """
     is_geometric = pool == "geometric_mean"
     terms = [features(values, kind) for values in members] if is_geometric else members

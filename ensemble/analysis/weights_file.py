@@ -222,11 +222,7 @@ def _stacking(report: FitReport, stacking: StackingFit) -> dict[str, Any]:
 
 
 def check_output(output: Path, may_replace: bool, sources: Sequence[Path], labels: Path | None) -> Path:
-    """Return where to write the overlay; an overlay among the sources may be replaced by a new one.
-
-    Raises:
-        OutputError: see ``settings_file``.
-    """
+    """Return where to write the overlay; an overlay among the sources may be replaced by a new one."""
     kept = [path_of(path) for number, path in enumerate(sources) if not number or not _is_config(path)]
     return settings_file("--output", output, kept if labels is None else [*kept, labels], may_replace)
 

@@ -61,8 +61,7 @@ class MergedRows:
     def score(self, metric: Metric, values: Values, others: Values | None = None) -> Interval | None:
         """Return a metric over the rows that have values, or how far it is above that of ``others``.
 
-        Returns:
-            None if the metric is not defined for these rows.
+        It is None if it is not defined for these rows.
         """
         both = [values] if others is None else [values, others]
         bootstrap, parts = self._bootstrap.of_common_rows(*both)

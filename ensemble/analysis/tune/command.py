@@ -46,12 +46,9 @@ def tune(
     target: Path | None = None,
     owns_process: bool = True,
 ) -> Tuning:
-    """Try settings of every member that has any to choose.
+    """Try settings of every member that has any to choose; see ``ensemble.tune``.
 
     Args:
-        rows: of the sample; None: 256.
-        tolerance: how far a candidate's probabilities may be from the reference's, in the mean over rows of a
-            row's largest difference; and the share of rows whose first label may change; None: ``TOLERANCE``.
         target: where to write the overlay; None: nowhere.
         owns_process: as for ``heed_signals``.
 
@@ -155,11 +152,7 @@ def overrides_beside(loaded: LoadedConfig, tuning: Tuning) -> list[str]:
 
 
 def _begin(folder: Path, marker: Mapping[str, Any]) -> None:
-    """Keep the trials of an interrupted ``tune`` of the same config, table and versions; remove others.
-
-    Raises:
-        OutputError: the folder has files and was not made by ``tune``.
-    """
+    """Keep the trials of an interrupted ``tune`` of the same config, table and versions; remove others."""
     others = [path for path in folder.iterdir() if path.name not in (".lock", _MARKER)]
     before = read_json(folder / _MARKER)
     if others and not (folder / _MARKER).exists():

@@ -230,13 +230,9 @@ class MemberTrials:
     def _made(
         self, keys: Mapping[str, Any], table: InputTable, folder: Path, is_whole: bool = False
     ) -> Prepared:
-        """Return a run of this member alone, with these keys.
+        """Return a run of this member alone, with these keys; an EnsembleError says why there is none.
 
-        Args:
-            is_whole: whether it may have a replica on each GPU, as the run with these settings would.
-
-        Raises:
-            EnsembleError: the keys do not go together, or the member does not fit.
+        If it ``is_whole``, it may have a replica on each GPU, as the run with these settings would.
         """
         loaded = self._prepared.loaded
         sets = [f"models.{self._index}.{key}={json.dumps(value)}" for key, value in keys.items()]
@@ -369,13 +365,10 @@ def _bad_rows(member: MemberReport, table: InputTable) -> str:
 def distances(
     expected: npt.NDArray[np.float64], values: npt.NDArray[np.float64], activation: Activation
 ) -> tuple[float, float, float]:
-    """Return the mean and the largest distance of rows, and the share of rows whose label changed.
+    """Return the mean and the largest distance of rows, float64 [rows, labels], and the share whose label changed.
 
     A row's distance is the largest difference of one of its values; of activation "none" that is in standard
     deviations of the expected values, and no row has a label.
-
-    Args:
-        expected, values: float64 [rows, labels].
     """
     differences = np.abs(values - expected)
     if activation == "none":

@@ -23,22 +23,16 @@ _MOVED = 2.0
 
 @dataclass(frozen=True)
 class Trial:
-    """Settings that were tried.
+    """Settings that were tried: ``keys`` of the member, as in the YAML.
 
     Attributes:
-        name: in words.
-        keys: of the member, as in the YAML.
         is_precision: whether it is of the first group, which changes numbers most.
         failure: why there is no result, in a sentence; empty if there is one.
-        seconds: for computing the sample; None without a result.
+        seconds: for computing the sample.
         load_seconds: of the checkpoint, without the start of Python.
         whole_seconds: about, for loading and for computing the whole table.
-        tokens_per_second: None if the member has no tokens.
         peak_bytes: of the worker's process on a CPU, else of the GPU.
-        mean, largest: over the rows, of each row's largest difference of a probability from the reference; of
-            regression, of values in standard deviations of the reference's.
-        changed: share of rows whose first label is another.
-        metrics: by name, minus those of the reference.
+        mean, largest, changed: see ``distances``, from the reference; ``metrics`` are minus those of the reference.
         is_within: whether it is as near to the reference as was asked for.
         lacking: rows of the sample that could not be computed and are left out here; ``why_lacking`` says why.
     """

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ensemble.analysis.compare import Change, Comparison, Cost, MetricChange
+from ensemble.analysis.compare import Change, Comparison, MetricChange
 from ensemble.analysis.metrics import METRIC_KINDS, Interval
 from ensemble.cli.layout import Table
 from ensemble.common.text import duration, gib, rate
+from ensemble.pipeline.run_report import MemberReport
 
 _ROWS = ("prediction", "rows", "changed", "share", "mean difference", "largest")
 _METRICS = ("metric", "kind", "of", "rows", "A", "B", "B - A", "better")
@@ -18,7 +19,7 @@ _COSTS = ("member", "run", "computing", "start-up", "rows/s", "host memory", "GP
 def view(comparison: Comparison) -> Iterator[str | Table]:
     sides = {"A": comparison.first, "B": comparison.second}
     for letter, side in sides.items():
-        ended = "" if side.status in (None, "complete") else f", {side.status}"
+        ended = "" if side.report is None or side.report.status == "complete" else f", {side.report.status}"
         yield f"{letter}: {side.name}{ended}"
     for setting in comparison.settings or ():
         yield f"{setting.key}: {setting.first} -> {setting.second}"
@@ -40,21 +41,40 @@ def view(comparison: Comparison) -> Iterator[str | Table]:
             yield f"{name}: no interval of A or B, as every resample tends to have more of it; that of B - A holds"
         kinds = dict.fromkeys(metric.kind for metric in comparison.metrics)
         yield f"Kind: {'; '.join(f'{kind}: {METRIC_KINDS[kind]}' for kind in kinds)}"
+    reports = {letter: side.report for letter, side in sides.items() if side.report is not None}
+    names = dict.fromkeys(member.name for report in reports.values() for member in report.members)
     costs = [
-        (cost.name, letter, *_cost_cells(cost))
-        for name in dict.fromkeys(cost.name for side in sides.values() for cost in side.costs)
-        for letter, side in sides.items()
-        for cost in side.costs
-        if cost.name == name
+        (name, letter, *_cost_cells(member))
+        for name in names
+        for letter, report in reports.items()
+        for member in report.members
+        if member.name == name
     ]
     totals = [
-        ("whole run", letter, duration(side.seconds))
-        for letter, side in sides.items()
-        if side.seconds is not None
+        ("whole run", letter, duration(report.timing["total_seconds"]))
+        for letter, report in reports.items()
+        if "total_seconds" in report.timing
     ]
     if costs or totals:
         yield Table(_COSTS, costs, totals, texts=["run"])
     yield from (f"! {remark}" for remark in comparison.remarks)
+
+
+def _cost_cells(member: MemberReport) -> tuple[str, ...]:
+    # Not the workers of an earlier run, whose time is no part of this one's.
+    workers, seconds = member.workers_now, member.progress.seconds
+    if not workers:
+        return "reused" if member.replicas else "given", "", "", "", ""
+    startup = max((worker.start_seconds or 0.0) + (worker.load_seconds or 0.0) for worker in workers)
+    host = max(worker.peak_memory_bytes or 0 for worker in workers)
+    gpu = max(worker.peak_gpu_memory_bytes or 0 for worker in workers)
+    return (
+        duration(seconds) if seconds else "",
+        duration(startup) if startup else "",
+        rate(member.counters.rows / seconds) if seconds else "",
+        gib(host) if host else "",
+        gib(gpu) if gpu else "",
+    )
 
 
 def _change_cells(change: Change) -> tuple[str, ...]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from ensemble.analysis.calibration import fit_temperature
+from ensemble.analysis.calibration import fit_temperature, one_hot
 from ensemble.analysis.metrics import ECE_BINS, METRICS
-from ensemble.analysis.reliability import BINS, Reliability, reliability
 from ensemble.analysis.report.base import (
     ENSEMBLE,
     ReportData,
@@ -25,7 +26,13 @@ from ensemble.analysis.report.base import (
     with_interval,
 )
 from ensemble.analysis.report.pictures import MUTED, SERIES, picture
+from ensemble.common.protocol import Activation
+from ensemble.data.table import Truth
+from ensemble.merging.methods.base import Values
+from ensemble.merging.scoring import Interval, Resamples
 
+# Of a diagram.
+_BINS = 10
 # With fewer rows of a member no temperature is fitted.
 _MIN_ROWS = 50
 _MAX_PANELS = 6
@@ -33,11 +40,31 @@ _MAX_PANELS = 6
 _MIN_IN_BIN = 10
 _NOTES = (
     f"Members are shown as they were merged. ECE: the expected calibration error, of {ECE_BINS} bins; the diagrams "
-    f"have {BINS}.",
+    f"have {_BINS}.",
     "Temperature: the one that fits these labels best; 1 needs no change, more makes a member less sure. ensemble "
     "fit can fit temperatures together with weights and says what they gain on held-out rows. Fewer than "
     f"{_MIN_ROWS} rows are too few for one.",
 )
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Bins of equal width from 0 to 1, without their lower edge; every array is [bins].
+
+    Attributes:
+        counts: predictions in the bin: rows by the probability of their first label, or with "sigmoid" all cells.
+        confidence: their mean probability; NaN in an empty bin.
+        accuracy: the share of them that came true; NaN in an empty bin.
+        low, high: the 95 % bootstrap interval of ``accuracy``.
+        overconfidence: mean confidence minus the share that came true, over all predictions.
+    """
+
+    counts: npt.NDArray[np.int64]
+    confidence: Values
+    accuracy: Values
+    low: Values
+    high: Values
+    overconfidence: Interval
 
 
 class Calibration(Section):
@@ -122,3 +149,33 @@ def _picture(diagrams: Mapping[str, Reliability], what: str) -> Markup:
     if len(diagrams) > len(panels):
         text += f" The first {len(panels)} of {len(diagrams)}; the table has all."
     return picture(draw, "Reliability diagrams", text, height=30 + 200 * down)
+
+
+def reliability(values: Values, activation: Activation, truth: Truth) -> Reliability:
+    """Sort probabilities, [rows, labels], into bins: of "softmax" those of each row's first label, else all."""
+    confidence, came_true = values, one_hot(truth, values.shape[1])
+    if activation == "softmax":
+        first = values.argmax(axis=1)[:, None]
+        confidence = np.take_along_axis(values, first, axis=1)
+        came_true = np.take_along_axis(came_true, first, axis=1)
+    resamples = Resamples(len(values))
+    bin_of = np.searchsorted(np.linspace(0.0, 1.0, _BINS + 1)[1:-1], confidence)
+    counts, confidences = np.zeros(_BINS, np.int64), np.full(_BINS, np.nan)
+    intervals = []
+    for place in range(_BINS):
+        is_in = bin_of == place
+        counts[place] = is_in.sum()
+        if counts[place]:
+            confidences[place] = confidence[is_in].mean()
+        columns = np.column_stack([(came_true * is_in).sum(axis=1), is_in.sum(axis=1)])
+        by_group = resamples.by_group(slice(None), columns)
+        intervals.append(resamples.mean(by_group[:, 0], by_group[:, 1]))
+    differences = (confidence - came_true).mean(axis=1, keepdims=True)
+    return Reliability(
+        counts=counts,
+        confidence=confidences,
+        accuracy=np.array([interval.value for interval in intervals]),
+        low=np.array([interval.low for interval in intervals]),
+        high=np.array([interval.high for interval in intervals]),
+        overconfidence=resamples.mean(resamples.by_group(slice(None), differences)[:, 0]),
+    )

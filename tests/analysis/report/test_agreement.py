@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import cohen_kappa_score
 
-from ensemble.analysis.diversity import compare_pair
+from ensemble.analysis.report.sections.agreement import compare_pair
 from ensemble.common.protocol import Activation
 from ensemble.merging.methods.base import Values
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ensemble.analysis.predictions import read_run
-from ensemble.analysis.texts import TableTexts
+from ensemble.analysis.report.base import TableTexts
 from ensemble.common.errors import DataError
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
