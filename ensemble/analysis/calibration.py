@@ -9,7 +9,7 @@ C. Guo, G. Pleiss, Y. Sun and K. Q. Weinberger, "On Calibration of Modern Neural
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
@@ -18,28 +18,17 @@ from scipy.optimize import minimize
 from scipy.special import expit, logsumexp
 
 from ensemble.common.protocol import Activation
-from ensemble.merging.calibration import features, rescale
+from ensemble.config import CalibrationConfig
+from ensemble.data.table import Truth
+from ensemble.merging.calibration import calibrator, features
+from ensemble.merging.methods.base import Values
 
-Values: TypeAlias = npt.NDArray[np.float64]
-Truth: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 Kind: TypeAlias = Literal["softmax", "sigmoid"]
 
 # A member at the upper end knows nothing of these labels, one at the lower end is right in every row.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 # More rows are sampled at random: k fitted numbers then cost new rows k / 200,000 nats.
 MAX_ROWS: Final = 100_000
-
-
-@dataclass(frozen=True)
-class VectorScaling:
-    """``scale`` and ``bias``, float64 [labels] each."""
-
-    scale: Values
-    bias: Values
-
-
-# Of one member; a number is a temperature.
-Calibration: TypeAlias = float | VectorScaling | None
 
 
 def fit_temperature(values: Values, truth: Truth, kind: Kind) -> float:
@@ -62,8 +51,8 @@ def fit_temperature(values: Values, truth: Truth, kind: Kind) -> float:
     return float(1 / best.x[0])
 
 
-def fit_vector_scaling(values: Values, truth: Truth, kind: Kind) -> VectorScaling:
-    """Return the scale and the bias of each label with the least log loss.
+def fit_vector_scaling(values: Values, truth: Truth, kind: Kind) -> tuple[Values, Values]:
+    """Return the scale and the bias of each label with the least log loss, float64 [labels] each.
 
     A normal prior, which counts as one row, takes all scales to be 1 and all biases 0 give or take 1. It decides
     what the rows do not, such as the bias of a label that no row has. Arguments are as for ``fit_temperature``.
@@ -81,18 +70,18 @@ def fit_vector_scaling(values: Values, truth: Truth, kind: Kind) -> VectorScalin
 
     options = {"ftol": 1e-13, "gtol": 1e-7, "maxiter": 500}
     best = minimize(loss, start, jac=True, method="L-BFGS-B", options=options)
-    return VectorScaling(best.x[:labels], best.x[labels:])
+    return best.x[:labels], best.x[labels:]
 
 
-def calibrated(values: Values, calibration: Calibration, kind: Activation) -> Values:
+def calibrated(
+    values: Values, settings: CalibrationConfig | None, activation: Activation, labels: Sequence[str]
+) -> Values:
     """Return a member's values after its calibration, float64 [rows, labels]."""
-    if calibration is None:
+    calibrate = calibrator(settings, activation, labels)
+    if calibrate is None:
         return values
     result = values.copy(order="F")
-    if isinstance(calibration, VectorScaling):
-        rescale(result, calibration.scale, calibration.bias, kind)
-    else:
-        rescale(result, 1 / calibration, 0.0, kind)
+    calibrate(result)
     return result
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 
 from ensemble.analysis.metrics import (
     USUAL,
@@ -23,7 +21,6 @@ from ensemble.analysis.metrics import (
 from ensemble.analysis.predictions import (
     LABEL_COLUMN,
     Predictions,
-    Values,
     as_merged,
     read_files,
     read_run,
@@ -36,6 +33,7 @@ from ensemble.common.text import listed, plural, shown_path
 from ensemble.config.document import SHOWN_CHARACTERS, Loc, place, shown
 from ensemble.data.ids import places_among
 from ensemble.data.table import Truth
+from ensemble.merging.methods.base import Values
 from ensemble.merging.scoring import LEVEL
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import RunReport
@@ -52,7 +50,7 @@ NOT_SET: Final = "not set"
 
 @dataclass(frozen=True)
 class Setting:
-    """A key whose value differs, with both values as messages show them, or ``NOT_SET``."""
+    """Hold a key whose value differs, with both values as messages show them, or ``NOT_SET``."""
 
     key: str
     first: str
@@ -61,7 +59,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Example:
-    """A row whose prediction changed, with both predictions in words."""
+    """Hold a row whose prediction changed, with both predictions in words."""
 
     id: str
     first: str
@@ -87,7 +85,7 @@ class Change:
 
 @dataclass(frozen=True)
 class MetricChange:
-    """A metric of one member, or the ensemble; ``difference`` is the second minus the first, paired."""
+    """Hold a metric of one member, or the ensemble; ``difference`` is the second minus the first, paired."""
 
     name: str
     metric: str
@@ -108,7 +106,7 @@ class MetricChange:
 
 @dataclass(frozen=True)
 class Side:
-    """A run with its report, or a file, which has none."""
+    """Name a run with its report, or a file, which has none."""
 
     name: str
     report: RunReport | None = None
@@ -280,7 +278,7 @@ def _read(
     if path.is_dir():
         report = RunReport.read(path / "run.json")
         predictions = read_run(path, wants_truth, label_column)
-        return _Source(path, replace(predictions, members=as_merged(predictions, report)), report)
+        return _Source(path, as_merged(predictions, report), report)
     return _Source(path, read_files({"predictions": path}, id_column, activation=activation), None)
 
 
@@ -305,29 +303,24 @@ def _common(first: _Source, second: _Source, remarks: list[str]) -> tuple[_Sourc
                 f"{source.name}: {plural(rows - common, 'row')} left out, which the other side does not have"
             )
     numbers = np.flatnonzero(is_common)
-    order = [right.labels.index(label) for label in left.labels]
     return (
-        replace(first, predictions=_taken(left, numbers, [*range(len(order))])),
-        replace(second, predictions=_taken(right, places[numbers], order)),
+        replace(first, predictions=left.taken(numbers)),
+        replace(second, predictions=_relabelled(right.taken(places[numbers]), left.labels)),
     )
 
 
-def _taken(predictions: Predictions, rows: npt.NDArray[np.int64], order: Sequence[int]) -> Predictions:
-    """Return some rows, with the labels in another order."""
-
-    def values(whole: Values) -> Values:
-        return np.asfortranarray(whole[rows][:, order])
-
+def _relabelled(predictions: Predictions, labels: Sequence[str]) -> Predictions:
+    """Return the same with the labels in another order."""
+    order = [predictions.labels.index(label) for label in labels]
     truth, merged = predictions.truth, predictions.ensemble
     if truth is not None:
-        truth = np.argsort(order)[truth[rows]] if truth.ndim == 1 else truth[rows][:, order]
+        truth = np.argsort(order)[truth] if truth.ndim == 1 else truth[:, order]
     return replace(
         predictions,
-        ids=predictions.ids.take(pa.array(rows)),
-        labels=tuple(predictions.labels[place] for place in order),
-        members={name: values(whole) for name, whole in predictions.members.items()},
+        labels=tuple(labels),
+        members={name: values[:, order] for name, values in predictions.members.items()},
         truth=truth,
-        ensemble=None if merged is None else values(merged),
+        ensemble=None if merged is None else merged[:, order],
     )
 
 

@@ -9,8 +9,9 @@ taken of each fold by itself and averaged, as each fold has a model of its own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -18,11 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.analysis.calibration import (
-    Calibration,
     Kind,
-    Truth,
-    Values,
-    calibrated,
     fit_temperature,
     fit_vector_scaling,
     one_hot,
@@ -30,14 +27,22 @@ from ensemble.analysis.calibration import (
 )
 from ensemble.analysis.metrics import Bootstrap, Metric, Scored, UndefinedMetric, find_metric
 from ensemble.analysis.metrics import Rows as ScoredRows
-from ensemble.analysis.predictions import Predictions
+from ensemble.analysis.predictions import Predictions, taken
 from ensemble.analysis.stacking import StackingFit, fit_stacking
-from ensemble.analysis.weights import Pool, WeightedBlend, fit_greedy, fit_simplex
+from ensemble.analysis.weights import (
+    Pool,
+    WeightedBlend,
+    fit_greedy,
+    geometric_loss,
+    mean_loss,
+    minimize_on_simplex,
+)
 from ensemble.common.errors import ConfigError, DataError
-from ensemble.common.protocol import Activation
 from ensemble.common.text import nearest_or_all, plural, quoted
-from ensemble.config import FittingConfig
+from ensemble.config import CalibrationConfig, FittingConfig
 from ensemble.data.digests import truth_sha256
+from ensemble.data.table import Truth
+from ensemble.merging.methods.base import Values
 from ensemble.merging.scoring import Interval
 
 Method: TypeAlias = Literal["simplex", "greedy", "stacking"]
@@ -92,14 +97,14 @@ class Options:
 
 @dataclass(frozen=True)
 class FittedMember:
-    """A member and what was fitted of it; ``weight`` is None if the ensemble is stacked.
+    """Hold a member and what was fitted of it; ``weight`` is None if the ensemble is stacked.
 
     ``alone`` is the metric of its own predictions, as they are. ``gain`` says how much better the ensemble is than
     one that is fitted without the member; None of a single member.
     """
 
     name: str
-    calibration: Calibration
+    calibration: CalibrationConfig | None
     weight: float | None
     alone: float
     gain: Interval | None
@@ -147,28 +152,25 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
         ConfigError: the options do not go together, or not with such predictions.
         DataError: there is no truth, it has too few rows or a single label, or a member is the same in every row.
     """
-    if predictions.truth is None:
-        raise DataError(
-            "no true labels: --labels names the file that has them, or data.label_column the column"
-        )
     metric = find_metric(options.metric)
-    sample, rows_decided = _sample(predictions, predictions.truth, is_stacked=options.method == "stacking")
+    truth = predictions.required_truth
+    sample, rows_decided = _sample(predictions, is_stacked=options.method == "stacking")
     _check(sample, options, metric)
-    fold_of = folds(sample.truth, options.folds, options.seed)
+    fold_of = folds(sample.required_truth, options.folds, options.seed)
     scorer = _Scorer(sample, metric, fold_of)
     calibrations = _calibrations(sample, options)
-    blend = _blend(sample.calibrated(calibrations), sample, options, metric)
+    blend = _method([*sample.calibrated(calibrations).members.values()], sample, options, metric)(None)
     held_out, best_members = _cross_validated(sample, options, metric, fold_of)
     merged, equal, best, *without = map(scorer.score, held_out)
     members = tuple(
         FittedMember(
             name=name,
-            calibration=calibrations[number],
+            calibration=calibrations[name],
             weight=float(blend.weights[number]) if isinstance(blend, WeightedBlend) else None,
-            alone=metric.value(sample.truth, sample.members[number], sample.activation),
+            alone=metric.value(sample.required_truth, values, sample.activation),
             gain=scorer.gain(merged, without[number]) if without else None,
         )
-        for number, name in enumerate(sample.names)
+        for number, (name, values) in enumerate(sample.members.items())
     )
     interval = merged.interval
     return FitReport(
@@ -182,13 +184,13 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
         equal=equal.value,
         over_equal=scorer.gain(merged, equal),
         best=best.value,
-        best_member=sample.names[Counter(best_members).most_common(1)[0][0]],
+        best_member=members[Counter(best_members).most_common(1)[0][0]].name,
         over_best=scorer.gain(merged, best),
         stacking=blend if isinstance(blend, StackingFit) else None,
         remarks=predictions.remarks,
         fitted_on=FittingConfig(
             rows=predictions.rows,
-            sha256=truth_sha256(predictions.ids, predictions.labels, predictions.truth),
+            sha256=truth_sha256(predictions.ids, predictions.labels, truth),
             metric=options.metric,
             value=merged.value,
             interval=None if np.isnan(interval.low) else (interval.low, interval.high),
@@ -197,64 +199,32 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
     )
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """The rows that all members have, and their truth."""
-
-    names: tuple[str, ...]
-    labels: tuple[str, ...]
-    members: tuple[Values, ...]
-    activations: tuple[Activation, ...]  # of each member
-    activation: Activation  # of all together
-    truth: Truth
-
-    @property
-    def rows(self) -> int:
-        return len(self.truth)
-
-    @property
-    def kind(self) -> Kind:
-        return "softmax" if self.activation == "softmax" else "sigmoid"
-
-    def taken(self, rows: Rows) -> _Sample:
-        """Return these rows."""
-        members = tuple(_taken(values, rows) for values in self.members)
-        return replace(self, members=members, truth=self.truth[rows])
-
-    def calibrated(self, calibrations: Sequence[Calibration]) -> list[Values]:
-        return [*map(calibrated, self.members, calibrations, self.activations)]
-
-
-def _sample(predictions: Predictions, truth: Truth, is_stacked: bool) -> tuple[_Sample, int]:
-    """Return the sample, and the number of further rows that all members have and rules decide.
+def _sample(predictions: Predictions, is_stacked: bool) -> tuple[Predictions, int]:
+    """Return the rows that all members have, and the number of further ones that rules decide.
 
     A rule with ``set`` decides its rows. Masks are put on each member: for the geometric mean and for calibrations
     that is what they make of the merge, for the mean it is near to it. Stacking would take the logarithm of 0, so
     it does without these rows.
     """
-    rules, members = predictions.rules, [*predictions.members.values()]
+    rules, members = predictions.rules, predictions.members.values()
     is_complete = ~np.logical_or.reduce([np.isnan(values[:, 0]) for values in members])
     is_decided = np.zeros(predictions.rows, np.bool_)
     if rules is not None:
         is_decided = is_complete & (rules.rows.any(axis=0) if is_stacked else rules.has_set)
-    rows = np.flatnonzero(is_complete & ~is_decided)
-    members = [_taken(values, rows) for values in members]
-    if rules is not None and rules.rows[:, rows].any():
-        members = [values.copy(order="F") for values in members]
-        for values in members:
-            rules.taken(rows).apply(0, values, predictions.activation == "softmax")
-    sample = _Sample(
-        names=tuple(predictions.members),
-        labels=predictions.labels,
-        members=tuple(members),
-        activations=tuple(predictions.activations[name] for name in predictions.members),
-        activation=predictions.activation,
-        truth=truth[rows],
-    )
+    if rules is None and is_complete.all():
+        return predictions, 0
+    sample = predictions.taken(np.flatnonzero(is_complete & ~is_decided))
+    if sample.rules is not None:
+        for values in sample.members.values():  # copies of the run's
+            sample.rules.apply(0, values, predictions.activation == "softmax")
     return sample, int(is_decided.sum())
 
 
-def _check(sample: _Sample, options: Options, metric: Metric) -> None:
+def _kind(sample: Predictions) -> Kind:
+    return "softmax" if sample.activation == "softmax" else "sigmoid"
+
+
+def _check(sample: Predictions, options: Options, metric: Metric) -> None:
     """Raise what is wrong with the options or the rows."""
     if options.method != "greedy" and options.metric != LOG_LOSS:
         raise ConfigError(
@@ -265,8 +235,9 @@ def _check(sample: _Sample, options: Options, metric: Metric) -> None:
             "the members give raw values (regression), which have no log loss: use --method greedy --calibration "
             "none, and a metric such as rmse"
         )
-    if len(sample.names) == 1 and options.calibration == "none" and options.method != "stacking":
-        raise ConfigError(f"{sample.names[0]} is the only member, and --calibration is none: nothing to fit")
+    if len(sample.members) == 1 and options.calibration == "none" and options.method != "stacking":
+        (name,) = sample.members
+        raise ConfigError(f"{name} is the only member, and --calibration is none: nothing to fit")
     if not sample.rows:
         raise DataError(
             "no usable row: fit needs labelled rows that every member has and that no rule decides"
@@ -274,18 +245,17 @@ def _check(sample: _Sample, options: Options, metric: Metric) -> None:
     problems = [*_problems(sample, options, metric)]
     if problems:
         raise DataError(problems)
-    metric.value(
-        sample.truth, sample.members[0], sample.activation
-    )  # raises if it is not defined for these rows
+    _first_value(sample, metric)  # raises if it is not defined for these rows
 
 
-def _problems(sample: _Sample, options: Options, metric: Metric) -> Iterator[str]:
+def _problems(sample: Predictions, options: Options, metric: Metric) -> Iterator[str]:
     """Yield why these rows cannot be fitted to, a sentence each."""
-    for name, values in zip(sample.names, sample.members, strict=True):
+    for name, values in sample.members.items():
         if sample.rows > 1 and (values == values[0]).all():
             yield f"{name} gives every row the same values: it cannot help; leave it out"
-    truth = sample.truth
-    has_label = ScoredRows(truth, sample.members[0], sample.activation).true_each.sum(axis=0)
+    truth = sample.required_truth
+    values = next(iter(sample.members.values()))
+    has_label = ScoredRows(truth, values, sample.activation).true_each.sum(axis=0)
     needed = MIN_ROWS_OF_LABEL if metric.kind == "ranks" else int(options.method == "stacking")
     if (truth == truth[0]).all():
         label = f"{sample.labels[int(truth[0])]!r}" if truth.ndim == 1 else "the same"
@@ -311,48 +281,66 @@ def _problems(sample: _Sample, options: Options, metric: Metric) -> Iterator[str
         yield f"{plural(sample.rows, 'labelled row')} in {options.folds} folds: use fewer --folds"
 
 
-def _fitted_numbers(sample: _Sample, options: Options) -> int:
+def _fitted_numbers(sample: Predictions, options: Options) -> int:
     """Return how many numbers are fitted to the rows."""
-    members, labels = len(sample.names), len(sample.labels)
+    members, labels = len(sample.members), len(sample.labels)
     calibrations = members * {"none": 0, "temperature": 1, "vector": 2 * labels}[options.calibration]
     if options.method != "stacking":
         return calibrations + members - 1
-    if sample.kind == "softmax":
+    if sample.activation == "softmax":
         return calibrations + (members * labels + 1) * (labels - 1)
     return calibrations + (members + 1) * labels
 
 
-def _calibrations(sample: _Sample, options: Options) -> list[Calibration]:
+def _calibrations(sample: Predictions, options: Options) -> dict[str, CalibrationConfig | None]:
     """Return the calibration of each member that is best for these rows."""
-    calibrations: list[Calibration] = []
-    for values, activation in zip(sample.members, sample.activations, strict=True):
+    calibrations: dict[str, CalibrationConfig | None] = {}
+    for name, values in sample.members.items():
+        activation, truth = sample.activations[name], sample.required_truth
         if options.calibration == "none" or activation == "none":
-            calibrations.append(None)
+            calibrations[name] = None
             continue
-        truth = sample.truth if activation == sample.kind else one_hot(sample.truth, values.shape[1])
-        fit_one = fit_temperature if options.calibration == "temperature" else fit_vector_scaling
-        calibrations.append(fit_one(values, truth, activation))
+        if activation != _kind(sample):
+            truth = one_hot(truth, values.shape[1])
+        if options.calibration == "temperature":
+            settings = CalibrationConfig(temperature=fit_temperature(values, truth, activation))
+        else:
+            scale, bias = (numbers.tolist() for numbers in fit_vector_scaling(values, truth, activation))
+            settings = CalibrationConfig(
+                scale=dict(zip(sample.labels, scale, strict=True)),
+                bias=dict(zip(sample.labels, bias, strict=True)),
+            )
+        calibrations[name] = settings
     return calibrations
 
 
-def _blend(members: Sequence[Values], sample: _Sample, options: Options, metric: Metric) -> Blend:
-    """Return how members, calibrated and of the sample's rows, are best merged: the method of the options."""
-    truth, kind, pool = sample.truth, sample.kind, options.pool
-    if options.method == "simplex":
-        return fit_simplex(members, truth, pool, kind)
+def _method(
+    members: Sequence[Values], sample: Predictions, options: Options, metric: Metric
+) -> Callable[[int | None], Blend]:
+    """Return the method of the options for members, calibrated and of the sample's rows.
+
+    It fits how all of them are best merged, or all but the member of a number.
+    """
+    truth, kind, pool = sample.required_truth, _kind(sample), options.pool
     if options.method == "stacking":
-        return fit_stacking(members, truth, kind, options.seed)
+        return partial(fit_stacking, members, truth, kind, options.seed)
+    if options.method == "simplex":
+        loss = (mean_loss if pool == "mean" else geometric_loss)(members, truth, kind)
+        start = minimize_on_simplex(loss, len(members))
+        return lambda left_out: WeightedBlend(
+            minimize_on_simplex(loss, len(members), left_out, start), pool, kind
+        )
     rows = sampled_rows(len(truth), MAX_GREEDY_ROWS, options.seed)
 
     def score(values: Values) -> float:
         value = metric.value(truth[rows], values, sample.activation)
         return value if metric.greater_is_better else -value
 
-    return fit_greedy([_taken(values, rows) for values in members], score, pool, kind)
+    return partial(fit_greedy, [taken(values, rows) for values in members], score, pool, kind)
 
 
 def _cross_validated(
-    sample: _Sample, options: Options, metric: Metric, fold_of: Rows
+    sample: Predictions, options: Options, metric: Metric, fold_of: Rows
 ) -> tuple[list[Values], list[int]]:
     """Return the values of all rows, each from what was fitted to the other folds, and each fold's best member.
 
@@ -360,28 +348,29 @@ def _cross_validated(
         float64 [rows, labels] each: the ensemble, equal weights, the best member, and of two members or more the
         ensembles without each of them; and the numbers of the best members.
     """
-    count, shape = len(sample.names), (sample.rows, len(sample.labels))
+    count, shape = len(sample.members), (sample.rows, len(sample.labels))
     merged, equal, best, *without = (np.empty(shape, order="F") for _ in range(3 + count * (count > 1)))
     best_members = []
-    equal_blend = WeightedBlend(np.ones(count), options.pool, sample.kind)
+    equal_blend = WeightedBlend(np.ones(count), options.pool, _kind(sample))
     for fold in range(options.folds):
         is_scored = np.flatnonzero(fold_of == fold)
         others, scored = sample.taken(np.flatnonzero(fold_of != fold)), sample.taken(is_scored)
-        scores = [metric.value(others.truth, values, sample.activation) for values in others.members]
+        scores = [
+            metric.value(others.required_truth, values, sample.activation)
+            for values in others.members.values()
+        ]
         best_members.append(int(np.argmax(scores) if metric.greater_is_better else np.argmin(scores)))
         calibrations = _calibrations(others, options)
-        members, ready = others.calibrated(calibrations), scored.calibrated(calibrations)
-        blend = _blend(members, others, options, metric)
-        best[is_scored] = scored.members[best_members[-1]]
-        equal[is_scored] = equal_blend.merge(scored.members)
+        raw = [*scored.members.values()]
+        members, ready = ([*part.calibrated(calibrations).members.values()] for part in (others, scored))
+        method = _method(members, others, options, metric)
+        blend = method(None)
+        best[is_scored] = raw[best_members[-1]]
+        equal[is_scored] = equal_blend.merge(raw)
         merged[is_scored] = blend.merge(ready)
         for number, values in enumerate(without):
-            if isinstance(blend, WeightedBlend) and not blend.weights[number]:
-                values[is_scored] = merged[is_scored]
-                continue
-            rest = [members[other] for other in range(count) if other != number]
-            without_it = _blend(rest, others, options, metric)
-            values[is_scored] = without_it.merge([ready[other] for other in range(count) if other != number])
+            has_weight = isinstance(blend, StackingFit) or blend.weights[number] > 0
+            values[is_scored] = method(number).merge(ready) if has_weight else merged[is_scored]
     return [merged, equal, best, *without], best_members
 
 
@@ -399,7 +388,7 @@ def folds(truth: Truth, count: int, seed: int) -> Rows:
 class _Scorer:
     """Scores held-out values on the same resamples; a metric that ranks rows in each fold, as a mean."""
 
-    def __init__(self, sample: _Sample, metric: Metric, fold_of: Rows) -> None:
+    def __init__(self, sample: Predictions, metric: Metric, fold_of: Rows) -> None:
         self._metric = metric
         self.folds_scored: int | None = None
         parts = [np.arange(sample.rows)]
@@ -413,11 +402,12 @@ class _Scorer:
                     "--metric log_loss"
                 )
         self._parts = [
-            (rows, Bootstrap(sample.truth[rows], sample.activation, seed)) for seed, rows in enumerate(parts)
+            (rows, Bootstrap(sample.required_truth[rows], sample.activation, seed))
+            for seed, rows in enumerate(parts)
         ]
 
     def score(self, values: Values) -> Scored:
-        scores = [bootstrap.score(self._metric, _taken(values, rows)) for rows, bootstrap in self._parts]
+        scores = [bootstrap.score(self._metric, taken(values, rows)) for rows, bootstrap in self._parts]
         value = float(np.mean([score.value for score in scores]))
         return replace(
             scores[0], value=value, replicates=np.mean([score.replicates for score in scores], axis=0)
@@ -428,14 +418,14 @@ class _Scorer:
         return score.minus(other) if self._metric.greater_is_better else other.minus(score)
 
 
-def _is_defined(sample: _Sample, metric: Metric) -> bool:
+def _first_value(sample: Predictions, metric: Metric) -> float:
+    """Return the first member's value; an UndefinedMetric says why the metric has none for these rows."""
+    return metric.value(sample.required_truth, next(iter(sample.members.values())), sample.activation)
+
+
+def _is_defined(sample: Predictions, metric: Metric) -> bool:
     try:
-        metric.value(sample.truth, sample.members[0], sample.activation)
+        _first_value(sample, metric)
     except UndefinedMetric:
         return False
     return True
-
-
-def _taken(values: Values, rows: Rows) -> Values:
-    """Return these rows, each column in one piece."""
-    return values if len(rows) == len(values) else np.take(values.T, rows, axis=1).T

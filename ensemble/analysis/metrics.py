@@ -36,12 +36,12 @@ METRIC_KINDS: Final[Mapping[MetricKind, str]] = {
 
 
 class UndefinedMetric(DataError):
-    """A metric has no value for this truth; says why."""
+    """Say why a metric has no value for this truth."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows to score: truth and values as for ``Metric.value``."""
+    """Hold rows to score: truth and values as for ``Metric.value``."""
 
     truth: Truth
     values: Values
@@ -53,26 +53,26 @@ class Rows:
 
     @cached_property
     def true_labels(self) -> npt.NDArray[np.int64]:
-        """The label of each row with exclusive labels, [rows]."""
+        """Return the label of each row with exclusive labels, [rows]."""
         return np.asarray(self.truth.argmax(axis=1) if self.truth.ndim == 2 else self.truth, np.int64)
 
     @cached_property
     def true_each(self) -> npt.NDArray[np.bool_]:
-        """Which labels are true, [rows, labels]."""
+        """Return which labels are true, [rows, labels]."""
         if self.is_exclusive:
             return np.asarray(self.true_labels[:, None] == np.arange(self.values.shape[1]))
         return np.asarray(self.truth > 0.5)
 
     @cached_property
     def predicted_each(self) -> npt.NDArray[np.bool_]:
-        """Which labels are predicted, [rows, labels]: the likeliest, or if not exclusive those above 0.5."""
+        """Return which labels are predicted, [rows, labels]: the likeliest, or all above 0.5."""
         if self.is_exclusive:
             return np.asarray(self.values.argmax(axis=1)[:, None] == np.arange(self.values.shape[1]))
         return np.asarray(self.values > 0.5)
 
     @cached_property
     def probabilities(self) -> Values:
-        """The values; those of exclusive labels scaled to sum to 1, [rows, labels]."""
+        """Return the values, [rows, labels]; those of exclusive labels scaled to sum to 1."""
         if not self.is_exclusive:
             return self.values
         sums = self.values.sum(axis=1, keepdims=True)
@@ -88,7 +88,7 @@ def _first_mean(sums: Values, count: Values, is_exclusive: bool) -> Values:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric: a function of sums over rows.
+    """Compute a metric as a function of sums over rows.
 
     Attributes:
         name: as users write it.
@@ -322,7 +322,7 @@ def find_metric(name: str) -> Metric:
 
 @dataclass(frozen=True)
 class Scored:
-    """A metric of all rows, and of each resample, [resamples]; a biased one has no interval but in a difference."""
+    """Hold a metric of all rows and of each resample; a biased one has an interval only in a difference."""
 
     value: float
     replicates: Values
@@ -341,7 +341,7 @@ class Scored:
 
 
 class Bootstrap:
-    """Scores predictions of the same rows on the same resamples, so that differences are paired.
+    """Score predictions of the same rows on the same resamples, so that differences are paired.
 
     The truth is int64 [rows], or float64 [rows, labels]; ``seed`` is that of the resamples.
     """

@@ -9,12 +9,13 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, TypeAlias, TypeVar, get_args
+from typing import Final, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ensemble.analysis.calibration import calibrated
 from ensemble.common.errors import ConfigError, DataError, EnsembleError
 from ensemble.common.protocol import Activation
 from ensemble.common.text import nearest_or_all, plural, quoted
@@ -33,7 +34,7 @@ from ensemble.data.predictions_csv import (
     read_predictions,
 )
 from ensemble.data.table import TableNeeds, Truth, read_table
-from ensemble.merging.calibration import calibrator
+from ensemble.merging.methods.base import Values
 from ensemble.merging.row_checks import RowCheck
 from ensemble.merging.rules import RowRules
 from ensemble.pipeline.prediction_files import ROWS_ADVICE, file_columns, named_files
@@ -44,13 +45,12 @@ from ensemble.pipeline.run_report import RunReport
 
 LABEL_COLUMN: Final = "label"
 _ADVICE: Final = "remove the file and run the config again, which computes it again"
-Values: TypeAlias = npt.NDArray[np.float64]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions of the same rows by several members.
+    """Hold predictions of the same rows by several members.
 
     Attributes:
         ids: text, [rows], unique.
@@ -84,9 +84,42 @@ class Predictions:
         activations = set(self.activations.values())
         return "none" if "none" in activations else "sigmoid" if "sigmoid" in activations else "softmax"
 
+    @property
+    def required_truth(self) -> Truth:
+        """Return the truth; a DataError says that it is not known."""
+        if self.truth is None:
+            raise DataError(
+                "no true labels: --labels names the file that has them, or data.label_column the column"
+            )
+        return self.truth
+
     def with_truth(self, truth: Truth, remarks: Sequence[str]) -> Predictions:
         """Return the same with a truth, as ``read_truth`` returns it."""
         return replace(self, truth=truth, remarks=(*self.remarks, *remarks))
+
+    def taken(self, rows: npt.NDArray[np.int64]) -> Predictions:
+        """Return the rows of these numbers, in this order."""
+        return replace(
+            self,
+            ids=self.ids.take(pa.array(rows)),
+            members={name: taken(values, rows) for name, values in self.members.items()},
+            truth=None if self.truth is None else self.truth[rows],
+            ensemble=None if self.ensemble is None else taken(self.ensemble, rows),
+            rules=None if self.rules is None else self.rules.taken(rows),
+        )
+
+    def calibrated(self, settings: Mapping[str, CalibrationConfig | None]) -> Predictions:
+        """Return the same with the members' values after these calibrations, by member."""
+        members = {
+            name: calibrated(values, settings[name], self.activations[name], self.labels)
+            for name, values in self.members.items()
+        }
+        return replace(self, members=members)
+
+
+def taken(values: Values, rows: npt.NDArray[np.int64]) -> Values:
+    """Return the rows of these numbers, each column in one piece."""
+    return np.take(values.T, rows, axis=1).T
 
 
 def read_files(
@@ -283,17 +316,11 @@ def _truth_columns(
     raise DataError(f"{missing_column(data.path, 'label column', column, header)}; {advice}")
 
 
-def as_merged(predictions: Predictions, report: RunReport) -> dict[str, Values]:
-    """Return the members' values after the calibrations of their run, float64 [rows, labels]."""
-    settings = {member.name: member.calibration for member in report.members}
-    calibrated = dict(predictions.members)
-    for name, values in predictions.members.items():
-        calibration = CalibrationConfig.model_validate(settings[name])
-        calibrate = calibrator(calibration, predictions.activations[name], predictions.labels)
-        if calibrate is not None:
-            calibrated[name] = values.copy(order="F")
-            calibrate(calibrated[name])
-    return calibrated
+def as_merged(predictions: Predictions, report: RunReport) -> Predictions:
+    """Return the predictions of a run after the calibrations of its config."""
+    return predictions.calibrated(
+        {member.name: CalibrationConfig.model_validate(member.calibration) for member in report.members}
+    )
 
 
 def read_run(run_dir: Path, with_truth: bool = True, label_column: str | None = None) -> Predictions:

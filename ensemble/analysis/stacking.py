@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
-from ensemble.analysis.calibration import MAX_ROWS, Kind, Truth, Values, one_hot
+from ensemble.analysis.calibration import MAX_ROWS, Kind, one_hot
+from ensemble.data.table import Truth
 from ensemble.merging.calibration import EPSILON, features, probabilities_of
+from ensemble.merging.methods.base import Values
 from ensemble.merging.scoring import row_losses
 
 # Candidates for scikit-learn's ``C``: the larger, the weaker the L2 penalty is.
@@ -27,8 +29,11 @@ _MAX_CHOOSING_ROWS = 5_000
 
 @dataclass(frozen=True)
 class StackingFit:
-    """``coefficients``, float64 [labels, members, labels] of ln p (softmax), or [labels, members] of logits
-    (sigmoid); ``intercepts``, float64 [labels]; ``penalty`` as scikit-learn's ``C``."""
+    """Merge members by a logistic regression; ``penalty`` is scikit-learn's ``C``.
+
+    ``coefficients`` are float64 [labels, members, labels] of ln p (softmax), or [labels, members] of logits
+    (sigmoid), ``intercepts`` float64 [labels].
+    """
 
     coefficients: Values
     intercepts: Values
@@ -44,14 +49,17 @@ class StackingFit:
         return probabilities_of(scores.T, [self.kind])
 
 
-def fit_stacking(members: Sequence[Values], truth: Truth, kind: Kind, seed: int) -> StackingFit:
+def fit_stacking(
+    members: Sequence[Values], truth: Truth, kind: Kind, seed: int, left_out: int | None = None
+) -> StackingFit:
     """Return the regression of the truth on the members' probabilities, on at most ``MAX_ROWS`` rows.
 
     Its penalty is the best of ``PENALTIES`` in cross-validation among these rows. At least two labels must occur.
+    The coefficients of the member that is ``left_out`` are 0.
     """
     rows = np.random.default_rng(seed).permutation(len(truth))[:MAX_ROWS]
     targets = one_hot(truth, members[0].shape[1])[rows]
-    members = [values[rows] for values in members]
+    members = [values[rows] for number, values in enumerate(members) if number != left_out]
     fold_of = np.arange(min(len(targets), _MAX_CHOOSING_ROWS)) % _INNER_FOLDS
     losses = np.zeros(len(PENALTIES))
     for fold in range(_INNER_FOLDS):
@@ -60,7 +68,10 @@ def fit_stacking(members: Sequence[Values], truth: Truth, kind: Kind, seed: int)
             stacking = _fitted([values[others] for values in members], targets[others], kind, penalty)
             merged = stacking.merge([values[scored] for values in members])
             losses[number] += row_losses(targets[scored], merged, kind).sum()
-    return _fitted(members, targets, kind, PENALTIES[int(losses.argmin())])
+    stacking = _fitted(members, targets, kind, PENALTIES[int(losses.argmin())])
+    if left_out is None:
+        return stacking
+    return replace(stacking, coefficients=np.insert(stacking.coefficients, left_out, 0.0, axis=1))
 
 
 def _fitted(members: Sequence[Values], targets: Values, kind: Kind, penalty: float) -> StackingFit:

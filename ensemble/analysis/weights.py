@@ -15,8 +15,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 from scipy.optimize import minimize
 
-from ensemble.analysis.calibration import Kind, Truth, Values, loss_of_scores, one_hot
+from ensemble.analysis.calibration import Kind, loss_of_scores, one_hot
+from ensemble.data.table import Truth
 from ensemble.merging.calibration import EPSILON, features, probabilities_of
+from ensemble.merging.methods.base import Values
 from ensemble.merging.methods.weighted_mean import weighted_mean
 
 # A merge method that weights can be fitted for.
@@ -33,7 +35,7 @@ _MAX_ADDED, _PATIENCE = 50, 5
 
 @dataclass(frozen=True)
 class WeightedBlend:
-    """The weighted mean of members, or their weighted geometric mean; ``weights`` are float64 [members]."""
+    """Merge members by their weighted mean or geometric mean; ``weights`` are float64 [members]."""
 
     weights: Values
     pool: Pool
@@ -49,14 +51,8 @@ class WeightedBlend:
         return mean if self.pool == "mean" else probabilities_of(mean, [self.kind])
 
 
-def fit_simplex(members: Sequence[Values], truth: Truth, pool: Pool, kind: Kind) -> WeightedBlend:
-    """Return the weights with the least log loss; of sigmoid members it is the mean over rows and labels."""
-    loss = mean_loss if pool == "mean" else geometric_loss
-    return WeightedBlend(minimize_on_simplex(loss(members, truth, kind), len(members)), pool, kind)
-
-
 def mean_loss(members: Sequence[Values], truth: Truth, kind: Kind) -> WeightLoss:
-    """Return the log loss of the weighted mean as a function of the weights; see ``fit_simplex``."""
+    """Return the log loss of the weighted mean; of sigmoid members it is the mean over rows and labels."""
     targets = one_hot(truth, members[0].shape[1])
     if kind == "sigmoid":
         targets = _no_and_yes(targets)
@@ -87,17 +83,24 @@ def geometric_loss(members: Sequence[Values], truth: Truth, kind: Kind) -> Weigh
     return loss
 
 
-def minimize_on_simplex(loss: WeightLoss, members: int) -> Values:
-    """Return the weights with the least loss, float64 [members].
+def minimize_on_simplex(
+    loss: WeightLoss, members: int, left_out: int | None = None, start: Values | float = 1.0
+) -> Values:
+    """Return the weights with the least loss, float64 [members], in which ``left_out`` has none.
 
     If several weights are equally good, as those of two members that are the same, it returns some of them.
+    The search begins near ``start``.
     """
+    first, bounds = np.full(members, 0.1 / members) + start, [(0.0, 1.0)] * members
+    if left_out is not None:
+        first[left_out] = 0.0
+        bounds[left_out] = (0.0, 0.0)
     best = minimize(
         loss,
-        np.full(members, 1 / members),
+        first / first.sum(),
         jac=True,
         method="SLSQP",
-        bounds=[(0.0, 1.0)] * members,
+        bounds=bounds,
         constraints={"type": "eq", "fun": lambda w: w.sum() - 1, "jac": np.ones_like},
         options={"ftol": _TOLERANCE, "maxiter": 200},
     )
@@ -110,25 +113,28 @@ def fit_greedy(
     score: Callable[[Values], float],
     pool: Pool,
     kind: Kind,
+    left_out: int | None = None,
 ) -> WeightedBlend:
     """Return weights found by adding the member that makes the score of the mean best; higher is better.
 
-    It may add a member several times, and takes the best of all means on the way.
+    It may add a member several times, ``left_out`` never, and takes the best of all means on the way.
     """
     is_geometric = pool == "geometric_mean"
     terms = [features(values, kind) for values in members] if is_geometric else members
+    candidates = [number for number in range(len(members)) if number != left_out]
     counts = np.zeros(len(members))
     total = np.zeros(members[0].shape, order="F")
     best, best_score, without_gain = counts, -np.inf, 0
     for added in range(1, _MAX_ADDED + 1):
-        means = ((total + values) / added for values in terms)
+        means = ((total + terms[number]) / added for number in candidates)
         scores = [score(probabilities_of(mean, [kind]) if is_geometric else mean) for mean in means]
-        chosen = int(np.argmax(scores))
+        highest = max(scores)
+        chosen = candidates[scores.index(highest)]
         counts[chosen] += 1
         total += terms[chosen]
         without_gain += 1
-        if scores[chosen] > best_score:
-            best, best_score, without_gain = counts / added, scores[chosen], 0
+        if highest > best_score:
+            best, best_score, without_gain = counts / added, highest, 0
         if without_gain == _PATIENCE:
             break
     return WeightedBlend(best, pool, kind)

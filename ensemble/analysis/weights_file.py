@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import yaml
 
-from ensemble.analysis.calibration import Calibration, Values, VectorScaling
 from ensemble.analysis.fit import FitReport, Options, fit
 from ensemble.analysis.predictions import LABEL_COLUMN, read_files, read_run, read_truth, read_truth_of
 from ensemble.analysis.stacking import StackingFit
@@ -20,7 +19,8 @@ from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.files import settings_file
 from ensemble.common.protocol import Activation
 from ensemble.common.text import plural
-from ensemble.config import ConfigSource, LoadedConfig, MappingConfig
+from ensemble.config import CalibrationConfig, ConfigSource, LoadedConfig, MappingConfig
+from ensemble.merging.methods.base import Values
 from ensemble.merging.scoring import Interval
 from ensemble.pipeline.fingerprint import changed_members, changed_sentence
 from ensemble.pipeline.prediction_files import path_of
@@ -182,7 +182,7 @@ def _overlay(report: FitReport, method: str, sources: str) -> str:
             "name": member.name,
             "weight": 1 if member.weight is None else round(member.weight, _WEIGHT_DECIMALS),
             # None takes away what the config has, since the weights are without it.
-            "calibration": _calibration(report.labels, member.calibration),
+            "calibration": _calibration(member.calibration),
         }
         for member in report.members
     ]
@@ -195,12 +195,15 @@ def _overlay(report: FitReport, method: str, sources: str) -> str:
     return "".join(f"# {' '.join(line.split())}\n" for line in head) + text
 
 
-def _calibration(labels: Sequence[str], calibration: Calibration) -> dict[str, Any] | None:
+def _calibration(calibration: CalibrationConfig | None) -> dict[str, Any] | None:
     if calibration is None:
         return None
-    if isinstance(calibration, VectorScaling):
-        return {"scale": _by_label(labels, calibration.scale), "bias": _by_label(labels, calibration.bias)}
-    return {"temperature": _short(calibration)}
+    if not calibration.scale:
+        return {"temperature": _short(calibration.temperature)}
+    document = calibration.model_dump(include={"scale", "bias"})
+    return {
+        key: {label: _short(number) for label, number in factors.items()} for key, factors in document.items()
+    }
 
 
 def _stacking(report: FitReport, stacking: StackingFit) -> dict[str, Any]:

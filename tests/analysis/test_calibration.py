@@ -12,15 +12,21 @@ from scipy.special import log_expit, log_softmax, softmax
 from ensemble.analysis.calibration import (
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
-    VectorScaling,
     calibrated,
     fit_temperature,
     fit_vector_scaling,
 )
+from ensemble.config import CalibrationConfig
 from ensemble.merging.calibration import EPSILON
 
 ROWS, LABELS = 800, 4
 KINDS = ("softmax", "sigmoid")
+NAMES = ("a", "b", "c", "d")
+
+
+def scaled(values: Any, found: tuple[Any, Any], kind: Any) -> Any:
+    scale, bias = (dict(zip(NAMES, numbers.tolist(), strict=True)) for numbers in found)
+    return calibrated(values, CalibrationConfig(scale=scale, bias=bias), kind, NAMES)
 
 
 def sample(kind: str, is_soft: bool = False) -> tuple[Any, Any]:
@@ -59,7 +65,7 @@ def test_the_temperature_is_the_one_of_least_log_loss(kind: Any, is_soft: bool) 
     assert log_loss(values, truth, kind, 1 / found, 0) <= best.fun + 1e-9
     assert found == pytest.approx(np.exp(-best.x[0]), rel=1e-4)
     assert found > 1.4
-    scored = calibrated(values, found, kind)
+    scored = calibrated(values, CalibrationConfig(temperature=found), kind, NAMES)
     assert log_loss(scored, truth, kind, 1, 0) == pytest.approx(best.fun, abs=1e-9)
 
 
@@ -75,10 +81,10 @@ def test_scale_and_bias_are_those_of_least_log_loss(kind: Any, is_soft: bool) ->
 
     found = fit_vector_scaling(values, truth, kind)
     best = minimize(loss, start, method="BFGS", options={"gtol": 1e-9})
-    together = np.concatenate([found.scale, found.bias])
+    together = np.concatenate(found)
     assert loss(together) <= best.fun + 1e-9
     np.testing.assert_allclose(together, best.x, atol=1e-4)
-    scored = calibrated(values, found, kind)
+    scored = scaled(values, found, kind)
     assert log_loss(scored, truth, kind, 1, 0) < log_loss(values, truth, kind, 1, 0) - 0.02
 
 
@@ -88,7 +94,7 @@ def test_a_member_that_knows_nothing_is_left_as_it_is() -> None:
     assert fit_temperature(alike, truth, "softmax") == 1
     found = fit_vector_scaling(alike, truth, "softmax")  # the biases are the labels' frequencies
     shares = np.bincount(truth) / ROWS
-    np.testing.assert_allclose(calibrated(alike, found, "softmax")[0], shares, atol=2e-3)
+    np.testing.assert_allclose(scaled(alike, found, "softmax")[0], shares, atol=2e-3)
 
 
 def test_temperatures_end_where_a_member_is_always_right_or_worse_than_chance() -> None:
@@ -103,14 +109,12 @@ def test_certainty_that_is_wrong_costs_a_bounded_loss(kind: Any) -> None:
     sure = np.eye(LABELS)[values.argmax(axis=1)]  # 0 and 1, often wrong
     temperature = fit_temperature(sure, truth, kind)
     assert 5 < temperature < MAX_TEMPERATURE
-    assert np.isfinite(fit_vector_scaling(sure, truth, kind).scale).all()
-    assert calibrated(sure, temperature, kind).min() > EPSILON
+    assert np.isfinite(fit_vector_scaling(sure, truth, kind)[0]).all()
+    assert calibrated(sure, CalibrationConfig(temperature=temperature), kind, NAMES).min() > EPSILON
 
 
 def test_a_label_that_no_row_has_gets_a_bias_that_is_a_number() -> None:
     values, truth = sample("softmax")
     found = fit_vector_scaling(values, np.where(truth == 2, 1, truth), "softmax")
-    assert -20 < found.bias[2] < -2
-    assert calibrated(values, VectorScaling(np.ones(LABELS), np.zeros(LABELS)), "softmax") == pytest.approx(
-        values
-    )
+    assert -20 < found[1][2] < -2
+    assert scaled(values, (np.ones(LABELS), np.zeros(LABELS)), "softmax") == pytest.approx(values)

@@ -135,7 +135,9 @@ def test_members_that_are_too_sure_are_calibrated_to_gain(
     plain = fit(found, Options(pool=pool))
     assert plain.score > report.score + 0.05
     if method == "temperature":
-        assert all(isinstance(one.calibration, float) and one.calibration > 1.5 for one in report.members)
+        assert all(
+            one.calibration is not None and one.calibration.temperature > 1.5 for one in report.members
+        )
 
 
 @pytest.mark.long

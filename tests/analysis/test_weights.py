@@ -11,6 +11,7 @@ from scipy.optimize import approx_fprime, minimize
 from scipy.special import softmax
 from sklearn.metrics import accuracy_score, log_loss
 
+from ensemble.analysis.stacking import fit_stacking
 from ensemble.analysis.weights import (
     WeightedBlend,
     fit_greedy,
@@ -105,6 +106,32 @@ def test_weights_of_members_that_are_the_same_constant_or_always_wrong(family: A
     assert odd[0] + odd[3] == pytest.approx(plain[0], abs=5e-3)
     assert odd[4] == 0
     assert list(minimize_on_simplex(family([wrong], truth, "softmax"), 1)) == [1]
+
+
+@pytest.mark.parametrize("family", [mean_loss, geometric_loss])
+def test_leaving_a_member_out_is_fitting_without_it(family: Any) -> None:
+    members, truth, _ = sample("hard", 4)
+    loss, rest = (family(each, truth, "softmax") for each in (members, [members[0], *members[2:]]))
+    once = minimize_on_simplex(loss, 4, left_out=1)
+    assert once[1] == 0
+    assert loss(once)[0] == pytest.approx(rest(minimize_on_simplex(rest, 3))[0], abs=1e-6)
+
+
+@pytest.mark.parametrize("pool", ["mean", "geometric_mean"])
+def test_other_methods_leave_a_member_out_too(pool: Any) -> None:
+    members, truth, _ = sample("hard", 3, 300)
+    rest = [members[0], members[2]]
+
+    def score(values: Any) -> float:
+        return float(accuracy_score(truth, values.argmax(axis=1)))
+
+    without = fit_greedy(members, score, pool, "softmax", left_out=1)
+    assert (
+        without.weights.tolist() == np.insert(fit_greedy(rest, score, pool, "softmax").weights, 1, 0).tolist()
+    )
+    stacking = fit_stacking(members, truth, "softmax", 0, left_out=1)
+    expected = fit_stacking(rest, truth, "softmax", 0).merge(rest)
+    np.testing.assert_allclose(stacking.merge(members), expected, rtol=1e-12)
 
 
 def test_greedy_selection_adds_what_is_best_at_each_step() -> None:

@@ -200,8 +200,9 @@ def test_the_file_loses_nothing_that_matters(files: Project) -> None:
     for member, weight in zip(report.members, whole, strict=True):
         rows = {row[0]: row[1:] for row in files.read(f"{member.name}.csv")[1]}
         ids = [row[0] for row in files.read("out/ensemble.csv")[1]]
+        assert member.calibration is not None
         logs = np.log(np.array([rows[one] for one in ids], dtype=float))
-        parts.append(weight * softmax(logs / member.calibration, axis=1))
+        parts.append(weight * softmax(logs / member.calibration.temperature, axis=1))
     exact = -np.log(sum(parts)[np.arange(ROWS), numbers]).mean()
     assert reached == pytest.approx(exact, abs=1e-7)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Final
@@ -17,15 +17,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from markupsafe import Markup
 
-from ensemble.analysis.metrics import Interval
-from ensemble.analysis.predictions import Predictions, read_run
-from ensemble.analysis.report.results import MergedRows
+from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap, Interval, Metric
+from ensemble.analysis.predictions import Predictions, as_merged, read_run
 from ensemble.common.errors import DataError
 from ensemble.common.files import unreadable
 from ensemble.common.text import plural, shown_path
 from ensemble.data.csv_file import read_header
 from ensemble.data.formats import read_contents
 from ensemble.data.input_file import Wanted, cell_texts
+from ensemble.merging.blocks import weights_by_bin
+from ensemble.merging.methods.base import MergeMethod, Values
+from ensemble.pipeline.ending import merge_method_of
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 
@@ -53,10 +55,11 @@ class Section(ABC):
 
 @dataclass
 class ReportData:
-    """The data of a report; what takes long to read is read when a section first asks for it."""
+    """Hold the data of a report; what takes long to read is read when a section first asks for it."""
 
     run_dir: Path
     report: RunReport
+    problems: set[str] = field(default_factory=set)
 
     @property
     def title(self) -> str:
@@ -67,13 +70,61 @@ class ReportData:
 
     @cached_property
     def predictions(self) -> Predictions:
-        """Return all probabilities of the members and the ensemble, with the true labels if the run had them."""
-        return read_run(self.run_dir)
+        """Return what the members and the ensemble gave, with the true labels if the run had them.
+
+        The members' values are as they were merged, after the calibrations of the config.
+        """
+        return as_merged(read_run(self.run_dir), self.report)
 
     @cached_property
-    def results(self) -> MergedRows:
-        """Return the predictions as they were merged, and how to score them; raises as ``predictions`` does."""
-        return MergedRows(self.report, self.predictions)
+    def as_ruled(self) -> dict[str, Values]:
+        """Return what each member alone would give with the run's rules, to compare with the ensemble."""
+        predictions, rules = self.predictions, self.predictions.rules
+        if rules is None:
+            return predictions.members
+        ruled = {name: values.copy(order="F") for name, values in predictions.members.items()}
+        is_exclusive = rules.are_exclusive(predictions.activation, self.method)
+        for values in ruled.values():
+            rules.apply(0, values, is_exclusive, np.asarray(~np.isnan(values).any(axis=1)))
+        return ruled
+
+    @cached_property
+    def method(self) -> type[MergeMethod]:
+        return merge_method_of(self.report)
+
+    @cached_property
+    def mean_weights(self) -> dict[str, float]:
+        """Return the members' weights as the config has them; of weights by label or length their mean."""
+        weights = {member.name: member.weight for member in self.report.members}
+        names = [*self.predictions.members]
+        bins = len(self.report.ensemble.get("length_bins") or ()) + 1
+        means = weights_by_bin([weights[name] for name in names], self.predictions.labels, bins).mean(
+            axis=(1, 2)
+        )
+        return dict(zip(names, means.tolist(), strict=True))
+
+    @property
+    def metrics(self) -> list[Metric]:
+        """Return the metrics that are shown, first the loss that decides."""
+        return [METRICS[name] for name in USUAL[self.predictions.activation]]
+
+    def score(self, metric: Metric, values: Values, others: Values | None = None) -> Interval | None:
+        """Return a metric over the rows that have values, or how far it is above that of ``others``.
+
+        It is None if it is not defined for these rows; ``problems`` then say why.
+        """
+        both = [values] if others is None else [values, others]
+        bootstrap, parts = self._bootstrap.of_common_rows(*both)
+        try:
+            scores = [bootstrap.score(metric, part) for part in parts]
+        except DataError as error:
+            self.problems.add(str(error))
+            return None
+        return scores[0].interval if others is None else scores[0].minus(scores[1])
+
+    @cached_property
+    def _bootstrap(self) -> Bootstrap:
+        return Bootstrap(self.predictions.required_truth, self.predictions.activation)
 
     @cached_property
     def table_texts(self) -> TableTexts:
@@ -82,7 +133,7 @@ class ReportData:
 
 
 class TableTexts:
-    """The columns that members read of a run's table, if it is still the same; none if they read no column.
+    """Read the columns that members read, if the run's table is still the same; none if they read no column.
 
     Raises:
         DataError: the table is gone, was written after the run, or has other rows than ``ids``.

@@ -50,11 +50,11 @@ _OF_NUMBERS = ("dtype", "quantization_config", "attn_implementation")
 
 
 class _TooSlow(Exception):
-    """Ends a trial's run from within; holds the rows a second that it reached."""
+    """End a trial's run from within; its argument is the rows a second that it reached."""
 
 
 class _Watching:
-    """The display of a trial: shows nothing, and ends the trial if it computes for longer than it may."""
+    """Show nothing, and end a trial if it computes for longer than it may."""
 
     def __init__(self, max_seconds: float) -> None:
         self._max_seconds = max_seconds
@@ -115,7 +115,7 @@ class MemberTrials:
 
     @property
     def rows(self) -> int:
-        """Number of rows of the sample."""
+        """Return the number of rows of the sample."""
         return len(self._chosen)
 
     def expected_seconds(self) -> float:
@@ -127,7 +127,7 @@ class MemberTrials:
 
     @property
     def kept(self) -> int:
-        """Number of trials that an interrupted command has finished."""
+        """Return the number of trials that an interrupted command has finished."""
         return sum(map(_is_complete, self._folder.glob("*-*")))
 
     def tune(self) -> MemberTuning:

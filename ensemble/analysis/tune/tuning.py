@@ -23,7 +23,7 @@ _MOVED = 2.0
 
 @dataclass(frozen=True)
 class Trial:
-    """Settings that were tried: ``keys`` of the member, as in the YAML.
+    """Hold settings that were tried: ``keys`` of the member, as in the YAML.
 
     Attributes:
         is_precision: whether it is of the first group, which changes numbers most.
@@ -64,7 +64,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class MemberTuning:
-    """The trials of a member.
+    """Hold the trials of a member.
 
     Attributes:
         reference: the name of the trial that the others are compared with; empty if none gave a result.
@@ -99,7 +99,7 @@ class MemberTuning:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The trials of all members; ``skipped`` have no settings to choose, and all of it took ``seconds``."""
+    """Hold the trials of all members; ``skipped`` have no settings to choose, and all of it took ``seconds``."""
 
     members: tuple[MemberTuning, ...]
     skipped: tuple[str, ...]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ensemble.analysis.calibration import Calibration
 from ensemble.analysis.fit import FitReport
 from ensemble.analysis.weights_file import difference, verdicts
 from ensemble.cli.layout import Table
+from ensemble.config import CalibrationConfig
 
 
 def view(report: FitReport) -> Iterator[str | Table]:
@@ -28,7 +28,7 @@ def view(report: FitReport) -> Iterator[str | Table]:
     yield from (f"! {remark}" for remark in report.remarks)
 
 
-def _calibration(calibration: Calibration) -> str:
+def _calibration(calibration: CalibrationConfig | None) -> str:
     if calibration is None:
         return ""
-    return f"{calibration:.3f}" if isinstance(calibration, float) else "vector"
+    return "vector" if calibration.scale else f"{calibration.temperature:.3f}"

@@ -273,7 +273,7 @@ def test_a_member_with_some_rows_is_compared_on_these(made: Made) -> None:
     data = made.write(members, truth)
     text = shown(data, "scores")
     assert f"{log_loss(truth[:400], members['m1'][:400], labels=[0, 1, 2]):.4f}" in text
-    merged = data.results.ensemble
+    merged = data.predictions.ensemble
     assert merged is not None
     gap = log_loss(truth[:400], members["m1"][:400]) - log_loss(truth[:400], merged[:400])
     assert f"{gap:+.4f}".replace("-", "\N{MINUS SIGN}") in text
@@ -319,7 +319,7 @@ def test_labels_that_do_not_exclude_each_other(made: Made) -> None:
         for number, noise in enumerate((0.5, 1.0))
     }
     data = made.write(members, truth)
-    assert data.results.activation == "sigmoid"
+    assert data.predictions.activation == "sigmoid"
     merged = (members["m0"] + members["m1"]) / 2
     loss = np.mean([log_loss(truth[:, label], merged[:, label]) for label in range(3)])
     assert f"{loss:.4f}" in shown(data, "scores")
@@ -334,7 +334,7 @@ def test_values_that_are_no_probabilities(made: Made) -> None:
     truth = chooser.normal(100, 20, (1_000, 1))
     members = {f"m{number}": truth + chooser.normal(0, 5 + number, truth.shape) for number in range(2)}
     data = made.write(members, truth)
-    assert data.results.activation == "none"
+    assert data.predictions.activation == "none"
     merged = (members["m0"] + members["m1"]) / 2
     assert f"{np.sqrt(np.square(merged - truth).mean()):.4f}" in shown(data, "scores")
     errors = [(values - truth).ravel() for values in members.values()]

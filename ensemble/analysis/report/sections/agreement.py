@@ -13,8 +13,8 @@ from markupsafe import Markup
 from scipy.special import bdtr
 
 from ensemble.analysis.calibration import one_hot
+from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.report.base import ReportData, Section, html, notes, number, paragraphs, percent, table
-from ensemble.analysis.report.results import MergedRows
 from ensemble.common.protocol import Activation
 from ensemble.data.table import Truth
 from ensemble.merging.methods.base import Values
@@ -63,37 +63,36 @@ class Agreement(Section):
     title: ClassVar[str] = "Agreement of members"
 
     def html(self, data: ReportData) -> Markup:
-        results = data.results
-        if len(results.names) < 2:
+        predictions = data.predictions
+        if len(predictions.members) < 2:
             text = "<p>{{ name }} is the only member: there is none to compare it with.</p>"
-            return html(text, name=results.names[0])
-        members = zip(results.names, results.values, strict=True)
+            return html(text, name=next(iter(predictions.members)))
         pairs = {
-            (first, second): compare_pair(values, others, results.activation, results.truth)
-            for (first, values), (second, others) in combinations(members, 2)
+            (first, second): compare_pair(values, others, predictions.activation, predictions.truth)
+            for (first, values), (second, others) in combinations(predictions.members.items(), 2)
         }
         pairs = {names: pair for names, pair in pairs.items() if pair.rows > 1}
         if not pairs:
             return html("<p>No two members have rows in common, so they cannot be compared.</p>")
         order = sorted(pairs, key=lambda names: (-pairs[names].differ, pairs[names].correlation))
-        rows = [_cells(names, pairs[names], results) for names in order[:_MAX_PAIRS]]
+        rows = [_cells(names, pairs[names], predictions) for names in order[:_MAX_PAIRS]]
         headers = [*_HEADERS[: len(rows[0])]]
-        if results.truth is None:
+        if predictions.truth is None:
             headers[1] = "correlation"
         remark = f"Of {len(pairs)} pairs the {_MAX_PAIRS} that differ most."
         return (
-            paragraphs(_sentences(results, pairs))
+            paragraphs(_sentences(predictions, pairs))
             + table(headers, rows, left=(0, 8))
             + notes([remark] if len(pairs) > _MAX_PAIRS else [])
         )
 
 
-def _cells(names: tuple[str, str], pair: Pair, results: MergedRows) -> list[str]:
+def _cells(names: tuple[str, str], pair: Pair, predictions: Predictions) -> list[str]:
     cells = [" / ".join(names), number(pair.correlation, 2)]
-    if results.activation == "none":
+    if predictions.activation == "none":
         return cells
     cells += [f"{pair.differ:,}", percent(pair.difference), number(pair.kappa, 2)]
-    if results.truth is None:
+    if predictions.truth is None:
         return cells
     either = pair.only_first + pair.only_second
     better = names[0] if pair.only_first > pair.only_second else names[1]
@@ -103,10 +102,10 @@ def _cells(names: tuple[str, str], pair: Pair, results: MergedRows) -> list[str]
     return [*cells, f"{pair.only_first:,}", f"{pair.only_second:,}", f"{pair.differ - either:,}", better]
 
 
-def _sentences(results: MergedRows, pairs: Mapping[tuple[str, str], Pair]) -> list[str]:
+def _sentences(predictions: Predictions, pairs: Mapping[tuple[str, str], Pair]) -> list[str]:
     lines = []
-    if results.activation != "none":
-        unit = "rows" if results.activation == "softmax" else "answers (row and label)"
+    if predictions.activation != "none":
+        unit = "rows" if predictions.activation == "softmax" else "answers (row and label)"
         shares = sorted(1 - pair.difference for pair in pairs.values())
         if len(pairs) == 1:
             lines.append(f"{' and '.join(next(iter(pairs)))} agree on {percent(shares[0])} of {unit}.")
@@ -117,8 +116,8 @@ def _sentences(results: MergedRows, pairs: Mapping[tuple[str, str], Pair]) -> li
         return [*lines, "Some members give every row the same values, so their values do not correlate."]
     closest = max(correlations, key=lambda names: correlations[names])
     furthest = min(correlations, key=lambda names: correlations[names])
-    if results.truth is None:
-        what = "values" if results.activation == "none" else "probabilities"
+    if predictions.truth is None:
+        what = "values" if predictions.activation == "none" else "probabilities"
         meaning = "without true labels nobody can tell whether they share what is right or what is wrong."
     else:
         what, meaning = "errors", "they fail apart often enough for a mean of the two to gain."

@@ -49,7 +49,7 @@ _NOTES = (
 
 @dataclass(frozen=True)
 class Reliability:
-    """Bins of equal width from 0 to 1, without their lower edge; every array is [bins].
+    """Hold bins of equal width from 0 to 1, without their lower edge; every array is [bins].
 
     Attributes:
         counts: predictions in the bin: rows by the probability of their first label, or with "sigmoid" all cells.
@@ -71,16 +71,17 @@ class Calibration(Section):
     title: ClassVar[str] = "Calibration"
 
     def html(self, data: ReportData) -> Markup:
-        results, truth, activation = data.results, data.results.truth, data.results.activation
+        predictions = data.predictions
+        truth, activation = predictions.truth, predictions.activation
         if activation == "none":
             return html("<p>These values are no probabilities, so there is nothing to calibrate.</p>")
         if truth is None:
             return html("<p>Without true labels nobody can say whether these probabilities are right.</p>")
         values_of = {}
-        if results.ensemble is not None and results.method.gives_probabilities:
-            values_of[ENSEMBLE] = results.ensemble
-        for place in np.argsort(-results.mean_weights, kind="stable"):
-            values_of[results.names[place]] = results.values[place]
+        if predictions.ensemble is not None and data.method.gives_probabilities:
+            values_of[ENSEMBLE] = predictions.ensemble
+        for name in sorted(predictions.members, key=lambda name: -data.mean_weights[name]):
+            values_of[name] = predictions.members[name]
         diagrams: dict[str, Reliability] = {}
         cells: list[list[object]] = []
         for name, values in values_of.items():

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from markupsafe import Markup
 
+from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.report.base import ReportData, Section, html, number, percent
-from ensemble.analysis.report.results import MergedRows
 from ensemble.common.errors import EnsembleError
 from ensemble.common.protocol import Activation
 from ensemble.common.text import listed
@@ -32,9 +32,9 @@ class RowsToRead(Section):
     title: ClassVar[str] = "Rows to read"
 
     def html(self, data: ReportData) -> Markup:
-        results = data.results
+        predictions = data.predictions
         lists = []
-        for title, note, score_name, scores in _lists(results):
+        for title, note, score_name, scores in _lists(data):
             rows = highest(scores, _ROWS)
             if len(rows):
                 lists.append((title, note, score_name, scores, rows))
@@ -49,7 +49,7 @@ class RowsToRead(Section):
         shown = []
         for title, note, score_name, scores, rows in lists:
             cards = [
-                _card(results, row, f"{score_name} {scores[row]:.3g}", texts.get(row, {}))
+                _card(predictions, row, f"{score_name} {scores[row]:.3g}", texts.get(row, {}))
                 for row in rows.tolist()
             ]
             shown.append((title, note, cards))
@@ -69,27 +69,28 @@ class RowsToRead(Section):
 {% endfor %}
 """,
             problem=problem,
-            has_answers=results.activation != "none",
-            has_truth=results.truth is not None,
+            has_answers=predictions.activation != "none",
+            has_truth=predictions.truth is not None,
             lists=shown,
             open=_OPEN,
         )
 
 
-def _lists(results: MergedRows) -> Iterator[tuple[str, str, str, Values]]:
+def _lists(data: ReportData) -> Iterator[tuple[str, str, str, Values]]:
     """Yield the lists of rows: title, note, what the score is called, and the scores of all rows."""
-    activation, ensemble = results.activation, results.ensemble
-    if ensemble is not None and results.truth is not None:
+    predictions, weights = data.predictions, data.mean_weights
+    activation, ensemble = predictions.activation, predictions.ensemble
+    if ensemble is not None and predictions.truth is not None:
         score_name = "squared error" if activation == "none" else "log loss"
         note = (
             f"The highest {score_name} of the ensemble. Some of these are mistakes of the members, some are wrong "
             "labels in the table: read them before anything is fitted to them."
         )
-        yield "Costliest", note, score_name, row_losses(results.truth, ensemble, activation)
-    weighted = np.flatnonzero(results.mean_weights > 0)
+        yield "Costliest", note, score_name, row_losses(predictions.truth, ensemble, activation)
+    weighted = [name for name in predictions.members if weights[name] > 0]
     if len(weighted) > 1:
-        members = [results.values[place] for place in weighted]
-        scores = disagreement(members, results.mean_weights[weighted], activation)
+        members = [predictions.members[name] for name in weighted]
+        scores = disagreement(members, np.array([weights[name] for name in weighted]), activation)
         score_name = "standard deviation" if activation == "none" else "Jensen-Shannon divergence in bits"
         note = f"Where the members are furthest apart, by the {score_name}."
         yield "Most disputed", note, score_name, np.where(scores > 0, scores, np.nan)
@@ -102,15 +103,15 @@ def _lists(results: MergedRows) -> Iterator[tuple[str, str, str, Values]]:
         yield "Least certain", note, score_name, uncertainty(ensemble, activation)
 
 
-def _card(results: MergedRows, row: int, score: str, texts: Mapping[str, str]) -> Markup:
-    right = _true_labels(results, row)
+def _card(predictions: Predictions, row: int, score: str, texts: Mapping[str, str]) -> Markup:
+    right = _true_labels(predictions, row)
     facts = {}
-    if results.truth is not None:
+    if predictions.truth is not None:
         facts["truth"] = ", ".join(right) or "none of the labels"
-        if results.truth.ndim == 2 and results.activation != "sigmoid":
-            facts["truth"] = _first_labels(results, results.truth[row])
-    if results.ensemble is not None:
-        facts["ensemble"] = _first_labels(results, results.ensemble[row])
+        if predictions.truth.ndim == 2 and predictions.activation != "sigmoid":
+            facts["truth"] = _first_labels(predictions, predictions.truth[row])
+    if predictions.ensemble is not None:
+        facts["ensemble"] = _first_labels(predictions, predictions.ensemble[row])
     return html(
         """
 <article>
@@ -128,12 +129,12 @@ def _card(results: MergedRows, row: int, score: str, texts: Mapping[str, str]) -
 {% endfor %}
 </dl></article>
 """,
-        id=results.predictions.ids[row].as_py(),
+        id=predictions.ids[row].as_py(),
         row=f"{row + 1:,}",
         score=score,
         texts={name: _cut(text) for name, text in texts.items()},
         facts=facts,
-        answers=_answers(results, row),
+        answers=_answers(predictions, row),
         right=right,
     )
 
@@ -145,32 +146,36 @@ def _cut(text: str) -> str:
     return f"{text[:_MAX_CHARACTERS].rstrip()} \N{HORIZONTAL ELLIPSIS} ({len(text):,} characters)"
 
 
-def _first_labels(results: MergedRows, values: Values) -> str:
-    write = number if results.activation == "none" else percent
+def _first_labels(predictions: Predictions, values: Values) -> str:
+    write = number if predictions.activation == "none" else percent
     order = np.argsort(-values, kind="stable")[:_MAX_LABELS]
-    return ", ".join(f"{results.labels[place]} {write(float(values[place]))}" for place in order)
+    return ", ".join(f"{predictions.labels[place]} {write(float(values[place]))}" for place in order)
 
 
-def _true_labels(results: MergedRows, row: int) -> list[str]:
-    if results.truth is None or results.activation == "none":
+def _true_labels(predictions: Predictions, row: int) -> list[str]:
+    if predictions.truth is None or predictions.activation == "none":
         return []
-    truth = results.truth[row]
-    if results.activation == "softmax":
-        return [results.labels[int(truth if results.truth.ndim == 1 else truth.argmax())]]
-    return [label for label, value in zip(results.labels, truth.tolist(), strict=True) if value >= 0.5]
+    truth = predictions.truth[row]
+    if predictions.activation == "softmax":
+        return [predictions.labels[int(truth if predictions.truth.ndim == 1 else truth.argmax())]]
+    return [label for label, value in zip(predictions.labels, truth.tolist(), strict=True) if value >= 0.5]
 
 
-def _answers(results: MergedRows, row: int) -> dict[str, str]:
+def _answers(predictions: Predictions, row: int) -> dict[str, str]:
     """Return the members that give each answer, the most frequent answer first."""
     members: defaultdict[str, list[str]] = defaultdict(list)
-    for name, of_member in zip(results.names, results.values, strict=True):
+    for name, of_member in predictions.members.items():
         values = of_member[row]
         if np.isnan(values).any():
             members["(no such row)"].append(name)
-        elif results.activation == "softmax":
-            members[results.labels[int(values.argmax())]].append(f"{name} {percent(float(values.max()), 0)}")
-        elif results.activation == "sigmoid":
-            positive = [label for label, value in zip(results.labels, values, strict=True) if value >= 0.5]
+        elif predictions.activation == "softmax":
+            members[predictions.labels[int(values.argmax())]].append(
+                f"{name} {percent(float(values.max()), 0)}"
+            )
+        elif predictions.activation == "sigmoid":
+            positive = [
+                label for label, value in zip(predictions.labels, values, strict=True) if value >= 0.5
+            ]
             answer = listed(positive, _MAX_LABELS, show=str) or "none"
             members[answer].append(f"{name} {percent(float(np.maximum(values, 1 - values).min()), 0)}")
         else:

@@ -25,7 +25,6 @@ from ensemble.analysis.report.base import (
     with_interval,
 )
 from ensemble.analysis.report.pictures import INK, MUTED, SERIES, picture
-from ensemble.analysis.report.results import MergedRows
 from ensemble.config.values import weight_text
 from ensemble.pipeline.ending import gain_text
 
@@ -43,69 +42,72 @@ class Scores(Section):
     title: ClassVar[str] = "Members and the ensemble"
 
     def html(self, data: ReportData) -> Markup:
-        results = data.results
-        loss = METRIC_NAMES[results.metrics[0].name]
-        gaps = _gaps(results)
+        predictions = data.predictions
+        loss = METRIC_NAMES[data.metrics[0].name]
+        gaps = _gaps(data)
         headers = ["", _DIFFERENCE, "weight", "rows"]
-        lines, remarks = [*_WITHOUT_TRUTH], list(results.predictions.remarks)
-        if results.truth is not None:
-            headers[1:1] = [METRIC_NAMES[metric.name] for metric in results.metrics]
+        lines, remarks = [*_WITHOUT_TRUTH], list(predictions.remarks)
+        if predictions.truth is not None:
+            headers[1:1] = [METRIC_NAMES[metric.name] for metric in data.metrics]
             lines = [gain_text(data.report)]
-            if results.ensemble is None:
+            if predictions.ensemble is None:
                 lines = ["The run has merged nothing, so there are only its members to look at."]
-            elif not results.method.gives_probabilities:
+            elif not data.method.gives_probabilities:
                 method = data.report.ensemble["method"]
                 lines = [f"The ensemble has no {loss}: the values that {method} gives are no probabilities."]
             remarks.append(
                 "In brackets 95 % intervals (bootstrap over rows). Those of differences are paired: the same rows "
                 "count for both. The best member comes first."
             )
-            if results.predictions.rules is not None:
+            if predictions.rules is not None:
                 remarks.append("The members' scores are without the rules, all else is with them.")
         if data.report.fitted_on is not None:
             lines.append(f"The ensemble: {data.report.fitted_on.text}.")
         return (
             paragraphs([*filter(None, lines)])
             + _picture(loss, gaps)
-            + table(headers, _cells(results, gaps))
-            + notes([*remarks, *sorted(results.problems)])
+            + table(headers, _cells(data, gaps))
+            + notes([*remarks, *sorted(data.problems)])
         )
 
 
-def _gaps(results: MergedRows) -> dict[str, Interval]:
+def _gaps(data: ReportData) -> dict[str, Interval]:
     """Return how far each member's loss is above the ensemble's, with the run's rules for both, the least first."""
-    if results.truth is None or results.ensemble is None or not results.method.gives_probabilities:
+    truth, ensemble = data.predictions.truth, data.predictions.ensemble
+    if truth is None or ensemble is None or not data.method.gives_probabilities:
         return {}
     gaps = {}
-    for name, values in zip(results.names, results.as_ruled, strict=True):
-        gap = results.score(results.metrics[0], values, results.ensemble)
+    for name, values in data.as_ruled.items():
+        gap = data.score(data.metrics[0], values, ensemble)
         if gap is not None:
             gaps[name] = gap
     return dict(sorted(gaps.items(), key=lambda item: item[1].value))
 
 
-def _cells(results: MergedRows, gaps: Mapping[str, Interval]) -> list[list[object]]:
+def _cells(data: ReportData, gaps: Mapping[str, Interval]) -> list[list[object]]:
     """Return the table's rows: the ensemble, then the members, the best first."""
-    weights = {}
-    shares = (results.mean_weights / results.mean_weights.sum()).tolist()
-    for name, weight, share in zip(results.names, results.weights, shares, strict=True):
-        weights[name] = percent(share) if isinstance(weight, int | float) else weight_text(weight)
-    values_of = dict(zip(results.names, results.values, strict=True))
-    if results.ensemble is not None:
-        values_of[ENSEMBLE] = results.ensemble
+    predictions, weights = data.predictions, {}
+    total = sum(data.mean_weights.values())
+    for member in data.report.members:
+        weights[member.name] = weight_text(member.weight)
+        if isinstance(member.weight, int | float) and member.name in data.mean_weights:
+            weights[member.name] = percent(data.mean_weights[member.name] / total)
+    values_of = dict(predictions.members)
+    if predictions.ensemble is not None:
+        values_of[ENSEMBLE] = predictions.ensemble
     rows: list[tuple[float, list[object]]] = []
     for name, values in values_of.items():
         is_ensemble = name == ENSEMBLE
         place = -np.inf if is_ensemble else np.inf
         cells: list[object] = [html("<strong>{{ name }}</strong>", name=name) if is_ensemble else name]
-        for metric in results.metrics if results.truth is not None else ():
+        for metric in data.metrics if predictions.truth is not None else ():
             score = None
-            if not is_ensemble or results.method.gives_probabilities or metric.name in _OF_RANKS:
-                score = results.score(metric, values)
+            if not is_ensemble or data.method.gives_probabilities or metric.name in _OF_RANKS:
+                score = data.score(metric, values)
             cells.append(NOTHING if score is None else with_interval(metric.name, score))
-            if score is not None and metric is results.metrics[0] and not is_ensemble:
+            if score is not None and metric is data.metrics[0] and not is_ensemble:
                 place = score.value
-        gap = "" if name not in gaps else with_interval(results.metrics[0].name, gaps[name], True)
+        gap = "" if name not in gaps else with_interval(data.metrics[0].name, gaps[name], True)
         count = int((~np.isnan(values).any(axis=1)).sum())
         rows.append((place, [*cells, gap, weights.get(name, ""), f"{count:,}"]))
     rows.sort(key=lambda row: row[0])

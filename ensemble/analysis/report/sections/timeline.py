@@ -28,7 +28,7 @@ _TICK_SECONDS = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3_600, 10_800, 43_200, 259_20
 
 
 class _Bar(NamedTuple):
-    """A worker on a device; ``times`` are when each phase begins and the last one ends, since the run's start."""
+    """Hold a worker on a device; ``times`` are when each phase begins, and the end, since the run's start."""
 
     lane: tuple[str, int]  # the device and a number within it
     member: int
