@@ -94,12 +94,3 @@ def _metric_cells(change: MetricChange) -> tuple[str, ...]:
 
 def _interval(interval: Interval, sign: str = "") -> str:
     return "" if math.isnan(interval.low) else f"[{interval.low:{sign}.4f}, {interval.high:{sign}.4f}]"
-
-
-def _cost_cells(cost: Cost) -> tuple[str, ...]:
-    return (
-        cost.origin or ("" if cost.seconds is None else duration(cost.seconds)),
-        "" if cost.startup_seconds is None else duration(cost.startup_seconds),
-        "" if cost.rows_per_second is None else rate(cost.rows_per_second),
-        *("" if size is None else gib(size) for size in (cost.host_bytes, cost.gpu_bytes)),
-    )
