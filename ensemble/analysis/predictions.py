@@ -128,7 +128,6 @@ def read_files(
     labels: Path | None = None,
     label_column: str = LABEL_COLUMN,
     activation: Activation | None = None,
-    columns: Sequence[str] | None = None,
     may_lack_rows: bool = False,
     advice: str = "give the same rows in each file",
 ) -> Predictions:
@@ -139,7 +138,6 @@ def read_files(
         id_column: in each file; None: see ``guessed_id_column``.
         labels, label_column, activation: see ``read_truth``; None as activation: of several labels "softmax", of a
             single one "sigmoid" if all values are from 0 to 1, else "none".
-        columns: the labels; None: all columns but the ids, which must be the same ones in each file.
         may_lack_rows: whether files may lack rows that others have, or have NaN or empty cells there; the others'
             ids follow the first's.
         advice: what to do about rows that some files lack.
@@ -153,7 +151,7 @@ def read_files(
         hint = nearest_or_all(str(activation), get_args(Activation), "kind")
         raise ConfigError(f"--activation: {quoted(str(activation))} is unknown; {hint}")
     names = paths if isinstance(paths, Mapping) else named_files(paths)
-    id_columns, label_names = file_columns(names, id_column, columns or (), label_column)
+    id_columns, label_names = file_columns(names, id_column, (), label_column)
 
     def read(name: str) -> PredictionFile:
         file = read_predictions(names[name], id_columns[name], label_names, may_lack_rows)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from ensemble.common.errors import RESUMES, EnsembleError, MembersFailed, TimeLimitReached
 from ensemble.common.text import plural, were
 from ensemble.merging.methods import METHODS
-from ensemble.merging.methods.base import MergeMethod
 from ensemble.merging.scoring import Interval
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import MemberReport, RunReport
@@ -32,14 +33,6 @@ def failure_text(failure: Failure) -> str:
     return f"member {failure.member} failed: {failure.message}{log}"
 
 
-def merge_method_of(report: RunReport) -> type[MergeMethod]:
-    """Return the merge method of a run; the base class if its package is no longer installed."""
-    try:
-        return METHODS.load(str(report.ensemble.get("method", "mean")))
-    except EnsembleError:
-        return MergeMethod
-
-
 def gain_text(report: RunReport) -> str:
     """Return whether the ensemble is better than its best member, with advice if not; empty if not known."""
     gain, score = report.gain, report.scores.get(ENSEMBLE_ROW)
@@ -61,8 +54,10 @@ def gain_text(report: RunReport) -> str:
     chance = "" if difference.excludes_zero else ", which may be chance"
     text += f" (95 % interval {low:{number}} to {high:{number}}{chance})"
     if gain.gain < 0 and not chance:
-        options = f"{merge_method_of(report).fit_options}{options}".strip()
-        text += f"; `{f'python -m ensemble fit CONFIG {options}'.strip()}` finds better weights"
+        with contextlib.suppress(EnsembleError):  # the method's package is not installed any more
+            method = METHODS.load(str(report.ensemble.get("method", "mean")))
+            options = f"{method.fit_options}{options}".strip()
+            text += f"; `{f'python -m ensemble fit CONFIG {options}'.strip()}` finds better weights"
     return text
 
 

@@ -110,8 +110,6 @@ def test_files_as_people_have_them(tmp_path: Path) -> None:
     assert read.members["b"][:, 0].tolist() == [0.9, 0.6, 0.4]
     assert read.truth is not None
     assert read.truth.tolist() == [0, 0, 0]
-    pd.DataFrame(A | {"fold": [1, 2, 3]}).to_csv(tmp_path / "c.csv", index=False)
-    assert read_files([tmp_path / "c.csv"], columns=["pos", "neg"]).labels == ("pos", "neg")
 
 
 def test_members_with_some_of_the_rows(tmp_path: Path) -> None:

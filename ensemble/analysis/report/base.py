@@ -19,15 +19,15 @@ from markupsafe import Markup
 
 from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap, Interval, Metric
 from ensemble.analysis.predictions import Predictions, as_merged, read_run
-from ensemble.common.errors import DataError
+from ensemble.common.errors import DataError, EnsembleError
 from ensemble.common.files import unreadable
 from ensemble.common.text import plural, shown_path
 from ensemble.data.csv_file import read_header
 from ensemble.data.formats import read_contents
 from ensemble.data.input_file import Wanted, cell_texts
 from ensemble.merging.blocks import weights_by_bin
+from ensemble.merging.methods import METHODS
 from ensemble.merging.methods.base import MergeMethod, Values
-from ensemble.pipeline.ending import merge_method_of
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 
@@ -90,7 +90,11 @@ class ReportData:
 
     @cached_property
     def method(self) -> type[MergeMethod]:
-        return merge_method_of(self.report)
+        """Return the merge method; the base class if its package is no longer installed."""
+        try:
+            return METHODS.load(str(self.report.ensemble.get("method", "mean")))
+        except EnsembleError:
+            return MergeMethod
 
     @cached_property
     def mean_weights(self) -> dict[str, float]:

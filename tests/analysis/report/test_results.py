@@ -384,7 +384,7 @@ def test_a_table_whose_path_holds_a_secret_is_said_to_be_one(made: Made) -> None
     table = data.report.table.replace("table.csv", "***.csv")
     replace(data.report, table=table).write(made.rundir.run_json)
     data = made.read()
-    assert "the path of the run's table holds a secret" in shown(data, "scores")
+    assert "the path of the run's table, which holds a secret" in shown(data, "scores")
     with pytest.raises(DataError, match="holds a secret"):
         data.table_texts.of_rows([0])
     made.table.unlink()
