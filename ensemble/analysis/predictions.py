@@ -21,7 +21,7 @@ from ensemble.common.protocol import Activation
 from ensemble.common.text import nearest_or_all, plural, quoted
 from ensemble.config.check import data_config
 from ensemble.config.document import Document
-from ensemble.config.overrides import apply_overrides, expand
+from ensemble.config.overlays import apply_overrides, expand
 from ensemble.config.schema import CalibrationConfig, DataConfig
 from ensemble.config.yamlfile import parse
 from ensemble.data.formats import column_names
@@ -400,8 +400,7 @@ def _truth_of_run(
 ) -> tuple[Truth | None, list[str]]:
     """Return the truth and remarks as ``read_truth`` does; None if the config names none and it is not needed."""
     document = _document(report)
-    variables = {**os.environ, "CONFIG_DIR": str(run_dir.absolute())}
-    data = data_config(document, expand(document, variables))
+    data = data_config(document, expand(document, os.environ))
     if label_column is not None:
         data = data.model_copy(update={"label_column": label_column, "label_columns": None})
     if data.label_column is None and data.label_columns is None:

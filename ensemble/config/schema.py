@@ -92,6 +92,16 @@ class StrictConfig(BaseModel):
         """
         return iter(())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: Any) -> Any:
+        """Take a null for a missing key; an unknown key stays, to be refused."""
+        if not isinstance(values, dict):
+            return values
+        return {
+            key: value for key, value in values.items() if value is not None or key not in cls.model_fields
+        }
+
     @model_validator(mode="after")
     def _check_rules(self, info: ValidationInfo) -> Self:
         # In one validator, because pydantic stops after the first validator that fails.
@@ -376,7 +386,9 @@ class FittingConfig(StrictConfig):
     sha256: Sha256 = Field(examples=["'" + "0123456789abcdef" * 4 + "'"])  # of their ids and labels
     metric: Text = Field(examples=["log_loss"])  # that was optimized
     value: Finite = Field(examples=[0.3982])  # its value, cross-validated
-    interval: Ends | None = Field(examples=["[0.3710, 0.4254]"])  # 95 % interval of the value; null: unknown
+    interval: Ends | None = Field(
+        default=None, examples=["[0.3710, 0.4254]"]
+    )  # of the value, 95 %; null: unknown
 
 
 Ensemble = SerializeAsAny[EnsembleConfig]
