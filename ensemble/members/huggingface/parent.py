@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.files import HubFile, read_json
+from ensemble.common.packages import installed_versions
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.members.base import Assigned, Candidate, MemberKind, RanWith, Reads, ResourceRequest
 from ensemble.members.batch_size import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
@@ -18,14 +19,12 @@ from ensemble.members.footprint import MemoryEstimate
 from ensemble.members.huggingface.allocator import allocator_environment
 from ensemble.members.huggingface.checkpoint.description import checkpoint_question
 from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
-from ensemble.members.huggingface.checkpoint.hub import find_file, hub_folder
+from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, hub_folder
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.checkpoint.quantization_methods import (
-    BITSANDBYTES,
-    method_of,
+    package_of,
     quantization_problems,
     quantization_warnings,
-    without_defaults,
 )
 from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length, stored_encode
 from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSettings
@@ -113,17 +112,19 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         folder = Path(name) if os.path.isdir(name) else hub_folder(name, self.settings.revision)  # noqa: PTH112
         return None if folder is None else checkpoint_question(self.settings, folder, self.auto_class)
 
-    def problems(self, inspected: C | None, any_gpu: bool) -> Iterator[str]:
+    def problems(self, inspected: C | None) -> Iterator[str]:
         model = self.settings
         for key in _MEMBER_KEYS:
             if key in model.model_kwargs:
                 yield f"model_kwargs.{key}: use the model's own key {key} instead"
         stored = inspected.quantization if inspected is not None else None
-        on_gpu = any_gpu if model.num_gpus is None else model.num_gpus > 0
         allowed = inspected.described.quantization if inspected is not None else {}
-        yield from quantization_problems(
-            model.quantization_config, stored, on_gpu, model.merge_adapter, allowed
-        )
+        yield from quantization_problems(model.quantization_config, stored, model.merge_adapter, allowed)
+        for package, key in self.packages(inspected):
+            if not installed_versions([package]):
+                name = key.removeprefix(".") if key.startswith(".") else "model_name_or_path"
+                how = how_to_install(package)
+                yield f"{name}: needs the package {package}, which is not installed: {how}"
         if model.torch_compile and stored is not None:
             yield "torch_compile: its checkpoint is quantized, and such layers are not compiled; drop this"
 
@@ -132,10 +133,12 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
 
     def packages(self, inspected: C | None) -> Iterator[tuple[str, str]]:
         model = self.settings
-        if method_of(model.quantization_config) == BITSANDBYTES:
-            yield BITSANDBYTES, ".quantization_config"
-        elif inspected is not None and method_of(inspected.quantization) == BITSANDBYTES:
-            yield BITSANDBYTES, ", a quantized checkpoint,"
+        package = package_of(model.quantization_config)
+        stored_package = package_of(inspected.quantization) if inspected is not None else None
+        if package is not None:
+            yield package, ".quantization_config"
+        elif stored_package is not None:
+            yield stored_package, ", a quantized checkpoint,"
         if model.adapter_name_or_path is not None:
             yield "peft", ".adapter_name_or_path"
         if model.gguf_file is not None:
@@ -147,7 +150,7 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         fingerprint = {
             **{key: getattr(model, key) for key in _VERBATIM_KEYS},
             "attn_implementation": assigned.attention,
-            "quantization_config": without_defaults(model.quantization_config, assigned.dtype),
+            "quantization_config": model.quantization_config,
             "label_order": inspected.label_order,
             "activation": inspected.activation,
             "dtype": assigned.dtype,
@@ -283,8 +286,8 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
     def reads(self) -> Reads:
         return Reads(self.settings.text_columns, self.settings.prompt_template)
 
-    def problems(self, inspected: Checkpoint | None, any_gpu: bool) -> Iterator[str]:
-        yield from super().problems(inspected, any_gpu)
+    def problems(self, inspected: Checkpoint | None) -> Iterator[str]:
+        yield from super().problems(inspected)
         for key, view in self._views():
             yield from (f"{key}{problem}" for problem in view.cut_problems(inspected))
 

@@ -9,7 +9,6 @@ cross_encoder/model.py, get_default_activation_fn and _parse_model_config).
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from ensemble.members.huggingface.checkpoint.hub import find_file
 if TYPE_CHECKING:
     from ensemble.common.protocol import Activation
 
-_SETTINGS, _MODULES = "config_sentence_transformers.json", "modules.json"
+_SETTINGS = "config_sentence_transformers.json"
 _ACTIVATIONS: Mapping[str, Activation] = {"Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "none"}
 
 
@@ -86,7 +85,6 @@ def read_cross_encoder(
             f"{name_or_path}: sentence-transformers puts its logits through {stored}, which is unknown here; set "
             "problem_type to say what they stand for, or call its predict (task_type: python)"
         )
-    problems += _module_problems(name_or_path, folder)
     prompts = settings.get("prompts")
     text = prompts.get(settings.get("default_prompt_name")) if isinstance(prompts, Mapping) else None
     if text:
@@ -95,23 +93,3 @@ def read_cross_encoder(
             "here, so put it into the texts"
         )
     return CrossEncoder(activation, tuple(problems), tuple(warnings))
-
-
-def _module_problems(name_or_path: str, folder: Path) -> list[str]:
-    """Return a sentence if the CrossEncoder is more than a transformers model with its own head."""
-    stored: Any = ()
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        stored = json.loads((folder / _MODULES).read_text(encoding="utf-8"))
-    if not isinstance(stored, list):
-        return []
-    modules = [module for module in stored if isinstance(module, Mapping)]
-    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
-    if len(kinds) < 2:
-        return []
-    advice = "task_type: python runs it"
-    if "LogitScore" in kinds:
-        advice = "task_type: causal_lm runs it, with label_tokens (its LogitScore has their ids)"
-    return [
-        f"{name_or_path}: sentence-transformers makes this CrossEncoder of {', '.join(kinds)}, and not of a "
-        f"classifier of transformers alone; {advice}"
-    ]

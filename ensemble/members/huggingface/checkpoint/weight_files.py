@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,16 +213,8 @@ def weight_problems(folder: Path, config: Mapping[str, Any], allow_pickle: bool)
         try:
             if path.suffix == ".safetensors":
                 read_file(path)
-            elif allow_pickle:
-                # torch writes archives with a table of contents at the end; before 1.6 it wrote bare pickles.
-                with path.open("rb") as file:
-                    starts_as_archive = file.read(2) == b"PK"
-                if starts_as_archive and not zipfile.is_zipfile(path):
-                    yield f"{path} is cut short; copy it again"
         except CheckpointError as error:
             yield from error.problems
-        except OSError as error:
-            yield unreadable(path, error)
 
 
 def pickle_refused(path: Path) -> str:
