@@ -280,15 +280,6 @@ class ReaderConfig(MemberConfig):
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         yield from super().broken_rules(labels)
         yield from same_name_problems("views", [view.name for view in self.views or ()])
-        first_index: dict[str, int] = {}
-        for index, view in enumerate(self.views or ()):
-            swapped = (
-                [sorted(pair) for pair in (view.swap.columns, view.swap.labels or ())] if view.swap else []
-            )
-            content = repr((self.as_view(view), swapped))
-            first = first_index.setdefault(content, index)
-            if first != index:
-                yield ("views", index), f"the same as {place(('views', first))}; leave one out"
         if self.views and not self.counted_views:
             yield ("views",), "all weights are 0; one view must have a weight above 0"
 

@@ -16,7 +16,6 @@ from ensemble.data.json_cells import TemplateProblem
 from ensemble.members.base import Assigned, Candidate, MemberKind, RanWith, Reads, ResourceRequest
 from ensemble.members.batch_size import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
 from ensemble.members.footprint import MemoryEstimate
-from ensemble.members.huggingface.allocator import allocator_environment
 from ensemble.members.huggingface.checkpoint.description import checkpoint_question
 from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
 from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, hub_folder
@@ -64,6 +63,9 @@ _DECIDED_KEYS = ("dtype", "attn_implementation", "max_length")
 # The time without torch.compile: compiling takes 20 to 25 s and has saved 4 to 36 % (docs/tuning.md).
 _COMPILING_PAYS_FROM_SECONDS = 120.0
 _NO_LOADING_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
+# Both are set to the same value.  From 2.8 on torch has the second and warns if only the first is set, but 2.9's
+# CUDA allocator ignores the second (pytorch issue 183387).
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 S = TypeVar("S", bound=HuggingFaceSettings)
 T = TypeVar("T", bound=TextSettings)
 C = TypeVar("C", bound=Checkpoint)
@@ -261,7 +263,7 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
 
     def environment(self) -> Mapping[str, str]:
         model = self.settings
-        allocator = allocator_environment(model.expandable_segments, model.max_split_size_mb)
+        allocator = allocator_environment(model.expandable_segments, model.max_split_size_mb, os.environ)
         # Loading threads of transformers 5.0 put weights on the GPU before these are quantized, so that a member
         # that would fit runs out of memory (transformers issue 43032).  From 5.5 on there are none here.
         return allocator if model.quantization_config is None else {**allocator, _NO_LOADING_THREADS: "1"}
@@ -390,3 +392,19 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         if without_fetching(model.tokenizer_kwargs) or model.gguf_file or model.trust_remote_code:
             return None
         return own_max_length(inspected.folder) if Path(model.model_name_or_path).is_dir() else None
+
+
+def allocator_environment(
+    expandable_segments: bool, max_split_size_mb: int | None, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables that set torch's CUDA allocator, which a worker needs before it imports torch.
+
+    Options in the user's environment come last, so that they take precedence.  PyTorch's "CUDA semantics"
+    documents them ("Optimizing memory usage").  The worker compares the allocator's settings with the config's.
+    """
+    options = [environ[variable] for variable in _ALLOCATOR_VARIABLES if environ.get(variable)]
+    if "backend:cudaMallocAsync" not in ",".join(options):  # which warns about these options
+        if max_split_size_mb is not None:
+            options.insert(0, f"max_split_size_mb:{max_split_size_mb}")
+        options.insert(0, f"expandable_segments:{expandable_segments}")
+    return dict.fromkeys(_ALLOCATOR_VARIABLES, ",".join(options))

@@ -42,17 +42,10 @@ from ensemble.members.huggingface.checkpoint.weight_files import (
     weight_problems,
 )
 from ensemble.members.huggingface.settings import HuggingFaceSettings
-from ensemble.members.huggingface.spec import CLASSIFIER, IMAGE_CLASSIFIER
+from ensemble.members.huggingface.spec import CLASSIFIER
 
 if TYPE_CHECKING:
     from ensemble.common.protocol import Activation
-
-# The kind that runs a checkpoint of text, by the end of its class's name.
-_TEXT_TASKS = {
-    "ForSequenceClassification": "seq_cls",
-    "ForCausalLM": "causal_lm",
-    "ForMaskedLM": "pooled_cls",
-}
 
 
 @dataclass(frozen=True)
@@ -134,23 +127,13 @@ def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFi
     architecture = str(stored[0]) if isinstance(stored, list) and stored and stored[0] else ""
     described = describe(checkpoint_question(model, folder, auto_class))
     problems = [*code_problems(model, folder, config, auto_class, described)]
-    if auto_class != IMAGE_CLASSIFIER and architecture.endswith("ForImageClassification"):
-        problems.append(
-            f"{name_or_path} ({architecture}) is an image classifier; task_type: image_cls runs it"
-        )
-    elif auto_class == IMAGE_CLASSIFIER:
-        tasks = (task for head, task in _TEXT_TASKS.items() if architecture.endswith(head))
-        problems += [
-            f"{name_or_path} ({architecture}) reads text, not images; task_type: {task} runs it"
-            for task in tasks
-        ]
     if is_local and gguf_file is not None:
         problems += _gguf_problems(folder, gguf_file)
     elif is_local:
         problems += weight_problems(folder, config, model.allow_pickle)
         problems += small_file_problems(folder)
     if not problems:
-        problems += description_problems(name_or_path, model, folder, config, described)
+        problems += description_problems(name_or_path, model, folder, config, auto_class, described)
     adapter: Adapter | None = None
     if model.adapter_name_or_path is not None:
         try:
