@@ -60,6 +60,7 @@ from ensemble.config.values import (
     When,
     as_tuple,
     foreign_label,
+    foreign_labels,
     same_label_problems,
     weight_numbers,
 )
@@ -174,10 +175,8 @@ class CalibrationConfig(StrictConfig):
     older_keys: ClassVar[Mapping[str, str]] = {"temperature": "t temp", "scale": "w", "bias": "b"}
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
-        for key, factors in (("scale", self.scale), ("bias", self.bias)):
-            for label in factors:
-                if labels and label not in labels:
-                    yield (key, label), foreign_label(labels)
+        yield from foreign_labels("scale", self.scale, labels)
+        yield from foreign_labels("bias", self.bias, labels)
 
 
 class MemberConfig(StrictConfig):
@@ -325,9 +324,7 @@ class RuleConfig(StrictConfig):
             yield (), "neither set nor mask is given; give one"
         if self.set is not None and self.mask is not None:
             yield (), "set and mask; make two rules"
-        for label in self.set or ():
-            if labels and label not in labels:
-                yield ("set", label), foreign_label(labels)
+        yield from foreign_labels("set", self.set or (), labels)
         for number, label in enumerate(self.mask or ()):
             if labels and label not in labels:
                 yield ("mask", number), "must be one of the labels"

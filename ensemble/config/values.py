@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -106,6 +106,13 @@ def same_label_problems(
 def foreign_label(labels: Collection[object]) -> str:
     """Return the sentence about a key that should be one of the config's labels."""
     return f"is none of the labels, which are {listed([*map(str, labels)])}"
+
+
+def foreign_labels(key: str, names: Iterable[str], labels: Collection[str]) -> Iterator[Problem]:
+    """Yield the keys of the mapping at ``key`` that are none of the labels; no labels: they are unknown."""
+    for name in names:
+        if labels and name not in labels:
+            yield (key, name), foreign_label(labels)
 
 
 def as_tuple(value: object) -> object:

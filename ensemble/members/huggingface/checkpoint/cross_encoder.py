@@ -34,7 +34,6 @@ class CrossEncoder:
     """
 
     activation: Activation | None
-    problems: tuple[str, ...]
     warnings: tuple[str, ...]
 
 
@@ -53,6 +52,9 @@ def read_cross_encoder(
         config: its config.json.
         labels: of its head.
         problem_type: the user's, which replaces the stored activation.
+
+    Raises:
+        CheckpointError: the settings cannot be read, or name an activation that is not known.
     """
     path = folder / _SETTINGS
     if not path.is_file() and not Path(name_or_path).is_dir() and labels == 1:
@@ -60,14 +62,14 @@ def read_cross_encoder(
             path = find_file(name_or_path, _SETTINGS, revision)
     settings, older = read_json(path), config.get("sentence_transformers")
     if path.is_file() and not settings:
-        problem = f"{path} is empty, or is not JSON; copy it again: it says what {name_or_path} is"
-        return CrossEncoder(None, (problem,), ())
+        raise CheckpointError(
+            f"{path} is empty, or is not JSON; copy it again: it says what {name_or_path} is"
+        )
     older = older if isinstance(older, Mapping) else {}
     oldest = config.get("sbert_ce_default_activation_function")
     if settings.get("model_type") != "CrossEncoder" and not older and oldest is None:
         return None
     stored = str(settings.get("activation_fn") or older.get("activation_fn") or oldest or "")
-    problems: list[str] = []
     warnings: list[str] = []
     activation: Activation | None = "sigmoid" if labels == 1 else None
     name = stored.rpartition(".")[2]
@@ -81,7 +83,7 @@ def read_cross_encoder(
     elif name in _ACTIVATIONS:
         activation = None if name == "Identity" and labels > 1 else _ACTIVATIONS[name]
     elif stored and problem_type is None:
-        problems.append(
+        raise CheckpointError(
             f"{name_or_path}: sentence-transformers puts its logits through {stored}, which is unknown here; set "
             "problem_type to say what they stand for, or call its predict (task_type: python)"
         )
@@ -92,4 +94,4 @@ def read_cross_encoder(
             f"{name_or_path}: sentence-transformers puts a prompt before its texts ({text!r:.60}); nothing does so "
             "here, so put it into the texts"
         )
-    return CrossEncoder(activation, tuple(problems), tuple(warnings))
+    return CrossEncoder(activation, tuple(warnings))

@@ -116,9 +116,10 @@ def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFi
             another base; every problem is listed.
     """
     name_or_path, gguf_file = model.model_name_or_path, model.gguf_file
-    is_local, path = Path(name_or_path).is_dir(), Path(name_or_path) / "config.json"
+    path = Path(name_or_path) / "config.json"
     if gguf_file is None:
         path = find_file(name_or_path, "config.json", model.revision)
+    is_local = Path(name_or_path).is_dir()
     # Beside a GGUF file there need be no config.json.
     has_config = gguf_file is None or path.is_file()
     config = read_config(path, f"{name_or_path}: its config.json") if has_config else {}
@@ -188,8 +189,6 @@ def inspect_checkpoint(
     uses_own_head = adapter is None or adapter.brings_head is False
     warnings: list[str] = []
     encoder = read_cross_encoder(name_or_path, files.folder, config, len(names), model.revision, problem_type)
-    if encoder is not None and encoder.problems:
-        raise CheckpointError([*encoder.problems])
     if uses_own_head and gguf_file is not None:
         raise CheckpointError(
             f"{gguf_file}: a GGUF file holds no classification head; name an adapter that brings one "

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 from ensemble.common.errors import CheckpointError
 from ensemble.common.files import load_json, unreadable
+from ensemble.common.text import listed
 
 LENGTH_BYTES = 8
 # What a Trainer leaves beside the weights.
@@ -205,10 +206,7 @@ def weight_problems(folder: Path, config: Mapping[str, Any], allow_pickle: bool)
             yield pickle_refused(folder / unsafe[0])
         missing = [name for name in shards if not (folder / name).is_file()]
         if missing and any(path.suffix == Path(missing[0]).suffix for path in files):
-            what = f"{missing[0]}, which is"
-            if len(missing) > 1:
-                what = f"{len(missing)} files, {missing[0]} the first of them, which are"
-            yield f"{index} names {what} not there; copy what is missing"
+            yield f"{index} names {listed(missing, 4, str)}, not there; copy what is missing"
     for path in files:
         try:
             if path.suffix == ".safetensors":

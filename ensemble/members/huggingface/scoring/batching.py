@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.members.batch_size import BATCHES_PER_STAGE, MIN_STAGE_TOKENS
+from ensemble.members.footprint import BATCHES_PER_STAGE, MIN_STAGE_TOKENS
 
 # A batch that holds this many padded tokens, or a quarter of a smaller budget, may be closed rather than padded
 # further. Measured on 1,500 long-tailed rows: 2.3 % padding at any budget; twice as many tokens gave 3.0 %.
