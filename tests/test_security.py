@@ -437,8 +437,6 @@ def test_pickles_are_refused_unless_allowed(
         else:
             with pytest.raises(CheckpointError, match=r"models\[0\] \(m\): .*pytorch_model\.bin is a pickle"):
                 prepare(load_config(project.folder / "config.yaml"))
-    path.write_bytes(path.read_bytes()[:-100])
-    assert refusals(llama, allow_pickle=True) == (f"{path} is cut short; copy it again",)
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.pth"])

@@ -21,7 +21,7 @@ from ensemble.common.protocol import Activation
 from ensemble.common.text import nearest_or_all, plural, quoted
 from ensemble.config.check import data_config
 from ensemble.config.document import Document
-from ensemble.config.overrides import apply_overrides, expand
+from ensemble.config.overlays import apply_overrides, expand
 from ensemble.config.schema import CalibrationConfig, DataConfig
 from ensemble.config.yamlfile import parse
 from ensemble.data.formats import column_names
@@ -399,8 +399,7 @@ def _with_truth_of_run(
 ) -> Predictions:
     """Return predictions with the truth of the run's table, if its config names any."""
     document = _document(report)
-    variables = {**os.environ, "CONFIG_DIR": str(run_dir.absolute())}
-    data = data_config(document, expand(document, variables))
+    data = data_config(document, expand(document, os.environ))
     if label_column is not None:
         data = data.model_copy(update={"label_column": label_column, "label_columns": None})
     if data.label_column is None and data.label_columns is None:

@@ -29,8 +29,7 @@ from ensemble.common.protocol import Activation
 from ensemble.common.text import did_you_mean, listed, quoted
 from ensemble.config import CalibrationConfig
 from ensemble.config.check import check_documents
-from ensemble.config.document import Document, Loc, one_line, place
-from ensemble.config.overrides import variables_of
+from ensemble.config.document import Document, Loc, one_line
 from ensemble.config.schema import RunConfig
 from ensemble.config.values import AnyWeight
 from ensemble.config.yamlfile import parse, read_text
@@ -163,21 +162,20 @@ def _config(
     data = {"path": models[0]["path"], "id_column": models[0]["id_column"]}
     config = {"data": data, "labels": [*map(_literal, labels)], "models": models, "output_dir": "."}
     sources = [] if weights is None else [weights]
-    documents = [Document(config, {}, ("the command", *(one_line(str(path)) for path in sources)))]
+    documents = [Document(config, ["the command", *(one_line(str(path)) for path in sources)])]
     for path in sources:
-        overlay = parse(read_text(path), path, documents[0].files, 1)
+        overlay = parse(read_text(path), path, documents[0].sources, 1)
         members = overlay.data.get("models")
         names = [member.get("name") for member in members or () if isinstance(member, dict)]
         if names:
             _demand_all(f"{path}: models", [name for name in names if isinstance(name, str)], [*paths])
         documents.append(overlay)
-    variables = [dict(os.environ), *variables_of(sources, os.environ)]
     kinds = {"csv": KINDS.load("csv").Settings}
     document, checked = check_documents(
-        documents, variables, overrides, SettingsByName(lambda: METHODS), kinds
+        documents, os.environ, overrides, SettingsByName(lambda: METHODS), kinds
     )
-    problems = [f"{text}: {_NO_SUCH_KEY}" for text, loc in document.overrides.values() if not _applies(loc)]
-    problems += [f"{weights}: {place(loc)}: {_NO_SUCH_KEY}" for loc in document.lines if not _applies(loc)]
+    outermost = (loc for loc in document.lines if not _applies(loc) and (len(loc) < 2 or _applies(loc[:-1])))
+    problems = [f"{document.where(loc)}: {_NO_SUCH_KEY}" for loc in outermost]
     if problems:
         raise ConfigError([*dict.fromkeys(problems)])
     return checked

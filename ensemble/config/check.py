@@ -11,7 +11,7 @@ or merge method, or the other one of two alternatives.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any, TypeAlias, TypeVar, get_args
@@ -21,8 +21,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from ensemble.common.errors import ConfigError
 from ensemble.common.text import nearest_or_all
 from ensemble.config.document import Document, KeyProblems, Loc, Problem
-from ensemble.config.overlays import drop_stale_fit, merge_documents
-from ensemble.config.overrides import apply_overrides, expand
+from ensemble.config.overlays import apply_overrides, drop_stale_fit, expand, merge_documents
 from ensemble.config.schema import (
     MERGE_KEYS,
     DataConfig,
@@ -30,7 +29,6 @@ from ensemble.config.schema import (
     MemberConfig,
     RunConfig,
     StrictConfig,
-    SubmissionConfig,
 )
 from ensemble.config.values import Labels
 
@@ -41,7 +39,7 @@ Kinds: TypeAlias = Mapping[str, type[MemberConfig]]
 
 def check_documents(
     documents: Sequence[Document],
-    variables: Sequence[Mapping[str, str]],
+    variables: Mapping[str, str],
     overrides: Sequence[str],
     merge_methods: Methods,
     member_kinds: Kinds,
@@ -49,12 +47,15 @@ def check_documents(
     """Merge documents into the first one, and check them as a config; see ``load_config``.
 
     Args:
-        variables: the values of ``${NAME}`` in each document.
+        variables: the values of ``${NAME}``.
     """
-    document = merge_documents(documents, variables)
+    document = merge_documents(documents)
     apply_overrides(document, overrides)
     drop_stale_fit(document)
-    config = _Checker(document, merge_methods, member_kinds).check(expand(document, *variables))
+    values = expand(document, variables)
+    config = None
+    if not document.problems:  # a value that cannot be read would only bring about others
+        config = _Checker(document, merge_methods, member_kinds).check(values)
     if config is None or document.problems:
         raise ConfigError(document.problems)
     return document, config
@@ -62,9 +63,8 @@ def check_documents(
 
 def data_config(document: Document, values: dict[str, Any]) -> DataConfig:
     """Return the ``data`` of a checked config, from its document and its expanded values."""
-    section: dict[str, Any] = values["data"]
-    _tidy(document, ("data",), section, DataConfig)
-    return DataConfig.model_validate(section)
+    _leave_out_alternatives(document, ("data",), values["data"], DataConfig)
+    return DataConfig.model_validate(values["data"])
 
 
 class _Checker:
@@ -83,13 +83,13 @@ class _Checker:
         """Return the config; None if it has problems."""
         with suppress(ValidationError):  # reported with all other problems
             self._labels = TypeAdapter(Labels).validate_python(values.get("labels"), strict=True)
-        _drop_nulls(values, {*RunConfig.model_fields, "defaults"})
-        for key, model in (("data", DataConfig), ("submission", SubmissionConfig)):
-            if isinstance(values.get(key), dict):
-                _tidy(self._document, (key,), values[key], model)
+        if isinstance(values.get("data"), dict):
+            _leave_out_alternatives(self._document, ("data",), values["data"], DataConfig)
         if isinstance(values.get("ensemble"), dict):
             values["ensemble"] = self._ensemble(values["ensemble"])
-        defaults = values.pop("defaults", {})
+        defaults = values.pop("defaults", None)
+        if defaults is None:
+            defaults = {}
         if not isinstance(defaults, dict):
             self._problems.append((("defaults",), "must be a mapping of a model's keys to values"))
             defaults = {}
@@ -102,19 +102,17 @@ class _Checker:
         return config
 
     def _ensemble(self, values: dict[str, Any]) -> EnsembleConfig:
-        settings = self._named(EnsembleConfig, "method", ("ensemble",), values, self._merge_methods)
+        loc: Loc = ("ensemble",)
+        settings = self._named(EnsembleConfig, "method", loc, values, self._merge_methods)
         if settings is None:
             return EnsembleConfig()
-        self._leave_out_foreign(("ensemble",), values, ("ensemble", "method"), settings, self._merge_methods)
-        _drop_nulls(values, settings.model_fields)
+        self._leave_out_foreign(loc, values, (*loc, "method"), settings, self._merge_methods)
         checked, problems = validate(settings, values, self._labels)
-        self._problems += [(("ensemble", *loc), sentence) for loc, sentence in problems]
+        self._problems += [((*loc, *inner), sentence) for inner, sentence in problems]
         return checked or EnsembleConfig()
 
     def _members(self, models: list[object], defaults: dict[str, Any]) -> list[object]:
         """Return each model's settings; wrong ones are replaced, so that all others are checked."""
-        default_keys = [*defaults]
-        _drop_nulls(defaults, default_keys)
         members = [*models]
         kinds: list[type[MemberConfig]] = []
         for index, model in enumerate(models):
@@ -122,7 +120,7 @@ class _Checker:
                 continue
             loc: Loc = ("models", index)
             name = model.get("name")
-            if "task_type" in defaults and "task_type" not in model:
+            if "task_type" not in model and defaults.get("task_type") is not None:
                 model["task_type"] = defaults["task_type"]
                 self._origins[*loc, "task_type"] = ("defaults", "task_type")
             kind = self._named(MemberConfig, "task_type", loc, model, self._member_kinds)
@@ -140,7 +138,7 @@ class _Checker:
                 self._problems.append(((*loc, *inner), sentence))
             stand_in = MemberConfig.model_construct(name=name if isinstance(name, str) else f"#{index}")
             members[index] = member or stand_in
-        self._check_default_keys(default_keys, kinds)
+        self._check_default_keys(defaults, kinds)
         return members
 
     def _inherit(
@@ -153,18 +151,16 @@ class _Checker:
         for pair in kind.alternatives:
             if any(model.get(key) is not None for key in pair):
                 named.update(pair)
-        inherited = [key for key in defaults if key in kind.model_fields and key not in named]
-        reason = self._document.new_models.get(loc)
-        if reason is not None:  # a mistyped name would be another member, made of the defaults alone
-            for key in sorted(inherited):
-                if kind.model_fields[key].is_required():
-                    self._problems.append((loc, f"{reason}; one that is new says its own {key}"))
-        _drop_nulls(model, kind.model_fields)
-        for key in inherited:
-            model[key] = deepcopy(defaults[key])
-            self._origins[*loc, key] = ("defaults", key)
+        for key, value in defaults.items():
+            # A mistyped name would be another member, made of the defaults alone.
+            is_own = loc in self._document.new_models and key in kind.model_fields
+            if is_own and kind.model_fields[key].is_required():
+                continue
+            if key in kind.model_fields and key not in named:
+                model[key] = deepcopy(value)
+                self._origins[*loc, key] = ("defaults", key)
 
-    def _check_default_keys(self, keys: Sequence[str], kinds: Sequence[type[MemberConfig]]) -> None:
+    def _check_default_keys(self, keys: Iterable[str], kinds: Sequence[type[MemberConfig]]) -> None:
         for key in keys:
             if key == "name":
                 sentence = "belongs to each model; two models cannot share it"
@@ -227,11 +223,6 @@ class _Checker:
             _leave_out(self._document, loc, values, foreign.intersection(left))
 
 
-def _tidy(document: Document, loc: Loc, values: dict[str, Any], model: type[StrictConfig]) -> None:
-    _leave_out_alternatives(document, loc, values, model)
-    _drop_nulls(values, model.model_fields)
-
-
 def _leave_out_alternatives(
     document: Document, loc: Loc, values: dict[str, Any], model: type[StrictConfig]
 ) -> None:
@@ -246,13 +237,6 @@ def _leave_out(document: Document, loc: Loc, values: dict[str, Any], keys: set[s
     written: Any = document.value(loc)
     for key in keys:
         del values[key], written[key]
-
-
-def _drop_nulls(values: dict[str, Any], keys: Collection[str]) -> None:
-    """Remove these keys if they are null; unknown keys stay, to be refused."""
-    for key in keys:
-        if key in values and values[key] is None:
-            del values[key]
 
 
 def validate(

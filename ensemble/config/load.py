@@ -15,7 +15,6 @@ from ensemble.common.errors import ConfigError
 from ensemble.common.redact import Redactor
 from ensemble.config.check import Kinds, Methods, check_documents
 from ensemble.config.document import MAPPING, NOT_TEXT, Document, Loc, one_line, place, shown
-from ensemble.config.overrides import variables_of, with_folders
 from ensemble.config.schema import RunConfig
 from ensemble.config.yamlfile import MAX_DEPTH, dump, parse, read_text
 
@@ -104,15 +103,14 @@ def load_config(
             unreadable += error.problems
     if unreadable:
         raise ConfigError(unreadable)
-    variables = variables_of(sources, os.environ if environ is None else environ)
+    variables = os.environ if environ is None else environ
     document, config = check_documents(documents, variables, overrides, merge_methods, member_kinds)
-    parts = [*names, *(f"--set {one_line(override)}" for override in overrides)]
     names_folder = "${CONFIG_DIR}" in read[0]  # another folder if the text is copied
     whole = read[0]
-    if len(parts) > 1 or names_folder:
+    if len(document.sources) > 1 or names_folder:
         # Redacted as values: in the text, *** would be an alias.
         redactor = Redactor(os.environ, config.model_dump())
-        whole = f"# Made of {', '.join(parts)}\n{dump(redactor.document(with_folders(document, variables)))}"
+        whole = f"# Made of {', '.join(document.sources)}\n{dump(redactor.document(document.data))}"
     return LoadedConfig(
         config=config,
         text=whole if len(read) > 1 or names_folder else read[0],

@@ -60,6 +60,7 @@ from ensemble.config.values import (
     When,
     as_tuple,
     foreign_label,
+    foreign_labels,
     same_label_problems,
     weight_numbers,
 )
@@ -91,6 +92,16 @@ class StrictConfig(BaseModel):
             labels: the config's; empty if they are unknown.
         """
         return iter(())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: Any) -> Any:
+        """Take a null for a missing key; an unknown key stays, to be refused."""
+        if not isinstance(values, dict):
+            return values
+        return {
+            key: value for key, value in values.items() if value is not None or key not in cls.model_fields
+        }
 
     @model_validator(mode="after")
     def _check_rules(self, info: ValidationInfo) -> Self:
@@ -164,10 +175,8 @@ class CalibrationConfig(StrictConfig):
     older_keys: ClassVar[Mapping[str, str]] = {"temperature": "t temp", "scale": "w", "bias": "b"}
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
-        for key, factors in (("scale", self.scale), ("bias", self.bias)):
-            for label in factors:
-                if labels and label not in labels:
-                    yield (key, label), foreign_label(labels)
+        yield from foreign_labels("scale", self.scale, labels)
+        yield from foreign_labels("bias", self.bias, labels)
 
 
 class MemberConfig(StrictConfig):
@@ -270,15 +279,6 @@ class ReaderConfig(MemberConfig):
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         yield from super().broken_rules(labels)
         yield from same_name_problems("views", [view.name for view in self.views or ()])
-        first_index: dict[str, int] = {}
-        for index, view in enumerate(self.views or ()):
-            swapped = (
-                [sorted(pair) for pair in (view.swap.columns, view.swap.labels or ())] if view.swap else []
-            )
-            content = repr((self.as_view(view), swapped))
-            first = first_index.setdefault(content, index)
-            if first != index:
-                yield ("views", index), f"the same as {place(('views', first))}; leave one out"
         if self.views and not self.counted_views:
             yield ("views",), "all weights are 0; one view must have a weight above 0"
 
@@ -324,9 +324,7 @@ class RuleConfig(StrictConfig):
             yield (), "neither set nor mask is given; give one"
         if self.set is not None and self.mask is not None:
             yield (), "set and mask; make two rules"
-        for label in self.set or ():
-            if labels and label not in labels:
-                yield ("set", label), foreign_label(labels)
+        yield from foreign_labels("set", self.set or (), labels)
         for number, label in enumerate(self.mask or ()):
             if labels and label not in labels:
                 yield ("mask", number), "must be one of the labels"
@@ -376,7 +374,9 @@ class FittingConfig(StrictConfig):
     sha256: Sha256 = Field(examples=["'" + "0123456789abcdef" * 4 + "'"])  # of their ids and labels
     metric: Text = Field(examples=["log_loss"])  # that was optimized
     value: Finite = Field(examples=[0.3982])  # its value, cross-validated
-    interval: Ends | None = Field(examples=["[0.3710, 0.4254]"])  # 95 % interval of the value; null: unknown
+    interval: Ends | None = Field(
+        default=None, examples=["[0.3710, 0.4254]"]
+    )  # of the value, 95 %; null: unknown
 
 
 Ensemble = SerializeAsAny[EnsembleConfig]

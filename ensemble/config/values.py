@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -22,13 +21,12 @@ from pydantic import (
     PlainValidator,
     StringConstraints,
     Tag,
-    TypeAdapter,
     WithJsonSchema,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from ensemble.common.text import listed, nearest_or_all
-from ensemble.config.document import KeyProblems, Problem, place
+from ensemble.common.text import listed
+from ensemble.config.document import Problem, place
 
 MAX_NAME_CHARACTERS: Final = 100
 MAX_COUNT: Final = 2**31 - 1
@@ -110,6 +108,13 @@ def foreign_label(labels: Collection[object]) -> str:
     return f"is none of the labels, which are {listed([*map(str, labels)])}"
 
 
+def foreign_labels(key: str, names: Iterable[str], labels: Collection[str]) -> Iterator[Problem]:
+    """Yield the keys of the mapping at ``key`` that are none of the labels; no labels: they are unknown."""
+    for name in names:
+        if labels and name not in labels:
+            yield (key, name), foreign_label(labels)
+
+
 def as_tuple(value: object) -> object:
     """Return a list as a tuple; anything else as it is."""
     return tuple(value) if isinstance(value, list) else value
@@ -145,23 +150,10 @@ def _seconds(value: object) -> float:
     return seconds
 
 
-def _when(value: object) -> dict[str, float]:
-    if not isinstance(value, dict) or not value:
-        raise PydanticCustomError("must_be", f"must be {_ONE_RULE}")
-    types = _when_types()
-    for rule in value:
-        if rule not in types:
-            sentence = f"unknown rule; {nearest_or_all(str(rule), [*types], 'rule')}"
-            raise KeyProblems([((rule,), sentence)])
-    if len(value) > 1:
-        raise ValueError(f"has {' and '.join(value)}; give one of them")
-    return types[next(iter(value))].validate_python(value, strict=True)
-
-
-@cache  # at first use
-def _when_types() -> dict[str, TypeAdapter[dict[str, float]]]:
-    part, nats = TypeAdapter(dict[str, Part]), TypeAdapter(dict[str, Number])
-    return {"margin_below": part, "entropy_above": nats, "share": part}
+def _share_in_range(rule: dict[str, float]) -> dict[str, float]:
+    if any(name != "entropy_above" and not 0 < number <= 1 for name, number in rule.items()):
+        raise ValueError
+    return rule
 
 
 def _device(key: object) -> int | str:
@@ -255,22 +247,10 @@ Weight = Annotated[
     MustBe("a number of at least 0, or one for each label or each of ensemble.length_bins", object),
 ]
 When = Annotated[
-    dict[str, float],
-    PlainValidator(_when),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "properties": {
-                "margin_below": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-                "entropy_above": {"type": "number", "minimum": 0},
-                "share": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-            },
-            "additionalProperties": False,
-            "minProperties": 1,
-            "maxProperties": 1,
-        }
-    ),
-    MustBe(_ONE_RULE, dict),
+    dict[Annotated[str, StringConstraints(pattern="^(margin_below|entropy_above|share)$")], Number],
+    Len(1, 1),
+    AfterValidator(_share_in_range),
+    MustBe(_ONE_RULE),
 ]
 LengthBins = Annotated[
     tuple[Annotated[int, Ge(1), Le(MAX_BYTES)], ...],

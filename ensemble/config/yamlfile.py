@@ -16,13 +16,15 @@ import yaml
 from ensemble.common.errors import ConfigError
 from ensemble.common.files import unreadable
 from ensemble.common.text import nearest
-from ensemble.config.document import INVALID, MAPPING, NOT_TEXT, Document, Line, Loc, one_line, shown
+from ensemble.config.document import MAPPING, NOT_TEXT, Document, Loc, one_line, shown
 
 # No config comes near these limits; a wrong file, such as a CSV, or nested aliases would fill the memory.
 MAX_BYTES: Final = 1 << 20
 MAX_DEPTH: Final = 40
 MAX_VALUES: Final = 10_000
 MAX_DIGITS: Final = 100
+# ``${NAME}``, ``$${``, or a ``${`` that is neither.
+VARIABLE: Final = r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}|\$\{"
 
 _HINTS = {
     "'\\t'": "indent with spaces, not tabs",
@@ -63,7 +65,7 @@ def parse(text: str, source: object, files: Sequence[str] = (), number: int = 0)
     """Return YAML text as a ``Document``, which also has the problems of single values and keys.
 
     Args:
-        source: the file's path, for messages.
+        source: the file's path, or a mapping's name.
         files: the names of all files of the config, if there are several.
         number: the index of this file among them.
 
@@ -71,9 +73,10 @@ def parse(text: str, source: object, files: Sequence[str] = (), number: int = 0)
         ConfigError: the text as a whole cannot be used: a syntax error, too many values, or no mapping.
     """
     name = one_line(str(source))
-    document = Document({}, {}, tuple(files) or (name,))
+    folder = source.absolute().parent if isinstance(source, Path) else Path.cwd()
+    document = Document({}, [*files] or [name], folder)
     try:
-        data = build_data(text.removeprefix("\ufeff"), document, (), document.lines, number)
+        data = build_data(text.removeprefix("\ufeff"), document, (), number)
     except Unreadable as error:
         position = "" if name == MAPPING else error.position
         raise ConfigError(f"{name}{position}: {error}") from None
@@ -93,15 +96,18 @@ class Unreadable(Exception):
         self.position = f" (line {mark[0]}, column {mark[1]})" if mark else ""
 
 
-def build_data(text: str, document: Document, loc: Loc, lines: dict[Loc, Line], file: int = 0) -> object:
-    """Return YAML text as plain data for the place ``loc``; ``lines`` gets the line of each value in ``file``.
+def build_data(text: str, document: Document, loc: Loc, source: int) -> object:
+    """Return YAML text as plain data for the place ``loc``; the document gets the lines of its values.
+
+    Args:
+        source: the number of the file or override.
 
     Raises:
         Unreadable: the text is not YAML, or too large or too deep.
     """
     try:
         node = yaml.compose(text, Loader=_Loader)
-        return None if node is None else _Builder(document, lines, file).build(node, loc)
+        return None if node is None else _Builder(document, source).build(node, loc)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - text.rfind("\n", 0, error.position)
@@ -191,16 +197,15 @@ def dump(data: dict[str, Any]) -> str:
 class _Builder:
     """Turns nodes into plain data. An alias becomes a copy, so that an override changes one of them."""
 
-    def __init__(self, document: Document, lines: dict[Loc, Line], file: int) -> None:
+    def __init__(self, document: Document, source: int) -> None:
         self.document = document
-        self.lines = lines
-        self.file = file
+        self.source = source
         self.values_left = MAX_VALUES
 
     def build(self, node: yaml.Node, loc: Loc) -> object:
         self._count(node, len(loc))
         if loc:
-            self.lines.setdefault(loc, (self.file, _mark(node)[0]))
+            self.document.lines.setdefault(loc, (self.source, _mark(node)[0]))
         kind = node.tag.removeprefix(_TAG)
         if isinstance(node, yaml.MappingNode) and kind == "map":
             return self._mapping(node, loc)
@@ -210,15 +215,20 @@ class _Builder:
             _, read, name = _TYPES[kind]
             text = _text(node)
             try:
-                return read(text)
+                return self._located(text) if kind == "str" else read(text)
             except (ValueError, KeyError):
                 sentence = f"{shown(text)} cannot be read as {name}"
         else:
             sentence = f"the tag {shown(node.tag.replace(_TAG, '!!'))} is not allowed here; leave it out"
         if not loc:
             raise Unreadable(sentence, _mark(node))
-        self.document.refuse(loc, sentence)
-        return INVALID
+        self.document.report(loc, sentence)
+        return None
+
+    def _located(self, text: str) -> str:
+        """Return the text with the file's folder for ``${CONFIG_DIR}``."""
+        folder = str(self.document.folder).replace("${", "$${")
+        return re.sub(VARIABLE, lambda match: folder if match["name"] == "CONFIG_DIR" else match[0], text)
 
     def _count(self, node: yaml.Node, depth: int) -> None:
         self.values_left -= 1
@@ -236,16 +246,16 @@ class _Builder:
             line = _mark(key_node)[0]
             if not isinstance(key_node, yaml.ScalarNode):
                 sentence = f"a key (line {line}) must be text; a value that starts with {{ needs quotes"
-                self.document.refuse(loc, sentence)
+                self.document.report(loc, sentence)
                 continue
             key = _text(key_node)
             # Numbers of GPUs and labels are keys, too, as they are written.
             is_count = key_node.tag == f"{_TAG}int" and re.fullmatch("0|[1-9][0-9]{0,8}", key) is not None
             if key_node.tag != f"{_TAG}str" and not is_count:
                 sentence = f"the key {shown(key)} (line {line}) must be text; put it in quotes"
-                self.document.refuse(loc, sentence)
+                self.document.report(loc, sentence)
             elif key not in values:
-                self.lines[*loc, key] = self.file, line
+                self.document.lines[*loc, key] = self.source, line
                 values[key] = self.build(value_node, (*loc, key))
             elif not is_merged:
                 self.document.report((*loc, key), f"given twice; again on line {line}")

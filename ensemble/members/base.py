@@ -37,7 +37,6 @@ class Inspection:
             numbers.
         label_order: ``label_order[j]`` is the member's output column for the config's label ``j``.
         summary: a few words for ``validate``.
-        warnings: sentences for the user.
     """
 
     activation: OutputActivation
@@ -51,10 +50,8 @@ class Reads:
     """Name what a member reads of the table.
 
     Attributes:
-        columns: read as they are.
         template: a Jinja template (``prompt_template``), whose columns are read instead.
         any_type: whether the columns may hold values of any type, not only text.
-        ids: whether its workers get the ids, too.
         files: the column that names files; their content counts as the content of the rows.
         row_bytes: the work of a row in bytes of text, where its cells do not tell.
     """
@@ -74,13 +71,11 @@ class ResourceRequest:
     Attributes:
         num_gpus: for each replica; 0: the CPU; None: one if the machine has a GPU, or as many as it needs.
         replicas: loaded copies that share the rows.
-        batch_size: rows of one batch; None: left to the plan.
-        max_num_batched_tokens: padded tokens of one batch; None: left to the plan.
+        batch_size, max_num_batched_tokens: rows and padded tokens of one batch; None: left to the plan.
         gpu_memory: bytes that a replica takes of each of its GPUs, including CUDA's context; "all": unknown, so the
             GPUs are not shared; None: what ``memory`` estimates, or its share where GPUs are shared.
         device_map: the number of a GPU within the lease, "cpu" or "disk" for each part; None: left to the plan.
         max_memory: bytes by the number of a GPU within the lease, or "cpu"; None: left to the plan.
-        offload_folder: for weights that fit nowhere else.
         may_offload: whether weights that do not fit can stay outside the GPU.
     """
 
@@ -103,8 +98,8 @@ class Assigned:
         gpus: of each replica; 0: the CPU.
         dtype: what ``dtype: auto`` means on these GPUs; "auto" where only a worker can tell.
         attention: for its workers; None where only they can see the architecture.
-        capability: the compute capability that the plan is for; None: the CPU, or not known.
-        footprint: a replica's memory; None: not known.
+        capability: that the plan is for; None: the CPU, or not known.
+        footprint: None: not known.
     """
 
     gpus: int
@@ -130,7 +125,7 @@ class ExternalPredictions:
     Attributes:
         values: float64 [rows, labels], in the order of the table and of the config's labels; a row that is missing
             (``may_lack_rows``) is NaN.
-        ignored_ids: the number of ids that the table does not have.
+        ignored_ids: how many ids the table does not have.
     """
 
     values: npt.NDArray[np.float64]
@@ -172,13 +167,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Hold settings that ``tune`` can try.
-
-    Attributes:
-        name: a word or two for the user.
-        keys: the settings as in the YAML.
-        pays_from_seconds: how long the whole table must take without these settings for a trial to be worth it.
-    """
+    """Hold settings that ``tune`` can try; shorter tables than ``pays_from_seconds`` are not worth a trial."""
 
     name: str
     keys: Mapping[str, Any]
@@ -267,13 +256,8 @@ class MemberKind(ABC, Generic[S, I]):
             EnsembleError: the member cannot run.
         """
 
-    def problems(self, inspected: I | None, any_gpu: bool) -> Iterator[str]:
-        """Yield problems of the settings that ``inspect`` does not raise.
-
-        Args:
-            inspected: None where ``inspect`` failed.
-            any_gpu: whether the run has a GPU.
-        """
+    def problems(self, inspected: I | None) -> Iterator[str]:
+        """Yield problems of the settings that ``inspect`` does not raise; None: ``inspect`` failed."""
         return iter(())
 
     def warnings(self, inspected: I) -> Iterator[str]:

@@ -91,13 +91,11 @@ def rule_problems(loaded: LoadedConfig, inspected: Mapping[str, Inspection]) -> 
             yield f"{at_mask}: masks every label; leave one"
 
 
-def member_problems(
-    config: RunConfig, kinds: Kinds, inspected: Mapping[str, Inspection], any_gpu: bool
-) -> Iterator[str]:
+def member_problems(config: RunConfig, kinds: Kinds, inspected: Mapping[str, Inspection]) -> Iterator[str]:
     """Yield problems of members, alone and together, beside those that their inspection raised."""
     raw = [name for name, inspection in inspected.items() if inspection.activation == "none"]
     for index, (name, kind) in enumerate(kinds.items()):
-        yield from (f"models[{index}].{text}" for text in kind.problems(inspected.get(name), any_gpu))
+        yield from (f"models[{index}].{text}" for text in kind.problems(inspected.get(name)))
         if name in raw and config.models[index].calibration is not None:
             yield f"models[{index}].calibration: {_RAW}"
         yield from _when_problems(config, index, inspected, raw)

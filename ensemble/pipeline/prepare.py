@@ -125,7 +125,7 @@ def prepare(
                 table = table.only(needs.columns)
             values, warnings = _read_predictions(config, members, table, problems)
             warnings += _look_for_files(members, table, problems)
-        problems.add(member_problems(config, members.kinds, members.inspected, bool(gpus)))
+        problems.add(member_problems(config, members.kinds, members.inspected))
         problems.add(rule_problems(loaded, members.inspected))
         shares: dict[str, ExpectedShare] = {}
         with problems.at():

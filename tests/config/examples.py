@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ensemble.config.document import Document
-from ensemble.config.overrides import apply_overrides
+from ensemble.config.overlays import apply_overrides
 from ensemble.config.yamlfile import parse
 
 WHOLE = """\

@@ -28,8 +28,8 @@ def test_problems_name_the_line_or_the_override() -> None:
     document.report(("new",), "unknown")
     document.report(("elsewhere",), "missing")
     assert document.problems == (
-        "--set models.0.weight=x: must be a number, not 'x'",
         "models[1].label_map['x.y'] (line 7): odd",
+        "--set models.0.weight=x: must be a number, not 'x'",
         "--set new.key=1: new: unknown",
         "elsewhere: missing",
     )

@@ -80,23 +80,27 @@ submission: {sample: s.csv, columns: {x: d}}
 limit: 0
 """
     assert problems(text, "seed=abc", "nothing") == (
+        "models[0].dtype (line 9): the environment variable NO is not set; to keep ${NO}, write $${NO}",
+        "models[1].batch_size (line 13): given twice; again on line 14",
+        "--set nothing: needs the form key=value, for example --set limit=100",
+    )
+    text = text.replace("    batch_size: 4\n", "").replace("${NO}", "auto")
+    # Then the values, in the order of their lines.
+    assert problems(text, "seed=abc") == (
         "data.path (line 1): required, for example path: test.csv",
         "data.pth (line 1): unknown key; did you mean path?",
         "labels[2] (line 2): the same as labels[0]; name each label once",
         "models[0].max_lenght (line 6): unknown key; did you mean max_length?",
         "models[0].weight (line 7): must be a number of at least 0, not nan",
-        "models[0].dtype (line 9): the environment variable NO is not set; to keep ${NO}, write $${NO}",
         "models[1].model_name_or_path (line 10): required, for example model_name_or_path: models/gemma-2-9b",
         "models[1].name (line 10): the same as models[0].name; names must differ in more than their case",
         "models[1].torch_dtype (line 12): unknown key; use dtype",
-        "models[1].batch_size (line 13): given twice; again on line 14",
-        "submission.columns.x (line 15): must be one of the labels, not 'd'",
-        "limit (line 16): must be a whole number of at least 1, not 0",
-        "--set nothing: needs the form key=value, for example --set limit=100",
-        "output_dir: required, for example output_dir: runs/first",
+        "submission.columns.x (line 14): must be one of the labels, not 'd'",
+        "limit (line 15): must be a whole number of at least 1, not 0",
         "--set seed=abc: must be a whole number from 0 to 4294967295, not 'abc'",
+        "output_dir: required, for example output_dir: runs/first",
     )
-    mended = text.replace("max_lenght", "max_length").replace(".nan", "1").replace("${NO}", "auto")
+    mended = text.replace("max_lenght", "max_length").replace(".nan", "1")
     second_look = problems(mended)
     # Whether keys go together is asked once each of them is right.
     assert "models[0].label_map.x (line 8): must be one of the labels, not 'c'" in second_look
@@ -185,7 +189,7 @@ def test_overrides_reach_defaults_and_members(load: Load) -> None:
         ("data={}", "--set data={}: data.path: required, for example path: test.csv"),
         (
             "models.llama.weight=1",
-            "--set models.llama.weight=1: models has nothing named 'llama'; did you mean 'llama3'?",
+            "--set models.llama.weight=1: models has nothing named 'llama' (did you mean 'llama3'?)",
         ),
     ],
 )

@@ -157,8 +157,8 @@ def test_a_new_model_says_what_it_is(overlaid: Overlaid) -> None:
     base = base.replace("    model_name_or_path: models/llama-3-8b\n", "")
     over = "models: [{name: lama3, dtype: bfloat16}]"
     assert problems(overlaid, over, base=base) == (
-        "models[2] (1.yaml, line 1): no earlier file has a model named 'lama3' (did you mean 'llama3'?); one that "
-        "is new says its own model_name_or_path",
+        "models[2].model_name_or_path (1.yaml, line 1): required, for example model_name_or_path: "
+        "models/gemma-2-9b; no earlier file has a model named 'lama3' (did you mean 'llama3'?)",
     )
     added = overlaid("models: [{name: lama3, model_name_or_path: models/base}]", base=base).config.models
     assert [one.name for one in added] == ["gemma2", "llama3", "lama3"]
@@ -171,7 +171,6 @@ def test_null_for_a_key_that_there_is_not_is_refused(overlaid: Overlaid) -> None
     )
     found = problems(overlaid, over, sets=("models.llama3.dtyp=null",))
     assert [problem.split(":")[0] for problem in found] == [
-        "--set models.llama3.dtyp=null",  # its model's line is in the first file
         "dat (1.yaml, line 1)",
         "data.pth (1.yaml, line 2)",
         "submission.smple (1.yaml, line 3)",
@@ -179,6 +178,7 @@ def test_null_for_a_key_that_there_is_not_is_refused(overlaid: Overlaid) -> None
         "defaults.dtyp (1.yaml, line 5)",
         "defaults.seed (1.yaml, line 5)",
         "models[0].weigth (1.yaml, line 6)",
+        "--set models.llama3.dtyp=null",
     ]
     assert all("unknown key; " in problem for problem in found)
 
@@ -235,6 +235,9 @@ models:
   - {name: gemma2, weight: 2}
 """
     assert problems(overlaid, weights, "sed: 1\nlimit: 1\nlimit: ${NO}", sets=("seed=x",)) == (
+        "limit (2.yaml, line 2): given twice; again on line 3",
+    )
+    assert problems(overlaid, weights, "sed: 1\nlimit: 1", sets=("seed=x",)) == (
         "models[2].model_name_or_path (1.yaml, line 3): required, for example "
         "model_name_or_path: models/gemma-2-9b; no earlier file has a model named 'lama3' (did you mean 'llama3'?)",
         "models[0].weight (1.yaml, line 4): must be a number of at least 0, not -1",
@@ -243,7 +246,6 @@ models:
         "model_name_or_path: models/gemma-2-9b",
         "models[3].name (1.yaml, line 5): the same as models[0].name; names must differ in more than their case",
         "sed (2.yaml, line 1): unknown key; did you mean seed?",
-        "limit (2.yaml, line 2): given twice; again on line 3",
         "--set seed=x: must be a whole number from 0 to 4294967295, not 'x'",
     )
     syntax, empty = problems(overlaid, "a: [", "")
@@ -259,11 +261,11 @@ def test_variables_and_folders_are_those_of_each_file(overlaid: Overlaid, tmp_pa
     folder.mkdir()
     over = folder / "over.yaml"
     over.write_text(
-        "submission: {path: '${CONFIG_DIR}/s.csv'}\nmodels: [{name: '${M}', weight: 3, max_length: null}]"
+        "submission: {path: '${CONFIG_DIR}/s.csv'}\nmodels: [{name: gemma2, weight: 3, max_length: null}]"
     )
-    base = WHOLE.replace("test.csv", "'${CONFIG_DIR}/test.csv'").replace("name: gemma2", "name: ${N}")
-    overlaid(base=base, N="gemma2", M="gemma2", CONFIG_DIR="elsewhere")
-    environ = {"N": "gemma2", "M": "gemma2"}
+    base = WHOLE.replace("test.csv", "'${CONFIG_DIR}/test.csv'").replace("models/llama", "${M}/llama")
+    overlaid(base=base, M="models", CONFIG_DIR="elsewhere")
+    environ = {"M": "models"}
     loaded = load_config([Path("base.yaml"), over], ["output_dir=${CONFIG_DIR}/x"], environ=environ)
     run = loaded.config
     assert (run.data.path, run.output_dir) == (tmp_path / "test.csv", tmp_path / "x")

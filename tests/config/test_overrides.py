@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ensemble.common.errors import ConfigError
-from ensemble.config.overrides import apply_overrides, expand
+from ensemble.config.overlays import apply_overrides, expand
 from tests.config.examples import BASE, overridden, read
 
 
@@ -63,7 +63,7 @@ def test_an_override_of_one_alias_leaves_the_others() -> None:
         ("limit={a: 1, a: 2}", "limit.a: given twice"),
         ("limit=!x 1", "the tag"),
         ("limit=\udcff", "forbids"),
-        ("models.gema.weight=1", "models has nothing named 'gema'; did you mean 'gemma'?"),
+        ("models.gema.weight=1", "models has nothing named 'gema' (did you mean 'gemma'?)"),
         ("models.2.weight=1", "models has no position 2; it holds 2"),
         ("models.-1.weight=1", "models has nothing named '-1'"),
         ("models." + "9" * 5000 + "=1", "nothing named"),

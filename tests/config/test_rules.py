@@ -105,20 +105,12 @@ def test_what_is_wrong_with_when_is_told_where_it_stands(load: Load, problems: P
         content["models"][1]["when"] = when
         return [re.sub(r"models.1..when| .line \d+.", "", text) for text in problems(content)]
 
-    for rule in ("share", "margin_below"):
-        for number, shown in ((0, "0"), (1.5, "1.5"), (-1, "-1"), ("0.3", "'0.3'"), (True, "true")):
-            assert said({rule: number}) == [f".{rule}: must be a number above 0, up to 1, not {shown}"]
-    for other, shown in ((-1, "-1"), (float("inf"), "inf"), (None, "empty")):
-        assert said({"entropy_above": other}) == [
-            f".entropy_above: must be a number of at least 0, not {shown}"
-        ]
-    assert said({"share": 0.2, "margin_below": 3}) == [": has share and margin_below; give one of them"]
-    assert said({"margin": 0.2}) == [".margin: unknown rule; did you mean margin_below?"]
-    assert said({"x": 1, "share": 0.2})[0].startswith(".x: unknown rule; the rules here are margin_below, ")
-    for value, shown in (({}, "an empty mapping"), (0.3, "0.3"), ([], "[]")):
+    wrong: list[object] = [{}, 0.3, [], {"margin": 0.2}, {"share": 0.2, "margin_below": 0.3}]
+    wrong += [{rule: number} for rule in ("share", "margin_below") for number in (0, 1.5, -1, "0.3", True)]
+    wrong += [{"entropy_above": number} for number in (-1, float("inf"), None)]
+    for value in wrong:
         (text,) = said(value)
-        assert text.startswith(": must be one of {margin_below: m} with ")
-        assert text.endswith(f", not {shown}")
+        assert text.startswith(": must be one of {margin_below: m} with "), value
     content["models"][1]["when"] = {"share": 1}
     assert load(content).config.models[1].when == {"share": 1.0}
 

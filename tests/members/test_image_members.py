@@ -198,11 +198,9 @@ def test_mistakes_are_named_before_a_model_loads(project: Project) -> None:
         **right, max_length=4
     )
     reader = {"name": "eyes", "model_name_or_path": "models/eyes", "text_column": "image"}
-    assert "is an image classifier; task_type: image_cls runs it" in problems(only=reader)
+    assert "for this task; task_type: image_cls runs its " in problems(only=reader)
     make_checkpoint(project.folder / "text", "bert", THEIRS)
-    assert "reads text, not images; task_type: seq_cls runs it" in problems(
-        **right, model_name_or_path="text"
-    )
+    assert "for this task; task_type: seq_cls runs its " in problems(**right, model_name_or_path="text")
     (project.folder / "models/eyes/preprocessor_config.json").unlink()
     assert "has no preprocessor_config.json, which says how images are resized" in problems(**right)
 

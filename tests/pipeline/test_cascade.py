@@ -287,10 +287,10 @@ def test_rehearse_takes_the_share_from_its_sample(project: Project) -> None:
         ),
         (
             lambda models: models[1].update(when={"share": 1.5}),
-            "when.share (line 17): must be a number above 0",
+            "when (line 16): must be one of {margin_below: m} with m above 0 and up to 1",
         ),
-        (lambda models: models[1].update(when={"share": 0.1, "margin_below": 1}), "give one of them"),
-        (lambda models: models[1].update(when={"margin": 0.1}), "did you mean margin_below?"),
+        (lambda models: models[1].update(when={"share": 0.1, "margin_below": 1}), "{share: s} with s"),
+        (lambda models: models[1].update(when={"margin": 0.1}), "must be one of {margin_below: m}"),
         (
             lambda models: models[1].update(when={"entropy_above": 1.1}),
             "models[1].when.entropy_above: no row of 3 labels has an entropy above 1.099 nats",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,6 @@ from ensemble.common.digests import FileDigests
 from ensemble.common.errors import CheckpointError, MergeError
 from ensemble.common.files import file_state
 from ensemble.config import RunConfig
-from ensemble.members.huggingface.checkpoint.quantization_methods import BOOLEANS, USUAL_SETTINGS
 from ensemble.members.registry import member_kind
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 from ensemble.pipeline.fingerprint import Fingerprint, member_fingerprint
@@ -210,46 +208,6 @@ def test_the_tokenizers_own_settings_spelt_out(make: Make, own_llama: Path) -> N
     assert not same(max_length=1024)
     settings(model_max_length=64)
     assert not same(max_length=64, tokenizer_kwargs={"model_max_length": 32})
-
-
-@pytest.mark.fault(18)
-def test_a_quantization_with_its_defaults_spelt_out(make: Make) -> None:
-    def found(**settings: Any) -> Fingerprint:
-        return first(make({"quantization_config": settings}))
-
-    eight, four = found(load_in_8bit=True), found(load_in_4bit=True)
-    usual = {**USUAL_SETTINGS, **dict.fromkeys(BOOLEANS, False), "_load_in_4bit": False}
-    assert found(**{**usual, "load_in_8bit": True}) == eight
-    assert found(**{**usual, "load_in_4bit": True, "llm_int8_skip_modules": []}) == four
-    assert found(load_in_4bit=True, bnb_4bit_compute_dtype="float32") == four, "what else is, on a CPU"
-    assert found(load_in_4bit=True, bnb_4bit_quant_storage="torch.uint8") == four
-    others: list[dict[str, Any]] = [
-        {"load_in_8bit": True},
-        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-        {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"},
-        {"load_in_4bit": True, "bnb_4bit_use_double_quant": True},
-        {"load_in_4bit": True, "bnb_4bit_quant_storage": "float16"},
-        {"load_in_4bit": True, "llm_int8_skip_modules": ["lm_head"]},
-        {"load_in_8bit": True, "llm_int8_threshold": 5.0},
-    ]
-    assert len({four, *(found(**settings) for settings in others)}) == 1 + len(others)
-
-
-def test_the_usual_settings_of_bitsandbytes_are_those_of_transformers() -> None:
-    from transformers import BitsAndBytesConfig
-
-    usual = {
-        name: parameter.default
-        for name, parameter in inspect.signature(BitsAndBytesConfig).parameters.items()
-        if parameter.kind is not parameter.VAR_KEYWORD and name != "bnb_4bit_compute_dtype"
-    }
-    assert usual.pop("bnb_4bit_quant_storage") is None
-    assert (
-        str(BitsAndBytesConfig().bnb_4bit_quant_storage)
-        == f"torch.{USUAL_SETTINGS['bnb_4bit_quant_storage']}"
-    )
-    usual = {**usual, "quant_method": "bitsandbytes", "bnb_4bit_quant_storage": "uint8"}
-    assert {key: value for key, value in usual.items() if value} == USUAL_SETTINGS
 
 
 @pytest.mark.fault(27)

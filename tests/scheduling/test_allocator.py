@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ensemble.members.huggingface.allocator import allocator_environment
+from ensemble.members.huggingface.parent import allocator_environment
 
 OLD, NEW = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 
@@ -18,20 +18,29 @@ OLD, NEW = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
     [
         (True, None, {}, "expandable_segments:True"),
         (False, 128, {}, "expandable_segments:False,max_split_size_mb:128"),
-        (True, 128, {OLD: "max_split_size_mb:64"}, "expandable_segments:True,max_split_size_mb:64"),
-        (True, None, {NEW: "expandable_segments:False"}, "expandable_segments:False"),
-        (True, None, {OLD: "expandable_segments:False", NEW: ""}, "expandable_segments:False"),
+        (
+            True,
+            128,
+            {OLD: "max_split_size_mb:64"},
+            "expandable_segments:True,max_split_size_mb:128,max_split_size_mb:64",
+        ),
         (
             True,
             None,
-            {OLD: "garbage_collection_threshold:0.8", NEW: " garbage_collection_threshold : 0.6 "},
-            "expandable_segments:True,garbage_collection_threshold:0.6",
+            {OLD: "expandable_segments:False", NEW: ""},
+            "expandable_segments:True,expandable_segments:False",
+        ),
+        (
+            True,
+            None,
+            {OLD: "garbage_collection_threshold:0.8", NEW: "garbage_collection_threshold:0.6"},
+            "expandable_segments:True,garbage_collection_threshold:0.8,garbage_collection_threshold:0.6",
         ),
         (
             True,
             64,
             {NEW: "roundup_power2_divisions:[256:1,>:4],max_split_size_mb:32"},
-            "expandable_segments:True,max_split_size_mb:32,roundup_power2_divisions:[256:1,>:4]",
+            "expandable_segments:True,max_split_size_mb:64,roundup_power2_divisions:[256:1,>:4],max_split_size_mb:32",
         ),
         (True, 64, {OLD: "backend:cudaMallocAsync"}, "backend:cudaMallocAsync"),
     ],

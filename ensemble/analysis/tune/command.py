@@ -22,7 +22,7 @@ from ensemble.common.host import cpu_products, usable_cpus
 from ensemble.common.packages import installed_versions
 from ensemble.common.text import duration, listed, plural
 from ensemble.config import LoadedConfig, TuningConfig
-from ensemble.config.overrides import path_of
+from ensemble.config.overlays import path_of
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.run import Display

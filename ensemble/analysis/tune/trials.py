@@ -243,7 +243,7 @@ class MemberTrials:
         model = model.model_copy(update=changes)
         kind = member_kind(model)
         inspected = kind.inspect(OutputColumns(config.data.id_column, config.labels, config.data.path.parent))
-        problems = [*kind.problems(inspected, bool(self._prepared.plan.gpus))]
+        problems = [*kind.problems(inspected)]
         problems += unsupported((), dict(kind.packages(inspected)))
         if problems:
             raise ConfigError(problems)

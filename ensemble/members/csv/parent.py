@@ -21,7 +21,7 @@ from ensemble.common.shards import file_sha256
 from ensemble.common.text import quoted, shown_path
 from ensemble.config import MemberConfig
 from ensemble.data.formats import column_names, known_format
-from ensemble.data.input_file import missing_column, open_input, without_pandas_index
+from ensemble.data.input_file import missing_column, without_pandas_index
 from ensemble.data.predictions_csv import demand_as_written, guessed_id_column, read_predictions
 from ensemble.members.base import Assigned, Draft, ExternalPredictions, Inspection, MemberKind, OutputColumns
 from ensemble.members.csv.settings import CsvSettings
@@ -67,9 +67,9 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
 
     def inspect(self, columns: OutputColumns) -> CsvInspection:
         path, id_column = self.settings.path, self.settings.id_column or columns.id_column
+        names, column_by_label = column_names(path), self._column_by_label(columns.labels)
         self._demand_sha256()
         demand_as_written(path)
-        names, column_by_label = column_names(path), self._column_by_label(columns.labels)
         roles = {
             column: "column of the label" if column == label else f"column for the label {quoted(label)}:"
             for label, column in column_by_label.items()
@@ -145,8 +145,6 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
         if self.settings.sha256 is None:
             return
         expected = self.settings.sha256.lower()
-        with open_input(path):  # reports a missing file in the same words as elsewhere
-            pass
         actual = file_sha256(path)
         if actual != expected:
             raise DataError(

@@ -11,21 +11,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.files import HubFile, read_json
+from ensemble.common.packages import installed_versions
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.members.base import Assigned, Candidate, MemberKind, RanWith, Reads, ResourceRequest
-from ensemble.members.batch_size import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
-from ensemble.members.footprint import MemoryEstimate
-from ensemble.members.huggingface.allocator import allocator_environment
+from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, MemoryEstimate
 from ensemble.members.huggingface.checkpoint.description import checkpoint_question
 from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
-from ensemble.members.huggingface.checkpoint.hub import find_file, hub_folder
+from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, hub_folder
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.checkpoint.quantization_methods import (
-    BITSANDBYTES,
-    method_of,
+    package_of,
     quantization_problems,
     quantization_warnings,
-    without_defaults,
 )
 from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length, stored_encode
 from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSettings
@@ -65,6 +62,9 @@ _DECIDED_KEYS = ("dtype", "attn_implementation", "max_length")
 # The time without torch.compile: compiling takes 20 to 25 s and has saved 4 to 36 % (docs/tuning.md).
 _COMPILING_PAYS_FROM_SECONDS = 120.0
 _NO_LOADING_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
+# Both are set to the same value.  From 2.8 on torch has the second and warns if only the first is set, but 2.9's
+# CUDA allocator ignores the second (pytorch issue 183387).
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 S = TypeVar("S", bound=HuggingFaceSettings)
 T = TypeVar("T", bound=TextSettings)
 C = TypeVar("C", bound=Checkpoint)
@@ -113,17 +113,19 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         folder = Path(name) if os.path.isdir(name) else hub_folder(name, self.settings.revision)  # noqa: PTH112
         return None if folder is None else checkpoint_question(self.settings, folder, self.auto_class)
 
-    def problems(self, inspected: C | None, any_gpu: bool) -> Iterator[str]:
+    def problems(self, inspected: C | None) -> Iterator[str]:
         model = self.settings
         for key in _MEMBER_KEYS:
             if key in model.model_kwargs:
                 yield f"model_kwargs.{key}: use the model's own key {key} instead"
         stored = inspected.quantization if inspected is not None else None
-        on_gpu = any_gpu if model.num_gpus is None else model.num_gpus > 0
         allowed = inspected.described.quantization if inspected is not None else {}
-        yield from quantization_problems(
-            model.quantization_config, stored, on_gpu, model.merge_adapter, allowed
-        )
+        yield from quantization_problems(model.quantization_config, stored, model.merge_adapter, allowed)
+        for package, key in self.packages(inspected):
+            if not installed_versions([package]):
+                name = key.removeprefix(".") if key.startswith(".") else "model_name_or_path"
+                how = how_to_install(package)
+                yield f"{name}: needs the package {package}, which is not installed: {how}"
         if model.torch_compile and stored is not None:
             yield "torch_compile: its checkpoint is quantized, and such layers are not compiled; drop this"
 
@@ -132,10 +134,12 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
 
     def packages(self, inspected: C | None) -> Iterator[tuple[str, str]]:
         model = self.settings
-        if method_of(model.quantization_config) == BITSANDBYTES:
-            yield BITSANDBYTES, ".quantization_config"
-        elif inspected is not None and method_of(inspected.quantization) == BITSANDBYTES:
-            yield BITSANDBYTES, ", a quantized checkpoint,"
+        package = package_of(model.quantization_config)
+        stored_package = package_of(inspected.quantization) if inspected is not None else None
+        if package is not None:
+            yield package, ".quantization_config"
+        elif stored_package is not None:
+            yield stored_package, ", a quantized checkpoint,"
         if model.adapter_name_or_path is not None:
             yield "peft", ".adapter_name_or_path"
         if model.gguf_file is not None:
@@ -147,7 +151,7 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         fingerprint = {
             **{key: getattr(model, key) for key in _VERBATIM_KEYS},
             "attn_implementation": assigned.attention,
-            "quantization_config": without_defaults(model.quantization_config, assigned.dtype),
+            "quantization_config": model.quantization_config,
             "label_order": inspected.label_order,
             "activation": inspected.activation,
             "dtype": assigned.dtype,
@@ -258,7 +262,7 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
 
     def environment(self) -> Mapping[str, str]:
         model = self.settings
-        allocator = allocator_environment(model.expandable_segments, model.max_split_size_mb)
+        allocator = allocator_environment(model.expandable_segments, model.max_split_size_mb, os.environ)
         # Loading threads of transformers 5.0 put weights on the GPU before these are quantized, so that a member
         # that would fit runs out of memory (transformers issue 43032).  From 5.5 on there are none here.
         return allocator if model.quantization_config is None else {**allocator, _NO_LOADING_THREADS: "1"}
@@ -283,8 +287,8 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
     def reads(self) -> Reads:
         return Reads(self.settings.text_columns, self.settings.prompt_template)
 
-    def problems(self, inspected: Checkpoint | None, any_gpu: bool) -> Iterator[str]:
-        yield from super().problems(inspected, any_gpu)
+    def problems(self, inspected: Checkpoint | None) -> Iterator[str]:
+        yield from super().problems(inspected)
         for key, view in self._views():
             yield from (f"{key}{problem}" for problem in view.cut_problems(inspected))
 
@@ -387,3 +391,19 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         if without_fetching(model.tokenizer_kwargs) or model.gguf_file or model.trust_remote_code:
             return None
         return own_max_length(inspected.folder) if Path(model.model_name_or_path).is_dir() else None
+
+
+def allocator_environment(
+    expandable_segments: bool, max_split_size_mb: int | None, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables that set torch's CUDA allocator, which a worker needs before it imports torch.
+
+    Options in the user's environment come last, so that they take precedence.  PyTorch's "CUDA semantics"
+    documents them ("Optimizing memory usage").  The worker compares the allocator's settings with the config's.
+    """
+    options = [environ[variable] for variable in _ALLOCATOR_VARIABLES if environ.get(variable)]
+    if "backend:cudaMallocAsync" not in ",".join(options):  # which warns about these options
+        if max_split_size_mb is not None:
+            options.insert(0, f"max_split_size_mb:{max_split_size_mb}")
+        options.insert(0, f"expandable_segments:{expandable_segments}")
+    return dict.fromkeys(_ALLOCATOR_VARIABLES, ",".join(options))

@@ -9,7 +9,6 @@ cross_encoder/model.py, get_default_activation_fn and _parse_model_config).
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from ensemble.members.huggingface.checkpoint.hub import find_file
 if TYPE_CHECKING:
     from ensemble.common.protocol import Activation
 
-_SETTINGS, _MODULES = "config_sentence_transformers.json", "modules.json"
+_SETTINGS = "config_sentence_transformers.json"
 _ACTIVATIONS: Mapping[str, Activation] = {"Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "none"}
 
 
@@ -35,7 +34,6 @@ class CrossEncoder:
     """
 
     activation: Activation | None
-    problems: tuple[str, ...]
     warnings: tuple[str, ...]
 
 
@@ -54,6 +52,9 @@ def read_cross_encoder(
         config: its config.json.
         labels: of its head.
         problem_type: the user's, which replaces the stored activation.
+
+    Raises:
+        CheckpointError: the settings cannot be read, or name an activation that is not known.
     """
     path = folder / _SETTINGS
     if not path.is_file() and not Path(name_or_path).is_dir() and labels == 1:
@@ -61,14 +62,14 @@ def read_cross_encoder(
             path = find_file(name_or_path, _SETTINGS, revision)
     settings, older = read_json(path), config.get("sentence_transformers")
     if path.is_file() and not settings:
-        problem = f"{path} is empty, or is not JSON; copy it again: it says what {name_or_path} is"
-        return CrossEncoder(None, (problem,), ())
+        raise CheckpointError(
+            f"{path} is empty, or is not JSON; copy it again: it says what {name_or_path} is"
+        )
     older = older if isinstance(older, Mapping) else {}
     oldest = config.get("sbert_ce_default_activation_function")
     if settings.get("model_type") != "CrossEncoder" and not older and oldest is None:
         return None
     stored = str(settings.get("activation_fn") or older.get("activation_fn") or oldest or "")
-    problems: list[str] = []
     warnings: list[str] = []
     activation: Activation | None = "sigmoid" if labels == 1 else None
     name = stored.rpartition(".")[2]
@@ -82,11 +83,10 @@ def read_cross_encoder(
     elif name in _ACTIVATIONS:
         activation = None if name == "Identity" and labels > 1 else _ACTIVATIONS[name]
     elif stored and problem_type is None:
-        problems.append(
+        raise CheckpointError(
             f"{name_or_path}: sentence-transformers puts its logits through {stored}, which is unknown here; set "
             "problem_type to say what they stand for, or call its predict (task_type: python)"
         )
-    problems += _module_problems(name_or_path, folder)
     prompts = settings.get("prompts")
     text = prompts.get(settings.get("default_prompt_name")) if isinstance(prompts, Mapping) else None
     if text:
@@ -94,24 +94,4 @@ def read_cross_encoder(
             f"{name_or_path}: sentence-transformers puts a prompt before its texts ({text!r:.60}); nothing does so "
             "here, so put it into the texts"
         )
-    return CrossEncoder(activation, tuple(problems), tuple(warnings))
-
-
-def _module_problems(name_or_path: str, folder: Path) -> list[str]:
-    """Return a sentence if the CrossEncoder is more than a transformers model with its own head."""
-    stored: Any = ()
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        stored = json.loads((folder / _MODULES).read_text(encoding="utf-8"))
-    if not isinstance(stored, list):
-        return []
-    modules = [module for module in stored if isinstance(module, Mapping)]
-    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
-    if len(kinds) < 2:
-        return []
-    advice = "task_type: python runs it"
-    if "LogitScore" in kinds:
-        advice = "task_type: causal_lm runs it, with label_tokens (its LogitScore has their ids)"
-    return [
-        f"{name_or_path}: sentence-transformers makes this CrossEncoder of {', '.join(kinds)}, and not of a "
-        f"classifier of transformers alone; {advice}"
-    ]
+    return CrossEncoder(activation, tuple(warnings))

@@ -30,6 +30,13 @@ _PACKAGES = tuple(
 )
 _FILES = ("config.json", "*processor_config.json", *TOKENIZER_FILES)
 _VOCABULARIES = ("tokenizer.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.spm")
+# The kind of member that runs a checkpoint, by the end of its class's name.
+_TASKS = {
+    "ForSequenceClassification": "seq_cls",
+    "ForCausalLM": "causal_lm",
+    "ForMaskedLM": "pooled_cls",
+    "ForImageClassification": "image_cls",
+}
 _BLOCK = re.compile(r"(.*?\.)(\d+)\.")
 
 
@@ -38,10 +45,9 @@ class Description:
     """Hold what the installed transformers says of a checkpoint.
 
     Attributes:
-        failure: why it was not asked successfully; empty: it was, or nobody asked.
+        failure: why there is no answer; empty: there is, or nobody asked.
         config_error, model_error, reader_error: in its words; ``{folder}`` stands for the folder.
         has_class: whether the auto class knows models of this kind.
-        unknown_rope_type: that keeps the model from being built.
         numbers: of the part that reads text (or images), defaults included.
         known_keys: of a ``config.json`` of this kind.
         parameters: shapes by name; empty: not known.
@@ -128,7 +134,12 @@ def describe(asked: Question | None) -> Description:
 
 
 def description_problems(
-    name: str, model: HuggingFaceSettings, folder: Path, config: Mapping[str, Any], described: Description
+    name: str,
+    model: HuggingFaceSettings,
+    folder: Path,
+    config: Mapping[str, Any],
+    auto_class: str,
+    described: Description,
 ) -> Iterator[str]:
     """Yield why transformers cannot load a checkpoint."""
     release = f"transformers {metadata.version('transformers')}" if not described.failure else ""
@@ -136,9 +147,16 @@ def description_problems(
     if described.config_error:
         yield f"{name}: {release} cannot read its config.json ({_placed(described.config_error, folder)})"
     elif not described.has_class:
+        architecture = str((config.get("architectures") or [""])[0])
+        tasks = [
+            task for head, task in _TASKS.items() if architecture.endswith(head) and head not in auto_class
+        ]
+        advice = (
+            f"task_type: {tasks[0]} runs its {architecture}, or" if tasks else "name another checkpoint, or"
+        )
         yield (
-            f"{name}: {release} has no model of the kind {model_type!r} for this task; name another checkpoint, or "
-            "install a newer release"
+            f"{name}: {release} has no model of the kind {model_type!r} for this task; {advice} install a newer "
+            "release"
         )
     elif described.unknown_rope_type is not None:
         yield (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import socket
@@ -33,12 +32,13 @@ def find_file(name_or_path: str, file: str, revision: str | None = None) -> Path
     link_problem = dangling_link(folder) or dangling_link(folder / file)
     if link_problem:
         raise CheckpointError(link_problem)
-    if folder.is_dir():
-        if not os.access(folder, os.R_OK | os.X_OK):
-            denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            raise CheckpointError(unreadable(folder, denied))
-        if (folder / file).is_file():
-            return folder / file
+    try:
+        is_folder, has_file = folder.is_dir(), (folder / file).is_file()
+    except OSError as error:
+        raise CheckpointError(unreadable(folder, error)) from error
+    if has_file:
+        return folder / file
+    if is_folder:
         deeper = [*sorted(folder.glob(f"*/{file}")), *sorted(folder.glob(f"*/*/{file}"))]
         hint = ""
         if file == "config.json" and (folder / "adapter_config.json").is_file():

@@ -5,7 +5,6 @@ The parent does so before any worker starts, so that a typo costs seconds and no
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +15,6 @@ from ensemble.common.text import gib, nearest
 from ensemble.members.base import Inspection
 from ensemble.members.huggingface.checkpoint.adapter_files import (
     Adapter,
-    base_problems,
-    head_rows,
     inspect_adapter,
     is_head,
     other_base,
@@ -31,7 +28,7 @@ from ensemble.members.huggingface.checkpoint.description import (
     release_warning,
     weight_contradictions,
 )
-from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, read_config
+from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
 from ensemble.members.huggingface.checkpoint.labels import activation_of, label_names, match_labels
 from ensemble.members.huggingface.checkpoint.remote_code import code_problems
 from ensemble.members.huggingface.checkpoint.tokenizer_files import (
@@ -45,17 +42,10 @@ from ensemble.members.huggingface.checkpoint.weight_files import (
     weight_problems,
 )
 from ensemble.members.huggingface.settings import HuggingFaceSettings
-from ensemble.members.huggingface.spec import CLASSIFIER, IMAGE_CLASSIFIER, WITH_LABELS
+from ensemble.members.huggingface.spec import CLASSIFIER
 
 if TYPE_CHECKING:
     from ensemble.common.protocol import Activation
-
-# The kind that runs a checkpoint of text, by the end of its class's name.
-_TEXT_TASKS = {
-    "ForSequenceClassification": "seq_cls",
-    "ForCausalLM": "causal_lm",
-    "ForMaskedLM": "pooled_cls",
-}
 
 
 @dataclass(frozen=True)
@@ -126,35 +116,25 @@ def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFi
             another base; every problem is listed.
     """
     name_or_path, gguf_file = model.model_name_or_path, model.gguf_file
-    is_local, path = Path(name_or_path).is_dir(), Path(name_or_path) / "config.json"
+    path = Path(name_or_path) / "config.json"
     if gguf_file is None:
         path = find_file(name_or_path, "config.json", model.revision)
+    is_local = Path(name_or_path).is_dir()
     # Beside a GGUF file there need be no config.json.
     has_config = gguf_file is None or path.is_file()
     config = read_config(path, f"{name_or_path}: its config.json") if has_config else {}
     folder = path.parent
-    labels = len(label_names(config, name_or_path)) if auto_class in WITH_LABELS else None
     stored = config.get("architectures")
     architecture = str(stored[0]) if isinstance(stored, list) and stored and stored[0] else ""
     described = describe(checkpoint_question(model, folder, auto_class))
     problems = [*code_problems(model, folder, config, auto_class, described)]
-    if auto_class != IMAGE_CLASSIFIER and architecture.endswith("ForImageClassification"):
-        problems.append(
-            f"{name_or_path} ({architecture}) is an image classifier; task_type: image_cls runs it"
-        )
-    elif auto_class == IMAGE_CLASSIFIER:
-        tasks = (task for head, task in _TEXT_TASKS.items() if architecture.endswith(head))
-        problems += [
-            f"{name_or_path} ({architecture}) reads text, not images; task_type: {task} runs it"
-            for task in tasks
-        ]
     if is_local and gguf_file is not None:
         problems += _gguf_problems(folder, gguf_file)
     elif is_local:
         problems += weight_problems(folder, config, model.allow_pickle)
         problems += small_file_problems(folder)
     if not problems:
-        problems += description_problems(name_or_path, model, folder, config, described)
+        problems += description_problems(name_or_path, model, folder, config, auto_class, described)
     adapter: Adapter | None = None
     if model.adapter_name_or_path is not None:
         try:
@@ -166,17 +146,7 @@ def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFi
     if not problems and gguf_file is None and is_local:
         tensors = read_tensors(folder) or ()
         uses_own_head = adapter is None or adapter.brings_head is False
-        rows = head_rows({tensor.name: tensor.shape for tensor in tensors if tensor.is_float})
-        has_other_labels = uses_own_head and None not in (labels, rows) and labels != rows
-        if has_other_labels:
-            problems.append(
-                f"{name_or_path}: its config.json does not fit its weights: it has {labels} labels (id2label, "
-                f"num_labels), and the classification head has {rows} rows in the file; they are of two models"
-            )
-        with_head = uses_own_head and not has_other_labels
-        problems += weight_contradictions(name_or_path, config, described, tensors, with_head)
-        if adapter is not None:
-            problems += base_problems(adapter, name_or_path, tensors)
+        problems += weight_contradictions(name_or_path, config, described, tensors, uses_own_head)
     if problems:
         raise CheckpointError(problems)
     warnings = [*release_warning(name_or_path, config, described)]
@@ -219,8 +189,6 @@ def inspect_checkpoint(
     uses_own_head = adapter is None or adapter.brings_head is False
     warnings: list[str] = []
     encoder = read_cross_encoder(name_or_path, files.folder, config, len(names), model.revision, problem_type)
-    if encoder is not None and encoder.problems:
-        raise CheckpointError([*encoder.problems])
     if uses_own_head and gguf_file is not None:
         raise CheckpointError(
             f"{gguf_file}: a GGUF file holds no classification head; name an adapter that brings one "
@@ -261,8 +229,6 @@ def _gguf_problems(folder: Path, gguf_file: str) -> Iterator[str]:
         with path.open("rb") as opened:
             if opened.read(4) != b"GGUF":
                 yield f"gguf_file: {path} is not a GGUF file; copy it again"
-    if importlib.util.find_spec("gguf") is None:
-        yield f"gguf_file needs the package gguf, which is not installed: {how_to_install('gguf')}"
 
 
 def row_limit(config: Mapping[str, Any], folder: Path) -> int | None:

@@ -6,41 +6,25 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ensemble.common.packages import installed_versions
 from ensemble.common.text import nearest
-from ensemble.members.huggingface.checkpoint.hub import how_to_install
 
 BITSANDBYTES = "bitsandbytes"
-# The packages of each method, of which one must be installed; the recommended package comes first
-# (transformers, quantizers/quantizer_*.py, validate_environment).
-_PACKAGES: dict[str, tuple[str, ...]] = {
+# The package of each method that needs one (transformers, quantizers/quantizer_*.py, validate_environment).
+_PACKAGES = {
     **{
-        name: (name,)
-        for name in "aqlm auto-round bitsandbytes compressed-tensors hqq sinq torchao vptq".split()
+        name: name for name in "aqlm auto-round bitsandbytes compressed-tensors hqq sinq torchao vptq".split()
     },
-    "gptq": ("gptqmodel", "auto-gptq"),
-    "awq": ("gptqmodel", "autoawq"),
-    "quanto": ("optimum-quanto",),
-    "quark": ("amd-quark",),
+    "gptq": "gptqmodel",
+    "awq": "gptqmodel",
+    "quanto": "optimum-quanto",
+    "quark": "amd-quark",
 }
-# Refused by transformers where torch sees no GPU (the same place); those in the second row only when it has to
-# quantize, since weights that are quantized already are unpacked on a CPU.
-_NEED_GPU = ("eetq", "fbgemm_fp8", "fp_quant", "higgs", "nvfp4", "spqr", "vptq")
-_NEED_GPU_TO_QUANTIZE = ("fp8", "metal", "mxfp8")
-BOOLEANS = (
+_BOOLEANS = (
     "load_in_4bit load_in_8bit bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight"
 ).split()
 _WORDS = {
     "bnb_4bit_quant_type": ("fp4", "nf4"),
     "bnb_4bit_compute_dtype": ("float16", "bfloat16", "float32"),
-}
-# bitsandbytes' defaults that are neither false nor empty (transformers,
-# BitsAndBytesConfig); a test compares.
-USUAL_SETTINGS: dict[str, object] = {
-    "quant_method": BITSANDBYTES,
-    "llm_int8_threshold": 6.0,
-    "bnb_4bit_quant_type": "fp4",
-    "bnb_4bit_quant_storage": "uint8",
 }
 # These methods accept any further key and pass it on.
 _OPEN_ENDED = ("quark", "torchao", "compressed-tensors")
@@ -55,21 +39,9 @@ def method_of(settings: Mapping[str, Any] | None) -> str | None:
     return str(settings.get("quant_method") or BITSANDBYTES)
 
 
-def without_defaults(settings: Mapping[str, Any] | None, dtype: str) -> Mapping[str, Any] | None:
-    """Return bitsandbytes' settings without those that repeat a default; other methods' as they are.
-
-    Args:
-        dtype: of weights that are not quantized; 4-bit layers compute in it by default; "auto": not known.
-    """
-    if settings is None or method_of(settings) != BITSANDBYTES:
-        return settings
-    usual = {**USUAL_SETTINGS, "bnb_4bit_compute_dtype": dtype}
-    plain = {  # torch's types go by their bare names
-        key: value.removeprefix("torch.") if isinstance(value, str) else value
-        for key, value in settings.items()
-        if not key.startswith("_")
-    }
-    return {key: settings[key] for key, value in plain.items() if (value or False) != usual.get(key, False)}
+def package_of(settings: Mapping[str, Any] | None) -> str | None:
+    """Return the package that these settings need; None without one."""
+    return _PACKAGES.get(method_of(settings) or "")
 
 
 def quantized_bits(settings: Mapping[str, Any] | None) -> int:
@@ -100,7 +72,6 @@ def quantized_bits(settings: Mapping[str, Any] | None) -> int:
 def quantization_problems(
     settings: Mapping[str, Any] | None,
     stored: Mapping[str, Any] | None,
-    on_gpu: bool,
     merges_adapter: bool,
     allowed: Mapping[str, Sequence[str]],
 ) -> Iterator[str]:
@@ -109,37 +80,23 @@ def quantization_problems(
     Args:
         settings: the YAML's ``quantization_config``.
         stored: the checkpoint's settings, which take precedence in transformers.
-        on_gpu: whether the member gets a GPU.
-        merges_adapter: whether an adapter is merged into the weights.
         allowed: the ``methods`` that transformers has, and the ``keys`` of this one; empty: not known.
     """
     if settings is not None:
         yield from _setting_problems(settings, allowed)
-    config_method, method = method_of(settings), method_of(stored)
-    if config_method is not None and method is not None and config_method != method:
+    if stored is None:
+        return
+    method, config_method = method_of(stored), method_of(settings)
+    if config_method not in (None, method):
         yield (
             f"quantization_config: it says {config_method}, but the checkpoint was saved in {method}, and weights "
             "are quantized only once; leave it out"
         )
-        return
-    method = method or config_method
-    if method is None:
-        return
-    if stored is not None and merges_adapter:
+    elif merges_adapter:
         yield (
             f"merge_adapter: the checkpoint was saved in {method}, and quantized weights cannot take an adapter in "
             "without rounding it away; leave it unmerged"
         )
-    if not on_gpu and (method in _NEED_GPU or (method in _NEED_GPU_TO_QUANTIZE and stored is None)):
-        yield (
-            f"num_gpus: {method} quantization needs a GPU, and this member gets none; give it one, or choose "
-            f"another method, such as {BITSANDBYTES}"
-        )
-    packages = _PACKAGES.get(method, ())
-    if packages and not installed_versions(packages):
-        key = "quantization_config" if config_method is not None else "model_name_or_path"
-        how = how_to_install(packages[0])
-        yield f"{key}: {method} needs the package {packages[0]}, which is not installed: {how}"
 
 
 def quantization_warnings(
@@ -166,8 +123,7 @@ def quantization_warnings(
 
 
 def _setting_problems(settings: Mapping[str, Any], allowed: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    method = method_of(settings)
-    assert method is not None
+    method = method_of(settings) or BITSANDBYTES
     methods, parameters = allowed.get("methods", ()), allowed.get("keys", ())
     if methods and method not in methods:
         yield f"quantization_config.quant_method: {method!r} is unknown{_choices(method, methods)}"
@@ -180,7 +136,7 @@ def _setting_problems(settings: Mapping[str, Any], allowed: Mapping[str, Sequenc
     if method == BITSANDBYTES:
         # Values that bitsandbytes would refuse only once weights are loaded, if at all.
         for key, value in settings.items():
-            if key in BOOLEANS and not isinstance(value, bool):
+            if key in _BOOLEANS and not isinstance(value, bool):
                 yield f"quantization_config.{key}: must be true or false"
             elif key in _WORDS and str(value).removeprefix("torch.") not in _WORDS[key]:
                 yield f"quantization_config.{key}: must be one of {', '.join(_WORDS[key])}"

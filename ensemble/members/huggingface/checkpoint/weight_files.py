@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, BinaryIO
 
 from ensemble.common.errors import CheckpointError
 from ensemble.common.files import load_json, unreadable
+from ensemble.common.text import listed
 
 LENGTH_BYTES = 8
 # What a Trainer leaves beside the weights.
@@ -206,24 +206,13 @@ def weight_problems(folder: Path, config: Mapping[str, Any], allow_pickle: bool)
             yield pickle_refused(folder / unsafe[0])
         missing = [name for name in shards if not (folder / name).is_file()]
         if missing and any(path.suffix == Path(missing[0]).suffix for path in files):
-            what = f"{missing[0]}, which is"
-            if len(missing) > 1:
-                what = f"{len(missing)} files, {missing[0]} the first of them, which are"
-            yield f"{index} names {what} not there; copy what is missing"
+            yield f"{index} names {listed(missing, 4, str)}, not there; copy what is missing"
     for path in files:
         try:
             if path.suffix == ".safetensors":
                 read_file(path)
-            elif allow_pickle:
-                # torch writes archives with a table of contents at the end; before 1.6 it wrote bare pickles.
-                with path.open("rb") as file:
-                    starts_as_archive = file.read(2) == b"PK"
-                if starts_as_archive and not zipfile.is_zipfile(path):
-                    yield f"{path} is cut short; copy it again"
         except CheckpointError as error:
             yield from error.problems
-        except OSError as error:
-            yield unreadable(path, error)
 
 
 def pickle_refused(path: Path) -> str:

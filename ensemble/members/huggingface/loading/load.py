@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ensemble.common.python_process import keep_freed_memory
-from ensemble.members.batch_size import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
-from ensemble.members.footprint import RESERVE_SHARE
+from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, RESERVE_SHARE
 from ensemble.members.huggingface.loading.describe import learnt_positions
 from ensemble.members.huggingface.loading.kernels import capability, choose_kernels, set_tf32
 from ensemble.members.huggingface.loading.model import load_model

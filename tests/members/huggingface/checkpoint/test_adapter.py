@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,25 +36,6 @@ def inspect(
     base: Path, adapter: Path, label_map: Mapping[str, str] = PLAIN, labels: Sequence[str] = LABELS
 ) -> Checkpoint:
     return inspect_folder(base, labels, label_map, adapter_name_or_path=str(adapter))
-
-
-def write(folder: Path, tensors: Mapping[str, Sequence[int]], dtype: str = "F32", **config: object) -> Path:
-    """An adapter, or with ``config.json`` a base, of empty tensors of these shapes."""
-    folder.mkdir()
-    entries, end = {}, 0
-    for name, shape in tensors.items():
-        size = 4
-        for length in shape:
-            size *= length
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
-        end += size
-    header = json.dumps(entries).encode()
-    data = len(header).to_bytes(8, "little") + header + bytes(end)
-    adapter = "peft_type" in config
-    (folder / ("adapter_model.safetensors" if adapter else "model.safetensors")).write_bytes(data)
-    (folder / ("adapter_config.json" if adapter else "config.json")).write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
 
 
 def test_a_head_says_how_many_labels_there_are(llama: Path, lora: Path) -> None:
@@ -146,51 +126,3 @@ def test_a_name_on_the_hub_that_cannot_be_had(
         CheckpointError, match=r"org/lora: no such folder.*cannot be reached.*--local-dir FOLDER"
     ):
         inspect(llama, Path("org/lora"))
-
-
-BASE = {"model.layers.0.self_attn.q_proj.weight": (64, 32), "model.embed_tokens.weight": (100, 32)}
-LORA_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-LORA_B = LORA_A.replace("lora_A", "lora_B")
-HEAD = {"base_model.model.score.weight": (3, 32)}
-CONFIG = {"peft_type": "LORA", "base_model_name_or_path": "org/other-model"}
-
-
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        ({LORA_A: (4, 32), LORA_B: (64, 4)}, None),
-        ({LORA_A: (4, 64), LORA_B: (32, 4)}, None),  # transposed, as in GPT-2
-        (
-            {LORA_A: (4, 48), LORA_B: (96, 4)},
-            r"adapter is not for .*base: its model\.layers\.0\.self_attn\.q_proj is made for 96 x 48, the base has "
-            r"64 x 32; it was trained on org/other-model",
-        ),
-        ({LORA_A.replace("q_proj", "query"): (4, 32)}, r"the base has no model\.layers\.0\.self_attn\.query"),
-        (
-            {"base_model.model.model.embed_tokens.weight": (101, 32)},
-            r"its model\.embed_tokens is made for 101 x 32, the base has 100 x 32",
-        ),
-    ],
-)
-def test_whether_an_adapter_is_for_this_base(
-    tensors: dict[str, tuple[int, int]], message: str | None, tmp_path: Path
-) -> None:
-    base = write(tmp_path / "base", BASE)
-    adapter = write(tmp_path / "adapter", {**tensors, **HEAD}, **CONFIG)
-    if message is None:
-        inspect(base, adapter)
-        return
-    with pytest.raises(CheckpointError, match=message):
-        inspect(base, adapter)
-
-
-def test_names_without_the_classifiers_prefix_and_packed_weights(tmp_path: Path) -> None:
-    tensors = {LORA_A: (4, 32), LORA_B: (64, 4), **HEAD}
-    adapter = write(tmp_path / "adapter", tensors, **CONFIG)
-    bare = {name.removeprefix("model."): shape for name, shape in BASE.items()}
-    inspect(write(tmp_path / "bare", bare), adapter)
-    other = {name: (shape[0] + 1, shape[1]) for name, shape in bare.items()}
-    with pytest.raises(CheckpointError, match="65 x 32"):
-        inspect(write(tmp_path / "other", other), adapter)
-    packed = dict.fromkeys(BASE, (1024, 1))
-    inspect(write(tmp_path / "packed", packed, dtype="I32"), adapter)

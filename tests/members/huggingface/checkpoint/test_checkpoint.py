@@ -11,7 +11,7 @@ import pytest
 from ensemble.common.errors import CheckpointError
 from ensemble.members.huggingface.checkpoint import inspect
 from ensemble.members.huggingface.checkpoint.description import Description
-from ensemble.members.huggingface.checkpoint.labels import match_labels
+from ensemble.members.huggingface.checkpoint.labels import label_names, match_labels
 from tests.checkpoints import inspect_folder
 
 LABELS = ["a", "b", "c"]
@@ -85,20 +85,22 @@ def test_without_stored_labels_transformers_has_two(tmp_path: Path) -> None:
     assert inspect_folder(folder, ["yes", "no"], label_map, None).label_order == (1, 0)
 
 
+def test_labels_without_numbers() -> None:
+    with pytest.raises(CheckpointError, match="odd: the keys of id2label"):
+        label_names({"id2label": {"zero": "a", "one": "b"}}, "odd")
+
+
 def test_paths_that_hold_no_checkpoint(tmp_path: Path) -> None:
     write(tmp_path / "models" / "gemma" / "checkpoint-10")
     (tmp_path / "models" / "gemma" / "config.json").unlink(missing_ok=True)
     (tmp_path / "file").write_text("x")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
-    (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / "config.json").write_text('{"id2label": {"zero": "a", "one": "b", "two": "c"}}')
     cases = {
         tmp_path / "models" / "gemma": "no config.json.*checkpoint-10",
         tmp_path / "models" / "gemmma": "no such folder; did you mean .*gemma",
         tmp_path / "file": "is a file",
         tmp_path / "broken": "not JSON",
-        tmp_path / "odd": "id2label",
     }
     for path, message in cases.items():
         with pytest.raises(CheckpointError, match=message):
@@ -115,7 +117,7 @@ def test_paths_that_hold_no_checkpoint(tmp_path: Path) -> None:
         (
             "model.safetensors.index.json",
             b'{"weight_map": {"w": "a.safetensors"}}',
-            "names a.safetensors, which is not there",
+            "names a.safetensors, not there",
         ),
     ],
 )

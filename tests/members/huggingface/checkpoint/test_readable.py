@@ -15,7 +15,6 @@ import pytest
 from ensemble.common.errors import CheckpointError
 from ensemble.common.files import dangling_link, unreadable
 from ensemble.members.huggingface.checkpoint.hub import find_file
-from ensemble.members.huggingface.checkpoint.tokenizer_files import small_file_problems
 from tests.project import ROOT, Project
 from tests.sampling import one_in
 from tests.waiting import PATIENCE_SECONDS
@@ -133,16 +132,6 @@ def test_json_that_is_no_tokenizer_is_refused_in_a_sentence(own: Project) -> Non
     said = validate(own)
     assert "cannot make its tokenizer of its files (" in said
     assert "copy tokenizer.json and tokenizer_config.json again" in said
-
-
-def test_a_large_tokenizer_is_known_by_its_ends(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
-    whole = '{"model": [' + ", ".join(["1"] * (1 << 20)) + "]}\n"
-    path.write_text(whole)
-    assert [*small_file_problems(tmp_path)] == []
-    path.write_text(whole[:-100])
-    (problem,) = small_file_problems(tmp_path)
-    assert "was cut short" in problem
 
 
 def test_a_name_of_the_hub_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

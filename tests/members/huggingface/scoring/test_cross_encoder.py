@@ -125,20 +125,6 @@ def test_the_config_goes_before_what_it_says(tmp_path: Path) -> None:
     assert inspect_folder(folder, ["score"]).activation == "sigmoid"
 
 
-def test_what_is_no_classifier_alone_is_refused(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "model", "bert", ["score"])
-    store(folder, STORED[2], SIGMOID)
-    kinds = (f"{TRANSFORMER}.Transformer", "x.modules.logit_score.LogitScore")
-    modules = [
-        {"idx": index, "name": str(index), "path": "", "type": kind} for index, kind in enumerate(kinds)
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
-    with pytest.raises(
-        CheckpointError, match=r"of Transformer, LogitScore, and not .*; task_type: causal_lm runs it"
-    ):
-        inspect_folder(folder, ["score"])
-
-
 def test_a_damaged_file_is_not_taken_for_a_missing_one(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "bert", ["score"])
     store(folder, STORED[2], SIGMOID)
