@@ -206,9 +206,9 @@ class Deadline:
             if chunk.view != state.chunks.pending[0].view:
                 break
             rows = chunk.rows
-            if per_cost is None:  # a few rows tell how fast the member is
-                rows = min(rows, max(MIN_ROWS, state.plan.request.batch_size or 0))
-            elif per_cost and chunk.cost:
+            if not state.plan.speed.is_measured:  # a few rows tell how fast the member is
+                rows = min(rows, max(MIN_ROWS, state.plan.request.batch_size or 0, 2 * state.counters.rows))
+            if per_cost and chunk.cost:
                 rows = min(rows, int(rows * left / (SAFETY * per_cost * chunk.cost)))
             if is_untried:
                 rows = max(rows, 1)
@@ -238,7 +238,9 @@ def time_limit_text(
         return (
             f"{text}; set a longer time_limit (a run with --limit 20 and without one measures what it takes)"
         )
-    enough = math.ceil((before_seconds + min(startups)) / (1 - RESERVE_MAX_SHARE))
+    enough = (before_seconds + min(startups)) / (1 - RESERVE_MAX_SHARE)
     if enough < limit_seconds:
         return f"{text}; the same command again may get further"
-    return f"{text}; a start takes {min(startups):.1f} s, so time_limit must be more than {enough} s"
+    return (
+        f"{text}; a start takes {min(startups):.1f} s, so time_limit must be more than {math.ceil(enough)} s"
+    )

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ensemble.common.protocol import Counters
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import make_plan
 from ensemble.scheduling.deadline import (
@@ -167,7 +168,8 @@ def test_a_member_of_unknown_speed_begins_with_few_rows() -> None:
     request = replace(state.plan.request, batch_size=64)
     assert rows_that_fit(MemberState(replace(state.plan, request=request)), 0.1) == 64, "a batch at least"
     state.speed_meter.add_chunk(0.16, 1.0)
-    assert rows_that_fit(state, 1000.0) == 100
+    state.counters += Counters(rows=16)
+    assert rows_that_fit(state, 1000.0) == 32, "then twice what is done"
 
 
 @tries(60)
