@@ -89,8 +89,7 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
             problems.append(
                 f"{name} is an encoder with a decoder; causal_lm runs models that are decoders alone"
             )
-        # Its class only logs it.
-        if any("is_decoder=True" in line for line in files.described.log):
+        if files.described.is_encoder:
             problems.append(
                 f"{name} ({files.architecture}) is an encoder: its tokens see those behind them, and what comes "
                 "next cannot be asked of it; name a language model"

@@ -44,7 +44,6 @@ class Description:
         unknown_rope_type: that keeps the model from being built.
         numbers: of the part that reads text (or images), defaults included.
         known_keys: of a ``config.json`` of this kind.
-        log: what it logged while it built the model.
         parameters: shapes by name; empty: not known.
         prefix: of the model without its head, in the names of parameters.
         renames: whether files may have other names and shapes.
@@ -52,6 +51,7 @@ class Description:
         max_positions: the longest row; None: positions are not learnt, or not known.
         mlp_width: numbers per token at the peak of a feed-forward part; 0: not known.
         largest_weight: elements of the largest linear layer; 0: not known.
+        is_encoder: whether its tokens see those behind them.
         supports_sdpa: whether torch's fused attention works; None: not known.
         scores_every_position: whether a classifier computes logits at all positions.
         tokenizer_files: those that the tokenizer's class reads instead of tokenizer.json.
@@ -67,7 +67,6 @@ class Description:
     unknown_rope_type: str | None = None
     numbers: Mapping[str, Any] = field(default_factory=dict)
     known_keys: Sequence[str] = ()
-    log: Sequence[str] = ()
     parameters: Mapping[str, Sequence[int]] = field(default_factory=dict)
     prefix: str = ""
     renames: bool = False
@@ -75,6 +74,7 @@ class Description:
     max_positions: int | None = None
     mlp_width: int = 0
     largest_weight: int = 0
+    is_encoder: bool = False
     supports_sdpa: bool | None = None
     scores_every_position: bool = False
     tokenizer_class: str = ""

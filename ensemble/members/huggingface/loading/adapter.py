@@ -22,7 +22,7 @@ _NAME = "default"
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """An adapter's two files: peft's config, and the names of the tensors in the weights' file."""
+    """Hold an adapter's config, of peft, and the names of the tensors in its weights' file."""
 
     folder: Path
     config: Any
@@ -70,10 +70,7 @@ def attach_adapter(
     """Return the base with the adapter in its layers, still of transformers' class and in the base's type.
 
     Args:
-        missing: parameters that the base's checkpoint does not have.
-
-    Raises:
-        ValueError: neither of the two has a parameter, or the adapter does not belong to this base.
+        missing: parameters that the base's checkpoint does not have; the adapter must have them.
     """
     from peft import PeftModel, get_peft_model_state_dict
 

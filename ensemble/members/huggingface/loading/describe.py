@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import transformers
@@ -98,7 +97,7 @@ def _build(config: Any, auto_class: str, folder: str) -> dict[str, Any]:
     if type(config) not in auto._model_mapping:
         return {"has_class": False}
     try:
-        with _logged() as said, init_empty_weights():
+        with init_empty_weights():
             model = auto.from_config(config, attn_implementation="eager")
     except Exception as error:
         kinds = _rope_types(config.to_dict()) - {*ROPE_INIT_FUNCTIONS, "default"}
@@ -106,26 +105,7 @@ def _build(config: Any, auto_class: str, folder: str) -> dict[str, Any]:
         # A model that cannot be built without its tensors may still be loaded.
         answer = {} if "meta" in str(error) else {"model_error": _words(error, folder)}
         return {**answer, "unknown_rope_type": unknown}
-    return {"log": said, **_look_at(model)}
-
-
-@contextmanager
-def _logged() -> Iterator[list[str]]:
-    """Collect what transformers logs."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    with suppress(AttributeError):  # what was said of another model is said of this one, too
-        transformers.logging.warning_once.cache_clear()
-    logger.addHandler(handler)
-    logger.setLevel(logging.WARNING)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    return _look_at(model)
 
 
 def _rope_types(settings: Any) -> set[str]:
@@ -147,9 +127,11 @@ def _look_at(model: Any) -> dict[str, Any]:
         "prefix": str(model.base_model_prefix),
         "renames": _renames(model),
         "ignored": sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
+        # Classes of encoders with a head over the vocabulary, such as BERT's, which can be told to be decoders.
+        "is_encoder": any(getattr(module, "is_decoder", None) is False for module in model.modules()),
         "supports_sdpa": bool(model._supports_sdpa),
         "scores_every_position": hasattr(model, "score") and not is_generic,
-        "max_positions": min(_learnt_positions(model), default=None),
+        "max_positions": learnt_positions(model),
         "mlp_width": _mlp_width(shapes),
         "largest_weight": max((inputs * outputs for _, inputs, outputs in shapes), default=0),
     }
@@ -166,13 +148,15 @@ def _renames(model: Any) -> bool:
     return False
 
 
-def _learnt_positions(model: Any) -> Iterator[int]:
-    """Yield the tokens that each table of learnt positions can number."""
+def learnt_positions(model: Any) -> int | None:
+    """Return how many tokens the tables of learnt positions can number; None for models without."""
+    limits = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and _POSITIONS.search(name):
             # RoBERTa and its kin count from the padding's id on; BART and OPT have an offset.
             skipped = module.padding_idx + 1 if module.padding_idx is not None else 0
-            yield module.num_embeddings - max(skipped, int(getattr(module, "offset", 0)))
+            limits.append(module.num_embeddings - max(skipped, int(getattr(module, "offset", 0))))
+    return min(limits, default=None)
 
 
 def _linear_shapes(model: Any) -> Iterator[tuple[str, int, int]]:

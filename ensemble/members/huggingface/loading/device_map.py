@@ -30,11 +30,7 @@ def placement_options(spec: CheckpointSpec, on_gpu: bool) -> dict[str, Any]:
 
 
 def check_placement(model: Any, spec: CheckpointSpec, on_gpu: bool, notes: list[str]) -> None:
-    """Compare accelerate's device map with the settings; a note says how many blocks are on each device.
-
-    Raises:
-        ValueError: layers are on the CPU or on disk although nobody asked for that.
-    """
+    """Refuse layers on the CPU or on disk that nobody asked for; a note says how many blocks are on each device."""
     device_map = getattr(model, "hf_device_map", None) or {}
     if not device_map and any(parameter.is_meta for parameter in model.parameters()):
         # Releases of transformers before 5.23 dispatch only what lies in two places and more.

@@ -34,11 +34,9 @@ def uses_half_precision(model: Any) -> bool:
 def why_not_float32(model: Any) -> str:
     """Return why ``in_float32`` cannot run this model; empty if it can."""
     quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is None:
-        return ""
-    method = getattr(quantizer.quantization_config, "quant_method", "")
+    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", "")
     method = str(getattr(method, "value", method))
-    if method.startswith("bitsandbytes"):
+    if quantizer is None or method.startswith("bitsandbytes"):
         return ""
     return f"weights quantized by {method} compute in half precision only"
 
@@ -47,12 +45,8 @@ def why_not_float32(model: Any) -> str:
 def in_float32(model: Any, is_compiled: bool = False) -> Iterator[None]:
     """Let the forward pass of ``model`` compute in float32; its weights are the same afterwards.
 
-    Modules that accelerate moves from the CPU or the disk are upcast after they have arrived.  Vocabularies are
-    not upcast as a whole (256,000 x 3,584 numbers would take 3.7 GB): embeddings only in the rows in use, heads in
-    pieces.
-
-    Raises:
-        RuntimeError: in the forward pass, if a module of the model computes with another module's weights.
+    Vocabularies are not upcast as a whole (256,000 x 3,584 numbers would take 3.7 GB): embeddings only in the rows
+    in use, heads in pieces.
     """
     vocabulary = model.get_input_embeddings().weight
     attention = getattr(model.config, "_attn_implementation", None)
@@ -146,10 +140,8 @@ def _in_pieces(head: nn.Linear, states: torch.Tensor) -> torch.Tensor:
 
 
 def _linear_8bit(module: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """Compute bitsandbytes' Linear8bitLt without casting the input to float16.
-
-    A row of the weights is int8 numbers times the row's largest value / 127 (LLM.int8(), Dettmers et al. 2022).
-    """
+    """Compute bitsandbytes' Linear8bitLt without casting the input to float16."""
+    # A row of the weights is int8 numbers times the row's largest value / 127 (LLM.int8(), Dettmers et al. 2022).
     scales = module.weight.SCB if module.weight.SCB is not None else module.state.SCB
     weight = module.weight.detach().float() * (scales.float().view(-1, 1) / 127)
     return nn.functional.linear(inputs, weight, module.bias)

@@ -42,13 +42,10 @@ def choose_kernels(least: Capability | None) -> None:
 
 
 def takes_shared_keys(least: Capability, dtype: torch.dtype, width: int) -> bool:
-    """Return whether a fused kernel takes keys and values that several heads share without repeating them.
-
-    Of torch's fused kernels only flash does, which needs half precision and compute capability 8.0 or higher.  If
-    it cannot run, ``enable_gqa`` leads to plain products with all scores in float32 (transformers issue 48633 and
-    pull request 46960); keys that are repeated first go through the memory-efficient kernel.  ``width`` counts the
-    numbers of a head.
-    """
+    """Return whether a fused kernel takes keys and values of this width that several heads share."""
+    # Of torch's fused kernels only flash does. Where it cannot run, enable_gqa leads to plain products with all
+    # scores in float32 (transformers issue 48633 and pull request 46960); keys that are repeated first go through
+    # the memory-efficient kernel.
     return least >= AMPERE and dtype in (torch.float16, torch.bfloat16) and width <= _MAX_FLASH_WIDTH
 
 

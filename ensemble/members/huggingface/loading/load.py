@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,18 +10,22 @@ import torch
 from ensemble.common.python_process import keep_freed_memory
 from ensemble.members.batch_size import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
 from ensemble.members.footprint import RESERVE_SHARE
+from ensemble.members.huggingface.loading.describe import learnt_positions
 from ensemble.members.huggingface.loading.kernels import capability, choose_kernels, set_tf32
 from ensemble.members.huggingface.loading.model import load_model
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.batching import MemoryLimit
 from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec, default_max_length
 
-_POSITIONS = ("position_embeddings", ".wpe", "embed_positions", "positions_embed")
-
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedModel:
-    """A model on its device, and what was decided while loading."""
+class Loaded:
+    """Hold a model on its device, and what was decided while loading.
+
+    Attributes:
+        memory: None: not known, or the user set the size of batches.
+        tokenizer, pad_token_id, max_length: of a model that reads text.
+    """
 
     model: Any
     token_budget: int
@@ -31,15 +35,9 @@ class LoadedModel:
     attn_implementation: str
     device_name: str
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loaded(LoadedModel):
-    """A model that reads text, with its tokenizer."""
-
-    tokenizer: Any
-    pad_token_id: int
-    max_length: int
+    tokenizer: Any = None
+    pad_token_id: int = 0
+    max_length: int = 0
 
 
 def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
@@ -56,16 +54,17 @@ def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
         )
     # A checkpoint without a pad token is padded with eos: the mask decides, not the id.
     pad_ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    limit = max_length(spec, tokenizer, _position_limit(loaded.model), notes)
-    return Loaded(
-        **{**vars(loaded), "notes": tuple(notes)},
+    limit = max_length(spec, tokenizer, learnt_positions(loaded.model), notes)
+    return replace(
+        loaded,
+        notes=tuple(notes),
         tokenizer=tokenizer,
         pad_token_id=next(int(token_id) for token_id in pad_ids if token_id is not None),
         max_length=limit,
     )
 
 
-def load_on_devices(spec: CheckpointSpec) -> LoadedModel:
+def load_on_devices(spec: CheckpointSpec) -> Loaded:
     """Load a member's model, for text or images, onto the devices this process can see."""
     notes: list[str] = []
     torch.manual_seed(spec.seed)
@@ -92,7 +91,7 @@ def load_on_devices(spec: CheckpointSpec) -> LoadedModel:
         # ModernBERT compiles itself if Triton is installed.
         if hasattr(config, "reference_compile"):
             config.reference_compile = False
-    return LoadedModel(
+    return Loaded(
         model=model,
         token_budget=spec.token_budget or (GPU_TOKEN_BUDGET if on_gpu else CPU_TOKEN_BUDGET),
         memory=_memory_limit(spec, model, on_gpu),
@@ -129,16 +128,6 @@ def max_length(spec: ModelSpec, tokenizer: Any, limit: int | None, notes: list[s
     return length
 
 
-def _position_limit(model: Any) -> int | None:
-    """Return the number of positions of a model with learned absolute positions; None for other models."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Embedding) and name.endswith(_POSITIONS):
-            # RoBERTa-like models count their positions from padding_idx + 1, OPT's from an offset of 2.
-            after_padding = 0 if module.padding_idx is None else module.padding_idx + 1
-            return module.num_embeddings - (getattr(module, "offset", 0) or after_padding)
-    return None
-
-
 def _memory_limit(spec: CheckpointSpec, model: Any, on_gpu: bool) -> MemoryLimit | None:
     """Return the memory that a batch may take; None if it is not known, or if the user set the size of batches."""
     if not spec.bytes_per_token or spec.token_budget is not None or spec.batch_size is not None:
@@ -150,14 +139,14 @@ def _memory_limit(spec: CheckpointSpec, model: Any, on_gpu: bool) -> MemoryLimit
             free, total = torch.cuda.mem_get_info(index)
             allocated = torch.cuda.memory_allocated(index)
             free += torch.cuda.memory_reserved(index) - allocated
-            free = free if limit is None else min(free, limit - allocated)
+            if limit is not None:
+                free = min(free, limit - allocated)
             available.append(free - int(RESERVE_SHARE * total))
-    elif limit is not None:
-        tensors = [*model.parameters(), *model.buffers()]
-        weight_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device.type != "meta")
-        available.append(limit - weight_bytes)
-    if not available:
+    elif limit is None:
         return None
+    else:
+        tensors = [*model.parameters(), *model.buffers()]
+        available.append(limit - sum(tensor.nbytes for tensor in tensors if tensor.device.type != "meta"))
     return MemoryLimit(
         available_bytes=max(1, min(available) - spec.fixed_bytes),
         bytes_per_token=spec.bytes_per_token,

@@ -51,44 +51,29 @@ _ABOUT_ATTENTION = re.compile(
 def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str]) -> Any:
     """Load the model with its adapter onto the devices this process can see."""
     name, on_gpu = spec.model_name_or_path, least is not None
-    auto_class = getattr(transformers, spec.auto_class)
+    gguf: dict[str, Any] = {} if spec.gguf_file is None else {"gguf_file": spec.gguf_file}
     dtype = model_dtype(spec, least, notes)
-    options: dict[str, Any] = {**placement_options(spec, on_gpu), **spec.model_kwargs}
+    options: dict[str, Any] = {**placement_options(spec, on_gpu), **spec.model_kwargs, **gguf}
     if spec.quantization_config is not None:
         options["quantization_config"] = quantization_config(spec.quantization_config, dtype)
-    gguf: dict[str, Any] = {} if spec.gguf_file is None else {"gguf_file": spec.gguf_file}
     adapter: AdapterFiles | None = None
     if spec.adapter_name_or_path is not None:
         adapter = open_adapter(spec.adapter_name_or_path, spec.allow_pickle)
-        # The base's config with the adapter's number of labels, and the head left out of the base's quantization.
-        config, unused = _from_pretrained(
-            AutoConfig, spec, return_unused_kwargs=True, **gguf, **spec.model_kwargs
-        )
-        if spec.auto_class in WITH_LABELS:
-            config.num_labels = len(spec.label_order)
-        stored_settings = getattr(config, "quantization_config", None)
-        heads = adapter.whole_modules()
-        if isinstance(stored_settings, dict) and is_bitsandbytes(stored_settings) and heads:
-            config.quantization_config = keep_whole(stored_settings, heads)
         # Keys of model_kwargs that belong to the config are in it now.
-        options = {
-            key: value for key, value in options.items() if key in unused or key not in spec.model_kwargs
-        }
-        options["config"] = config
-    if gguf:
-        options |= gguf
-        # Newer releases keep its weights packed if they find kernels on the hub; adapters have no layers for those.
-        # Older releases have no such setting and always unpack.
-        gguf_config = getattr(settings_of_transformers, "GgufConfig", None)
-        if gguf_config is not None:
-            options["quantization_config"] = gguf_config(dequantize=True)
+        options["config"], unused = _config_for(adapter, spec, gguf)
+        for key in spec.model_kwargs.keys() - unused.keys():
+            del options[key]
+    # Newer releases keep GGUF weights packed if they find kernels on the hub; adapters have no layers for those.
+    # Older releases have no such setting and always unpack.
+    gguf_config = getattr(settings_of_transformers, "GgufConfig", None)
+    if gguf and gguf_config is not None:
+        options["quantization_config"] = gguf_config(dequantize=True)
     attention = spec.attn_implementation
     if attention is None:  # the plan could not read the architecture
         is_capped = is_soft_capped(_from_pretrained(AutoConfig, spec, **gguf).to_dict())
         attention = choose_attention(is_capped, supports_sdpa=True, flash_suits=False)
     options |= {
         "dtype": dtype,
-        "attn_implementation": attention,
         # A head of another shape would be initialized at random; that is refused below, by name, unless the adapter
         # has one.
         "ignore_mismatched_sizes": True,
@@ -96,8 +81,58 @@ def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str])
         "use_safetensors": None if spec.allow_pickle else True,
         "output_loading_info": True,
     }
+    model, info = _with_attention(spec, attention, options, notes)
+    check_placement(model, spec, on_gpu, notes)
+    _run_first_hooks(model)
+    if adapter is None and info["mismatched_keys"]:
+        key, stored, expected = next(iter(info["mismatched_keys"]))
+        raise ValueError(
+            f"{name}: its config.json does not fit its weights: {key} is {list(stored)} in the file and "
+            f"{list(expected)} by config.json; they are of two models"
+        )
+    quantizer = getattr(model, "hf_quantizer", None)
+    check_unexpected_keys(spec, info["unexpected_keys"], quantizer is not None)
+    missing = sorted({*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])})
+    missing = [key for key in missing if not is_unused(spec, key)]
+    if quantizer is not None and quantizer.pre_quantized:
+        _set_compute_dtype(model, spec, least, notes)
+    if adapter is not None:
+        return attach_adapter(model, adapter, missing, spec, notes)
+    if missing:
+        trained = _TRAINED.get(spec.auto_class, "that was trained for this")
+        raise ValueError(
+            f"{name} has no weights for {some(missing)}; they would be random. Name a checkpoint {trained}, or its "
+            "adapter"
+        )
+    return model
+
+
+def _config_for(
+    adapter: AdapterFiles, spec: CheckpointSpec, gguf: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Return the config of an adapter's base, and the arguments of ``model_kwargs`` that are no part of it.
+
+    It has the adapter's number of labels, and leaves the adapter's head out of the base's quantization.
+    """
+    config, unused = _from_pretrained(
+        AutoConfig, spec, return_unused_kwargs=True, **gguf, **spec.model_kwargs
+    )
+    if spec.auto_class in WITH_LABELS:
+        config.num_labels = len(spec.label_order)
+    stored = getattr(config, "quantization_config", None)
+    heads = adapter.whole_modules()
+    if isinstance(stored, dict) and is_bitsandbytes(stored) and heads:
+        config.quantization_config = keep_whole(stored, heads)
+    return config, unused
+
+
+def _with_attention(
+    spec: CheckpointSpec, attention: str, options: dict[str, Any], notes: list[str]
+) -> tuple[Any, Any]:
+    """Return the model with this attention, or with eager if it has no other, and how loading went."""
+    auto_class = getattr(transformers, spec.auto_class)
     try:
-        model, info = _from_pretrained(auto_class, spec, **options)
+        model, info = _from_pretrained(auto_class, spec, attn_implementation=attention, **options)
     except (ImportError, ValueError) as error:
         if not _ABOUT_ATTENTION.search(str(error)):
             raise
@@ -111,38 +146,15 @@ def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str])
         if attention == "eager":
             raise
         # The parent's choice may not exist, such as for code that the checkpoint brings along.
-        options["attn_implementation"] = "eager"
-        model, info = _from_pretrained(auto_class, spec, **options)
+        model, info = _from_pretrained(auto_class, spec, attn_implementation="eager", **options)
         if hasattr(model.config.get_text_config(), "num_attention_heads"):  # convolutions have none at all
             notes.append(f"eager attention, as this model has no {attention}")
     # Some releases of transformers silently leave out the cap on a model's scores.
     used_attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
-    problem = cap_problem(used_attention, name)
+    problem = cap_problem(used_attention, spec.model_name_or_path)
     if problem and is_soft_capped(model.config.to_dict()):
         raise ValueError(problem)
-    check_placement(model, spec, on_gpu, notes)
-    _run_first_hooks(model)
-    if adapter is None and info["mismatched_keys"]:
-        key, stored, expected = next(iter(info["mismatched_keys"]))
-        raise ValueError(
-            f"{name}: its config.json does not fit its weights: {key} is {list(stored)} in the file and "
-            f"{list(expected)} by config.json; they are of two models"
-        )
-    is_quantized = getattr(model, "hf_quantizer", None) is not None
-    check_unexpected_keys(spec, info["unexpected_keys"], is_quantized)
-    missing = sorted({*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])})
-    missing = [key for key in missing if not is_unused(spec, key)]
-    if is_quantized and model.hf_quantizer.pre_quantized:
-        _set_compute_dtype(model, spec, least, notes)
-    if adapter is not None:
-        return attach_adapter(model, adapter, missing, spec, notes)
-    if missing:
-        trained = _TRAINED.get(spec.auto_class, "that was trained for this")
-        raise ValueError(
-            f"{name} has no weights for {some(missing)}; they would be random. Name a checkpoint {trained}, or its "
-            "adapter"
-        )
-    return model
+    return model, info
 
 
 def model_dtype(spec: CheckpointSpec, least: Capability | None, notes: list[str]) -> torch.dtype | str:

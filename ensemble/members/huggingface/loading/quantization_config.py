@@ -25,9 +25,6 @@ def quantization_config(settings: Mapping[str, Any], dtype: torch.dtype | str = 
 
     Args:
         dtype: of the other weights.  4-bit layers compute in it unless the settings say otherwise.
-
-    Raises:
-        ValueError: a key that this kind of quantization does not know.
     """
     if not is_bitsandbytes(settings):
         return AutoQuantizationConfig.from_dict(dict(settings))

@@ -20,10 +20,7 @@ from ensemble.members.huggingface.checkpoint.weight_files import Tensor, read_te
 from ensemble.members.huggingface.memory.sizes import Dtype, activation, cuda_context_bytes, weights
 from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSettings
 from ensemble.members.huggingface.spec import (
-    BACKBONE,
-    CLASSIFIER,
     DEFAULT_MAX_LENGTH,
-    LANGUAGE_MODEL,
     cap_problem,
     choose_attention,
     choose_dtype,
@@ -33,6 +30,8 @@ from ensemble.members.huggingface.spec import (
 PROCESS_BYTES = 450 << 20
 # What torch's compiler takes there in addition: 0.54 GiB instead of 0.37 (docs/tuning.md).
 COMPILER_BYTES = 180 << 20
+# The torch whose fused attention on a CPU needs no copies of keys that heads share (pytorch pull request 157893);
+# older ones fall back to plain products, which take as much as eager attention.
 _TORCH_WITH_SHARED_KEYS = Requirement("torch", minimum="2.9")
 # The quantization to propose where the weights are too large for every GPU.
 _FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -42,14 +41,13 @@ _FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_
 class CheckpointMemory(MemoryEstimate):
     """Estimate a member's memory from the files of its checkpoint and from its rows.
 
-    ``cpu_takes_shared_keys``, ``vocabulary_positions`` and ``shared_tokens`` are explained at ``sizes.activation``.
-
     Attributes:
         lengths: bytes of text per row, int64 [rows].
         tensors, architecture: None where they are not known yet (on the hub, pickled).
         adapter_bytes: of the adapter's file.
         pools_last_token: False where logits are computed at every position.
         has_flash_attention: whether flash-attention 2 was seen to work on these devices.
+        vocabulary_positions, shared_tokens: see ``sizes.activation``.
         head: tensors of a separate head, which is computed in float32; None: the checkpoint has the head.
     """
 
@@ -62,7 +60,6 @@ class CheckpointMemory(MemoryEstimate):
     adapter_bytes: int = 0
     pools_last_token: bool = True
     has_flash_attention: bool = False
-    cpu_takes_shared_keys: bool = True
     vocabulary_positions: int = 0
     shared_tokens: int = 0
     head: Sequence[Tensor] | None = None
@@ -95,6 +92,11 @@ class CheckpointMemory(MemoryEstimate):
             head=self.head,
         )
         loaded = replace(loaded, bytes=loaded.bytes + self.adapter_bytes)
+        computed_by = attention or "sdpa"
+        if computed_by == "sdpa" and not gpus and architecture.kv_heads < architecture.heads:
+            torch_version = installed_versions(["torch"]).get("torch")
+            if torch_version is not None and _TORCH_WITH_SHARED_KEYS.wrong(torch_version):
+                computed_by = "eager"
         process_bytes = PROCESS_BYTES + (COMPILER_BYTES if self.settings.torch_compile else 0)
         stored_bytes = sum(tensor.stored_bytes for tensor in tensors)
         # Weights that are loaded in the stored type are the mapped file itself and count only once.
@@ -104,13 +106,11 @@ class CheckpointMemory(MemoryEstimate):
             activation=activation(
                 architecture,
                 dtype,
-                attention or "sdpa",
+                computed_by,
                 self.num_labels,
                 settings,
                 on_gpu=gpus > 0,
-                padded=True,  # rows of one length need no mask and take less
                 pools_last_token=self.pools_last_token,
-                cpu_takes_shared_keys=self.cpu_takes_shared_keys,
                 vocabulary_positions=self.vocabulary_positions,
                 shared_tokens=self.shared_tokens,
             ),
@@ -190,11 +190,9 @@ def checkpoint_memory(
     max_length = model.max_length or own_max_length(folder) or DEFAULT_MAX_LENGTH
     if architecture is not None and architecture.max_positions is not None:
         max_length = min(max_length, architecture.max_positions)
-    auto_class = CLASSIFIER if head is None else BACKBONE
-    if vocabulary_positions:
-        auto_class = LANGUAGE_MODEL
     adapter = model.adapter_name_or_path
     adapter_files = Path(adapter).glob("adapter_model.*") if adapter is not None else ()
+    has_own_head = head is not None or vocabulary_positions > 0
     return CheckpointMemory(
         settings=model,
         lengths=lengths,
@@ -203,8 +201,7 @@ def checkpoint_memory(
         architecture=architecture,
         max_length=max_length,
         adapter_bytes=sum(file.stat().st_size for file in adapter_files),
-        pools_last_token=auto_class != CLASSIFIER or not checkpoint.described.scores_every_position,
-        cpu_takes_shared_keys=cpu_takes_shared_keys(),
+        pools_last_token=has_own_head or not checkpoint.described.scores_every_position,
         vocabulary_positions=vocabulary_positions,
         head=head,
     )
@@ -224,15 +221,6 @@ def whole_tensors(model: HuggingFaceSettings, folder: Path) -> tuple[Tensor, ...
         if not all((folder / name).is_file() for name in names):
             return None
     return read_tensors(folder)
-
-
-def cpu_takes_shared_keys() -> bool:
-    """Whether the installed torch's fused attention on a CPU uses keys that heads share without copies.
-
-    It does from 2.9 on (pytorch pull request 157893; seen in 2.9.1 and 2.10, not in 2.8 and 2.6).  If torch is not
-    installed, a recent release is assumed.
-    """
-    return not _TORCH_WITH_SHARED_KEYS.wrong(installed_versions(["torch"]).get("torch", "3"))
 
 
 def _quantization_name(settings: Mapping[str, Any] | None, architecture: Architecture) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -72,9 +73,7 @@ def weights(
     is_packed, settings = bool(architecture.quant_method), quantization or {}
     bits = 0 if is_packed else quantized_bits(quantization)
     packed = {tensor.name.removesuffix(".absmax") for tensor in tensors if tensor.name.endswith(".absmax")}
-    parameters, embedding_parameters = 0, 0
-    blocks: dict[str, int] = {}
-    # Encoder and decoder of one kind share their embeddings, which some checkpoints hold three times.
+    # Encoder and decoder of T5 share their embeddings, which some checkpoints hold three times.
     is_shared = any(tensor.name.endswith("shared.weight") for tensor in tensors)
     kept = [
         tensor
@@ -86,6 +85,8 @@ def weights(
         kept = [tensor for tensor in kept if not _HEAD.search(tensor.name)]
     elif not is_language_model and (is_adapter_base or not any(_HEAD.search(tensor.name) for tensor in kept)):
         kept.append(Tensor("score.weight", "F32", (num_labels, architecture.hidden)))
+    parameters, embedding_parameters = 0, 0
+    blocks: Counter[str] = Counter()
     for tensor in kept:
         name, count = tensor.name, tensor.elements
         is_beside = is_packed and stands_beside_packed(name)
@@ -96,14 +97,13 @@ def weights(
         else:
             loaded_bytes = count * DTYPE_BYTES[dtype]
         match = _BLOCK_OF_LAYER.match(name)
-        block = match[0] if match else name
-        blocks[block] = blocks.get(block, 0) + loaded_bytes
+        blocks[match[0] if match else name] += loaded_bytes
+        if is_beside:
+            continue
         if is_packed and tensor.dtype == "U8" and name in packed:
             count *= 2  # bitsandbytes packs two into a byte
         elif is_packed and tensor.dtype == "I32" and name.endswith(("qweight", "weight_packed")):
             count = count * 32 // (architecture.quant_bits or 4)
-        if is_beside:
-            continue
         parameters += count
         # A patch embedding, with four dimensions, is multiplied.
         if len(tensor.shape) == 2 and _LOOKED_UP.search(name):
@@ -111,7 +111,7 @@ def weights(
     head_parameters = sum(tensor.elements for tensor in head or ())
     return Weights(
         parameters=parameters + head_parameters,
-        bytes=sum(blocks.values()) + 4 * head_parameters,
+        bytes=blocks.total() + 4 * head_parameters,
         largest_layer_bytes=max(blocks.values()),
         embedding_parameters=embedding_parameters,
     )
@@ -160,34 +160,31 @@ def activation(
     num_labels: int,
     quantization: Mapping[str, Any] | None,
     on_gpu: bool,
-    padded: bool = True,
     pools_last_token: bool = True,
-    cpu_takes_shared_keys: bool = True,
     vocabulary_positions: int = 0,
     shared_tokens: int = 0,
 ) -> Activation:
     """Calculate the memory of a forward pass in inference mode, without the weights.
+
+    Rows of a batch count as differing in length, so that sdpa gets a mask; rows of one length take less.
 
     Args:
         dtype: of the weights that are not quantized, and so of activations.
         attention: as transformers names it: eager, sdpa, flash_attention_2, flex_attention.
         num_labels: columns of the head; for a head over the vocabulary its size.
         quantization: bitsandbytes' settings for loading; None: no quantization.
-        padded: whether rows of a batch differ in length, so that sdpa gets a mask.
         pools_last_token: whether the head sees only one position of each row.
-        cpu_takes_shared_keys: whether torch's fused attention on a CPU uses keys that heads share without copies;
-            where it does not, batches without padding need more, which is counted, too.
         vocabulary_positions: the positions of a row that go through a head over the vocabulary; 0: another head.
         shared_tokens: the first tokens of all rows, whose keys and values are kept from batch to batch.
     """
     a, size = architecture, DTYPE_BYTES[dtype]
-    # Bytes per token pair of the masks that live throughout: floats for eager attention, booleans for sdpa.
-    mask = float(size * a.masks) if attention == "eager" else 0.0
+    # Bytes per token pair of the masks that live throughout: floats for eager attention, else booleans.
+    mask = 0.0 if attention == "flash_attention_2" else float(a.masks)
     if a.relative_terms:
         # An int64 product of the mask with itself, and three tables of positions that a batch's rows share.
         mask = 16.0
-    elif attention == "flex_attention" or (attention == "sdpa" and padded):
-        mask = float(a.masks)
+    elif attention == "eager":
+        mask *= size
     bits, computed = quantized_bits(quantization), _compute_bytes(size, quantization)
     mlp = size * (_hidden_copies(a) * a.hidden + a.mlp_width)
     if bits == 8:
@@ -198,22 +195,20 @@ def activation(
         mlp += computed * (a.hidden + a.mlp_width // 3)
     # The layer's forward keeps a reference to the attention weights of eager attention.
     scores = a.heads * size if attention == "eager" and not a.relative_terms else 0
-    stages = _attention_stages(a, size, attention, mask, on_gpu, padded)
-    if attention == "sdpa" and not (on_gpu or cpu_takes_shared_keys) and a.kv_heads < a.heads:
-        stages.append(_plain_products(a, size))
+    stages = _attention_stages(a, size, attention, mask, on_gpu)
     stages.append(Stage(mlp + _INPUT_BYTES, mask + scores))
     if a.experts > 1:
         # transformers up to 5.12 weights the experts' outputs in float32, in the order of experts and of tokens.
         outputs = size * a.mlp_width + a.experts * (2 * size + 8) * a.hidden
         stages.append(Stage(outputs + (5 * size + 4) * a.hidden + _INPUT_BYTES, mask))
+    # Hidden states before and after the last norm, then logits, and those in float32.
+    states = 2 * a.hidden * size + _INPUT_BYTES
     if not pools_last_token:
-        # Hidden states before and after the last norm; the logits, and those in float32.
-        head = 2 * a.hidden * size + num_labels * (size + 4)
-        stages.append(Stage(head + _INPUT_BYTES, mask))
+        stages.append(Stage(states + num_labels * (size + 4), mask))
     if vocabulary_positions:
-        # Hidden states before and after the last norm; logits, these in float32, and their exponentials.
+        # In addition, the logits' exponentials.
         row = vocabulary_positions * a.vocabulary * (size + 4 + (4 if size == 2 else 0))
-        stages.append(Stage(2 * a.hidden * size + _INPUT_BYTES, mask, row))
+        stages.append(Stage(states, mask, row))
     fixed = 2 * shared_tokens * a.layers * a.kv_heads * a.head_dim * size
     if bits == 4 or (a.quant_method == "bitsandbytes" and a.quant_bits == 4):
         # The largest linear layer's weight, which bitsandbytes unpacks from 4 bits for every product.
@@ -228,14 +223,7 @@ def _hidden_copies(a: Architecture) -> int:
     return a.layers + 2 if a.keeps_states else _HIDDEN_COPIES
 
 
-def _attention_stages(
-    a: Architecture,
-    size: int,
-    attention: str,
-    mask: float,
-    on_gpu: bool,
-    padded: bool,
-) -> list[Stage]:
+def _attention_stages(a: Architecture, size: int, attention: str, mask: float, on_gpu: bool) -> list[Stage]:
     queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
     live: float = size * (_hidden_copies(a) - 1) * a.hidden + _INPUT_BYTES
     if a.relative_terms:
@@ -264,25 +252,9 @@ def _attention_stages(
     result = size * queries
     if a.head_dim > _REGISTER_WIDTH and size == 2 and on_gpu:
         result += 4 * queries
-    if padded or attention == "flex_attention":
-        # sdpa casts the boolean mask for every layer, and copies it where its width is no multiple of 16.
-        cast = Stage(inputs + repeated, mask + 2 * size)
-        return [rotary, cast, Stage(inputs + repeated + result, mask + size)]
-    # Without a mask shared keys are not copied, except on a GPU, where only slow kernels would be left.
-    return [rotary, Stage(inputs + (repeated if on_gpu else 0) + result, 0.0)]
-
-
-def _plain_products(a: Architecture, size: int) -> Stage:
-    """Return the stage of the fallback of torch's fused attention on a CPU.
-
-    It holds queries, keys and values, and their scaled and repeated copies in float32; scores, their sum with the
-    causal mask or their softmax, and that mask, which all heads share (attention.cpp,
-    _scaled_dot_product_attention_math).
-    """
-    queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    inputs = size * ((_hidden_copies(a) - 1) * a.hidden + queries + 2 * keys) + _INPUT_BYTES
-    cast = 0 if size == 4 else queries + 2 * keys
-    return Stage(inputs + 4 * (4 * queries + cast), 8.0 * a.heads + 4.0)
+    # sdpa casts the boolean mask for every layer, and copies it where its width is no multiple of 16.
+    cast = Stage(inputs + repeated, mask + 2 * size)
+    return [rotary, cast, Stage(inputs + repeated + result, mask + size)]
 
 
 def _score_bytes(a: Architecture, size: int, on_gpu: bool) -> float:

@@ -18,15 +18,12 @@ _PADDING_ALLOWED = 0.02
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The bytes that one batch may take beside the weights, and how many a batch takes.
+    """Hold the bytes that one batch may take beside the weights, and calculate how many a batch takes.
 
     Eager attention keeps a score for every pair of tokens of a row, so that its memory grows with the padded
     tokens times the width; everything else grows with the padded tokens alone.
 
     Attributes:
-        available_bytes: for one batch, at least 1.
-        bytes_per_token: per padded token, more than 0.
-        bytes_per_token_pair: per padded token and token of the width; 0 if attention keeps no scores.
         skipped: tokens at the beginning of each row that are attended to, but not computed or counted.
     """
 
@@ -47,11 +44,7 @@ class MemoryLimit:
 
 
 def tokens_for_stages(token_budget: int, stages: int, chunk_tokens: int) -> int:
-    """Return how many tokens a batch may hold so that a chunk keeps all GPUs of a spread model busy.
-
-    A GPU begins the next batch while those behind it compute this one (``loading.spread``).  With n batches on p
-    GPUs each GPU is idle for p - 1 of n + p - 1 steps, at the chunk's beginning or its end.
-    """
+    """Return how many tokens a batch may hold so that a chunk keeps all GPUs of a spread model busy."""
     share = chunk_tokens // (BATCHES_PER_STAGE * stages)
     return max(min(MIN_STAGE_TOKENS, token_budget), min(token_budget, share))
 
@@ -72,11 +65,9 @@ def make_batches(
     Args:
         batch_size: rows a batch, fewer in the last one; then neither the budget nor the memory counts.
         equal_lengths: no padding at all, for models whose numbers change with it; then ``batch_size`` is a maximum.
-        memory: None if unknown.
 
     Returns:
-        Row numbers.  The largest batch comes first: the one that takes most of ``memory``, or the one with the
-        longest rows if that is None.
+        Row numbers.  The batch that takes most of ``memory`` comes first, or else the one with the longest rows.
     """
     order = np.argsort(-lengths, kind="stable")
     if batch_size is not None and not equal_lengths:

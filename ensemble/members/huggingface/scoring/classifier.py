@@ -27,15 +27,12 @@ _PARTS_OF_LAYER = ("self_attn.q_proj", "self_attn.o_proj", "mlp")
 
 
 class Classifier(Scorer[Encoded]):
-    """A loaded sequence classifier that gives a row the same numbers in any batch.
+    """Run a loaded sequence classifier, which gives a row the same numbers in any batch.
 
     Decoder checkpoints are classified at their last token.  transformers looks for it by comparing token ids
     with the pad id, which fails if a checkpoint has none (Llama-3) and picks the wrong token if pad equals eos
     and a text ends with eos.  So the position comes from the rows' lengths here, and only the last token's state
     goes through the head if that is known to give the same numbers.
-
-    Args:
-        pad_token_id: of the padding; any id, since no result depends on it.
     """
 
     def __init__(self, model: Any, pad_token_id: int) -> None:
@@ -60,14 +57,12 @@ class Classifier(Scorer[Encoded]):
         # Padding is on the right, whatever side the tokenizer names: positions then start at 0, encoders pool their
         # first token, and causal attention does not see it. Only XLNet pools the last position.
         self._pad_left = model.config.model_type == "xlnet"
-        possible = set()
         if self._searches_pad_token and _has_body_and_score(model):
-            possible.add(Shortcut.LAST_TOKEN)
+            self.possible |= {Shortcut.LAST_TOKEN}
         if is_causal and not self._pad_left:
-            possible.add(Shortcut.NO_MASK)
+            self.possible |= {Shortcut.NO_MASK}
         if self._last_token_parts:
-            possible.add(Shortcut.LAST_TOKEN_LAYER)
-        self.possible = frozenset(possible)
+            self.possible |= {Shortcut.LAST_TOKEN_LAYER}
         self.taken = {Shortcut.LAST_TOKEN} if is_generic else set()
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
 
@@ -116,12 +111,8 @@ def padded(
 
 def unused_token(encoded: Encoded, rows: npt.NDArray[np.int64], vocabulary: int) -> int:
     """Return a token id that none of the rows holds."""
-    ids = encoded.inputs["input_ids"]
-    used = np.unique(np.concatenate([ids[row] for row in rows.tolist()]))
-    gaps = np.flatnonzero(used != np.arange(len(used)))
-    free = int(gaps[0]) if len(gaps) else len(used)
-    assert free < vocabulary, "a batch that holds every token of the vocabulary"
-    return free
+    used = {token for row in rows.tolist() for token in encoded.inputs["input_ids"][row].tolist()}
+    return next(token for token in range(vocabulary) if token not in used)
 
 
 def on_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from ensemble.common.protocol import Counters
-from ensemble.common.torch_errors import Verdict, classify, is_out_of_memory, one_line
+from ensemble.common.torch_errors import is_out_of_memory
 from ensemble.members.huggingface.loading.device_map import input_device, last_device
 from ensemble.members.huggingface.loading.spread import Spread
 from ensemble.members.huggingface.scoring.batching import MemoryLimit, make_batches, tokens_for_stages
@@ -35,10 +35,12 @@ _MIN_TYPICAL_ROWS = 16
 
 
 class Encoding(Protocol):
-    """Encoded rows.
+    """Hold encoded rows.
 
-    ``lengths`` are tokens, or another measure of a row's work, int64 [rows]; ``problems`` says why rows of length 0
-    have nothing to compute; ``first[i]`` is the first row that equals row i, None if all rows differ.
+    Attributes:
+        lengths: tokens, or another measure of a row's work, int64 [rows].
+        problems: why rows of length 0 have nothing to compute.
+        first: the first row that equals each row, int64 [rows]; None if all rows differ.
     """
 
     @property
@@ -53,7 +55,7 @@ E = TypeVar("E", bound=Encoding)
 
 
 class Shortcut(Enum):
-    """Work that can be left out for some models; the warm-up finds out for which."""
+    """Name work that can be left out for some models; the warm-up finds out for which."""
 
     LAST_TOKEN = "body and head are run apart, the head on each row's last token only"
     NO_MASK = "batches go without an attention mask, as no token sees the padding behind it"
@@ -62,13 +64,12 @@ class Shortcut(Enum):
 
 
 class Scorer(ABC, Generic[E]):
-    """A loaded model that gives a row the same numbers in any batch.
+    """Run a loaded model that gives a row the same numbers in any batch.
 
     Attributes:
-        last_device: the device on which a forward pass ends.
+        last_device: where a forward pass ends.
         stages: devices that a pass goes through, one after the other, while others work on other passes.
-        possible: the shortcuts that can be tried.
-        taken: the shortcuts that are known to leave the model's numbers as they are.
+        possible, taken: shortcuts that can be tried, and those that leave the model's numbers as they are.
     """
 
     def __init__(self, model: Any) -> None:
@@ -86,27 +87,22 @@ class Scorer(ABC, Generic[E]):
 
     @abstractmethod
     def logits(self, encoded: E, rows: Integers, with_mask: bool = False) -> torch.Tensor:
-        """Run a forward pass over rows as a batch.
+        """Return logits of rows as a batch, float32 [batch, labels], on the device where the pass ends.
 
         Args:
             with_mask: whether to pass an attention mask even if the model needs none.
-
-        Returns:
-            float32 [batch, labels], on the device where the pass ends.
         """
 
 
 @dataclass(frozen=True)
 class Computed:
-    """The result of a chunk.
+    """Hold the result of a chunk.
 
     Attributes:
         rows: positions in the chunk that have logits, ascending, int64 [rows].
         logits: of these rows, float32 [rows, labels] on the host; [0, 0] if there are none.
-        counters: of the forward passes; their ``rows`` have logits.
         too_large: positions of rows that did not fit into memory even alone.
         too_large_in_float32: the same for rows that need float32.
-        float32_error: why rows could not run again in float32; empty if there was no error.
         mostly_overflows: whether most rows overflowed half precision and float32 gave numbers.
     """
 
@@ -115,19 +111,17 @@ class Computed:
     counters: Counters
     too_large: tuple[int, ...] = ()
     too_large_in_float32: tuple[int, ...] = ()
-    float32_error: str = ""
     mostly_overflows: bool = False
 
 
 @dataclass
 class BatchSizes:
-    """How large batches may be: the user's or the default size, reduced after out-of-memory errors.
+    """Keep how large batches may be: the user's or the default size, reduced after out-of-memory errors.
 
     Attributes:
-        token_budget: padded tokens a batch may hold.
         batch_size: rows a batch, if the user set it; then the token budget does not count.
         equal_lengths: whether only rows of the same length share a batch.
-        memory: the memory that a batch may take; None if it is unknown, or if the user set the size.
+        memory: None if it is unknown, or if the user set the size.
         stages: GPUs that each chunk should keep busy (``tokens_for_stages``).
     """
 
@@ -157,19 +151,15 @@ class BatchSizes:
 
     def for_float32(self) -> BatchSizes:
         """Return sizes for activations of twice the size; they change independently of these."""
-        size, memory = self.batch_size, self.memory
-        if memory is not None:
-            memory = replace(memory, available_bytes=max(1, memory.available_bytes // 2))
-        if size is not None:
-            size = max(1, size // 2)
-        return BatchSizes(max(1, self.token_budget // 2), size, self.equal_lengths, memory)
+        halves = BatchSizes(max(1, self.token_budget // 2), self.batch_size, self.equal_lengths)
+        if self.batch_size is not None:
+            halves.batch_size = max(1, self.batch_size // 2)
+        if self.memory is not None:
+            halves.memory = replace(self.memory, available_bytes=max(1, self.memory.available_bytes // 2))
+        return halves
 
     def cut(self, lengths: Integers, rows: Integers, skipped: Integers) -> deque[Integers]:
-        """Cut rows into batches: whole rows come first, and the largest batch first among rows that skip equally.
-
-        Args:
-            skipped: tokens at each row's beginning that need not be computed; the same for all rows of a batch.
-        """
+        """Cut rows into batches; all rows of a batch skip as many tokens, and those that skip none come first."""
         budget = self.token_budget
         if self.stages > 1:
             budget = tokens_for_stages(budget, self.stages, int(lengths[rows].sum()))
@@ -194,14 +184,10 @@ def compute(
 
     Args:
         sizes: become smaller when memory runs out, and stay so for the next chunk.
-        report: called after each forward pass, also a failed one, with rows, tokens and padded tokens so far; on a
-            GPU when the device has been given the pass.
+        report: called after each forward pass, also a failed one, with rows, tokens and padded tokens so far.
         in_float32: while entered, the model computes in float32, in which rows with NaN or infinite logits run
             again.  None: they stay as they are.
         starts_in_float32: whether all rows run in float32 at once, for which ``sizes`` are.
-
-    Raises:
-        RuntimeError: from the forward pass; not for lack of memory.
     """
     first = np.arange(len(encoded.lengths)) if encoded.first is None else encoded.first
     copies = np.bincount(first, minlength=len(first))
@@ -245,15 +231,8 @@ def _repeat_overflows(
     def report_step(*_: int) -> None:
         report(before.rows, before.tokens, before.padded_tokens)
 
-    try:
-        with in_float32():
-            again = _run(
-                classifier, encoded, sizes.for_float32(), overflows, copies, report_step, with_mask=True
-            )
-    except RuntimeError as error:
-        if classify(error) is Verdict.SUSPECT:
-            raise
-        return replace(computed, float32_error=one_line(error))
+    with in_float32():
+        again = _run(classifier, encoded, sizes.for_float32(), overflows, copies, report_step, with_mask=True)
     if len(again.rows):
         computed.logits[torch.from_numpy(np.searchsorted(computed.rows, again.rows))] = again.logits
     is_typical = len(computed.rows) >= _MIN_TYPICAL_ROWS
@@ -347,9 +326,6 @@ def _run(
 
 def wait_for_queue(queued: deque[torch.cuda.Event], device: torch.device, stages: int) -> None:
     """Wait until a GPU has few passes before it, so that the reported progress is true.
-
-    A GPU works through its queue while the host pads and copies the next batches, as long as nothing here waits for
-    a result.
 
     Args:
         queued: the ends of passes that are not known to be over; the latest pass's is added.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Generic, TypeVar
@@ -23,7 +22,7 @@ from ensemble.members.huggingface.loading.float32_retry import (
     uses_half_precision,
     why_not_float32,
 )
-from ensemble.members.huggingface.loading.load import Loaded, LoadedModel, load, max_length
+from ensemble.members.huggingface.loading.load import Loaded, load, max_length
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.classifier import Classifier, probabilities
 from ensemble.members.huggingface.scoring.encode import Encoded, Prompt, Text
@@ -39,13 +38,10 @@ S = TypeVar("S", bound=ModelSpec)
 
 
 class CheckpointMember(Predictor, Generic[_C, _E]):
-    """The common part of all kinds that run a checkpoint of transformers.
+    """Run a checkpoint of transformers over rows of the table, whatever it reads.
 
     A kind loads its model, calls ``_set_modes`` and sets ``_sizes``; then ``_score`` runs the model over encoded
     rows, and ``_values`` makes probabilities of its numbers.
-
-    Args:
-        encode: makes what the model gets of rows of the table, and calls back after each block of them.
 
     Attributes:
         packages: further packages whose versions belong on record.
@@ -54,9 +50,9 @@ class CheckpointMember(Predictor, Generic[_C, _E]):
     Spec: ClassVar[type[CheckpointSpec]]
     packages: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, spec: _C, encode: Callable[[npt.NDArray[np.int64], Callable[[], None]], _E]) -> None:
+    def __init__(self, spec: _C, table: PublishedTable) -> None:
         self._spec = spec
-        self._encode_rows = encode
+        self._table = table
         self._starts_in_float32 = False
         self._sizes: BatchSizes
 
@@ -70,21 +66,17 @@ class CheckpointMember(Predictor, Generic[_C, _E]):
 
     @abstractmethod
     def _too_large(self, encoded: _E, row: int, in_float32: str) -> str:
-        """Return why a row that does not fit into memory even alone is a bad row.
+        """Return why a row that does not fit into memory even alone is a bad row; ``in_float32`` is a clause."""
 
-        Args:
-            in_float32: a clause, with a space before it, for a row that has to be computed in float32; else empty.
-        """
-
-    def _set_modes(self, loaded: LoadedModel) -> None:
+    def _set_modes(self, loaded: Loaded) -> None:
         """Set how the model runs, before the first pass of a loaded model."""
         self._loaded = loaded
         uses_half = uses_half_precision(loaded.model)
         # Why its overflows cannot be run again in float32; empty if they can, or if there are none.
         self._why_not_float32 = why_not_float32(loaded.model) if uses_half else ""
-        can_retry = uses_half and not self._why_not_float32
-        mode = partial(in_float32, loaded.model, self._spec.torch_compile)
-        self._in_float32: Mode | None = mode if can_retry else None
+        self._in_float32: Mode | None = None
+        if uses_half and not self._why_not_float32:
+            self._in_float32 = partial(in_float32, loaded.model, self._spec.torch_compile)
         self._is_exact = loaded.dtype == "float32" and self._spec.quantization_config is None
         self._passes = partial(explain_errors, self._spec, loaded.model, loaded.device_name)
 
@@ -103,23 +95,17 @@ class CheckpointMember(Predictor, Generic[_C, _E]):
             values[computed.rows] = self._values(computed.logits)
         bad_rows = dict(encoded.problems)
         bad_rows |= {row: self._too_large(encoded, row, "") for row in computed.too_large}
-        in_float32 = f" in float32, which it needs because it overflows {self._loaded.dtype}"
-        bad_rows |= {row: self._too_large(encoded, row, in_float32) for row in computed.too_large_in_float32}
-        # The probable reason for rows that are not finite, and what to do about it.
-        if self._why_not_float32:
-            advice = f"a float16 overflow is likely, and {self._why_not_float32}: set dtype: bfloat16"
-        elif computed.float32_error:
-            advice = (
-                f"it overflows {self._loaded.dtype}, and this model does not run in float32 "
-                f"({computed.float32_error}); set dtype: bfloat16 or float32"
-            )
-        else:
-            tried = (
-                "it was computed in float32" if self._in_float32 is None else "float32 gave no better numbers"
-            )
-            advice = f"{tried}, so the checkpoint's weights are damaged, or it cannot compute this row"
+        clause = f" in float32, which it needs because it overflows {self._loaded.dtype}"
+        bad_rows |= {row: self._too_large(encoded, row, clause) for row in computed.too_large_in_float32}
         counters = computed.counters + self._more_counters(computed.logits)
-        return Prediction(values, bad_rows, counters, advice)
+        return Prediction(values, bad_rows, counters, self._advice())
+
+    def _advice(self) -> str:
+        """Return the probable reason for rows that are not finite, and what to do about it."""
+        if self._why_not_float32:
+            return f"a float16 overflow is likely, and {self._why_not_float32}: set dtype: bfloat16"
+        tried = "it was computed in float32" if self._in_float32 is None else "float32 gave no better numbers"
+        return f"{tried}, so the checkpoint's weights are damaged, or it cannot compute this row"
 
     def check_device(self) -> None:
         # Kernels run later than they are called, so that an error may appear far from its cause.
@@ -134,53 +120,45 @@ class CheckpointMember(Predictor, Generic[_C, _E]):
 
 
 class TextMember(CheckpointMember[S, Encoded], Generic[S]):
-    """The common part of all kinds that run a model over text; needs neither model nor device before ``load``.
+    """Run a model over text; needs neither model nor device before ``load``.
 
     A kind may override how its rows become token ids (``_make_prompt``), what runs the model
     (``_make_classifier``), and how its numbers become probabilities (``_values``).
-
-    Raises:
-        OSError: the tokenizer's files cannot be read.
-        ValueError: the tokenizer leaves no room for text, or is not the one that its files are for; the template
-            leaves none for the fields that may be cut.
     """
 
     Spec: ClassVar[type[CheckpointSpec]] = ModelSpec
 
     def __init__(self, spec: S, table: PublishedTable) -> None:
-        super().__init__(
-            spec, lambda rows, step: self._prompts[table.view_of(rows)].encode(table.take(rows), step)
-        )
+        super().__init__(spec, table)
         self._tokenizer = load_tokenizer(spec)
         # The model's own limit is not known yet.
         self._max_length = max_length(spec, self._tokenizer, None, [])
         self._prompts = self._make_prompts()
-        first_texts: list[Text] = []
-        for view, prompt in enumerate(self._prompts):
-            for row in table.take(view * table.rows + np.arange(min(ROWS, table.rows))):
-                with contextlib.suppress(TemplateProblem):
-                    first_texts.append(prompt.render(row))
-        self._first_texts = first_texts
-        parts = [part for text in first_texts for part in _parts(text)]
+        self._first_texts: list[Text] = []
+        for row in table.take(np.arange(min(ROWS, table.rows))):
+            with contextlib.suppress(TemplateProblem):
+                self._first_texts.append(self._prompts[0].render(row))
+        parts = [part for text in self._first_texts for part in _parts(text)]
         self._tokenizer_notes = list(check_tokenizer(spec, self._tokenizer, parts))
-        is_pair = self._prompts[0].is_pair
-        self._warmup_texts: list[Text] = [(text, text) if is_pair else text for text in TEXTS]
-        comparable = [text for text in first_texts if isinstance(text, tuple) == is_pair]
-        if comparable:
-            longest = _parts(max(comparable, key=lambda text: len("".join(text))))
-            cut = [part[:MAX_CHARACTERS] for part in longest]
-            self._warmup_texts.append((cut[0], cut[1]) if is_pair else cut[0])
+        self._warmup_texts: list[Text] = [
+            (text, text) if self._prompts[0].is_pair else text for text in TEXTS
+        ]
+        if self._first_texts:
+            longest = max(self._first_texts, key=lambda text: len("".join(text)))
+            if isinstance(longest, str):
+                self._warmup_texts.append(longest[:MAX_CHARACTERS])
+            else:
+                self._warmup_texts.append((longest[0][:MAX_CHARACTERS], longest[1][:MAX_CHARACTERS]))
         self._warmup = self._prompts[0].encode_texts(self._warmup_texts)
 
     def _make_prompts(self) -> list[Prompt]:
         """Return the prompt of each view of the rows."""
-        prompts = []
-        for template in self._spec.view_templates or (None,):
-            spec = self._spec
-            if template is not None:
-                spec = replace(spec, prompt_template=template, text_columns=())
-            prompts.append(self._make_prompt(spec))
-        return prompts
+        spec = self._spec
+        specs = [
+            spec if template is None else replace(spec, prompt_template=template, text_columns=())
+            for template in spec.view_templates or (None,)
+        ]
+        return [self._make_prompt(view) for view in specs]
 
     def _make_prompt(self, spec: S) -> Prompt:
         return Prompt(spec, self._tokenizer, self._max_length)
@@ -208,13 +186,7 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             self._classifier.possible -= {Shortcut.LAST_TOKEN_LAYER}
         notes = [*loaded.notes, *self._tokenizer_notes, *self._notes()]
         self._set_modes(loaded)
-        warm_up = WarmUp(
-            self._classifier,
-            self._warmup,
-            self._values,
-            is_exact=self._is_exact,
-            in_float32=self._in_float32,
-        )
+        warm_up = WarmUp(self._classifier, self._warmup, self._values, self._is_exact, self._in_float32)
         with self._passes(first=True):
             not_compared = warm_up.check_attention(loaded.model, loaded.dtype)
             if not_compared:
@@ -250,7 +222,8 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         )
 
     def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
-        encoded = self._encode_rows(rows, lambda: report(0))
+        prompt = self._prompts[self._table.view_of(rows)]
+        encoded = prompt.encode(self._table.take(rows), lambda: report(0))
         prediction = self._score(self._classifier, encoded, report)
         counters = replace(
             prediction.counters, truncated_rows=encoded.truncated_rows, cut_tokens=encoded.cut_tokens

@@ -45,13 +45,13 @@ def explain_errors(spec: CheckpointSpec, model: Any, device_name: str, first: bo
 
 def _failing_layer(error: BaseException, model: Any) -> str:
     """Return the innermost module that was running, with a space behind it; empty if there was none."""
-    names = {id(module): name for name, module in model.named_modules()}
-    running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    modules = [module for module in running if names.get(id(module))]
-    if not modules:
-        return ""
-    shown = " ".join(repr(modules[-1]).split())[:80]
-    return f"in {names[id(modules[-1])]} ({shown}) "
+    names = {id(module): name for name, module in model.named_modules() if name}
+    layer = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if id(module) in names:
+            layer = f"in {names[id(module)]} ({' '.join(repr(module).split())[:80]}) "
+    return layer
 
 
 def _alternatives(spec: CheckpointSpec, model: Any, layer: str, on_cpu: bool) -> Iterator[str]:

@@ -32,14 +32,14 @@ _EAGER = "eager"
 
 @dataclass(frozen=True)
 class WarmUp:
-    """The first passes of a model, over ``TEXTS``.
+    """Run the first passes of a model, over ``TEXTS``.
 
     Attributes:
         encoded: their token ids, and then those of a longer text, to compare attention on.
         values: makes probabilities of the classifier's numbers.
         is_exact: whether the model computes in full float32.
-        in_float32: while entered, the model computes in float32: to tell rounding from another formula, and for
-            models that overflow on these texts.  None: it cannot.
+        in_float32: to tell rounding from another formula, and for models that overflow on these texts; None: it
+            cannot.
     """
 
     classifier: Scorer[Any]
@@ -49,15 +49,11 @@ class WarmUp:
     in_float32: Mode | None = None
 
     def check_attention(self, model: Any, dtype: str) -> str:
-        """Compare the model's attention with eager attention, on all of the texts.
+        """Refuse a model whose logits on the texts are not those of eager attention.
 
         Returns:
             why no comparison was possible; empty if there was one, or if the attention is eager.
-
-        Raises:
-            ValueError: the logits differ.
         """
-        rows = np.arange(len(self.encoded.lengths))
         chosen = getattr(model.config, "_attn_implementation", None) or _EAGER
         if chosen == _EAGER:
             return ""
@@ -69,10 +65,12 @@ class WarmUp:
             can_change = False
         if not can_change:
             return skipped + "cannot change it once it is loaded"
-        tolerance = _EXACT_TOLERANCE if self.is_exact else _TOLERANCES.get(dtype, _TOLERANCES["bfloat16"])
-        attempts: list[tuple[Mode, float]] = [(nullcontext, tolerance)]
-        if not self.is_exact and self.in_float32 is not None and "flash" not in chosen:
-            attempts.append((self.in_float32, _FLOAT32_TOLERANCE))
+        attempts: list[tuple[Mode, float]] = [(nullcontext, _EXACT_TOLERANCE)]
+        if not self.is_exact:
+            attempts = [(nullcontext, _TOLERANCES.get(dtype, _TOLERANCES["bfloat16"]))]
+            if self.in_float32 is not None and "flash" not in chosen:
+                attempts.append((self.in_float32, _FLOAT32_TOLERANCE))
+        rows = np.arange(len(self.encoded.lengths))
         try:
             for mode, tolerance in attempts:
                 with mode():
@@ -157,10 +155,9 @@ class WarmUp:
 def _eager(parts: list[PreTrainedModel]) -> Iterator[None]:
     """Let a model's parts run with eager attention."""
     # Through the configs and not by ``set_attn_implementation``, which leaves marks on them in some releases.
-    configs = {id(config): config for part in parts for config in _with_sub_configs(part.config)}.values()
-    before = [(config, config._attn_implementation) for config in configs]
+    before = [(config, config._attn_implementation) for part in parts for config in _configs(part.config)]
     try:
-        for config in configs:
+        for config, _ in before:
             config._attn_implementation = _EAGER
         yield
     finally:
@@ -168,9 +165,9 @@ def _eager(parts: list[PreTrainedModel]) -> Iterator[None]:
             config._attn_implementation = attention
 
 
-def _with_sub_configs(config: Any) -> Iterator[Any]:
+def _configs(config: Any) -> Iterator[Any]:
+    """Yield a config and those within it."""
     yield config
     for key in config.sub_configs:
-        sub_config = getattr(config, key, None)
-        if sub_config is not None:
-            yield from _with_sub_configs(sub_config)
+        if getattr(config, key, None) is not None:
+            yield from _configs(getattr(config, key))

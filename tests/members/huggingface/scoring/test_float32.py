@@ -191,32 +191,6 @@ def test_chunks_go_on_in_half_precision_where_few_rows_overflow(llama: tuple[Any
             weight.copy_(before)
 
 
-def test_a_model_that_does_not_run_in_float32_loses_only_the_rows_that_need_it(tmp_path: Path) -> None:
-    from tests.members.huggingface.broken import FailingPass
-    from tests.members.huggingface.scoring.test_compute import member_of, read_shard
-
-    folder = make_overflowing(tmp_path / "m", "llama")
-    model, classifier, encoded = load(folder)
-    plain = run(model, classifier, encoded, again=False, token_budget=2048)
-    bad = ~np.isfinite(plain.logits.numpy()).all(axis=1)
-    _, predict = member_of(tmp_path, folder, TEXTS, dtype="float16")
-    with FailingPass(RuntimeError("expected Half\nbut found Float"), after=plain.counters.batches):
-        work = predict()
-    assert work.bad_rows == tuple(np.flatnonzero(bad))
-    assert set(work.bad_row_reasons) == {
-        "came out as NaN, infinite or not as probabilities; it overflows float16, and this model does not run in "
-        "float32 (expected Half but found Float); set dtype: bfloat16 or float32"
-    }
-    assert (work.counters.batches, work.counters.recomputed_rows) == (plain.counters.batches, 0)
-    assert len(read_shard(tmp_path / "shards", work.shard)) == len(TEXTS) - bad.sum()
-    poison = RuntimeError("CUDA error: an illegal memory access was encountered")
-    with (
-        FailingPass(poison, after=plain.counters.batches),
-        pytest.raises(RuntimeError, match="illegal memory"),
-    ):
-        predict()
-
-
 @pytest.mark.fault(10)
 def test_rows_that_nothing_mends_are_left_out_with_advice(tmp_path: Path) -> None:
     import torch
