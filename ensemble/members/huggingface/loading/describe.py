@@ -138,7 +138,7 @@ def _look_at(model: Any) -> dict[str, Any]:
 
 
 def _renames(model: Any) -> bool:
-    """Whether transformers gives the tensors of this model's files other names or shapes."""
+    """Return whether transformers gives the tensors of this model's files other names or shapes."""
     if getattr(model, "_checkpoint_conversion_mapping", None):
         return True
     with suppress(ImportError, AttributeError):  # older releases have only the mapping above
@@ -175,11 +175,9 @@ def _linear_shapes(model: Any) -> Iterator[tuple[str, int, int]]:
 
 
 def _mlp_width(shapes: Iterable[tuple[str, int, int]]) -> int:
-    """Return the numbers per token that live at the peak of the widest feed-forward part.
-
-    These are the outputs of all its layers that widen, and once more the widest: the activated gate times the
-    input, or the function's output.
-    """
+    """Return the numbers per token that live at the peak of the widest feed-forward part."""
+    # The outputs of all its layers that widen, and once more the widest: the activated gate times the input, or the
+    # function's output.
     widths: dict[str, list[int]] = {}
     for name, inputs, outputs in shapes:
         if outputs > inputs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any
 
@@ -38,7 +37,13 @@ def choose_kernels(least: Capability | None) -> None:
     # the size of its batch, and a part can overflow though the sum does not.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    sdpa_attention.use_gqa_in_sdpa = functools.partial(_passes_on_shared_keys, least)
+
+    def use_gqa(attention_mask: torch.Tensor | None, key: torch.Tensor, *others: Any) -> bool:
+        """Decide as transformers does, but with regard to the GPU and the type."""
+        takes = takes_shared_keys(least, key.dtype, key.shape[-1])
+        return takes and bool(_of_transformers(attention_mask, key, *others))
+
+    sdpa_attention.use_gqa_in_sdpa = use_gqa
 
 
 def takes_shared_keys(least: Capability, dtype: torch.dtype, width: int) -> bool:
@@ -47,15 +52,6 @@ def takes_shared_keys(least: Capability, dtype: torch.dtype, width: int) -> bool
     # scores in float32 (transformers issue 48633 and pull request 46960); keys that are repeated first go through
     # the memory-efficient kernel.
     return least >= AMPERE and dtype in (torch.float16, torch.bfloat16) and width <= _MAX_FLASH_WIDTH
-
-
-def _passes_on_shared_keys(
-    least: Capability, attention_mask: torch.Tensor | None, key: torch.Tensor, *others: Any
-) -> bool:
-    """Replace ``use_gqa_in_sdpa``, which decides without regard to the GPU and the type."""
-    return takes_shared_keys(least, key.dtype, key.shape[-1]) and bool(
-        _of_transformers(attention_mask, key, *others)
-    )
 
 
 def set_tf32(spec: CheckpointSpec, least: Capability | None, notes: list[str]) -> None:

@@ -42,7 +42,7 @@ class Loaded:
 
 def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
     """Load a member that reads text onto the devices this process can see."""
-    tokenizer = load_tokenizer(spec) if tokenizer is None else tokenizer
+    tokenizer = tokenizer or load_tokenizer(spec)
     loaded = load_on_devices(spec)
     notes = list(loaded.notes)
     embeddings = int(loaded.model.get_input_embeddings().weight.shape[0])
@@ -108,9 +108,6 @@ def max_length(spec: ModelSpec, tokenizer: Any, limit: int | None, notes: list[s
 
     Args:
         limit: the model's positions; None if there is no limit, or none is known yet.
-
-    Raises:
-        ValueError: no token of a text would be left.
     """
     length = spec.max_length or default_max_length(tokenizer.model_max_length)
     if limit is not None and length > limit:

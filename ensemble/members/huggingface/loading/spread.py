@@ -23,9 +23,8 @@ from ensemble.members.huggingface.loading.device_map import align_hooks, executi
 class Spread:
     """Copy the constant inputs of a forward pass to each device of a spread model once.
 
-    Modules that only hold constants, such as the rotary embedding, compute on the first device
-    (``infer_auto_device_map`` puts modules after the last layer on the last device), and logits stay on the last.
-    Models on one device are left alone.  ``stages`` counts the devices that a batch passes through.
+    Modules that only hold constants, such as the rotary embedding, compute on the first device, and logits stay on
+    the last.  Models on one device are left alone.  ``stages`` counts the devices that a batch passes through.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,7 +44,9 @@ class Spread:
                     hook.execution_device = start
                     hook.init_hook(block)
                 device = start
-            skipped = {key for hook in align_hooks(block) for key in _names(hook.skip_keys)}
+            skipped: set[str] = set()
+            for keys in [hook.skip_keys for hook in align_hooks(block)]:
+                skipped |= {keys} if isinstance(keys, str) else set(keys or ())
             block.register_forward_pre_hook(partial(self._send, device, skipped), with_kwargs=True)
         for hook in [hook for part in model.modules() for hook in align_hooks(part)]:
             # The whole model's hook sends its inputs to one of the devices, and its logits back to theirs.
@@ -103,7 +104,3 @@ def _blocks(module: nn.Module) -> Iterator[tuple[nn.Module, torch.device]]:
         return
     for child in module.children():
         yield from _blocks(child)
-
-
-def _names(keys: Any) -> tuple[str, ...]:
-    return (keys,) if isinstance(keys, str) else tuple(keys or ())

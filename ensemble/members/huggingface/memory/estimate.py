@@ -67,11 +67,7 @@ class CheckpointMemory(MemoryEstimate):
     def footprint(
         self, gpus: int, capability: Capability | None, quantization: Mapping[str, Any] | None = None
     ) -> Footprint | None:
-        """Return a replica's memory on ``gpus`` such devices (0: the CPU); None where too little is known.
-
-        Args:
-            quantization: replaces the member's own.
-        """
+        """Return a replica's memory; ``quantization`` replaces the member's own."""
         tensors, architecture = self.tensors, self.architecture
         if tensors is None or architecture is None:
             return None
@@ -127,12 +123,9 @@ class CheckpointMemory(MemoryEstimate):
         return choose_dtype(self.settings.dtype, self._stored_dtype(), gpus, capability)
 
     def attention(self, dtype: str, gpus: int, capability: Capability | None) -> str | None:
-        """Return the attention for the workers; None where only they can see the architecture.
-
-        flash-attention 2 needs half precision and compute capability 8.0 or more.
-        """
         if self.settings.attn_implementation is not None or self.architecture is None:
             return self.settings.attn_implementation
+        # flash-attention 2 needs half precision and compute capability 8.0 or more.
         has_capability = gpus > 0 and capability is not None and capability >= (8, 0)
         flash_suits = self.has_flash_attention and has_capability and dtype in ("float16", "bfloat16")
         supports_sdpa = self.architecture.supports_sdpa
@@ -175,16 +168,7 @@ def checkpoint_memory(
     vocabulary_positions: int = 0,
     head: Sequence[Tensor] | None = None,
 ) -> CheckpointMemory:
-    """Return what the files of a member's checkpoint tell about its memory.
-
-    Args:
-        lengths: bytes of text per row, int64 [rows].
-        vocabulary_positions: the positions of a row that go through a head over the vocabulary; 0: a classifier.
-        head: tensors of a separate head; None: the checkpoint has the head.
-
-    Raises:
-        CheckpointError: a weight file is broken.
-    """
+    """Return what a checkpoint's files tell about its memory; ``CheckpointMemory`` explains the arguments."""
     folder = checkpoint.folder
     architecture = read_architecture(read_json(folder / "config.json"), checkpoint.described)
     max_length = model.max_length or own_max_length(folder) or DEFAULT_MAX_LENGTH
@@ -208,11 +192,7 @@ def checkpoint_memory(
 
 
 def whole_tensors(model: HuggingFaceSettings, folder: Path) -> tuple[Tensor, ...] | None:
-    """Return a checkpoint's tensors; None where they are not known or incomplete.
-
-    Raises:
-        CheckpointError: a weight file is broken.
-    """
+    """Return a checkpoint's tensors; None where they are not known or incomplete."""
     if model.gguf_file is not None:
         return None
     if not Path(model.model_name_or_path).is_dir():  # the hub's cache, which may lack some of the files

@@ -62,12 +62,9 @@ def weights(
     """Calculate the size of a loaded classifier, language model, or backbone with a head.
 
     Args:
-        tensors: of the checkpoint.
-        dtype: of floating-point tensors once loaded.
         quantization: applied when loading; a checkpoint that is stored quantized stays as it is.
         num_labels: of the head that is made where the checkpoint has none.
         is_adapter_base: whether an adapter brings a head, which is kept in addition to the base model's.
-        is_language_model: whether the head is over the vocabulary; it may share the embeddings' weights.
         head: a separate head in float32, instead of the checkpoint's; None: there is none.
     """
     is_packed, settings = bool(architecture.quant_method), quantization or {}
@@ -141,12 +138,9 @@ def _quantized_bytes(tensor: Tensor, bits: int, settings: Mapping[str, Any]) -> 
 
 
 def cuda_context_bytes(capability: Capability | None) -> int:
-    """Return what a process takes on a GPU before its first tensor: context, kernels, the workspace of cuBLAS.
-
-    With lazily loaded kernels, which CUDA has from 11.7 on, a context takes about 300 MB (a torch developer in
-    pytorch issue 107667; more than 1 GB before), and more the more multiprocessors a device has; users report
-    up to 600 MB.  torch gives cuBLAS 32 MiB on compute capability 9.0 and 8.1 MiB elsewhere (CublasHandlePool.cpp).
-    """
+    """Return what a process takes on a GPU before its first tensor: context, kernels, the workspace of cuBLAS."""
+    # With lazily loaded kernels a context takes about 300 MB (pytorch issue 107667), and up to 600 MB where there are
+    # many multiprocessors.  cuBLAS gets 32 MiB on compute capability 9.0 and 8.1 MiB elsewhere.
     major = capability[0] if capability else 8
     if major < 8:
         return (300 + 9) << 20
@@ -170,9 +164,8 @@ def activation(
 
     Args:
         dtype: of the weights that are not quantized, and so of activations.
-        attention: as transformers names it: eager, sdpa, flash_attention_2, flex_attention.
         num_labels: columns of the head; for a head over the vocabulary its size.
-        quantization: bitsandbytes' settings for loading; None: no quantization.
+        quantization: bitsandbytes' settings for loading.
         pools_last_token: whether the head sees only one position of each row.
         vocabulary_positions: the positions of a row that go through a head over the vocabulary; 0: another head.
         shared_tokens: the first tokens of all rows, whose keys and values are kept from batch to batch.

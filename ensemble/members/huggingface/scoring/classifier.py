@@ -49,7 +49,7 @@ class Classifier(Scorer[Encoded]):
         self._searches_pad_token = False
         if not is_generic and not is_encoder_decoder:
             forwards = [vars(base).get("forward") for base in type(model).__mro__]
-            self._searches_pad_token = any("pad_token_id" in _source(forward) for forward in forwards)
+            self._searches_pad_token = any("pad_token_id" in _names_in(forward) for forward in forwards)
         # Whether all attention is declared causal: no token sees a later one, nor padding on the right.
         flags = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
         is_causal = not is_encoder_decoder and bool(flags) and all(flag is True for flag in flags)
@@ -57,7 +57,10 @@ class Classifier(Scorer[Encoded]):
         # Padding is on the right, whatever side the tokenizer names: positions then start at 0, encoders pool their
         # first token, and causal attention does not see it. Only XLNet pools the last position.
         self._pad_left = model.config.model_type == "xlnet"
-        if self._searches_pad_token and _has_body_and_score(model):
+        # Such a forward runs the body, then the head at every position, and picks one by arange; heads without that
+        # take the mean, or the first position.
+        body_and_score = {model.base_model_prefix, "score", "arange"}
+        if self._searches_pad_token and body_and_score <= _names_in(type(model).forward):
             self.possible |= {Shortcut.LAST_TOKEN}
         if is_causal and not self._pad_left:
             self.possible |= {Shortcut.NO_MASK}
@@ -97,7 +100,7 @@ class Classifier(Scorer[Encoded]):
 def padded(
     encoded: Encoded, rows: npt.NDArray[np.int64], pad_token_id: int, pad_left: bool = False
 ) -> dict[str, npt.NDArray[np.int64]]:
-    """Return each input and ``attention_mask``, int64 [rows, width], padded to the longest of the rows."""
+    """Return each input and ``attention_mask``, int64 [rows, width], padded to the longest row."""
     lengths = encoded.lengths[rows]
     width = int(lengths.max())
     positions = np.arange(width)
@@ -133,19 +136,9 @@ def probabilities(logits: torch.Tensor, activation: Activation) -> npt.NDArray[n
     return np.asarray(values.numpy())
 
 
-def _has_body_and_score(model: Any) -> bool:
-    """Return whether a decoder's own forward runs its body and then ``score`` at every position."""
-    text = _source(type(model).forward)
-    # The last part is how transformers picks a position; heads without it take the mean, or the first position.
-    parts = (f"self.{model.base_model_prefix}(", "self.score(hidden_states", "logits[torch.arange(")
-    return all(part in text for part in parts) and isinstance(getattr(model, "score", None), nn.Module)
-
-
-def _source(function: object) -> str:
-    try:
-        return inspect.getsource(function) if inspect.isfunction(function) else ""
-    except OSError:  # code without a file
-        return ""
+def _names_in(function: object) -> set[str]:
+    """Return the names of globals and attributes in a function; none if there is no function."""
+    return set(inspect.unwrap(function).__code__.co_names) if inspect.isfunction(function) else set()
 
 
 def _last_token_parts(model: Any) -> list[nn.Module]:

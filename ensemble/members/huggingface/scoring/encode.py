@@ -84,11 +84,7 @@ class Prompt:
     def encode(
         self, rows: Sequence[Mapping[str, object]], step: Callable[[], None] = lambda: None
     ) -> Encoded:
-        """Return token ids of the rows, cut to ``max_length``; none for rows on which the template fails.
-
-        Args:
-            step: called after each block of rows.
-        """
+        """Return token ids of the rows, cut to ``max_length``; ``step`` is called after each block of rows."""
         arrays: list[Arrays] = [{} for _ in rows]
         lost: list[int] = []  # tokens of each row that was cut
         problems: dict[int, str] = {}

@@ -199,8 +199,16 @@ def compute(
         computed = replace(computed, counters=counters, too_large=(), too_large_in_float32=computed.too_large)
     else:
         computed = _run(classifier, encoded, sizes, rows, copies, report)
-        if in_float32 is not None:
-            computed = _repeat_overflows(classifier, encoded, sizes, computed, copies, report, in_float32)
+        overflows = computed.rows[~_is_finite(computed.logits)]
+        if in_float32 is not None and len(overflows):
+            before, halves = computed.counters, sizes.for_float32()
+
+            def report_step(*_: int) -> None:
+                report(before.rows, before.tokens, before.padded_tokens)
+
+            with in_float32():
+                again = _run(classifier, encoded, halves, overflows, copies, report_step, with_mask=True)
+            computed = _with_repeated(computed, again)
     # Row i has the logits, or the fate, of row first[i].
     rows = np.flatnonzero(np.isin(first, computed.rows))
     return replace(
@@ -213,36 +221,18 @@ def compute(
     )
 
 
-def _repeat_overflows(
-    classifier: Scorer[E],
-    encoded: E,
-    sizes: BatchSizes,
-    computed: Computed,
-    copies: Integers,
-    report: Report,
-    in_float32: Mode,
-) -> Computed:
-    """Run rows whose logits are not finite again in float32."""
-    overflows = computed.rows[~_is_finite(computed.logits)]
-    if not len(overflows):
-        return computed
-    before = computed.counters
-
-    def report_step(*_: int) -> None:
-        report(before.rows, before.tokens, before.padded_tokens)
-
-    with in_float32():
-        again = _run(classifier, encoded, sizes.for_float32(), overflows, copies, report_step, with_mask=True)
+def _with_repeated(computed: Computed, again: Computed) -> Computed:
+    """Join a chunk's result with that of its rows that ran again in float32."""
     if len(again.rows):
         computed.logits[torch.from_numpy(np.searchsorted(computed.rows, again.rows))] = again.logits
-    is_typical = len(computed.rows) >= _MIN_TYPICAL_ROWS
+    improved = int(_is_finite(again.logits).sum())
     # Rows and tokens are counted already.
     counters = replace(again.counters, rows=0, tokens=0, recomputed_rows=again.counters.rows)
     return replace(
         computed,
-        counters=before + counters,
+        counters=computed.counters + counters,
         too_large_in_float32=again.too_large,
-        mostly_overflows=is_typical and 2 * int(_is_finite(again.logits).sum()) > len(computed.rows),
+        mostly_overflows=len(computed.rows) >= _MIN_TYPICAL_ROWS and 2 * improved > len(computed.rows),
     )
 
 

@@ -17,15 +17,11 @@ from ensemble.members.huggingface.spec import CheckpointSpec
 
 @contextlib.contextmanager
 def explain_errors(spec: CheckpointSpec, model: Any, device_name: str, first: bool = False) -> Iterator[None]:
-    """Explain an error of passes in a sentence if neither other rows nor a fresh process would avoid it.
+    """Explain an error of passes by a ValueError if neither other rows nor a fresh process would avoid it.
 
     Args:
         first: whether these are the first passes of this model, on texts that any model can compute: no error of a
             kernel is a row's fault then.
-
-    Raises:
-        ValueError: the sentence.
-        Exception: the error as it was if it may be due to a row, to memory, or to a broken process.
     """
     try:
         yield

@@ -35,11 +35,8 @@ class FieldCuts:
     """Shorten the columns of rows that are too long.
 
     Args:
-        settings: the member's key ``truncation``: ``fields``, by column ``share`` and ``keep``, and ``marker``.
+        settings: the member's key ``truncation``.
         tokenize: returns the inputs of a whole prompt, uncut, as the model gets them.
-
-    Raises:
-        ValueError: the tokenizer is not a fast one, or the template's own text leaves no room.
     """
 
     def __init__(
@@ -72,9 +69,6 @@ class FieldCuts:
 
         Args:
             length: tokens of the whole prompt, more than ``max_length``.
-
-        Raises:
-            TemplateProblem: the prompt is too long even without the columns, or the template fails on what is left.
         """
         cells = {name: _Cell(row[name], name in self._template.json_columns) for name in self._fields}
         for cell in cells.values():
@@ -256,10 +250,7 @@ class _Cell:
         return len(self.texts) if is_all_text else 0
 
     def with_texts(self, texts: Sequence[str | None], keeps_positions: bool) -> object:
-        """Return the value with other texts.
-
-        None leaves a turn out; if turns keep their positions, it becomes an empty text.
-        """
+        """Return the value with other texts; a turn that is None goes, or is empty if turns keep positions."""
         items = dict(enumerate(self._items))
         for index, text in zip(self._positions, texts, strict=True):
             item, content = items[index], text or ""
