@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ensemble.members.huggingface.loading.quantization_config import is_bitsandbytes
+from ensemble.members.huggingface.checkpoint.quantization_methods import BITSANDBYTES, method_of
 from ensemble.members.huggingface.spec import CheckpointSpec
 
 
@@ -22,7 +22,7 @@ def placement_options(spec: CheckpointSpec, on_gpu: bool) -> dict[str, Any]:
     if device_map is None:
         if sizes or spec.offload_folder is not None or spec.gpus > 1:
             device_map = "auto"
-        elif on_gpu or is_bitsandbytes(spec.quantization_config):
+        elif on_gpu or method_of(spec.quantization_config) == BITSANDBYTES:
             device_map = {"": 0 if on_gpu else "cpu"}
     # An empty max_memory would mean to accelerate that nothing fits anywhere.
     options = {"max_memory": sizes, "offload_folder": spec.offload_folder, "device_map": device_map}

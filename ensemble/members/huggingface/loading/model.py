@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig
+from transformers import AutoConfig, BitsAndBytesConfig
 from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import quantization_config as settings_of_transformers
 
 from ensemble.members.footprint import Capability
+from ensemble.members.huggingface.checkpoint.quantization_methods import BITSANDBYTES, method_of
 from ensemble.members.huggingface.loading.adapter import AdapterFiles, attach_adapter, open_adapter, some
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys, is_unused
 from ensemble.members.huggingface.loading.device_map import check_placement, input_device, placement_options
 from ensemble.members.huggingface.loading.kernels import AMPERE
-from ensemble.members.huggingface.loading.quantization_config import (
-    is_bitsandbytes,
-    keep_whole,
-    quantization_config,
-)
+from ensemble.members.huggingface.memory.sizes import UNQUANTIZED
 from ensemble.members.huggingface.spec import (
     BACKBONE,
     CLASSIFIER,
@@ -121,8 +121,8 @@ def _config_for(
         config.num_labels = len(spec.label_order)
     stored = getattr(config, "quantization_config", None)
     heads = adapter.whole_modules()
-    if isinstance(stored, dict) and is_bitsandbytes(stored) and heads:
-        config.quantization_config = keep_whole(stored, heads)
+    if isinstance(stored, dict) and method_of(stored) == BITSANDBYTES and heads:
+        config.quantization_config = _keep_whole(stored, heads)
     return config, unused
 
 
@@ -171,6 +171,36 @@ def model_dtype(spec: CheckpointSpec, least: Capability | None, notes: list[str]
         elif not is_asked and dtype == "float16":
             notes.append("float16: bfloat16 is only emulated below compute capability 8.0")
     return dtype if dtype == "auto" else getattr(torch, dtype)
+
+
+def quantization_config(settings: Mapping[str, Any], dtype: torch.dtype | str = "auto") -> Any:
+    """Return transformers' quantization config for a mapping from the YAML.
+
+    Args:
+        dtype: of the other weights.  4-bit layers compute in it unless the settings say otherwise.
+    """
+    if method_of(settings) != BITSANDBYTES:
+        return AutoQuantizationConfig.from_dict(dict(settings))
+    # A config.json that was saved names the method and repeats two keys with a line in front.
+    keys = {
+        key: value for key, value in settings.items() if key != "quant_method" and not key.startswith("_")
+    }
+    known = inspect.signature(BitsAndBytesConfig.__init__).parameters.keys() - {"self", "kwargs"}
+    unknown = sorted(keys.keys() - known)
+    if unknown:
+        raise ValueError(
+            f"quantization_config: unknown key {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+        )
+    if keys.get("load_in_4bit") and isinstance(dtype, torch.dtype):
+        keys.setdefault("bnb_4bit_compute_dtype", dtype)
+    # Heads are small, and transformers finds by itself only heads that are named like Llama's.
+    return BitsAndBytesConfig(**_keep_whole(keys, UNQUANTIZED))
+
+
+def _keep_whole(settings: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Any]:
+    """Return bitsandbytes' settings with these modules left unquantized."""
+    skipped = settings.get("llm_int8_skip_modules") or []
+    return {**settings, "llm_int8_skip_modules": [*dict.fromkeys([*skipped, *modules])]}
 
 
 def _set_compute_dtype(model: Any, spec: CheckpointSpec, least: Capability | None, notes: list[str]) -> None:

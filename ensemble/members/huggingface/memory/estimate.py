@@ -19,12 +19,7 @@ from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_leng
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor, read_tensors, shards_of
 from ensemble.members.huggingface.memory.sizes import Dtype, activation, cuda_context_bytes, weights
 from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSettings
-from ensemble.members.huggingface.spec import (
-    DEFAULT_MAX_LENGTH,
-    cap_problem,
-    choose_attention,
-    choose_dtype,
-)
+from ensemble.members.huggingface.spec import DEFAULT_MAX_LENGTH, cap_problem, choose_attention, choose_dtype
 
 # What a process with torch and transformers takes on a CPU before it loads weights.
 PROCESS_BYTES = 450 << 20

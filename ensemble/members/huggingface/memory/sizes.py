@@ -16,11 +16,7 @@ from typing import Any, Literal
 from ensemble.members.footprint import Activation, Capability, Stage, Weights
 from ensemble.members.huggingface.checkpoint.architecture import Architecture
 from ensemble.members.huggingface.checkpoint.quantization_methods import quantized_bits
-from ensemble.members.huggingface.checkpoint.weight_files import (
-    Tensor,
-    is_left_out,
-    stands_beside_packed,
-)
+from ensemble.members.huggingface.checkpoint.weight_files import Tensor, is_left_out, stands_beside_packed
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -139,8 +135,8 @@ def _quantized_bytes(tensor: Tensor, bits: int, settings: Mapping[str, Any]) -> 
 
 def cuda_context_bytes(capability: Capability | None) -> int:
     """Return what a process takes on a GPU before its first tensor: context, kernels, the workspace of cuBLAS."""
-    # With lazily loaded kernels a context takes about 300 MB (pytorch issue 107667), and up to 600 MB where there are
-    # many multiprocessors.  cuBLAS gets 32 MiB on compute capability 9.0 and 8.1 MiB elsewhere.
+    # With lazily loaded kernels a context takes about 300 MB (pytorch issue 107667), on large devices up to 600 MB.
+    # cuBLAS gets 32 MiB on compute capability 9.0 and 8.1 MiB elsewhere.
     major = capability[0] if capability else 8
     if major < 8:
         return (300 + 9) << 20

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ensemble.common.torch_errors import Verdict, classify, is_out_of_memory, one_line
-from ensemble.members.huggingface.loading.quantization_config import is_bitsandbytes
 from ensemble.members.huggingface.spec import CheckpointSpec
 
 
@@ -53,7 +52,7 @@ def _failing_layer(error: BaseException, model: Any) -> str:
 def _alternatives(spec: CheckpointSpec, model: Any, layer: str, on_cpu: bool) -> Iterator[str]:
     settings = spec.quantization_config
     if settings is not None:
-        if is_bitsandbytes(settings) and settings.get("load_in_4bit"):
+        if settings.get("load_in_4bit"):
             yield "load_in_8bit: true in the place of load_in_4bit"
         yield "no quantization_config"
     elif getattr(model.config, "quantization_config", None) is not None:

@@ -163,9 +163,17 @@ class FieldCuts:
 
     def _cut(self, cell: _Cell, tokens: int, keep: str) -> Sequence[str | None]:
         """Return the texts of a cell cut to so many tokens, and the marker; None for a turn that goes."""
-        total = sum(cell.counts)
-        begin, head, tail = ranges(cell.counts, tokens, keep)
-        head_end, tail_start = begin + head, total - tail
+        total, budget = sum(cell.counts), max(0, tokens)
+        newest = next((count for count in reversed(cell.counts) if count), 0)
+        # The tokens from ``begin`` to ``head_end`` stay, and those from ``tail_start`` on.
+        begin, head = 0, (budget + 1) // 2
+        if keep == "head":
+            head = budget
+        elif keep == "tail" or (keep.startswith("newest") and newest <= budget):
+            head = 0
+        elif keep.startswith("newest"):
+            begin = total - newest
+        head_end, tail_start = begin + head, total - budget + head
         texts: list[str | None] = []
         first = 0
         for text, offsets in zip(cell.texts, cell.offsets, strict=True):
@@ -284,19 +292,3 @@ def share_out(counts: Sequence[int], shares: Sequence[float], tokens: int) -> li
     for index in remainders[: max(0, left)]:
         budgets[index] += 1
     return budgets
-
-
-def ranges(counts: Sequence[int], tokens: int, keep: str) -> tuple[int, int, int]:
-    """Return the first token of a field's head, and how many tokens of its head and of its tail stay."""
-    budget, begin = max(0, tokens), 0
-    if keep == "head":
-        return 0, budget, 0
-    if keep in ("newest_turns", "newest_rounds"):
-        newest = next((count for count in reversed(counts) if count), 0)
-        if newest <= budget:
-            return 0, 0, budget
-        begin = sum(counts) - newest
-    elif keep == "tail":
-        return 0, 0, budget
-    head = (budget + 1) // 2
-    return begin, head, budget - head

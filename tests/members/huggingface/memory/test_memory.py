@@ -14,7 +14,7 @@ import transformers
 from ensemble.members.footprint import Activation, Stage
 from ensemble.members.huggingface.checkpoint.architecture import Architecture, read_architecture
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor, read_tensors
-from ensemble.members.huggingface.loading.quantization_config import quantization_config
+from ensemble.members.huggingface.loading.model import quantization_config
 from ensemble.members.huggingface.memory.sizes import Dtype, activation, weights
 from ensemble.members.huggingface.scoring.classifier import Classifier
 from tests.checkpoints import architecture_of, described, make_checkpoint

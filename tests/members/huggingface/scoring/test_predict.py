@@ -219,7 +219,7 @@ def test_quantized_weights_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_an_unknown_quantization_key_is_named(tmp_path: Path) -> None:
-    from ensemble.members.huggingface.loading.quantization_config import quantization_config
+    from ensemble.members.huggingface.loading.model import quantization_config
 
     with pytest.raises(ValueError, match="unknown key bnb_4bit_quant_typ"):
         quantization_config({"load_in_4bit": True, "bnb_4bit_quant_typ": "nf4"})
