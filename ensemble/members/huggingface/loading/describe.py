@@ -100,22 +100,12 @@ def _build(config: Any, auto_class: str, folder: str) -> dict[str, Any]:
         with init_empty_weights():
             model = auto.from_config(config, attn_implementation="eager")
     except Exception as error:
-        kinds = _rope_types(config.to_dict()) - {*ROPE_INIT_FUNCTIONS, "default"}
-        unknown = next(iter(sorted(kinds)), None)
+        kinds = set(re.findall(r'"rope_type": "([^"]*)"', json.dumps(config.to_dict(), default=str)))
+        unknown = next(iter(sorted(kinds - {*ROPE_INIT_FUNCTIONS, "default"})), None)
         # A model that cannot be built without its tensors may still be loaded.
         answer = {} if "meta" in str(error) else {"model_error": _words(error, folder)}
         return {**answer, "unknown_rope_type": unknown}
     return _look_at(model)
-
-
-def _rope_types(settings: Any) -> set[str]:
-    """Return every ``rope_type`` in a config, whatever the depth."""
-    kinds: set[str] = set()
-    if isinstance(settings, Mapping):
-        kind = settings.get("rope_type")
-        kinds |= {kind} if isinstance(kind, str) else set()
-        kinds |= {kind for value in settings.values() for kind in _rope_types(value)}
-    return kinds
 
 
 def _look_at(model: Any) -> dict[str, Any]:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.members.batch_size import BATCHES_PER_STAGE, MIN_STAGE_TOKENS
-
 # A batch that holds this many padded tokens, or a quarter of a smaller budget, may be closed rather than padded
 # further. Measured on 1,500 long-tailed rows: 2.3 % padding at any budget; twice as many tokens gave 3.0 %.
 _FULL_ENOUGH_TOKENS = 1024
@@ -41,12 +39,6 @@ class MemoryLimit:
     def tokens_at(self, width: int) -> int:
         """Return how many padded tokens fit, in rows of ``width`` tokens."""
         return max(1, int(self.available_bytes / self.cost(1, width)))
-
-
-def tokens_for_stages(token_budget: int, stages: int, chunk_tokens: int) -> int:
-    """Return how many tokens a batch may hold so that a chunk keeps all GPUs of a spread model busy."""
-    share = chunk_tokens // (BATCHES_PER_STAGE * stages)
-    return max(min(MIN_STAGE_TOKENS, token_budget), min(token_budget, share))
 
 
 def make_batches(

@@ -21,9 +21,10 @@ import torch
 
 from ensemble.common.protocol import Counters
 from ensemble.common.torch_errors import is_out_of_memory
+from ensemble.members.batch_size import BATCHES_PER_STAGE, MIN_STAGE_TOKENS
 from ensemble.members.huggingface.loading.device_map import input_device, last_device
 from ensemble.members.huggingface.loading.spread import Spread
-from ensemble.members.huggingface.scoring.batching import MemoryLimit, make_batches, tokens_for_stages
+from ensemble.members.huggingface.scoring.batching import MemoryLimit, make_batches
 
 Report = Callable[[int, int, int], None]
 Mode = Callable[[], AbstractContextManager[None]]
@@ -122,7 +123,7 @@ class BatchSizes:
         batch_size: rows a batch, if the user set it; then the token budget does not count.
         equal_lengths: whether only rows of the same length share a batch.
         memory: None if it is unknown, or if the user set the size.
-        stages: GPUs that each chunk should keep busy (``tokens_for_stages``).
+        stages: GPUs that each chunk should keep busy.
     """
 
     token_budget: int
@@ -162,7 +163,9 @@ class BatchSizes:
         """Cut rows into batches; all rows of a batch skip as many tokens, and those that skip none come first."""
         budget = self.token_budget
         if self.stages > 1:
-            budget = tokens_for_stages(budget, self.stages, int(lengths[rows].sum()))
+            # Enough batches that the chunk keeps all GPUs of a spread model busy.
+            share = int(lengths[rows].sum()) // (BATCHES_PER_STAGE * self.stages)
+            budget = max(min(MIN_STAGE_TOKENS, budget), min(budget, share))
         batches: deque[Integers] = deque()
         for tokens in np.unique(skipped[rows]).tolist():
             group = rows[skipped[rows] == tokens]

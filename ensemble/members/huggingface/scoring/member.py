@@ -138,17 +138,14 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         for row in table.take(np.arange(min(ROWS, table.rows))):
             with contextlib.suppress(TemplateProblem):
                 self._first_texts.append(self._prompts[0].render(row))
-        parts = [part for text in self._first_texts for part in _parts(text)]
-        self._tokenizer_notes = list(check_tokenizer(spec, self._tokenizer, parts))
-        self._warmup_texts: list[Text] = [
-            (text, text) if self._prompts[0].is_pair else text for text in TEXTS
-        ]
-        if self._first_texts:
-            longest = max(self._first_texts, key=lambda text: len("".join(text)))
-            if isinstance(longest, str):
-                self._warmup_texts.append(longest[:MAX_CHARACTERS])
-            else:
-                self._warmup_texts.append((longest[0][:MAX_CHARACTERS], longest[1][:MAX_CHARACTERS]))
+        parts = [(text,) if isinstance(text, str) else text for text in self._first_texts]
+        notes = check_tokenizer(spec, self._tokenizer, [part for text in parts for part in text])
+        self._tokenizer_notes = list(notes)
+        is_pair = self._prompts[0].is_pair
+        self._warmup_texts: list[Text] = [(text, text) if is_pair else text for text in TEXTS]
+        if parts:
+            cut = [part[:MAX_CHARACTERS] for part in max(parts, key=lambda text: len("".join(text)))]
+            self._warmup_texts.append((cut[0], cut[1]) if is_pair else cut[0])
         self._warmup = self._prompts[0].encode_texts(self._warmup_texts)
 
     def _make_prompts(self) -> list[Prompt]:
@@ -236,7 +233,3 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             f"even alone{in_float32}; lower max_length ({self._max_length}), quantize, or give it more GPUs "
             "(num_gpus)"
         )
-
-
-def _parts(text: Text) -> tuple[str, ...]:
-    return (text,) if isinstance(text, str) else text
