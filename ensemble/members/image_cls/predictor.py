@@ -238,21 +238,20 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
             advice=next((part.advice for part in parts if np.isnan(part.values).any()), parts[-1].advice),
         )
 
+    def _read(self, rows: npt.NDArray[np.int64], step: Callable[[], None]) -> EncodedImages:
+        return self._reader.encode(self._table.take(rows), step)
+
     def _blocks(self, rows: npt.NDArray[np.int64], step: Callable[[], None]) -> Iterator[EncodedImages]:
         """Yield the images of the rows in blocks; on a GPU the next block is read while one is computed."""
-
-        def read(block: npt.NDArray[np.int64], step: Callable[[], None]) -> EncodedImages:
-            return self._reader.encode(self._table.take(block), step)
-
         blocks = [rows[start : start + self._block_rows] for start in range(0, len(rows), self._block_rows)]
         if not self._spec.gpus:  # on a CPU both would need the same cores
-            yield from (read(block, step) for block in blocks)
+            yield from (self._read(block, step) for block in blocks)
             return
         with ThreadPoolExecutor(1, "reading") as reading:
-            following = reading.submit(read, blocks[0], step)
+            following = reading.submit(self._read, blocks[0], step)
             for next_block in blocks[1:]:
                 encoded = following.result()
-                following = reading.submit(read, next_block, lambda: None)
+                following = reading.submit(self._read, next_block, lambda: None)
                 yield encoded
             yield following.result()
 
