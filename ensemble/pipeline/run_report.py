@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any, Final, Literal
-from urllib.parse import quote
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
@@ -22,7 +19,6 @@ from ensemble.common.text import duration, plural
 from ensemble.config.schema import RuleConfig
 from ensemble.config.values import AnyWeight, weight_numbers
 from ensemble.merging.scoring import CascadeComparison, Gain, Score
-from ensemble.pipeline.run_dir import RunDir
 from ensemble.planning.forecast import Speed
 from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve
 from ensemble.scheduling.records import Failure, FaultRecord, Gap
@@ -161,7 +157,6 @@ class MemberReport:
         bad_rows: the reason of each table row that could not be computed.
         workers: those of an earlier run, if that completed the member.
         calibration: of the merge, as in the config; empty if there is none.
-        views: by name.
         partial_rows: how many rows lack some of their views, and are the mean of the others.
         lost_rows: at least so many were computed and not kept, because the time limit ended their chunk.
         settings: a digest of each key that the probabilities may depend on.
@@ -240,18 +235,13 @@ class RunReport:
         seconds_left: from ``written_at`` on; None if it is not known.
         timing: seconds by phase of the whole run.
         idle_gaps: in which a device computed nothing between two members.
-        left_out: members that the others were merged without.
-        merged_rows: how many rows each merged member gave.
-        filled_rows: how many rows no member gave.
         nodes: of the cluster; none on one machine.
         gain: of the ensemble over its best member; None if there is none.
         explanation: a sentence about where the time went, if a time limit left none to compute rows.
-        ensemble: the merge method and its settings.
         rules: in the config's order, once they have been applied.
         files: results by what they are: the members' in the config's order, then the others.
         config: the YAML as it was written; for several files, or with ``${CONFIG_DIR}``, all in one, with the
             overrides and that folder.
-        config_files: as they were named.
         table: the absolute path of the input table.
         fitted_on: the config's ``fitted_on``, if the run has scored the same rows; else None.
         tuned_on: the config's ``tuned_on``; None if ``tune`` wrote none of its files.
@@ -320,14 +310,6 @@ class RunReport:
         lines += [f"{failure.member} failed: {failure.message}" for failure in self.failures]
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        """Return the same lines for a notebook, with a link to the page of the report."""
-        page = RunDir(Path(self.files.get("report", "")).parent).report_page
-        if not page.is_file():
-            return preformatted(repr(self))
-        link = f'<a href="{quote(os.path.relpath(page))}" target="_blank">{page.name}</a>'
-        return f"{preformatted(repr(self))}<p>{link}</p>"
-
     def write(self, path: Path) -> None:
         """Write run.json; numbers that JSON does not have become texts, such as "NaN"."""
         # Much faster than the standard library; with hundreds of workers it is a megabyte each time.
@@ -350,11 +332,6 @@ class RunReport:
                 f"{path} is damaged or of another version of ensemble ({where}: {first['msg']}), so there is no "
                 "run.json that can be read; run the config again"
             ) from None
-
-
-def preformatted(text: str) -> str:
-    """Return HTML that shows a text as a terminal does."""
-    return f'<pre style="white-space: pre-wrap">{escape(text)}</pre>'
 
 
 def computations_of(manifest: Mapping[str, object]) -> tuple[Computation, ...]:
