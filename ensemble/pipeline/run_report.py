@@ -16,7 +16,7 @@ from ensemble.common.gpus import Device
 from ensemble.common.protocol import Activation, Counters
 from ensemble.common.redact import MASK
 from ensemble.common.text import duration, plural
-from ensemble.config.schema import RuleConfig
+from ensemble.config.schema import FittingConfig, RuleConfig
 from ensemble.config.values import AnyWeight, weight_numbers
 from ensemble.merging.scoring import CascadeComparison, Gain, Score
 from ensemble.planning.forecast import Speed
@@ -91,27 +91,6 @@ class CascadeReport:
     rows: int
     is_selected: bool
     comparison: CascadeComparison | None
-
-
-@dataclass(frozen=True)
-class FittedOn:
-    """The config's ``fitted_on``, see ``FittingConfig``."""
-
-    rows: int
-    sha256: str
-    metric: str
-    value: float
-    interval: tuple[float, float] | None
-
-    @property
-    def text(self) -> str:
-        """The score of the weights on rows that they were not fitted on, in words."""
-        metric = self.metric.replace("_", " ")
-        text = f"fitted on these {plural(self.rows, 'row')}; held-out {metric}: {self.value:.4f}"
-        if self.interval is None:
-            return text
-        low, high = self.interval
-        return f"{text} (95 % interval {low:.4f} to {high:.4f})"
 
 
 @dataclass(frozen=True)
@@ -279,7 +258,7 @@ class RunReport:
     config_files: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     table: str = ""
-    fitted_on: FittedOn | None = None
+    fitted_on: FittingConfig | None = None
     tuned_on: dict[str, Any] | None = None
 
     def table_path(self) -> Path:
