@@ -395,10 +395,12 @@ def merge(
     if isinstance(weights, Mapping):
         by_name = dict(text.split("=", 1) for text in _texts(weights))
         weights = None
-    # No signal leaves a temporary file.
-    with _signals_passed_on("run the same command again"), heed_signals(_is_command):
-        names, file = [*map(str, _files(files))], _optional_path(weights)
-        merged = merge_files(names, _path(output), sets, file, by_name, id_column, labels, keys)
+    names, file = [*map(str, _files(files))], _optional_path(weights)
+    try:
+        with _signals_passed_on(), heed_signals(_is_command):  # no signal leaves a temporary file
+            merged = merge_files(names, _path(output), sets, file, by_name, id_column, labels, keys)
+    except Interrupted as stopped:
+        raise Interrupted(stopped.exit_code - 128, "run the same command again") from None
     show("merge", merged, _stream(quiet))
     return merged.path
 
@@ -501,19 +503,15 @@ def _exclusive_run(loaded: LoadedConfig, quiet: bool) -> Iterator[IO[str] | None
 
 
 @contextlib.contextmanager
-def _signals_passed_on(advice: str = "") -> Iterator[None]:
-    """Give a signal that stopped the work within to the caller's own handler, which is back by then.
-
-    Args:
-        advice: what the command line says of it, in place of its usual words.
-    """
+def _signals_passed_on() -> Iterator[None]:
+    """Give a signal that stopped the work within to the caller's own handler, which is back by then."""
     try:
         yield
     except Interrupted as stopped:
-        number = stopped.exit_code - 128
-        if _is_command:
-            raise Interrupted(number, advice) if advice else stopped from None
-        signal.raise_signal(number)  # Python's own handler raises KeyboardInterrupt for SIGINT
+        if not _is_command:
+            signal.raise_signal(
+                stopped.exit_code - 128
+            )  # Python's own handler raises KeyboardInterrupt for SIGINT
         raise
 
 
