@@ -44,12 +44,12 @@ def main() -> None:
         # typer before 0.16 runs another command than was asked for.
         from ensemble.common.packages import COMMAND_LINE, OLDEST_PYTHON, unsupported
 
-        found = [*unsupported(COMMAND_LINE)]
+        problems = [*unsupported(COMMAND_LINE)]
         if sys.version_info < OLDEST_PYTHON:
-            oldest = ".".join(map(str, OLDEST_PYTHON))
-            found = [f"Python {sys.version.split()[0]} is too old; use Python {oldest} or newer"]
-        if found:
-            sys.stderr.write("".join(f"error: {text}\n" for text in found))
+            oldest = "{}.{}".format(*OLDEST_PYTHON)
+            problems = [f"Python {sys.version.split()[0]} is too old; use Python {oldest} or newer"]
+        if problems:
+            sys.stderr.write("".join(f"error: {text}\n" for text in problems))
             sys.exit(2)
         from ensemble.cli.app import main as command_line
 

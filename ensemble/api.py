@@ -1,12 +1,11 @@
 """The Python API: what the commands do, as functions for notebooks and scripts.
 
 The functions leave nothing changed in the caller's process: no module is kept out or loaded in a special way, no
-stream is replaced, and handlers of signals and loggers are put back.  Errors and printed text hold no secrets.
+stream is replaced, and handlers of signals and loggers are put back. Errors and printed text hold no secrets. Where
+the command would fail, its function raises an ``EnsembleError`` with every problem found.
 
-Where the command would fail, its function raises an ``EnsembleError`` with every problem found.
-
-The command line calls the same functions, and takes the help of its commands and options from their docstrings
-(``cli/options.py``): paragraphs before ``Args`` describe the command, ``Args`` its options.
+The command line takes its help from the docstrings (``cli/options.py``): paragraphs before ``Args`` describe the
+command, ``Args`` its options.
 """
 
 from __future__ import annotations
@@ -273,11 +272,11 @@ def fit(
         from ensemble.analysis.weights_file import check_output, fit_sources
 
     with redacted_errors():
-        paths = _fit_sources(sources)
-        if not paths:
-            raise ConfigError("sources: the list is empty; give the path of a config or of CSVs")
-        table = _optional_path(labels)
-        file = _optional_path(output)
+        if isinstance(sources, Mapping) and "models" not in sources:
+            paths: list[ConfigSource] = [*_files(sources)]
+        else:
+            paths = _config_sources(sources)
+        table, file = _optional_path(labels), _optional_path(output)
         target = None
         if file is not None:
             target = check_output(file, force, [path for path in paths if isinstance(path, Path)], table)
@@ -397,11 +396,12 @@ def merge(
     if isinstance(weights, Mapping):
         by_name = dict(text.split("=", 1) for text in _texts(weights))
         weights = None
-    # No signal leaves a temporary file.
-    with _signals_passed_on("run the same command again"), heed_signals(_is_command):
-        names = [*map(str, _files(files))]
-        weights_file = _optional_path(weights)
-        merged = merge_files(names, _path(output), sets, weights_file, by_name, id_column, labels, keys)
+    names, file = [*map(str, _files(files))], _optional_path(weights)
+    try:
+        with _signals_passed_on(), heed_signals(_is_command):  # no signal leaves a temporary file
+            merged = merge_files(names, _path(output), sets, file, by_name, id_column, labels, keys)
+    except Interrupted as stopped:
+        raise Interrupted(stopped.exit_code - 128, "run the same command again") from None
     show("merge", merged, _stream(quiet))
     return merged.path
 
@@ -504,19 +504,15 @@ def _exclusive_run(loaded: LoadedConfig, quiet: bool) -> Iterator[IO[str] | None
 
 
 @contextlib.contextmanager
-def _signals_passed_on(advice: str = "") -> Iterator[None]:
-    """Give a signal that stopped the work within to the caller's own handler, which is back by then.
-
-    Args:
-        advice: what the command line says of it, in place of its usual words.
-    """
+def _signals_passed_on() -> Iterator[None]:
+    """Give a signal that stopped the work within to the caller's own handler, which is back by then."""
     try:
         yield
     except Interrupted as stopped:
-        number = stopped.exit_code - 128
-        if _is_command:
-            raise Interrupted(number, advice) if advice else stopped from None
-        signal.raise_signal(number)  # Python's own handler raises KeyboardInterrupt for SIGINT
+        if not _is_command:
+            signal.raise_signal(
+                stopped.exit_code - 128
+            )  # Python's own handler raises KeyboardInterrupt for SIGINT
         raise
 
 
@@ -538,10 +534,7 @@ def _load(config: object, overrides: Overrides | None) -> LoadedConfig:
     with imports(), redacted_errors():
         from ensemble.pipeline.load import load
 
-        sources = [_source(source) for source in _listed(config)]
-        if not sources:
-            raise ConfigError("config: the list is empty; give the path of a YAML file")
-        loaded = load(sources, _texts(overrides))
+        loaded = load(_config_sources(config), _texts(overrides))
         if _is_command:
             guard_output(loaded.redactor)  # now that the config's own secrets are known
         return loaded
@@ -552,20 +545,18 @@ def _listed(value: object) -> Sequence[object]:
     return value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
 
 
-def _source(value: object) -> ConfigSource:
-    """Return the path of a YAML file, or a mapping in its place."""
+def _config_sources(config: object) -> list[ConfigSource]:
+    """Return paths of YAML files, and mappings in their place."""
     from ensemble.config import MappingConfig, mapping_config
 
-    if isinstance(value, MappingConfig):
-        return value
-    return mapping_config(value) if isinstance(value, Mapping) else _path(value)
-
-
-def _fit_sources(value: object) -> list[ConfigSource]:
-    """Return configs or CSVs; a mapping without the key ``models`` holds paths by their names."""
-    if isinstance(value, Mapping) and "models" not in value:
-        return [*_files(value)]
-    return [_source(source) for source in _listed(value)]
+    sources: list[ConfigSource] = []
+    for source in _listed(config):
+        if isinstance(source, Mapping):
+            source = mapping_config(source)
+        sources.append(source if isinstance(source, MappingConfig) else _path(source))
+    if not sources:
+        raise ConfigError("the list is empty; give the path of a config or of CSVs")
+    return sources
 
 
 def _files(value: object) -> list[Path]:

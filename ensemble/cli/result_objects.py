@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from ensemble.cli.views import lines
 from ensemble.commands.status import RunStatus
@@ -12,11 +14,9 @@ from ensemble.common.errors import DataError
 from ensemble.common.packages import demand_supported
 from ensemble.common.redact import Redactor, redacted_errors
 from ensemble.common.text import did_you_mean, quoted
-from ensemble.config import RunConfig
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.run_report import RunReport, preformatted
-from ensemble.planning.plan import Plan
+from ensemble.pipeline.run_report import RunReport
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,7 +26,7 @@ class _Shown:
     """Shows a notebook what is printed, and completes to public names."""
 
     def _repr_html_(self) -> str:
-        return preformatted(repr(self))
+        return f'<pre style="white-space: pre-wrap">{escape(repr(self))}</pre>'
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if not name.startswith("_")]
@@ -125,6 +125,13 @@ class Run(_Shown):
         except DataError as error:  # a notebook shows it all the same
             return str(error)
 
+    def _repr_html_(self) -> str:
+        page = self._rundir.report_page
+        if not page.is_file():
+            return super()._repr_html_()
+        link = f'<a href="{quote(os.path.relpath(page))}" target="_blank">{page.name}</a>'
+        return f"{super()._repr_html_()}<p>{link}</p>"
+
 
 class Preview(_Shown):
     """A config that was checked and planned.  Printed, it is what ``validate`` or ``plan`` shows.
@@ -139,9 +146,7 @@ class Preview(_Shown):
     def __init__(self, view: str, prepared: Prepared) -> None:
         self._view = view
         self.prepared = prepared
-        self.config: RunConfig = prepared.config
-        self.plan: Plan = prepared.plan
-        self.problems: tuple[str, ...] = prepared.problems
+        self.config, self.plan, self.problems = prepared.config, prepared.plan, prepared.problems
 
     def __repr__(self) -> str:
         return self.prepared.loaded.redactor("\n".join(lines(self._view, self.prepared)))

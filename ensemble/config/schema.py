@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from ensemble.common.text import listed
+from ensemble.common.text import listed, plural
 from ensemble.config.document import KeyProblems, Problem, place
 from ensemble.config.values import (
     AnyWeight,
@@ -377,6 +377,16 @@ class FittingConfig(StrictConfig):
     interval: Ends | None = Field(
         default=None, examples=["[0.3710, 0.4254]"]
     )  # of the value, 95 %; null: unknown
+
+    @property
+    def text(self) -> str:
+        """Return the score of the weights on rows that they were not fitted on, in words."""
+        metric = self.metric.replace("_", " ")
+        text = f"fitted on these {plural(self.rows, 'row')}; held-out {metric}: {self.value:.4f}"
+        if self.interval is None:
+            return text
+        low, high = self.interval
+        return f"{text} (95 % interval {low:.4f} to {high:.4f})"
 
 
 Ensemble = SerializeAsAny[EnsembleConfig]

@@ -120,14 +120,11 @@ class RunState:
         }
         if not devices:
             return None
-        versions = _versions([state])
         driver = self.prepared.inventory.driver_version
-        if driver:
-            versions["driver"] = driver
         return Computation(
             at=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=round(state.predicting_seconds, 3),
-            versions=versions,
+            versions=_versions([state]) | ({"driver": driver} if driver else {}),
             devices=devices,
         )
 
@@ -269,17 +266,12 @@ def _memory_forecast(plan: MemberPlan, workers: Sequence[WorkerReport]) -> Memor
 
 def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float | None:
     """Return the seconds until the last member ends, by the speeds so far; None before any is known."""
-    measured = {}
-    for state in members:
-        whole_seconds = state.speed_meter.seconds_per_cost  # of all of its work on one replica
-        if whole_seconds is None and state.computed_cost:
-            whole_seconds = state.predicting_seconds * max(1, state.running) / state.computed_cost
-        if whole_seconds:
-            measured[state.plan.name] = whole_seconds
+    # Of all of a member's work on one replica, by the chunks that are done.
+    by_name = {state.plan.name: state.speed_meter.seconds_per_cost for state in members}
+    measured = {name: seconds for name, seconds in by_name.items() if seconds}
     if not measured and not all(state.plan.speed.is_measured for state in members):
         return None
-    guessed = {state.plan.name: state.plan.whole_seconds for state in members}
-    seconds = calibrated(guessed, measured)
+    seconds = calibrated({state.plan.name: state.plan.whole_seconds for state in members}, measured)
     jobs = []
     for state in members:
         if state.finished or state.failure is not None:

@@ -22,6 +22,7 @@ from ensemble.common.files import atomic_path
 from ensemble.common.shards import file_sha256
 from ensemble.common.text import plural
 from ensemble.config import MemberConfig
+from ensemble.config.schema import FittingConfig
 from ensemble.data.csv_file import write_csv
 from ensemble.data.digests import truth_sha256
 from ensemble.members.base import OutputColumns
@@ -43,7 +44,7 @@ from ensemble.pipeline.resume import (
 )
 from ensemble.pipeline.reuse import write_bits
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.run_report import Computation, FittedOn
+from ensemble.pipeline.run_report import Computation
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.state import MemberState
 
@@ -79,7 +80,7 @@ class Results:
     comparisons: dict[str, CascadeComparison] = field(default_factory=dict)
     view_rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
     partial_rows: dict[str, int] = field(default_factory=dict)
-    fitted_on: FittedOn | None = None
+    fitted_on: FittingConfig | None = None
 
 
 class ResultWriter:
@@ -233,14 +234,14 @@ class ResultWriter:
             path = submission.path
         self.results.files["submission"] = path
 
-    def _fitted_on(self) -> FittedOn | None:
+    def _fitted_on(self) -> FittingConfig | None:
         """Return what the weights were fitted on, if that is this table with these labels."""
         fitted, table, truth = self._config.fitted_on, self._prepared.table, self._prepared.truth
         if fitted is None or truth is None or fitted.rows != table.rows:
             return None
         if truth_sha256(table.ids, self._labels, truth) != fitted.sha256.lower():
             return None
-        return FittedOn(**fitted.model_dump())
+        return fitted
 
     def _scoring(self, has_loss: bool = True) -> Scoring | None:
         truth = self._prepared.truth

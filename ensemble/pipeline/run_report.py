@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any, Final, Literal
-from urllib.parse import quote
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
@@ -19,10 +16,9 @@ from ensemble.common.gpus import Device
 from ensemble.common.protocol import Activation, Counters
 from ensemble.common.redact import MASK
 from ensemble.common.text import duration, plural
-from ensemble.config.schema import RuleConfig
+from ensemble.config.schema import FittingConfig, RuleConfig
 from ensemble.config.values import AnyWeight, weight_numbers
 from ensemble.merging.scoring import CascadeComparison, Gain, Score
-from ensemble.pipeline.run_dir import RunDir
 from ensemble.planning.forecast import Speed
 from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve
 from ensemble.scheduling.records import Failure, FaultRecord, Gap
@@ -98,27 +94,6 @@ class CascadeReport:
 
 
 @dataclass(frozen=True)
-class FittedOn:
-    """The config's ``fitted_on``, see ``FittingConfig``."""
-
-    rows: int
-    sha256: str
-    metric: str
-    value: float
-    interval: tuple[float, float] | None
-
-    @property
-    def text(self) -> str:
-        """The score of the weights on rows that they were not fitted on, in words."""
-        metric = self.metric.replace("_", " ")
-        text = f"fitted on these {plural(self.rows, 'row')}; held-out {metric}: {self.value:.4f}"
-        if self.interval is None:
-            return text
-        low, high = self.interval
-        return f"{text} (95 % interval {low:.4f} to {high:.4f})"
-
-
-@dataclass(frozen=True)
 class RuleReport:
     """A rule of the config, and how many rows it was for."""
 
@@ -161,7 +136,6 @@ class MemberReport:
         bad_rows: the reason of each table row that could not be computed.
         workers: those of an earlier run, if that completed the member.
         calibration: of the merge, as in the config; empty if there is none.
-        views: by name.
         partial_rows: how many rows lack some of their views, and are the mean of the others.
         lost_rows: at least so many were computed and not kept, because the time limit ended their chunk.
         settings: a digest of each key that the probabilities may depend on.
@@ -240,18 +214,13 @@ class RunReport:
         seconds_left: from ``written_at`` on; None if it is not known.
         timing: seconds by phase of the whole run.
         idle_gaps: in which a device computed nothing between two members.
-        left_out: members that the others were merged without.
-        merged_rows: how many rows each merged member gave.
-        filled_rows: how many rows no member gave.
         nodes: of the cluster; none on one machine.
         gain: of the ensemble over its best member; None if there is none.
         explanation: a sentence about where the time went, if a time limit left none to compute rows.
-        ensemble: the merge method and its settings.
         rules: in the config's order, once they have been applied.
         files: results by what they are: the members' in the config's order, then the others.
         config: the YAML as it was written; for several files, or with ``${CONFIG_DIR}``, all in one, with the
             overrides and that folder.
-        config_files: as they were named.
         table: the absolute path of the input table.
         fitted_on: the config's ``fitted_on``, if the run has scored the same rows; else None.
         tuned_on: the config's ``tuned_on``; None if ``tune`` wrote none of its files.
@@ -289,7 +258,7 @@ class RunReport:
     config_files: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     table: str = ""
-    fitted_on: FittedOn | None = None
+    fitted_on: FittingConfig | None = None
     tuned_on: dict[str, Any] | None = None
 
     def table_path(self) -> Path:
@@ -320,14 +289,6 @@ class RunReport:
         lines += [f"{failure.member} failed: {failure.message}" for failure in self.failures]
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        """Return the same lines for a notebook, with a link to the page of the report."""
-        page = RunDir(Path(self.files.get("report", "")).parent).report_page
-        if not page.is_file():
-            return preformatted(repr(self))
-        link = f'<a href="{quote(os.path.relpath(page))}" target="_blank">{page.name}</a>'
-        return f"{preformatted(repr(self))}<p>{link}</p>"
-
     def write(self, path: Path) -> None:
         """Write run.json; numbers that JSON does not have become texts, such as "NaN"."""
         # Much faster than the standard library; with hundreds of workers it is a megabyte each time.
@@ -350,11 +311,6 @@ class RunReport:
                 f"{path} is damaged or of another version of ensemble ({where}: {first['msg']}), so there is no "
                 "run.json that can be read; run the config again"
             ) from None
-
-
-def preformatted(text: str) -> str:
-    """Return HTML that shows a text as a terminal does."""
-    return f'<pre style="white-space: pre-wrap">{escape(text)}</pre>'
 
 
 def computations_of(manifest: Mapping[str, object]) -> tuple[Computation, ...]:

@@ -122,7 +122,7 @@ def test_what_a_notebook_shows_and_completes(here: Project, tmp_path: Path) -> N
     assert short[0].startswith("complete, after ")
     assert short[0].endswith(": 60 rows, 2 members")
     assert [line.partition(": log loss ")[0] for line in short[1:]] == [*run.report.scores]
-    assert '<a href="runs/first/report.html"' in run.report._repr_html_()
+    assert '<a href="runs/first/report.html"' in run._repr_html_()
     for preview in (ensemble.plan(here.config()), ensemble.validate(here.config())):
         assert "gemma" in repr(preview)
         assert escape(repr(preview)) in preview._repr_html_()
