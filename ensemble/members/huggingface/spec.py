@@ -26,6 +26,9 @@ DEFAULT_MAX_LENGTH = 1024
 # Numbers of an image that count as a token: a patch of 16 by 16 pixels in three colours.
 NUMBERS_OF_TOKEN = 16 * 16 * 3
 _CAP = "attn_logit_softcapping"
+# Our own attention for capped scores, as transformers knows it, and how many queries it computes at a time.
+CAPPED_BLOCKS = "capped_blocks"
+QUERIES_PER_BLOCK = 256
 # Arguments of model_kwargs and tokenizer_kwargs that say how files are fetched. They do not change predictions, and
 # a token may change every day.
 _FETCH_KEYS = (

@@ -1,0 +1,93 @@
+"""A model with fused norms gives the numbers that it gave before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from ensemble.members.huggingface.loading.fused_norms import FusedNorm, fuse_norms
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_labels": 3,
+    "pad_token_id": 0,
+}
+
+
+def model_of(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(architecture, **SIZES)).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:  # as made they are all 1, or all 0
+                weight.add_(0.3 * torch.randn_like(weight))
+    return model.to(dtype)
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.randint(1, 61, (32, 20), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        result: torch.Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    return result.float()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "norms"), [("llama", 5), ("qwen3", 9), ("mistral", 5), ("gemma", 5), ("gemma2", 9)]
+)
+def test_logits_stay(architecture: str, norms: int) -> None:
+    model = model_of(architecture)
+    before = logits(model)
+    assert fuse_norms(model) == norms
+    fused = [module for module in model.modules() if isinstance(module, FusedNorm)]
+    assert {module.adds_one for module in fused} == {architecture.startswith("gemma")}
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_no_further_from_float32(architecture: str, dtype: torch.dtype) -> None:
+    exact = logits(model_of(architecture, dtype).float())
+    model = model_of(architecture, dtype)
+    before = (logits(model) - exact).abs().mean()
+    assert fuse_norms(model)
+    assert (logits(model) - exact).abs().mean() <= 1.5 * before
+
+
+def test_norms_in_another_type_than_their_input_compute_as_before() -> None:
+    model = model_of("llama", torch.bfloat16)
+    for name, module in model.named_modules():
+        if name.endswith("norm"):
+            module.float()
+    fuse_norms(model)
+    norm = model.model.norm
+    hidden = torch.randn(2, 32, dtype=torch.bfloat16)
+    assert torch.equal(norm(hidden), norm.original(hidden))
+
+
+def test_other_norms_stay() -> None:
+    assert fuse_norms(model_of("bert")) == 0
+
+    class CubicRMSNorm(torch.nn.Module):
+        """Computes something else by the usual name."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = torch.nn.Parameter(torch.ones(8)), 1e-6
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.weight * hidden**3
+
+    parent = torch.nn.Sequential(CubicRMSNorm())
+    assert fuse_norms(parent) == 0
+    model = model_of("llama")
+    model.model.norm._hf_hook = object()
+    assert fuse_norms(model) == 4
