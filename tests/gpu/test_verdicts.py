@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.gpu.__main__ import DEADLINE_SECONDS as BENCH_SECONDS
-from bench.gpu.__main__ import Measuring, names_to_run, steps
+from bench.gpu.measuring import DEADLINE_SECONDS as BENCH_SECONDS
+from bench.gpu.measuring import Measuring, names_to_run, steps
 from bench.gpu.place import GEMMA, GIB, NF4, Failed, Place, Skip, check_devices, chosen
 from ensemble.common.gpus import Device
 from ensemble.scheduling.device_pool import Release
-from tests.gpu.__main__ import CHECKS, main, rows_of, seconds_of, takes
+from tests.gpu.checks import CHECKS, main, rows_of, seconds_of, takes
 from tests.gpu.bench import DEADLINE_SECONDS, Bench
 from tests.gpu.verdicts import Apart, Row, against_plan, follows_turing_rules, releases, too_little
 from tests.nvml.sim import Gpu, NvmlSim, gpu_uuid

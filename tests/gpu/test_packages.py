@@ -1,0 +1,113 @@
+"""On a machine without pydantic and bitsandbytes the checks say so, and run with the folder that gpu_kit makes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kaggle import make_image
+from tests.project import ROOT
+from tests.waiting import PATIENCE_SECONDS
+
+KIT = str(ROOT / "scripts/gpu_kit.py")
+PYTHON = ".".join(map(str, sys.version_info[:2]))
+
+
+def run(python: Path | str, *arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run Python in the checkout, which nobody has installed."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if folder is not None:
+        variables["PYTHONPATH"] = str(folder)
+    return subprocess.run(
+        [str(python), *arguments],
+        cwd=ROOT,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    return make_image(tmp_path, without=["pydantic", "annotated_types", "typing_inspection", "bitsandbytes"])
+
+
+@pytest.mark.parametrize("module", ["tests.gpu", "bench.gpu"])
+def test_missing_packages_are_named_in_a_sentence(module: str, bare: Path) -> None:
+    done = run(bare, "-m", module, "--rehearse")
+    assert done.returncode == 1
+    (line,) = done.stdout.splitlines()
+    assert f"{bare} has no pydantic (bitsandbytes is missing, too: no 4 and 8 bits); " in line
+    assert f"scripts/gpu_kit.py --python {PYTHON} --cuda VERSION FOLDER" in line
+
+
+@pytest.mark.long  # needs a package index, and takes 45 MB from it
+def test_the_kit_brings_what_is_missing(bare: Path, tmp_path: Path) -> None:
+    kit = tmp_path / "it's a kit"
+    done = run(sys.executable, KIT, "--python", PYTHON, "--cuda", "13.0", str(kit))
+    assert done.returncode == 0, done.stdout
+    assert sum(path.stat().st_size for path in kit.rglob("*") if path.is_file()) < 20e6
+    libraries = sorted(path.name for path in (kit / "bitsandbytes").glob("*.so"))
+    assert libraries == ["libbitsandbytes_cpu.so", "libbitsandbytes_cuda130.so"]
+    done = run(bare, "-m", "tests.gpu", "--rehearse", "--only", "plan against", folder=kit)
+    assert done.returncode == 0, done.stdout
+    assert "| plan against the peak |" in done.stdout
+    where = "import bitsandbytes, pydantic; print(bitsandbytes.__file__, pydantic.__file__, sep='\\n')"
+    printed = run(bare, "-c", where, folder=kit).stdout
+    assert all(line.startswith(str(kit)) for line in printed.splitlines()[-2:]), printed
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--cuda", "13"], "error: --cuda 13: give two numbers with a dot"),
+        (["--cuda", "13.0", "--python", "three"], "error: --python three: give two numbers with a dot"),
+    ],
+)
+def test_bad_versions_are_named(options: list[str], sentence: str, tmp_path: Path) -> None:
+    done = run(sys.executable, KIT, *options, str(tmp_path / "kit"))
+    assert (done.returncode, done.stdout.startswith(sentence)) == (1, True), done.stdout
+    assert not (tmp_path / "kit").exists()
+
+
+def test_a_folder_with_something_in_it_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").touch()
+    done = run(sys.executable, KIT, "--cuda", "13.0", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stdout == f"error: {tmp_path} is not an empty folder; name a new one\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.long  # needs a package index
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--cuda", "13.9"], "error: --cuda 13.9: bitsandbytes has no library for it; it has those for"),
+        (["--cuda", "13.0", "--python", "3.99"], "error: pip download pydantic"),
+    ],
+)
+def test_a_version_that_no_package_is_for_is_named(options: list[str], sentence: str, tmp_path: Path) -> None:
+    done = run(sys.executable, KIT, "--python", PYTHON, *options, str(tmp_path / "kit"))
+    assert (done.returncode, done.stdout.startswith(sentence)) == (1, True), done.stdout
+    assert not (tmp_path / "kit").exists()
+
+
+def test_without_an_index_pip_says_so(tmp_path: Path) -> None:
+    variables = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
+    done = subprocess.run(
+        [sys.executable, KIT, "--python", PYTHON, "--cuda", "13.0", str(tmp_path / "kit")],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert done.returncode == 1
+    assert done.stdout.startswith("error: pip download ")
+    assert not (tmp_path / "kit").exists()
