@@ -15,10 +15,9 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from kaggle_kit import KitError, download, needs_of
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
-from kaggle_kit import KitError, download, needs_of
 
 # Without what they need and torch brings along.
 PACKAGES = ("pydantic", "bitsandbytes")
@@ -39,7 +38,9 @@ def main() -> None:
         size = make(arguments.folder, arguments.python, arguments.cuda, [*PACKAGES, *arguments.also])
     except (KitError, OSError) as error:
         sys.exit(f"error: {error}")
-    print(f"{arguments.folder}: {size / 1e6:.1f} MB. There: PYTHONPATH={arguments.folder} python -m tests.gpu")
+    print(
+        f"{arguments.folder}: {size / 1e6:.1f} MB. There: PYTHONPATH={arguments.folder} python -m tests.gpu"
+    )
 
 
 def make(folder: Path, python: str, cuda: str, packages: Iterable[str]) -> int:
@@ -87,7 +88,9 @@ def _wanted(archive: zipfile.ZipFile, cuda: str) -> list[str]:
         KitError: it has libraries, but none for this version.
     """
     libraries = {name: match for name in archive.namelist() if (match := _CUDA_LIBRARY.fullmatch(name))}
-    versions = sorted({match["version"] for match in libraries.values() if match["device"] == "cuda"}, key=int)
+    versions = sorted(
+        {match["version"] for match in libraries.values() if match["device"] == "cuda"}, key=int
+    )
     if versions and cuda.replace(".", "") not in versions:
         shown = ", ".join(f"{version[:-1]}.{version[-1]}" for version in versions)
         raise KitError(f"--cuda {cuda}: bitsandbytes has no library for it; it has those for {shown}")

@@ -5,11 +5,13 @@ Owns what a machine must have for a step (a device's memory, disk, packages, tim
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from bench.gpu.results import Results
 from bench.shapes import GEMMA_2_2B, GEMMA_2_9B, GEMMA_3_270M, LLAMA_3_8B, make_full_size
 from ensemble.common.gpus import Device
 
@@ -30,6 +33,7 @@ GIB = 1 << 30
 RUN_SECONDS = 180.0
 # Left free on the disk beside a model.
 _DISK_MARGIN_BYTES = 2 * GIB
+_PREFIX = "ensemble gpu "
 _MAKE = (
     "import json, sys; from pathlib import Path; from bench.shapes import make_full_size; "
     "make_full_size(Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]), weights='random')"
@@ -99,15 +103,26 @@ def has_bitsandbytes() -> bool:
 
 
 def why_no_gpu() -> str:
-    """Why nothing can be measured with this Python here; empty where it can."""
-    missing = [name for name in ("torch", "transformers", "typer", "pynvml") if find_spec(name) is None]
-    if missing:
-        return f"{sys.executable} has no {', '.join(missing)}; install the project there, or set PYTHON="
+    """Return why this Python can use no GPU here; empty where it can."""
     import torch
 
     if not torch.cuda.is_available():
         return f"no GPU that this torch ({torch.__version__}) can use"
     return ""
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the folders of measurings whose processes are gone, such as killed ones, from a temporary folder."""
+    for left in folder.glob(f"{_PREFIX}*"):
+        process = left.name.removeprefix(_PREFIX).partition(" ")[0]
+        if process.isdigit() and not Path(f"/proc/{process}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def new_folder() -> Path:
+    """Return a new folder for runs and models, within the temporary folder."""
+    remove_leftovers(Path(tempfile.gettempdir()))
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()} "))
 
 
 class Place:
@@ -117,10 +132,22 @@ class Place:
         gpus: as they were before the first run.
         is_rehearsal: models are tiny, and any device does.
         seconds: for everything together, from now on.
+        models: where models are kept for the next time; None: in ``folder``.
+        results: keeps what runs leave.
     """
 
-    def __init__(self, folder: Path, gpus: Sequence[Device], is_rehearsal: bool, seconds: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        gpus: Sequence[Device],
+        is_rehearsal: bool,
+        seconds: float,
+        models: Path | None = None,
+        results: Results | None = None,
+    ) -> None:
         self.folder = folder
+        self.models = models or folder
+        self.results = results or Results(None)
         self.gpus = tuple(gpus)
         self.is_rehearsal = is_rehearsal
         self._seconds = seconds
@@ -162,20 +189,23 @@ class Place:
         Raises:
             Skip: the disk is too small, or writing took longer than there is time.
         """
-        folder = self.folder / model.name
+        shape = {**model.shape, **model.kept}
+        if self.is_rehearsal:
+            shape = {**model.shape, **_TINY, **model.kept}
+        # The name says what is in it, so that a kept model of another shape is not taken for this one.
+        digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:8]
+        folder = self.models / f"{model.name}-{digest}"
         if folder.exists():
             return folder
+        unfinished = self.models / f"{folder.name}.unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
         if self.is_rehearsal:  # a process of its own would take longer to start than these take to write
-            shape = {**model.shape, **_TINY, **model.kept}
-            return make_full_size(folder, shape, LABELS, dtype="float32", weights="random")
-        free = shutil.disk_usage(self.folder).free - _DISK_MARGIN_BYTES
+            make_full_size(unfinished, shape, LABELS, dtype="float32", weights="random")
+            return unfinished.rename(folder)
+        free = shutil.disk_usage(self.models).free - _DISK_MARGIN_BYTES
         if free < model.file_gib * GIB:
-            place = (
-                f"{self.folder.parent} has {max(0, free) / GIB:.1f} GiB to give; set TMPDIR to a larger one"
-            )
+            place = f"{self.models} has {max(0, free) / GIB:.1f} GiB to give; name a larger one with --models"
             raise Skip(f"{model.name}: needs {model.file_gib:g} GiB of disk, {place}")
-        unfinished = self.folder / f"{model.name}.unfinished"
-        shape = {**model.shape, **model.kept}
         arguments = [str(unfinished), json.dumps(shape), json.dumps(LABELS)]
         try:
             self.call(f"writing {model.name}", ["-c", _MAKE, *arguments], ROOT, self.seconds_left)
@@ -214,9 +244,19 @@ class Place:
             **({"devices": list(devices)} if devices else {}),
         }
         (self.folder / f"{name}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-        arguments = ["-m", "ensemble", "run", f"{name}.yaml"]
         limit = self.seconds_left if self.is_rehearsal else RUN_SECONDS
-        self.call(name, arguments, self.folder, limit, environment)
+        texts = {}
+        try:
+            if self.results.folder is not None:
+                plan = ["-m", "ensemble", "plan", f"{name}.yaml"]
+                texts["plan.txt"] = self.call(f"plan of {name}", plan, self.folder, limit, environment)
+            run = ["-m", "ensemble", "run", f"{name}.yaml"]
+            texts["printed.txt"] = self.call(name, run, self.folder, limit, environment)
+        except Failed as error:
+            texts["error.txt"] = str(error)
+            raise
+        finally:
+            self.results.keep_run(self.folder / name, texts)
         document: dict[str, Any] = json.loads((self.folder / name / "run.json").read_text(encoding="utf-8"))
         if not self.is_rehearsal:
             check_devices(document)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.gpu import __main__ as command
+from bench.gpu import measuring as command
 from bench.gpu.figures import flops, gpus_row, member_row, speed_of, sweep_row
 from bench.gpu.place import Place, why_no_gpu
 from tests.checkpoints import make_checkpoint

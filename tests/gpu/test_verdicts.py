@@ -18,8 +18,8 @@ from bench.gpu.measuring import Measuring, names_to_run, steps
 from bench.gpu.place import GEMMA, GIB, NF4, Failed, Place, Skip, check_devices, chosen
 from ensemble.common.gpus import Device
 from ensemble.scheduling.device_pool import Release
-from tests.gpu.checks import CHECKS, main, rows_of, seconds_of, takes
 from tests.gpu.bench import DEADLINE_SECONDS, Bench
+from tests.gpu.checks import CHECKS, main, rows_of, seconds_of, takes
 from tests.gpu.verdicts import Apart, Row, against_plan, follows_turing_rules, releases, too_little
 from tests.nvml.sim import Gpu, NvmlSim, gpu_uuid
 from tests.project import ROOT

@@ -12,6 +12,7 @@ from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, RESER
 from ensemble.members.huggingface.loading.describe import learnt_positions
 from ensemble.members.huggingface.loading.kernels import capability, choose_kernels, set_tf32
 from ensemble.members.huggingface.loading.model import load_model
+from ensemble.members.huggingface.loading.pair_copies import check_copies
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.batching import MemoryLimit
 from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec, default_max_length
@@ -81,6 +82,7 @@ def load_on_devices(spec: CheckpointSpec) -> Loaded:
     set_tf32(spec, least, notes)
     choose_kernels(least)
     model = load_model(spec, least, notes)
+    check_copies(model, notes)
     if not on_gpu:
         keep_freed_memory()  # after loading, so that its own memory is given back
     model.eval()

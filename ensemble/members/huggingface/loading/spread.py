@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ensemble.members.huggingface.loading.device_map import align_hooks, execution_device, input_device
+from ensemble.members.huggingface.loading.pair_copies import THROUGH_HOST, through_host
 
 
 class Spread:
@@ -25,6 +27,7 @@ class Spread:
 
     Modules that only hold constants, such as the rotary embedding, compute on the first device, and logits stay on
     the last.  Models on one device are left alone.  ``stages`` counts the devices that a batch passes through.
+    Where copies between the devices are wrong (``pair_copies.py``), they go by way of the host's memory.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,6 +36,7 @@ class Spread:
             WeakTensorKeyDictionary()
         )
         self._is_in_pass = False
+        self._goes_through_host = bool(getattr(model, THROUGH_HOST, False))
         blocks = dict(_blocks(model))
         self.stages = max(1, len(set(blocks.values())))
         if self.stages < 2:
@@ -40,6 +44,7 @@ class Spread:
         start = input_device(model)
         for block, device in blocks.items():
             if any(True for _ in block.buffers()) and not any(True for _ in block.parameters()):
+                block.cpu()  # and from there to the first device, so that no copy between GPUs is needed
                 for hook in align_hooks(block):
                     hook.execution_device = start
                     hook.init_hook(block)
@@ -72,6 +77,8 @@ class Spread:
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Copy a block's inputs, except the hidden states, which blocks do not share and may change in place."""
+        if self._goes_through_host:
+            return tree_map(partial(_through_host, device), (args, kwargs))  # type: ignore[no-any-return]
         if not self._is_in_pass:
             return None
         others = tuple(self._on(device, value) for value in args[1:])
@@ -93,6 +100,12 @@ class Spread:
         if type(value) is dict:
             return {key: self._on(device, item) for key, item in value.items()}
         return value  # to be moved by accelerate, if at all
+
+
+def _through_host(device: torch.device, value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.device not in (device, torch.device("cpu")):
+        return through_host(value, device)
+    return value
 
 
 def _blocks(module: nn.Module) -> Iterator[tuple[nn.Module, torch.device]]:
