@@ -11,7 +11,6 @@ import argparse
 import json
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,10 +29,13 @@ from bench.gpu.place import (
     Model,
     Place,
     Skip,
+    add_options,
     chosen,
     has_bitsandbytes,
+    new_folder,
     why_no_gpu,
 )
+from bench.gpu.results import Results
 from bench.machine import machine, versions
 from bench.rounds import say
 from bench.table import plain_table
@@ -72,7 +74,7 @@ class Measuring:
         self._peak = json.loads(said)
         flops, dtype = self._peak["flops_per_second"], self._peak["dtype"]
         reached = f"{flops / 1e12:.4g}e12 operations a second"
-        _show(f"{self._peak['device']}: {reached} in products of {dtype} matrices.")
+        self._show(f"{self._peak['device']}: {reached} in products of {dtype} matrices.")
 
     def members(self) -> None:
         """Three sizes one after the other, and the largest in 4 bits, in one run."""
@@ -81,14 +83,14 @@ class Measuring:
             try:
                 settings, path = self._place.settings(model), str(self._place.model(model))
             except Skip as reason:
-                _show(f"Skipped: {reason}.")
+                self._show(f"Skipped: {reason}.")
                 continue
             name = f"{model.name}-4bit" if settings else model.name
             members.append({"name": name, "model_name_or_path": path, "replicas": 1, **settings})
             if model is GEMMA and not settings and has_bitsandbytes():
                 members.append({**members[-1], "name": f"{name}-4bit", "quantization_config": NF4})
         if not has_bitsandbytes():
-            _show("Skipped: 4 bits, for which bitsandbytes is not installed.")
+            self._show("Skipped: 4 bits, for which bitsandbytes is not installed.")
         if not members:
             raise Skip("no model fits here")
         rows = self._rows("members")
@@ -99,7 +101,7 @@ class Measuring:
         paths = {member["name"]: Path(member["model_name_or_path"]) for member in members}
         shapes = {name: json.loads((path / "config.json").read_text()) for name, path in paths.items()}
         lines = [member_row(one, shapes[one["name"]], lengths, peak, gaps) for one in report["members"]]
-        _show(f"{rows:,} long-tailed rows, one run, members one after the other:", plain_table(lines))
+        self._show(f"{rows:,} long-tailed rows, one run, members one after the other:", plain_table(lines))
 
     def sweep(self, model: Model) -> None:
         """The budget of tokens that is chosen, against others."""
@@ -115,7 +117,7 @@ class Measuring:
         name = f"sweep-{model.name}"
         report = self._place.run(name, *members, table="rows", rows=rows, devices=self._devices)
         speeds: list[Speed] = [speed_of(one) for one in report["members"]]
-        _show(plain_table([{"rows": rows, **sweep_row(model.name, speeds)}]))
+        self._show(plain_table([{"rows": rows, **sweep_row(model.name, speeds)}]))
 
     def several_gpus(self, model: Model) -> None:
         """A member over two GPUs against one, and against a replica in 4 bits on each: what ``plan`` predicts."""
@@ -137,7 +139,11 @@ class Measuring:
         report = self._place.run("several-gpus", *members, table="rows", rows=rows, devices=gpus)
         alone = speed_of(report["members"][0])
         lines = [gpus_row(one, count, alone) for (count, _), one in zip(ways, report["members"], strict=True)]
-        _show(f"{rows:,} long-tailed rows, {model.name}:", plain_table(lines))
+        self._show(f"{rows:,} long-tailed rows, {model.name}:", plain_table(lines))
+
+    def _show(self, *parts: str) -> None:
+        _show(*parts)
+        self._place.results.add(printed="\n\n".join(parts))
 
     def _rows(self, what: str) -> int:
         if self._place.is_rehearsal:
@@ -186,9 +192,7 @@ def names_to_run(only: str, is_rehearsal: bool) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command: 0, or 1 where a step failed or nothing could be measured."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
-    parser.add_argument("--rehearse", action="store_true", help="tiny models, any device")
-    parser.add_argument("--seconds", type=float, default=DEADLINE_SECONDS, help="for everything together")
-    parser.add_argument("--only", default="", help="steps whose names have one of these words in them: a,b")
+    add_options(parser, DEADLINE_SECONDS)
     options = parser.parse_args(arguments)
     try:
         names = names_to_run(options.only, options.rehearse)
@@ -201,8 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.rehearse and not found.gpus:
         _show(f"Nothing was measured: torch can use a GPU, but {found.mask_problem or found.note}.")
         return 1
-    folder = Path(tempfile.mkdtemp(prefix="ensemble gpu "))
-    place = Place(folder, found.gpus, options.rehearse, options.seconds)
+    folder, results = new_folder(), Results(options.results)
+    seconds = options.seconds or (3600.0 if options.rehearse else DEADLINE_SECONDS)
+    place = Place(folder, found.gpus, options.rehearse, seconds, options.models, results)
     failed = False
     try:
         _show(f"{time.strftime('%Y-%m-%d')}. {machine()}. {versions()}. `python -m bench.gpu`.")

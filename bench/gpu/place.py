@@ -5,6 +5,7 @@ Owns what a machine must have for a step (a device's memory, disk, packages, tim
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -48,6 +49,17 @@ _TINY = {
     "num_key_value_heads": 2,
     "query_pre_attn_scalar": 16,
 }
+
+
+def add_options(parser: argparse.ArgumentParser, seconds: float) -> None:
+    """Add the options that the checks and the benchmark share."""
+    parser.add_argument("--rehearse", action="store_true", help="tiny models, any device")
+    parser.add_argument(
+        "--seconds", type=float, help=f"for everything together ({seconds:.0f}; 3600 for a rehearsal)"
+    )
+    parser.add_argument("--only", default="", help="parts whose names have one of these words in them: a,b")
+    parser.add_argument("--models", type=Path, help="where made checkpoints are kept for the next time")
+    parser.add_argument("--results", type=Path, help="what each part and run leaves, written as it ends")
 
 
 class Skip(Exception):
@@ -111,6 +123,11 @@ def why_no_gpu() -> str:
     return ""
 
 
+def python_path(before: str | None = os.environ.get("PYTHONPATH")) -> str:
+    """Return a PYTHONPATH that has this checkout, behind what is there already."""
+    return os.pathsep.join(filter(None, (before, str(ROOT))))
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove the folders of measurings whose processes are gone, such as killed ones, from a temporary folder."""
     for left in folder.glob(f"{_PREFIX}*"):
@@ -147,6 +164,7 @@ class Place:
     ) -> None:
         self.folder = folder
         self.models = models or folder
+        self.models.mkdir(parents=True, exist_ok=True)
         self.results = results or Results(None)
         self.gpus = tuple(gpus)
         self.is_rehearsal = is_rehearsal
@@ -214,6 +232,28 @@ class Place:
             shutil.rmtree(unfinished, ignore_errors=True)
         return folder
 
+    def write_config(
+        self,
+        name: str,
+        members: Sequence[Mapping[str, Any]],
+        table: str,
+        rows: int,
+        devices: Sequence[str] | None = None,
+        max_length: int = MAX_LENGTH,
+    ) -> None:
+        """Write a run's config, NAME.yaml; the arguments are those of ``run``."""
+        config = {
+            "data": {"path": f"{table}.csv"},
+            "labels": LABELS,
+            "defaults": {"text_column": "text", "max_length": max_length},
+            "models": [dict(member) for member in members],
+            "output_dir": name,
+            "report": False,
+            "limit": rows,
+            **({"devices": list(devices)} if devices else {}),
+        }
+        (self.folder / f"{name}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+
     def run(
         self,
         name: str,
@@ -222,6 +262,7 @@ class Place:
         rows: int,
         devices: Sequence[str] | None = None,
         environment: Mapping[str, str] | None = None,
+        max_length: int = MAX_LENGTH,
     ) -> dict[str, Any]:
         """Run members over a table's first rows; the run.json.
 
@@ -233,30 +274,19 @@ class Place:
             Failed: it took too long, ended with an error, or did not use the GPU.
             Skip: the time for everything was over before its own.
         """
-        config = {
-            "data": {"path": f"{table}.csv"},
-            "labels": LABELS,
-            "defaults": {"text_column": "text", "max_length": MAX_LENGTH},
-            "models": [dict(member) for member in members],
-            "output_dir": name,
-            "report": False,
-            "limit": rows,
-            **({"devices": list(devices)} if devices else {}),
-        }
-        (self.folder / f"{name}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+        self.write_config(name, members, table, rows, devices, max_length)
         limit = self.seconds_left if self.is_rehearsal else RUN_SECONDS
-        texts = {}
-        try:
-            if self.results.folder is not None:
-                plan = ["-m", "ensemble", "plan", f"{name}.yaml"]
-                texts["plan.txt"] = self.call(f"plan of {name}", plan, self.folder, limit, environment)
-            run = ["-m", "ensemble", "run", f"{name}.yaml"]
-            texts["printed.txt"] = self.call(name, run, self.folder, limit, environment)
-        except Failed as error:
-            texts["error.txt"] = str(error)
-            raise
-        finally:
-            self.results.keep_run(self.folder / name, texts)
+        texts: dict[str, str] = {}
+        with self.results.keeping(self.folder / name, texts):
+            try:
+                if self.results.folder is not None:
+                    plan = ["-m", "ensemble", "plan", f"{name}.yaml"]
+                    texts["plan.txt"] = self.call(f"plan of {name}", plan, self.folder, limit, environment)
+                command = ["-m", "ensemble", "run", f"{name}.yaml"]
+                texts["printed.txt"] = self.call(name, command, self.folder, limit, environment)
+            except Failed as error:
+                texts["error.txt"] = str(error)
+                raise
         document: dict[str, Any] = json.loads((self.folder / name / "run.json").read_text(encoding="utf-8"))
         if not self.is_rehearsal:
             check_devices(document)
@@ -285,7 +315,7 @@ class Place:
         if limit <= 0:
             raise Skip(self.too_late())
         variables = {**os.environ, **(environment or {})}
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), str(ROOT))))
+        variables["PYTHONPATH"] = python_path(variables.get("PYTHONPATH"))
         try:
             done = subprocess.run(
                 [sys.executable, *arguments],

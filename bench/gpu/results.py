@@ -6,18 +6,22 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 LOG_BYTES = 64 << 10  # of the end of each log
+_KEEP_SECONDS = 5.0
 
 
 class Results:
     """A folder of results; without a folder nothing is kept.
 
-    ``results.jsonl`` gets a line as each step ends, and ``RUN.tar.gz`` holds a run's run.json, its config, what
-    ``ensemble plan`` said of it, and the ends of its logs.
+    ``results.jsonl`` gets a line as each step ends. ``runs.tar`` has an archive, ``RUN.tar.gz``, for each run that
+    has ended, with its run.json, its config, what ``ensemble plan`` said of it, and the ends of its logs; that of a
+    run that goes on lies beside it. So there are three files at most, which is easy to carry.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -33,6 +37,34 @@ class Results:
             file.write(json.dumps(record) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+    @contextmanager
+    def keeping(self, run: Path, texts: Mapping[str, str]) -> Iterator[None]:
+        """Keep a run every few seconds while it goes on, since this process may be killed, and at its end."""
+        is_over = Event()
+
+        def keep() -> None:
+            while not is_over.wait(_KEEP_SECONDS):
+                self.keep_run(run, dict(texts))
+
+        thread = Thread(target=keep, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+            self.keep_run(run, texts)
+            self.close_run(run.name)
+
+    def close_run(self, name: str) -> None:
+        """Move the archive of a run that has ended into runs.tar."""
+        if self.folder is None:
+            return
+        kept = self.folder / f"{name}.tar.gz"
+        with tarfile.open(self.folder / "runs.tar", "a") as archive:
+            archive.add(kept, kept.name)
+        kept.unlink()
 
     def keep_run(self, run: Path, texts: Mapping[str, str]) -> None:
         """Keep what a run has written so far.

@@ -5,7 +5,11 @@ from __future__ import annotations
 import csv
 import os
 import random
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,29 +17,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.gpu.place import Place
-from ensemble.common.gpus import Device
+from bench.gpu.place import MAX_LENGTH, Place, python_path
 
-# The whole of it stays under eight minutes, with the cleaning up.
-DEADLINE_SECONDS = 450.0
+# A borrowed machine may end a command after ten minutes.
+DEADLINE_SECONDS = 560.0
 # Rows of the even table, a chunk of its own at most; in the long-tailed one there are ``TAILED_ROWS``.
 EVEN_ROWS = 120
 TAILED_ROWS = 400
 
 
 class Bench(Place):
-    """A folder with models and tables.
-
-    Args:
-        gpus: as they were before the first run.
-        is_rehearsal: models are tiny, and any device does.
-        seconds: for all checks together, from now on.
-    """
-
-    def __init__(
-        self, folder: Path, gpus: Sequence[Device], is_rehearsal: bool, seconds: float = DEADLINE_SECONDS
-    ) -> None:
-        super().__init__(folder, gpus, is_rehearsal, seconds)
+    """A folder with models and tables."""
 
     @property
     def can_use_flash_attention(self) -> bool:
@@ -52,11 +44,12 @@ class Bench(Place):
         devices: Sequence[str] | None = None,
         gpu_bytes: int | None = None,
         capability: str = "",
+        max_length: int = MAX_LENGTH,
     ) -> dict[str, Any]:
         """Run members over a table's first rows; the run.json.
 
         Args:
-            table: ``tailed`` or ``even``.
+            table: ``tailed``, ``even`` or ``long``.
             gpu_bytes: what torch may take of a GPU; None: all of it.
             capability: what the GPU is to say of itself, such as "7.5"; empty: the truth.
 
@@ -75,7 +68,55 @@ class Bench(Place):
         if folders:
             paths = [str(Path(__file__).with_name(folders[0])), os.environ.get("PYTHONPATH", "")]
             variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        return self.run(name, *members, table=table, rows=rows, devices=devices, environment=variables)
+        return self.run(
+            name,
+            *members,
+            table=table,
+            rows=rows,
+            devices=devices,
+            environment=variables,
+            max_length=max_length,
+        )
+
+    def kill_after_a_chunk(
+        self, name: str, member: Mapping[str, Any], table: str = "tailed", max_length: int = MAX_LENGTH
+    ) -> bool:
+        """Kill a run once a chunk of it is on the disk; False where it was over before."""
+        self.write_config(name, [member], table, TAILED_ROWS, None, max_length)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ensemble", "run", f"{name}.yaml"],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": python_path()},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        work = self.folder / name / "work"
+        while process.poll() is None and self.seconds_left > 0 and not any(work.glob("*/[0-9]*.csv")):
+            time.sleep(0.01)
+        is_killed = process.poll() is None
+        process.kill()
+        process.wait()
+        return is_killed
+
+    @contextmanager
+    def memory_taken(self, size: int) -> Iterator[None]:
+        """While entered, another process holds so many bytes of the first GPU; of none where there is none."""
+        code = (
+            "import sys, torch\n"
+            "if torch.cuda.is_available(): held = torch.zeros(int(sys.argv[1]), dtype=torch.uint8, device='cuda')\n"
+            "print('held', flush=True)\nsys.stdin.read()"
+        )
+        command = [sys.executable, "-c", code, str(size)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            try:
+                yield
+            finally:
+                process.communicate()
+
+    def prediction_bytes(self, run: str, member: str) -> bytes:
+        return (self.folder / run / "predictions" / f"{member}.csv").read_bytes()
 
     def probabilities(self, run: str, member: str) -> npt.NDArray[np.float64]:
         with (self.folder / run / "predictions" / f"{member}.csv").open(encoding="utf-8") as file:
@@ -83,6 +124,8 @@ class Bench(Place):
 
     def write_tables(self) -> None:
         """``tailed`` has a median of 60 words and a 99th percentile of 400; all rows of ``even`` have 501 tokens.
+
+        Those of ``long`` have 1,000 to 2,047.
 
         Batches of a long-tailed table end where padding begins, at about 3,000 tokens; those of an even one are
         as large as they may be, which is what the plan reckons with.  A digit is a token to the tokenizer.
@@ -92,6 +135,9 @@ class Bench(Place):
         lengths = [min(500, max(1, int(chooser.lognormvariate(4.1, 0.8)))) for _ in range(TAILED_ROWS)]
         self._write_table("tailed", [" ".join(chooser.choices(words, k=length)) for length in lengths])
         self._write_table("even", ["".join(chooser.choices("0123456789", k=500)) for _ in range(EVEN_ROWS)])
+
+        lengths = [chooser.randrange(1000, 2047) for _ in range(TAILED_ROWS)]
+        self._write_table("long", ["".join(chooser.choices("0123456789", k=length)) for length in lengths])
 
     def _write_table(self, name: str, texts: Sequence[str]) -> None:
         with (self.folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,10 +31,13 @@ from bench.gpu.place import (
     UNCAPPED,
     Failed,
     Skip,
+    add_options,
     chosen,
     has_bitsandbytes,
+    new_folder,
     why_no_gpu,
 )
+from bench.gpu.results import Results
 from bench.rounds import say
 from ensemble.common.gpus import inventory, telemetry, used_memory
 from tests.gpu.bench import DEADLINE_SECONDS, EVEN_ROWS, Bench
@@ -52,8 +55,9 @@ Check = Callable[[Bench], Iterator[Row]]
 
 # Mean distance from float32. A CPU's was 0.0003 and 0.003 for these shapes and weights.
 _HALF_PRECISION = {"float16": 0.005, "bfloat16": 0.02}
-# Two batches of 16,384 tokens: enough for the peak, and a T4 gets through them in 4 bits.
-_LARGE_ROWS = 64
+# Of 1,500 tokens on average: a few batches of 16,384 tokens.
+_LARGE_ROWS = 100
+_MAX_LENGTH = 2048
 # What a check is thought to take that does not say.
 USUAL_SECONDS = 20
 
@@ -70,6 +74,74 @@ def takes(seconds: int) -> Callable[[Check], Check]:
 
 def seconds_of(check: Check) -> int:
     return int(getattr(check, "seconds", USUAL_SECONDS))
+
+
+@takes(15)
+def environment(bench: Bench) -> Iterator[Row]:
+    """What the machine is, for whoever reads the results elsewhere; and what ``ensemble doctor`` says of it."""
+    commands = {
+        "nvidia-smi.txt": ["nvidia-smi", "-q"],
+        "pip.txt": [sys.executable, "-m", "pip", "list"],
+        "torch.txt": [sys.executable, "-c", "import torch; print(torch.__config__.show())"],
+        "memory.txt": ["cat", "/proc/meminfo"],
+        "disks.txt": ["df", "-h"],
+    }
+    texts = {}
+    for name, command in commands.items():
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+            texts[name] = done.stdout + done.stderr
+        except (OSError, subprocess.TimeoutExpired) as error:
+            texts[name] = str(error)
+    with bench.results.keeping(bench.folder / "environment", texts):
+        pass
+    said = bench.call("doctor", ["-m", "ensemble", "doctor"], bench.folder, 60)
+    yield " ".join(said.split())[-300:], "ok"
+
+
+@takes(25)
+def small(bench: Bench) -> Iterator[Row]:
+    """The smallest run there is, through the command that users run."""
+    member = {"name": "m", "model_name_or_path": str(bench.model(SMALL)), "replicas": 1}
+    report = bench.measure("small", member, rows=200)
+    yield load_and_speed(report["members"][0]), "ok"
+
+
+@takes(60)
+def same_bytes(bench: Bench) -> Iterator[Row]:
+    """The same command twice, and a run that was killed and resumed, write the same bytes."""
+    ways: dict[str, dict[str, Any]] = {"half": {}}
+    if has_bitsandbytes():
+        ways["nf4"] = {"quantization_config": NF4}
+    for way, settings in ways.items():
+        member = {"name": "m", "model_name_or_path": str(bench.model(SMALL)), "replicas": 1, **settings}
+        bench.measure(f"{way}-once", member)
+        expected = bench.prediction_bytes(f"{way}-once", "m")
+        bench.measure(f"{way}-twice", member)
+        is_same = bench.prediction_bytes(f"{way}-twice", "m") == expected
+        yield f"{way}, run twice: {'the same' if is_same else 'other'} bytes", "ok" if is_same else "FAILED"
+        if not bench.kill_after_a_chunk(f"{way}-killed", member):
+            yield f"{way}, killed: the run was over before", "skipped"
+            continue
+        report = bench.measure(f"{way}-killed", member)
+        is_same = bench.prediction_bytes(f"{way}-killed", "m") == expected
+        kept = report["members"][0]["reused_rows"]
+        verdict = "ok" if is_same and kept else "FAILED"
+        yield f"{way}, killed after {kept} rows: {'the same' if is_same else 'other'} bytes", verdict
+
+
+@takes(25)
+def kept_room(bench: Bench) -> Iterator[Row]:
+    """A resumed run takes the same batches although another process now holds some of the GPU's memory."""
+    member = {"name": "m", "model_name_or_path": str(bench.model(SMALL)), "replicas": 1}
+    bench.measure("alone", member, table="long", max_length=_MAX_LENGTH)
+    if not bench.kill_after_a_chunk("beside", member, table="long", max_length=_MAX_LENGTH):
+        yield "the run was over before it was killed", "skipped"
+        return
+    with bench.memory_taken(300 << 20):
+        bench.measure("beside", member, table="long", max_length=_MAX_LENGTH)
+    is_same = bench.prediction_bytes("beside", "m") == bench.prediction_bytes("alone", "m")
+    yield f"{'the same' if is_same else 'other'} bytes", "ok" if is_same else "FAILED"
 
 
 @takes(30)
@@ -142,9 +214,9 @@ def forecast(bench: Bench) -> Iterator[Row]:
     yield from against_plan(bench.measure("plan", member, table="even", rows=EVEN_ROWS), bench.is_rehearsal)
 
 
-@takes(140)
+@takes(150)
 def large(bench: Bench) -> Iterator[Row]:
-    """The reason for all of it: Gemma-2-9B, then Llama-3-8B; in 4 bits where the GPU is too small for them."""
+    """The reason for all of it: Gemma-2-9B, then Llama-3-8B, on long rows; in 4 bits where the GPU is too small."""
     members = []
     for model in (GEMMA, LLAMA):
         try:
@@ -154,13 +226,58 @@ def large(bench: Bench) -> Iterator[Row]:
             yield str(reason), "skipped"
             continue
         members.append({"name": model.name, "model_name_or_path": path, "replicas": 1, **settings})
+    yield from _long_rows(bench, "large", members)
+
+
+@takes(90)
+def large_quantized(bench: Bench) -> Iterator[Row]:
+    """The same in 4 and in 8 bits, these also without the outliers for which each layer waits."""
+    if not has_bitsandbytes():
+        raise Skip("bitsandbytes is not installed")
+    eight = {"load_in_8bit": True}
+    ways = {"nf4": NF4, "int8": eight, "int8-threshold-0": {**eight, "llm_int8_threshold": 0.0}}
+    members = []
+    for model in (GEMMA, LLAMA):
+        path = str(bench.model(model))
+        for way, settings in ways.items():
+            name = f"{model.name}-{way}"
+            member = {
+                "name": name,
+                "model_name_or_path": path,
+                "replicas": 1,
+                "quantization_config": settings,
+            }
+            members.append(member)
+    yield from _long_rows(bench, "large-quantized", members)
+
+
+def _long_rows(bench: Bench, run: str, members: Sequence[dict[str, Any]]) -> Iterator[Row]:
     if not members:
         return
-    report = bench.measure("large", *members, table="even", rows=_LARGE_ROWS)
+    report = bench.measure(run, *members, table="long", rows=_LARGE_ROWS, max_length=_MAX_LENGTH)
     for member in report["members"]:
         text = f"{member['name']}: {load_and_speed(member)}"
         yield text, "ok" if member["status"] == "complete" else "FAILED"
     yield from against_plan(report, bench.is_rehearsal)
+
+
+@takes(40)
+def profile(bench: Bench) -> Iterator[Row]:
+    """Where the time of a batch of long rows goes, by kernel."""
+    for model in (GEMMA, LLAMA):
+        if bench.settings(model):
+            yield f"{model.name}: fits in 4 bits only", "skipped"
+            continue
+        for text, verdict in _forward(bench, "profile", bench.model(model)):
+            yield f"{model.name}: {text}", verdict
+
+
+@takes(10)
+def pair_copies(bench: Bench) -> Iterator[Row]:
+    """Copies between each two GPUs bring the bytes that were sent."""
+    if len(bench.gpus) < 2:
+        raise Skip("fewer than two GPUs")
+    yield from _forward(bench, "copies")
 
 
 @takes(30)
@@ -175,8 +292,9 @@ def overflow(bench: Bench) -> Iterator[Row]:
     yield from _forward(bench, "overflow")
 
 
-def _forward(bench: Bench, part: str) -> Iterator[Row]:
-    printed = bench.call(part, ["-m", "tests.gpu.forward", part, str(bench.folder / part)], ROOT, RUN_SECONDS)
+def _forward(bench: Bench, part: str, model: Path | None = None) -> Iterator[Row]:
+    folder = str(model or bench.folder / part)
+    printed = bench.call(part, ["-m", "tests.gpu.forward", part, folder], ROOT, RUN_SECONDS)
     for line in printed.splitlines():
         text, verdict = json.loads(line)
         yield text, verdict
@@ -245,18 +363,26 @@ def turing(bench: Bench) -> Iterator[Row]:
     yield from against_plan(report, bench.is_rehearsal)
 
 
+# In the order of what a second of each is worth.
 CHECKS: dict[str, Check] = {
-    "release between members": release,
-    "out-of-memory recovery": recovery,
-    "types, attention, quantization": precision,
-    "plan against the peak": forecast,
-    "two 9B-class members": large,
+    "environment": environment,
+    "what the driver tells": driver,
+    "a small run": small,
     "attention kernels": kernels,
     "float16 overflow": overflow,
-    "a member over two GPUs": spread,
+    "same bytes": same_bytes,
+    "kept room": kept_room,
+    "two 9B-class members": large,
+    "4 and 8 bits of them": large_quantized,
+    "profile by kernel": profile,
+    "copies between GPUs": pair_copies,
+    "types, attention, quantization": precision,
+    "release between members": release,
     "soft cap": soft_cap,
+    "out-of-memory recovery": recovery,
+    "plan against the peak": forecast,
     "a T4's rules": turing,
-    "what the driver tells": driver,
+    "a member over two GPUs": spread,
 }
 
 
@@ -283,8 +409,7 @@ def rows_of(check: Check, bench: Bench) -> Iterator[Row]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command: 0, or 1 where a check failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
-    parser.add_argument("--rehearse", action="store_true", help="tiny models, any device")
-    parser.add_argument("--only", default="", help="checks whose names have one of these words in them: a,b")
+    add_options(parser, DEADLINE_SECONDS)
     arguments = parser.parse_args(argv)
     try:
         names = chosen(arguments.only, CHECKS)
@@ -298,8 +423,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"FAILED: torch can use a GPU, but {found.mask_problem or found.note}")
         return 1
     # A rehearsal says nothing about time, and the machine may be slow.
-    seconds = 3600.0 if arguments.rehearse else DEADLINE_SECONDS
-    bench = Bench(Path(tempfile.mkdtemp(prefix="ensemble gpu ")), found.gpus, arguments.rehearse, seconds)
+    seconds = arguments.seconds or (3600.0 if arguments.rehearse else DEADLINE_SECONDS)
+    results = Results(arguments.results)
+    bench = Bench(new_folder(), found.gpus, arguments.rehearse, seconds, arguments.models, results)
     failed = False
     try:
         bench.write_tables()
@@ -311,8 +437,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"{name}: about {seconds_of(check)} s, {bench.seconds_left:.0f} s left ...")
             for text, verdict in rows_of(check, bench):
                 failed |= verdict == "FAILED"
+                took = round(time.monotonic() - began, 1)
+                results.add(check=name, result=text, verdict=verdict, seconds=took)
                 cell = " ".join(text.replace("|", "/").split())
-                print(f"| {name} | {cell} | {verdict} | {time.monotonic() - began:.0f} |", flush=True)
+                print(f"| {name} | {cell} | {verdict} | {took:.0f} |", flush=True)
     finally:
         shutil.rmtree(bench.folder, ignore_errors=True)
     return int(failed)

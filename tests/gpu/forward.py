@@ -17,19 +17,23 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from bench.shapes import LLAMA_3_8B, make_full_size
+from ensemble.members.huggingface.loading.capped_attention import register_capped_blocks
 from ensemble.members.huggingface.loading.float32_retry import in_float32
+from ensemble.members.huggingface.loading.fused_norms import fuse_norms
 from ensemble.members.huggingface.loading.kernels import (
     AMPERE,
     capability,
     choose_kernels,
     takes_shared_keys,
 )
+from ensemble.members.huggingface.loading.pair_copies import wrong_pairs
 from ensemble.members.huggingface.scoring.classifier import Classifier
 from ensemble.members.huggingface.scoring.encode import Encoded
 from ensemble.members.huggingface.scoring.forward import BatchSizes, Computed, Shortcut, compute
+from ensemble.members.huggingface.spec import choose_attention, is_soft_capped
 from tests.gpu.verdicts import Row
 
 _T4 = (7, 5)
@@ -50,6 +54,7 @@ _NEW_SHAPE_SECONDS = 0.1
 _SHAPES = 20
 # Feed-forward states beyond 65,504 in nearly every row of 100 tokens.
 _FACTOR = 200
+_KERNELS = 12
 
 
 def _attention(folder: Path, device: torch.device) -> Iterator[Row]:
@@ -128,6 +133,50 @@ def _overflow(folder: Path, device: torch.device) -> Iterator[Row]:
         yield text, "ok" if is_good else "FAILED"
 
 
+def _profile(folder: Path, device: torch.device) -> Iterator[Row]:
+    """A batch of long rows through a model as workers load it: tokens/s, and the kernels with most time."""
+    config = AutoConfig.from_pretrained(folder)
+    register_capped_blocks()
+    attention = choose_attention(is_soft_capped(config.to_dict()), supports_sdpa=True, flash_suits=False)
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": attention}
+    model = AutoModelForSequenceClassification.from_pretrained(folder, **options, device_map={"": device})
+    model.config.use_cache = False
+    model.eval().requires_grad_(requires_grad=False)
+    if device.type == "cuda":
+        fuse_norms(model)
+    choose_kernels(capability(device.type == "cuda"))
+    classifier = Classifier(model, 0)
+    classifier.taken |= classifier.possible & {Shortcut.LAST_TOKEN, Shortcut.NO_MASK}
+    width = 2000 if device.type == "cuda" else 100
+    encoded = _rows([width] * 8)
+    rows = np.arange(8)
+    classifier.logits(encoded, rows).cpu()
+    began = time.perf_counter()
+    classifier.logits(encoded, rows).cpu()
+    speed = 8 * width / (time.perf_counter() - began)
+    yield f"{attention}, batches of {8 * width:,} tokens: {speed:,.0f} tokens/s", "ok"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        classifier.logits(encoded, rows).cpu()
+    events = [(event.key, _own_time(event, device)) for event in profiler.key_averages()]
+    total = sum(spent for _, spent in events)
+    for kernel, spent in sorted(events, key=lambda event: -event[1])[:_KERNELS]:
+        yield f"{spent / total:.1%} {kernel[:90]}", "ok"
+
+
+def _own_time(event: Any, device: torch.device) -> float:
+    return float(event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total)
+
+
+def _copies(_: Path, device: torch.device) -> Iterator[Row]:
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    wrong = wrong_pairs(devices)
+    text = f"wrong between {wrong}" if wrong else f"right between all {len(devices)} GPUs"
+    yield text, "FAILED" if wrong else "ok"
+
+
 def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
     model = AutoModelForSequenceClassification.from_pretrained(folder, **options)
@@ -142,10 +191,12 @@ def _rows(lengths: list[int]) -> Encoded:
 
 
 def main() -> None:
-    part, folder = {"attention": _attention, "overflow": _overflow}[sys.argv[1]], Path(sys.argv[2])
-    make_full_size(folder, _SHAPE, ["a", "b", "tie"], dtype="float32", weights="random")
+    part, folder = sys.argv[1], Path(sys.argv[2])
+    parts = {"attention": _attention, "overflow": _overflow, "profile": _profile, "copies": _copies}
+    if part in ("attention", "overflow"):
+        make_full_size(folder, _SHAPE, ["a", "b", "tie"], dtype="float32", weights="random")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for row in part(folder, device):
+    for row in parts[part](folder, device):
         print(json.dumps(row), flush=True)
 
 

@@ -125,7 +125,9 @@ def test_whatever_ends_a_check_is_a_row(tmp_path: Path) -> None:
 
 
 def test_both_commands_fit_their_time_by_their_own_reckoning() -> None:
-    assert sum(map(seconds_of, CHECKS.values())) <= DEADLINE_SECONDS <= 8 * 60
+    names = list(CHECKS)
+    worth_most = names[: names.index("types, attention, quantization")]  # the others by --only
+    assert sum(seconds_of(CHECKS[name]) for name in worth_most) <= DEADLINE_SECONDS <= 10 * 60
     measuring = Measuring(Place(Path(), (), False, 0))
     names = names_to_run("", False)
     needed = [needs for name, needs, _ in steps(measuring, False) if name in names]
@@ -213,4 +215,4 @@ def test_a_rehearsal_goes_through_all_checks(capsys: pytest.CaptureFixture[str])
 def test_a_part_of_a_name_that_no_check_has_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--rehearse", "--only", "nothing"])
-    assert "--only nothing: not here; there are: release between members" in capsys.readouterr().err
+    assert "--only nothing: not here; there are: environment" in capsys.readouterr().err
