@@ -109,6 +109,8 @@ def test_on_the_cpu_too_what_cannot_fit_is_an_error_and_what_may_not_a_warning(m
 
 def test_a_long_row_that_does_not_fit_is_a_warning_with_the_length_that_does(models: Path) -> None:
     gemma = {"model_name_or_path": "gemma", "quantization_config": NF4, "max_length": 8192, "num_gpus": 1}
+    assert plan(models, [card(0, 8)], gemma).warnings == (), "attention in blocks"
+    gemma["attn_implementation"] = "eager"
     made = plan(models, [card(0, 15)], {**gemma, "max_num_batched_tokens": None}, rows=100)
     assert made.problems == ()
     made = plan(models, [card(0, 8)], {**gemma})
@@ -124,6 +126,7 @@ def test_the_budget_knows_that_eager_attention_is_quadratic(models: Path) -> Non
     for name in MODELS:
         for length in (2048, 4096, 6000):
             member = {"model_name_or_path": name, "quantization_config": NF4, "max_length": length}
+            member |= {"attn_implementation": "eager"} if name == "gemma" else {}
             (made,) = plan(models, [card(0, 15, (8, 0))], member).members
             budgets[name, length] = made.placement.fits["GPU-0"].token_budget
     assert budgets["gemma", 2048] > budgets["gemma", 4096] > budgets["gemma", 6000]
@@ -242,19 +245,19 @@ def test_soft_capping_rules_out_fused_attention(models: Path) -> None:
     asked: Any = config(*names, {**names[0], "attn_implementation": "flex_attention"}).models
     memories = [known(models, model, np.ones(1, dtype=np.int64)) for model in asked]
     taken = [memory.attention("float16", 1, (7, 5)) for memory in memories]
-    assert taken == ["eager", "sdpa", "flex_attention"]
+    assert taken == ["capped_blocks", "sdpa", "flex_attention"]
 
 
 @pytest.mark.parametrize(
     ("dtype", "gpus", "capability", "works", "expected"),
     [
         ("bfloat16", 1, (8, 0), True, "flash_attention_2"),
-        ("bfloat16", 1, (8, 0), False, "eager"),
+        ("bfloat16", 1, (8, 0), False, "capped_blocks"),
         ("float16", 2, (9, 0), True, "flash_attention_2"),
-        ("float16", 1, (7, 5), True, "eager"),
-        ("float32", 1, (8, 0), True, "eager"),
-        ("auto", 1, None, True, "eager"),
-        ("float32", 0, None, True, "eager"),
+        ("float16", 1, (7, 5), True, "capped_blocks"),
+        ("float32", 1, (8, 0), True, "capped_blocks"),
+        ("auto", 1, None, True, "capped_blocks"),
+        ("float32", 0, None, True, "capped_blocks"),
     ],
 )
 def test_flash_attention_only_where_it_works_and_helps(

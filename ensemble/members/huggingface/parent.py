@@ -27,6 +27,7 @@ from ensemble.members.huggingface.checkpoint.quantization_methods import (
 from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length, stored_encode
 from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSettings
 from ensemble.members.huggingface.spec import (
+    CAPPED_BLOCKS,
     CheckpointSettings,
     ModelSettings,
     choose_compute_dtype,
@@ -209,7 +210,7 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         if on_gpu and importlib.util.find_spec("flash_attn") is not None and ran_with.dtype != "float32":
             names.append("flash_attention_2")
         if is_soft_capped(inspected.described.numbers or read_json(config)):
-            names.remove("sdpa")  # which leaves out the cap
+            names[0] = CAPPED_BLOCKS  # sdpa leaves out the cap
         current = ran_with.attention or names[0]
         return [Candidate(name, {"attn_implementation": name}) for name in names if name != current]
 

@@ -176,8 +176,8 @@ def choose_attention(soft_capped: bool, supports_sdpa: bool, flash_suits: bool) 
         supports_sdpa: whether transformers runs the model with torch's fused attention.
         flash_suits: whether flash-attention 2 works on this device, with the type of the weights.
     """
-    if soft_capped:  # flash first: the memory of eager grows with the square of the length
-        return "flash_attention_2" if flash_suits else "eager"
+    if soft_capped:
+        return "flash_attention_2" if flash_suits else CAPPED_BLOCKS
     return "sdpa" if supports_sdpa else "eager"
 
 

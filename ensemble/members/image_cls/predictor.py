@@ -203,7 +203,9 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
             # Out of memory: the first chunk will fail with a better message.
             with contextlib.suppress(torch.OutOfMemoryError):
                 self._classifier.logits(self._warmup, np.arange(len(self._warmup.lengths)))
-            not_compared = warm_up.check_attention(loaded.model, loaded.dtype)
+            not_compared = warm_up.check_attention(
+                loaded.model, loaded.dtype, "attn_implementation" in spec.asked
+            )
             if not_compared:
                 notes.append(not_compared)
         if spec.torch_compile:

@@ -10,6 +10,7 @@ import torch
 from ensemble.common.python_process import keep_freed_memory
 from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, RESERVE_SHARE
 from ensemble.members.huggingface.loading.describe import learnt_positions
+from ensemble.members.huggingface.loading.fused_norms import fuse_norms
 from ensemble.members.huggingface.loading.kernels import capability, choose_kernels, set_tf32
 from ensemble.members.huggingface.loading.model import load_model
 from ensemble.members.huggingface.loading.pair_copies import check_copies
@@ -32,12 +33,16 @@ class Loaded:
     memory: MemoryLimit | None
     parameters: int
     dtype: str
-    attn_implementation: str
     device_name: str
     notes: tuple[str, ...]
     tokenizer: Any = None
     pad_token_id: int = 0
     max_length: int = 0
+
+    @property
+    def attn_implementation(self) -> str:
+        """Return the attention that the model computes with now; empty where it has none."""
+        return str(getattr(self.model.config, "_attn_implementation", None) or "")
 
 
 def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
@@ -83,6 +88,8 @@ def load_on_devices(spec: CheckpointSpec) -> Loaded:
     choose_kernels(least)
     model = load_model(spec, least, notes)
     check_copies(model, notes)
+    if on_gpu:
+        fuse_norms(model)
     if not on_gpu:
         keep_freed_memory()  # after loading, so that its own memory is given back
     model.eval()
@@ -98,7 +105,6 @@ def load_on_devices(spec: CheckpointSpec) -> Loaded:
         memory=_memory_limit(spec, model, on_gpu),
         parameters=model.num_parameters(),
         dtype=str(model.dtype).removeprefix("torch."),
-        attn_implementation=str(getattr(model.config, "_attn_implementation", None) or ""),
         device_name=torch.cuda.get_device_name(0) if on_gpu else "cpu",
         notes=tuple(notes),
     )

@@ -17,12 +17,14 @@ from transformers.utils import quantization_config as settings_of_transformers
 from ensemble.members.footprint import Capability
 from ensemble.members.huggingface.checkpoint.quantization_methods import BITSANDBYTES, method_of
 from ensemble.members.huggingface.loading.adapter import AdapterFiles, attach_adapter, open_adapter, some
+from ensemble.members.huggingface.loading.capped_attention import register_capped_blocks
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys, is_unused
 from ensemble.members.huggingface.loading.device_map import check_placement, input_device, placement_options
 from ensemble.members.huggingface.loading.kernels import AMPERE
 from ensemble.members.huggingface.memory.sizes import UNQUANTIZED
 from ensemble.members.huggingface.spec import (
     BACKBONE,
+    CAPPED_BLOCKS,
     CLASSIFIER,
     IMAGE_CLASSIFIER,
     LANGUAGE_MODEL,
@@ -72,6 +74,8 @@ def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str])
     if attention is None:  # the plan could not read the architecture
         is_capped = is_soft_capped(_from_pretrained(AutoConfig, spec, **gguf).to_dict())
         attention = choose_attention(is_capped, supports_sdpa=True, flash_suits=False)
+    if attention == CAPPED_BLOCKS:
+        register_capped_blocks()
     options |= {
         "dtype": dtype,
         # A head of another shape would be initialized at random; that is refused below, by name, unless the adapter

@@ -88,6 +88,8 @@ class CheckpointMemory(MemoryEstimate):
             torch_version = installed_versions(["torch"]).get("torch")
             if torch_version is not None and _TORCH_WITH_SHARED_KEYS.wrong(torch_version):
                 computed_by = "eager"
+        # A token is at least a byte; templates and special tokens add some.
+        width = min(self.max_length, int(self.lengths.max(initial=1)) + 64)
         process_bytes = PROCESS_BYTES + (COMPILER_BYTES if self.settings.torch_compile else 0)
         stored_bytes = sum(tensor.stored_bytes for tensor in tensors)
         # Weights that are loaded in the stored type are the mapped file itself and count only once.
@@ -104,14 +106,14 @@ class CheckpointMemory(MemoryEstimate):
                 pools_last_token=self.pools_last_token,
                 vocabulary_positions=self.vocabulary_positions,
                 shared_tokens=self.shared_tokens,
+                width=width,
             ),
             context_bytes=cuda_context_bytes(capability) if gpus else process_bytes,
             mapped_bytes=0 if is_mapped else stored_bytes,
             dtype=dtype,
             quantization=_quantization_name(settings, architecture),
             attention=attention,
-            # A token is at least a byte; templates and special tokens add some.
-            width=min(self.max_length, int(self.lengths.max(initial=1)) + 64),
+            width=width,
         )
 
     def dtype(self, gpus: int, capability: Capability | None) -> str:

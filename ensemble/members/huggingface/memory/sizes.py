@@ -17,6 +17,7 @@ from ensemble.members.footprint import Activation, Capability, Stage, Weights
 from ensemble.members.huggingface.checkpoint.architecture import Architecture
 from ensemble.members.huggingface.checkpoint.quantization_methods import quantized_bits
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor, is_left_out, stands_beside_packed
+from ensemble.members.huggingface.spec import CAPPED_BLOCKS, QUERIES_PER_BLOCK
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -153,6 +154,7 @@ def activation(
     pools_last_token: bool = True,
     vocabulary_positions: int = 0,
     shared_tokens: int = 0,
+    width: int = QUERIES_PER_BLOCK,
 ) -> Activation:
     """Calculate the memory of a forward pass in inference mode, without the weights.
 
@@ -165,6 +167,7 @@ def activation(
         pools_last_token: whether the head sees only one position of each row.
         vocabulary_positions: the positions of a row that go through a head over the vocabulary; 0: another head.
         shared_tokens: the first tokens of all rows, whose keys and values are kept from batch to batch.
+        width: tokens of the longest row; only capped_blocks, of shorter rows than a block, needs less.
     """
     a, size = architecture, DTYPE_BYTES[dtype]
     # Bytes per token pair of the masks that live throughout: floats for eager attention, else booleans.
@@ -184,7 +187,7 @@ def activation(
         mlp += computed * (a.hidden + a.mlp_width // 3)
     # The layer's forward keeps a reference to the attention weights of eager attention.
     scores = a.heads * size if attention == "eager" and not a.relative_terms else 0
-    stages = _attention_stages(a, size, attention, mask, on_gpu)
+    stages = _attention_stages(a, size, attention, mask, on_gpu, width)
     stages.append(Stage(mlp + _INPUT_BYTES, mask + scores))
     if a.experts > 1:
         # transformers up to 5.12 weights the experts' outputs in float32, in the order of experts and of tokens.
@@ -212,7 +215,9 @@ def _hidden_copies(a: Architecture) -> int:
     return a.layers + 2 if a.keeps_states else _HIDDEN_COPIES
 
 
-def _attention_stages(a: Architecture, size: int, attention: str, mask: float, on_gpu: bool) -> list[Stage]:
+def _attention_stages(
+    a: Architecture, size: int, attention: str, mask: float, on_gpu: bool, width: int
+) -> list[Stage]:
     queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
     live: float = size * (_hidden_copies(a) - 1) * a.hidden + _INPUT_BYTES
     if a.relative_terms:
@@ -235,6 +240,10 @@ def _attention_stages(a: Architecture, size: int, attention: str, mask: float, o
     repeated = 2 * size * queries if a.kv_heads < a.heads else 0
     if attention == "eager":
         return [rotary, Stage(inputs + repeated, mask + a.heads * _score_bytes(a, size, on_gpu))]
+    if attention == CAPPED_BLOCKS:
+        # Scores of a block of queries with all keys of their rows; the result, and a copy of the values.
+        of_block = a.heads * min(width, QUERIES_PER_BLOCK) * _score_bytes(a, size, on_gpu)
+        return [rotary, Stage(inputs + size * (queries + keys) + of_block, mask)]
     if attention == "flash_attention_2":
         # Copies without padding of queries, keys, values and the result; and the result with padding.
         return [rotary, Stage(inputs + size * (3 * queries + 2 * keys), mask)]

@@ -28,8 +28,8 @@ from ensemble.members.huggingface.scoring.classifier import Classifier, probabil
 from ensemble.members.huggingface.scoring.encode import Encoded, Prompt, Text
 from ensemble.members.huggingface.scoring.forward import BatchSizes, Encoding, Mode, Scorer, Shortcut, compute
 from ensemble.members.huggingface.scoring.passes import compile_model, explain_errors
-from ensemble.members.huggingface.scoring.warmup import MAX_CHARACTERS, TEXTS, WarmUp
-from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec
+from ensemble.members.huggingface.scoring.warmup import MAX_CHARACTERS, MAX_CHARACTERS_OF_BLOCKS, TEXTS, WarmUp
+from ensemble.members.huggingface.spec import CAPPED_BLOCKS, CheckpointSpec, ModelSpec
 from ensemble.members.predictor import Prediction, Predictor, Report
 
 _C = TypeVar("_C", bound=CheckpointSpec)
@@ -144,7 +144,10 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         is_pair = self._prompts[0].is_pair
         self._warmup_texts: list[Text] = [(text, text) if is_pair else text for text in TEXTS]
         if parts:
-            cut = [part[:MAX_CHARACTERS] for part in max(parts, key=lambda text: len("".join(text)))]
+            longest = max(parts, key=lambda text: len("".join(text)))
+            cut = [part[:MAX_CHARACTERS] for part in longest]
+            if spec.attn_implementation == CAPPED_BLOCKS:
+                cut = [(part * MAX_CHARACTERS_OF_BLOCKS)[:MAX_CHARACTERS_OF_BLOCKS] for part in longest]
             self._warmup_texts.append((cut[0], cut[1]) if is_pair else cut[0])
         self._warmup = self._prompts[0].encode_texts(self._warmup_texts)
 
@@ -185,7 +188,9 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         self._set_modes(loaded)
         warm_up = WarmUp(self._classifier, self._warmup, self._values, self._is_exact, self._in_float32)
         with self._passes(first=True):
-            not_compared = warm_up.check_attention(loaded.model, loaded.dtype)
+            not_compared = warm_up.check_attention(
+                loaded.model, loaded.dtype, "attn_implementation" in spec.asked
+            )
             if not_compared:
                 notes.append(not_compared)
             tolerates_padding = warm_up.tolerates_padding()

@@ -14,12 +14,15 @@ from transformers import PreTrainedModel
 
 from ensemble.common.torch_errors import Verdict, classify
 from ensemble.members.huggingface.scoring.forward import Encoding, Mode, Scorer, Shortcut
+from ensemble.members.huggingface.spec import CAPPED_BLOCKS, QUERIES_PER_BLOCK
 
 # The first text is short, so that beside the other it is mostly padding.
 TEXTS = ("one", "one two three four five six seven eight nine ten eleven twelve")
 # Characters of a row's text on which attention is compared: more than local attention sees, and little work for a
 # large model.
 MAX_CHARACTERS = 400
+# For attention in blocks: into the second of them, where a token has five characters.
+MAX_CHARACTERS_OF_BLOCKS = 6 * QUERIES_PER_BLOCK
 _SHORT, _LONG, _BOTH = np.array([0]), np.array([1]), np.array([0, 1])
 # How far logits may differ from those of eager attention, relative to the largest: as much as rounding does in many
 # layers; in float32 some hundred times as much as tiny models show.
@@ -48,11 +51,15 @@ class WarmUp:
     is_exact: bool
     in_float32: Mode | None = None
 
-    def check_attention(self, model: Any, dtype: str) -> str:
+    def check_attention(self, model: Any, dtype: str, is_asked: bool) -> str:
         """Refuse a model whose logits on the texts are not those of eager attention.
 
+        Args:
+            is_asked: whether the user has set the attention.  If not, a model for which ``capped_blocks`` gives
+                other numbers is not refused and computes with eager attention from now on.
+
         Returns:
-            why no comparison was possible; empty if there was one, or if the attention is eager.
+            a note: why no comparison was possible, or what was wrong; empty if the numbers agree.
         """
         chosen = getattr(model.config, "_attn_implementation", None) or _EAGER
         if chosen == _EAGER:
@@ -90,6 +97,9 @@ class WarmUp:
                     return ""
         except torch.OutOfMemoryError:
             return ""  # the first chunk will fail with a better message
+        if chosen == CAPPED_BLOCKS and not is_asked:
+            _set_eager(parts)
+            return f"eager attention, as {CAPPED_BLOCKS} gives other numbers for this model"
         raise ValueError(
             f"attn_implementation: {chosen} gives other numbers than {_EAGER} on the same texts: logits differ "
             f"by {difference:.2g} of the largest, and {tolerance:g} is what rounding does in {dtype}; set "
@@ -154,15 +164,20 @@ class WarmUp:
 @contextmanager
 def _eager(parts: list[PreTrainedModel]) -> Iterator[None]:
     """Let a model's parts run with eager attention."""
-    # Through the configs and not by ``set_attn_implementation``, which leaves marks on them in some releases.
     before = [(config, config._attn_implementation) for part in parts for config in _configs(part.config)]
     try:
-        for config, _ in before:
-            config._attn_implementation = _EAGER
+        _set_eager(parts)
         yield
     finally:
         for config, attention in before:  # outermost first, since each sets those within it
             config._attn_implementation = attention
+
+
+def _set_eager(parts: list[PreTrainedModel]) -> None:
+    # Through the configs and not by ``set_attn_implementation``, which leaves marks on them in some releases.
+    for part in parts:
+        for config in _configs(part.config):
+            config._attn_implementation = _EAGER
 
 
 def _configs(config: Any) -> Iterator[Any]:

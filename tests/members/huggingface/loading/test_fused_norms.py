@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, BitsAndBytesConfig
 
 from ensemble.members.huggingface.loading.fused_norms import FusedNorm, fuse_norms
 
@@ -91,3 +92,30 @@ def test_other_norms_stay() -> None:
     model = model_of("llama")
     model.model.norm._hf_hook = object()
     assert fuse_norms(model) == 4
+
+
+def test_a_model_that_computes_in_float32_for_a_while_keeps_its_numbers() -> None:
+    from ensemble.members.huggingface.loading.float32_retry import in_float32
+
+    model = model_of("gemma2", torch.bfloat16)
+    with in_float32(model):
+        before = logits(model)
+    fuse_norms(model)
+    with in_float32(model):
+        torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-5)
+    assert model.model.norm.weight.dtype == torch.bfloat16
+
+
+def test_it_works_under_lora_where_weights_are_in_4_bits(tmp_path: Path) -> None:
+    peft, _ = pytest.importorskip("peft"), pytest.importorskip("bitsandbytes")
+    model_of("llama").save_pretrained(tmp_path)
+    settings = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["score"])
+    base = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, quantization_config=settings, device_map={"": "cpu"}, dtype=torch.float32
+    )
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(target_modules=["q_proj"], task_type="SEQ_CLS", init_lora_weights=False)
+    model = peft.get_peft_model(base, lora).eval()
+    before = logits(model)
+    assert fuse_norms(model) == 5
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-5)

@@ -30,7 +30,7 @@ def checked(model: Any, dtype: str = "float32", retry: bool = False) -> str:
 
     classifier, mode = Classifier(model, 0), partial(in_float32, model) if retry else None
     warm_up = WarmUp(classifier, encoded_of([4, 14, 60]), softmax, dtype == "float32", mode)
-    return warm_up.check_attention(model, dtype)
+    return warm_up.check_attention(model, dtype, is_asked=True)
 
 
 def attentions(model: Any) -> list[str | None]:
