@@ -28,7 +28,12 @@ from ensemble.members.huggingface.scoring.classifier import Classifier, probabil
 from ensemble.members.huggingface.scoring.encode import Encoded, Prompt, Text
 from ensemble.members.huggingface.scoring.forward import BatchSizes, Encoding, Mode, Scorer, Shortcut, compute
 from ensemble.members.huggingface.scoring.passes import compile_model, explain_errors
-from ensemble.members.huggingface.scoring.warmup import MAX_CHARACTERS, MAX_CHARACTERS_OF_BLOCKS, TEXTS, WarmUp
+from ensemble.members.huggingface.scoring.warmup import (
+    MAX_CHARACTERS,
+    MAX_CHARACTERS_OF_BLOCKS,
+    TEXTS,
+    WarmUp,
+)
 from ensemble.members.huggingface.spec import CAPPED_BLOCKS, CheckpointSpec, ModelSpec
 from ensemble.members.predictor import Prediction, Predictor, Report
 

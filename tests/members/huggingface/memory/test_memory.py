@@ -14,6 +14,7 @@ import transformers
 from ensemble.members.footprint import Activation, Stage
 from ensemble.members.huggingface.checkpoint.architecture import Architecture, read_architecture
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor, read_tensors
+from ensemble.members.huggingface.loading.capped_attention import register_capped_blocks
 from ensemble.members.huggingface.loading.model import quantization_config
 from ensemble.members.huggingface.memory.sizes import Dtype, activation, weights
 from ensemble.members.huggingface.scoring.classifier import Classifier
@@ -82,6 +83,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         3,
         [
             ("gemma2", "eager"),
+            ("gemma2", "capped_blocks"),
             ("llama", "sdpa"),
             ("llama", "eager"),
             ("qwen3", "sdpa"),
@@ -96,9 +98,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 )
 def test_the_activation_of_real_widths_on_a_gpu(family: str, attention: str) -> None:
     config = FAMILIES[family]()
-    predicted = activation(architecture_of(config), "bfloat16", attention, 2, None, on_gpu=True)
+    register_capped_blocks()
+    architecture = architecture_of(config)
     with fake_classifier(config, torch.bfloat16, attention) as (classifier, _):
         for rows, width in ((32, 24), (4, 500)):
+            predicted = activation(architecture, "bfloat16", attention, 2, None, on_gpu=True, width=width)
             measured = peak_bytes(classifier, [width] * rows)
             assert 0.95 < predicted.bytes(rows * width, width) / measured < 1.2, (rows, width)
 
@@ -139,15 +143,17 @@ SMALL_CONFIGS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("lengths", [[96, 90, 60, 40, 7, 3], [300, 290, 280]])
 @pytest.mark.parametrize(
-    ("family", "attention"), [("llama", "sdpa"), ("gemma2", "eager"), ("bert", "sdpa"), ("gpt2", "sdpa")]
+    ("family", "attention"),
+    [("llama", "sdpa"), ("gemma2", "eager"), ("gemma2", "capped_blocks"), ("bert", "sdpa"), ("gpt2", "sdpa")],
 )
 def test_the_activation_of_models_that_really_run(family: str, attention: str, lengths: list[int]) -> None:
     config = SMALL_CONFIGS[family]()
+    register_capped_blocks()
     model = transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation=attention)
     model.config.use_cache = False
     measured = peak_bytes(Classifier(model.eval(), 0), lengths)
-    predicted = activation(architecture_of(config), "float32", attention, 2, None, on_gpu=False)
     width = max(lengths)
+    predicted = activation(architecture_of(config), "float32", attention, 2, None, on_gpu=False, width=width)
     assert 0.8 < predicted.bytes(len(lengths) * width, width) / measured < 1.3
 
 
