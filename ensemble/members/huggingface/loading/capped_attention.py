@@ -53,7 +53,7 @@ def capped_blocks(
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    output = query.new_empty(rows, queries, heads, value.shape[3])
+    blocks = []
     for start in range(0, queries, QUERIES_PER_BLOCK):
         end = min(start + QUERIES_PER_BLOCK, queries)
         first, last = 0, keys
@@ -74,15 +74,15 @@ def capped_blocks(
         else:
             mask = None
         if mask is not None and mask.dtype == torch.bool:
-            scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
+            scores.masked_fill_(mask.logical_not(), torch.finfo(scores.dtype).min)
         elif mask is not None:
             scores += mask
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
         del scores
         weights = weights.view(rows, key_heads, -1, last - first)
         result = weights @ value[:, :, first:last]
-        output[:, start:end] = result.view(rows, heads, end - start, -1).transpose(1, 2)
-    return output, None
+        blocks.append(result.view(rows, heads, end - start, -1).transpose(1, 2))
+    return torch.cat(blocks, dim=1), None
 
 
 def _causal_mask(

@@ -201,7 +201,7 @@ def test_repeated_keys_give_the_same_numbers(architecture: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("architecture", "chosen"), [("gemma2", "eager"), ("llama", "sdpa"), ("deberta-v2", "eager")]
+    ("architecture", "chosen"), [("gemma2", "capped_blocks"), ("llama", "sdpa"), ("deberta-v2", "eager")]
 )
 def test_the_attention_that_the_model_supports(architecture: str, chosen: str, tmp_path: Path) -> None:
     from ensemble.members.huggingface.loading.load import load
@@ -250,6 +250,6 @@ def test_an_attention_that_was_chosen_and_is_not_there_makes_way(tmp_path: Path)
 def test_a_worker_decides_where_the_plan_could_not(tmp_path: Path) -> None:
     from ensemble.members.huggingface.loading.load import load
 
-    for name, chosen in (("gemma2", "eager"), ("llama", "sdpa")):
+    for name, chosen in (("gemma2", "capped_blocks"), ("llama", "sdpa")):
         folder = make_checkpoint(tmp_path / name, name, LABELS)
         assert load(worker_spec(folder)).attn_implementation == chosen
