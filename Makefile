@@ -21,7 +21,7 @@ help:
 	@echo "             processes where it forks them, other releases of transformers; CI runs both"
 	@echo "make rest | overlays    one of those checks; overlays are the other releases"
 	@echo "make test-releases  try the oldest and the newest supported releases, into docs/releases.md (gigabytes, an hour)"
-	@echo "make test-gpu  the checks that need a GPU, in 8 minutes; PYTHON= names the Python whose torch can use it,"
+	@echo "make test-gpu  the checks that need a GPU, in ten minutes; PYTHON= names the Python whose torch can use it,"
 	@echo "             ONLY= some of them, such as ONLY=cap,release"
 	@echo "make bench   measure against other ways to do the same, into docs/benchmarks.md (an hour)"
 	@echo "make bench-quick  the same code on few rows, in two minutes; bench-gpu  on a GPU, with PYTHON= and ONLY= as above"

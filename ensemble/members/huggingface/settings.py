@@ -57,7 +57,7 @@ class HuggingFaceSettings(MemberConfig):
     max_num_batched_tokens: Count | None = None  # tokens in one forward pass, padding included
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"  # of the weights
     quantization_config: Settings | None = None  # such as {load_in_4bit: true}
-    attn_implementation: Text | None = None  # such as sdpa, eager or flash_attention_2
+    attn_implementation: Text | None = None  # such as sdpa, eager, capped_blocks
     torch_compile: bool = False  # by torch.compile: slower to load, faster to compute
     allow_tf32: bool = False  # float32 products in TF32, faster and good to three digits; from Ampere on
     expandable_segments: bool = True  # of torch's allocator on GPUs: fits batches of changing size
