@@ -8,7 +8,6 @@ are apart.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -96,4 +95,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ensemble.common.errors import ConfigError, EnsembleError
-from ensemble.common.files import unwritable_reason
+from ensemble.common.files import unreadable, unwritable_reason
 from ensemble.common.host import usable_cpus
 from ensemble.common.packages import installed_versions
 from ensemble.common.text import gib, plural
@@ -44,7 +44,9 @@ class Problems:
             yield
         except EnsembleError as error:
             self._errors.append(type(error)([f"{prefix}{problem}" for problem in error.problems]))
-        except (OSError, TemplateProblem) as error:  # such as a name that is too long for the file system
+        except OSError as error:  # such as a name that is too long for the file system
+            self._errors.append(ConfigError(prefix + unreadable(error.filename or key, error)))
+        except TemplateProblem as error:
             self._errors.append(ConfigError(f"{prefix}{error}"))
 
     def add(self, sentences: Iterable[str], kind: type[EnsembleError] = ConfigError) -> None:

@@ -186,7 +186,7 @@ def test_a_column_per_label_scores_like_one_column_of_labels(project: Project) -
     project.write_config(one)
     refused = project.ensemble("validate", "config.yaml")
     assert refused.returncode == 2
-    assert "submission: sample.csv: lacks 300 ids" in refused.stderr
+    assert "sample.csv: lacks 300 ids" in refused.stderr
     assert "--set submission=null" in refused.stderr
     options = ["--set", "submission=null", "--limit", "40", "-q"]
     assert project.ensemble("run", "config.yaml", *options).returncode == 0

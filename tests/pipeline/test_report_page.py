@@ -273,7 +273,7 @@ def test_the_function(tmp_path: Path) -> None:
     assert (tmp_path / "link.html").is_symlink()
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "No worker ran" in page
-    assert page.count("no member&#39;s predictions are complete") == 1
+    assert "no member&#39;s predictions are complete" in page
 
 
 def test_the_digest_goes_by_results_and_not_by_speed() -> None:
