@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from ensemble.common.exit_codes import ExitCode
+
 # The end of sentences about a run that stopped before it was done.
 RESUMES: Final = "the same command resumes where it stopped"
 
@@ -20,7 +22,7 @@ class EnsembleError(Exception):
         problems: one sentence, or several; each names where and what to do.
     """
 
-    exit_code = 1
+    exit_code: int = ExitCode.FAILED
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
@@ -28,47 +30,47 @@ class EnsembleError(Exception):
 
 
 class ConfigError(EnsembleError):
-    exit_code = 2  # the YAML, an override or an environment variable is wrong
+    exit_code = ExitCode.REFUSED  # the YAML, an override or an environment variable is wrong
 
 
 class DataError(EnsembleError):
-    exit_code = 2  # the input table or the sample submission is wrong
+    exit_code = ExitCode.REFUSED  # the input table or the sample submission is wrong
 
 
 class CheckpointError(EnsembleError):
-    exit_code = 2  # a model folder lacks something, as is seen before loading
+    exit_code = ExitCode.REFUSED  # a model folder lacks something, as is seen before loading
 
 
 class DeviceError(EnsembleError):
-    exit_code = 2  # a member needs GPUs that do not exist
+    exit_code = ExitCode.REFUSED  # a member needs GPUs that do not exist
 
 
 class OutputError(EnsembleError):
-    exit_code = 2  # the output directory cannot be written
+    exit_code = ExitCode.REFUSED  # the output directory cannot be written
 
 
 class OutputInUse(EnsembleError):
-    exit_code = 3  # another run uses the output directory
+    exit_code = ExitCode.IN_USE  # another run uses the output directory
 
 
 class WriteError(EnsembleError):
-    exit_code = 1  # a file could not be written during a run, such as on a full disk
+    exit_code = ExitCode.FAILED  # a file could not be written during a run, such as on a full disk
 
 
 class MembersFailed(EnsembleError):
-    exit_code = 1  # one or more members failed while running
+    exit_code = ExitCode.FAILED  # one or more members failed while running
 
 
 class MemberError(EnsembleError):
-    exit_code = 1  # a member gives no usable values, whatever its rows
+    exit_code = ExitCode.FAILED  # a member gives no usable values, whatever its rows
 
 
 class MergeError(EnsembleError):
-    exit_code = 1  # the members' CSVs do not fit together
+    exit_code = ExitCode.FAILED  # the members' CSVs do not fit together
 
 
 class TimeLimitReached(EnsembleError):
-    exit_code = 4  # not all rows were computed in time; ensemble.csv and the submission are complete
+    exit_code = ExitCode.TIME_LIMIT  # ensemble.csv and the submission are complete, without all rows computed
 
 
 class Interrupted(BaseException):

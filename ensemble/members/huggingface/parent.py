@@ -14,7 +14,8 @@ from ensemble.common.files import HubFile, read_json
 from ensemble.common.packages import installed_versions
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.members.base import Assigned, Candidate, MemberKind, RanWith, Reads, ResourceRequest
-from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, MemoryEstimate
+from ensemble.members.batch_size import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
+from ensemble.members.footprint import MemoryEstimate
 from ensemble.members.huggingface.checkpoint.description import checkpoint_question
 from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
 from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, hub_folder
