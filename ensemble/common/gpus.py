@@ -8,16 +8,22 @@ Environment Variables") and the NVIDIA MIG User Guide ("Device Enumeration").
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock, Thread
 from types import ModuleType
 from typing import Any, TypeVar
 
 from ensemble.common.errors import DeviceError
+from ensemble.common.host import available_memory_bytes, total_memory_bytes
 from ensemble.common.text import gib
 
 _MASK = "CUDA_VISIBLE_DEVICES"
@@ -108,15 +114,74 @@ class _NoDriverError(Exception):
     """Says why NVML cannot be asked."""
 
 
-# The process that opened NVML, which stays open, because opening it can take a second; a fork opens its own.
+class _SilentDriverError(_NoDriverError):
+    """Says that NVML does not come back from a call, as after a hardware error of a GPU."""
+
+
+class _Driver:
+    """Ask NVML in a thread of its own, because a driver that hangs never comes back from a call.
+
+    While a call hangs nothing else is asked, and nobody waits any more. NVML stays open, because opening it can
+    take a second; a fork has a thread of its own.
+    """
+
+    def __init__(self) -> None:
+        self._process = 0
+
+    def ask(self, question: Callable[[], _T], patience: float) -> _T:
+        """Return what ``question`` returns in the thread, or raise what it raises.
+
+        Raises:
+            _SilentDriverError: there is no answer within ``patience`` seconds, or to the question before.
+        """
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self._lock = Lock()
+            self._questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+            self._unanswered: Future[Any] | None = None
+            Thread(target=self._answer, args=(self._questions,), name="nvml", daemon=True).start()
+        with self._lock:
+            if self._unanswered is None or self._unanswered.done():
+                self._unanswered = Future()
+                self._questions.put((question, self._unanswered))
+                # A timeout of a future and one that a question raises are of the same class.
+                if wait([self._unanswered], patience).done:
+                    answer: _T = self._unanswered.result()
+                    return answer
+        raise _SilentDriverError(f"the NVIDIA driver does not respond (no answer in {patience:g} s)")
+
+    @staticmethod
+    def _answer(questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
+        while True:
+            question, answer = questions.get()
+            try:
+                answer.set_result(question())
+            except BaseException as error:  # for the thread that asks
+                answer.set_exception(error)
+
+
+_driver = _Driver()
+# How long an answer is waited for: one that is needed, and one that is asked for again and again.
+_PATIENCE_SECONDS, _SHORT_PATIENCE_SECONDS = 30.0, 1.0
+# While the driver is silent, answers count for so long.
+_MAX_AGE_SECONDS = 30.0
+# A driver that answers "unknown error" is opened anew no more often than this.
+_REOPEN_SECONDS = 30.0
+# The process that has NVML open, and when it was last opened anew; used in the driver's thread alone.
 _opened_by = 0
+_reopened_at = -math.inf
+# The last answers by question and UUID, and when they came.
+_answers: dict[tuple[str, str], tuple[float, Any]] = {}
 
 
 def inventory(environ: Mapping[str, str] | None = None) -> Inventory:
     """Return the GPUs that this environment, or another, makes visible; none without a working driver."""
     environ = os.environ if environ is None else environ
     try:
-        gpus, version, warnings = _ask(_read_gpus)
+        gpus, version, warnings = _driver.ask(lambda: _ask(_read_gpus), _PATIENCE_SECONDS)
+    except _SilentDriverError as error:
+        problem = f"{error}, nor will nvidia-smi; restart the machine, or set {_MASK}=-1 to run on the CPU"
+        return Inventory((), str(error), None, (), problem)
     except _NoDriverError as error:
         other = ""  # names GPUs of other makers, so that nobody wonders why they are idle
         if sys.platform == "darwin":
@@ -144,19 +209,23 @@ def inventory(environ: Mapping[str, str] | None = None) -> Inventory:
 
 
 def used_memory(uuids: Iterable[str]) -> dict[str, int | None]:
-    """Return the bytes used now, by UUID; None if unknown (a lost GPU, the CPU, no driver)."""
-    return _ask_each(uuids, lambda nvml, handle: _memory(nvml, handle)[1])
+    """Return the bytes used now, by UUID; None if unknown (a lost GPU, the CPU, no driver).
+
+    While the driver does not respond, the last answers count for half a minute.
+    """
+    return _ask_each("memory", uuids, lambda nvml, handle: _memory(nvml, handle)[1])
 
 
 def telemetry(uuids: Iterable[str]) -> dict[str, Telemetry | None]:
     """Return the devices' state now, by UUID; None if unknown."""
-    return _ask_each(uuids, _telemetry)
+    return _ask_each("telemetry", uuids, _telemetry)
 
 
 def driver_cuda_version() -> tuple[int, int] | None:
     """Return the newest CUDA that the driver supports, major and minor; None if it does not say."""
     with contextlib.suppress(_NoDriverError):
-        number = _ask(lambda nvml: nvml.nvmlSystemGetCudaDriverVersion_v2())  # 12040 for 12.4
+        ask = partial(_ask, lambda nvml: nvml.nvmlSystemGetCudaDriverVersion_v2())
+        number = _driver.ask(ask, _PATIENCE_SECONDS)  # 12040 for 12.4
         return number // 1000, number % 1000 // 10
     return None
 
@@ -177,7 +246,7 @@ def processes_on(uuid: str) -> list[tuple[int, str | None, int | None]]:
             processes.append((process.pid, name, process.usedGpuMemory))
         return processes
 
-    return _ask_each([uuid], read)[uuid] or []
+    return _ask_each("processes", [uuid], read)[uuid] or []
 
 
 def gpu_users(device: Device) -> str:
@@ -218,28 +287,42 @@ def worker_environment(devices: Sequence[Device]) -> dict[str, str]:
     return {_MASK: ",".join(uuids), _ORDER: _PCI_ORDER}
 
 
-def _ask_each(uuids: Iterable[str], question: Callable[[ModuleType, object], _T]) -> dict[str, _T | None]:
-    """Return the answers by UUID; None for devices that do not answer."""
+def _ask_each(
+    name: str, uuids: Iterable[str], question: Callable[[ModuleType, object], _T]
+) -> dict[str, _T | None]:
+    """Return the answers by UUID, the last ones while the driver is silent; None for devices that do not answer."""
+    uuids = list(uuids)
 
     def ask(uuid: str, nvml: ModuleType) -> _T:
         return question(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
 
-    answers: dict[str, _T | None] = dict.fromkeys(uuids)
-    for uuid in answers:
-        with contextlib.suppress(_NoDriverError):
-            answers[uuid] = _ask(partial(ask, uuid))
+    def ask_all() -> dict[str, _T | None]:
+        answers: dict[str, _T | None] = dict.fromkeys(uuids)
+        for uuid in uuids:
+            with contextlib.suppress(_NoDriverError):
+                answers[uuid] = _ask(partial(ask, uuid))
+        return answers
+
+    try:
+        answers = _driver.ask(ask_all, _SHORT_PATIENCE_SECONDS)
+    except _SilentDriverError:
+        earliest = time.monotonic() - _MAX_AGE_SECONDS
+        last = {uuid: _answers.get((name, uuid), (-math.inf, None)) for uuid in uuids}
+        return {uuid: answer if when >= earliest else None for uuid, (when, answer) in last.items()}
+    now = time.monotonic()
+    _answers.update({(name, uuid): (now, answer) for uuid, answer in answers.items()})
     return answers
 
 
 def _ask(question: Callable[[ModuleType], _T]) -> _T:
-    """Return NVML's answer; if an open NVML fails, open it again and ask once more.
+    """Return NVML's answer, in the driver's thread; if an open NVML fails, open it again and ask once more.
 
     A driver that was reloaded, or a GPU that was lost and is back, is then seen again.
 
     Raises:
         _NoDriverError: NVML cannot be started, or raised an error that ``question`` does not handle.
     """
-    global _opened_by
+    global _opened_by, _reopened_at
     try:
         import pynvml
     except ImportError:
@@ -260,8 +343,11 @@ def _ask(question: Callable[[ModuleType], _T]) -> _T:
             pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
             pynvml.NVML_ERROR_UNKNOWN,
         )
-        if was_open and is_stale:
-            _opened_by = 0
+        is_unknown_again = (
+            error.value == pynvml.NVML_ERROR_UNKNOWN and time.monotonic() - _reopened_at < _REOPEN_SECONDS
+        )
+        if was_open and is_stale and not is_unknown_again:
+            _opened_by, _reopened_at = 0, time.monotonic()
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
             return _ask(question)
@@ -328,13 +414,16 @@ def _read_gpu(nvml: ModuleType, index: int, gpu: _Gpu) -> None:
 
 
 def _memory(nvml: ModuleType, handle: object) -> tuple[int, int]:
-    """Return total and used bytes."""
+    """Return total and used bytes; those of the host where a GPU has no memory of its own."""
     # Version 1 counts what the driver reserves as used; version 2 reports it separately.
     try:
         info = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     except nvml.NVMLError_FunctionNotFound:  # a driver before R510
         info = nvml.nvmlDeviceGetMemoryInfo(handle)
         return int(info.total), int(info.used)
+    except nvml.NVMLError_NotSupported:  # unified memory, as on GB10 and Jetson (nvitop issue 208)
+        total, free = total_memory_bytes() or 0, available_memory_bytes() or 0
+        return total, total - free
     return int(info.total) - int(info.reserved), int(info.used)
 
 

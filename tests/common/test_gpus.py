@@ -21,6 +21,7 @@ from tests.nvml.sim import (
     DRIVER_NOT_LOADED,
     GIB,
     GPU_IS_LOST,
+    HANGS,
     LIBRARY_VERSION_MISMATCH,
     NO_PERMISSION,
     NOT_FOUND,
@@ -406,6 +407,54 @@ def test_a_driver_that_goes_and_comes_back_in_a_session(nvml_sim: NvmlSim) -> No
     assert run(RELOADED, nvml_sim.environment(), PARENT, "loaded 1") == [GIB] * 5
 
 
+def test_a_driver_that_hangs_costs_a_second_once(nvml_sim: NvmlSim) -> None:
+    """The last answer counts for half a minute, and is unknown then."""
+    hangs = Fail("DeviceGetMemoryInfo", HANGS, after_calls=5)
+    nvml_sim.write([Gpu(PARENT, memory=Memory(used=GIB), fails=[hangs])])
+    code = f"""
+answer, seconds = [], []
+for _ in range(8):
+    began = time.monotonic()
+    answer.append(gpus.used_memory(["{PARENT}"])["{PARENT}"])
+    seconds.append(time.monotonic() - began)
+gpus._MAX_AGE_SECONDS = 0.0
+answer.append(gpus.used_memory(["{PARENT}"])["{PARENT}"])
+answer.append(gpus.telemetry(["{PARENT}"])["{PARENT}"])
+answer.append(sum(each > 0.9 for each in seconds))
+"""
+    assert run(code, nvml_sim.environment()) == [*[GIB] * 8, None, None, 1]
+
+
+def test_a_driver_that_hangs_from_the_start_is_a_problem_and_not_the_cpu(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([Gpu(PARENT, fails=[Fail("*", HANGS)])])
+    found = run(f"gpus._PATIENCE_SECONDS = 0.5\n{INVENTORY}", nvml_sim.environment())
+    assert not found["gpus"]
+    assert found["mask_problem"].startswith(
+        "the NVIDIA driver does not respond (no answer in 0.5 s), nor will"
+    )
+    assert "set CUDA_VISIBLE_DEVICES=-1 to run on the CPU" in found["mask_problem"]
+
+
+def test_a_driver_that_answers_unknown_for_good_is_opened_anew_once(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([Gpu(PARENT, fails=[Fail("*", UNKNOWN, after_calls=2)])])
+    code = f"""
+answer = [gpus.used_memory(["{PARENT}"])["{PARENT}"] for _ in range(10)][-1]
+"""
+    assert run(code, nvml_sim.environment()) is None
+    assert [what for what, _ in nvml_sim.sessions()] == ["open", "close", "open"]
+
+
+def test_a_gpu_without_memory_of_its_own_has_the_hosts(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([Gpu(PARENT, "Simulated GB10", fails=[Fail("DeviceGetMemoryInfo", NOT_SUPPORTED)])])
+    code = f"""
+from ensemble.common.host import total_memory_bytes
+gpu = gpus.inventory().gpus[0]
+used = gpus.used_memory(["{PARENT}"])["{PARENT}"]
+answer = [gpu.total_bytes == total_memory_bytes(), 0 < gpu.used_bytes < gpu.total_bytes, 0 < used < gpu.total_bytes]
+"""
+    assert run(code, nvml_sim.environment()) == [True, True, True]
+
+
 def test_a_lost_gpu_hides_no_other(nvml_sim: NvmlSim) -> None:
     lost = Gpu(PARENT, pci=(0, 9, 0), fails=[Fail("*", GPU_IS_LOST, 2)])
     nvml_sim.write([lost, *gpus(1)])
@@ -418,7 +467,8 @@ answer = [list(gpus.used_memory(sys.argv[1:]).values()) for _ in range(3)]
 def test_a_fork_leaves_its_parents_session_alone(nvml_sim: NvmlSim) -> None:
     nvml_sim.write([Gpu(PARENT, memory=Memory(used=GIB))])
     code = f"""
-import os, pynvml
+import os, pynvml, warnings
+warnings.simplefilter("ignore")  # of forks beside threads
 gpus.used_memory(["{PARENT}"])
 if not (child := os.fork()):
     seen = gpus.used_memory(["{PARENT}"])["{PARENT}"]

@@ -19,7 +19,7 @@ from tests.faults.forked.runs import ForkedRuns
 from tests.faults.inject import Fault, Injected
 from tests.faults.machine import memory_group, small_disk
 from tests.faults.test_workers import POISON, faults_of, workers_of
-from tests.nvml.sim import GIB, GPU_IS_LOST, Fail, Gpu, NvmlSim, gpu_uuid
+from tests.nvml.sim import GIB, GPU_IS_LOST, HANGS, Fail, Gpu, NvmlSim, gpu_uuid
 from tests.project import Project
 from tests.waiting import PATIENCE_SECONDS
 
@@ -138,4 +138,30 @@ def test_a_gpu_is_lost_in_mid_run(
     assert f"({first.uuid}) no longer answers" in printed
     assert [worker["devices"] for worker in workers_of(chunky)] == [[first.uuid], [second.uuid]]
     assert [worker["rows"] for worker in workers_of(chunky)] == [8, 8]
+    assert results(chunky) == undisturbed
+
+
+@pytest.mark.fault(23)
+def test_a_driver_that_hangs_stops_no_run(
+    chunky: Project, nvml_sim: NvmlSim, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    """The question for the memory never comes back; the run ends as if nothing were."""
+    gpu = Gpu(gpu_uuid(0xA))
+    nvml_sim.write([gpu])
+    injected = Injected(tmp_path, Fault("wait", ids_of(chunky, 9), times=1))
+    chunky.write_config(chunky_config(chunky, devices=[gpu.uuid]))
+    with subprocess.Popen(
+        [sys.executable, "-m", "ensemble", "run", "config.yaml", "--set", "release_timeout=2"],
+        cwd=chunky.folder,
+        env={**os.environ, **nvml_sim.environment(), **injected.environment, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        while not injected.pids() and process.poll() is None:
+            time.sleep(0.02)
+        nvml_sim.write([Gpu(gpu.uuid, fails=[Fail("DeviceGetMemoryInfo", HANGS)])])
+        injected.let_go()
+        printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0, printed
     assert results(chunky) == undisturbed

@@ -15,6 +15,7 @@ from pathlib import Path
 GIB = 1 << 30
 
 # Codes that calls of the driver return, as in the NVML API reference.
+HANGS = -1  # not NVML's: the call never returns
 NOT_SUPPORTED = 3
 NO_PERMISSION = 4
 NOT_FOUND = 6
