@@ -184,7 +184,7 @@ def test_settings_that_change_probabilities_or_labels_are_refused_however_fast(
     assert [one.failure for one in lacking.trials[1:3]] == ["rows have values that are no numbers"] * 2
     for member in found.members:
         by_name = {trial.name: trial for trial in member.trials}
-        assert {"float32", "bfloat16", "float16", "int8", "nf4"} <= by_name.keys()
+        assert {"float32", "bfloat16", "float16", "int8", "int8, threshold 0", "nf4"} <= by_name.keys()
         assert not by_name["bfloat16"].is_within
         assert by_name["bfloat16"].changed > 0.1
         assert not member.best.startswith("bfloat16")
@@ -509,5 +509,7 @@ def test_what_cannot_be_tuned_is_said_at_once(project: Project) -> None:
     done = project.ensemble("tune", "config.yaml", "--rows", "4", "--write", "tuned.yaml")
     assert done.returncode == 1
     assert not (project.folder / "tuned.yaml").exists(), "nothing was found"
-    assert "llama: float32; bfloat16; float16; int8; nf4: " in done.stdout, "one reason, said once"
+    assert "llama: float32; bfloat16; float16; int8; int8, threshold 0; nf4: " in done.stdout, (
+        "one reason, said once"
+    )
     assert "written" not in done.stdout

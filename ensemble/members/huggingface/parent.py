@@ -190,6 +190,7 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         if not is_as_stored and not model.merge_adapter:
             quantized = {
                 "int8": {"load_in_8bit": True},
+                "int8, threshold 0": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
                 "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
             }
             precisions += [

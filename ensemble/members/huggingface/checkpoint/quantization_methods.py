@@ -120,6 +120,12 @@ def quantization_warnings(
             "twice as much as nf4 or more (three small models: by 0.10 to 0.21 on average); set "
             "bnb_4bit_quant_type: nf4, or fp4 if you mean it"
         )
+    elif settings.get("load_in_8bit") and settings.get("llm_int8_threshold") != 0:
+        yield (
+            "quantization_config: with int8 an outlier in a row changes the numbers of the other rows in its batch "
+            "by about a tenth of what int8 itself changes, and a GPU waits for the host in every layer; "
+            "llm_int8_threshold: 0.0 avoids both, and keeps no outliers apart (tune measures it)"
+        )
 
 
 def _setting_problems(settings: Mapping[str, Any], allowed: Mapping[str, Sequence[str]]) -> Iterator[str]:

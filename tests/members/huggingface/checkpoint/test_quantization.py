@@ -163,3 +163,9 @@ def test_validate_says_all_of_it_without_torch(project: Project) -> None:
     )
     assert "models[2].model_kwargs.device_map: use the model's own key device_map instead" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_int8_is_chosen_with_a_word_about_neighbours() -> None:
+    (warning,) = quantization_warnings({"load_in_8bit": True}, None)
+    assert "an outlier in a row changes the numbers of the other rows in its batch" in warning
+    assert not list(quantization_warnings({"load_in_8bit": True, "llm_int8_threshold": 0.0}, None))
