@@ -34,6 +34,7 @@ from ensemble.common.python_process import keep_pandas_out
 from ensemble.common.text import NO_BREAK, gib, plural
 from ensemble.config import RunConfig
 from ensemble.members.huggingface.checkpoint.hub import hub_can_be_reached
+from ensemble.members.registry import member_kind
 from ensemble.pipeline.load import load
 from ensemble.pipeline.prepare import may_use_gpus, needed_packages, nodes_of, prepare
 from ensemble.pipeline.prepared import Prepared
@@ -220,7 +221,11 @@ def _devices(config: RunConfig | None, needed: dict[str, str]) -> Iterator[Findi
             gpus = list(chosen_devices(machine.gpus, config.devices)) if any(wants) else []
             devices = gpus if gpus and all(wants) else [*gpus, CPU]
     if installed_versions(["torch"]):  # otherwise already reported
-        trials = run_trials(devices, _imports(needed), available_memory_bytes())
+        environment: dict[str, str] = {}
+        for model in config.models if config is not None else ():
+            environment |= member_kind(model).environment()
+        imports, free = _imports(needed), available_memory_bytes()
+        trials = run_trials(devices, imports, free, environment=environment)
         yield from trial_findings(trials, driver_cuda)
 
 

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ensemble.common.gpus import Device, worker_environment
@@ -57,6 +57,7 @@ def run_trials(
     host_bytes: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     flash_attention: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> list[DeviceTrial]:
     """Try torch on each device, a few at the same time; return a trial for each device, in their order.
 
@@ -66,6 +67,7 @@ def run_trials(
         host_bytes: free memory of the host; None if it is unknown.
         timeout_seconds: for each process; a slower one is ended, with its children.
         flash_attention: try flash-attention 2, too.
+        environment: what workers on GPUs have in addition, such as settings of torch's allocator.
     """
     # The processes end themselves after that time if this one is gone.
     options = [f"--parent-pid={os.getpid()}", f"--seconds={int(timeout_seconds) + 6}"]
@@ -84,7 +86,7 @@ def run_trials(
                 device_options += ["--on-gpu"] if device.is_gpu else []
                 if device is devices[0]:
                     device_options += [f"--import={name}" for name in imports]
-                processes.append(_start(device, device_options))
+                processes.append(_start(device, device_options, environment or {}))
             for device, process in zip(batch, processes, strict=True):
                 trials.append(_trial(device, process, deadline, timeout_seconds))
         finally:
@@ -96,13 +98,13 @@ def run_trials(
     return trials
 
 
-def _start(device: Device, options: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(device: Device, options: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [*python_command("ensemble.worker.probe"), *options],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, **python_environment(), **worker_environment([device])},
+        env={**os.environ, **environment, **python_environment(), **worker_environment([device])},
         start_new_session=True,
     )
 

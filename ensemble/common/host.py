@@ -34,6 +34,11 @@ def total_memory_bytes() -> int | None:
     return min((size for size in sizes if size is not None), default=None)
 
 
+def is_wsl(kernel: str | None = None) -> bool:
+    """Return whether a kernel's release, by default this machine's, is that of the Windows Subsystem for Linux."""
+    return "microsoft" in (platform.release() if kernel is None else kernel).lower()
+
+
 def usable_cpus() -> int:
     """Return how many threads can compute at a time, within the limits of a container and OMP_NUM_THREADS."""
     limits = [float(len(os.sched_getaffinity(0))), own_groups("cpu").cpu_limit() or math.inf]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.files import HubFile, read_json
+from ensemble.common.host import is_wsl
 from ensemble.common.packages import installed_versions
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.members.base import Assigned, Candidate, MemberKind, RanWith, Reads, ResourceRequest
@@ -265,7 +266,9 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
 
     def environment(self) -> Mapping[str, str]:
         model = self.settings
-        allocator = allocator_environment(model.expandable_segments, model.max_split_size_mb, os.environ)
+        is_asked = "expandable_segments" in model.model_fields_set
+        is_expandable = model.expandable_segments and (is_asked or not is_wsl())
+        allocator = allocator_environment(is_expandable, model.max_split_size_mb, os.environ)
         # Loading threads of transformers 5.0 put weights on the GPU before these are quantized, so that a member
         # that would fit runs out of memory (transformers issue 43032).  From 5.5 on there are none here.
         return allocator if model.quantization_config is None else {**allocator, _NO_LOADING_THREADS: "1"}

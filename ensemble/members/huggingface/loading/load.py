@@ -11,6 +11,11 @@ from ensemble.common.python_process import keep_freed_memory
 from ensemble.members.batch_size import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
 from ensemble.members.footprint import RESERVE_SHARE
 from ensemble.members.huggingface.loading.describe import learnt_positions
+from ensemble.members.huggingface.loading.first_allocation import (
+    fill_each_gpu,
+    switch_off_expandable_segments,
+    try_allocation,
+)
 from ensemble.members.huggingface.loading.fused_norms import fuse_norms
 from ensemble.members.huggingface.loading.kernels import capability, choose_kernels, set_tf32
 from ensemble.members.huggingface.loading.model import load_model
@@ -79,6 +84,7 @@ def load_on_devices(spec: CheckpointSpec) -> Loaded:
         if torch.cuda.device_count() < spec.gpus:
             raise ValueError(f"assigned {spec.gpus} GPUs, but torch sees {torch.cuda.device_count()} of them")
         torch.cuda.init()  # type: ignore[no-untyped-call]
+        try_allocation(notes, fill_each_gpu, switch_off_expandable_segments)
     elif spec.gpus > 0:
         notes.append(
             f"the driver shows a GPU, but this torch ({torch.__version__}) cannot use it: running on the CPU; "
