@@ -1,4 +1,4 @@
-"""The state of a member during a run, and what the scheduler asks of the run."""
+"""Keep the state of a member during a run, and define what the scheduler needs from the run."""
 
 from __future__ import annotations
 
