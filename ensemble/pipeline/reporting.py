@@ -1,4 +1,4 @@
-"""The report of a run as it stands."""
+"""Make the report of a run from its current state."""
 
 from __future__ import annotations
 
