@@ -1,7 +1,8 @@
-"""A chunk's encoded rows -> logits, in batches that fit.
+"""Compute the logits of a chunk's encoded rows, in batches that fit into memory.
 
-On an out-of-memory error the rows run again in halves; a row that does not fit alone is left out.  Rows that
-overflow half precision run again in float32; once most rows of a chunk did, later chunks start in float32.
+After an out-of-memory error the rows run again in batches of half the size; a row that does not fit even alone is
+left out.  Rows that overflow half precision run again in float32.  If most rows of a chunk overflow, later chunks
+start in float32.
 """
 
 from __future__ import annotations

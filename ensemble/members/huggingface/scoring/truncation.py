@@ -1,9 +1,9 @@
-"""Truncation by field: rows of more than ``max_length`` tokens get shorter columns, and all else stays whole.
+"""Truncate by field: cut columns of rows with more than ``max_length`` tokens, and nothing else of the prompt.
 
-The tokens of a prompt are not those of its parts side by side: pieces merge over borders, and some tokenizers put a
-space before each text.  So the columns are cut where their own tokens end, the template is rendered with what is
-left, and the whole prompt is tokenized as always.  If it is too long or too short, the columns get as many tokens
-less or more, until it fits; mostly once or twice.
+A prompt does not have the tokens of its parts: pieces merge across borders, and some tokenizers put a space before
+each text.  So columns are cut between their tokens, the template is rendered with the shorter columns, and the
+whole prompt is tokenized.  If the prompt is too long or too short by some tokens, the columns get that many fewer
+or more, until the prompt fits.  Most prompts need one or two attempts.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def _after(text: str, offsets: Offsets, token: int) -> str:
 
 
 class _Cell:
-    """A row's value in a column that may be cut: a text, or the turns of a JSON list.
+    """Hold a row's value in a column that may be cut: a text, or the turns of a JSON list.
 
     A turn is a text, or an object with a text as its ``content``; anything else in a list stays.
     """
