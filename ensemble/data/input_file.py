@@ -55,7 +55,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a file, as far as columns were wanted.
+    """Hold the wanted columns of a file, and every column's name.
 
     Attributes:
         rows: rows read.
