@@ -162,7 +162,7 @@ class BatchSizes:
         return halves
 
     def cut(self, lengths: Integers, rows: Integers, skipped: Integers) -> deque[Integers]:
-        """Cut rows into batches; rows share a batch only if they skip equally many tokens.  The fewest come first."""
+        """Cut rows into batches of rows that skip equally many tokens; batches that skip the fewest come first."""
         budget = self.token_budget
         if self.stages > 1:
             # Make enough batches to keep all GPUs of a spread model busy.
