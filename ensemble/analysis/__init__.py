@@ -1,4 +1,4 @@
-"""What predictions are worth: metrics, weights, comparisons, the report; with pandas, SciPy and scikit-learn.
+"""Evaluate predictions: metrics, weights, comparisons, the report; with pandas, SciPy and scikit-learn.
 
 Imported by its own commands only, never in a run.
 """

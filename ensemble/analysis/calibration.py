@@ -1,4 +1,4 @@
-"""Calibration of one member by log loss: a temperature, or a scale and a bias for each label (vector scaling).
+"""Calibrate a member by log loss: fit a temperature, or a scale and a bias for each label (vector scaling).
 
 Softmax members become softmax(scale * log p / temperature + bias), sigmoid ones the same of the logit, label by
 label. Log loss is convex in 1 / temperature, and in scale and bias. Probabilities below ``EPSILON`` count as that:

@@ -386,7 +386,7 @@ def folds(truth: Truth, count: int, seed: int) -> Rows:
 
 
 class _Scorer:
-    """Scores held-out values on the same resamples; a metric that ranks rows in each fold, as a mean."""
+    """Score held-out values on the same resamples; a metric that ranks rows is the mean over folds."""
 
     def __init__(self, sample: Predictions, metric: Metric, fold_of: Rows) -> None:
         self._metric = metric

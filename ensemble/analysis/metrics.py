@@ -1,7 +1,7 @@
-"""Metrics by name, with bootstrap intervals and paired differences.
+"""Compute metrics by name, with bootstrap intervals and paired differences.
 
-A value and a thousand resamples of it come from the same sums over rows, so that a million rows take a second. If
-the truth of exclusive labels is probabilities, a row's label is the likeliest one, of equal ones the first.
+A value and its thousand resamples come from the same sums over rows, so that a million rows take a second. If the
+truth of exclusive labels is probabilities, the label of a row is the most likely label, or the first of several.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Predictions of several members for the same rows, in memory, with the truth where it is known.
+"""Read predictions of several members for the same rows, with the truth if there is one.
 
-From CSV files, or from a run's directory.  A million rows of ten members with three labels are 240 MB.
+Predictions come from CSV files or from a run's directory.  A million rows of ten members with three labels take
+240 MB.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A stacked logistic regression on the members' log-probabilities, by scikit-learn.
+"""Fit a stacked logistic regression on the members' log-probabilities, by scikit-learn.
 
 ``ensemble: {method: stacking}`` merges by it (``merging/methods/stacking.py``): the score of a label is an
 intercept and the sum over members and labels of a coefficient times ln p; softmax makes probabilities of them. Of

@@ -1,7 +1,7 @@
-"""Weights of members: those with the least log loss, and those that a greedy selection finds for any metric.
+"""Find weights of members: with the least log loss, or by greedy selection for any metric.
 
-Log loss is convex in the weights of the weighted mean and of the weighted geometric mean, with weights that are at
-least 0 and sum to 1.
+Log loss is convex in the weights of the weighted mean and of the weighted geometric mean; weights are at least 0
+and sum to 1.
 
 R. Caruana, A. Niculescu-Mizil, G. Crew and A. Ksikes, "Ensemble Selection from Libraries of Models", ICML 2004.
 """

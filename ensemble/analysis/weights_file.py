@@ -1,4 +1,4 @@
-"""Fit a run or CSVs of predictions, write ``weights.yaml``, a config on top of the one that ran, and sum it up."""
+"""Fit the predictions of a run or of CSVs, make the overlay ``weights.yaml``, and sum up the fit in sentences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ POOLS: Final[Mapping[str, Pool]] = {
     "geometric_mean": "geometric_mean",
     "logit_mean": "geometric_mean",
 }
-# Rounded to so many digits the log loss stays the same within 1e-7 nats: it is flat where it is least.
+# Rounding to this many digits changes the log loss by less than 1e-7 nats: it is flat at its minimum.
 _WEIGHT_DECIMALS = 6
 _DIGITS = 6
 
@@ -52,14 +52,14 @@ def fit_sources(
     has_overrides: bool = False,
     target: Path | None = None,
 ) -> tuple[FitReport, str]:
-    """Fit a config's run, or CSVs of predictions, whichever the sources are.
+    """Fit the run of a config, or CSVs of predictions, as the sources say.
 
     Args:
         load: reads configs.
-        labels: the table of the truth; None: the table of the config.
-        label_column: of that table; None: "label", or what the config names.
+        labels: the table with the true labels; None: the config's table.
+        label_column: of the table with the true labels; None: "label", or the config's column.
         id_column: of ``labels`` and of CSVs.
-        merge_method, activation, partial: of CSVs; a config has its own.
+        merge_method, activation, partial: only for CSVs, because a config has these settings.
         has_overrides: whether ``load`` overrides keys.
         target: where to write the overlay.
 
@@ -67,9 +67,9 @@ def fit_sources(
         the report, and the text of ``weights.yaml``.
 
     Raises:
-        ConfigError: the sources are of both kinds, or an option is for the other kind.
+        ConfigError: the sources mix configs and CSVs, or an option is not for these sources.
         OutputError: runs of the config write to ``target``.
-        DataError: there is nothing that can be fitted.
+        DataError: the predictions or the labels are missing or cannot be fitted.
     """
     configs = [source for source in sources if _is_config(source)]
     if configs:
@@ -83,7 +83,7 @@ def fit_sources(
             "--id-column": id_column is not None and labels is None,
         }
         problems = [
-            f"{option}: is for CSVs of predictions; {configs[0]} says it itself, and --set changes that"
+            f"{option}: is for CSVs of predictions; for {configs[0]}, set the key in the config or by --set"
             for option, is_set in for_files.items()
             if is_set
         ]
@@ -94,7 +94,7 @@ def fit_sources(
             RunDir(loaded.config.output_dir).demand_free("--output", target)
         return _fit_run(loaded, options, labels, label_column, id_column)
     if has_overrides:
-        raise ConfigError("--set: changes a config, and these are CSVs of predictions; leave it out")
+        raise ConfigError("--set: changes a config, but the sources are CSVs of predictions; leave --set out")
     if labels is None:
         raise ConfigError("--labels: name the table with the true labels of these predictions")
     files = [source for source in sources if isinstance(source, Path)]
@@ -125,26 +125,29 @@ def _fit_run(
 ) -> tuple[FitReport, str]:
     """Fit the predictions in a config's ``output_dir``, for the config's merge method."""
     config, run_dir, data = loaded.config, loaded.config.output_dir, loaded.config.data
-    method, again = config.ensemble.method, "the weighted mean is fitted by --set ensemble.method=mean"
+    method, advice = config.ensemble.method, "fit the weighted mean by --set ensemble.method=mean"
     if options.method != "stacking" and method not in POOLS:
-        coefficients = ", this method's coefficients by --method stacking" if method == "stacking" else ""
-        raise ConfigError(f"ensemble.method: weights cannot be fitted for {method}; {again}{coefficients}")
+        if method == "stacking":
+            advice += ", or this method's coefficients by --method stacking"
+        raise ConfigError(f"ensemble.method: weights cannot be fitted for {method}; {advice}")
     if not RunDir(run_dir).run_json.exists():
         raise DataError(f"{run_dir}: there is no run.json; run the config first, then fit")
     predictions = read_run(run_dir, with_truth=False)
     names = [model.name for model in config.models]
-    if missing := [name for name in names if name not in predictions.members]:
+    missing = [name for name in names if name not in predictions.members]
+    if missing:
         raise DataError(
             f"{run_dir}: no complete predictions of {', '.join(missing)}; run the config to the end first, then fit"
         )
-    if changed := changed_members(config, names, run_dir):
+    changed = changed_members(config, names, run_dir)
+    if changed:
         raise DataError(
             f"{run_dir}: {changed_sentence(changed)}; run the config with these settings first, then fit"
         )
     run_rules = () if predictions.rules is None else predictions.rules.rules
     if run_rules != (config.rules or ()):
         raise DataError(
-            f"{run_dir}: its run has other rules than the config; run the config again, which merges only, then fit"
+            f"{run_dir}: its run has other rules than the config; run the config again (this only merges), then fit"
         )
     predictions = replace(
         predictions,
@@ -152,7 +155,7 @@ def _fit_run(
         activations={name: predictions.activations[name] for name in names},
     )
     if method == "logit_mean" and predictions.activation == "softmax":
-        raise ConfigError(f"ensemble.method: logit_mean is not for labels that exclude each other; {again}")
+        raise ConfigError(f"ensemble.method: logit_mean is not for labels that exclude each other; {advice}")
     rows = predictions.ids, predictions.labels, predictions.activation
     if labels is not None:
         predictions = predictions.with_truth(
@@ -168,20 +171,20 @@ def _fit_run(
 
 
 def _overlay(report: FitReport, method: str, sources: str) -> str:
-    """Return the text of ``weights.yaml`` for a merge method; ``sources`` says what was fitted."""
+    """Return the text of ``weights.yaml`` for a merge method; ``sources`` names the fitted predictions."""
     today = time.strftime("%Y-%m-%d", time.gmtime())
     calibration = {"none": "", "temperature": ", temperature", "vector": ", vector scaling"}
     how = f"{report.options.method}{calibration[report.options.calibration]}"
     head = [
         f"By `ensemble fit` on {today}: {how}; {sources}, {plural(report.rows, 'labelled row')}.",
         *verdicts(report),
-        "It takes effect as the last of the files in `ensemble run CONFIG THIS_FILE`.",
+        "Use it as the last file of `ensemble run CONFIG THIS_FILE`.",
     ]
     models = [
         {
             "name": member.name,
             "weight": 1 if member.weight is None else round(member.weight, _WEIGHT_DECIMALS),
-            # None takes away what the config has, since the weights are without it.
+            # None removes the config's calibration, because the weights were fitted without it.
             "calibration": _calibration(member.calibration),
         }
         for member in report.members
@@ -225,22 +228,22 @@ def _stacking(report: FitReport, stacking: StackingFit) -> dict[str, Any]:
 
 
 def check_output(output: Path, may_replace: bool, sources: Sequence[Path], labels: Path | None) -> Path:
-    """Return where to write the overlay; an overlay among the sources may be replaced by a new one."""
+    """Return where to write the overlay, which may replace an overlay among the sources."""
     kept = [path_of(path) for number, path in enumerate(sources) if not number or not _is_config(path)]
     return settings_file("--output", output, kept if labels is None else [*kept, labels], may_replace)
 
 
 def verdicts(report: FitReport) -> Iterator[str]:
-    """Say what the fit is worth, a sentence each: against equal weights, the best member, without each member."""
+    """Yield sentences that compare the fit with equal weights, with the best member, and without each member."""
     metric, equal = report.options.metric.replace("_", " "), report.over_equal
     yield (
-        f"Held-out {metric} {_number(report.score, equal)}: {plural(report.rows, 'row')}, each predicted by what "
-        f"was fitted to the others ({report.options.folds} folds; in brackets 95 % intervals).{_by_fold(report)}"
+        f"Held-out {metric} {_number(report.score, equal)}: {plural(report.rows, 'row')}, each predicted by a fit "
+        f"to the other folds ({report.options.folds} folds; in brackets 95 % intervals).{_by_fold(report)}"
     )
     as_well = "" if equal.excludes_zero else " Equal weights do as well."
     yield f"{_against('equal weights', report.equal, equal)}{as_well}"
     if equal.high < 0:
-        yield "Keep equal weights: the fitted ones do worse."
+        yield "Keep equal weights: the fitted weights do worse."
     if len(report.members) > 1:
         yield _against(f"the best member, {report.best_member}", report.best, report.over_best)
     for member in report.members:
@@ -258,14 +261,14 @@ def verdicts(report: FitReport) -> Iterator[str]:
         whole = report.rows + report.rows_left_out + report.rows_decided
         yield (
             f"These figures are of the {report.rows:,} of {plural(whole, 'row')} that all members have; a run "
-            "merges the others by the members that are there."
+            "merges each of the other rows from the members that have it."
         )
     if report.rows_decided:
-        yield f"Rules decide {plural(report.rows_decided, 'further row')}, which tell nothing of the members."
+        yield f"Rules decide {plural(report.rows_decided, 'further row')}, which say nothing about the members."
 
 
 def _by_fold(report: FitReport) -> str:
-    """Say how many folds the figures are the mean of; empty if they are of all rows at once."""
+    """Return a sentence about the folds that are scored apart; empty if all rows are scored together."""
     scored, folds = report.folds_scored, report.options.folds
     if scored is None:
         return ""
@@ -285,15 +288,15 @@ def difference(gain: Interval, above: str = "better", below: str = "worse") -> s
     return f"{value} {above if gain.value >= 0 else below}{interval}"
 
 
-def _against(what: str, value: float, gain: Interval) -> str:
-    text = f"Against {what} ({_number(value, gain)}): {difference(gain)}"
+def _against(other: str, value: float, gain: Interval) -> str:
+    text = f"Against {other} ({_number(value, gain)}): {difference(gain)}"
     if text.endswith("no difference"):
         return f"{text}."
     return f"{text}, more than noise." if gain.excludes_zero else f"{text}, which is no more than noise."
 
 
 def _number(number: float, gain: Interval) -> str:
-    """Show a number with four digits, and more if the interval has no two digits then."""
+    """Return a number with four decimals, or more if its interval needs them to have two digits."""
     width = gain.high - gain.low
     digits = next((digits for digits in range(4, 7) if width * 10**digits >= 40), 7) if width > 0 else 4
     return f"{number:.{digits}f}"

@@ -48,7 +48,7 @@ def rows_that_meet(table: InputTable, conditions: Sequence[PromptTemplate]) -> n
 
 
 class ConditionProblem(DataError):
-    """A condition fails for a row; ``condition`` is the condition's number."""
+    """Report a condition that fails for a row; ``condition`` is the condition's number."""
 
     def __init__(self, condition: int, problem: str) -> None:
         super().__init__(problem)

@@ -1,7 +1,7 @@
 """Read and write CSV files; every cell keeps its text.
 
 Reading guesses no types and no nulls, so ids such as ``001``, ``1e5``, ``nan`` or `` x`` stay byte for byte. Row 1
-is the first below the header; blank lines are no rows. Writing quotes a cell only if it must.
+is the first row below the header; blank lines do not count. Cells are written with quotes only if needed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ensemble.data.input_file import (
     open_input,
 )
 
-# A row must fit into a block; if it does not, the file is read again in larger blocks.
+# A row must fit into a block; if a row does not fit, the file is read again in larger blocks.
 _BLOCK_BYTES = (1 << 19, 1 << 29)
-# pyarrow's messages then, about a row and about the header.
+# pyarrow's messages if a row or the header does not fit into a block.
 _ROW_TOO_LONG = ("straddles two block boundaries", "cannot infer number of columns")
 _WRITE_ROWS = 65_536
 _SHOWN = 3
@@ -41,23 +41,23 @@ _UTF8_ADVICE = "convert the file to UTF-8 first, for example with: iconv -f WIND
 # U+FEFF at the start of a file is a byte order mark.
 _MUST_QUOTE = re.compile('[",\r\n]|^\ufeff')
 _NUMBER = r"(?i)^[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|inf|infinity)$"
-# A cell that no file has: U+10FFFF is no character and never will be. Put behind the last row, it is read as a row
-# only if no quote is open there.
+# A cell that no file contains, because U+10FFFF is not a character. It is appended as the last row: if pyarrow does
+# not return that row, a quote is still open at the end of the file.
 _END = "\U0010ffffend of file\U0010ffff"
-# Stands for bytes that are not UTF-8 until the row and column are known; no character either.
+# Replaces bytes that are not UTF-8 until their row and column are known; U+10FFFE is not a character either.
 _NOT_UTF8 = "\U0010fffe"
 codecs.register_error("ensemble.csv", lambda error: (_NOT_UTF8, error.end))  # type: ignore[attr-defined]
 
 
 def read_header(path: Path) -> tuple[str, ...]:
-    """Return the column names in the first row of a CSV (or, by its name, tab-separated) file.
+    """Return the column names in the first row of a CSV file, or of a tab-separated file.
 
     Raises:
-        DataError: see :func:`open_input`; also a header that is not UTF-8, or that names a column twice.
+        DataError: see :func:`open_input`; also if the header is not UTF-8, or names a column twice.
     """
     for block_bytes in _BLOCK_BYTES:
         with open_input(path) as file:
-            # In memory: of a file Arrow reads the next block in a thread of its own, and Python may end meanwhile.
+            # Read into memory: from a file, Arrow reads ahead in a thread, which may still run when Python ends.
             content = file.read(block_bytes)
         if len(content) < block_bytes:
             content += f"\n{_END}\n".encode()
@@ -90,15 +90,15 @@ def read_header(path: Path) -> tuple[str, ...]:
 def read_csv(path: Path, wanted: Wanted) -> Contents:
     """Read the input table from a CSV file; its cells are text, and none of them is null.
 
-    The columns ``wanted.numbers`` are float64 if each of their cells is a number or empty, which is a null.
+    Columns in ``wanted.numbers`` become float64 if all their cells are numbers or empty; empty cells become null.
     """
     names = read_header(path)
     present = [name for name in wanted.names() if name in names]
-    read = present or names[:1]  # for the number of rows
+    read = present or names[:1]  # any column, to count the rows
     numbers = {*wanted.numbers} - {wanted.id_column}
     try:
         table = _read_columns(path, names, read, wanted.limit, numbers)
-    except pa.ArrowInvalid:  # the same as text, for what is wrong to be named
+    except pa.ArrowInvalid:  # read as text, which raises errors with rows
         table = _read_columns(path, names, read, wanted.limit)
 
     def column(name: str | None) -> pa.ChunkedArray | None:
@@ -120,7 +120,7 @@ def read_text_csv(path: Path, columns: Sequence[str] | None = None, limit: int |
     Args:
         path: ``.csv`` or ``.tsv``, each with an optional ``.gz``.
         columns: the columns to read, in this order; all of them by default.
-        limit: read no more than this many rows; broken rows behind them are not seen.
+        limit: read at most this many rows; broken rows behind them raise no error.
 
     Raises:
         DataError: see :func:`open_input` and :func:`read_header`; also a column that the file does not have, rows
@@ -161,13 +161,13 @@ def _read_columns(
         column_types={name: pa.float64() if name in numbers else pa.string() for name in names},
         null_values=[""],
         strings_can_be_null=False,
-        check_utf8=False,  # the stream does
+        check_utf8=False,  # the stream checks it
     )
     for block_bytes in _BLOCK_BYTES:
         batches: list[pa.RecordBatch] = []
         broken.clear()
         rows = 0
-        # With threads no broken row has a number.
+        # With threads, pyarrow does not number broken rows.
         options = pa_csv.ReadOptions(block_size=block_bytes, use_threads=bool(numbers))
         try:
             with (
@@ -236,7 +236,7 @@ def _refuse_broken_rows(path: Path, broken: Sequence[pa_csv.InvalidRow]) -> None
 
 
 def is_comma_separated(path: Path) -> bool:
-    """Return whether a file's cells are separated by commas, judged by its name; else they are by tabs."""
+    """Return whether commas separate a file's cells, judged by its name; if not, tabs do."""
     return _delimiter(path) == ","
 
 
@@ -245,7 +245,7 @@ def _delimiter(path: Path) -> str:
 
 
 def _checked(data: bytes, is_last: bool = True) -> tuple[bytes, bytes]:
-    """Return text as UTF-8, with ``_NOT_UTF8`` for other bytes; and the start of a character at its end."""
+    """Return ``data`` as UTF-8, ``_NOT_UTF8`` for other bytes; and the bytes of an incomplete last character."""
     try:
         _, length = codecs.utf_8_decode(data, "strict", is_last)
         return data[:length], data[length:]
@@ -255,11 +255,11 @@ def _checked(data: bytes, is_last: bool = True) -> tuple[bytes, bytes]:
 
 
 class _WithEnd(io.RawIOBase):
-    """A stream for pyarrow's CSV reader, followed by an ending.
+    """Pass a stream and an ending to pyarrow's CSV reader.
 
-    pyarrow takes the result of each call for a block. If a block ends with ``\\r``, it drops a ``\\n`` at the start
-    of the next, even within quotes; so no block of this stream ends with ``\\r``. pyarrow cannot show a broken row
-    that is not UTF-8, so the stream is always UTF-8, with ``_NOT_UTF8`` for other bytes.
+    pyarrow treats the result of each ``read`` as a block. If a block ends with ``\\r``, pyarrow drops a ``\\n`` at
+    the start of the next block, even within quotes; so no block of this stream ends with ``\\r``. pyarrow cannot
+    show a broken row that is not UTF-8, so the stream is always UTF-8, with ``_NOT_UTF8`` for other bytes.
     """
 
     def __init__(self, stream: BinaryIO, ending: bytes) -> None:
@@ -285,7 +285,7 @@ class _WithEnd(io.RawIOBase):
 def text_as_numbers(
     cells: pa.Array | pa.ChunkedArray,
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """Return text as float64 [rows], NaN for other text; and which cells are no number, [rows]."""
+    """Return cells as float64 [rows], NaN for text that is no number; and which cells are no numbers, [rows]."""
     cells = pc.utf8_trim_whitespace(cells)
     is_number = pc.match_substring_regex(cells, _NUMBER)
     numbers = pc.cast(pc.if_else(is_number, cells, "nan"), pa.float64())
@@ -296,13 +296,13 @@ def write_csv(path: Path, header: Sequence[str], columns: Sequence[pa.Array | pa
     """Write a CSV file: UTF-8, commas, ``\\n`` line ends, quotes only if they are needed.
 
     Args:
-        path: written in place; the caller makes that atomic.
+        path: the file, written in place; the caller must make the write atomic.
         header: one name per column.
         columns: each of shape (rows,). Text is written as it is, numbers in the shortest form that reads back as
             the same number, nulls as nothing.
 
     Raises:
-        ValueError: the lengths do not agree.
+        ValueError: the numbers of names and columns differ, or there are no columns.
         OSError: the file cannot be written.
     """
     if len(header) != len(columns) or not columns:
@@ -342,12 +342,12 @@ def csv_lines(cells: Sequence[pa.Array]) -> bytes | pa.Buffer:
         try:
             pa_csv.write_csv(batch, sink, options)
             return sink.getvalue()
-        except pa.ArrowInvalid:  # pyarrow can only quote all cells or none, and some need quotes
+        except pa.ArrowInvalid:  # some cells need quotes, and pyarrow can only quote all cells or none
             pass
     lines = []
     for row in zip(*(column.to_pylist() for column in cells), strict=True):
         line = ",".join(map(_quoted, row))
-        lines.append(line or '""')  # a blank line would be no row
+        lines.append(line or '""')  # a blank line would not count as a row
     return "".join(f"{line}\n" for line in lines).encode()
 
 

@@ -1,6 +1,6 @@
-"""Digests of columns and of rows, the same however Arrow splits the cells into chunks and buffers.
+"""Compute digests of columns and rows, the same however Arrow splits the cells into chunks and buffers.
 
-By its digest a row is recognized in a table that grew, shrank or was sorted.
+A digest identifies a row even after the table grew, shrank or was sorted.
 """
 
 from __future__ import annotations

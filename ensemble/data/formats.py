@@ -1,6 +1,6 @@
-"""The formats of tables and predictions, by file extension; each is read into the same ``Contents``.
+"""Choose the format of a table or of predictions by the file extension; each is read into ``Contents``.
 
-A format decides how ids and labels become text, what a cell becomes for a template, and how far to read if rows
+A format decides how ids and labels become text, what a template gets for a cell, and where reading stops if rows
 are limited. The checks of all formats are in ``table.py``.
 """
 

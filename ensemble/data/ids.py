@@ -1,4 +1,4 @@
-"""Ids of rows: which come more than once, and where they stand among the ids of a table."""
+"""Find duplicate ids, and the positions of ids in a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Open input files of any format, say what is wrong with them, and hold what was read."""
+"""Open input files of any format, report their problems, and hold their contents."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from ensemble.common.errors import DataError
 from ensemble.common.files import dangling_link, unreadable
 from ensemble.common.text import did_you_mean, error_text, listed, quoted, similar_file
 
-# Marks a field whose text is JSON for values that are not text; workers use it, too (published_table.py).
+# Marks a field whose cells are JSON text, for values that are not text; workers read the mark, too
+# (published_table.py).
 JSON_MARK = {b"ensemble": b"json"}
-# By their first bytes. If the name is one of Parquet's, its reader says what is wrong.
+# Messages by a file's first bytes. A file with a Parquet name gets the message of the Parquet reader instead.
 _OTHER_FORMATS = {
-    b"PK\x03\x04": "is a zip archive, as Excel's files are, not text; save what is in it as CSV",
+    b"PK\x03\x04": "is a zip archive, as Excel files are, not text; save its content as CSV",
     b"PAR1\x15": "is a Parquet file; give it a name that ends in .parquet",
 }
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -34,11 +35,11 @@ _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to read; a column may be id, label and text all at once.
+    """Name the columns to read; a column may be id, label and text at the same time.
 
     Attributes:
         limit: read only this many rows.
-        numbers: those of ``columns`` that a format without types reads as numbers, if all their cells are.
+        numbers: columns that a format without types reads as numbers, if all their cells are numbers.
     """
 
     id_column: str
@@ -55,15 +56,15 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a file, as far as columns were wanted.
+    """Hold the wanted columns of a file, and every column's name.
 
     Attributes:
         rows: rows read.
         names: every column in the file.
         ids: shape (rows,), strings; None if the column is missing or cannot be an id.
         labels: the same for the label column.
-        columns: those of the wanted columns that the file has. A field marked with JSON_MARK has JSON text.
-        problems: what is wrong with single cells or types.
+        columns: the wanted columns that the file has. A field marked with JSON_MARK has JSON text.
+        problems: of single cells or types, a sentence each.
     """
 
     rows: int
@@ -75,18 +76,18 @@ class Contents:
 
 
 def shown_type(kind: pa.DataType) -> str:
-    """Return a type's name; that of a struct of many fields is cut."""
+    """Return a type's name, cut if it is long, for example a struct of many fields."""
     name = " ".join(str(kind).split())
     return name if len(name) <= 60 else f"{name[:60]}..."
 
 
 @contextmanager
 def open_input(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading; one whose name ends in ``.gz`` is uncompressed.
+    """Open a file for reading, uncompressed if its name ends in ``.gz``.
 
     Raises:
-        DataError: there is no such file (a similar name is shown), it is a directory, a pipe, empty or UTF-16, it
-            cannot be read, or (while reading, inside the ``with``) its gzip stream is broken or cut short.
+        DataError: the file does not exist (a similar name is shown), is a directory, a pipe, empty or UTF-16, or
+            cannot be read; inside the ``with``, while reading: its gzip stream is broken or cut short.
     """
     refuse_url(path)
     link_problem = dangling_link(path)
@@ -105,9 +106,9 @@ def open_input(path: Path) -> Iterator[BinaryIO]:
             if start.startswith(_UTF16_MARKS):
                 raise DataError(f"{path}: is UTF-16, not UTF-8; convert it with: iconv -f UTF-16 -t UTF-8")
             if path.suffix.lower() not in (".parquet", ".pq"):
-                for mark, other in _OTHER_FORMATS.items():
+                for mark, problem in _OTHER_FORMATS.items():
                     if start.startswith(mark):
-                        raise DataError(f"{path}: {other}")
+                        raise DataError(f"{path}: {problem}")
             stream.seek(0)
             yield stream
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -121,14 +122,14 @@ def open_input(path: Path) -> Iterator[BinaryIO]:
 
 
 def refuse_url(path: Path) -> None:
-    """Raise DataError if the path is a URL, which has lost one of its two slashes as a path."""
+    """Raise DataError if the path is a URL; ``Path`` has removed the second of its slashes."""
     scheme, colon, rest = str(path).partition(":/")
     if colon and len(scheme) > 1 and scheme.isalnum() and not path.exists():
         raise DataError(f"{scheme}://{rest}: is a URL; download the file first, then name it here")
 
 
 def without_pandas_index(names: Sequence[str]) -> list[str]:
-    """Return the columns without those in which pandas keeps an index without a name."""
+    """Return the names without the columns that pandas writes for an index without a name."""
     return [name for name in names if not re.fullmatch(r"__index_level_\d+__", name)]
 
 
@@ -165,7 +166,7 @@ def is_json_field(column: pa.Field) -> bool:
 
 
 def joined_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a column as strings that stay usable as a whole: large strings once its text passes 2 GB."""
+    """Return a column as strings, or as large strings from 2 GB on, so that its chunks can be combined."""
     if not is_text(column.type):
         column = column.cast(pa.string())
     return column.cast(pa.large_string()) if column.nbytes >= 1 << 31 else column
@@ -181,12 +182,12 @@ def is_binary(kind: pa.DataType) -> bool:
 
 
 def cell_texts(column: pa.Array) -> pa.Array:
-    """Return cells as text or bytes, numbers and times as Arrow spells them, others as JSON; nulls stay nulls."""
+    """Return cells as text or bytes: numbers and times as Arrow writes them, others as JSON, nulls as nulls."""
     if is_text(column.type) or is_binary(column.type):
         return column
     try:
         return pc.cast(column, pa.large_string())
-    except pa.ArrowException:  # nested, or another type without text
+    except pa.ArrowException:  # a nested type, or another type that Arrow cannot write as text
         cells = column.to_pylist()
         texts = [
             None if cell is None else json.dumps(cell, ensure_ascii=False, default=str) for cell in cells

@@ -14,7 +14,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class TemplateProblem(ValueError):
-    """A template cannot be compiled, or a row cannot be rendered; the message is one sentence."""
+    """Report in one sentence a template that cannot be compiled, or a row that cannot be rendered."""
 
 
 def parse_json_cell(text: object) -> object:

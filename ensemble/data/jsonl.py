@@ -24,7 +24,7 @@ _SHOWN = 3
 
 
 class _Float(float):
-    """A number with the text that the file has for it: the id ``1.50`` is not ``1.5``."""
+    """Keep a number's text from the file: the id ``1.50`` is not ``1.5``."""
 
     text: str
 
@@ -36,7 +36,7 @@ def _float(text: str) -> _Float:
 
 
 class _Column:
-    """A growing column: plain text as long as all values are text, then JSON text."""
+    """Collect a column: plain text as long as all values are text, then JSON text."""
 
     def __init__(self) -> None:
         self.is_json = False

@@ -1,4 +1,4 @@
-"""Parquet: each value kept as what it is, each column under the type that it has in the file."""
+"""Read and write Parquet files; values keep the types that they have in the file."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class PredictionFile:
-    """The contents of a file of predictions, in its order.
+    """Hold the contents of a file of predictions, in the order of the file.
 
     Attributes:
         labels: the columns that were read.

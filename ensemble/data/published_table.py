@@ -15,7 +15,7 @@ import pyarrow as pa
 
 
 class PublishedTable:
-    """The rows of one published table, in one or more views.
+    """Read the rows of a published table, in one or more views.
 
     Row r is numbered r + v * ``rows`` in view v.
 

@@ -22,7 +22,7 @@ _LOOKED_AT = 1_000
 
 @dataclass(frozen=True)
 class FileCells:
-    """A column of text whose cells name files.
+    """Hold a column whose cells name files.
 
     Attributes:
         column: of the table.

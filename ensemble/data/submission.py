@@ -51,7 +51,7 @@ def read_sample(path: Path, id_column: str, labels: Sequence[str], columns_map: 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample submission.
+    """Hold a sample submission.
 
     Attributes:
         id_column: the column of the ids.

@@ -81,7 +81,7 @@ class TableNeeds:
 
 
 class InputTable:
-    """A table that passed every check; made by :func:`read_table`.
+    """Hold a table that passed every check; :func:`read_table` makes it.
 
     Attributes:
         rows: number of rows.

@@ -23,7 +23,7 @@ _MAX_MESSAGE: Final = 1000  # characters of Jinja2's or Python's, which may show
 
 
 class _Null(str):
-    """A null cell: empty text, for which ``x is none`` is true."""
+    """Stand for a null cell: empty text, for which ``x is none`` is true."""
 
     __slots__ = ()
 
@@ -33,7 +33,7 @@ _NULL = _Null()
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """A checked template; made by :func:`compile_template`.
+    """Render a checked template; :func:`compile_template` makes it.
 
     Attributes:
         columns: the columns it reads, sorted.

@@ -161,7 +161,7 @@ class Draft:
 
     @property
     def is_model(self) -> bool:
-        """Whether the member computes its predictions."""
+        """Return whether the member computes its predictions."""
         return self.reads_text or self.file_keys is not None
 
 
@@ -222,7 +222,7 @@ class MemberKind(ABC, Generic[S, I]):
 
     @property
     def may_lack_rows(self) -> bool:
-        """Whether the member is complete with predictions for only some of the table's rows."""
+        """Return whether the member is complete with predictions for only some of the table's rows."""
         return False
 
     def request(self) -> ResourceRequest:

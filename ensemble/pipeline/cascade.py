@@ -1,4 +1,4 @@
-"""Members with ``when``: which rows they compute, and what share of the table a plan expects.
+"""Select the rows of members with ``when``, and expect a share of the table for the plan.
 
 The rules are in ``planning.cascade``; this module applies them to the members' predictions.
 """
@@ -32,7 +32,7 @@ _Values = npt.NDArray[np.float64]
 
 
 class Cascades:
-    """Selects the rows of the members with ``when``: once for each, when all members that decide have ended."""
+    """Select the rows of each member with ``when``, once the members that it waits for have ended."""
 
     def __init__(self, prepared: Prepared, rundir: RunDir, works: Mapping[str, MemberWork]) -> None:
         self._prepared = prepared

@@ -1,4 +1,4 @@
-"""Checks of a config and of what it names: functions that yield sentences, and what collects them."""
+"""Check a config and the files that it names: each function yields problems as sentences."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Kinds: TypeAlias = Mapping[str, MemberKind[Any, Any]]
 
 
 class Problems:
-    """Collects errors of exit code 2, so that later checks still run."""
+    """Collect errors of exit code 2, so that later checks still run."""
 
     def __init__(self) -> None:
         self._errors: list[EnsembleError] = []

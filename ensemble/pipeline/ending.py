@@ -1,4 +1,4 @@
-"""How a run ended: what its report says as an error, which decides the exit code of ``run``, and what it gained."""
+"""Report how a run ended: the error, which decides the exit code of ``run``, and the gain of the ensemble."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def raise_unless_complete(report: RunReport) -> None:
 
 
 def failure_text(failure: Failure) -> str:
-    """Say in a sentence why a member failed, and where to read on."""
+    """Return a sentence about why a member failed, and which log to read."""
     log = f"; its log: {failure.log_path}" if failure.log_path else ""
     return f"member {failure.member} failed: {failure.message}{log}"
 
@@ -67,7 +67,7 @@ def rows_of(report: RunReport, member: MemberReport) -> int:
 
 
 def _reached_text(report: RunReport, member: MemberReport) -> str:
-    """Say how many rows a member has at the end of the time limit, and how many were lost."""
+    """Return how many rows a member has at the end of the time limit, and how many were lost."""
     if member.cascade is not None and not member.cascade.is_selected:
         return f"{member.name} none, as `when` has not selected its rows"
     rows = plural(rows_of(report, member), "row")

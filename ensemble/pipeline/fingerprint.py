@@ -1,7 +1,7 @@
-"""The identity of a member's work: what its probabilities depend on, as digests.
+"""Identify a member's work by digests of everything that its probabilities depend on.
 
-A run takes over an earlier run's work if the fingerprints are equal.  Only digests leave this module, as settings
-may hold secrets from the environment.
+A run takes over an earlier run's work if the fingerprints are equal.  Only digests leave this module, because
+settings may contain secrets from the environment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCHEME = 3
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a member's probabilities depend on; each component is a digest in hexadecimal.
+    """Hold everything that a member's probabilities depend on; each component is a digest in hexadecimal.
 
     Devices, replicas, chunks, batches and the member's name are in none of them.
 
@@ -42,7 +42,7 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """The digest of all components."""
+        """Return the digest of all components."""
         return digest_of(self.to_dict())
 
     def changed_from(self, other: Fingerprint) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Reads configs with the installed merge methods and member kinds, for all commands."""
+"""Load configs with the installed merge methods and member kinds, for all commands."""
 
 from __future__ import annotations
 

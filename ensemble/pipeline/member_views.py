@@ -1,4 +1,4 @@
-"""The views in which members read rows: their columns, templates, and the first row as each shows it."""
+"""Prepare the views of members: their columns, their templates, and the first row in each view."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RENDERED_ROWS = 5
 
 @dataclass(frozen=True)
 class MemberView:
-    """A view of a member's rows; a member without views has one, which shows rows as they are.
+    """Show a member its rows; a member without views has a single view, which shows rows as they are.
 
     Attributes:
         key: the view's place in the config.
@@ -39,7 +39,7 @@ class MemberView:
 
     @property
     def table_columns(self) -> tuple[str, ...]:
-        """The columns of the table that the view needs, in the order in which the member reads them."""
+        """Return the table's columns that the view needs, in the member's order."""
         if not self.swap:
             return self.columns
         needed = [self.swap.get(name, name) for name in self.columns]

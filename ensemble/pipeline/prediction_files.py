@@ -1,4 +1,4 @@
-"""Files of predictions that a user names: the member's name, the column of ids, and the labels.
+"""Read files of predictions that a user names: the member's name, the id column, and the labels.
 
 ``merge``, ``fit`` and ``compare`` share these rules.
 """

@@ -1,7 +1,7 @@
-"""The checks of a run that need no loaded model: what ``validate`` does.
+"""Check a run as far as no loaded model is needed, as ``validate`` does.
 
-The problems of config, table, checkpoints, templates, devices and output become one error, so that users see
-everything that there is to fix at once.  Nothing is written.
+All problems of config, table, checkpoints, templates, devices and output become one error, so that users can fix
+them together.  Nothing is written.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from ensemble.scheduling.launchers.base import Launcher, Node, make_launcher
 
 @dataclass(frozen=True)
 class _Members:
-    """The config's members by name, as far as they could be inspected; see ``Prepared``."""
+    """Hold the config's members that could be inspected, by name; see ``Prepared``."""
 
     kinds: Kinds
     views: tuple[MemberView, ...]

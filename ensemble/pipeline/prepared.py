@@ -1,4 +1,4 @@
-"""A run that has passed every check: the input of all later stages."""
+"""Define ``Prepared``, a run that has passed every check: the input of all later stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ensemble.scheduling.launchers.base import Launcher, Node
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that has passed every check.
+    """Hold a run that has passed every check.
 
     Attributes:
         columns: of the table, that a member reads in any of its views, by member name.
@@ -64,7 +64,7 @@ class Prepared:
 
     @property
     def truth(self) -> Truth | None:
-        """The true labels, if members can be scored by them."""
+        """Return the true labels if members can be scored by them."""
         truth = self.table.truth
         if truth is not None and truth.ndim == 1 and not is_exclusive(self.inspected):
             return None
@@ -76,7 +76,7 @@ class Prepared:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Why members fit nowhere, or not on some node of a cluster, a sentence each; empty if all fit."""
+        """Return a sentence for each member that fits nowhere, or not on a node of the cluster."""
         return (*self.plan.problems, *(text for node in self.nodes for text in node.problems))
 
     def even_value(self, member: str) -> float:

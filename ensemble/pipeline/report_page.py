@@ -1,4 +1,4 @@
-"""The report of a run, report.html: another process writes it at the end, and its failure never ends the run."""
+"""Write report.html at the end of a run, in another process; its failure never ends the run."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def write_page(
     is_stopped: Callable[[], bool],
     say: Callable[[str], None],
 ) -> Path | None:
-    """Have the page written from what is in the directory; a page of the same results stays as it is.
+    """Write the page from the directory's files, in another process; a page of the same results stays.
 
     Args:
-        is_enabled: the config asks for a page; if not, a page of other results is removed all the same.
-        seconds_left: of the time limit; infinite if there is none.
-        is_stopped: returns whether a signal has come, which ends the writing and nothing else.
+        is_enabled: whether the config asks for a page; a page of other results is removed in any case.
+        seconds_left: until the time limit; infinite without a limit.
+        is_stopped: returns whether a signal has come; then only the writing of the page ends.
 
     Returns:
-        the page; None if it was not written, which the user is told unless the config asks for none.
+        the page; None if it was not written.  If the config asks for a page, ``say`` gets the reason.
     """
     page = rundir.report_page
     if f'name="{DIGEST}" content="{page_digest(report)}"'.encode() in head(page):

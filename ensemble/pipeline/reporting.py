@@ -1,4 +1,4 @@
-"""The report of a run as it stands."""
+"""Make the report of a run from its current state."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from ensemble.scheduling.state import MemberState
 
 @dataclass
 class RunState:
-    """A run as it stands.
+    """Hold the current state of a run, and make its report.
 
     Attributes:
-        began: when it began, by ``boot_seconds``.
-        works: by member name; empty before they are looked up.
+        began: the run's start, by ``boot_seconds``.
+        works: by member name; empty until the work of earlier runs is looked up.
         pool: None before workers can start.
-        left_out: the failures of members that the others were merged without.
+        left_out: the failures of members that were left out of the merge.
     """
 
     prepared: Prepared
@@ -75,7 +75,7 @@ class RunState:
             versions=_versions(self.members),
             written_at=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds_left=_seconds_left(prepared, self.members) if status == "running" else None,
-            # What platform.platform() returns; that starts a process (uname -p).
+            # The same as platform.platform(), which starts a process (uname -p).
             platform="-".join((platform.system(), platform.release(), platform.machine(), "with", libc)),
             devices=gpus or prepared.inventory.hosts or (Device("cpu", cpu_name(), None, 0, 0),),
             driver_version=prepared.inventory.driver_version,
@@ -111,7 +111,7 @@ class RunState:
         return redacted
 
     def computation(self, state: MemberState) -> Computation | None:
-        """Return what this run has computed rows of a member with so far; None if it has computed none."""
+        """Return when and with what this run has computed rows of a member; None if it has computed none."""
         devices = {
             device: cpu_name() if device == "cpu" else worker.ready.device
             for worker in state.workers
@@ -152,7 +152,7 @@ class RunState:
         plan, counters, work, results = state.plan, state.counters, self.works[state.plan.name], self.results
         name, model = plan.name, plan.model
         views = model.counted_views
-        # The workers of a member that an earlier run completed are that run's.
+        # If an earlier run completed the member, the report shows the workers of that run.
         is_reused = work.is_complete and not state.workers
         workers = work.workers if is_reused else worker_reports(state)
         status: Literal["failed", "complete", "unfinished"] = "complete" if state.finished else "unfinished"
@@ -217,7 +217,7 @@ class RunState:
 
 
 def _versions(members: Sequence[MemberState]) -> dict[str, str]:
-    """Return versions of packages, those of the workers included: this process imports no torch."""
+    """Return versions of packages, also of torch and others that only workers import."""
     versions = {"ensemble": __version__, "python": platform.python_version()}
     for state in members:
         for worker in state.workers:
@@ -230,7 +230,7 @@ def worker_reports(state: MemberState) -> tuple[WorkerReport, ...]:
 
 
 def _worker_report(worker: WorkerRecord) -> WorkerReport:
-    """Return what is recorded under the same names, None for what the worker did not get to."""
+    """Copy records to the fields of the same names; None if the worker did not get so far."""
     facts: dict[str, Any] = {"notes": ()}
     for part in (worker.ready, worker.closed, worker):
         if part is not None:
@@ -265,8 +265,8 @@ def _memory_forecast(plan: MemberPlan, workers: Sequence[WorkerReport]) -> Memor
 
 
 def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float | None:
-    """Return the seconds until the last member ends, by the speeds so far; None before any is known."""
-    # Of all of a member's work on one replica, by the chunks that are done.
+    """Return the seconds until the last member ends, by the speeds so far; None before any was measured."""
+    # Seconds for all of a member's work on a single replica, by the chunks that are done.
     by_name = {state.plan.name: state.speed_meter.seconds_per_cost for state in members}
     measured = {name: seconds for name, seconds in by_name.items() if seconds}
     if not measured and not all(state.plan.speed.is_measured for state in members):
@@ -280,8 +280,8 @@ def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float |
         if whole_seconds is None:
             return None
         startup = 0.0 if state.running else state.plan.job.startup_seconds
-        left = whole_seconds * (1.0 - state.fraction) * state.plan.expected_share
-        jobs.append(replace(state.plan.job, startup_seconds=startup, compute_seconds=left))
+        compute_seconds = whole_seconds * (1.0 - state.fraction) * state.plan.expected_share
+        jobs.append(replace(state.plan.job, startup_seconds=startup, compute_seconds=compute_seconds))
     return round(prepared.plan.seconds_of(jobs), 3)
 
 

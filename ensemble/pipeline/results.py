@@ -1,7 +1,7 @@
-"""The results of a run: a CSV for each member as soon as it is done, then the merge, the scores and the submission.
+"""Write a run's results: a CSV for each member when it is done, then the merge, the scores and the submission.
 
 The merge goes block by block.  This module decides where each member's rows come from, which rows are filled in and
-how, and which files the merged rows go to.
+how, and which files get the merged rows.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def predictions_title(member: str) -> str:
 
 @dataclass
 class Results:
-    """What came of a run.
+    """Hold the results of a run.
 
     Attributes:
         scores: by member name, and of the ensemble.
@@ -84,7 +84,7 @@ class Results:
 
 
 class ResultWriter:
-    """Writes a run's results, and what they count and score into ``results``.
+    """Write a run's results, and their counts and scores into ``results``.
 
     Attributes:
         rows_of: returns the rows that a member is to have, bool [rows]; None: all.

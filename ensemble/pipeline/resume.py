@@ -1,8 +1,8 @@
-"""What a member's work has left on disk: shards, rows that could not be computed, complete predictions.
+"""Find which rows of a member earlier runs have computed: shards, bad rows, complete predictions.
 
-A run learns here what is left to do.  Only what can be proved counts: a shard must hold what its name says,
-predictions what their manifest says, and both must carry the fingerprint of the work that this run is to do.
-Functions that write raise ``WriteError`` if the disk is full or the like.
+A file counts only if it can be verified: shards must match their names, predictions must match their manifest, and
+both must have the fingerprint of this run's work.  Functions that write raise ``WriteError``, for example if the
+disk is full.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from ensemble.scheduling.launchers.local import worker_threads
 
 @dataclass
 class MemberWork:
-    """The work of a member, or of one of its views, as far as it is done.
+    """Hold the work of a member, or of one of its views, as far as it is done.
 
     Attributes:
         is_done: bool [rows], the rows whose probabilities are in shards or in the complete predictions.
@@ -87,24 +87,24 @@ class MemberWork:
 
     @property
     def parts(self) -> tuple[MemberWork, ...]:
-        """The work in each view; the work itself if there are no views."""
+        """Return the work of each view; without views, the work itself."""
         return self.views or (self,)
 
     @property
     def rows_kept(self) -> int:
-        """How many rows stand in shards of an earlier run."""
+        """Return the number of rows in shards of an earlier run."""
         return 0 if self.is_complete else int(self.is_done.sum()) - sum(self.rows_taken.values())
 
     @property
     def has_rows(self) -> npt.NDArray[np.bool_]:
-        """Rows that need not be computed, numbered through the views, bool [views * rows]."""
+        """Return which rows need not be computed, numbered through the views, bool [views * rows]."""
         if self.is_complete:
             return np.tile(self.is_done, len(self.parts))
         return np.concatenate([part.is_done for part in self.parts])
 
     @property
     def noted_bad_rows(self) -> dict[int, str]:
-        """Rows that could not be computed, numbered through the views."""
+        """Return the rows that could not be computed, numbered through the views, with the reasons."""
         rows = len(self.is_done)
         return {
             row + view * rows: reason

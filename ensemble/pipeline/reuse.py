@@ -1,7 +1,7 @@
-"""Rows that other work has already computed: of a trial, of the table as it was, of a member under another name.
+"""Take over rows from other work: a trial, an older version of the table, a member with another name.
 
-Settings, weights and tokenizer must be the same.  Rows are compared by their digests, never by their ids.  Rows
-that are taken over become a shard like any other.  Functions that write raise ``WriteError`` if the disk is full.
+Settings, weights and tokenizer must be the same.  Rows are compared by their digests, never by their ids.  The
+rows become a shard like any other.  Functions that write raise ``WriteError`` if the disk is full.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROWS_PER_SHARD = 1 << 17
 
 @dataclass(frozen=True)
 class EarlierWork:
-    """Work of a member on some rows of a table, as its file of row digests describes it.
+    """Hold the work of a member on some rows of a table, as its file of row digests describes it.
 
     Attributes:
         path: the file: ``<member>.rows`` beside predictions, or ``rows.bin`` in a folder of shards.
@@ -75,7 +75,7 @@ class EarlierWork:
 
     @property
     def values_path(self) -> Path:
-        """The predictions, or the folder of shards."""
+        """Return the path of the predictions, or of the folder of shards."""
         return self.path.with_suffix(".csv") if self.path.suffix == ".rows" else self.path.parent
 
     def values(self, labels: int) -> tuple[npt.NDArray[np.float64], dict[int, str]]:

@@ -1,4 +1,4 @@
-"""The steps of a run, in order, and nothing else."""
+"""Run the steps of a run, in order."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def run_prepared(
 
 
 class _Run(RunState):
-    """A run with the state that its steps share."""
+    """Take a run through its steps, and keep the state that they share."""
 
     def __init__(
         self, prepared: Prepared, began: float, rundir: RunDir, display: Display, signals: Signals
@@ -223,7 +223,7 @@ class _Run(RunState):
         self._rundir.remove_work(folders)
 
     def _add_page(self, report: RunReport) -> RunReport:
-        """Have report.html written if there are results; the run's own files are complete by now."""
+        """Write report.html if there are results; the run's other files are complete by now."""
         if report.status not in MERGED:
             return report
         with self._signals.postponed(is_report=True):
@@ -427,7 +427,7 @@ class _Run(RunState):
         self.status = "time_limit" if is_unfinished else "complete"
 
     def _check_outcome(self, reserve: float) -> None:
-        """Say if the table changed meanwhile, and where the time went if a limit left none to compute rows."""
+        """Warn if the table has changed, and explain where the time went if the limit left none to compute rows."""
         path, limit = self._config.data.path, self._config.time_limit
         if file_state(path) != self.prepared.table_state:
             self.say(
@@ -484,7 +484,7 @@ def worker_spec(
 
 
 class Display(Protocol):
-    """Shows a run; ``update`` is called with every member's state, a few times a second."""
+    """Show a run; ``update`` is called with every member's state, a few times a second."""
 
     def say(self, text: str) -> None: ...
     def update(self, members: Sequence[MemberState]) -> None: ...

@@ -1,4 +1,4 @@
-"""Every path in a run directory, its lock and its log, and how a directory that a run has made is recognized.
+"""Define the paths in a run directory, its lock and its log, and recognize a directory that a run has made.
 
 output_dir/
   config.yaml              as given; several files, and what --set says, in one
@@ -47,7 +47,7 @@ _HEAD_BYTES = 4_096
 
 
 class RunDir:
-    """The paths below one ``output_dir``; making one touches nothing on disk."""
+    """Name the paths below an ``output_dir``; the constructor touches nothing on disk."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -242,7 +242,7 @@ def _open_lock(rundir: RunDir, flags: int, mode: str) -> IO[str]:
 
 
 class _LogHandler(logging.StreamHandler[TextIO]):
-    """Writes the run's log, and leaves lines out if the disk is full."""
+    """Write the run's log, and leave lines out if the disk is full."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the name is logging's
         pass

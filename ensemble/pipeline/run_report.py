@@ -1,4 +1,4 @@
-"""run.json as typed values: what ran, where, for how long, and with what results."""
+"""Define the content of run.json as typed values: what ran, where, for how long, and with which results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MERGED: Final = ("complete", "time_limit")  # the statuses of runs that have wri
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerReport(Counters):
-    """A worker; ``..._after_seconds`` is since the run's start, and None stands for what it did not get to."""
+    """Report a worker; ``..._after_seconds`` count from the run's start, None: the worker did not get so far."""
 
     replica: int
     devices: tuple[str, ...]
@@ -56,13 +56,13 @@ class WorkerReport(Counters):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Identifies the worker among those of its member."""
+        """Return a key that identifies the worker among its member's workers."""
         return self.replica, self.process, self.started_after_seconds, self.rows
 
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """The planned memory of a replica on each device, in bytes, with the token budget that the workers took."""
+    """Report the planned memory of a replica on each device, with the token budget of the workers."""
 
     parameters: int
     weight_bytes: int
@@ -74,7 +74,7 @@ class MemoryForecast:
 
 @dataclass(frozen=True)
 class ProgressReport:
-    """How far a member is, chunks in progress included; ``seconds`` and ``seconds_left`` are of computing."""
+    """Report how far a member is, with chunks in progress; ``seconds`` and ``seconds_left`` are of computing."""
 
     rows_done: int = 0
     share: float = 0.0
@@ -85,7 +85,7 @@ class ProgressReport:
 
 @dataclass(frozen=True)
 class CascadeReport:
-    """A member with ``when``, and the ensemble with and without it; None if that is not known."""
+    """Report a member with ``when``, and compare the ensemble with and without it if the truth is known."""
 
     when: dict[str, float]
     rows: int
@@ -95,7 +95,7 @@ class CascadeReport:
 
 @dataclass(frozen=True)
 class RuleReport:
-    """A rule of the config, and how many rows it was for."""
+    """Report a rule of the config, and how many rows it applied to."""
 
     when: str
     set: dict[str, float] | None
@@ -109,7 +109,7 @@ class RuleReport:
 
 @dataclass(frozen=True)
 class ViewReport:
-    """A view of a member, and how many rows it has; None before the first merge."""
+    """Report a view of a member, and how many rows it has; None before the first merge."""
 
     weight: float
     rows: int | None
@@ -117,7 +117,7 @@ class ViewReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Computation:
-    """What a run computed rows of a member with, and when; devices are names by UUID, or by "cpu" with its node."""
+    """Report when and with what a run computed rows; devices are names by UUID, or by "cpu" with its node."""
 
     at: str
     seconds: float
@@ -127,7 +127,7 @@ class Computation:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberReport:
-    """A member.  With views, all counts of rows other than ``bad_rows`` count a row once for each view.
+    """Report a member.  With views, all counts of rows except ``bad_rows`` count a row once for each view.
 
     Attributes:
         reused_rows: how many were done when this run began.
@@ -177,7 +177,7 @@ class MemberReport:
 
     @property
     def computations(self) -> tuple[Computation, ...]:
-        """What all runs computed rows with, this one last."""
+        """Return what each run computed rows with, this run last."""
         return self.computed_before if self.computed is None else (*self.computed_before, self.computed)
 
     @property
@@ -190,13 +190,13 @@ class MemberReport:
 
     @property
     def counters(self) -> Counters:
-        """The sum over this run's workers."""
+        """Return the sum of the counters of this run's workers."""
         return sum(self.workers_now, Counters())
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """A node of a cluster; times are since the workers could begin, None if it was there from start to end."""
+    """Report a node of a cluster; times count from when workers could begin; None: it did not join or leave."""
 
     name: str
     total_bytes: int
@@ -207,7 +207,7 @@ class NodeReport:
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """The content of run.json: seconds, bytes and counts; no text in it is a secret.
+    """Hold the content of run.json: seconds, bytes and counts; no text is a secret.
 
     Attributes:
         written_at: in UTC, as ISO 8601.

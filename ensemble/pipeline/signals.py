@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP end a run with its clean-up; a second one ends it at once."""
+"""End a run after SIGINT, SIGTERM or SIGHUP with its clean-up; a second signal ends it at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HANDLED = (*_MAY_BE_IGNORED, signal.SIGTERM)
 
 
 class Signals:
-    """The signals that come during a run; ``ignored`` are those that this process was started to ignore."""
+    """Handle signals during a run; ``ignored`` are the signals that this process was started to ignore."""
 
     def __init__(self, ignored: list[signal.Signals], owns_process: bool) -> None:
         self.ignored = ignored

@@ -1,4 +1,4 @@
-"""GPU memory that other programs use: reported before a run starts, and waited for if the config says so."""
+"""Report GPU memory that other programs use, and wait for it before the run if the config says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of members and workers for the reports."""
+"""Define the records of members and workers for the reports."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Start workers on leased devices, dispatch chunks, and handle workers' events.
 
-One thread and one loop: processes are started from the main thread, and nothing needs a lock.  A worker's failure
-is data and never ends the loop.
+A single loop in the main thread does all of this, so nothing needs a lock.  A worker's failure is data and never
+ends the loop.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from ensemble.scheduling.state import MemberState, RunHooks
 from ensemble.scheduling.worker import RunningWorker
 
 TICK_SECONDS = 0.25
-# The run's clock counts no more than this of one turn, so that no worker counts as hung because this process was
-# stopped.  A turn takes longer than a tick if run.json goes to a slow disk.
+# The run's clock counts at most this much of each turn of the loop.  So no worker counts as hung after this process
+# was suspended.  A turn can take longer than a tick, for example if run.json is on a slow disk.
 MAX_TURN_SECONDS = 4 * TICK_SECONDS
-# How long a worker that was told to stop, or has closed its channel, has to exit: freeing a GPU takes a while.
+# Time for a worker to exit after a Stop, or after it closed its channel: freeing a GPU takes a while.
 EXIT_SECONDS = 30.0
-# How long a worker has to exit that was asked to drop its work.
+# Time for a terminated worker to drop its work and exit.
 TERMINATE_SECONDS = 5.0
-# How long a worker that hangs has to write its stacks to its log.
+# Time for a hanging worker to write its stacks to its log.
 ABORT_SECONDS = 2.0
 # Events about the chunk that a worker computes.
 _CHUNK_EVENTS = (Progress, ChunkDone, ChunkFailed)
@@ -55,7 +55,7 @@ class Scheduler:
 
     Args:
         members: in their order, with the chunks that are left to do.
-        clock: the run's clock, which ``members`` and ``pool`` use, too: a ``Watch`` with ``MAX_TURN_SECONDS``.
+        clock: the run's clock, a ``Watch`` with ``MAX_TURN_SECONDS``; ``members`` and ``pool`` use it, too.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Scheduler:
         self._standbys = Standbys(launcher, run, self._elapsed)
         self._may_stand_by = rules.standby
         self._dispatcher = Dispatcher(members, self._workers, pool, self._standbys, deadline)
-        # Members' last steps, one after the other.
+        # Calls ``on_finished``, for a single member at a time.
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="finishing")
         self._finishing: dict[Future[None], MemberState] = {}
         self._ended: set[str] = set()
@@ -121,9 +121,9 @@ class Scheduler:
         self._check_finishing()
 
     def _apply_changes(self, changes: Changes) -> None:
-        """Let members use the devices of nodes that have joined, and no longer those of lost nodes.
+        """Give members the devices of nodes that have joined, and take away the devices of lost nodes.
 
-        A member gets only devices like those that it was planned for: on others the last digits may differ.
+        A member gets only devices of the kinds in its plan: on other devices the last digits may differ.
         """
         for text in changes.news:
             self._run.say(text)
@@ -145,22 +145,25 @@ class Scheduler:
             max_workers = round(changes.hosts / (plan.cpu_share or 1))
             if plan.gpus:
                 max_workers = rooms(usable, plan.gpus, self._rules.workers_per_gpu // plan.placement.places)
-            asked = plan.request.replicas
-            state.move(tuple(gpu.uuid for gpu in usable), max(1, max_workers) if asked == "auto" else asked)
+            replicas = plan.request.replicas
+            if replicas == "auto":
+                replicas = max(1, max_workers)
+            state.move(tuple(gpu.uuid for gpu in usable), replicas)
             if not max_workers and state.failure is None and not state.finished:
-                what = "it can run on"
+                requirement = "for this member"
                 if kinds and changes.hosts:
                     names = " or ".join(sorted({name for name, _ in kinds}))
-                    what = f"has a GPU like those that it was planned for ({names})"
+                    requirement = f"with a GPU of the planned kind ({names})"
                 self._retry.fail(
-                    state, f"no node of the cluster is left that {what}; run the same command again to go on"
+                    state,
+                    f"the cluster has no node left {requirement}; run the same command again to continue",
                 )
                 self._settle(state)
         self._pool.change(joined, changes.lost)
         self._pool.hosts = changes.hosts
 
     def _settle_all(self) -> None:
-        """Settle all members, and tell the run once of each that failed or whose predictions are complete."""
+        """Settle all members, and report each member to the run once when it has failed or is complete."""
         for state in self.members:
             self._settle(state)
         for state in self.members:
@@ -168,7 +171,7 @@ class Scheduler:
             if (is_over or state.failure is not None) and state.plan.name not in self._ended:
                 self._ended.add(state.plan.name)
                 self._run.on_ended(state)
-                self._settle_all()  # another member may have its rows now, or turn out to have none
+                self._settle_all()  # a member that waited for this one may have rows now, or none
                 return
 
     def _elapsed(self) -> float:
@@ -211,7 +214,7 @@ class Scheduler:
     def _handle(self, worker: RunningWorker, event: Event) -> None:
         state, chunk = worker.state, worker.chunk
         if isinstance(event, _CHUNK_EVENTS) and (chunk is None or chunk.index != event.chunk):
-            raise ProtocolError(f"it spoke of chunk {event.chunk}, which it was not given")
+            raise ProtocolError(f"an event about chunk {event.chunk}, which this worker does not compute")
         if isinstance(event, Ready):
             log.info("%s ready: %s", worker.name, event)
             self._retry.worker_ready(state)
@@ -223,7 +226,7 @@ class Scheduler:
             worker.record.counters += event.counters
             state.complete(chunk, event)
             worker.drop(chunk)
-            # Not the whole event, which run.json sums up: masking secrets in long lines takes time.
+            # A short line: masking secrets in long lines takes time, and run.json sums up the events.
             counts = f"{event.counters.rows} rows in {event.counters.predict_seconds:.3f} s"
             log.info("%s chunk %d done: %s, %s", worker.name, event.chunk, counts, event.shard)
             if event.bad_rows:
@@ -238,7 +241,7 @@ class Scheduler:
             self._dispatch(worker)
 
     def _dispatch(self, worker: RunningWorker) -> None:
-        """Give a worker its next chunk, or tell it to stop."""
+        """Send a worker its next chunk, or a Stop if there is none."""
         chunk = self._dispatcher.next_chunk(worker)
         now = self._clock()
         if chunk is None:
@@ -256,13 +259,13 @@ class Scheduler:
             worker.record.computed_from = round(self._elapsed(), 3)
 
     def _check(self, worker: RunningWorker) -> None:
-        """End a worker that has exited or had its time, and abort one that hangs."""
+        """End a worker that has exited or must exit by now; abort a worker that hangs."""
         now = self._clock()
         if worker.handle.has_exited() or now > (worker.exit_by or math.inf):
             self._receive(worker)
             self._end(worker)
         elif worker.exit_by is None and worker.hang_text(now, self._rules.hang_timeout):
-            # It may have sent events while this process was busy, for example with a large table.
+            # The worker may have sent events while this process was busy, for example with a large table.
             self._receive(worker)
             text = worker.hang_text(self._clock(), self._rules.hang_timeout)
             if text and worker.exit_by is None:
@@ -271,7 +274,7 @@ class Scheduler:
                 worker.exit_by = self._clock() + ABORT_SECONDS
 
     def _end(self, worker: RunningWorker) -> None:
-        """Close a worker, give its devices back, and decide what follows if it failed."""
+        """Close a worker, release its devices, and apply the retry rules if the worker failed."""
         self._workers.remove(worker)
         state = worker.state
         ended = worker.handle.close()
@@ -282,7 +285,7 @@ class Scheduler:
         is_suspect = not worker.is_ready and state.failure is None
         self._pool.release(worker.devices, state.plan.placement.places, is_suspect)
         log.info("%s ended with exit code %d", worker.name, ended.code)
-        if state.failure is not None:  # it was told to end
+        if state.failure is not None:  # the scheduler has ended the worker
             if worker.chunk is not None:
                 worker.drop(worker.chunk)
             return
@@ -301,7 +304,7 @@ class Scheduler:
         self._settle(state)
 
     def _settle(self, state: MemberState) -> None:
-        """End the workers of a member that has failed, and finish a member that has all its chunks."""
+        """End the workers of a member that has failed, and finish a member whose chunks are all done."""
         if state.failure is not None:
             for worker in self._workers:
                 if worker.state is state and worker.exit_by is None:
@@ -320,9 +323,9 @@ class Scheduler:
         for future in [future for future in self._finishing if future.done()]:
             state = self._finishing.pop(future)
             try:
-                if not future.cancelled():  # else the run is over; the shards stay for the next run
+                if not future.cancelled():  # cancelled: the run is over, and the shards stay for the next run
                     future.result()
-            except MergeError as error:  # its shards were damaged meanwhile: other members continue
+            except MergeError as error:  # damaged shards: the other members continue
                 self._retry.fail(state, str(error))
 
     def _end_all(self) -> None:
@@ -336,5 +339,5 @@ class Scheduler:
         for worker in self._workers:
             worker.state.worker_ended(worker.record, worker.handle.close().code, None)
         self._standbys.end_all()
-        # A last step that has begun is completed; the others are left to the next run.
+        # Calls of ``on_finished`` that have begun are completed; the next run makes the others.
         self._finisher.shutdown(wait=True, cancel_futures=True)

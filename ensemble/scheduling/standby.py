@@ -1,8 +1,8 @@
-"""Standby workers: processes of the next members, started while others still compute.
+"""Start standby workers: processes of the next members, while other members still compute.
 
 A standby worker has its libraries and its tokenizer, but no model, no lease and no CUDA context: it takes only
 memory of the host.  It is pinned to the devices that will probably be free next.  Nothing depends on it: if it
-fails, or if other devices are free first, a fresh worker does the same.
+fails, or if other devices are free first, a fresh worker takes its place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The state of a member during a run, and what the scheduler asks of the run."""
+"""Keep the state of a member during a run, and define what the scheduler needs from the run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Phase: TypeAlias = Literal["waiting", "starting", "loading", "predicting", "paus
 
 
 class ChunkQueue:
-    """Keep the chunks of a member; those of a view come before those of the next.
+    """Keep a member's chunks; all chunks of a view come before the chunks of the next view.
 
     Attributes:
         pending: in the order of dispatch.
-        in_hand: chunks that workers have, by number; ``progress`` is how far they are.
+        in_hand: chunks that workers compute, by number; ``progress`` has the latest progress of each.
         numbers: yields numbers that no chunk of the member has yet.
-        done_cost, reused_cost: what this run and earlier ones have done, as shares of all the member's work.
+        done_cost, reused_cost: shares of the member's work that this run and earlier runs have done.
     """
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
@@ -40,7 +40,7 @@ class ChunkQueue:
         self.reused_cost = 1.0 - sum(chunk.cost for chunk in self.pending)
 
     def take(self, chunk: Chunk, start: int | None = None) -> Chunk:
-        """Move a pending chunk, or its rows from ``start`` on, to those in workers' hands."""
+        """Move a pending chunk, or its rows from ``start`` on, to ``in_hand``."""
         index = self.pending.index(chunk)
         if start is None or start == chunk.start:
             del self.pending[index]
@@ -50,7 +50,7 @@ class ChunkQueue:
         return chunk
 
     def put_back(self, *chunks: Chunk) -> None:
-        """Make these the next chunks of their view."""
+        """Put chunks back, as the next chunks of their views."""
         for chunk in reversed(chunks):
             self.pending.insert(sum(other.view < chunk.view for other in self.pending), chunk)
 
@@ -65,12 +65,12 @@ class ChunkQueue:
 
 
 class SpeedMeter:
-    """Measure how long a member's workers take to start, and how long one takes for the member's work.
+    """Measure how long a member's workers take to start, and how fast they compute.
 
     Attributes:
-        startup_seconds: of the slowest worker, until it could compute; 0 before the first.
+        startup_seconds: until the slowest worker could compute; 0 before the first worker is ready.
         last_seconds_per_cost: of the latest chunk.
-        lost_rows: rows that were computed in chunks which the deadline cut short.
+        lost_rows: computed rows of chunks that the deadline cut short.
     """
 
     def __init__(self) -> None:
@@ -80,48 +80,60 @@ class SpeedMeter:
         self._seconds = self._cost = 0.0
 
     def add_chunk(self, cost: float, seconds: float) -> None:
-        """Add a chunk that took so long."""
+        """Add a chunk's cost, and the seconds that the chunk took."""
         self._seconds += seconds
         self._cost += cost
         if cost:
             self.last_seconds_per_cost = seconds / cost
 
     def add_cut_short(self, chunk: Chunk, rows: int, seconds: float) -> None:
-        """Add a chunk that the deadline cut short after so many rows and seconds.
+        """Add a chunk that the deadline cut short, with its computed rows and its seconds.
 
-        The next run learns from it how fast the member is.  If no row was done, half of the chunk counts: the next
-        run tries fewer rows.
+        The next run plans with the speed of this chunk.  If no row was computed, half of the chunk counts as
+        computed, and the next run tries fewer rows.
         """
         self.lost_rows += rows
         self.add_chunk(chunk.cost * (rows or chunk.rows / 2) / chunk.rows, seconds)
 
     @property
     def seconds_per_cost(self) -> float | None:
-        """Return how long one worker would take for all work; None before the first chunk."""
+        """Return how long a single worker takes for all work; None before the first chunk."""
         return self._seconds / self._cost if self._seconds and self._cost else None
 
     def speed(self, plan: MemberPlan) -> Speed:
-        """Return the speed measured by this run, or else by an earlier one; 0 for what is not measured."""
+        """Return the speed measured by this run, or else by an earlier run; 0 if neither measured it."""
         startup = plan.speed.startup_seconds if plan.speed.is_startup_measured else 0.0
         startup = self.startup_seconds or startup
         if self.seconds_per_cost is not None and plan.work:
-            return Speed(startup, self.seconds_per_cost / plan.work, True, startup > 0, plan.cpu_share)
+            return Speed(
+                startup_seconds=startup,
+                seconds_per_work=self.seconds_per_cost / plan.work,
+                is_measured=True,
+                is_startup_measured=startup > 0,
+                cpu_share=plan.cpu_share,
+            )
         per_work = plan.speed.seconds_per_work if plan.speed.is_measured else 0.0
-        return Speed(startup, per_work, per_work > 0, startup > 0, plan.speed.cpu_share)
+        return Speed(
+            startup_seconds=startup,
+            seconds_per_work=per_work,
+            is_measured=per_work > 0,
+            is_startup_measured=startup > 0,
+            cpu_share=plan.speed.cpu_share,
+        )
 
 
 class MemberState:
-    """Hold the state of a member during a run.  Nothing outside of this class writes its attributes.
+    """Hold the state of a member during a run.  Only this class writes its attributes.
 
     Args:
-        plan: with the chunks that are left to do; without chunks while the rows of a member with ``when`` are not
-            selected.
-        bad_rows: rows that an earlier run could not compute, numbered through the views, and why.
+        plan: has the chunks that are left to do; a member with ``when`` has none until its rows are selected.
+        bad_rows: the reasons of rows that an earlier run could not compute, numbered through the views.
         clock: returns the time in seconds.
 
     Attributes:
-        running: how many workers run.  Counted as they come and go: there can be hundreds, and each chunk asks.
-        paused_at: since when no worker runs, although there is work.
+        running: number of running workers.  A counter, because it is read for each chunk and there can be hundreds
+            of workers.
+        paused_at: when the last worker ended although work was left; None while workers compute.
     """
 
     def __init__(
@@ -142,10 +154,10 @@ class MemberState:
         self.predicting_since: float | None = None
         self.paused_at: float | None = None
         self.finished_at: float | None = None
-        self._loaded = 0  # how many of the running workers have loaded
+        self._loaded = 0  # number of running workers that have loaded the model
         self.begin(plan)
 
-    # Changes.
+    # Methods that change the state.
 
     def begin(self, plan: MemberPlan) -> None:
         """Queue the chunks of a plan."""
@@ -155,7 +167,7 @@ class MemberState:
         self.reused_rows = self.rows - sum(chunk.rows for chunk in plan.chunks)
 
     def take(self, chunk: Chunk, start: int | None = None) -> Chunk:
-        """Give a pending chunk, or its rows from ``start`` on, to a worker."""
+        """Take a pending chunk, or its rows from ``start`` on, for a worker."""
         now = self.clock()
         if self.predicting_since is None:
             self.predicting_since = now
@@ -179,7 +191,7 @@ class MemberState:
             self.chunks.done_cost += chunk.cost
 
     def cut_short(self, chunk: Chunk, seconds: float) -> None:
-        """Note a chunk that the end of the time cut short ``seconds`` after its dispatch."""
+        """Note a chunk that the deadline cut short ``seconds`` after its dispatch."""
         progress = self.chunks.progress.get(chunk.index)
         self.speed_meter.add_cut_short(chunk, 0 if progress is None else progress.rows, seconds)
 
@@ -195,7 +207,7 @@ class MemberState:
         self.speed_meter.startup_seconds = max(self.speed_meter.startup_seconds, startup_seconds)
 
     def worker_ended(self, record: WorkerRecord, code: int, life_seconds: float | None) -> None:
-        """Note how a worker ended; ``life_seconds`` is None if the run is over: its chunks are not done."""
+        """Note how a worker ended; ``life_seconds`` is None if the run is over.  Its chunk is not done then."""
         record.exit_code = code
         record.life_seconds = life_seconds
         self.running -= 1
@@ -206,13 +218,13 @@ class MemberState:
             self.paused_at = self.clock()
 
     def move(self, devices: tuple[str, ...], replicas: int) -> None:
-        """Let the member run on these devices from now on, in so many workers at the same time."""
+        """Change the devices that the member may use, and the number of its workers at the same time."""
         self.plan = replace(
             self.plan, placement=replace(self.plan.placement, devices=devices), replicas=replicas
         )
 
     def limit_replicas(self) -> None:
-        """Allow no more workers than run now, for example if the host ran out of memory."""
+        """Limit the workers to the number that run now, for example after the host ran out of memory."""
         self.plan = replace(self.plan, replicas=max(1, self.running))
 
     def finish(self) -> None:
@@ -222,7 +234,7 @@ class MemberState:
         self.failure = failure
         self.chunks.pending.clear()
 
-    # Questions.
+    # Methods and properties that only read the state.
 
     @property
     def is_undecided(self) -> bool:
@@ -240,18 +252,18 @@ class MemberState:
 
     @property
     def max_replicas(self) -> int:
-        """Return how many workers there may be: each needs a chunk, and memory."""
+        """Return how many workers may run at the same time: no more than planned, and no more than chunks."""
         return min(self.plan.replicas, max(1, len(self.plan.chunks)))
 
     @property
     def missing_first_workers(self) -> int:
-        """Return how many of the workers that start before those of later members do not run."""
+        """Return how many workers are missing of those that start before later members' workers."""
         return min(self.plan.first_replicas, self.max_replicas) - self.running
 
     def command_of(self, chunk: Chunk) -> Predict:
         """Return the command to compute a chunk.
 
-        The rows of a member with ``when`` travel with the command: its order is made after the run has begun.
+        The command contains the rows of a member with ``when``, because they are selected during the run.
         """
         numbers = None
         if self.plan.model.when is not None:
@@ -260,7 +272,7 @@ class MemberState:
         return Predict(chunk.index, chunk.start, chunk.stop, numbers)
 
     def row_text(self, row: int) -> str:
-        """Return what messages call a row: its number in the table, and its view."""
+        """Return a row's name for messages: its number in the table, and its view."""
         views = self.plan.model.counted_views
         if not views:
             return f"{row + 1:,}"
@@ -298,12 +310,12 @@ class MemberState:
 
     @property
     def speed(self) -> Speed:
-        """Return the speed measured by this run, or else by an earlier one; 0 for what is not measured."""
+        """Return the speed measured by this run, or else by an earlier run; 0 if neither measured it."""
         return self.speed_meter.speed(self.plan)
 
     @property
     def startup_seconds(self) -> float:
-        """Return how long a worker takes until it computes: measured, or guessed."""
+        """Return the measured or guessed time until a worker can compute."""
         return self.speed.startup_seconds or self.plan.speed.startup_seconds
 
     @property
@@ -340,7 +352,7 @@ class MemberState:
 
 
 class RunHooks(Protocol):
-    """Say what the scheduler asks of the run that it works for."""
+    """Define what the scheduler needs from its run."""
 
     def worker_start(self, member: MemberPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
         """Return how to start a worker; raises OSError if its files cannot be made."""
@@ -355,7 +367,7 @@ class RunHooks(Protocol):
         """Note that rows of a member were set aside."""
 
     def on_ended(self, state: MemberState) -> None:
-        """Start members that wait for this one: it has failed, or its predictions are complete."""
+        """Start members that wait for a member that has failed or has complete predictions."""
 
     def on_finished(self, state: MemberState) -> None:
         """Gather a member's predictions, in another thread.

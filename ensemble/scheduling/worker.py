@@ -1,4 +1,4 @@
-"""A running worker: its chunk, whether it hangs, and how it ended."""
+"""Follow a running worker: its chunk, whether it hangs, and how it ended."""
 
 from __future__ import annotations
 

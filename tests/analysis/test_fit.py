@@ -392,7 +392,7 @@ def test_weights_that_lose_to_equal_ones_are_said_to() -> None:
     report = fit(predictions(300), Options())
     for gain, is_said in ((Interval(-0.01, -0.02, -0.001), True), (Interval(0.01, 0.001, 0.02), False)):
         sentences = [*verdicts(replace(report, over_equal=gain))]
-        assert ("Keep equal weights: the fitted ones do worse." in sentences) is is_said
+        assert ("Keep equal weights: the fitted weights do worse." in sentences) is is_said
 
 
 def test_the_table_says_that_a_vector_scaling_was_fitted() -> None:

@@ -181,7 +181,7 @@ def test_settings_that_change_probabilities_or_labels_are_refused_however_fast(
         patched.setattr(trials, "read_as_written", without_one)
         (lacking,) = ensemble.tune("crash.yaml", rows=6, quiet=True).members
     assert lacking.best.startswith("float32")
-    assert [one.failure for one in lacking.trials[1:3]] == ["rows have values that are no numbers"] * 2
+    assert [one.failure for one in lacking.trials[1:3]] == ["some values are not numbers"] * 2
     for member in found.members:
         by_name = {trial.name: trial for trial in member.trials}
         assert {"float32", "bfloat16", "float16", "int8", "int8, threshold 0", "nf4"} <= by_name.keys()
@@ -309,7 +309,7 @@ def test_on_gpus_the_whole_table_is_for_all_replicas_that_a_run_has(
     table = member._sample()
     for keys, replicas in (({}, 2), ({"replicas": 1}, 1), ({"num_gpus": 2}, 1)):
         trial = Trial("float16", keys)
-        made = member._made(keys, table, project.folder / "x")
+        made = member._prepare(keys, table, project.folder / "x")
         assert made.plan.members[0].replicas == 1, "of which there is one"
         assert member._whole(trial, made)[1] == replicas
 

@@ -660,7 +660,7 @@ def test_what_a_new_user_does_wrong_is_said_with_what_to_do(project: Project) ->
         "logits.pq: 40 rows with values below 0 or above 1, the first is id 1; correct the file, or say with "
         "values: logits or activation what they are",
         "named.csv: is a Parquet file; give it a name that ends in .parquet",
-        "sheet.csv: is a zip archive, as Excel's files are, not text; save what is in it as CSV",
+        "sheet.csv: is a zip archive, as Excel files are, not text; save its content as CSV",
         "folder: is a directory; name the file inside it",
     ):
         assert words in said, words

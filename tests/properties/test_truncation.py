@@ -305,7 +305,7 @@ def test_what_cannot_work_is_told_before_any_row() -> None:
     spec = worker_spec(
         Path(), prompt_template="{{ x }}", text_columns=(), truncation={"fields": fields, "marker": ""}
     )
-    with pytest.raises(ValueError, match=r"SlowTokenizer does not tell .* needs a fast tokenizer"):
+    with pytest.raises(ValueError, match=r"SlowTokenizer does not map .* needs a fast tokenizer"):
         Prompt(spec, slow, 9)
 
 

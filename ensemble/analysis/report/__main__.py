@@ -1,4 +1,4 @@
-"""The process that makes a run's report: RUN_DIR PAGE PARENT_PID; what it prints goes to logs/report.log.
+"""Make a run's report in a process of its own: RUN_DIR PAGE PARENT_PID; its output goes to logs/report.log.
 
 If it fails, its last line says why there is no page.
 """

@@ -1,4 +1,4 @@
-"""What a section of the report is, the data that it is made from, and the tools that all sections share."""
+"""Define the sections of the report, their data, and the tools that all sections share."""
 
 from __future__ import annotations
 

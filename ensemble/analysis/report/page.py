@@ -1,4 +1,4 @@
-"""The whole page: its sections one below the other, with all that they need, in one file."""
+"""Write the page: all sections, with everything that they need, in a single file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of the report: Matplotlib's SVG in the page's font; it scales to the window."""
+"""Draw the report's pictures as Matplotlib's SVG, in the page's font; they scale to the window."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Which settings of each member are fastest on this machine and still give its probabilities, by trying them."""
+"""Find each member's fastest settings on this machine that keep its probabilities, by trying them."""

@@ -1,4 +1,4 @@
-"""``tune``: try settings of every member, and write the fastest.
+"""Try settings of every member, and write the fastest: ``tune``.
 
 Trials are kept in ``output_dir/tune`` until all are done, so that an interrupted command goes on there.
 """

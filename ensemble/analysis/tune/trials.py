@@ -1,6 +1,6 @@
-"""One member's trials: each is a run of the member alone, over a sample of the table.
+"""Run the trials of a member: each is a run of the member alone, over a sample of the table.
 
-A trial has a folder of its own below ``output_dir/tune``, and resumes and ends like any run.
+Each trial has a folder below ``output_dir/tune``, and resumes and ends like any run.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from ensemble.scheduling.launchers.base import make_launcher
 from ensemble.scheduling.state import MemberState
 
 _ROWS = 256
-# A candidate that computes for so many times as long as the best took for the same rows is stopped.
+# A candidate is stopped when it has computed for this many times the seconds of the best trial.
 _TOO_SLOW = 2.0
 _MIN_SECONDS = 3.0
-# A setting is taken if it shortens the time to this share; less is noise.
+# A setting is chosen if it reduces the time below this share; a smaller gain may be noise.
 _WORTH_CHANGING = 0.95
-# Keys whose effect on a member's numbers shows in its fingerprint.
+# Keys that change a member's fingerprint whenever they change its numbers.
 _OF_NUMBERS = ("dtype", "quantization_config", "attn_implementation")
 
 
 class _TooSlow(Exception):
-    """End a trial's run from within; its argument is the rows a second that it reached."""
+    """End the run of a trial that is too slow; the argument is the rows per second that it reached."""
 
 
 class _Watching:
-    """Show nothing, and end a trial if it computes for longer than it may."""
+    """Show nothing, and end a trial that computes for more than ``max_seconds``."""
 
     def __init__(self, max_seconds: float) -> None:
         self._max_seconds = max_seconds
@@ -72,7 +72,7 @@ class _Watching:
 
 
 class MemberTrials:
-    """Run a member's trials, each over the same sample of rows of all lengths."""
+    """Run a member's trials over the same sample, which has rows of all lengths."""
 
     def __init__(
         self,
@@ -103,10 +103,10 @@ class MemberTrials:
             capability=min(capabilities, default=None) if self._on_gpu else None,
         )
         groups = [[*group] for group in self._candidates()]
-        # The most trials that there may be, with the reference twice; 0 if there is nothing to choose.
+        # The largest number of trials, counting the reference twice; 0 if there is nothing to choose.
         self.count = 0
         if any(groups):
-            # The config's own precision is tried, too.
+            # The config's precision is tried, too.
             configured = self._identity({})
             if configured not in [None, *(self._identity(candidate.keys) for candidate in groups[0])]:
                 groups[0].append(Candidate("as configured", {}))
@@ -119,11 +119,11 @@ class MemberTrials:
         return len(self._chosen)
 
     def expected_seconds(self) -> float:
-        """Return the time of the trials that are not kept, by earlier runs or by a guess; 0 if it is unknown."""
+        """Return the expected time of the trials that are left, measured or guessed; 0 if it is unknown."""
         planned = [member for member in self._prepared.plan.members if member.name == self.model.name]
         share = self.rows / max(1, self._prepared.table.rows)
-        each = sum(member.speed.startup_seconds + member.whole_seconds * share for member in planned)
-        return each * max(0, self.count - self.kept)
+        trial_seconds = sum(member.speed.startup_seconds + member.whole_seconds * share for member in planned)
+        return trial_seconds * max(0, self.count - self.kept)
 
     @property
     def kept(self) -> int:
@@ -131,13 +131,13 @@ class MemberTrials:
         return sum(map(_is_complete, self._folder.glob("*-*")))
 
     def tune(self) -> MemberTuning:
-        """Try each group of candidates with the best of the groups before it, and then the reference again."""
+        """Try each group of candidates with the best earlier settings, and then the reference again."""
         name = self.model.name
         for candidate in self._precisions:
             self._try(candidate.name, dict(candidate.keys), is_precision=True)
         reference = self._reference
         if self._best is None or reference is None or reference.seconds is None:
-            self._say(f"{name}: nothing that was tried gave a result; its settings stay as they are")
+            self._say(f"{name}: no trial gave a result; the settings stay as they are")
             return MemberTuning(name, tuple(self._trials))
         for group in range(1, len(self._candidates())):
             best = self._best
@@ -145,14 +145,14 @@ class MemberTrials:
                 computing = (best.whole_seconds or 0.0) - (best.load_seconds or 0.0)
                 if computing < candidate.pays_from_seconds:
                     self._say(
-                        f"{name}: {candidate.name}: not tried, as all rows are computed in "
-                        f"{duration(computing)}, and it can pay from {duration(candidate.pays_from_seconds)} on"
+                        f"{name}: {candidate.name}: not tried: all rows take "
+                        f"{duration(computing)}, and it pays only from {duration(candidate.pays_from_seconds)} on"
                     )
                 else:
                     self._try(f"{best.name}, {candidate.name}", {**best.keys, **candidate.keys})
         last = self._run(Trial(f"{reference.name}, again", reference.keys), None)
-        again = None if last.seconds is None else last.seconds / reference.seconds
-        tuning = MemberTuning(name, tuple(self._trials), reference.name, again=again)
+        ratio = None if last.seconds is None else last.seconds / reference.seconds
+        tuning = MemberTuning(name, tuple(self._trials), reference.name, again=ratio)
         if tuning.has_moved:
             return tuning
         return replace(tuning, best=self._best.name, keys=self._changes(self._best.keys))
@@ -162,9 +162,9 @@ class MemberTrials:
         return member_kind(self.model).candidates(inspected, self._assigned, ran_with)
 
     def _identity(self, keys: Mapping[str, Any]) -> str | None:
-        """Return a digest of what the member's numbers depend on with these keys; None if it cannot run so."""
+        """Return a digest of all that the member's numbers depend on with these keys; None if it cannot run."""
         try:
-            prepared = self._made(keys, self._sample(), self._folder)
+            prepared = self._prepare(keys, self._sample(), self._folder)
         except EnsembleError:
             return None
         model, (plan,) = prepared.config.models[0], prepared.plan.members
@@ -172,7 +172,7 @@ class MemberTrials:
         return digest_of(dict(member_kind(model).fingerprint(inspected, plan.placement)))
 
     def _changes(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of the keys that the config has otherwise."""
+        """Return the keys whose values differ from the config's."""
         is_same = self._identity(keys) == self._identity({})
         changed = {}
         for key, value in keys.items():
@@ -183,12 +183,12 @@ class MemberTrials:
         return changed
 
     def _sample(self) -> InputTable:
-        """Return a new table of the sample, as a run forgets its columns once the workers have them."""
+        """Return the sample as a new table, because each run drops the columns of its table."""
         ids = self._prepared.table.ids.take(pa.array(self._chosen))
         return self._prepared.table.derived(self._chosen, ids)
 
     def _try(self, name: str, keys: dict[str, Any], is_precision: bool = False) -> None:
-        """Run a candidate; the first one that gives a result is the reference."""
+        """Run a candidate; the first candidate with a result becomes the reference."""
         best = self._best
         trial = self._run(Trial(name, keys, is_precision), None if best is None else best.seconds)
         text = trial.failure
@@ -211,33 +211,35 @@ class MemberTrials:
         """Return a trial with its distance from the reference, over the rows that both could compute."""
         assert trial.values is not None
         assert reference.values is not None
-        kind = self._prepared.inspected[self.model.name].activation
-        both = np.isfinite(reference.values).all(axis=1) & np.isfinite(trial.values).all(axis=1)
-        expected, values = reference.values[both], trial.values[both]
-        mean, largest, changed = distances(expected, values, kind)
+        activation = self._prepared.inspected[self.model.name].activation
+        in_both = np.isfinite(reference.values).all(axis=1) & np.isfinite(trial.values).all(axis=1)
+        expected, values = reference.values[in_both], trial.values[in_both]
+        mean, largest, changed = distances(expected, values, activation)
         truth = self._prepared.truth
+        metrics: dict[str, Interval] = {}
+        if truth is not None:
+            metrics = _metric_differences(expected, values, truth[self._chosen][in_both], activation)
         return replace(
             trial,
             mean=mean,
             largest=largest,
             changed=changed,
-            metrics={}
-            if truth is None
-            else _metric_differences(expected, values, truth[self._chosen][both], kind),
-            is_within=mean <= self._tolerance and (kind == "none" or changed <= self._tolerance),
+            metrics=metrics,
+            is_within=mean <= self._tolerance and (activation == "none" or changed <= self._tolerance),
         )
 
-    def _made(
+    def _prepare(
         self, keys: Mapping[str, Any], table: InputTable, folder: Path, is_whole: bool = False
     ) -> Prepared:
-        """Return a run of this member alone, with these keys; an EnsembleError says why there is none.
+        """Prepare a run of this member alone, with these keys; raise EnsembleError if it cannot run.
 
-        If it ``is_whole``, it may have a replica on each GPU, as the run with these settings would.
+        With ``is_whole`` the member may have a replica on each GPU, as in a run of the whole table.
         """
         loaded = self._prepared.loaded
-        sets = [f"models.{self._index}.{key}={json.dumps(value)}" for key, value in keys.items()]
-        config = load(loaded.sources, [*loaded.overrides, *sets], texts=loaded.texts).config
-        model, changes = config.models[self._index], dict[str, Any](weight=1.0, when=None)
+        overrides = [f"models.{self._index}.{key}={json.dumps(value)}" for key, value in keys.items()]
+        config = load(loaded.sources, [*loaded.overrides, *overrides], texts=loaded.texts).config
+        model = config.models[self._index]
+        changes: dict[str, Any] = {"weight": 1.0, "when": None}
         if self._on_gpu and not is_whole and getattr(model, "replicas", 1) == "auto":
             changes["replicas"] = 1  # more would only load the same weights again
         model = model.model_copy(update=changes)
@@ -269,13 +271,13 @@ class MemberTrials:
         )
 
     def _run(self, trial: Trial, best_seconds: float | None) -> Trial:
-        """Run a trial; whatever goes wrong with it is in its ``failure``."""
+        """Run a trial; its ``failure`` says what went wrong."""
         table = self._sample()
         slug = "".join(letter if letter.isalnum() else "-" for letter in trial.name)
         folder = self._folder / f"{slug}-{table.rows}"
         max_seconds = float("inf") if best_seconds is None else max(_MIN_SECONDS, _TOO_SLOW * best_seconds)
         try:
-            prepared = self._made(trial.keys, table, folder)
+            prepared = self._prepare(trial.keys, table, folder)
             report = run_prepared(
                 prepared,
                 _Watching(max_seconds),
@@ -285,7 +287,7 @@ class MemberTrials:
             )
         except _TooSlow as error:
             (speed,) = error.args
-            why = f"stopped at {speed:.3g} rows/s, as it takes more than twice as long as the best so far"
+            why = f"stopped at {speed:.3g} rows/s: it takes more than twice as long as the best so far"
             return replace(trial, failure=why, rows_per_second=speed)
         except WriteError:
             raise
@@ -301,30 +303,33 @@ class MemberTrials:
 
     def _measured(self, trial: Trial, prepared: Prepared, member: MemberReport) -> Trial:
         values = read_as_written(RunDir(prepared.config.output_dir).predictions(member.name)).values
-        values[[int(row) for row in member.bad_rows]] = np.nan  # the file may have even probabilities there
+        values[[int(row) for row in member.bad_rows]] = (
+            np.nan
+        )  # the file may have equal probabilities in bad rows
         lacking = int((~np.isfinite(values).all(axis=1)).sum())
         why = _bad_rows(member, prepared.table) if lacking else ""
-        # Rows that no settings can compute, such as of missing images, say nothing about a candidate.
+        # Rows that no settings can compute, for example with missing images, do not count against a candidate.
         allowed = len(values) - 1 if self._reference is None else self._reference.lacking
         if lacking > allowed:
             return replace(trial, failure=why)
         first = member.workers[0]
-        busy = max((worker.predict_seconds for worker in member.workers), default=0.0)
-        rows, tokens = sum(each.rows for each in member.workers), sum(each.tokens for each in member.workers)
-        if not rows or not busy:
-            return replace(
-                trial, failure="nothing was measured: its run does not say how long its workers took"
-            )
-        peaks = [each.peak_gpu_memory_bytes or each.peak_memory_bytes or 0 for each in member.workers]
-        seconds, load_seconds = busy * prepared.table.rows / rows, first.load_seconds or 0.0
-        work, (whole_work, replicas) = prepared.plan.members[0].work, self._whole(trial, prepared)
+        busy_seconds = max((worker.predict_seconds for worker in member.workers), default=0.0)
+        rows = sum(worker.rows for worker in member.workers)
+        tokens = sum(worker.tokens for worker in member.workers)
+        if not rows or not busy_seconds:
+            return replace(trial, failure="nothing was measured: the run has no times of its workers")
+        peaks = [worker.peak_gpu_memory_bytes or worker.peak_memory_bytes or 0 for worker in member.workers]
+        seconds = busy_seconds * prepared.table.rows / rows
+        load_seconds = first.load_seconds or 0.0
+        work = prepared.plan.members[0].work
+        whole_work, replicas = self._whole(trial, prepared)
         return replace(
             trial,
             seconds=seconds,
             load_seconds=load_seconds,
             whole_seconds=load_seconds + seconds * whole_work / max(work, 1e-9) / replicas,
-            tokens_per_second=tokens / busy if tokens else None,
-            rows_per_second=rows / busy,
+            tokens_per_second=tokens / busy_seconds if tokens else None,
+            rows_per_second=rows / busy_seconds,
             peak_bytes=max(peaks) or None,
             ran_with=RanWith(first.dtype, first.attn_implementation, first.token_budget, tokens),
             values=values,
@@ -335,17 +340,17 @@ class MemberTrials:
     def _whole(self, trial: Trial, prepared: Prepared) -> tuple[float, int]:
         """Return the work of the whole table, and how many replicas would share it on GPUs.
 
-        If the whole table does not fit with these settings, the work is that of the sample.
+        If the whole table does not fit with these settings, return the work of the sample.
         """
         with contextlib.suppress(EnsembleError):
             folder = prepared.config.output_dir
-            prepared = self._made(trial.keys, self._prepared.table, folder, is_whole=True)
+            prepared = self._prepare(trial.keys, self._prepared.table, folder, is_whole=True)
         (planned,) = prepared.plan.members
         return planned.work, planned.replicas if self._on_gpu else 1
 
 
 def _is_complete(run_dir: Path) -> bool:
-    """Return whether a trial was finished: the rest of the rows would not tell its speed."""
+    """Return whether a trial was finished; the remaining rows of an unfinished trial do not show its speed."""
     try:
         return RunReport.read(RunDir(run_dir).run_json).status == "complete"
     except DataError:
@@ -353,22 +358,22 @@ def _is_complete(run_dir: Path) -> bool:
 
 
 def _bad_rows(member: MemberReport, table: InputTable) -> str:
-    """Say which rows of a trial's table could not be computed."""
+    """Return a sentence about the rows of a trial's table that could not be computed."""
     if not member.bad_rows:
-        return "rows have values that are no numbers"
+        return "some values are not numbers"
     row, reason = next(iter(member.bad_rows.items()))
     where = f"the first of them with id {quoted(str(table.ids[int(row)].as_py()))}"
-    of = f"{len(member.bad_rows):,} of {plural(table.rows, 'row')} of the sample"
-    return f"{of} could not be computed, {where}: {reason}"
+    count = f"{len(member.bad_rows):,} of {plural(table.rows, 'row')} of the sample"
+    return f"{count} could not be computed, {where}: {reason}"
 
 
 def distances(
     expected: npt.NDArray[np.float64], values: npt.NDArray[np.float64], activation: Activation
 ) -> tuple[float, float, float]:
-    """Return the mean and the largest distance of rows, float64 [rows, labels], and the share whose label changed.
+    """Return the mean and the largest distance between rows, [rows, labels], and the share of changed labels.
 
-    A row's distance is the largest difference of one of its values; of activation "none" that is in standard
-    deviations of the expected values, and no row has a label.
+    A row's distance is the largest difference between its values. For activation "none" differences are in standard
+    deviations of the expected values, and no label changes.
     """
     differences = np.abs(values - expected)
     if activation == "none":
@@ -379,8 +384,8 @@ def distances(
         changed = values.argmax(axis=1) != expected.argmax(axis=1)
     else:
         changed = ((values > 0.5) != (expected > 0.5)).any(axis=1)
-    of_rows = differences.max(axis=1)
-    return float(of_rows.mean()), float(of_rows.max()), float(changed.mean())
+    by_row = differences.max(axis=1)
+    return float(by_row.mean()), float(by_row.max()), float(changed.mean())
 
 
 def _metric_differences(
@@ -389,7 +394,7 @@ def _metric_differences(
     bootstrap = Bootstrap(truth, activation)
     differences = {}
     for name in USUAL[activation]:
-        with contextlib.suppress(DataError):  # such as an AUC of rows that all have one label
+        with contextlib.suppress(DataError):  # for example AUC if all rows have the same label
             reference = bootstrap.score(METRICS[name], expected)
             differences[name] = bootstrap.score(METRICS[name], values).minus(reference)
     return differences

@@ -1,4 +1,4 @@
-"""What ``tune`` has found: every trial, the fastest of each member, and the overlay that says it."""
+"""Hold the results of ``tune``: every trial, the fastest of each member, and the overlay for the config."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What kinds of member that run Hugging Face checkpoints share."""
+"""Run Hugging Face checkpoints: code that these kinds of members share."""

@@ -1,4 +1,4 @@
-"""The child side of all kinds that run a checkpoint: import the libraries, then make the predictor."""
+"""Start the child side of kinds that run a checkpoint: import the libraries, then make the predictor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointChild:
-    """The child side of the kind with this ``CheckpointMember``, named such as "package.module.Class"."""
+    """Make predictors of the kind with this ``CheckpointMember``, named such as "package.module.Class"."""
 
     def __init__(self, predictor: str) -> None:
         self._predictor = predictor

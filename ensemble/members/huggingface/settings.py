@@ -200,7 +200,7 @@ class HuggingFaceSettings(MemberConfig):
 
     @property
     def _offloads(self) -> bool:
-        """Whether some of the weights are on no device that computes."""
+        """Return whether some weights are on the host or on disk."""
         if self.offload_folder is not None or ("cpu" in (self.max_memory or {}) and self.num_gpus != 0):
             return True
         devices = {str(device) for device in self._device_by_layer.values()}

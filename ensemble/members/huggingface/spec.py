@@ -190,7 +190,7 @@ def default_max_length(model_max_length: float) -> int:
 
 
 def is_soft_capped(config: Mapping[str, Any]) -> bool:
-    """Whether a model of this config, defaults included, or a part of it such as its encoder, caps its scores."""
+    """Return whether a model of this config, or a part such as its encoder, caps its attention scores."""
     if config.get(_CAP):
         return True
     return any(is_soft_capped(part) for part in config.values() if isinstance(part, Mapping))

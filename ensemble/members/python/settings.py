@@ -68,7 +68,7 @@ class PythonSettings(ReaderConfig):
 
     @property
     def is_file(self) -> bool:
-        """Whether ``predict`` names a file."""
+        """Return whether ``predict`` names a file."""
         return names_file(self.module_and_function[0])
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
@@ -84,5 +84,5 @@ class PythonSettings(ReaderConfig):
 
 
 def names_file(module: str) -> bool:
-    """Whether ``module`` is the path of a file, not the name of a module."""
+    """Return whether ``module`` is the path of a file, not the name of a module."""
     return module.endswith(".py") or "/" in module

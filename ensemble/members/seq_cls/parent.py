@@ -69,6 +69,6 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
 
 
 def _may_be_text_model(config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint was not saved with a head for images, sound or video."""
+    """Return whether a checkpoint has no head for images, sound or video."""
     name = str((config.get("architectures") or [""])[0])
     return not name.endswith(("ForImageClassification", "ForAudioClassification", "ForVideoClassification"))

@@ -1,1 +1,1 @@
-"""Launchers, which start workers: a module or a folder for each."""
+"""Start workers by launchers: a module or a folder for each."""

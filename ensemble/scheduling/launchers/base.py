@@ -1,6 +1,6 @@
-"""The interface of launchers, which start workers, and of handles, by which the scheduler reaches workers.
+"""Define the interface of launchers, which start workers, and of handles, which reach workers for the scheduler.
 
-How a worker is started, reached and ended, on this machine or on another one, is up to its launcher.
+A launcher decides how workers are started, reached and ended, on this machine or on another machine.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Node:
 
     @property
     def models_text(self) -> str:
-        """Say what the node has of the members' models, such as ``llama there, gemma missing``."""
+        """Return which of the members' models the node has, such as ``llama there, gemma missing``."""
         states = set(self.models.values())
         if len(states) == 1 and len(self.models) > 1:
             return f"all {states.pop()}"

@@ -1,4 +1,4 @@
-"""Workers as processes of this machine: fresh execs of the same Python, each the leader of its session."""
+"""Start workers on this machine: fresh execs of the same Python, each the leader of its session."""
 
 from __future__ import annotations
 

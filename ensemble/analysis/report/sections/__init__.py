@@ -1,4 +1,4 @@
-"""The sections of the report in the page's order: one file and one line each."""
+"""List the sections of the report in the page's order: one file and one line each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How alike the members are, and who is right where they differ."""
+"""Show how similar the members are, and which member is right where they differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the probabilities, as they were merged, are as often right as they say."""
+"""Compare the merged probabilities with how often they are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What went wrong and was survived, and rows that could not be computed."""
+"""List faults that the run survived, and rows that could not be computed."""
 
 from __future__ import annotations
 

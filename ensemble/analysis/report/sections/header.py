@@ -1,4 +1,4 @@
-"""What ran, when, how it ended, and with which versions."""
+"""Show what ran, when, how it ended, and with which versions."""
 
 from __future__ import annotations
 

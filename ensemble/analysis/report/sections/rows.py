@@ -1,4 +1,4 @@
-"""Rows to read: the costliest, the most disputed and the least certain, with their texts."""
+"""Show rows to read: the costliest, the most disputed and the least certain, with their texts."""
 
 from __future__ import annotations
 

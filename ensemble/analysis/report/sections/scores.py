@@ -1,4 +1,4 @@
-"""Members and the ensemble: how good each is, and whether the ensemble is better than its best member."""
+"""Show the scores of members and ensemble, and whether the ensemble is better than its best member."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config as it was written, without secrets, and the files of the run."""
+"""Show the config as it was written, without secrets, and the files of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast each member was, how much of it was padding, how long the rows are and how many were cut."""
+"""Show each member's speed, its padding, the lengths of its rows, and how many rows were cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ran where: the workers of each device over time, and the memory, clocks and heat of the GPUs."""
+"""Show the workers of each device over time, and the memory, clocks and temperatures of the GPUs."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
 
 
 def is_head(name: str) -> bool:
-    """Whether a tensor of this name belongs to a classification head."""
+    """Return whether a tensor of this name belongs to a classification head."""
     return ".lora_" not in name and _HEAD.fullmatch(name) is not None
 
 

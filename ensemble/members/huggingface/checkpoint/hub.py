@@ -143,7 +143,7 @@ def how_to_install(package: str) -> str:
 
 
 def hub_can_be_reached() -> bool:
-    """Whether the hub can be reached; without a network its client would retry for half a minute."""
+    """Return whether the hub can be reached; without a network, the hub's client retries for half a minute."""
     from urllib.parse import urlsplit
     from urllib.request import getproxies
 

@@ -239,7 +239,7 @@ def row_limit(config: Mapping[str, Any], folder: Path) -> int | None:
 
 
 def is_language_model(config: Mapping[str, Any], folder: Path) -> bool:
-    """Whether a checkpoint was saved as a decoder over a vocabulary, and has no classification head."""
+    """Return whether a checkpoint is a decoder over a vocabulary without a classification head."""
     names = config.get("architectures") or [""]
     if not str(names[0]).endswith(("ForCausalLM", "LMHeadModel")):
         return False

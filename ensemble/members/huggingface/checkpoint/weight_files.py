@@ -151,12 +151,12 @@ def read_file(path: Path) -> tuple[Tensor, ...]:
 
 
 def is_left_out(name: str) -> bool:
-    """Whether a classifier does not load a tensor: another task's head, a buffer, a setting."""
+    """Return whether classifiers ignore a tensor: another task's head, a buffer, a setting."""
     return _DROPPED.search(name) is not None
 
 
 def stands_beside_packed(name: str) -> bool:
-    """Whether a tensor of this name belongs to weights that are stored quantized."""
+    """Return whether a tensor of this name belongs to quantized weights."""
     return _BESIDE_PACKED.search(name) is not None
 
 

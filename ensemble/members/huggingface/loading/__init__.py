@@ -1,1 +1,1 @@
-"""Child side: a checkpoint's files -> tokenizer and model on their device."""
+"""Load a checkpoint in the child: files -> tokenizer and model on their device."""

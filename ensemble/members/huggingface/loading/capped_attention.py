@@ -1,4 +1,4 @@
-"""Attention with capped scores, such as Gemma-2's, one block of queries after the other.
+"""Compute attention with capped scores, such as Gemma-2's, one block of queries at a time.
 
 torch's fused attention cannot cap its scores, and eager attention holds them for all pairs of tokens at once. Here
 a block of queries sees only the keys that it may see. So no products are taken with later keys, or with keys before

@@ -1,7 +1,7 @@
-"""Checks of a member's tokenizer and weights before its first chunk.
+"""Check a member's tokenizer and weights before its first chunk.
 
 Wrong files rarely raise an error: transformers makes up a vocabulary, leaves tensors out, or uses another class for
-the tokenizer.  What is certainly wrong is an error here; what only looks wrong is a note.
+the tokenizer.  Certain mistakes are errors here; likely mistakes are notes.
 """
 
 from __future__ import annotations

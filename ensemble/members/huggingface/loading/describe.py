@@ -1,4 +1,4 @@
-"""Say what checkpoints are, in the words and numbers of the installed transformers, without loading weights.
+"""Describe checkpoints with the installed transformers, without loading weights.
 
 One short process answers for all checkpoints of a config: a list of questions comes in, a line of JSON goes out
 for each (``checkpoint/description.py``).  Models are built on the meta device.  Nothing is downloaded, and no

@@ -1,4 +1,4 @@
-"""Where a model's layers are: the options for accelerate, a check of its placement, the devices of a batch."""
+"""Place a model's layers: options for accelerate, a check of its placement, the devices of a batch."""
 
 from __future__ import annotations
 

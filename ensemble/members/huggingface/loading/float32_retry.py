@@ -1,7 +1,7 @@
-"""The forward pass of a half-precision model in float32, for rows that overflow half precision.
+"""Run a half-precision model's forward pass in float32, for rows that overflow half precision.
 
-A model of nine billion parameters cannot be upcast as a whole on a GPU that it barely fits on.  So its weights stay
-as they are, and each module gets float32 copies of its own weights only while it runs.
+A model of nine billion parameters cannot be upcast as a whole if it barely fits on its GPU.  So its weights stay as
+they are, and each module gets float32 copies of its weights only while it runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""RMS norms as one or two kernels of a GPU, instead of the six that transformers' modules launch.
+"""Compute RMS norms in one or two GPU kernels, instead of the six that transformers' modules launch.
 
 ``torch.nn.functional.rms_norm`` is fused on CUDA (pytorch pull request 153666). On a CPU it is slower in bfloat16
 than the modules are, so nothing is replaced there.

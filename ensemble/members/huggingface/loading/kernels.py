@@ -1,4 +1,4 @@
-"""The choice of torch's and cuBLAS' kernels for this GPU, where the defaults are slow or round too much."""
+"""Choose kernels of torch and cuBLAS for this GPU where the defaults are slow or round too much."""
 
 from __future__ import annotations
 

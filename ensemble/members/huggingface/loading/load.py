@@ -1,4 +1,4 @@
-"""A member's settings -> its model on the device, its tokenizer, and the limits that come with them."""
+"""Load a member: settings -> model on the device, tokenizer, and their limits."""
 
 from __future__ import annotations
 

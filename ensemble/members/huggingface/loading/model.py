@@ -1,4 +1,4 @@
-"""A checkpoint's weights -> the model on its devices; refuses a head that nobody has trained."""
+"""Load a checkpoint's weights as a model on its devices; refuse an untrained head."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Copies between the GPUs of a spread model, which are silently wrong on some machines.
+"""Test copies between the GPUs of a spread model, which are silently wrong on some machines.
 
-With an IOMMU or access control services (ACS) between consumer cards, peer-to-peer copies may deliver zeros or what
-lay there before (accelerate issue 4036, pytorch issues 84803 and 87363, transformers issues 26096 and 47942). The
-probabilities would be wrong without a word, so copies are tried before the first pass.
+With an IOMMU or access control services (ACS) between consumer cards, peer-to-peer copies may deliver zeros or old
+contents of memory (accelerate issue 4036, pytorch issues 84803 and 87363, transformers issues 26096 and 47942).
+Probabilities would be silently wrong, so copies are tested before the first pass.
 """
 
 from __future__ import annotations

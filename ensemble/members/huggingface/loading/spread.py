@@ -1,4 +1,4 @@
-"""Models spread over several GPUs, whose stages wait for each other no more than they must.
+"""Spread a model over several GPUs whose stages wait for each other as little as possible.
 
 accelerate's hooks copy each input of a module to its device (``AlignDevicesHook.pre_forward``): the attention
 mask, the positions and the rotary embeddings again at every layer.  A copy between two GPUs begins when both have

@@ -1,4 +1,4 @@
-"""A member's tokenizer, from the checkpoint's files or from the vocabulary of its GGUF file."""
+"""Load a member's tokenizer from the checkpoint's files, or from the vocabulary of its GGUF file."""
 
 from __future__ import annotations
 

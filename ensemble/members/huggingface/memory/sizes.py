@@ -112,7 +112,7 @@ def weights(
 
 
 def _is_linear(tensor: Tensor, settings: Mapping[str, Any]) -> bool:
-    """Whether bitsandbytes quantizes a tensor: the weight of a linear layer that is no embedding and no head."""
+    """Return whether bitsandbytes quantizes a tensor: a linear layer's weight, except embeddings and heads."""
     if len(tensor.shape) != 2 or not tensor.name.endswith(".weight") or _EMBEDDING.search(tensor.name):
         return False
     module = tensor.name.removesuffix(".weight")

@@ -1,1 +1,1 @@
-"""Child side: rows -> token ids -> batches -> logits."""
+"""Score rows in the child: rows -> token ids -> batches -> logits."""

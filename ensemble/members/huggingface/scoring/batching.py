@@ -1,4 +1,4 @@
-"""PURE: token counts -> batches, within a budget of tokens and within the available memory."""
+"""Make batches from token counts, within a token budget and the available memory (PURE)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Batches -> logits -> probabilities: the forward pass, the last token's logits, the activation.
+"""Turn batches into probabilities: the forward pass, the last token's logits, the activation.
 
 A decoder's head sees only each row's last token.  So the last layer needs keys and values of every token, but
-queries, the projection after attention and the feed-forward only of the last one (the last-token layer).  In a
-model of four layers that saves a fifth of the work, in one of 42 a fiftieth.
+queries, the projection after attention and the feed-forward only of the last token (the last-token layer).  This
+saves a fifth of the work in a model of four layers, and a fiftieth in a model of 42.
 """
 
 from __future__ import annotations

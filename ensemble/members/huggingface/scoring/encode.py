@@ -1,4 +1,4 @@
-"""Rows of the table -> token ids: templates, pairs, truncation."""
+"""Turn rows of the table into token ids: templates, pairs, truncation."""
 
 from __future__ import annotations
 

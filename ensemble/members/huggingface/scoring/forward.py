@@ -1,7 +1,8 @@
-"""A chunk's encoded rows -> logits, in batches that fit.
+"""Compute the logits of a chunk's encoded rows, in batches that fit into memory.
 
-On an out-of-memory error the rows run again in halves; a row that does not fit alone is left out.  Rows that
-overflow half precision run again in float32; once most rows of a chunk did, later chunks start in float32.
+After an out-of-memory error the rows run again in batches of half the size; a row that does not fit even alone is
+left out.  Rows that overflow half precision run again in float32.  If most rows of a chunk overflow, later chunks
+start in float32.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from ensemble.members.huggingface.scoring.batching import MemoryLimit, make_batc
 Report = Callable[[int, int, int], None]
 Mode = Callable[[], AbstractContextManager[None]]
 Integers = npt.NDArray[np.int64]
-# Passes that a GPU has been given and has not finished; each GPU of a spread model works on one of them.
+# Unfinished passes in the queue of a GPU; each GPU of a spread model works on a different pass.
 _MAX_QUEUED = 4
-# A smaller chunk says nothing about others: it may be the rest of a chunk that failed as a whole.
+# A smaller chunk does not predict other chunks: it may be a part of a chunk that failed.
 _MIN_TYPICAL_ROWS = 16
 
 
 class Encoding(Protocol):
-    """Hold encoded rows.
+    """Define what the scorer needs of encoded rows.
 
     Attributes:
         lengths: tokens, or another measure of a row's work, int64 [rows].
-        problems: why rows of length 0 have nothing to compute.
-        first: the first row that equals each row, int64 [rows]; None if all rows differ.
+        problems: the reason of each row of length 0, which has nothing to compute.
+        first: for each row, the first row with the same tokens, int64 [rows]; None if all rows differ.
     """
 
     @property
@@ -56,21 +57,22 @@ E = TypeVar("E", bound=Encoding)
 
 
 class Shortcut(Enum):
-    """Name work that can be left out for some models; the warm-up finds out for which."""
+    """Name work that some models do not need; the warm-up tests which shortcuts a model allows."""
 
-    LAST_TOKEN = "body and head are run apart, the head on each row's last token only"
-    NO_MASK = "batches go without an attention mask, as no token sees the padding behind it"
-    LAST_TOKEN_LAYER = "the last layer computes the last token only, too"
-    SHARED_PREFIX = "the tokens that all rows begin with are computed once, by kinds that know how"
+    LAST_TOKEN = "body and head run separately, the head only on each row's last token"
+    NO_MASK = "batches have no attention mask, as no token sees the padding behind it"
+    LAST_TOKEN_LAYER = "the last layer computes only the last token, too"
+    SHARED_PREFIX = "tokens that all rows begin with are computed once, if the kind of member supports this"
 
 
 class Scorer(ABC, Generic[E]):
-    """Run a loaded model that gives a row the same numbers in any batch.
+    """Run a loaded model; a row gets the same numbers in any batch.
 
     Attributes:
         last_device: where a forward pass ends.
-        stages: devices that a pass goes through, one after the other, while others work on other passes.
-        possible, taken: shortcuts that can be tried, and those that leave the model's numbers as they are.
+        stages: number of devices that a pass goes through in turn, while the other devices work on other passes.
+        possible: shortcuts that can be tried.
+        taken: shortcuts that leave the model's numbers as they are.
     """
 
     def __init__(self, model: Any) -> None:
@@ -83,7 +85,7 @@ class Scorer(ABC, Generic[E]):
         self.taken: set[Shortcut] = set()
 
     def skipped_tokens(self, encoded: E) -> Integers:
-        """Return how many tokens at each row's beginning a pass without a mask need not compute, [rows]."""
+        """Return how many of each row's first tokens a pass without a mask can skip, [rows]."""
         return np.zeros_like(encoded.lengths)
 
     @abstractmethod
@@ -104,7 +106,7 @@ class Computed:
         logits: of these rows, float32 [rows, labels] on the host; [0, 0] if there are none.
         too_large: positions of rows that did not fit into memory even alone.
         too_large_in_float32: the same for rows that need float32.
-        mostly_overflows: whether most rows overflowed half precision and float32 gave numbers.
+        mostly_overflows: whether most rows overflowed half precision and got finite logits in float32.
     """
 
     rows: Integers
@@ -117,10 +119,10 @@ class Computed:
 
 @dataclass
 class BatchSizes:
-    """Keep how large batches may be: the user's or the default size, reduced after out-of-memory errors.
+    """Keep the largest size of batches: the user's or the default size, reduced after out-of-memory errors.
 
     Attributes:
-        batch_size: rows a batch, if the user set it; then the token budget does not count.
+        batch_size: rows per batch if the user set it; then the token budget does not count.
         equal_lengths: whether only rows of the same length share a batch.
         memory: None if it is unknown, or if the user set the size.
         stages: GPUs that each chunk should keep busy.
@@ -139,10 +141,10 @@ class BatchSizes:
         return min(self.token_budget, self.memory.tokens_at(width))
 
     def shrink(self, rows: int, padded_tokens: int, width: int, skipped: int = 0) -> None:
-        """Make the next batches half as large as this one, which did not fit; it skipped tokens of each row."""
+        """Make the next batches half as large as a batch that did not fit; its rows skipped ``skipped`` tokens."""
         if self.batch_size is not None:
             self.batch_size = max(1, rows // 2)
-        # A batch of one row can be larger than allowed: then the limit for other batches stays.
+        # A single row may exceed the limit; then the limit for other batches stays.
         if self.memory is None:
             self.token_budget = min(self.token_budget, max(1, padded_tokens // 2))
         else:
@@ -151,7 +153,7 @@ class BatchSizes:
             self.memory = replace(self.memory, available_bytes=available)
 
     def for_float32(self) -> BatchSizes:
-        """Return sizes for activations of twice the size; they change independently of these."""
+        """Return sizes for activations of twice the bytes; later changes do not affect these sizes."""
         halves = BatchSizes(max(1, self.token_budget // 2), self.batch_size, self.equal_lengths)
         if self.batch_size is not None:
             halves.batch_size = max(1, self.batch_size // 2)
@@ -160,10 +162,10 @@ class BatchSizes:
         return halves
 
     def cut(self, lengths: Integers, rows: Integers, skipped: Integers) -> deque[Integers]:
-        """Cut rows into batches; all rows of a batch skip as many tokens, and those that skip none come first."""
+        """Cut rows into batches of rows that skip equally many tokens; batches that skip the fewest come first."""
         budget = self.token_budget
         if self.stages > 1:
-            # Enough batches that the chunk keeps all GPUs of a spread model busy.
+            # Make enough batches to keep all GPUs of a spread model busy.
             share = int(lengths[rows].sum()) // (BATCHES_PER_STAGE * self.stages)
             budget = max(min(MIN_STAGE_TOKENS, budget), min(budget, share))
         batches: deque[Integers] = deque()
@@ -183,14 +185,14 @@ def compute(
     in_float32: Mode | None = None,
     starts_in_float32: bool = False,
 ) -> Computed:
-    """Run the model over every row of a chunk that has tokens; only once over rows with the same tokens.
+    """Run the model over all rows of a chunk that have tokens, and only once over rows with the same tokens.
 
     Args:
-        sizes: become smaller when memory runs out, and stay so for the next chunk.
-        report: called after each forward pass, also a failed one, with rows, tokens and padded tokens so far.
-        in_float32: while entered, the model computes in float32, in which rows with NaN or infinite logits run
-            again.  None: they stay as they are.
-        starts_in_float32: whether all rows run in float32 at once, for which ``sizes`` are.
+        sizes: reduced when memory runs out, also for the next chunk.
+        report: called after each forward pass, failed or not, with rows, tokens and padded tokens so far.
+        in_float32: a context in which the model computes in float32.  Rows with NaN or infinite logits run again
+            in this context.  None: these rows do not run again.
+        starts_in_float32: whether all rows run only in float32; ``sizes`` must be for float32 then.
     """
     first = np.arange(len(encoded.lengths)) if encoded.first is None else encoded.first
     copies = np.bincount(first, minlength=len(first))
@@ -210,9 +212,9 @@ def compute(
                 report(before.rows, before.tokens, before.padded_tokens)
 
             with in_float32():
-                again = _run(classifier, encoded, halves, overflows, copies, report_step, with_mask=True)
-            computed = _with_repeated(computed, again)
-    # Row i has the logits, or the fate, of row first[i].
+                repeated = _run(classifier, encoded, halves, overflows, copies, report_step, with_mask=True)
+            computed = _with_repeated(computed, repeated)
+    # Row i gets the result of row first[i]: its logits, or the reason why there are none.
     rows = np.flatnonzero(np.isin(first, computed.rows))
     return replace(
         computed,
@@ -224,17 +226,17 @@ def compute(
     )
 
 
-def _with_repeated(computed: Computed, again: Computed) -> Computed:
-    """Join a chunk's result with that of its rows that ran again in float32."""
-    if len(again.rows):
-        computed.logits[torch.from_numpy(np.searchsorted(computed.rows, again.rows))] = again.logits
-    improved = int(_is_finite(again.logits).sum())
-    # Rows and tokens are counted already.
-    counters = replace(again.counters, rows=0, tokens=0, recomputed_rows=again.counters.rows)
+def _with_repeated(computed: Computed, repeated: Computed) -> Computed:
+    """Return a chunk's result, in which rows that ran again in float32 have their new logits."""
+    if len(repeated.rows):
+        computed.logits[torch.from_numpy(np.searchsorted(computed.rows, repeated.rows))] = repeated.logits
+    improved = int(_is_finite(repeated.logits).sum())
+    # The first run has counted these rows and tokens.
+    counters = replace(repeated.counters, rows=0, tokens=0, recomputed_rows=repeated.counters.rows)
     return replace(
         computed,
         counters=computed.counters + counters,
-        too_large_in_float32=again.too_large,
+        too_large_in_float32=repeated.too_large,
         mostly_overflows=len(computed.rows) >= _MIN_TYPICAL_ROWS and 2 * improved > len(computed.rows),
     )
 
@@ -252,7 +254,7 @@ def _run(
     report: Report,
     with_mask: bool = False,
 ) -> Computed:
-    """Run the model over rows, each of which stands for ``copies`` rows of the chunk."""
+    """Run the model over rows of a chunk; row i stands for ``copies[i]`` rows with the same tokens."""
     began = time.perf_counter()
     lengths = encoded.lengths
     # Passes with a mask compute all tokens.
@@ -287,23 +289,23 @@ def _run(
                 batches=1,
             )
         else:
-            # Not in the except block, where the exception still refers to the tensors of the failed pass.
+            # Outside the except block, where the exception would keep the tensors of the failed pass alive.
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 torch.cuda.empty_cache()
             counters += Counters(oom_events=1)
-            left = np.concatenate([batch, *batches])
+            remaining = np.concatenate([batch, *batches])
             row = int(batch[0])
             if len(batch) == 1 and row in tried_alone:
                 too_large.add(row)
-                left = left[1:]
-                sizes.batch_size = size_before  # this row was too large for any size
+                remaining = remaining[1:]
+                sizes.batch_size = size_before  # the row does not fit with any batch size
             else:
-                # A single row runs once more, as the emptied cache may be enough.
+                # A single row runs once more: with an empty cache it may fit.
                 if len(batch) == 1:
                     tried_alone.add(row)
                 tokens = int(skipped[row])
                 sizes.shrink(len(batch), padded - tokens * len(batch), width - tokens, tokens)
-            batches = sizes.cut(lengths, left, skipped)
+            batches = sizes.cut(lengths, remaining, skipped)
         report(counters.rows, counters.tokens, counters.padded_tokens)
     computed_rows = np.concatenate(done)
     order = np.argsort(computed_rows)
@@ -318,10 +320,10 @@ def _run(
 
 
 def wait_for_queue(queued: deque[torch.cuda.Event], device: torch.device, stages: int) -> None:
-    """Wait until a GPU has few passes before it, so that the reported progress is true.
+    """Wait until a GPU has few unfinished passes, so that the reported progress is true.
 
     Args:
-        queued: the ends of passes that are not known to be over; the latest pass's is added.
+        queued: end events of passes that may be unfinished; the latest pass's event is added.
     """
     if device.type != "cuda":
         return

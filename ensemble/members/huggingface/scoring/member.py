@@ -1,4 +1,4 @@
-"""Members that run a checkpoint: the tokenizer, then the model on its device, then probabilities."""
+"""Run a checkpoint as a member: load the tokenizer and the model, then compute probabilities."""
 
 from __future__ import annotations
 

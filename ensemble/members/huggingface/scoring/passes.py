@@ -1,4 +1,4 @@
-"""How passes run on this machine: torch.compile, and a sentence for errors of what it cannot compute."""
+"""Set up forward passes: torch.compile, and a sentence for each operation that this machine cannot compute."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Truncation by field: rows of more than ``max_length`` tokens get shorter columns, and all else stays whole.
+"""Truncate by field: cut columns of rows with more than ``max_length`` tokens, and nothing else of the prompt.
 
-The tokens of a prompt are not those of its parts side by side: pieces merge over borders, and some tokenizers put a
-space before each text.  So the columns are cut where their own tokens end, the template is rendered with what is
-left, and the whole prompt is tokenized as always.  If it is too long or too short, the columns get as many tokens
-less or more, until it fits; mostly once or twice.
+A prompt does not have the tokens of its parts: pieces merge across borders, and some tokenizers put a space before
+each text.  So columns are cut between their tokens, the template is rendered with the shorter columns, and the
+whole prompt is tokenized.  If the prompt is too long or too short by some tokens, the columns get that many fewer
+or more, until the prompt fits.  Most prompts need one or two attempts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ensemble.data.json_cells import TemplateProblem, parse_json_cell, replace_l
 from ensemble.data.template import PromptTemplate
 from ensemble.members.huggingface.spec import too_much_text
 
-# A prompt that leaves no more tokens unused than this is full.
+# A prompt with at most this many unused tokens is full.
 _UNUSED_TOKENS: Final = 2
-# After so many measurements of a row the best fit so far is taken.
+# After this many measurements of a row, the best fit so far is used.
 _MAX_MEASUREMENTS: Final = 12
-# After so many the search goes by bisection, for templates that repeat or drop parts of a cell.
+# After this many guesses the search uses bisection, for templates that repeat or drop parts of a cell.
 _MAX_GUESSES: Final = 6
 
 Arrays: TypeAlias = dict[str, npt.NDArray[np.int64]]
@@ -49,8 +49,8 @@ class FieldCuts:
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(
-                f"truncation: {type(tokenizer).__name__} does not tell which characters a token stands for; this "
-                "needs a fast tokenizer (tokenizer.json). Leave truncation out, or use truncation_side"
+                f"truncation: {type(tokenizer).__name__} does not map tokens to characters; truncation needs a "
+                "fast tokenizer (tokenizer.json). Leave truncation out, or use truncation_side"
             )
         self._template = template
         self._max_length = max_length
@@ -103,12 +103,12 @@ class FieldCuts:
             guess = tokens + unused
             measurements += 1
         raise TemplateProblem(
-            f"truncation: {shortest:,} tokens even without {', '.join(self._fields)}, which are all that "
+            f"truncation: {shortest:,} tokens even without {', '.join(self._fields)}, and nothing else "
             f"may be cut; max_length is {self._max_length:,}"
         )
 
     def _units(self, cells: Mapping[str, _Cell]) -> list[list[str]]:
-        """Return the columns of a row in groups that are cut together: those with rounds if they have as many."""
+        """Group columns that are cut together: columns with ``newest_rounds``, if they have equally many turns."""
         turns = {cells[name].turns for name in self._rounds}
         if len(turns) != 1 or turns == {0}:
             return [[name] for name in cells]
@@ -117,7 +117,7 @@ class FieldCuts:
     def _cut_unit(
         self, row: Mapping[str, object], cells: Mapping[str, _Cell], tokens: int
     ) -> dict[str, object]:
-        """Return the values of columns that are cut together to so many tokens, markers included."""
+        """Return the values of a group of columns, cut to ``tokens`` tokens with their markers."""
         if tokens >= sum(sum(cell.counts) for cell in cells.values()):
             return {name: cell.value for name, cell in cells.items()}
         if len(cells) > 1:
@@ -129,21 +129,21 @@ class FieldCuts:
     def _cut_rounds(
         self, row: Mapping[str, object], cells: Mapping[str, _Cell], tokens: int
     ) -> dict[str, object]:
-        """Return cells with equally many turns, cut together.
+        """Cut cells with equally many turns together.
 
-        The newest rounds stay whole; the round before them shares the tokens that are left.
+        The newest rounds stay whole; the round before them gets the remaining tokens.
         """
         rounds = list(zip(*(cell.counts for cell in cells.values()), strict=True))
-        budget = left = tokens - len(cells) * self._marker_tokens
+        budget = remaining = tokens - len(cells) * self._marker_tokens
         first = newest = len(rounds) - 1
-        while first > 0 and sum(rounds[first]) <= left:
-            left -= sum(rounds[first])
+        while first > 0 and sum(rounds[first]) <= remaining:
+            remaining -= sum(rounds[first])
             first -= 1
-        kept_counts = share_out(rounds[first], [self._fields[name]["share"] for name in cells], left)
+        kept_counts = share_out(rounds[first], [self._fields[name]["share"] for name in cells], remaining)
         if first < newest and not any(kept_counts):
             first += 1
             kept_counts = list(rounds[first])
-        # Where the template reads turns by number, a further list column needs the turns at their positions.
+        # If the template reads turns by number, and reads another list column, turns must keep their positions.
         lists = {name for name in self._template.columns if isinstance(row[name], list)}
         others = lists.union(self._template.json_columns) - cells.keys()
         keeps_positions = self._template.reads_by_number and bool(others)
@@ -162,10 +162,10 @@ class FieldCuts:
         return values
 
     def _cut(self, cell: _Cell, tokens: int, keep: str) -> Sequence[str | None]:
-        """Return the texts of a cell cut to so many tokens, and the marker; None for a turn that goes."""
+        """Return the texts of a cell, cut to ``tokens`` tokens plus the marker; None for a dropped turn."""
         total, budget = sum(cell.counts), max(0, tokens)
         newest = next((count for count in reversed(cell.counts) if count), 0)
-        # The tokens from ``begin`` to ``head_end`` stay, and those from ``tail_start`` on.
+        # The tokens from ``begin`` to ``head_end`` stay, and the tokens from ``tail_start`` on.
         begin, head = 0, (budget + 1) // 2
         if keep == "head":
             head = budget
@@ -190,7 +190,7 @@ class FieldCuts:
             texts.append(None if front is None and back is None else (front or "") + (back or ""))
             first = last
         if texts and not any(text is not None for text in texts):
-            # Templates may look at the first or the last turn.
+            # Templates may read the first or the last turn.
             texts[0 if keep == "head" else -1] = "" if tokens < 0 else self._marker
         return texts
 
@@ -203,7 +203,7 @@ class FieldCuts:
 
 
 def _before(text: str, offsets: Offsets, tokens: int) -> str:
-    """Return the text of the first so many tokens; a character is never split."""
+    """Return the text of the first ``tokens`` tokens; a character is never split."""
     if tokens >= len(offsets):
         return text
     while tokens > 0 and offsets[tokens][0] < offsets[tokens - 1][1]:
@@ -212,7 +212,7 @@ def _before(text: str, offsets: Offsets, tokens: int) -> str:
 
 
 def _after(text: str, offsets: Offsets, token: int) -> str:
-    """Return the text from a token on; if the token begins within a character, from the next one."""
+    """Return the text from a token on, or from the next token if this token begins within a character."""
     if token <= 0:
         return text
     while token < len(offsets) and offsets[token][0] < offsets[token - 1][1]:
@@ -221,9 +221,9 @@ def _after(text: str, offsets: Offsets, token: int) -> str:
 
 
 class _Cell:
-    """A row's value in a column that may be cut: a text, or the turns of a JSON list.
+    """Hold a row's value in a column that may be cut: a text, or the turns of a JSON list.
 
-    A turn is a text, or an object with a text as its ``content``; anything else in a list stays.
+    A turn is a text, or an object with a text as its ``content``; other items of a list stay.
     """
 
     def __init__(self, value: object, is_json: bool) -> None:
@@ -253,12 +253,12 @@ class _Cell:
 
     @property
     def turns(self) -> int:
-        """Return the number of texts in a list; 0 if the value is no list or holds anything else."""
+        """Return the number of turns; 0 if the value is not a list, or has other items than turns."""
         is_all_text = isinstance(self._parsed, list) and len(self.texts) == len(self._items)
         return len(self.texts) if is_all_text else 0
 
     def with_texts(self, texts: Sequence[str | None], keeps_positions: bool) -> object:
-        """Return the value with other texts; a turn that is None goes, or is empty if turns keep positions."""
+        """Return the value with new texts; None drops a turn, or empties the turn if turns keep positions."""
         items = dict(enumerate(self._items))
         for index, text in zip(self._positions, texts, strict=True):
             item, content = items[index], text or ""
@@ -270,25 +270,25 @@ class _Cell:
 
 
 def share_out(counts: Sequence[int], shares: Sequence[float], tokens: int) -> list[int]:
-    """Return each field's tokens, at most its count; a field that needs less leaves the rest to the others."""
+    """Return the tokens of each field; a field that needs less than its share leaves the rest to other fields."""
     budgets = [0] * len(counts)
     unmet = [index for index, count in enumerate(counts) if count > 0]
-    left = max(0, tokens)
+    remaining = max(0, tokens)
     while unmet:
         total = sum(shares[index] for index in unmet)
-        parts = {index: left * shares[index] / total for index in unmet}
+        parts = {index: remaining * shares[index] / total for index in unmet}
         met = [index for index in unmet if counts[index] <= parts[index]]
         if not met:
             break
         for index in met:
             budgets[index] = counts[index]
-            left -= counts[index]
+            remaining -= counts[index]
         unmet = [index for index in unmet if index not in met]
     for index in unmet:
         budgets[index] = int(parts[index])
-        left -= budgets[index]
+        remaining -= budgets[index]
     # The largest remainders get one token more.
     remainders = sorted(unmet, key=lambda index: budgets[index] - parts[index])
-    for index in remainders[: max(0, left)]:
+    for index in remainders[: max(0, remaining)]:
         budgets[index] += 1
     return budgets

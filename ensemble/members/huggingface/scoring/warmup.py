@@ -1,4 +1,4 @@
-"""The first passes of a loaded model: checks of its attention and of padding, and the search for shortcuts."""
+"""Warm up a loaded model: check its attention and its padding, and try shortcuts."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The launcher ``ray``: workers on the nodes of a Ray cluster."""
+"""Start workers on the nodes of a Ray cluster: the launcher ``ray``."""

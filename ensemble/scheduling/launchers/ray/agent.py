@@ -1,7 +1,7 @@
-"""The agent on each node of a cluster: it starts workers there and passes on their events.
+"""Start workers on a node of a cluster and pass on their events, as the node's agent.
 
-A worker is the same fresh, pinned process as on one machine, started by the same launcher.  It ends with its agent,
-and the agent ends with the run that has started it.  Nothing here imports Ray: the launcher makes an actor of it.
+A worker is the same fresh, pinned process as on one machine, started by the same launcher.  A worker ends with its
+agent, and the agent ends with its run.  Nothing here imports Ray: the launcher turns the agent into an actor.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Worker:
 
 
 class Agent:
-    """Starts and watches a run's workers on one node.
+    """Start and watch a run's workers on a node.
 
     Args:
         environment: variables of the run's own process that workers here get, too; None: unset.
@@ -129,7 +129,7 @@ class Agent:
         return run_trials(devices, imports, host.available_memory_bytes(), flash_attention=flash_attention)
 
     def ping(self) -> None:
-        """Answer, which shows that this node is there."""
+        """Answer, which shows that this node responds."""
 
     # Files.
 
@@ -307,13 +307,13 @@ class Agent:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def leave(self) -> None:
-        """Do the same, and end this process soon if Ray does not."""
+        """End all workers, and end this process soon if Ray does not."""
         self.end()
         self._is_over.set()
 
 
 class Holder:
-    """Keeps a GPU for the run that another run had when the agent started, as long as this actor lives."""
+    """Reserve a GPU for the run while this actor lives; another run used the GPU when the agent started."""
 
     def uuids(self) -> tuple[str, ...]:
         return tuple(gpu.uuid for gpu in gpus.inventory().gpus)
@@ -331,7 +331,7 @@ def _gpus_of_ray(count: int) -> tuple[Device, ...]:
 
 
 def _remove_after_this_process(folder: Path) -> None:
-    """Have a folder removed once this process has ended, in whatever way: Ray can kill it."""
+    """Have a folder removed when this process ends, even if Ray kills the process."""
     read_end, _ = os.pipe()  # the write end closes with this process
     # In the background, as Ray may end children of this process, too; later, as workers may still write.
     script = 'exec 3<&0 >/dev/null 2>&1; (read -r line <&3; [ -e "$1" ] || exit 0; sleep 3; rm -rf -- "$1") &'

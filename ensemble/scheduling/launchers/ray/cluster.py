@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster: made quietly, or refused within seconds."""
+"""Connect to a Ray cluster without output, or fail within seconds."""
 
 from __future__ import annotations
 

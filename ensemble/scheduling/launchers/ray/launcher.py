@@ -1,7 +1,8 @@
-"""Workers on the nodes of a Ray cluster: one agent for each node starts them there.
+"""Start workers on the nodes of a Ray cluster, by an agent on each node.
 
-Ray finds the nodes, starts the agents, moves bytes and notices deaths.  Everything else is as on one machine: nodes
-get the table and the model files that they lack, and shards come back with the events that announce them.
+Ray finds the nodes, starts the agents, moves bytes and notices dead processes.  Everything else is as on one
+machine: nodes get the table and the model files that they lack, and shards come back with the events that announce
+them.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ log = logging.getLogger(__name__)
 
 
 class RayLauncher(Launcher):
-    """Starts workers on the nodes of a Ray cluster.
+    """Start workers on the nodes of a Ray cluster.
 
     Settings: ``address`` of the cluster ("auto": the one of this machine, or RAY_ADDRESS), ``ship_models``, and
     ``runtime_env`` of Ray for the agents.
@@ -278,7 +279,7 @@ class RayLauncher(Launcher):
                 return
 
     def _lose_connection(self, error: Exception) -> None:
-        """Lose the cluster: the raylet of this machine has ended, or a socket of Ray's is broken."""
+        """Give up the cluster: the raylet of this machine has ended, or a socket of Ray is broken."""
         why = f"Ray on this machine has ended ({error})"
         if has_raylet_ended():
             why = "the raylet of this machine, its connection to the cluster, has ended"
@@ -539,7 +540,7 @@ class RayLauncher(Launcher):
             self._check(node, self.hang_timeout)
 
     def _check(self, node: ClusterNode, seconds: float) -> None:
-        """Lose a node that has not responded for so long."""
+        """Give up a node that has not responded for too long."""
         if node.poll is not None and self._watch() - node.polled_at > seconds:
             self._lose(node, self._silence_text)
 

@@ -1,4 +1,4 @@
-"""A node of the cluster, and a worker there, on the side of the run."""
+"""Represent a node of the cluster, and a worker on the node, in the run's process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ensemble.scheduling.launchers.ray.agent import Batch, NodeFacts, versions
 
 @dataclass(eq=False)
 class ClusterNode:
-    """Holds the state of a node that takes part."""
+    """Hold the state of a node that takes part in the run."""
 
     node_id: str  # Ray's
     name: str
@@ -48,7 +48,7 @@ class ClusterNode:
 
 
 class RayWorker(Handle):
-    """Reaches a worker on a node; ``close`` ends it there, and returns how it ended."""
+    """Reach a worker on a node; ``close`` ends the worker, and returns how it ended."""
 
     def __init__(
         self, number: int, node: ClusterNode, start: WorkerStart, close: Callable[[RayWorker], Exit]

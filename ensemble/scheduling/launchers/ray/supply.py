@@ -26,7 +26,7 @@ Answers: TypeAlias = Callable[[Mapping[ClusterNode, Any]], Iterator[tuple[Cluste
 
 
 class Supply:
-    """Knows the files of a run's members, and sends them to nodes.
+    """Keep the list of the members' files, and send the files to nodes.
 
     Args:
         answers: waits for the answers of nodes.
