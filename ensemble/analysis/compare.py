@@ -71,8 +71,8 @@ class Change:
     """Measure how far a member's predictions, or the ensemble's, are apart on the rows that both sides have.
 
     ``mean`` and ``largest`` are of the absolute differences of all values; ``examples`` are the changed rows that
-    differ most. A row has changed if another label is the likeliest, of labels that are not exclusive if one is
-    above 0.5 on one side only, of regression if it is another number.
+    differ most. A row has changed if another label is the most likely. With labels that are not exclusive, it has
+    changed if any value is above 0.5 on a single side only; with regression, if its number differs.
     """
 
     name: str
@@ -106,7 +106,7 @@ class MetricChange:
 
 @dataclass(frozen=True)
 class Side:
-    """Name a run with its report, or a file, which has none."""
+    """Name a run with its report, or a file without a report."""
 
     name: str
     report: RunReport | None = None
@@ -114,10 +114,10 @@ class Side:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """Hold what differs between two runs or files on the ``rows`` that both have; ``level`` is that of intervals.
+    """Hold the differences of two runs or files on their common ``rows``; intervals have the ``level``.
 
-    ``settings`` are None if one is a file. ``changes`` begin with the ensemble's. ``remarks`` say what could not be
-    compared and why.
+    ``settings`` are None if a side is a file. ``changes`` begin with the ensemble. ``remarks`` say what could not
+    be compared and why.
     """
 
     first: Side
@@ -137,14 +137,14 @@ class Comparison:
 class _Source:
     path: Path
     predictions: Predictions
-    report: RunReport | None  # None of a file
+    report: RunReport | None  # None for a file
 
     @property
     def name(self) -> str:
         return shown_path(self.path)
 
     def by_name(self, other: _Source) -> dict[str, Values]:
-        """Return the ensemble, if there is one, and members; a file is compared with the ensemble of a run."""
+        """Return the ensemble, if it exists, and the members; a file is compared with the ensemble of a run."""
         if self.report is None:
             name = "predictions" if other.report is None else ENSEMBLE_ROW
             return {name: next(iter(self.predictions.members.values()))}
@@ -161,9 +161,9 @@ def compare(
     id_column: str | None = None,
     activation: Activation | None = None,
 ) -> Comparison:
-    """Compare two directories of runs, two CSVs of predictions, or one with the other; see ``ensemble.compare``.
+    """Compare two runs, two CSVs of predictions, or a run with a CSV; see ``ensemble.compare``.
 
-    A run's members count as they were merged, after their ``calibration``, as in its own scores.
+    Members of a run are compared after their ``calibration``, as in the scores of the run.
 
     Raises:
         ConfigError: there is no table that could have ``label_column``.
@@ -175,7 +175,7 @@ def compare(
             "--label-column: is one of --labels or of a run's table, and these are CSVs; give --labels"
         )
     sources, problems = dict[Path, _Source](), list[str]()
-    # Runs first, as a CSV takes the activation of the run on the other side.
+    # Read runs first, because a CSV gets the activation of the run on the other side.
     for path in sorted((first, second), key=lambda path: not path.is_dir()):
         try:
             sources[path] = _read(path, id_column, activation, labels is None, label_column)
@@ -206,7 +206,7 @@ def compare(
     is_same_kind = kind == right.predictions.activation
     truth: Truth | None = None
     if not is_same_kind:
-        remarks.append("one side has exclusive labels and the other not, so that no metric is of both")
+        remarks.append("no metric is compared, because only one side has exclusive labels")
     elif labels is not None:
         rows = predictions.ids, predictions.labels, kind
         truth, more_remarks = read_truth(labels, *rows, label_column or LABEL_COLUMN, id_column)
@@ -218,12 +218,10 @@ def compare(
         chosen = requested or [find_metric(name) for name in USUAL[kind]]
         changed = tuple(_metric_changes(pairs, chosen, truth, kind, remarks))
     if requested and not changed:
-        what = (
-            "metrics need the truth; name its table (--labels)"
-            if truth is None
-            else "no metric could be computed"
-        )
-        raise DataError([what, *dict.fromkeys(remarks)])
+        problem = "no metric could be computed"
+        if truth is None:
+            problem = "metrics need the truth; name its table (--labels)"
+        raise DataError([problem, *dict.fromkeys(remarks)])
     change_kind = kind if is_same_kind else "none"
     return replace(
         result,
@@ -241,13 +239,13 @@ def changed_settings(first: object, second: object) -> Iterator[Setting]:
         if loc[0] in _NOT_COMPARED or (loc in ours and loc in theirs and ours[loc] == theirs[loc]):
             continue
         texts = [shown(config[loc]) if loc in config else NOT_SET for config in (ours, theirs)]
-        if texts[0] == texts[1]:  # the difference is behind what a message shows
+        if texts[0] == texts[1]:  # the texts differ only after the characters that are shown
             texts = _around_difference(str(ours[loc]), str(theirs[loc]))
         yield Setting(place(loc), *texts)
 
 
 def _keys(value: object, loc: Loc = ()) -> Iterator[tuple[Loc, object]]:
-    """Yield each key that is no section, with its value; models by their names, rules by their numbers."""
+    """Yield each key with a plain value; keys of models have the model's name, keys of rules have numbers."""
     if loc == ("models",) and isinstance(value, list):
         yield loc, [model["name"] for model in value]
         value = {model["name"]: {key: model[key] for key in model if key != "name"} for model in value}
@@ -261,7 +259,7 @@ def _keys(value: object, loc: Loc = ()) -> Iterator[tuple[Loc, object]]:
 
 
 def _around_difference(first: str, second: str) -> list[str]:
-    """Return two long texts from a little before the first difference."""
+    """Return parts of two long texts that start shortly before their first difference."""
     pairs = enumerate(zip(first, second, strict=False))
     differs_at = next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
     start = max(0, differs_at - _BEFORE_DIFFERENCE)
@@ -283,7 +281,7 @@ def _read(
 
 
 def _common(first: _Source, second: _Source, remarks: list[str]) -> tuple[_Source, _Source]:
-    """Return both sides with the rows that they have in common, in the first one's order of rows and labels."""
+    """Return both sides with only their common rows; the first side gives the order of rows and labels."""
     left, right = first.predictions, second.predictions
     if {*left.labels} != {*right.labels}:
         raise DataError(
@@ -310,7 +308,7 @@ def _common(first: _Source, second: _Source, remarks: list[str]) -> tuple[_Sourc
 
 
 def _relabelled(predictions: Predictions, labels: Sequence[str]) -> Predictions:
-    """Return the same with the labels in another order."""
+    """Return predictions with their labels in another order."""
     order = [predictions.labels.index(label) for label in labels]
     truth, merged = predictions.truth, predictions.ensemble
     if truth is not None:
@@ -325,12 +323,12 @@ def _relabelled(predictions: Predictions, labels: Sequence[str]) -> Predictions:
 
 
 def _agreed_truth(left: _Source, right: _Source, remarks: list[str]) -> Truth | None:
-    """Return the first side's truth, or else the second's; add a remark if they differ."""
+    """Return the first side's truth, or else the second side's; add a remark if the truths differ."""
     ours, theirs = left.predictions.truth, right.predictions.truth
     if ours is None or theirs is None:
         return theirs if ours is None else ours
     if not np.array_equal(ours, theirs):
-        remarks.append(f"{right.name} has another truth; that of {left.name} counts")
+        remarks.append(f"{right.name} has other true labels; the labels of {left.name} count")
     return ours
 
 
@@ -364,7 +362,7 @@ def _change(name: str, first: Values, second: Values, predictions: Predictions, 
 
 
 def _shown(row: Values, first: Values, second: Values, labels: Sequence[str], kind: Activation) -> str:
-    """Return a row's prediction in words: its label, or the values that changed sides or numbers."""
+    """Return a row's prediction in words: its label, the values that crossed 0.5, or its numbers."""
     if kind == "softmax":
         return f"{labels[int(row.argmax())]} {row.max():.3f}"
     if len(labels) == 1:

@@ -1,1 +1,1 @@
-"""Tables in and out: formats, the input, the sample submission."""
+"""Read and write tables: formats, the input, the sample submission."""

@@ -19,7 +19,7 @@ from ensemble.data.parquet import read_parquet
 
 @dataclass(frozen=True)
 class Format:
-    """How to read files with some extensions.
+    """Define how files with some extensions are read.
 
     Attributes:
         extensions: in lower case.

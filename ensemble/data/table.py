@@ -52,7 +52,7 @@ Truth: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TableNeeds:
-    """What a run needs of its table.
+    """Define what a run needs of its table.
 
     Attributes:
         label_column: the column with the true label of each row.

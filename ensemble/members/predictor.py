@@ -1,4 +1,4 @@
-"""The child side of a member kind: what a worker process needs of it, and all that it knows of it.
+"""Define the child side of a member kind, which is all that a worker process knows of the kind.
 
 A spec names a kind's child side (see ``load_child``).  Importing its module must cost next to nothing: what is slow
 to import comes with ``import_libraries``.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Child(Protocol):
-    """A kind's child side: a module, or an object."""
+    """Define the child side of a kind: a module, or an object."""
 
     def import_libraries(self) -> Mapping[str, str]:
         """Import what predicting takes and return the versions of what was imported, by name.
@@ -57,7 +57,7 @@ class Report(Protocol):
 
 @dataclass(frozen=True)
 class Prediction:
-    """The result of some rows.
+    """Hold the predictions of some rows.
 
     Attributes:
         values: probabilities in the config's order of labels, float64 [rows, labels]; those of bad rows do not
@@ -75,7 +75,7 @@ class Prediction:
 
 
 class Predictor(ABC):
-    """A member that can be loaded and then predicts rows.
+    """Load a member, and then predict rows.
 
     What ``make_predictor`` and ``load`` read of ``CommonSpec.files`` is of the states named there: the worker
     checks them afterwards, and again before it keeps any prediction.

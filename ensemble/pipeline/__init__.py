@@ -1,1 +1,1 @@
-"""The road of a run: validate, plan, schedule, merge, report."""
+"""Take a run through its stages: validate, plan, schedule, merge, report."""

@@ -59,15 +59,15 @@ class MemberWork:
     Attributes:
         is_done: bool [rows], the rows whose probabilities are in shards or in the complete predictions.
         bad_rows: the reason of each table row that could not be computed.
-        is_complete: the predictions and their manifest exist, and are what this run would write.
-        workers: those of the run before.
-        computed_before: what earlier runs computed rows with, the oldest first.
-        why_again: why existing predictions do not count, in words; empty if there are none.
-        files: the member's files as they were when the run began, by absolute path.
+        is_complete: whether the predictions and their manifest exist, and are what this run would write.
+        workers: the member's workers in the previous run.
+        computed_before: what each earlier run computed rows with, the oldest run first.
+        why_again: why existing predictions do not count, in words; empty without predictions.
+        files: the member's files at the start of the run, by absolute path.
         row_digests: of the table's rows, [rows, 2]; None if no worker computes them, and for a mean of views.
-        rows_taken: how many rows are taken over from each other work, by its path.
-        views: the work of each view, if the member has several; their weighted mean is this work's predictions.
-        settings: a digest of each key that the member's probabilities may depend on.
+        rows_taken: the number of rows taken over from other work, by the path of that work.
+        views: the work of each view, if the member has several; their weighted mean gives this work's predictions.
+        settings: a digest of each key on which the member's probabilities may depend.
     """
 
     member: str
@@ -118,7 +118,7 @@ class MemberWork:
         return {row - view * rows: reason for row, reason in numbered.items() if row // rows == view}
 
     def bad_rows_of_views(self, numbered: Mapping[int, str]) -> dict[int, str]:
-        """Return bad rows that are numbered through the views by their table row, with the views in the reasons."""
+        """Return, by table row, bad rows that are numbered through the views; the reasons name the views."""
         if not self.views:
             return dict(numbered)
         reasons: dict[int, list[str]] = {}
@@ -147,18 +147,18 @@ def refuse_trial(prepared: Prepared, rundir: RunDir) -> None:
         if isinstance(rows, int) and rows > prepared.table.rows:
             raise ConfigError(
                 f"output_dir: {rundir.root} holds {member.name}'s predictions of {rows:,} rows, which a trial on "
-                f"{prepared.table.rows:,} rows would replace; give the trial its own: --set output_dir=trial"
+                f"{prepared.table.rows:,} rows would replace; use another directory: --set output_dir=trial"
             )
 
 
 def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -> dict[str, MemberWork]:
-    """Return what is done of every member, by name, and tell the user."""
+    """Return the work of every member, by name, and tell the user what is kept."""
     config, members = prepared.config, prepared.plan.members
     files = FileDigests(config.hash_weights, prepared.file_states)
     works = {
         member.name: _work_of_member(prepared, rundir, member, files.for_another()) for member in members
     }
-    # Before any member is completed: its predictions may replace rows that another member takes over.
+    # Take rows over before any member is completed: its predictions may replace rows that others take over.
     for member_work in works.values():
         for work in (member_work,) if member_work.is_complete else member_work.parts:
             if not work.is_complete:
@@ -176,7 +176,7 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
 
 
 def _work_of_member(prepared: Prepared, rundir: RunDir, member: MemberPlan, files: FileDigests) -> MemberWork:
-    """Return what is done of a member under its own name, and of its views."""
+    """Return the work of a member and of its views, from files with the member's name."""
     table, name, model = prepared.table, member.name, member.model
     keeps_bad_rows = prepared.config.on_bad_row == "uniform"
     fingerprint = member_fingerprint(prepared, member, files)
@@ -187,7 +187,7 @@ def _work_of_member(prepared: Prepared, rundir: RunDir, member: MemberPlan, file
     work.settings = settings_digests(prepared.config, model)
     for number, (view, of_view) in enumerate(zip(model.counted_views, of_views, strict=True)):
         folder = work.shards_dir / f"{view.name}.{of_view.digest[:16]}"
-        # No member can have a name with "@".
+        # Names of members have no "@".
         view_work = find_work(rundir, f"{name}@{view.name}", of_view, table.rows, keeps_bad_rows, folder)
         columns = prepared.view_columns[name][number]
         view_work.row_digests = table.row_digests(columns, file_cells(prepared, name, view))
@@ -200,14 +200,14 @@ def _work_of_member(prepared: Prepared, rundir: RunDir, member: MemberPlan, file
 
 
 def _say_what_is_kept(work: MemberWork, say: Callable[[str], None]) -> None:
-    """Tell the user which rows of a work are kept, and from where, or why it begins again."""
+    """Tell the user which rows are kept, and from where, or why the work begins again."""
     name, rows = work.member, plural(len(work.is_done), "row")
     if work.is_complete:
         say(f"{name}: done by an earlier run, reused")
         return
     if work.why_again and not work.rows_kept:
-        again = "rows that are as they were are kept" if work.rows_taken else "it runs again"
-        say(f"{name}: {work.why_again}; {again}")
+        consequence = "rows that are as they were are kept" if work.rows_taken else "it runs again"
+        say(f"{name}: {work.why_again}; {consequence}")
     if work.rows_kept:
         say(f"{name}: {work.rows_kept:,} of {rows} kept from an earlier run")
     for path, count in work.rows_taken.items():
@@ -216,9 +216,9 @@ def _say_what_is_kept(work: MemberWork, say: Callable[[str], None]) -> None:
 
 
 def _add_from_report(rundir: RunDir, works: Iterable[MemberWork]) -> None:
-    """Add what workers of the run before reported, and what computed the rows in shards."""
+    """Add the workers of the previous run, and what computed the rows in shards."""
     members: dict[str | None, MemberReport] = {}
-    with suppress(DataError):  # there is no report, or one of another version
+    with suppress(DataError):  # no report, or a report of another version
         members = {member.fingerprint: member for member in RunReport.read(rundir.run_json).members}
     for work in works:
         if work.views and not work.is_complete:
@@ -228,7 +228,7 @@ def _add_from_report(rundir: RunDir, works: Iterable[MemberWork]) -> None:
             continue
         work.workers = before.workers
         if any(part.rows_kept for part in work.parts):
-            # What computed the views is in the report, too.
+            # The report has what computed the views, too.
             taken = () if work.views else work.computed_before
             work.computed_before = (*before.computations, *taken)
 
@@ -241,13 +241,13 @@ def find_work(
     keeps_bad_rows: bool,
     folder: Path | None = None,
 ) -> MemberWork:
-    """Return what is done of a member under its own name: complete predictions of all rows, else shards.
+    """Return the work of a member from files with its name: complete predictions of all rows, or else shards.
 
-    Shards that do not hold what their names say are removed.
+    Shards whose content does not match their names are removed.
 
     Args:
-        keeps_bad_rows: rows that could not be computed count as done; otherwise they are tried again.
-        folder: of its shards; None: the member's own.
+        keeps_bad_rows: whether rows that could not be computed count as done; otherwise they run again.
+        folder: of the shards; None: the folder for the member and the fingerprint.
     """
     folder = folder or rundir.shards_dir(member, fingerprint.digest)
     work = MemberWork(member, fingerprint, folder, is_done=np.zeros(rows, dtype=np.bool_))
@@ -280,22 +280,22 @@ def find_work(
 
 
 def values_of(rundir: RunDir, work: MemberWork, labels: int) -> npt.NDArray[np.float64]:
-    """Return the values in complete predictions, else in shards, [rows, labels]; NaN in rows that it lacks."""
+    """Return values from complete predictions, or else from shards, [rows, labels]; NaN in missing rows."""
     rows = len(work.is_done)
     if not work.is_complete:
         return gather_shards(shards_in(work.shards_dir, rows), rows, labels)
     values = read_predictions(rundir.predictions(work.member)).values
     if work.is_done.all():
         return values
-    of_table = np.full((rows, labels), np.nan, order="F")
-    of_table[work.is_done] = values
-    return of_table
+    values_of_table = np.full((rows, labels), np.nan, order="F")
+    values_of_table[work.is_done] = values
+    return values_of_table
 
 
 def mean_of_views(
     values: Sequence[npt.NDArray[np.float64]], weights: Sequence[float]
 ) -> npt.NDArray[np.float64]:
-    """Return the weighted mean of the views that have a row, [rows, labels]; NaN in rows that no view has."""
+    """Return each row's weighted mean over the views that have the row, [rows, labels]; NaN if no view has it."""
     if len(values) == 1:
         return values[0]
     sums, shares = np.zeros(values[0].shape, order="F"), np.zeros(len(values[0]))
@@ -310,9 +310,9 @@ def mean_of_views(
 def take_over(
     work: MemberWork, rundir: RunDir, labels: int, keeps_bad_rows: bool, reuse: Path | None = None
 ) -> None:
-    """Take over rows that other work has computed: of another table, under another name, or in another run.
+    """Take over rows that other work has computed: for another table, with another name, or in another run.
 
-    Predictions that lack rows, or have rows that could not be computed, are other work, too.
+    The member's earlier predictions are other work, too, if they lack rows or have bad rows.
     """
     if work.row_digests is None:
         return
@@ -344,14 +344,14 @@ def take_over(
 
 
 def demand_unchanged(prepared: Prepared, model: MemberConfig, work: MemberWork) -> None:
-    """Raise a MergeError if a member's files are not as they were when the run began.
+    """Raise a MergeError if a member's files have changed since the run began.
 
-    Workers have compared the files' states; this compares their content, and looks for new files.  If the content
-    changed and the states did not show it, no shard is proved to be of the old content: all are removed.
+    Workers have compared the files' states; this function compares their content, and looks for new files.  If the
+    content changed but the states did not, any shard may come from the new content: all shards are removed.
     """
     files = FileDigests(prepared.config.hash_weights)
     is_same = False
-    with suppress(CheckpointError):  # a file is being replaced at this moment
+    with suppress(CheckpointError):  # a file is being replaced right now
         content = member_kind(model).content(prepared.inspected[model.name], files)
         is_same = content == work.fingerprint.content
     changed = set(changed_files({path: seen.state for path, seen in work.files.items()}))
@@ -373,10 +373,10 @@ def write_bad_rows(work: MemberWork, bad_rows: Mapping[int, str]) -> None:
 def write_manifest(
     rundir: RunDir, work: MemberWork, sha256: str, computed: Computation | None = None
 ) -> None:
-    """Write what predictions of the rows that are done were made of, with bad rows by their positions in them.
+    """Write what a member's predictions were made of, with bad rows by their positions in the predictions.
 
     Args:
-        computed: what this run computed rows with.
+        computed: what this run computed rows with; None if it computed none.
     """
     is_present = work.is_done
     positions = np.cumsum(is_present) - 1
@@ -400,7 +400,7 @@ def write_manifest(
 
 
 def kept_cpu_choices(works: Mapping[str, MemberWork]) -> dict[str, CpuChoice]:
-    """Return what earlier runs chose for members that are not complete, as other threads can change last digits."""
+    """Return the CPU choices of earlier runs for incomplete members; other threads can change last digits."""
     documents = {
         name: read_json(cpu_choice_path(work.shards_dir))
         for name, work in works.items()
@@ -410,13 +410,13 @@ def kept_cpu_choices(works: Mapping[str, MemberWork]) -> dict[str, CpuChoice]:
 
 
 def keep_cpu_choice(shards_dir: Path, member: MemberPlan) -> None:
-    """Write what this run chose for a member on the CPU."""
+    """Write this run's choice for a member on the CPU."""
     choice = CpuChoice(threads=_threads(member), workers=member.replicas)
     write_text(cpu_choice_path(shards_dir), json.dumps(asdict(choice)) + "\n")
 
 
 def changed_cpu_choices(plan: Plan, kept: Mapping[str, CpuChoice]) -> Iterator[str]:
-    """Yield a sentence for each member whose workers on the CPU have other threads than it began with."""
+    """Yield a sentence for each member on the CPU whose workers now have another number of threads."""
     for member in plan.members:
         choice = kept.get(member.name)
         if choice is not None and not member.gpus and choice.threads != _threads(member):

@@ -27,8 +27,8 @@ def held_texts(devices: Sequence[Device]) -> Iterator[str]:
 def _held_text(device: Device) -> str:
     if device.is_held:
         return f"{device.title} is held by another job of the cluster"
-    held = f"{gib(device.used_bytes)} of {gib(device.total_bytes)} held by others"
-    return f"{device.title}: {held}; {gpu_users(device)}"
+    usage = f"{gib(device.used_bytes)} of {gib(device.total_bytes)} held by others"
+    return f"{device.title}: {usage}; {gpu_users(device)}"
 
 
 def wait_for_gpu_memory(

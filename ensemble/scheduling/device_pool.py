@@ -1,9 +1,9 @@
 """Lease GPUs to workers, and lease a GPU again only once its memory is free.
 
-A driver frees memory some time after a process has ended.  So a released device is watched until its used memory
-is back at the baseline, which was measured before the first worker; only then is it leased again.  A device that
-stays full past the time-out is set aside and used again only if nothing else is left.  Memory decides and not
-process ids: in a container NVML shows the host's ids.
+A driver frees memory some time after a process has ended.  So a released device is leased again only when its used
+memory is back at the baseline, which was measured before the first worker.  A device that stays full past the
+time-out is set aside, and used again only if no other device is left.  Memory is compared instead of process ids,
+because in a container NVML shows the host's ids.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ensemble.common.gpus import Device, Telemetry, gpu_users
 from ensemble.common.text import gib
 from ensemble.scheduling.launchers.base import Launcher
 
-# Drivers keep a little for themselves once a GPU has been used, and other programs come and go.
+# Drivers keep a little memory on a GPU that was used, and other programs may need a little.
 TOLERANCE_BYTES = 256 << 20
 SAMPLE_SECONDS = 0.25
-# The curve in run.json gets a point when the memory moves by this much, and a point a minute otherwise.
+# The curve in run.json gets a point when the memory changes by this much, and at least a point per minute.
 _CURVE_STEP_BYTES = 16 << 20
 _CURVE_STEP_SECONDS = 60.0
 # Telemetry is read less often than memory, and its curve gets a point less often.
 _TELEMETRY_SECONDS = 1.0
 _TELEMETRY_STEP_SECONDS = 30.0
-# Why a GPU is throttled, by the names of ``Telemetry.clock_events``.  Clocks that a user has set do not count, nor
-# does an idle GPU.
+# Reasons for throttling, by the names of ``Telemetry.clock_events``.  Clocks that a user has set do not count, nor
+# do idle GPUs.
 _THROTTLES = {
     "sw_thermal_slowdown": "thermal",
     "hw_thermal_slowdown": "thermal",
@@ -40,11 +40,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Release:
-    """Say how a device was released.
+    """Describe how a device was released.
 
     Attributes:
         seconds: until its memory was at the baseline (``is_free``), or until the time-out.
-        after_seconds: when its last worker had ended, since the run's start; None in reports of earlier versions.
+        after_seconds: from the run's start to the end of the last worker; None in reports of earlier versions.
     """
 
     device: str
@@ -56,7 +56,7 @@ class Release:
 
 @dataclass
 class MemoryCurve:
-    """Collect a device's used memory over the run: pairs of seconds since its start and bytes."""
+    """Collect a device's used memory over the run, as pairs: seconds since the run's start, and bytes."""
 
     baseline_bytes: int | None
     points: list[tuple[float, int]] = field(default_factory=list)
@@ -69,7 +69,7 @@ class MemoryCurve:
 
 @dataclass(frozen=True)
 class TelemetryPoint:
-    """Hold a device's telemetry so many seconds after the run's start."""
+    """Hold a device's telemetry at a time, in seconds since the run's start."""
 
     seconds: float
     sm_clock_mhz: int | None
@@ -85,7 +85,7 @@ class TelemetryCurve:
     Attributes:
         seconds: how long the device was watched.
         throttled_seconds: how long it was throttled, for any reason.
-        throttled_by: the same by reason; where two reasons overlap, each counts in full.
+        throttled_by: the same by reason; if two reasons overlap, each reason counts in full.
     """
 
     max_sm_clock_mhz: int | None = None
@@ -96,7 +96,7 @@ class TelemetryCurve:
     points: list[TelemetryPoint] = field(default_factory=list)
 
     def add(self, now: float, passed: float, telemetry: Telemetry) -> None:
-        """Add what was read ``now``; it counts for the ``passed`` seconds since it was last read."""
+        """Add a reading, which counts for the ``passed`` seconds since the last reading."""
         passed = round(passed, 3)
         self.seconds += passed
         self.max_sm_clock_mhz = telemetry.max_sm_clock_mhz
@@ -105,7 +105,7 @@ class TelemetryCurve:
             self.max_temperature_celsius = max(celsius, self.max_temperature_celsius or celsius)
         reasons = {_THROTTLES[event] for event in telemetry.clock_events if event in _THROTTLES}
         if len(reasons) > 1:
-            reasons.discard("hardware slowdown")  # the others say which kind
+            reasons.discard("hardware slowdown")  # the other reasons are more exact
         if reasons:
             self.throttled_seconds += passed
         for reason in sorted(reasons):
@@ -125,14 +125,14 @@ class DevicePool:
     """Lease the GPUs of a run.
 
     Args:
-        gpus: those that may be leased, in the inventory's order.
+        gpus: the GPUs that may be leased, in the inventory's order.
         workers_per_gpu: how many workers may be on a device at the same time.
-        release_timeout_seconds: how long a device may take to come back to its baseline.
+        release_timeout_seconds: how long a device's memory may take to be back at the baseline.
 
     Attributes:
         hosts: how many machines have CPUs that workers share.
-        max_cpu_workers: how many workers may be on CPUs at a time; None: as many as their shares allow.
-        seen: all devices, with those that have joined or gone during the run.
+        max_cpu_workers: how many workers may run on CPUs at the same time; None: as many as their shares allow.
+        seen: all devices of the run, also devices that have joined or left during the run.
     """
 
     hosts = 1
@@ -150,7 +150,7 @@ class DevicePool:
         self._gpus = {gpu.uuid: gpu for gpu in gpus}
         self._workers_per_gpu = workers_per_gpu
         self._taken = dict.fromkeys(self._gpus, 0)  # places of each device that are taken
-        self._releasing: dict[str, float] = {}  # when each device was released that is not free yet
+        self._releasing: dict[str, float] = {}  # when devices that are not free yet were released
         self._full: set[str] = set()  # devices whose memory was never freed
         self._suspect: set[str] = set()  # devices on which a worker could not start
         self._timeout_seconds = release_timeout_seconds
@@ -169,7 +169,7 @@ class DevicePool:
         return tuple(self._gpus.values())
 
     def change(self, joined: Sequence[Device], lost: Collection[str]) -> None:
-        """Add devices that have come, and remove those that have gone for good with their nodes."""
+        """Add devices of new nodes, and remove devices of lost nodes."""
         for uuid in lost:
             self._releasing.pop(uuid, None)
             self._gpus.pop(uuid, None)
@@ -190,18 +190,18 @@ class DevicePool:
         preferred: Iterable[Sequence[Device]] = (),
         places: int = 1,
     ) -> tuple[Device, ...]:
-        """Lease so many devices of one node: those with fewer workers first, then in the inventory's order.
+        """Lease ``count`` devices of a single node: devices with the fewest workers, in the inventory's order.
 
         Devices whose memory was never freed, or on which a worker could not start, are leased last, and only if
         none of the allowed devices is in use or being released.
 
         Args:
             allowed: UUIDs.
-            places: how many places of each device are taken, of the ``workers_per_gpu``.
-            preferred: choices; the first that is possible is taken.
+            places: how many of the ``workers_per_gpu`` places of each device are leased.
+            preferred: groups of devices; the first group that can be leased is leased.
 
         Returns:
-            The devices, in the inventory's order; none if there are not so many.
+            The devices, in the inventory's order; none if too few are free.
         """
         candidates = [
             uuid
@@ -213,7 +213,7 @@ class DevicePool:
         doubtful = self._full | self._suspect
         if doubtful and any(self._taken.get(uuid) or uuid in self._releasing for uuid in allowed):
             candidates = [uuid for uuid in candidates if uuid not in doubtful]
-        # Sorting is stable: devices with as many workers stay in the inventory's order.
+        # Sorting is stable: devices with equally many workers stay in the inventory's order.
         candidates.sort(key=self._taken.__getitem__)
         candidates.sort(key=doubtful.__contains__)
         of_node: dict[str, list[str]] = {}
@@ -231,14 +231,14 @@ class DevicePool:
         return leased
 
     def release(self, devices: Sequence[Device], places: int = 1, is_suspect: bool = False) -> None:
-        """Take back the devices of a worker that has ended; a device is free once its memory is.
+        """Take back the devices of a worker that has ended; a device is free when its memory is free.
 
-        Memory that a worker leaves on a device that others still use cannot be told from theirs: it counts as free.
+        If other workers still use a device, its memory is not watched: nobody can tell whose memory is left.
 
         Args:
-            places: as many as were acquired.
-            is_suspect: the worker ended before it could compute.  Its devices are then leased last, since a device
-                can answer NVML and fail at every start.
+            places: as many as the worker's lease took.
+            is_suspect: whether the worker ended before it could compute.  Then its devices are leased last, since
+                a device can answer NVML and still fail at every start.
         """
         for gpu in devices:
             self._taken[gpu.uuid] -= places
@@ -248,7 +248,7 @@ class DevicePool:
                 self._suspect.add(gpu.uuid)
             else:
                 self._suspect.discard(gpu.uuid)
-        self._sampled_at = -math.inf  # the next poll reads the memory, whenever it is
+        self._sampled_at = -math.inf  # the next poll reads the memory in any case
 
     def poll(self) -> None:
         """Read the memory if it is time, and free the devices that are back at their baseline."""
@@ -280,18 +280,18 @@ class DevicePool:
 
     def _leave_out(self, gpu: Device, used: int | None) -> None:
         self._full.add(gpu.uuid)
-        what = " no longer answers; it"
+        problem = " no longer answers; it"
         if used is not None:
-            what = (
+            problem = (
                 f": {gib(used)} still in use {self._timeout_seconds:g} s after its worker ended, "
-                f"{gib(self.curves[gpu.uuid].baseline_bytes or 0)} before the first one started; "
+                f"{gib(self.curves[gpu.uuid].baseline_bytes or 0)} before the first worker started; "
                 f"{gpu_users(gpu)}. The device"
             )
-        self._say(f"{gpu.title}{what} is left out as long as there is another")
+        self._say(f"{gpu.title}{problem} is left out as long as other devices can be used")
 
     def _is_free(self, uuid: str) -> bool:
         used = self._used.get(uuid)
         baseline = self.curves[uuid].baseline_bytes
         if baseline is None:
-            return True  # a device that never tells its memory cannot be waited for
+            return True  # the device does not report its memory, so there is nothing to wait for
         return used is not None and used <= baseline + TOLERANCE_BYTES

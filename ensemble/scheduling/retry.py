@@ -1,6 +1,6 @@
-"""Decide after a fault what is tried again, which rows are set aside, and when a member has failed.
+"""Decide after a fault which chunks run again, which rows are set aside, and when a member has failed.
 
-A pass that runs out of a GPU's memory is halved within the worker: ``members/huggingface/scoring/forward.py``.
+The worker itself halves a pass that runs out of GPU memory: ``members/huggingface/scoring/forward.py``.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from ensemble.scheduling.state import MemberState, RunHooks
 from ensemble.scheduling.worker import RunningWorker
 
 OnBadRow: TypeAlias = Literal["fail", "uniform", "drop_member"]
-# If a model cannot compute more rows than this, the rows are not to blame.
+# If a model fails on more rows than this, the rows are not the cause.
 MAX_BAD_ROWS = 100
 _MAX_BAD_ROWS_BEFORE_ANY_GOOD = 2
-# Each costs a start.  To find two bad rows in a full chunk takes 14 each; the rest is for accidents.
+# Each death costs a start of a worker.  Each of two bad rows in a full chunk is found after 14 deaths; the rest is
+# for accidents.
 MAX_DEATHS = 40
 _SHOWN_ROWS = 3
-# What users are told about each remedy in run.json.
+# Messages to the user for remedies in run.json.
 _NEXT_STEPS = {
     "again": "they are tried again",
     "in halves": "they are tried in halves",
-    "another worker": "another one is started",
+    "another worker": "another worker is started",
     "without it": "its other workers continue",
 }
 log = logging.getLogger(__name__)
@@ -43,12 +44,12 @@ class Rules:
     hang_timeout: float
     standby: bool = True
     workers_per_gpu: int = 1
-    devices: Sequence[int | str] | None = None  # those that the user has chosen; None: all
+    devices: Sequence[int | str] | None = None  # chosen by the user; None: all
 
 
 @dataclass
 class _History:
-    """Count a member's faults so far; ``attempts`` says how often each chunk ended its worker, by its number."""
+    """Count a member's faults so far; ``attempts`` counts, by chunk number, how often a chunk ended its worker."""
 
     attempts: Counter[int] = field(default_factory=Counter)
     deaths: int = 0
@@ -69,7 +70,7 @@ class RetryRules:
         self._histories[state.plan.name].failed_starts = 0
 
     def worker_failed(self, worker: RunningWorker, fault: Fault, others_compute: bool) -> None:
-        """Decide what follows when a worker has failed, with a chunk in hand or without."""
+        """Decide what follows when a worker has failed, with or without a chunk."""
         state = worker.state
         history = self._histories[state.plan.name]
         chunk = worker.chunk
@@ -81,10 +82,10 @@ class RetryRules:
             self.chunk_failed(worker, chunk, fault)
         elif fault.kind == "lost":
             log.warning("%s: %s", worker.name, fault.message)
-        elif state.finished:  # others did its work: nothing is missing
-            log.warning("%s did nothing in the end: %s", worker.name, fault.message)
+        elif state.finished:  # other workers have computed all chunks
+            log.warning("%s failed after all chunks were done: %s", worker.name, fault.message)
         elif others_compute:
-            # The other workers do not have what kept this one from starting, such as a broken GPU.
+            # The cause, for example a broken GPU, does not affect the other workers.
             state.limit_replicas()
             self._record(worker, fault, "without it")
         else:
@@ -96,7 +97,7 @@ class RetryRules:
                 self._record(worker, fault, "another worker")
 
     def chunk_failed(self, worker: RunningWorker, chunk: Chunk, fault: Fault) -> None:
-        """Queue a chunk that was not computed again, whole or in halves, or set its row aside."""
+        """Queue a failed chunk again, whole or in halves, or set aside its only row."""
         state = worker.state
         history, max_retries = self._histories[state.plan.name], self._max_retries(fault)
         worker.drop(chunk)
@@ -118,8 +119,8 @@ class RetryRules:
         elif chunk.rows > 1:
             halves = chunk.split(state.chunks.numbers)
             for half in halves:
-                # It had its retries while it was part of a larger chunk.  But a single row gets another one, so
-                # that it is not blamed for an accident.
+                # The larger chunk has used up the retries.  But a single row gets another retry, so that an
+                # accident does not make it a bad row.
                 history.attempts[half.index] = max_retries - (half.rows == 1)
             state.chunks.put_back(*halves)
             self._record(worker, fault, "in halves", chunk)
@@ -130,10 +131,10 @@ class RetryRules:
     def bad_rows(self, worker: RunningWorker, reasons: Mapping[int, str], chunk: Chunk | None = None) -> None:
         """Set aside rows that cannot be computed, numbered through the views, with the reasons.
 
-        A member fails if these are too many, or if it could not compute any other row.
+        A member fails if it has too many bad rows; fewer are enough if it has computed no other row.
 
         Args:
-            chunk: it consists of such a row.
+            chunk: the chunk that consists of the bad row, if there is such a chunk.
         """
         state, reason = worker.state, next(iter(reasons.values()))
         state.set_aside(reasons, chunk)
@@ -153,7 +154,7 @@ class RetryRules:
             self.fail(state, too_many)
 
     def member_finished(self, state: MemberState) -> None:
-        """Fail a member that has computed all other rows if ``on_bad_row`` does not allow its bad rows."""
+        """Fail a member that is done but has bad rows that ``on_bad_row`` does not allow."""
         if not state.bad_rows or self._rules.on_bad_row == "uniform":
             return
         rows = sorted(state.bad_rows)
@@ -162,8 +163,8 @@ class RetryRules:
         advice = "left out of the merge (on_bad_row: drop_member)"
         if self._rules.on_bad_row == "fail":
             advice = (
-                "all others are kept: on_bad_row: uniform gives such rows equal probabilities, drop_member merges "
-                "without this member"
+                "all other rows are kept: on_bad_row: uniform gives such rows equal probabilities, drop_member "
+                "merges without this member"
             )
         text = f"{plural(len(rows), 'row')} of the table could not be computed: {shown}{more}; {advice}"
         self.fail(state, text)
@@ -178,7 +179,7 @@ class RetryRules:
         state.fail(Failure(state.plan.name, message, traceback, log_path, is_dropped))
 
     def _max_retries(self, fault: Fault) -> int:
-        # A hang costs its time-out each time, and memory that was short a moment ago is seldom free now.
+        # Each hang costs its time-out, and memory that has just run out is rarely free soon after.
         if fault.kind in ("hang", "memory"):
             return min(self._rules.retries, 1)
         return self._rules.retries

@@ -145,8 +145,8 @@ class Scheduler:
             max_workers = round(changes.hosts / (plan.cpu_share or 1))
             if plan.gpus:
                 max_workers = rooms(usable, plan.gpus, self._rules.workers_per_gpu // plan.placement.places)
-            asked = plan.request.replicas
-            replicas = max(1, max_workers) if asked == "auto" else asked
+            requested = plan.request.replicas
+            replicas = max(1, max_workers) if requested == "auto" else requested
             state.move(tuple(gpu.uuid for gpu in usable), replicas)
             if not max_workers and state.failure is None and not state.finished:
                 requirement = "for this member"

@@ -403,7 +403,7 @@ def test_a_worker_that_was_killed_while_it_started_is_replaced(project: Project)
         os.kill(_wait_for_worker(process), signal.SIGKILL)
         printed, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, errors
-    assert "was killed by signal 9 (SIGKILL); another one is started" in printed
+    assert "was killed by signal 9 (SIGKILL); another worker is started" in printed
     assert [worker["exit_code"] for worker in project.run_json()["members"][0]["workers"]] == [-9, 0]
     assert len(project.read("runs/first/ensemble.csv")[1]) == 300
 

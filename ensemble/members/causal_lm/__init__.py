@@ -1,1 +1,1 @@
-"""The kind ``causal_lm``: a language model, scored at the tokens of each label's text."""
+"""Provide the kind ``causal_lm``: a language model, scored at the tokens of each label's text."""

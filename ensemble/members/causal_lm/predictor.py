@@ -1,4 +1,4 @@
-"""Language models that are scored at label tokens: prompts, the labels' tokens, and probabilities of labels."""
+"""Run language models that are scored at label tokens: prompts, the labels' tokens, and probabilities."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CausalSpec(ModelSpec):
 
 
 class CausalMember(TextMember[CausalSpec]):
-    """A language model that is scored at the tokens of each label's text."""
+    """Predict with a language model that is scored at the tokens of each label's text."""
 
     Spec: ClassVar[type[CheckpointSpec]] = CausalSpec
 
@@ -128,7 +128,7 @@ class CausalMember(TextMember[CausalSpec]):
 
 
 class ChatPrompt(Prompt):
-    """A prompt whose text is the user's message, and that ends where the answer begins.
+    """Make prompts whose text is the user's message; they end where the answer begins.
 
     A long message loses tokens, at its beginning or its end by ``truncation_side``; the chat template's own text
     stays whole.

@@ -1,4 +1,4 @@
-"""Batches -> log-probabilities of the labels' texts, and the probability of other tokens.
+"""Compute log-probabilities of the labels' texts, and the probability of other tokens, batch by batch.
 
 The model's own forward pass computes the logits, with any change it makes to them, such as Gemma-2's cap.  Only the
 positions that tell a label's probability go through the head over the vocabulary: a hook cuts its input.
@@ -53,7 +53,7 @@ def paths(label_ids: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], l
 
 
 class _SharedLayer(DynamicLayer):  # type: ignore[misc]  # of a library without types
-    """A layer's keys and values of the prefix, [1, heads, tokens, width], before those of any batch's rows.
+    """Put a layer's keys and values of the prefix, [1, heads, tokens, width], before those of a batch's rows.
 
     The rows' own keys and values are not kept, so that only one layer's are joined at a time.
     """
@@ -76,7 +76,7 @@ class _SharedLayer(DynamicLayer):  # type: ignore[misc]  # of a library without 
 
 @dataclass(frozen=True)
 class Prefix:
-    """The tokens of a prefix, int64 [tokens], with the model's keys and values."""
+    """Hold the tokens of a prefix, int64 [tokens], with the model's keys and values."""
 
     tokens: npt.NDArray[np.int64]
     layers: list[_SharedLayer]
@@ -109,7 +109,7 @@ def shared_tokens(encoded: Encoded) -> npt.NDArray[np.int64]:
 
 
 class LabelScorer(Classifier):
-    """A loaded language model that gives each row's labels the same scores in any batch.
+    """Score labels with a loaded language model; a row's labels get the same scores in any batch.
 
     Args:
         label_ids: the tokens of each label, in the config's order.

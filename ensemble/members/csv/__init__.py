@@ -1,1 +1,1 @@
-"""The kind ``csv``: predictions that were made elsewhere."""
+"""Provide the kind ``csv``: predictions that were made elsewhere."""

@@ -1,1 +1,1 @@
-"""Image classifiers: paths in a column, read with Pillow, through a checkpoint with a head of the labels."""
+"""Provide image classifiers: Pillow reads the paths in a column, a checkpoint with a head scores the images."""

@@ -1,4 +1,4 @@
-"""Image classifiers, which read images block by block in the background of the passes.
+"""Run image classifiers, and read images block by block in the background of the passes.
 
 Each image is processed separately, so that its pixels do not depend on other images, and always by the processor
 that computes with Pillow and NumPy: torchvision's rounds differently, and would give other numbers on machines that
@@ -60,7 +60,7 @@ class ImageSpec(CheckpointSpec):
 
 @dataclass(frozen=True)
 class EncodedImages:
-    """The model's inputs for some rows.
+    """Hold the model's inputs for some rows.
 
     ``inputs[i]`` are row i's arrays by the model's names for them, such as ``pixel_values``, without a batch
     dimension.  ``lengths`` is int64 [rows]: patches of 16 by 16 pixels, by which batches are made, or 0 if the
@@ -146,7 +146,7 @@ def _encoded(inputs: Sequence[Mapping[str, npt.NDArray[Any]]], problems: dict[in
 
 
 class ImageClassifier(Scorer[EncodedImages]):
-    """A loaded image classifier: pixels -> logits."""
+    """Run a loaded image classifier: pixels -> logits."""
 
     def logits(
         self, encoded: EncodedImages, rows: npt.NDArray[np.int64], with_mask: bool = False
@@ -175,7 +175,7 @@ class ImageClassifier(Scorer[EncodedImages]):
 
 
 class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
-    """An image classifier with its image processor."""
+    """Predict with an image classifier and its image processor."""
 
     Spec: ClassVar[type[CheckpointSpec]] = ImageSpec
     packages: ClassVar[tuple[str, ...]] = ("pillow",)

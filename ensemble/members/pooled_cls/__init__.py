@@ -1,1 +1,1 @@
-"""The kind ``pooled_cls``: a backbone, its hidden states pooled, and a head from a file of its own."""
+"""Provide the kind ``pooled_cls``: a backbone whose hidden states are pooled, and a head from another file."""

@@ -1,4 +1,4 @@
-"""A backbone with a separate head: hidden states -> one vector for each row -> logits.
+"""Run a backbone with a separate head: hidden states -> a vector for each row -> logits.
 
 Pooled values and the head are always float32: they are small, and hand-written heads were mostly trained in it.
 """
@@ -42,7 +42,7 @@ class PooledSpec(ModelSpec):
 
 
 class PooledMember(TextMember[PooledSpec]):
-    """A backbone whose last hidden states are pooled, and a head from a file."""
+    """Predict with a backbone whose last hidden states are pooled, and a head from a file."""
 
     Spec: ClassVar[type[CheckpointSpec]] = PooledSpec
 
@@ -86,7 +86,7 @@ def make_head(spec: PooledSpec, device: torch.device) -> nn.Sequential:
 
 
 class PooledClassifier(Classifier):
-    """A loaded backbone and its head, which give a row the same numbers in any batch.
+    """Run a loaded backbone and its head; a row gets the same numbers in any batch.
 
     Args:
         head: from [rows, hidden] to [rows, outputs], float32, on the model's last device.

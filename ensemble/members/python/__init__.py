@@ -1,1 +1,1 @@
-"""The kind ``python``: a function of the user's own."""
+"""Provide the kind ``python``: a function that the user writes."""

@@ -1,1 +1,1 @@
-"""The kind ``seq_cls``: a Hugging Face model for sequence classification."""
+"""Provide the kind ``seq_cls``: a Hugging Face model for sequence classification."""

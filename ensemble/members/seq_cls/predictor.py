@@ -1,4 +1,4 @@
-"""A sequence classifier: its head gives a number for each label."""
+"""Run a sequence classifier, whose head gives a number for each label."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from ensemble.members.huggingface.spec import ModelSpec
 
 
 class SequenceClassifier(TextMember[ModelSpec]):
-    """A checkpoint with a classification head."""
+    """Predict with a checkpoint that has a classification head."""

@@ -217,13 +217,16 @@ def weight_contradictions(
         return
     prefix = f"{described.prefix}."
     stored = {tensor.name: tensor for tensor in tensors}
-    found: dict[str, Tensor] = {}
+    stored_parameters: dict[str, Tensor] = {}
     for parameter in described.parameters:
         for candidate in (parameter, prefix + parameter, parameter.removeprefix(prefix)):
             if candidate in stored:
-                found[parameter] = stored[candidate]
+                stored_parameters[parameter] = stored[candidate]
                 break
-    contradictions = [*_depths(described, stored, prefix), *_shapes(config, described, found, with_head)]
+    contradictions = [
+        *_depths(described, stored, prefix),
+        *_shapes(config, described, stored_parameters, with_head),
+    ]
     for contradiction in contradictions[:4]:
         yield f"{name}: its config.json does not fit its weights: {contradiction}; they are of two models"
 
@@ -232,11 +235,12 @@ def _depths(described: Description, stored: Mapping[str, Tensor], prefix: str) -
     """Yield stacks of layers that have another number of layers in the file."""
     ignored = [re.compile(pattern) for pattern in described.ignored]
     kept = (name for name in stored if not any(pattern.search(name) for pattern in ignored))
-    made, held = _stacks(described.parameters, prefix), _stacks(kept, prefix)
-    for stack in made.keys() & held.keys():
-        if made[stack] != held[stack]:
-            in_file = f"the file holds {plural(held[stack], 'layer')} (up to {stack}{held[stack] - 1})"
-            yield f"it makes {plural(made[stack], 'layer')} of {stack.removesuffix('.')}, and {in_file}"
+    described_stacks, stored_stacks = _stacks(described.parameters, prefix), _stacks(kept, prefix)
+    for stack in described_stacks.keys() & stored_stacks.keys():
+        layers, stored_layers = described_stacks[stack], stored_stacks[stack]
+        if layers != stored_layers:
+            in_file = f"the file holds {plural(stored_layers, 'layer')} (up to {stack}{stored_layers - 1})"
+            yield f"it makes {plural(layers, 'layer')} of {stack.removesuffix('.')}, and {in_file}"
 
 
 def _stacks(names: Any, prefix: str) -> dict[str, int]:
@@ -249,11 +253,14 @@ def _stacks(names: Any, prefix: str) -> dict[str, int]:
 
 
 def _shapes(
-    config: Mapping[str, Any], described: Description, found: Mapping[str, Tensor], with_head: bool
+    config: Mapping[str, Any],
+    described: Description,
+    stored_parameters: Mapping[str, Tensor],
+    with_head: bool,
 ) -> Iterator[str]:
     """Yield tensors of other shapes, one for each pair of sizes."""
     reported: set[tuple[int, ...]] = set()
-    for parameter, tensor in found.items():
+    for parameter, tensor in stored_parameters.items():
         shape = tuple(described.parameters[parameter])
         if shape == tensor.shape or not tensor.is_float or (is_head(parameter) and not with_head):
             continue
@@ -264,8 +271,8 @@ def _shapes(
         wrong = [size for size, _ in sizes]
         numbers = {**described.numbers, **config}.items()
         named = [f"{key} is {value:,}" for key, value in numbers if type(value) is int and value in wrong]
-        said = f" ({', '.join(named[:3])})" if named else ""
-        yield f"{tensor.name} is {list(tensor.shape)} in the file, and {list(shape)} by the config.json{said}"
+        hint = f" ({', '.join(named[:3])})" if named else ""
+        yield f"{tensor.name} is {list(tensor.shape)} in the file, and {list(shape)} by the config.json{hint}"
 
 
 def release_warning(name: str, config: Mapping[str, Any], described: Description) -> Iterator[str]:
@@ -274,8 +281,10 @@ def release_warning(name: str, config: Mapping[str, Any], described: Description
     installed = installed_versions(("transformers",)).get("transformers")
     if not isinstance(written, str) or installed is None or _release(written) <= _release(installed):
         return
-    known = set(described.known_keys)
-    unknown = sorted(key for key in config if known and not key.startswith("_") and key not in known)
+    known_keys = set(described.known_keys)
+    unknown = sorted(
+        key for key in config if known_keys and not key.startswith("_") and key not in known_keys
+    )
     hint = f", which knows nothing of its {', '.join(unknown)}" if unknown else ""
     yield (
         f"{name} was saved by transformers {written}, and {installed} is installed{hint}; what is unknown there is "

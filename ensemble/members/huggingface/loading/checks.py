@@ -99,8 +99,8 @@ def check_tokenizer(spec: ModelSpec, tokenizer: Any, texts: Sequence[str]) -> It
             f"vocabulary of {name} does not know this kind of text"
         )
     if tokenizer.is_fast and tokenizer.backend_tokenizer.decoder is not None:
-        known = [(text, row) for text, row in zip(texts, ids, strict=True) if unknown not in row]
-        lossy = [text for text, row in known if _loses_text(tokenizer, text, row)]
+        known_rows = [(text, row) for text, row in zip(texts, ids, strict=True) if unknown not in row]
+        lossy = [text for text, row in known_rows if _loses_text(tokenizer, text, row)]
         if lossy:
             yield (
                 f"the tokenizer of {name} loses text of {len(lossy)} of its first {len(texts)} rows, such as "

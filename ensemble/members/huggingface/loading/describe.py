@@ -78,17 +78,17 @@ def _read_config(config: Any, question: Mapping[str, Any]) -> dict[str, Any]:
         number = getattr(part, name, None)
         if isinstance(number, int):
             numbers[name] = number
-    known = {
+    known_keys = {
         *transformers.PretrainedConfig().to_dict(),
         *type(config).attribute_map,
         "torch_dtype",
         "auto_map",
     }
-    known |= set(inspect.signature(type(config)).parameters)
-    known |= set(getattr(type(config), "sub_configs", {}))
+    known_keys |= set(inspect.signature(type(config)).parameters)
+    known_keys |= set(getattr(type(config), "sub_configs", {}))
     with suppress(Exception):  # a config of several parts may have no defaults
-        known |= set(type(config)().to_dict())
-    return {"numbers": numbers, "known_keys": sorted(known)}
+        known_keys |= set(type(config)().to_dict())
+    return {"numbers": numbers, "known_keys": sorted(known_keys)}
 
 
 def _build(config: Any, auto_class: str, folder: str) -> dict[str, Any]:

@@ -189,11 +189,11 @@ def quantization_config(settings: Mapping[str, Any], dtype: torch.dtype | str = 
     keys = {
         key: value for key, value in settings.items() if key != "quant_method" and not key.startswith("_")
     }
-    known = inspect.signature(BitsAndBytesConfig.__init__).parameters.keys() - {"self", "kwargs"}
-    unknown = sorted(keys.keys() - known)
-    if unknown:
+    known_keys = inspect.signature(BitsAndBytesConfig.__init__).parameters.keys() - {"self", "kwargs"}
+    unknown_keys = sorted(keys.keys() - known_keys)
+    if unknown_keys:
         raise ValueError(
-            f"quantization_config: unknown key {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+            f"quantization_config: unknown key {', '.join(unknown_keys)}; known: {', '.join(sorted(known_keys))}"
         )
     if keys.get("load_in_4bit") and isinstance(dtype, torch.dtype):
         keys.setdefault("bnb_4bit_compute_dtype", dtype)
