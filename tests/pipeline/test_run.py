@@ -414,7 +414,9 @@ def test_two_runs_on_one_directory(project: Project) -> None:
     only_llama(project)
     with _start(project) as process:
         _wait_for_worker(process)
+        process.send_signal(signal.SIGSTOP)  # so that it is not over before the other one looks
         second = project.ensemble("run", "config.yaml")
+        process.send_signal(signal.SIGCONT)
         assert second.returncode == 3
         assert f"in use by process {process.pid}" in second.stderr
         assert process.wait(60) == 0
