@@ -354,7 +354,7 @@ def test_the_kaggle_config_fits_two_t4(kaggle: Project, nvml_sim: NvmlSim) -> No
     lines = {line.split()[0]: line for line in done.stdout.splitlines() if line}
     assert " 9.24 B " in lines["gemma2"]
     assert " 7.50 B " in lines["llama3"]
-    assert "float16, eager attention" in lines["gemma2:"]
+    assert "float16, capped_blocks attention" in lines["gemma2:"]
     assert "float16, sdpa attention" in lines["llama3:"]
     assert all("1 replica on GPU 0 or 1" in lines[name] for name in ("gemma2:", "llama3:"))
     assert "tight" not in done.stdout

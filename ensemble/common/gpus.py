@@ -17,7 +17,6 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Lock, Thread
 from types import ModuleType
 from typing import Any, TypeVar
@@ -119,10 +118,10 @@ class _SilentDriverError(_NoDriverError):
 
 
 class _Driver:
-    """Ask NVML in a thread of its own, because a driver that hangs never comes back from a call.
+    """Ask NVML in a thread for each question, because a driver that hangs never comes back from a call.
 
     While a call hangs nothing else is asked, and nobody waits any more. NVML stays open, because opening it can
-    take a second; a fork has a thread of its own.
+    take a second.
     """
 
     def __init__(self) -> None:
@@ -134,30 +133,28 @@ class _Driver:
         Raises:
             _SilentDriverError: there is no answer within ``patience`` seconds, or to the question before.
         """
-        if self._process != os.getpid():
+        if self._process != os.getpid():  # a fork asks for itself
             self._process = os.getpid()
             self._lock = Lock()
-            self._questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
             self._unanswered: Future[Any] | None = None
-            Thread(target=self._answer, args=(self._questions,), name="nvml", daemon=True).start()
         with self._lock:
             if self._unanswered is None or self._unanswered.done():
-                self._unanswered = Future()
-                self._questions.put((question, self._unanswered))
+                future: Future[_T] = Future()
+                self._unanswered = future
+                thread = Thread(target=_answer, args=(question, future), name="nvml", daemon=True)
+                thread.start()
                 # A timeout of a future and one that a question raises are of the same class.
-                if wait([self._unanswered], patience).done:
-                    answer: _T = self._unanswered.result()
-                    return answer
+                if wait([future], patience).done:
+                    thread.join()  # so that no thread is left behind
+                    return future.result()
         raise _SilentDriverError(f"the NVIDIA driver does not respond (no answer in {patience:g} s)")
 
-    @staticmethod
-    def _answer(questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
-        while True:
-            question, answer = questions.get()
-            try:
-                answer.set_result(question())
-            except BaseException as error:  # for the thread that asks
-                answer.set_exception(error)
+
+def _answer(question: Callable[[], _T], future: Future[_T]) -> None:
+    try:
+        future.set_result(question())
+    except BaseException as error:  # for the thread that asks
+        future.set_exception(error)
 
 
 _driver = _Driver()

@@ -116,6 +116,9 @@ def run_prepared(
         for text in (prepared.inventory.note, *prepared.warnings, *held_texts(prepared.plan.gpus)):
             if text:
                 display.say(text)
+        if not config.wait_for_gpu and prepared.reuse is None and not rundir.run_json.exists():
+            # Before anything is written.  A run that goes on may have nothing left that needs a GPU.
+            wait_for_gpu_memory(prepared.plan, prepared.launcher, lambda text: None)
         rundir.create()
         with hold(rundir), heed_signals(owns_process) as signals:
             refuse_trial(prepared, rundir)

@@ -75,7 +75,7 @@ def test_a_flash_attention_that_does_not_work_is_not_planned_with(
     done = project.ensemble("plan", "config.yaml", environment={**nvml_sim.environment(), **paths})
     assert (done.returncode, done.stderr) == (0, "")
     said = " ".join(done.stdout.split())
-    assert "float16, eager attention" in said, said
+    assert "float16, capped_blocks attention" in said, said
     assert "flash" not in said
 
 
