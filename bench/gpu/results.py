@@ -40,12 +40,14 @@ class Results:
 
     @contextmanager
     def keeping(self, run: Path, texts: Mapping[str, str]) -> Iterator[None]:
-        """Keep a run every few seconds while it goes on, since this process may be killed, and at its end."""
+        """Keep a run at once, then every few seconds, since this process may be killed, and at its end."""
         is_over = Event()
 
         def keep() -> None:
-            while not is_over.wait(_KEEP_SECONDS):
+            while True:
                 self.keep_run(run, dict(texts))
+                if is_over.wait(_KEEP_SECONDS):
+                    return
 
         thread = Thread(target=keep, daemon=True)
         thread.start()
