@@ -111,17 +111,32 @@ class Load:
 
 
 @dataclass(frozen=True)
+class BatchChoice:
+    """Say how batches are made, where that is found only while a member computes.
+
+    Attributes:
+        room_bytes: what a batch may take beside the weights, in the precision of the weights; None: no limit.
+        in_float32: whether chunks start in float32, since most rows of one overflowed half precision.
+    """
+
+    room_bytes: int | None = None
+    in_float32: bool = False
+
+
+@dataclass(frozen=True)
 class Predict:
     """Compute rows ``order[start:stop]`` and write their shard; ``chunk`` is the parent's number for them.
 
     ``rows`` are these rows' numbers if the order is unknown when the worker starts, as base64 of little-endian
-    int32, so short that a pipe takes those of two chunks. None: the file has the order.
+    int32, so short that a pipe takes those of two chunks. None: the file has the order. ``choice`` is what the
+    member's workers have chosen so far, in earlier runs, too.
     """
 
     chunk: int
     start: int
     stop: int
     rows: str | None = None
+    choice: BatchChoice = BatchChoice()
 
 
 @dataclass(frozen=True)
@@ -149,6 +164,8 @@ class Ready:
     max_length: int | None = None  # tokens of a row
     token_budget: int | None = None  # tokens of a batch
     notes: tuple[str, ...] = ()  # sentences for the user
+    room_bytes: int | None = None  # as in ``BatchChoice``, where none is on record
+    max_room_bytes: int | None = None  # the largest room on record that it can take over
 
 
 @dataclass(frozen=True)
@@ -170,6 +187,7 @@ class ChunkDone:
     counters: Counters
     bad_rows: tuple[int, ...] = ()  # rows of the table that cannot be computed and are not in the shard
     bad_row_reasons: tuple[str, ...] = ()
+    choice: BatchChoice = BatchChoice()  # for the next chunk
 
 
 @dataclass(frozen=True)
@@ -231,6 +249,8 @@ def decode(line: str) -> Any:
         kind = _TYPES[fields.pop("type")]
         if "counters" in fields:
             fields["counters"] = Counters(**fields["counters"])
+        if "choice" in fields:
+            fields["choice"] = BatchChoice(**fields["choice"])
         if kind is Start:
             spec = fields["spec"]
             common = with_tuples(spec["common"])

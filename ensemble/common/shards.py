@@ -121,6 +121,11 @@ def cpu_choice_path(shards_dir: Path) -> Path:
     return shards_dir / "cpu.json"
 
 
+def rooms_path(shards_dir: Path) -> Path:
+    """Return the file of how much memory a member's batches may take, by kind of device."""
+    return shards_dir / "rooms.json"
+
+
 def rows_path(shards_dir: Path) -> Path:
     """Return the file of the digests of the rows that a member's shards are of."""
     return shards_dir / "rows.bin"
@@ -131,9 +136,20 @@ def bad_rows_path(shards_dir: Path) -> Path:
     return shards_dir / "bad_rows.json"
 
 
-def shard_name(start: int, stop: int, content: bytes) -> str:
-    """Return a shard's name: where its rows begin and end in the order, and a digest of its content."""
-    return f"{start:09d}-{stop:09d}.{hashlib.sha256(content).hexdigest()[:32]}.csv"
+def shard_name(start: int, stop: int, content: bytes, in_float32: bool = False) -> str:
+    """Return a shard's name: where its rows begin and end in the order, and a digest of its content.
+
+    Args:
+        in_float32: whether chunks after this one start in float32.  The name says it, so that it is on record as
+            soon as the shard is there.
+    """
+    ending = "float32.csv" if in_float32 else "csv"
+    return f"{start:09d}-{stop:09d}.{hashlib.sha256(content).hexdigest()[:32]}.{ending}"
+
+
+def starts_in_float32(shards_dir: Path) -> bool:
+    """Return whether a member's next chunks start in float32, by the names of its shards."""
+    return any(any(shards_dir.glob(pattern)) for pattern in ("*.float32.csv", "*/*.float32.csv"))
 
 
 def read_shard(path: Path) -> bytes | None:
@@ -142,7 +158,8 @@ def read_shard(path: Path) -> bytes | None:
         content = path.read_bytes()
     except OSError:
         return None
-    has_digest = path.name.partition(".")[2] == shard_name(0, 0, content).partition(".")[2]
+    names = [shard_name(0, 0, content, in_float32) for in_float32 in (False, True)]
+    has_digest = path.name.partition(".")[2] in [name.partition(".")[2] for name in names]
     return content if has_digest else None
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from ensemble.common.protocol import CommonSpec, Counters, Ready
+from ensemble.common.protocol import BatchChoice, CommonSpec, Counters, Ready
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,6 +64,7 @@ class Prediction:
             count.
         bad_rows: why rows cannot be computed, by their positions among these.
         counters: the work done; chunks, rows, bad rows and the whole time are counted by the worker.
+        choice: how the next batches would be made.
         advice: what is probably wrong, and what to do about it, where a row's values are not finite or no
             probabilities; such a row is a bad one, too.
     """
@@ -72,6 +73,7 @@ class Prediction:
     bad_rows: Mapping[int, str] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
     advice: str = ""
+    choice: BatchChoice = field(default_factory=BatchChoice)
 
 
 class Predictor(ABC):
@@ -97,6 +99,9 @@ class Predictor(ABC):
             MemberError: all rows would fail, in any process.
             Exception: any other error, of which nobody knows the row; see ``common.torch_errors.classify``.
         """
+
+    def follow(self, choice: BatchChoice) -> None:
+        """Make the next batches as the member's other workers make them."""
 
     def check_device(self) -> None:
         """Raise an error if an earlier one has left the devices unusable for this process."""

@@ -26,10 +26,12 @@ from ensemble.common.shards import (
     cpu_choice_path,
     gather_shards,
     read_shard,
+    rooms_path,
     rows_path,
     rows_with_reasons,
     shard_table,
     shards_in,
+    starts_in_float32,
 )
 from ensemble.common.text import plural, shown_path
 from ensemble.config import MemberConfig
@@ -49,6 +51,7 @@ from ensemble.pipeline.reuse import EarlierWork, write_row_file, write_shards
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import Computation, MemberReport, RunReport, WorkerReport, computations_of
 from ensemble.planning.plan import CpuChoice, MemberPlan, Plan
+from ensemble.scheduling.batches import BatchRecord
 from ensemble.scheduling.launchers.local import worker_threads
 
 
@@ -413,6 +416,21 @@ def keep_cpu_choice(shards_dir: Path, member: MemberPlan) -> None:
     """Write this run's choice for a member on the CPU."""
     choice = CpuChoice(threads=_threads(member), workers=member.replicas)
     write_text(cpu_choice_path(shards_dir), json.dumps(asdict(choice)) + "\n")
+
+
+def kept_batches(shards_dir: Path) -> BatchRecord:
+    """Return how earlier runs made a member's batches, as far as they have chosen it."""
+    rooms = {
+        devices: room
+        for devices, room in read_json(rooms_path(shards_dir)).items()
+        if isinstance(room, int) and room > 0
+    }
+    return BatchRecord(rooms, starts_in_float32(shards_dir))
+
+
+def keep_rooms(shards_dir: Path, batches: BatchRecord) -> None:
+    """Write how much memory a member's batches may take."""
+    write_text(rooms_path(shards_dir), json.dumps(dict(batches.rooms), indent=2) + "\n")
 
 
 def changed_cpu_choices(plan: Plan, kept: Mapping[str, CpuChoice]) -> Iterator[str]:

@@ -40,6 +40,8 @@ from ensemble.pipeline.resume import (
     changed_cpu_choices,
     find_works,
     keep_cpu_choice,
+    keep_rooms,
+    kept_batches,
     kept_cpu_choices,
     refuse_trial,
     write_bad_rows,
@@ -270,9 +272,10 @@ class _Run(RunState):
             self._writer.rows_of = self.cascades.rows_of
         members = tuple(self._what_is_left(member) for member in plan.members)
         self.prepared = replace(self.prepared, plan=replace(plan, members=members))
-        self.members = [
-            MemberState(member, self.works[member.name].noted_bad_rows, self._watch) for member in members
-        ]
+        self.members = [self._new_state(member, self.works[member.name]) for member in members]
+
+    def _new_state(self, member: MemberPlan, work: MemberWork) -> MemberState:
+        return MemberState(member, work.noted_bad_rows, self._watch, kept_batches(work.shards_dir))
 
     def _what_is_left(self, member: MemberPlan) -> MemberPlan:
         """Return a member with the chunks that are left to do; none while its rows are not selected."""
@@ -381,6 +384,10 @@ class _Run(RunState):
             bad_rows = work.rows_of_view(state.bad_rows, view)
             if bad_rows:
                 write_bad_rows(part, bad_rows)
+
+    def on_rooms(self, state: MemberState) -> None:
+        """Write how much memory a member's batches may take, for runs that go on with it."""
+        keep_rooms(self.works[state.plan.name].shards_dir, state.batches)
 
     def on_finished(self, state: MemberState) -> None:
         """Write the predictions of a member that has all of its rows."""

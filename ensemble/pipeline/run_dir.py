@@ -12,7 +12,8 @@ output_dir/
   logs/run.log             what the parent did; logs/<member>-<replica>.log: all a worker printed;
                            logs/report.log: what went wrong with the report
   work/                    the table as Arrow; <member>.<fingerprint>/: which rows, their order, shards, bad
-                           rows, and in cache/ what the member's workers share; removed when the run is complete
+                           rows, what was chosen (cpu.json, rooms.json), and in cache/ what the member's workers
+                           share; removed when the run is complete
 """
 
 from __future__ import annotations

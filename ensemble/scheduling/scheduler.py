@@ -201,7 +201,10 @@ class Scheduler:
             return
         try:
             for event in worker.handle.receive():
+                rooms = worker.state.batches.rooms
                 worker.note(event, self._clock())
+                if worker.state.batches.rooms != rooms:
+                    self._run.on_rooms(worker.state)
                 self._handle(worker, event)
         except ProtocolError as error:
             if worker.fault is None:
@@ -253,7 +256,7 @@ class Scheduler:
         worker.progressed_at = now
         if self._deadline is not None:
             worker.seconds_left = self._deadline.seconds_left
-        worker.handle.send(worker.state.command_of(chunk))
+        worker.handle.send(worker.state.command_of(chunk, worker.devices))
         if worker.record.computed_from is None:
             worker.record.computed_from = round(self._elapsed(), 3)
 

@@ -11,10 +11,11 @@ from itertools import count
 from typing import Literal, Protocol, TypeAlias
 
 from ensemble.common.gpus import Device
-from ensemble.common.protocol import ChunkDone, Counters, Predict, Progress, Ready
+from ensemble.common.protocol import BatchChoice, ChunkDone, Counters, Predict, Progress, Ready
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import MemberPlan
+from ensemble.scheduling.batches import BatchRecord, smaller_room_text
 from ensemble.scheduling.launchers.base import WorkerStart
 from ensemble.scheduling.records import Failure, FaultRecord, WorkerRecord
 
@@ -129,8 +130,10 @@ class MemberState:
         plan: has the chunks that are left to do; a member with ``when`` has none until its rows are selected.
         bad_rows: the reasons of rows that an earlier run could not compute, numbered through the views.
         clock: returns the time in seconds.
+        batches: how earlier runs made the member's batches.
 
     Attributes:
+        batches: how the member's workers make their batches from now on.
         running: number of running workers.  A counter, because it is read for each chunk and there can be hundreds
             of workers.
         paused_at: when the last worker ended although work was left; None while workers compute.
@@ -141,9 +144,11 @@ class MemberState:
         plan: MemberPlan,
         bad_rows: Mapping[int, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        batches: BatchRecord | None = None,
     ) -> None:
         self.clock = clock
         self.bad_rows = dict(bad_rows or {})
+        self.batches = batches or BatchRecord()
         self.replica_numbers = count()
         self.counters = Counters()
         self.speed_meter = SpeedMeter()
@@ -206,6 +211,19 @@ class MemberState:
         startup_seconds = (record.start_seconds or 0.0) + ready.load_seconds
         self.speed_meter.startup_seconds = max(self.speed_meter.startup_seconds, startup_seconds)
 
+    def follow_worker(self, record: WorkerRecord, devices: Sequence[Device]) -> None:
+        """Note the room of a worker that is ready; if the recorded room does not fit, a note says so."""
+        assert record.ready is not None
+        before = self.batches
+        self.batches = before.with_worker(devices, record.ready)
+        note = smaller_room_text(devices, before, self.batches)
+        if note:
+            record.ready = replace(record.ready, notes=(*record.ready.notes, note))
+
+    def follow_chunk(self, choice: BatchChoice, devices: Sequence[Device]) -> None:
+        """Note how a worker makes its batches after a chunk."""
+        self.batches = self.batches.with_chunk(devices, choice)
+
     def worker_ended(self, record: WorkerRecord, code: int, life_seconds: float | None) -> None:
         """Note how a worker ended; ``life_seconds`` is None if the run is over.  Its chunk is not done then."""
         record.exit_code = code
@@ -260,8 +278,8 @@ class MemberState:
         """Return how many workers are missing of those that start before later members' workers."""
         return min(self.plan.first_replicas, self.max_replicas) - self.running
 
-    def command_of(self, chunk: Chunk) -> Predict:
-        """Return the command to compute a chunk.
+    def command_of(self, chunk: Chunk, devices: Sequence[Device] = ()) -> Predict:
+        """Return the command to compute a chunk on these devices.
 
         The command contains the rows of a member with ``when``, because they are selected during the run.
         """
@@ -269,7 +287,7 @@ class MemberState:
         if self.plan.model.when is not None:
             order = self.plan.order[chunk.start : chunk.stop].astype("<i4")
             numbers = base64.b64encode(order.tobytes()).decode("ascii")
-        return Predict(chunk.index, chunk.start, chunk.stop, numbers)
+        return Predict(chunk.index, chunk.start, chunk.stop, numbers, self.batches.choice(devices))
 
     def row_text(self, row: int) -> str:
         """Return a row's name for messages: its number in the table, and its view."""
@@ -365,6 +383,9 @@ class RunHooks(Protocol):
 
     def on_bad_rows(self, state: MemberState) -> None:
         """Note that rows of a member were set aside."""
+
+    def on_rooms(self, state: MemberState) -> None:
+        """Keep how much memory a member's batches may take, which has changed."""
 
     def on_ended(self, state: MemberState) -> None:
         """Start members that wait for a member that has failed or has complete predictions."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ensemble.common.gpus import Device
-from ensemble.common.protocol import Closed, Event, Failed, Heartbeat, Ready, Started
+from ensemble.common.protocol import ChunkDone, Closed, Event, Failed, Heartbeat, Ready, Started
 from ensemble.planning.chunks import Chunk
 from ensemble.scheduling.launchers.base import Exit, Handle
 from ensemble.scheduling.records import Fault, WorkerRecord
@@ -70,6 +70,9 @@ class RunningWorker:
             self.record.versions = event.versions
         elif isinstance(event, Ready):
             self.state.worker_ready(self.record, event)
+            self.state.follow_worker(self.record, self.devices)
+        elif isinstance(event, ChunkDone):
+            self.state.follow_chunk(event.choice, self.devices)
         elif isinstance(event, Closed):
             self.record.closed = event
 

@@ -152,6 +152,7 @@ class Session:
                 last = time.monotonic()
                 self._send(Progress(command.chunk, rows, tokens, padded_tokens))
 
+        self.predictor.follow(command.choice)
         return self.predictor.predict(self._rows(command), report)
 
     def write(self, command: Predict, prediction: Prediction) -> None:

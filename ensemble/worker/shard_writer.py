@@ -59,7 +59,7 @@ def write_shard(
     buffer = pa.BufferOutputStream()
     pa_csv.write_csv(pa.table(columns), buffer)
     content = buffer.getvalue().to_pybytes()
-    name = folder + shard_name(command.start, command.stop, content)
+    name = folder + shard_name(command.start, command.stop, content, prediction.choice.in_float32)
     if folder:  # may be missing on a machine that is not the run's
         (Path(spec.shards_dir) / folder).mkdir(parents=True, exist_ok=True)
     with atomic_path(Path(spec.shards_dir) / name) as temporary:
@@ -72,6 +72,7 @@ def write_shard(
         counters=replace(prediction.counters, chunks=1, rows=len(rows), bad_rows=len(bad)),
         bad_rows=tuple(rows[bad_places].tolist()),
         bad_row_reasons=tuple(bad[place] for place in bad_places),
+        choice=prediction.choice,
     )
 
 

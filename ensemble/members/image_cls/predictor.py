@@ -217,6 +217,8 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
             attn_implementation=loaded.attn_implementation,
             parameters=loaded.parameters,
             notes=tuple(notes),
+            room_bytes=self._choice().room_bytes,
+            max_room_bytes=loaded.max_room_bytes,
         )
 
     def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
@@ -238,6 +240,7 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
             bad_rows=bad_rows,
             counters=replace(counters, tokens=0, padded_tokens=0),  # images have no tokens
             advice=next((part.advice for part in parts if np.isnan(part.values).any()), parts[-1].advice),
+            choice=parts[-1].choice,
         )
 
     def _read(self, rows: npt.NDArray[np.int64], step: Callable[[], None]) -> EncodedImages:

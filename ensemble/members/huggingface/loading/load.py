@@ -21,7 +21,7 @@ from ensemble.members.huggingface.loading.kernels import capability, choose_kern
 from ensemble.members.huggingface.loading.model import load_model
 from ensemble.members.huggingface.loading.pair_copies import check_copies
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
-from ensemble.members.huggingface.scoring.batching import MemoryLimit
+from ensemble.members.huggingface.scoring.batching import MemoryLimit, coarse_room
 from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec, default_max_length
 
 
@@ -31,12 +31,14 @@ class Loaded:
 
     Attributes:
         memory: None: not known, or the user set the size of batches.
+        max_room_bytes: the largest ``memory.available_bytes`` of other workers that this one can take over.
         tokenizer, pad_token_id, max_length: of a model that reads text.
     """
 
     model: Any
     token_budget: int
     memory: MemoryLimit | None
+    max_room_bytes: int | None
     parameters: int
     dtype: str
     device_name: str
@@ -106,10 +108,12 @@ def load_on_devices(spec: CheckpointSpec) -> Loaded:
         # ModernBERT compiles itself if Triton is installed.
         if hasattr(config, "reference_compile"):
             config.reference_compile = False
+    memory, max_room_bytes = _memory_limit(spec, model, on_gpu)
     return Loaded(
         model=model,
         token_budget=spec.token_budget or (GPU_TOKEN_BUDGET if on_gpu else CPU_TOKEN_BUDGET),
-        memory=_memory_limit(spec, model, on_gpu),
+        memory=memory,
+        max_room_bytes=max_room_bytes,
         parameters=model.num_parameters(),
         dtype=str(model.dtype).removeprefix("torch."),
         device_name=torch.cuda.get_device_name(0) if on_gpu else "cpu",
@@ -139,12 +143,15 @@ def max_length(spec: ModelSpec, tokenizer: Any, limit: int | None, notes: list[s
     return length
 
 
-def _memory_limit(spec: CheckpointSpec, model: Any, on_gpu: bool) -> MemoryLimit | None:
-    """Return the memory that a batch may take; None if it is not known, or if the user set the size of batches."""
+def _memory_limit(spec: CheckpointSpec, model: Any, on_gpu: bool) -> tuple[MemoryLimit | None, int | None]:
+    """Return the memory that a batch may take, and how much it may be at most if another worker has chosen it.
+
+    None: it is not known, or the user set the size of batches.
+    """
     if not spec.bytes_per_token or spec.token_budget is not None or spec.batch_size is not None:
-        return None
+        return None, None
     limit = spec.memory_limit_bytes
-    available = []
+    rooms = []
     if on_gpu:
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
@@ -152,14 +159,20 @@ def _memory_limit(spec: CheckpointSpec, model: Any, on_gpu: bool) -> MemoryLimit
             free += torch.cuda.memory_reserved(index) - allocated
             if limit is not None:
                 free = min(free, limit - allocated)
-            available.append(free - int(RESERVE_SHARE * total))
+            reserve = int(RESERVE_SHARE * total)
+            rooms.append((free - reserve, reserve))
     elif limit is None:
-        return None
+        return None, None
     else:
         tensors = [*model.parameters(), *model.buffers()]
-        available.append(limit - sum(tensor.nbytes for tensor in tensors if tensor.device.type != "meta"))
-    return MemoryLimit(
-        available_bytes=max(1, min(available) - spec.fixed_bytes),
+        weights = sum(tensor.nbytes for tensor in tensors if tensor.device.type != "meta")
+        rooms.append((limit - weights, int(RESERVE_SHARE * limit)))
+    available, reserve = min(rooms)
+    available -= spec.fixed_bytes
+    memory = MemoryLimit(
+        available_bytes=max(1, coarse_room(max(0, available))),
         bytes_per_token=spec.bytes_per_token,
         bytes_per_token_pair=spec.bytes_per_token_pair or 0.0,
     )
+    # A room of another worker may take half of the reserve, so that a few MiB less here change no batch.
+    return memory, max(memory.available_bytes, available + reserve // 2)

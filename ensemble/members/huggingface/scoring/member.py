@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from transformers import masking_utils
 
-from ensemble.common.protocol import Counters, Ready
+from ensemble.common.protocol import BatchChoice, Counters, Ready
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.huggingface.loading.checks import ROWS, check_tokenizer
@@ -93,8 +93,7 @@ class CheckpointMember(Predictor, Generic[_C, _E]):
             )
         if computed.mostly_overflows:
             # Such as Gemma-3, of which nearly every row overflows: trying half precision would be a waste.
-            self._starts_in_float32 = True
-            self._sizes = self._sizes.for_float32()
+            self._start_in_float32()
         values = np.full((len(encoded.lengths), len(self._spec.label_order)), np.nan)
         if len(computed.rows):
             values[computed.rows] = self._values(computed.logits)
@@ -103,7 +102,29 @@ class CheckpointMember(Predictor, Generic[_C, _E]):
         clause = f" in float32, which it needs because it overflows {self._loaded.dtype}"
         bad_rows |= {row: self._too_large(encoded, row, clause) for row in computed.too_large_in_float32}
         counters = computed.counters + self._more_counters(computed.logits)
-        return Prediction(values, bad_rows, counters, self._advice())
+        return Prediction(values, bad_rows, counters, self._advice(), choice=self._choice())
+
+    def _start_in_float32(self) -> None:
+        self._starts_in_float32 = True
+        self._sizes = self._sizes.for_float32()
+
+    def follow(self, choice: BatchChoice) -> None:
+        can_start = self._in_float32 is not None and not self._starts_in_float32
+        if choice.in_float32 and can_start:
+            self._start_in_float32()
+        memory = self._sizes.memory
+        if memory is not None and choice.room_bytes is not None:
+            # Activations in float32 take twice the bytes: see ``BatchSizes.for_float32``.
+            available = choice.room_bytes // 2 if self._starts_in_float32 else choice.room_bytes
+            self._sizes.memory = replace(memory, available_bytes=max(1, available))
+
+    def _choice(self) -> BatchChoice:
+        room_bytes = None
+        if self._sizes.memory is not None:
+            room_bytes = self._sizes.memory.available_bytes
+            if self._starts_in_float32:
+                room_bytes *= 2
+        return BatchChoice(room_bytes, self._starts_in_float32)
 
     def _advice(self) -> str:
         """Return the probable reason for rows that are not finite, and what to do about it."""
@@ -226,6 +247,8 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             max_length=self._max_length,
             token_budget=self._sizes.tokens_at(min(self._max_length, spec.width or self._max_length)),
             notes=tuple(notes),
+            room_bytes=self._choice().room_bytes,
+            max_room_bytes=loaded.max_room_bytes,
         )
 
     def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:

@@ -1,0 +1,87 @@
+"""How a member's batches are made, on record: whose choice counts, and who hears of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ensemble.common.gpus import Device
+from ensemble.common.protocol import BatchChoice, Predict, Ready, decode, encode
+from ensemble.common.shards import read_shard, rooms_path, shard_name
+from ensemble.pipeline.resume import keep_rooms, kept_batches
+from ensemble.scheduling.batches import BatchRecord, smaller_room_text
+
+GIB = 1 << 30
+T4 = [Device("GPU-0", "Tesla T4", (7, 5), 15 * GIB, 0)]
+OTHER_T4 = [Device("GPU-1", "Tesla T4", (7, 5), 15 * GIB, GIB)]
+P100 = [Device("GPU-2", "Tesla P100", (6, 0), 16 * GIB, 0)]
+
+
+def ready(room_gib: int) -> Ready:
+    return Ready(room_bytes=room_gib * GIB, max_room_bytes=room_gib * GIB + GIB // 2)
+
+
+def test_the_first_worker_on_a_kind_of_device_decides() -> None:
+    record = BatchRecord().with_worker(T4, ready(8))
+    assert record.with_worker(OTHER_T4, ready(9)) == record
+    assert record.choice(OTHER_T4) == BatchChoice(8 * GIB, False)
+    assert record.choice(P100) == BatchChoice(None, False)
+    assert record.with_worker(P100, ready(9)).rooms == {
+        "Tesla T4 (16106127360 bytes)": 8 * GIB,
+        "Tesla P100 (17179869184 bytes)": 9 * GIB,
+    }
+    both = record.with_worker([*T4, *P100], ready(4))
+    assert both.choice([*P100, *T4]).room_bytes == 4 * GIB
+    assert both.choice(T4).room_bytes == 8 * GIB
+
+
+def test_a_room_that_does_not_fit_is_made_anew_with_a_note() -> None:
+    before = BatchRecord().with_worker(T4, ready(8))
+    after = before.with_worker(OTHER_T4, ready(7))
+    assert after.choice(T4).room_bytes == 7 * GIB
+    text = smaller_room_text(OTHER_T4, before, after)
+    assert text.startswith(
+        "batches had 8.0 GiB beside the weights on Tesla T4, more than is free now, and go on"
+    )
+    assert "7.0 GiB" in text
+    assert "third or fourth" in text
+    assert smaller_room_text(T4, before, before) == ""
+    assert smaller_room_text(T4, BatchRecord(), before) == "", "the first one takes over nothing"
+
+
+def test_what_chunks_teach_is_for_all_workers() -> None:
+    record = BatchRecord().with_worker(T4, ready(8))
+    shrunk = record.with_chunk(T4, BatchChoice(3 * GIB, in_float32=True))
+    assert shrunk.choice(OTHER_T4) == BatchChoice(3 * GIB, in_float32=True)
+    # A chunk that was dispatched before.
+    assert shrunk.with_chunk(OTHER_T4, BatchChoice(8 * GIB)) == shrunk
+
+
+def test_a_record_is_read_back_and_a_damaged_one_is_none(tmp_path: Path) -> None:
+    record = BatchRecord({"Tesla T4 (1 bytes)": 5})
+    keep_rooms(tmp_path, record)
+    assert kept_batches(tmp_path) == record
+    for text in ("", "[]", "{}", '{"a": "5", "b": -1}'):
+        rooms_path(tmp_path).write_text(text)
+        assert kept_batches(tmp_path) == BatchRecord()
+    rooms_path(tmp_path).unlink()
+    assert kept_batches(tmp_path) == BatchRecord()
+
+
+@pytest.mark.parametrize("folder", ["", "swapped.0123"], ids=["", "of a view"])
+def test_shards_say_that_chunks_start_in_float32(folder: str, tmp_path: Path) -> None:
+    (tmp_path / folder).mkdir(exist_ok=True)
+    content = b'"row","p0"\n0,0.5\n'
+    for in_float32 in (False, True):
+        path = tmp_path / folder / shard_name(0, 1, content, in_float32)
+        path.write_bytes(content)
+        assert read_shard(path) == content
+        assert kept_batches(tmp_path).in_float32 == in_float32
+    path.write_bytes(b"something else")
+    assert read_shard(path) is None
+
+
+def test_a_choice_travels_with_its_message() -> None:
+    command = Predict(1, 2, 3, choice=BatchChoice(7, in_float32=True))
+    assert decode(encode(command)) == command
