@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import BatchChoice, Predict, Ready, decode, encode
 from ensemble.common.shards import read_shard, rooms_path, shard_name
 from ensemble.pipeline.resume import keep_rooms, kept_batches
+from ensemble.planning.plan import make_plan
 from ensemble.scheduling.batches import BatchRecord, smaller_room_text
+from ensemble.scheduling.retry import Rules
+from ensemble.scheduling.state import MemberState
+from tests.planning.test_plan import config, facts, gpus
+from tests.pretended import PretendedLauncher, PretendedWorker, make_scheduler
 
 GIB = 1 << 30
 T4 = [Device("GPU-0", "Tesla T4", (7, 5), 15 * GIB, 0)]
@@ -56,6 +63,26 @@ def test_what_chunks_teach_is_for_all_workers() -> None:
     assert shrunk.choice(OTHER_T4) == BatchChoice(3 * GIB, in_float32=True)
     # A chunk that was dispatched before.
     assert shrunk.with_chunk(OTHER_T4, BatchChoice(8 * GIB)) == shrunk
+
+
+def test_replicas_that_load_at_the_same_time_get_the_first_ones_room() -> None:
+    """Neither has heard of the other while it loads; the command for the first chunk makes them agree."""
+    devices = gpus(2)
+    known = {"m0": facts(np.full(40, 200_000, dtype=np.int64))}
+    (plan,) = make_plan(config({}), known, devices).members
+    state = MemberState(replace(plan, first_replicas=2))
+    scheduler = make_scheduler([state], devices, PretendedLauncher(), Rules(2, "fail", 60.0))
+    scheduler._start_workers()
+    first, second = scheduler._workers
+    for worker, room_gib in ((first, 8), (second, 7)):
+        event = Ready(room_bytes=room_gib * GIB, max_room_bytes=8 * GIB)
+        worker.note(event, 0.0)
+        scheduler._handle(worker, event)
+        assert isinstance(worker.handle, PretendedWorker)
+        command = worker.handle.got[-1]
+        assert isinstance(command, Predict)
+        assert command.choice == BatchChoice(8 * GIB)
+        assert worker.record.ready == event, "without a note"
 
 
 def test_a_record_is_read_back_and_a_damaged_one_is_none(tmp_path: Path) -> None:
