@@ -59,10 +59,12 @@ def flops(shape: Mapping[str, Any], parameters: int, lengths: Sequence[int]) -> 
         parameters: of the model, embeddings included.
         lengths: tokens of each row.
     """
-    weights = float(parameters - shape["vocab_size"] * shape["hidden_size"])
+    is_encoder = shape.get("model_type") in ENCODERS
+    looked_up = shape["vocab_size"] + (shape["max_position_embeddings"] if is_encoder else 0)
+    weights = float(parameters - looked_up * shape["hidden_size"])
     head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
     width = float(shape["num_attention_heads"] * head_dim * shape["num_hidden_layers"])
-    pairs = (2.0 if shape.get("model_type") in ENCODERS else 1.0) * sum(length**2 for length in lengths)
+    pairs = (2.0 if is_encoder else 1.0) * sum(length**2 for length in lengths)
     return 2.0 * weights * sum(lengths) + 2.0 * width * pairs
 
 

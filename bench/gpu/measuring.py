@@ -279,24 +279,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _try(name: str, needs: float, step: Callable[[], None], place: Place) -> bool:
-    """Whether the step did not fail; what there is no time or no room for is skipped."""
-    if place.seconds_left < (0 if place.is_rehearsal else needs):
-        _show(
-            f"Skipped: {name}: {max(0, place.seconds_left):.0f} s are left, and it takes up to {needs:.0f}."
-        )
-        return True
+    """Carry out a step and return whether it did not fail; what there is no time or no room for is skipped."""
     began = time.monotonic()
-    say(f"{name}: up to {needs:.0f} s, {place.seconds_left:.0f} s left ...")
-    try:
-        step()
-    except Skip as reason:
-        _show(f"Skipped: {name}: {reason}.")
-    except Exception as error:  # whatever it is, the other steps are to run
-        kind = "" if isinstance(error, Failed) else f"{type(error).__name__}: "
-        _show(f"FAILED: {name}: {kind}{error}.")
-        return False
-    say(f"{name}: {time.monotonic() - began:.0f} s")
-    return True
+    problem, is_good = "", True
+    if place.seconds_left < (0 if place.is_rehearsal else needs):
+        left = max(0, place.seconds_left)
+        problem = f"Skipped: {name}: {left:.0f} s are left, and it takes up to {needs:.0f}."
+    else:
+        say(f"{name}: up to {needs:.0f} s, {place.seconds_left:.0f} s left ...")
+        try:
+            step()
+        except Skip as reason:
+            problem = f"Skipped: {name}: {reason}."
+        except Exception as error:  # whatever it is, the other steps are to run
+            kind = "" if isinstance(error, Failed) else f"{type(error).__name__}: "
+            problem, is_good = f"FAILED: {name}: {kind}{error}.", False
+    seconds = time.monotonic() - began
+    place.results.add(step=name, problem=problem, seconds=round(seconds, 1))
+    if problem:
+        _show(problem)
+    say(f"{name}: {seconds:.0f} s")
+    return is_good
 
 
 def _show(*parts: str) -> None:
