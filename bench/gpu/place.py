@@ -177,6 +177,8 @@ class Place:
         self.gpus = tuple(gpus)
         self.is_rehearsal = is_rehearsal
         self._seconds = seconds
+        # Members and lengths whose plan has been kept: it takes seconds, and says the same of a repeated run.
+        self._planned: list[tuple[Sequence[Mapping[str, Any]], int]] = []
         self._ends = time.monotonic() + seconds
 
     @property
@@ -288,7 +290,8 @@ class Place:
         texts: dict[str, str] = {}
         with self.results.keeping(self.folder / name, texts):
             try:
-                if self.results.folder is not None:
+                if self.results.folder is not None and (members, max_length) not in self._planned:
+                    self._planned.append((members, max_length))
                     plan = ["-m", "ensemble", "plan", f"{name}.yaml"]
                     texts["plan.txt"] = self.call(f"plan of {name}", plan, self.folder, limit, environment)
                 command = ["-m", "ensemble", "run", f"{name}.yaml"]

@@ -30,6 +30,7 @@ from bench.gpu.place import (
     SMALL,
     UNCAPPED,
     Failed,
+    Model,
     Skip,
     add_options,
     chosen,
@@ -103,7 +104,7 @@ def environment(bench: Bench) -> Iterator[Row]:
     yield " ".join(said.split())[-300:], "ok"
 
 
-@takes(25)
+@takes(20)
 def small(bench: Bench) -> Iterator[Row]:
     """The smallest run there is, through the command that users run."""
     member = {"name": "m", "model_name_or_path": str(bench.model(SMALL)), "replicas": 1}
@@ -111,10 +112,10 @@ def small(bench: Bench) -> Iterator[Row]:
     yield load_and_speed(report["members"][0]), "ok"
 
 
-@takes(60)
+@takes(90)
 def same_bytes(bench: Bench) -> Iterator[Row]:
     """The same command twice, and a run that was killed and resumed, write the same bytes."""
-    rows = _enough_rows(bench)
+    rows = _long_table(bench)
     ways: dict[str, dict[str, Any]] = {"half": {}}
     if has_bitsandbytes():
         ways["nf4"] = {"quantization_config": NF4}
@@ -136,7 +137,7 @@ def same_bytes(bench: Bench) -> Iterator[Row]:
         yield f"{way}, killed after {kept} rows: {'the same' if is_same else 'other'} bytes", verdict
 
 
-@takes(40)
+@takes(45)
 def kept_room(bench: Bench) -> Iterator[Row]:
     """A resumed run takes the same batches although another process now holds more of the GPU's memory.
 
@@ -145,7 +146,7 @@ def kept_room(bench: Bench) -> Iterator[Row]:
     member = {"name": "m", "model_name_or_path": str(bench.model(SMALL)), "replicas": 1}
     # Rows of 2,048 tokens take most memory so.
     member |= {"dtype": "float32", "attn_implementation": "eager"}
-    rows = _enough_rows(bench)
+    rows = _long_table(bench)
     taken = 0
     if bench.roomiest is not None:
         total = bench.roomiest.total_bytes
@@ -162,11 +163,11 @@ def kept_room(bench: Bench) -> Iterator[Row]:
     if kept == TAILED_ROWS or (batch >= GPU_TOKEN_BUDGET and not bench.is_rehearsal):
         yield f"{text}: all rows were done before, or memory was no limit", "skipped"
         return
-    yield text, "ok" if is_same else "FAILED"
+    yield text, "ok" if is_same and kept else "FAILED"
 
 
-def _enough_rows(bench: Bench) -> dict[str, Any]:
-    """Return what makes a run so long that it can be killed before its end: long rows, for a GPU."""
+def _long_table(bench: Bench) -> dict[str, Any]:
+    """Return rows as people have them, long enough for a run on a GPU to be killed before its end."""
     return {} if bench.is_rehearsal else {"table": "long", "max_length": _MAX_LENGTH}
 
 
@@ -240,7 +241,7 @@ def forecast(bench: Bench) -> Iterator[Row]:
     yield from against_plan(bench.measure("plan", member, table="even", rows=EVEN_ROWS), bench.is_rehearsal)
 
 
-@takes(150)
+@takes(140)
 def large(bench: Bench) -> Iterator[Row]:
     """The reason for all of it: Gemma-2-9B, then Llama-3-8B, on long rows; in 4 bits where the GPU is too small."""
     members = []
@@ -255,14 +256,15 @@ def large(bench: Bench) -> Iterator[Row]:
     yield from _long_rows(bench, "large", members)
 
 
-@takes(150)
-def large_quantized(bench: Bench) -> Iterator[Row]:
-    """The same in 4 and in 8 bits, these also without the outliers for which each layer waits."""
-    if not has_bitsandbytes():
-        raise Skip("bitsandbytes is not installed")
-    eight = {"load_in_8bit": True}
-    ways = {"nf4": NF4, "int8": eight, "int8-threshold-0": {**eight, "llm_int8_threshold": 0.0}}
-    for model in (GEMMA, LLAMA):
+def quantized(model: Model) -> Check:
+    """Return the check of a large model in 4 and in 8 bits, also without the outliers for which int8's layers wait."""
+
+    @takes(75)
+    def check(bench: Bench) -> Iterator[Row]:
+        if not has_bitsandbytes():
+            raise Skip("bitsandbytes is not installed")
+        eight = {"load_in_8bit": True}
+        ways = {"nf4": NF4, "int8": eight, "int8-threshold-0": {**eight, "llm_int8_threshold": 0.0}}
         common = {"model_name_or_path": str(bench.model(model)), "replicas": 1}
         members = [
             {"name": f"{model.name}-{way}", **common, "quantization_config": settings}
@@ -270,11 +272,13 @@ def large_quantized(bench: Bench) -> Iterator[Row]:
         ]
         yield from _long_rows(bench, f"quantized-{model.name}", members)
 
+    return check
+
 
 def _long_rows(bench: Bench, run: str, members: Sequence[dict[str, Any]]) -> Iterator[Row]:
     if not members:
         return
-    report = bench.measure(run, *members, table="long", rows=_LARGE_ROWS, max_length=_MAX_LENGTH)
+    report = bench.measure(run, *members, rows=_LARGE_ROWS, **_long_table(bench))
     for member in report["members"]:
         text = f"{member['name']}: {load_and_speed(member)}"
         yield text, "ok" if member["status"] == "complete" else "FAILED"
@@ -300,13 +304,13 @@ def pair_copies(bench: Bench) -> Iterator[Row]:
     yield from _forward(bench, "copies")
 
 
-@takes(30)
+@takes(25)
 def kernels(bench: Bench) -> Iterator[Row]:
     """Fused attention serves every type, also by a T4's rules, and plans nothing anew for a new shape."""
     yield from _forward(bench, "attention")
 
 
-@takes(20)
+@takes(15)
 def overflow(bench: Bench) -> Iterator[Row]:
     """Rows that overflow float16 get float32's numbers, and the next chunk starts there."""
     yield from _forward(bench, "overflow")
@@ -335,7 +339,7 @@ def spread(bench: Bench) -> Iterator[Row]:
     yield str(apart), apart.verdict(largest=1e-4)
 
 
-@takes(5)
+@takes(3)
 def driver(bench: Bench) -> Iterator[Row]:
     """What NVML tells of each GPU in one session, and whether it agrees with itself."""
     if not (found := inventory().gpus):
@@ -396,7 +400,8 @@ CHECKS: dict[str, Check] = {
     "kept room": kept_room,
     "two 9B-class members": large,
     "profile by kernel": profile,
-    "4 and 8 bits of them": large_quantized,
+    "4 and 8 bits, gemma9b": quantized(GEMMA),
+    "4 and 8 bits, llama8b": quantized(LLAMA),
     "copies between GPUs": pair_copies,
     "types, attention, quantization": precision,
     "release between members": release,
