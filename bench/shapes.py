@@ -15,7 +15,7 @@ import numpy as np
 from bench.tokenizer import made_up_words, save_tokenizer
 
 # As the models' own config.json have them (google/gemma-2-9b, google/gemma-2-2b, meta-llama/Meta-Llama-3-8B,
-# google/gemma-3-270m).
+# google/gemma-3-270m, BAAI/bge-reranker-v2-m3).
 GEMMA_2_9B: dict[str, Any] = {
     "model_type": "gemma2",
     "vocab_size": 256_000,
@@ -60,6 +60,17 @@ GEMMA_3_270M: dict[str, Any] = {
     "head_dim": 256,
     "max_position_embeddings": 32_768,
     "query_pre_attn_scalar": 256,
+}
+BGE_RERANKER_M3: dict[str, Any] = {
+    "model_type": "xlm-roberta",
+    "vocab_size": 250_002,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 8194,
+    "type_vocab_size": 1,
+    "layer_norm_eps": 1e-5,
 }
 _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 # Numbers drawn once and written again and again: drawing 9 billion of them would take longer than running them.
@@ -111,7 +122,8 @@ def make_full_size(
             drawn = _numbers(np.random.default_rng(0).normal(0, _SPREAD, _DRAWN), dtype)
             ones = _numbers(np.ones(_DRAWN), dtype)
             for name, tensor in header.items():
-                source = ones if "norm" in name else drawn
+                is_norm = "norm" in name.lower() and name.endswith("weight")
+                source = ones if is_norm else drawn
                 left = tensor["data_offsets"][1] - tensor["data_offsets"][0]
                 while left:
                     left -= file.write(source[: min(left, len(source))])

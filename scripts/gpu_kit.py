@@ -19,9 +19,9 @@ from kaggle_kit import KitError, download, needs_of
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-# Without what they need and torch brings along.
 PACKAGES = ("pydantic", "bitsandbytes")
-THERE = frozenset({"torch", "numpy", "packaging", "typing-extensions"})
+# What they need and torch brings along; but pydantic may need newer typing-extensions than torch.
+THERE = frozenset({"torch", "numpy", "packaging"})
 _CUDA_LIBRARY = re.compile(r"bitsandbytes/libbitsandbytes_(?P<device>[a-z]+)(?P<version>\d*)[^/]*\.so")
 
 

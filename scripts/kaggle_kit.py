@@ -189,7 +189,9 @@ def pip(*arguments: str) -> None:
     with tempfile.TemporaryDirectory() as empty:  # pip takes a folder here with a package's name for it
         done = subprocess.run(command, cwd=empty, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
-        raise KitError(f"pip {arguments[0]} {arguments[-1]} failed: {done.stdout.strip()}")
+        # Where pip reaches no index, its last lines are about versions.
+        call = f"pip {arguments[0]} {arguments[-1]}"
+        raise KitError(f"{call} failed; does it reach a package index? It says:\n{done.stdout.strip()}")
 
 
 def needs_of(wheel: Path, extras: Collection[str], python: str) -> Iterator[Need]:

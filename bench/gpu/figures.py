@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 GIB = 1 << 30
+# Of the shapes that are measured here.
+ENCODERS = ("xlm-roberta",)
+BY_HAND = "hand-made loop"
 
 
 @dataclass(frozen=True)
@@ -47,69 +50,91 @@ def speed_of(member: Mapping[str, Any]) -> Speed:
 def flops(shape: Mapping[str, Any], parameters: int, lengths: Sequence[int]) -> float:
     """Floating-point operations that classifying rows takes.
 
-    Two for each weight and token, embeddings left out, which are looked up; and causal attention: a
-    multiplication and an addition for each pair of a token with one before it, in the scores and in the sum of the
-    values, which is 2 x length^2 x heads x head_dim for each layer.
+    Two for each weight and token, embeddings left out, which are looked up; and attention: a multiplication and an
+    addition for each pair of a token with one before it, in the scores and in the sum of the values, which is
+    2 x length^2 x heads x head_dim for each layer, and twice as much in an encoder.
 
     Args:
         shape: the checkpoint's config.json.
         parameters: of the model, embeddings included.
         lengths: tokens of each row.
     """
-    weights = float(parameters - shape["vocab_size"] * shape["hidden_size"])
+    is_encoder = shape.get("model_type") in ENCODERS
+    looked_up = shape["vocab_size"] + (shape["max_position_embeddings"] if is_encoder else 0)
+    weights = float(parameters - looked_up * shape["hidden_size"])
     head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
     width = float(shape["num_attention_heads"] * head_dim * shape["num_hidden_layers"])
-    return 2.0 * weights * sum(lengths) + 2.0 * width * sum(length**2 for length in lengths)
+    pairs = (2.0 if is_encoder else 1.0) * sum(length**2 for length in lengths)
+    return 2.0 * weights * sum(lengths) + 2.0 * width * pairs
 
 
 def member_row(
     member: Mapping[str, Any],
-    shape: Mapping[str, Any],
-    lengths: Sequence[int],
+    operations_per_token: float,
     peak: float,
     gaps: Sequence[Mapping[str, Any]],
-) -> dict[str, object]:
-    """A row of the table of members.
+) -> dict[str, Any]:
+    """Return a row of the table of members.
 
     Args:
-        lengths: tokens of the run's rows.
         peak: the device's floating-point operations a second.
         gaps: run.json's, of all members.
     """
     speed, worker = speed_of(member), member["workers"][0]
-    per_token = flops(shape, worker["parameters"], lengths) / sum(lengths)
     idle = [gap["seconds"] for gap in gaps if gap["before"] == member["name"]]
     forward = speed.forward_tokens_per_second
     return {
-        "member": f"{member['name']}, {worker['parameters'] / 1e9:.2f}e9 parameters",
+        "member": member["name"],
         "weights": worker["dtype"],
         "attention": worker["attn_implementation"],
+        "tokens a batch": speed.token_budget,
         "tokens": speed.tokens,
         "tokens/s": round(speed.tokens_per_second),
-        "share of peak": speed.tokens_per_second * per_token / peak,
+        "share of peak": speed.tokens_per_second * operations_per_token / peak,
         "tokens/s in forward passes": round(forward) if forward is not None else None,
-        "share of peak in them": forward * per_token / peak if forward is not None else None,
+        "share of peak in them": forward * operations_per_token / peak if forward is not None else None,
         "load, s": worker["load_seconds"],
         "device idle before it, s": max(idle) if idle else None,
         "peak, GiB": round((worker["peak_gpu_memory_bytes"] or worker["peak_memory_bytes"] or 0) / GIB, 2),
     }
 
 
-def sweep_row(model: str, speeds: Sequence[Speed]) -> dict[str, object]:
-    """A row of the table of budgets; the first speed is with the budget that was chosen."""
-    chosen, best = speeds[0], max(speeds, key=lambda speed: speed.tokens_per_second)
+def by_hand_row(
+    measured: Mapping[str, Any], attention: str, budget: int, operations_per_token: float, peak: float
+) -> dict[str, Any]:
+    """Return the row of a hand-made loop in the table of members; ``measured`` is what the loop prints."""
+    speed = measured["tokens"] / measured["seconds"]
     return {
-        "model": model,
-        "budget chosen": chosen.token_budget,
-        "tokens/s": round(chosen.tokens_per_second),
-        "best budget of the sweep": best.token_budget,
-        "its tokens/s": round(best.tokens_per_second),
-        "chosen / best": chosen.tokens_per_second / best.tokens_per_second,
-        "all": ", ".join(f"{each.token_budget}: {each.tokens_per_second:.0f}" for each in speeds[1:]),
+        "member": BY_HAND,
+        "weights": measured["dtype"],
+        "attention": attention,
+        "tokens a batch": budget,
+        "tokens": measured["tokens"],
+        "tokens/s": round(speed),
+        "share of peak": speed * operations_per_token / peak,
+        "load, s": measured["load_seconds"],
+        "peak, GiB": round(measured.get("peak_bytes", 0) / GIB, 2),
     }
 
 
-def gpus_row(member: Mapping[str, Any], gpus: int, alone: Speed) -> dict[str, object]:
+def compared(rows: Sequence[dict[str, Any]], sweep: Collection[str]) -> list[dict[str, Any]]:
+    """Add to each row its share of the fastest member's speed, and its speed by the hand-made loop's.
+
+    Args:
+        sweep: the members that differ in their budget alone.
+    """
+    speeds = {row["member"]: row["tokens/s"] for row in rows}
+    best = max(speed for name, speed in speeds.items() if name in sweep)
+    by_hand = speeds.get(BY_HAND)
+    added = []
+    for row in rows:
+        speed = speeds[row["member"]]
+        shares = {"of the best budget's": speed / best, "of the loop's": speed / by_hand if by_hand else None}
+        added.append({**row, **shares})
+    return added
+
+
+def gpus_row(member: Mapping[str, Any], gpus: int, alone: Speed) -> dict[str, Any]:
     """A row of the table of members on several GPUs.
 
     Args:

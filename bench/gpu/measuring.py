@@ -1,29 +1,35 @@
-"""How much of a GPU this project uses, in under nine minutes: ``make bench-gpu``, or ``python -m bench.gpu``.
+"""How much of a GPU this project uses, in under ten minutes: ``make bench-gpu``, or ``python -m bench.gpu``.
 
-Checkpoints of real shapes with random weights are made on the spot and run by the command that users run.  Prints
-markdown.  ``--rehearse`` does all of it with tiny models on whatever device there is: it tests this program alone.
-What the machine lacks, or what there is no time for, is skipped, and said to be.
+Checkpoints of real shapes with random weights are made on the spot and run by the command that users run, on rows
+of 1,000 to 2,048 tokens, beside a hand-made loop.  Prints markdown.  ``--rehearse`` does all of it with tiny models
+on whatever device there is: it tests this program alone.  What the machine lacks, or what there is no time for, is
+skipped, and said to be.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.data import Writer, write_table
-from bench.gpu.figures import Speed, gpus_row, member_row, speed_of, sweep_row
+from bench.gpu.figures import by_hand_row, compared, flops, gpus_row, member_row, speed_of
 from bench.gpu.place import (
+    ENCODER,
     GEMMA,
+    LLAMA,
     MAX_LENGTH,
     MIDDLE,
     NF4,
     ROOT,
+    RUN_SECONDS,
     SMALL,
     Failed,
     Model,
@@ -42,19 +48,25 @@ from bench.table import plain_table
 from bench.tokenizer import counted, made_up_words
 from ensemble.common.gpus import inventory
 
-DEADLINE_SECONDS = 510.0
+DEADLINE_SECONDS = 560.0
 SEVERAL = f"several GPUs, {MIDDLE.name}"
 ON_REQUEST = (SEVERAL,)  # by --only, as the time does not do for all steps
 # What the others are held to, so that it is always measured.
 PEAK = "the device's peak"
 _SEED = 21
+# Tokens of rows as people have them, and of a rehearsal's.
+LONG = (1000, 2046)
+_REHEARSED = (40, 100)
+_LONG_LENGTH = 2048
 # Rows for a device of 600e12 operations a second; a slower one gets as much fewer, but some.
-_ROWS = {"members": 3000, SMALL.name: 20_000, MIDDLE.name: 4000, GEMMA.name: 800}
+_ROWS = {SMALL.name: 20_000, MIDDLE.name: 4000, GEMMA.name: 200, LLAMA.name: 300, ENCODER.name: 2000}
 _FAST = 600e12
-_FEWEST_ROWS = 200
+_FEWEST_ROWS = 30
 _REHEARSAL_ROWS = 24
-_BUDGETS = (2048, 4096, 8192, 32_768, 65_536)
-_FEW_BUDGETS = (4096, 32_768)
+# Beside the budget that is chosen, which is 16,384 tokens where a GPU's memory does not limit it.
+_BUDGETS = (8192, 32_768, 65_536)
+_BY_HAND_TOKENS = 16_384
+_CHOSEN = "chosen"
 
 
 class Measuring:
@@ -62,62 +74,74 @@ class Measuring:
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._peak: dict[str, Any] = {}
+        self._peak_flops = 0.0
         self._lengths: list[int] = []
+        # By model: operations for a token, and the tokens/s of the best budget.
+        self._per_token: dict[str, float] = {}
+        self._best: dict[str, float] = {}
         # One of several: members side by side would have no gaps between them.
         self._devices = [place.roomiest.uuid] if place.roomiest is not None else []
 
     def peak(self) -> None:
         """The device's largest matrix products."""
-        visible = {"CUDA_VISIBLE_DEVICES": self._devices[0]} if self._devices else None
-        said = self._place.call("the peak", ["-m", "bench.gpu.peak"], ROOT, 60, visible)
-        self._peak = json.loads(said)
-        flops, dtype = self._peak["flops_per_second"], self._peak["dtype"]
-        reached = f"{flops / 1e12:.4g}e12 operations a second"
-        self._show(f"{self._peak['device']}: {reached} in products of {dtype} matrices.")
+        said = json.loads(self._place.call("the peak", ["-m", "bench.gpu.peak"], ROOT, 60, self._visible()))
+        self._peak_flops = float(said["flops_per_second"])
+        reached = f"{self._peak_flops / 1e12:.4g}e12 operations a second"
+        self._show(f"{said['device']}: {reached} in products of {said['dtype']} matrices.")
 
-    def members(self) -> None:
-        """Three sizes one after the other, and the largest in 4 bits, in one run."""
-        members: list[dict[str, Any]] = []
-        for model in (SMALL, MIDDLE) if self._place.is_rehearsal else (SMALL, MIDDLE, GEMMA):
-            try:
-                settings, path = self._place.settings(model), str(self._place.model(model))
-            except Skip as reason:
-                self._show(f"Skipped: {reason}.")
-                continue
-            name = f"{model.name}-4bit" if settings else model.name
-            members.append({"name": name, "model_name_or_path": path, "replicas": 1, **settings})
-            if model is GEMMA and not settings and has_bitsandbytes():
-                members.append({**members[-1], "name": f"{name}-4bit", "quantization_config": NF4})
-        if not has_bitsandbytes():
-            self._show("Skipped: 4 bits, for which bitsandbytes is not installed.")
-        if not members:
-            raise Skip("no model fits here")
-        rows = self._rows("members")
-        self._write_table(rows)
-        report = self._place.run("members", *members, table="rows", rows=rows, devices=self._devices)
-        lengths, peak = self._lengths[:rows], float(self._peak["flops_per_second"])
-        gaps = report.get("idle_gaps", ())
-        paths = {member["name"]: Path(member["model_name_or_path"]) for member in members}
-        shapes = {name: json.loads((path / "config.json").read_text()) for name, path in paths.items()}
-        lines = [member_row(one, shapes[one["name"]], lengths, peak, gaps) for one in report["members"]]
-        self._show(f"{rows:,} long-tailed rows, one run, members one after the other:", plain_table(lines))
-
-    def sweep(self, model: Model) -> None:
-        """The budget of tokens that is chosen, against others."""
-        if self._place.settings(model):
-            raise Skip(f"{model.name} fits in 4 bits only")
-        path, rows = str(self._place.model(model)), self._rows(model.name)
-        self._write_table(rows)
-        budgets = _FEW_BUDGETS if model is GEMMA else _BUDGETS
-        member = {"model_name_or_path": path, "replicas": 1}
-        members = [{"name": "chosen", **member}]
-        for budget in budgets[:1] if self._place.is_rehearsal else budgets:
+    def against_a_loop(self, model: Model) -> None:
+        """The budget of tokens that is chosen, others, and a loop as people write it by hand, on the same rows."""
+        rows, length = self._write_table(model)
+        settings, path = self._place.settings(model), self._place.model(model)
+        member = {"model_name_or_path": str(path), "replicas": 1, **settings}
+        members = [{"name": _CHOSEN, **member}]
+        for budget in _BUDGETS[:1] if self._place.is_rehearsal else _BUDGETS:
             members.append({"name": f"of-{budget}", **member, "max_num_batched_tokens": budget})
-        name = f"sweep-{model.name}"
-        report = self._place.run(name, *members, table="rows", rows=rows, devices=self._devices)
-        speeds: list[Speed] = [speed_of(one) for one in report["members"]]
-        self._show(plain_table([{"rows": rows, **sweep_row(model.name, speeds)}]))
+        report = self._run(f"budgets-{model.name}", members, rows, length)
+        lines = self._rows_of(report, model)
+        shape = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        # As the makers of Gemma-2 tell people to.
+        attention = "eager" if shape.get("attn_logit_softcapping") else "sdpa"
+        job = {"model": str(path), "table": str(self._place.folder / "rows.csv"), "rows": rows}
+        job |= {"max_length": length, "tokens": _BY_HAND_TOKENS, "attention": attention}
+        job["quantization"] = settings.get("quantization_config")
+        try:
+            arguments = ["-m", "bench.gpu.by_hand", json.dumps(job)]
+            printed = self._place.call("the hand-made loop", arguments, ROOT, RUN_SECONDS, self._visible())
+            measured = json.loads(printed.splitlines()[-1])
+            per_token, peak = self._per_token[model.name], self._peak_flops
+            lines.append(by_hand_row(measured, attention, _BY_HAND_TOKENS, per_token, peak))
+        except (Failed, Skip) as error:  # it may well need more memory
+            self._show(f"No figure of a hand-made loop: {error}.")
+        names = [member["name"] for member in members]
+        lines = compared(lines, names)
+        self._best[model.name] = max(line["tokens/s"] for line in lines if line["member"] in names)
+        kind = "short" if model is SMALL else "long"
+        self._show(f"{model.name}, {rows:,} {kind} rows, members one after the other:", plain_table(lines))
+
+    def passes(self, model: Model) -> None:
+        """What each means of ours gives in forward passes: capped blocks, shortcuts, ready masks, fused norms."""
+        quantization = self._place.settings(model).get("quantization_config")
+        path = str(self._place.model(model))
+        arguments = ["-m", "bench.gpu.passes", path, json.dumps(quantization)]
+        printed = self._place.call(f"passes of {model.name}", arguments, ROOT, RUN_SECONDS, self._visible())
+        lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+        self._show(f"{model.name}, each row has what the row before it has:", plain_table(lines))
+
+    def eight_bits(self, method: str, model: Model) -> None:
+        """Products of 8 bits, which are never chosen by themselves, against half precision."""
+        rows, length = self._write_table(model)
+        member: dict[str, Any] = {"name": method, "model_name_or_path": str(self._place.model(model))}
+        member |= {"replicas": 1, "quantization_config": {"quant_method": method}}
+        self._place.write_config(method, [member], "rows", rows, self._devices, length)
+        try:
+            self._place.call(method, ["-m", "ensemble", "validate", f"{method}.yaml"], self._place.folder, 60)
+        except Failed as error:
+            raise Skip(f"not offered here ({error})") from error
+        (line,) = self._rows_of(self._run(method, [member], rows, length), model)
+        best = self._best.get(model.name)
+        line["of the best budget's"] = line["tokens/s"] / best if best else None
+        self._show(f"{model.name}, {rows:,} long rows:", plain_table([line]))
 
     def several_gpus(self, model: Model) -> None:
         """A member over two GPUs against one, and against a replica in 4 bits on each: what ``plan`` predicts."""
@@ -126,8 +150,8 @@ class Measuring:
             raise Skip("it takes two GPUs")
         if self._place.settings(model):
             raise Skip(f"{model.name} fits in 4 bits only, so that one GPU has nothing to compare with")
-        path, rows = str(self._place.model(model)), self._rows("members")
-        self._write_table(rows)
+        rows, length = self._write_table(model)
+        path = str(self._place.model(model))
         one = {"model_name_or_path": path, "replicas": 1}
         ways: list[tuple[int, dict[str, Any]]] = [
             (1, {"name": "one-GPU", **one, **({"num_gpus": 1} if gpus else {})}),
@@ -136,47 +160,78 @@ class Measuring:
         if has_bitsandbytes() and not self._place.is_rehearsal:
             ways.append((2, {"name": "4-bit-each", **one, "replicas": 2, "quantization_config": NF4}))
         members = [member for _, member in ways]
-        report = self._place.run("several-gpus", *members, table="rows", rows=rows, devices=gpus)
+        report = self._run("several-gpus", members, rows, length, gpus)
         alone = speed_of(report["members"][0])
         lines = [gpus_row(one, count, alone) for (count, _), one in zip(ways, report["members"], strict=True)]
-        self._show(f"{rows:,} long-tailed rows, {model.name}:", plain_table(lines))
+        self._show(f"{rows:,} long rows, {model.name}:", plain_table(lines))
 
     def _show(self, *parts: str) -> None:
         _show(*parts)
         self._place.results.add(printed="\n\n".join(parts))
 
-    def _rows(self, what: str) -> int:
-        if self._place.is_rehearsal:
-            return _REHEARSAL_ROWS
-        speed = min(1.0, float(self._peak["flops_per_second"]) / _FAST)
-        return max(_FEWEST_ROWS, round(_ROWS[what] * speed))
+    def _run(
+        self,
+        name: str,
+        members: Sequence[dict[str, Any]],
+        rows: int,
+        length: int,
+        devices: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
+        devices = self._devices if devices is None else devices
+        return self._place.run(name, *members, table="rows", rows=rows, devices=devices, max_length=length)
 
-    def _write_table(self, rows: int) -> None:
+    def _rows_of(self, report: dict[str, Any], model: Model) -> list[dict[str, Any]]:
+        """Return a row for each member of a run of one model."""
+        shape = json.loads((self._place.model(model) / "config.json").read_text(encoding="utf-8"))
+        parameters = report["members"][0]["workers"][0]["parameters"]
+        per_token = flops(shape, parameters, self._lengths) / sum(self._lengths)
+        self._per_token[model.name] = per_token
+        gaps = report.get("idle_gaps", ())
+        return [member_row(member, per_token, self._peak_flops, gaps) for member in report["members"]]
+
+    def _visible(self) -> dict[str, str] | None:
+        return {"CUDA_VISIBLE_DEVICES": self._devices[0]} if self._devices else None
+
+    def _write_table(self, model: Model) -> tuple[int, int]:
+        """Write rows for a model; return how many, and the tokens at which members cut them.
+
+        The small model's are short, so that the host is what limits it.
+        """
+        speed = min(1.0, self._peak_flops / _FAST)
+        rows = max(_FEWEST_ROWS, round(_ROWS[model.name] * speed))
+        shortest, longest = LONG
+        if self._place.is_rehearsal:
+            rows, (shortest, longest) = _REHEARSAL_ROWS, _REHEARSED
         words = counted(self._place.model(SMALL), made_up_words())
         tokens = dict(zip(words.words, words.tokens, strict=True))
-        texts = Writer(words, _SEED).single(rows)
+        writer, chooser = Writer(words, _SEED), random.Random(_SEED)
+        if model is SMALL:
+            length, texts = MAX_LENGTH, writer.single(rows)
+        else:
+            length = _LONG_LENGTH
+            texts = [writer.text(chooser.randint(shortest, longest)) for _ in range(rows)]
         # With <bos>, cut as the members cut them.
-        self._lengths = [min(MAX_LENGTH, 1 + sum(tokens[word] for word in text.split())) for text in texts]
+        self._lengths = [min(length, 1 + sum(tokens[word] for word in text.split())) for text in texts]
         write_table(self._place.folder / "rows.csv", ["text"], [[text] for text in texts])
+        return rows, length
 
 
-def steps(measuring: Measuring, is_rehearsal: bool) -> list[tuple[str, float, Callable[[], None]]]:
+def steps(measuring: Measuring) -> list[tuple[str, float, Callable[[], None]]]:
     """What is measured: its name, the seconds without which it is not begun, and how."""
-    found: list[tuple[str, float, Callable[[], None]]] = [
-        (PEAK, 20, measuring.peak),
-        ("members", 150, measuring.members),
-        (f"budgets of {SMALL.name}", 110, lambda: measuring.sweep(SMALL)),
-    ]
-    found.append((SEVERAL, 150, lambda: measuring.several_gpus(MIDDLE)))
-    if not is_rehearsal:
-        found.append((f"budgets of {MIDDLE.name}", 100, lambda: measuring.sweep(MIDDLE)))
-        found.append((f"budgets of {GEMMA.name}", 90, lambda: measuring.sweep(GEMMA)))
+    found: list[tuple[str, float, Callable[[], None]]] = [(PEAK, 20, measuring.peak)]
+    for model, seconds in ((GEMMA, 70), (ENCODER, 25), (LLAMA, 50)):
+        found.append((f"passes of {model.name}", seconds, partial(measuring.passes, model)))
+    for model, seconds in ((GEMMA, 120), (LLAMA, 90), (ENCODER, 70), (SMALL, 55)):
+        found.append((f"{model.name} against a loop", seconds, partial(measuring.against_a_loop, model)))
+    for method in ("dynamic_fp8", "dynamic_int8"):
+        found.append((f"{method} of {LLAMA.name}", 30, partial(measuring.eight_bits, method, LLAMA)))
+    found.append((SEVERAL, 150, partial(measuring.several_gpus, MIDDLE)))
     return found
 
 
 def step_names(is_rehearsal: bool) -> list[str]:
     nowhere = Place(Path(), (), is_rehearsal, 0)
-    return [name for name, _, _ in steps(Measuring(nowhere), is_rehearsal)]
+    return [name for name, _, _ in steps(Measuring(nowhere))]
 
 
 def names_to_run(only: str, is_rehearsal: bool) -> list[str]:
@@ -211,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = False
     try:
         _show(f"{time.strftime('%Y-%m-%d')}. {machine()}. {versions()}. `python -m bench.gpu`.")
-        planned = [step for step in steps(Measuring(place), options.rehearse) if step[0] in {PEAK, *names}]
+        planned = [step for step in steps(Measuring(place)) if step[0] in {PEAK, *names}]
         total = sum(needs for _, needs, _ in planned)
         say(f"{len(planned)} steps, up to {total:.0f} s on an H200; {place.seconds_left:.0f} s are given")
         for name, needs, step in planned:
@@ -224,24 +279,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _try(name: str, needs: float, step: Callable[[], None], place: Place) -> bool:
-    """Whether the step did not fail; what there is no time or no room for is skipped."""
-    if place.seconds_left < (0 if place.is_rehearsal else needs):
-        _show(
-            f"Skipped: {name}: {max(0, place.seconds_left):.0f} s are left, and it takes up to {needs:.0f}."
-        )
-        return True
+    """Carry out a step and return whether it did not fail; what there is no time or no room for is skipped."""
     began = time.monotonic()
-    say(f"{name}: up to {needs:.0f} s, {place.seconds_left:.0f} s left ...")
-    try:
-        step()
-    except Skip as reason:
-        _show(f"Skipped: {name}: {reason}.")
-    except Exception as error:  # whatever it is, the other steps are to run
-        kind = "" if isinstance(error, Failed) else f"{type(error).__name__}: "
-        _show(f"FAILED: {name}: {kind}{error}.")
-        return False
-    say(f"{name}: {time.monotonic() - began:.0f} s")
-    return True
+    problem, is_good = "", True
+    if place.seconds_left < (0 if place.is_rehearsal else needs):
+        left = max(0, place.seconds_left)
+        problem = f"Skipped: {name}: {left:.0f} s are left, and it takes up to {needs:.0f}."
+    else:
+        say(f"{name}: up to {needs:.0f} s, {place.seconds_left:.0f} s left ...")
+        try:
+            step()
+        except Skip as reason:
+            problem = f"Skipped: {name}: {reason}."
+        except Exception as error:  # whatever it is, the other steps are to run
+            kind = "" if isinstance(error, Failed) else f"{type(error).__name__}: "
+            problem, is_good = f"FAILED: {name}: {kind}{error}.", False
+    seconds = time.monotonic() - began
+    place.results.add(step=name, problem=problem, seconds=round(seconds, 1))
+    if problem:
+        _show(problem)
+    say(f"{name}: {seconds:.0f} s")
+    return is_good
 
 
 def _show(*parts: str) -> None:

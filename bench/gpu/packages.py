@@ -33,10 +33,15 @@ def why_not() -> str:
     missing = missing_packages()
     if not missing:
         return ""
+    if "torch" in missing:
+        return (
+            f"{sys.executable} has no torch; take the Python whose torch can use the GPU (PYTHON= with make)"
+        )
     also = "" if is_installed("bitsandbytes") else " (bitsandbytes is missing, too: no 4 and 8 bits)"
+    others = "".join(f" --also {name}" for name in missing if name != "pydantic")
     python = ".".join(map(str, sys.version_info[:2]))
+    command = f"python scripts/gpu_kit.py --python {python} --cuda VERSION{others} FOLDER"
     return (
-        f"{sys.executable} has no {', '.join(missing)}{also}; where there is a package index, "
-        f"`python scripts/gpu_kit.py --python {python} --cuda VERSION FOLDER` makes a folder of what is missing: "
-        "copy it here, and set PYTHONPATH=FOLDER"
+        f"{sys.executable} has no {', '.join(missing)}{also}; where there is a package index, `{command}` makes "
+        "a folder of what is missing: copy it here, and set PYTHONPATH=FOLDER"
     )

@@ -22,8 +22,15 @@ from typing import Any
 
 import yaml
 
-from bench.gpu.results import Results
-from bench.shapes import GEMMA_2_2B, GEMMA_2_9B, GEMMA_3_270M, LLAMA_3_8B, make_full_size
+from bench.gpu.results import LOG_BYTES, Results
+from bench.shapes import (
+    BGE_RERANKER_M3,
+    GEMMA_2_2B,
+    GEMMA_2_9B,
+    GEMMA_3_270M,
+    LLAMA_3_8B,
+    make_full_size,
+)
 from ensemble.common.gpus import Device
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,6 +97,7 @@ SMALL = Model("g270", GEMMA_3_270M, 0.5, 2, 2)
 MIDDLE = Model("gemma2b", GEMMA_2_2B, 4.9, 8, 5)
 GEMMA = Model("gemma9b", GEMMA_2_9B, 17.3, 20, 9)
 LLAMA = Model("llama8b", LLAMA_3_8B, 14, 17, 9)
+ENCODER = Model("encoder", BGE_RERANKER_M3, 1.1, 3, 3)
 # Gemma-2 with few layers, whose scores are far beyond its cap; and the same without one that matters.
 _SHARP = {"num_hidden_layers": 4, "query_pre_attn_scalar": 1, "attn_logit_softcapping": 0.5}
 CAPPED = Model("capped", GEMMA_2_2B, 2, 3, 3, _SHARP)
@@ -169,6 +177,8 @@ class Place:
         self.gpus = tuple(gpus)
         self.is_rehearsal = is_rehearsal
         self._seconds = seconds
+        # Members and lengths whose plan has been kept: it takes seconds, and says the same of a repeated run.
+        self._planned: list[tuple[Sequence[Mapping[str, Any]], int]] = []
         self._ends = time.monotonic() + seconds
 
     @property
@@ -275,11 +285,13 @@ class Place:
             Skip: the time for everything was over before its own.
         """
         self.write_config(name, members, table, rows, devices, max_length)
-        limit = self.seconds_left if self.is_rehearsal else RUN_SECONDS
+        # A slow GPU is given more time together, and more for each run.
+        limit = self.seconds_left if self.is_rehearsal else max(RUN_SECONDS, self._seconds / 3)
         texts: dict[str, str] = {}
         with self.results.keeping(self.folder / name, texts):
             try:
-                if self.results.folder is not None:
+                if self.results.folder is not None and (members, max_length) not in self._planned:
+                    self._planned.append((members, max_length))
                     plan = ["-m", "ensemble", "plan", f"{name}.yaml"]
                     texts["plan.txt"] = self.call(f"plan of {name}", plan, self.folder, limit, environment)
                 command = ["-m", "ensemble", "run", f"{name}.yaml"]
@@ -325,14 +337,24 @@ class Place:
                 text=True,
                 timeout=limit,
             )
-        except subprocess.TimeoutExpired:  # run() has killed it; its workers go with it
+        except subprocess.TimeoutExpired as error:  # run() has killed it; its workers go with it
+            self._keep_output(what, error.stdout, error.stderr)
             if self.seconds_left <= 0:
                 raise Skip(f"{what}: {self.too_late()} after {limit:.0f} s of it") from None
             raise Failed(f"{what} took more than {limit:.0f} s") from None
         if done.returncode:
+            self._keep_output(what, done.stdout, done.stderr)
             said = " ".join((done.stderr.strip() or done.stdout.strip()).split())
             raise Failed(f"{what} ended with exit code {done.returncode}: ... {said[-400:]}")
         return done.stdout
+
+    def _keep_output(self, what: str, *streams: str | bytes | None) -> None:
+        """Keep the ends of what a call printed that did not succeed; streams that were cut off are bytes."""
+        texts = [
+            stream.decode(errors="replace") if isinstance(stream, bytes) else stream or ""
+            for stream in streams
+        ]
+        self.results.add(failed=what, printed=[text[-LOG_BYTES:] for text in texts])
 
 
 def check_devices(report: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench.gpu import measuring as command
-from bench.gpu.figures import flops, gpus_row, member_row, speed_of, sweep_row
+from bench.gpu.figures import by_hand_row, compared, flops, gpus_row, member_row, speed_of
 from bench.gpu.place import Place, why_no_gpu
 from tests.checkpoints import make_checkpoint
 
@@ -40,28 +40,38 @@ def test_operations_are_those_that_torch_counts(tmp_path: Path) -> None:
     counted = counter.get_total_flops()
     assert flops(shape, parameters, [length]) + behind == pytest.approx(counted, rel=0.02)
     assert flops(shape, parameters, [length, 1]) < flops(shape, parameters, [length + 1])
+    encoder = {**shape, "model_type": "xlm-roberta", "max_position_embeddings": 10}
+    with_table = parameters + 10 * shape["hidden_size"]
+    assert flops(encoder, with_table, [length]) == flops(shape, parameters, [length]) + behind
 
 
 def test_a_member_is_held_to_the_peak() -> None:
     gaps = [{"device": "GPU-0", "after": "x", "before": "m", "seconds": 0.7},
             {"device": "GPU-0", "after": "m", "before": "y", "seconds": 9.0}]  # fmt: skip
-    row = member_row(member(), SHAPE, [100] * 10, peak=1e7, gaps=gaps)
-    per_token = 2 * (2000 - 1000) + 2 * 3 * 10 * 100
+    per_token = flops(SHAPE, 2000, [100] * 10) / 1000
+    assert per_token == 2 * (2000 - 1000) + 2 * 3 * 10 * 100
+    row = member_row(member(), per_token, peak=1e7, gaps=gaps)
     assert row["tokens/s"] == 500
     assert row["share of peak"] == pytest.approx(500 * per_token / 1e7)
     assert row["share of peak in them"] == pytest.approx(1000 * per_token / 1e7)
     assert row["device idle before it, s"] == 0.7
-    assert member_row(member(forward_seconds=0.0), SHAPE, [100], 1e7, [])["share of peak in them"] is None
-
-
-def test_the_chosen_budget_is_held_to_the_best() -> None:
-    speeds = [speed_of(member(2.0, budget=16_384)), speed_of(member(1.6, budget=8192)), speed_of(member(3))]
-    row = sweep_row("m", speeds)
-    assert (row["budget chosen"], row["best budget of the sweep"]) == (16_384, 8192)
-    assert row["chosen / best"] == pytest.approx(0.8)
-    assert sweep_row("m", speeds[::2])["chosen / best"] == 1
+    assert member_row(member(forward_seconds=0.0), per_token, 1e7, [])["share of peak in them"] is None
     with pytest.raises(ValueError, match="m computed nothing"):
         speed_of(member(tokens=0))
+
+
+def test_speeds_are_held_to_the_best_budget_and_to_the_loop() -> None:
+    rows = [
+        {**member_row(member(seconds), 1.0, 1e7, []), "member": name}
+        for name, seconds in (("chosen", 2.0), ("of-8192", 1.6), ("eight-bits", 1.0))
+    ]
+    loop = {"tokens": 1000, "seconds": 4.0, "dtype": "bfloat16", "load_seconds": 1.0}
+    rows.append(by_hand_row(loop, "sdpa", 16_384, 1.0, 1e7))
+    shares = [
+        (row["of the best budget's"], row["of the loop's"]) for row in compared(rows, ["chosen", "of-8192"])
+    ]
+    assert shares == [(0.8, 2.0), (1.0, 2.5), (1.6, 4.0), (0.4, 1.0)]
+    assert compared(rows[:1], ["chosen"])[0]["of the loop's"] is None
 
 
 def test_workers_on_several_gpus_are_counted_together() -> None:
@@ -94,13 +104,18 @@ def test_it_refuses_kindly_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_rehearsal_goes_through_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--rehearse"]) == 0
     said = capsys.readouterr().out
     assert "FAILED" not in said
-    assert "Skipped" not in said.replace("Skipped: 4 bits", "")
+    assert "No figure" not in said
     assert "| -" not in said, "a share below nothing"
-    assert "| g270, 0.00e9 parameters |" in said
-    assert "| gemma2b, 0.00e9 parameters |" in said
-    assert "| 24 | g270 | 2,048 |" in said
+    for model in ("gemma9b", "llama8b", "encoder", "g270"):
+        assert f"{model}, 24 " in said
+    assert said.count("| hand-made loop | float32 |") == 4
+    assert "| capped_blocks attention |" in said
+    assert "fused norms |" in said
     assert "| over-two | 2 | 1 |" in said
+    skipped = [line for line in said.splitlines() if line.startswith("Skipped")]
+    assert all("not offered here" in line for line in skipped), skipped

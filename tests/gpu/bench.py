@@ -79,10 +79,15 @@ class Bench(Place):
         )
 
     def kill_after_a_chunk(
-        self, name: str, member: Mapping[str, Any], table: str = "tailed", max_length: int = MAX_LENGTH
-    ) -> bool:
-        """Kill a run once a chunk of it is on the disk; False where it was over before."""
-        self.write_config(name, [member], table, TAILED_ROWS, None, max_length)
+        self,
+        name: str,
+        member: Mapping[str, Any],
+        table: str = "tailed",
+        devices: Sequence[str] | None = None,
+        max_length: int = MAX_LENGTH,
+    ) -> None:
+        """Kill a run once a chunk of it is on the disk."""
+        self.write_config(name, [member], table, TAILED_ROWS, devices, max_length)
         process = subprocess.Popen(
             [sys.executable, "-m", "ensemble", "run", f"{name}.yaml"],
             cwd=self.folder,
@@ -93,21 +98,24 @@ class Bench(Place):
         work = self.folder / name / "work"
         while process.poll() is None and self.seconds_left > 0 and not any(work.glob("*/[0-9]*.csv")):
             time.sleep(0.01)
-        is_killed = process.poll() is None
         process.kill()
         process.wait()
-        return is_killed
 
     @contextmanager
     def memory_taken(self, size: int) -> Iterator[None]:
-        """While entered, another process holds so many bytes of the first GPU; of none where there is none."""
+        """While entered, another process holds so many bytes of the roomiest GPU; of none where there is none."""
         code = (
             "import sys, torch\n"
             "if torch.cuda.is_available(): held = torch.zeros(int(sys.argv[1]), dtype=torch.uint8, device='cuda')\n"
             "print('held', flush=True)\nsys.stdin.read()"
         )
-        command = [sys.executable, "-c", code, str(size)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        variables = dict(os.environ)
+        if self.roomiest is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = self.roomiest.uuid
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            [sys.executable, "-c", code, str(size)], env=variables, stdin=pipe, stdout=pipe, text=True
+        ) as process:
             assert process.stdout is not None
             process.stdout.readline()
             try:

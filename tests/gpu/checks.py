@@ -30,6 +30,7 @@ from bench.gpu.place import (
     SMALL,
     UNCAPPED,
     Failed,
+    Model,
     Skip,
     add_options,
     chosen,
@@ -40,7 +41,9 @@ from bench.gpu.place import (
 from bench.gpu.results import Results
 from bench.rounds import say
 from ensemble.common.gpus import inventory, telemetry, used_memory
-from tests.gpu.bench import DEADLINE_SECONDS, EVEN_ROWS, Bench
+from ensemble.members.batch_size import GPU_TOKEN_BUDGET
+from ensemble.members.footprint import RESERVE_SHARE
+from tests.gpu.bench import DEADLINE_SECONDS, EVEN_ROWS, TAILED_ROWS, Bench
 from tests.gpu.verdicts import (
     Apart,
     Row,
@@ -58,6 +61,8 @@ _HALF_PRECISION = {"float16": 0.005, "bfloat16": 0.02}
 # Of 1,500 tokens on average: a few batches of 16,384 tokens.
 _LARGE_ROWS = 100
 _MAX_LENGTH = 2048
+# A small model in float32 with eager attention: weights, two processes' CUDA contexts, and half of a batch.
+_FEW_ROWS_BYTES = int(3.4 * GIB)
 # What a check is thought to take that does not say.
 USUAL_SECONDS = 20
 
@@ -94,12 +99,12 @@ def environment(bench: Bench) -> Iterator[Row]:
         except (OSError, subprocess.TimeoutExpired) as error:
             texts[name] = str(error)
     with bench.results.keeping(bench.folder / "environment", texts):
-        pass
-    said = bench.call("doctor", ["-m", "ensemble", "doctor"], bench.folder, 60)
+        said = bench.call("doctor", ["-m", "ensemble", "doctor"], bench.folder, 60)
+        texts["doctor.txt"] = said
     yield " ".join(said.split())[-300:], "ok"
 
 
-@takes(25)
+@takes(20)
 def small(bench: Bench) -> Iterator[Row]:
     """The smallest run there is, through the command that users run."""
     member = {"name": "m", "model_name_or_path": str(bench.model(SMALL)), "replicas": 1}
@@ -107,41 +112,63 @@ def small(bench: Bench) -> Iterator[Row]:
     yield load_and_speed(report["members"][0]), "ok"
 
 
-@takes(60)
+@takes(90)
 def same_bytes(bench: Bench) -> Iterator[Row]:
     """The same command twice, and a run that was killed and resumed, write the same bytes."""
+    rows = _long_table(bench)
     ways: dict[str, dict[str, Any]] = {"half": {}}
     if has_bitsandbytes():
         ways["nf4"] = {"quantization_config": NF4}
     for way, settings in ways.items():
         member = {"name": "m", "model_name_or_path": str(bench.model(SMALL)), "replicas": 1, **settings}
-        bench.measure(f"{way}-once", member)
+        bench.measure(f"{way}-once", member, **rows)
         expected = bench.prediction_bytes(f"{way}-once", "m")
-        bench.measure(f"{way}-twice", member)
+        bench.measure(f"{way}-twice", member, **rows)
         is_same = bench.prediction_bytes(f"{way}-twice", "m") == expected
         yield f"{way}, run twice: {'the same' if is_same else 'other'} bytes", "ok" if is_same else "FAILED"
-        if not bench.kill_after_a_chunk(f"{way}-killed", member):
-            yield f"{way}, killed: the run was over before", "skipped"
-            continue
-        report = bench.measure(f"{way}-killed", member)
+        bench.kill_after_a_chunk(f"{way}-killed", member, **rows)
+        report = bench.measure(f"{way}-killed", member, **rows)
         is_same = bench.prediction_bytes(f"{way}-killed", "m") == expected
         kept = report["members"][0]["reused_rows"]
+        if kept == TAILED_ROWS:
+            yield f"{way}, killed: all rows were done before", "skipped"
+            continue
         verdict = "ok" if is_same and kept else "FAILED"
         yield f"{way}, killed after {kept} rows: {'the same' if is_same else 'other'} bytes", verdict
 
 
-@takes(25)
+@takes(45)
 def kept_room(bench: Bench) -> Iterator[Row]:
-    """A resumed run takes the same batches although another process now holds some of the GPU's memory."""
+    """A resumed run takes the same batches although another process now holds more of the GPU's memory.
+
+    It holds so much that few rows fit: where a whole batch fits, a little more or less memory changes nothing.
+    """
     member = {"name": "m", "model_name_or_path": str(bench.model(SMALL)), "replicas": 1}
-    bench.measure("alone", member, table="long", max_length=_MAX_LENGTH)
-    if not bench.kill_after_a_chunk("beside", member, table="long", max_length=_MAX_LENGTH):
-        yield "the run was over before it was killed", "skipped"
-        return
-    with bench.memory_taken(300 << 20):
-        bench.measure("beside", member, table="long", max_length=_MAX_LENGTH)
+    # Rows of 2,048 tokens take most memory so.
+    member |= {"dtype": "float32", "attn_implementation": "eager"}
+    rows = _long_table(bench)
+    taken = 0
+    if bench.roomiest is not None:
+        total = bench.roomiest.total_bytes
+        taken = max(0, total - bench.roomiest.used_bytes - int(RESERVE_SHARE * total) - _FEW_ROWS_BYTES)
+        rows["devices"] = [bench.roomiest.uuid]
+    with bench.memory_taken(taken):
+        report = bench.measure("alone", member, **rows)
+        bench.kill_after_a_chunk("beside", member, **rows)
+    with bench.memory_taken(taken + (300 << 20)):
+        kept = bench.measure("beside", member, **rows)["members"][0]["reused_rows"]
     is_same = bench.prediction_bytes("beside", "m") == bench.prediction_bytes("alone", "m")
-    yield f"{'the same' if is_same else 'other'} bytes", "ok" if is_same else "FAILED"
+    batch = max(worker["token_budget"] for worker in report["members"][0]["workers"])
+    text = f"{'the same' if is_same else 'other'} bytes after {kept} rows, in batches of {batch:,} tokens"
+    if kept == TAILED_ROWS or (batch >= GPU_TOKEN_BUDGET and not bench.is_rehearsal):
+        yield f"{text}: all rows were done before, or memory was no limit", "skipped"
+        return
+    yield text, "ok" if is_same and kept else "FAILED"
+
+
+def _long_table(bench: Bench) -> dict[str, Any]:
+    """Return rows as people have them, long enough for a run on a GPU to be killed before its end."""
+    return {} if bench.is_rehearsal else {"table": "long", "max_length": _MAX_LENGTH}
 
 
 @takes(30)
@@ -214,7 +241,7 @@ def forecast(bench: Bench) -> Iterator[Row]:
     yield from against_plan(bench.measure("plan", member, table="even", rows=EVEN_ROWS), bench.is_rehearsal)
 
 
-@takes(150)
+@takes(140)
 def large(bench: Bench) -> Iterator[Row]:
     """The reason for all of it: Gemma-2-9B, then Llama-3-8B, on long rows; in 4 bits where the GPU is too small."""
     members = []
@@ -229,32 +256,29 @@ def large(bench: Bench) -> Iterator[Row]:
     yield from _long_rows(bench, "large", members)
 
 
-@takes(90)
-def large_quantized(bench: Bench) -> Iterator[Row]:
-    """The same in 4 and in 8 bits, these also without the outliers for which each layer waits."""
-    if not has_bitsandbytes():
-        raise Skip("bitsandbytes is not installed")
-    eight = {"load_in_8bit": True}
-    ways = {"nf4": NF4, "int8": eight, "int8-threshold-0": {**eight, "llm_int8_threshold": 0.0}}
-    members = []
-    for model in (GEMMA, LLAMA):
-        path = str(bench.model(model))
-        for way, settings in ways.items():
-            name = f"{model.name}-{way}"
-            member = {
-                "name": name,
-                "model_name_or_path": path,
-                "replicas": 1,
-                "quantization_config": settings,
-            }
-            members.append(member)
-    yield from _long_rows(bench, "large-quantized", members)
+def quantized(model: Model) -> Check:
+    """Return the check of a large model in 4 and in 8 bits, also without the outliers for which int8's layers wait."""
+
+    @takes(75)
+    def check(bench: Bench) -> Iterator[Row]:
+        if not has_bitsandbytes():
+            raise Skip("bitsandbytes is not installed")
+        eight = {"load_in_8bit": True}
+        ways = {"nf4": NF4, "int8": eight, "int8-threshold-0": {**eight, "llm_int8_threshold": 0.0}}
+        common = {"model_name_or_path": str(bench.model(model)), "replicas": 1}
+        members = [
+            {"name": f"{model.name}-{way}", **common, "quantization_config": settings}
+            for way, settings in ways.items()
+        ]
+        yield from _long_rows(bench, f"quantized-{model.name}", members)
+
+    return check
 
 
 def _long_rows(bench: Bench, run: str, members: Sequence[dict[str, Any]]) -> Iterator[Row]:
     if not members:
         return
-    report = bench.measure(run, *members, table="long", rows=_LARGE_ROWS, max_length=_MAX_LENGTH)
+    report = bench.measure(run, *members, rows=_LARGE_ROWS, **_long_table(bench))
     for member in report["members"]:
         text = f"{member['name']}: {load_and_speed(member)}"
         yield text, "ok" if member["status"] == "complete" else "FAILED"
@@ -280,13 +304,13 @@ def pair_copies(bench: Bench) -> Iterator[Row]:
     yield from _forward(bench, "copies")
 
 
-@takes(30)
+@takes(25)
 def kernels(bench: Bench) -> Iterator[Row]:
     """Fused attention serves every type, also by a T4's rules, and plans nothing anew for a new shape."""
     yield from _forward(bench, "attention")
 
 
-@takes(20)
+@takes(15)
 def overflow(bench: Bench) -> Iterator[Row]:
     """Rows that overflow float16 get float32's numbers, and the next chunk starts there."""
     yield from _forward(bench, "overflow")
@@ -296,6 +320,8 @@ def _forward(bench: Bench, part: str, model: Path | None = None) -> Iterator[Row
     folder = str(model or bench.folder / part)
     printed = bench.call(part, ["-m", "tests.gpu.forward", part, folder], ROOT, RUN_SECONDS)
     for line in printed.splitlines():
+        if not line.startswith("["):  # of a library
+            continue
         text, verdict = json.loads(line)
         yield text, verdict
 
@@ -313,7 +339,7 @@ def spread(bench: Bench) -> Iterator[Row]:
     yield str(apart), apart.verdict(largest=1e-4)
 
 
-@takes(5)
+@takes(3)
 def driver(bench: Bench) -> Iterator[Row]:
     """What NVML tells of each GPU in one session, and whether it agrees with itself."""
     if not (found := inventory().gpus):
@@ -373,8 +399,9 @@ CHECKS: dict[str, Check] = {
     "same bytes": same_bytes,
     "kept room": kept_room,
     "two 9B-class members": large,
-    "4 and 8 bits of them": large_quantized,
     "profile by kernel": profile,
+    "4 and 8 bits, gemma9b": quantized(GEMMA),
+    "4 and 8 bits, llama8b": quantized(LLAMA),
     "copies between GPUs": pair_copies,
     "types, attention, quantization": precision,
     "release between members": release,

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
+from bench.gpu.passes import ROWS, attention_of, load, made_up_rows
 from bench.shapes import LLAMA_3_8B, make_full_size
-from ensemble.members.huggingface.loading.capped_attention import register_capped_blocks
 from ensemble.members.huggingface.loading.float32_retry import in_float32
 from ensemble.members.huggingface.loading.fused_norms import fuse_norms
 from ensemble.members.huggingface.loading.kernels import (
@@ -31,9 +31,7 @@ from ensemble.members.huggingface.loading.kernels import (
 )
 from ensemble.members.huggingface.loading.pair_copies import wrong_pairs
 from ensemble.members.huggingface.scoring.classifier import Classifier
-from ensemble.members.huggingface.scoring.encode import Encoded
 from ensemble.members.huggingface.scoring.forward import BatchSizes, Computed, Shortcut, compute
-from ensemble.members.huggingface.spec import choose_attention, is_soft_capped
 from tests.gpu.verdicts import Row
 
 _T4 = (7, 5)
@@ -60,7 +58,7 @@ _KERNELS = 12
 def _attention(folder: Path, device: torch.device) -> Iterator[Row]:
     """Without plain products every pass is served, also by a T4's rules, and a new shape takes no planning."""
     own = capability(device.type == "cuda") or AMPERE
-    even, uneven = _rows([300] * 8), _rows([300, 211, 97, 5])
+    even, uneven = made_up_rows([300] * 8), made_up_rows([300, 211, 97, 5])
     cases = [(_T4, torch.float16), (own, torch.float32), (own, torch.float16)]
     if own >= AMPERE:
         cases.append((own, torch.bfloat16))
@@ -90,7 +88,7 @@ def _attention(folder: Path, device: torch.device) -> Iterator[Row]:
 
 def _new_shapes(classifier: Classifier) -> Row:
     seconds = []
-    shapes = [_rows([width] * (2 + width % 5)) for width in range(200, 200 + 7 * _SHAPES, 7)]
+    shapes = [made_up_rows([width] * (2 + width % 5)) for width in range(200, 200 + 7 * _SHAPES, 7)]
     for _ in range(3):  # the first round also loads kernels, each of them once
         began = time.perf_counter()
         for encoded in shapes:
@@ -112,7 +110,7 @@ def _overflow(folder: Path, device: torch.device) -> Iterator[Row]:
         elif "down_proj" in name:
             parameter.div_(_FACTOR**2)
     choose_kernels(capability(device.type == "cuda"))
-    encoded = _rows([100] * 20 + [60] * 20)
+    encoded = made_up_rows([100] * 20 + [60] * 20)
     classifier, sizes = Classifier(model, 0), BatchSizes(2048, None)
 
     def computed(starts_in_float32: bool = False) -> Computed:
@@ -135,39 +133,35 @@ def _overflow(folder: Path, device: torch.device) -> Iterator[Row]:
 
 def _profile(folder: Path, device: torch.device) -> Iterator[Row]:
     """A batch of long rows through a model as workers load it: tokens/s, and the kernels with most time."""
-    config = AutoConfig.from_pretrained(folder)
-    register_capped_blocks()
-    attention = choose_attention(is_soft_capped(config.to_dict()), supports_sdpa=True, flash_suits=False)
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": attention}
-    model = AutoModelForSequenceClassification.from_pretrained(folder, **options, device_map={"": device})
-    model.config.use_cache = False
-    model.eval().requires_grad_(requires_grad=False)
+    attention = attention_of(folder)
+    model = load(folder, attention, device, None)
     if device.type == "cuda":
         fuse_norms(model)
-    choose_kernels(capability(device.type == "cuda"))
     classifier = Classifier(model, 0)
     classifier.taken |= classifier.possible & {Shortcut.LAST_TOKEN, Shortcut.NO_MASK}
     width = 2000 if device.type == "cuda" else 100
-    encoded = _rows([width] * 8)
-    rows = np.arange(8)
+    encoded = made_up_rows([width] * ROWS)
+    rows = np.arange(ROWS)
     classifier.logits(encoded, rows).cpu()
     began = time.perf_counter()
     classifier.logits(encoded, rows).cpu()
-    speed = 8 * width / (time.perf_counter() - began)
-    yield f"{attention}, batches of {8 * width:,} tokens: {speed:,.0f} tokens/s", "ok"
+    speed = ROWS * width / (time.perf_counter() - began)
+    yield f"{attention}, batches of {ROWS * width:,} tokens: {speed:,.0f} tokens/s", "ok"
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profiler:
         classifier.logits(encoded, rows).cpu()
-    events = [(event.key, _own_time(event, device)) for event in profiler.key_averages()]
-    total = sum(spent for _, spent in events)
-    for kernel, spent in sorted(events, key=lambda event: -event[1])[:_KERNELS]:
-        yield f"{spent / total:.1%} {kernel[:90]}", "ok"
-
-
-def _own_time(event: Any, device: torch.device) -> float:
-    return float(event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total)
+    spent: dict[str, float] = {}
+    for event in profiler.key_averages():
+        # A kernel's time is counted for the operation that has launched it, too.
+        if device.type == "cuda" and event.device_type.name == "CUDA":
+            spent[event.key] = event.self_device_time_total
+        elif device.type == "cpu":
+            spent[event.key] = event.self_cpu_time_total
+    total = sum(spent.values())
+    for name in sorted(spent, key=lambda name: -spent[name])[:_KERNELS]:
+        yield f"{spent[name] / total:.1%} {name[:90]}", "ok"
 
 
 def _copies(_: Path, device: torch.device) -> Iterator[Row]:
@@ -182,12 +176,6 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     model = AutoModelForSequenceClassification.from_pretrained(folder, **options)
     model.config.use_cache = False
     return model.to(device).eval().requires_grad_(requires_grad=False)
-
-
-def _rows(lengths: list[int]) -> Encoded:
-    chooser = np.random.default_rng(0)
-    ids = [chooser.integers(3, _SHAPE["vocab_size"], length) for length in lengths]
-    return Encoded({"input_ids": ids}, np.array(lengths), 0)
 
 
 def main() -> None:

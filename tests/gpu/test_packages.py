@@ -47,6 +47,16 @@ def test_missing_packages_are_named_in_a_sentence(module: str, bare: Path) -> No
     assert f"scripts/gpu_kit.py --python {PYTHON} --cuda VERSION FOLDER" in line
 
 
+def test_other_missing_packages_go_into_the_kit_and_torch_does_not(tmp_path: Path) -> None:
+    bare = make_image(tmp_path / "a", without=["pydantic", "typer", "jinja2"])
+    assert "--cuda VERSION --also typer --also jinja2 FOLDER" in run(bare, "-m", "tests.gpu").stdout
+    bare = make_image(tmp_path / "b", without=["torch", "pydantic"])
+    assert (
+        f"{bare} has no torch; take the Python whose torch can use the GPU"
+        in run(bare, "-m", "bench.gpu").stdout
+    )
+
+
 @pytest.mark.long  # needs a package index, and takes 45 MB from it
 def test_the_kit_brings_what_is_missing(bare: Path, tmp_path: Path) -> None:
     kit = tmp_path / "it's a kit"
@@ -55,6 +65,7 @@ def test_the_kit_brings_what_is_missing(bare: Path, tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in kit.rglob("*") if path.is_file()) < 20e6
     libraries = sorted(path.name for path in (kit / "bitsandbytes").glob("*.so"))
     assert libraries == ["libbitsandbytes_cpu.so", "libbitsandbytes_cuda130.so"]
+    assert (kit / "typing_extensions.py").is_file(), "torch's may be too old for pydantic"
     done = run(bare, "-m", "tests.gpu", "--rehearse", "--only", "plan against", folder=kit)
     assert done.returncode == 0, done.stdout
     assert "| plan against the peak |" in done.stdout
@@ -98,11 +109,18 @@ def test_a_version_that_no_package_is_for_is_named(options: list[str], sentence:
     assert not (tmp_path / "kit").exists()
 
 
-def test_without_an_index_pip_says_so(tmp_path: Path) -> None:
-    variables = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PIP_NO_INDEX": "1"},
+        {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_FIND_LINKS": "", "PIP_RETRIES": "0"},
+    ],
+    ids=["no-index", "closed-port"],
+)
+def test_without_an_index_pip_says_so(variables: dict[str, str], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, KIT, "--python", PYTHON, "--cuda", "13.0", str(tmp_path / "kit")],
-        env={**os.environ, **variables},
+        env={**os.environ, **variables, "PIP_CONFIG_FILE": os.devnull},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -110,4 +128,5 @@ def test_without_an_index_pip_says_so(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stdout.startswith("error: pip download ")
+    assert "bitsandbytes failed; does it reach a package index? It says:\nERROR: " in done.stdout
     assert not (tmp_path / "kit").exists()

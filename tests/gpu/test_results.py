@@ -84,6 +84,22 @@ def test_a_failed_run_leaves_its_traceback(tmp_path: Path) -> None:
     assert "exit code" in kept["error.txt"]
 
 
+def test_a_failed_call_leaves_what_it_printed(tmp_path: Path) -> None:
+    place = Place(tmp_path, (), True, 300, results=Results(tmp_path / "results"))
+    code = (
+        "import sys, time; print('first row', flush=True); time.sleep(float(sys.argv[1]))\n"
+        "raise KeyError('planted')"
+    )
+    with pytest.raises(Failed, match="exit code 1"):
+        place.call("kernels", ["-c", code, "0"], tmp_path, 60)
+    with pytest.raises(Failed, match="took more than 5 s"):
+        place.call("sleep", ["-c", code, "600"], tmp_path, 5)
+    lines = [json.loads(line) for line in (tmp_path / "results" / "results.jsonl").read_text().splitlines()]
+    assert [line["failed"] for line in lines] == ["kernels", "sleep"]
+    assert [line["printed"][0] for line in lines] == ["first row\n"] * 2
+    assert "KeyError: 'planted'" in lines[0]["printed"][1]
+
+
 def test_of_a_long_log_the_end_is_kept(tmp_path: Path) -> None:
     (tmp_path / "run" / "logs").mkdir(parents=True)
     (tmp_path / "run" / "logs" / "m-0.log").write_text("x" * LOG_BYTES + "end", encoding="utf-8")
