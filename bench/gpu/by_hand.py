@@ -25,7 +25,7 @@ def main() -> None:
     Its keys: model, table, rows, max_length, tokens (a batch, with padding), attention and quantization.
     """
     job = json.loads(sys.argv[1])
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     dtype = half_precision(device.type == "cuda")
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": job["attention"]}
     if job["quantization"]:

@@ -84,10 +84,12 @@ class Measuring:
 
     def peak(self) -> None:
         """The device's largest matrix products."""
-        said = json.loads(self._place.call("the peak", ["-m", "bench.gpu.peak"], ROOT, 60, self._visible()))
-        self._peak_flops = float(said["flops_per_second"])
+        printed = json.loads(
+            self._place.call("the peak", ["-m", "bench.gpu.peak"], ROOT, 60, self._visible())
+        )
+        self._peak_flops = float(printed["flops_per_second"])
         reached = f"{self._peak_flops / 1e12:.4g}e12 operations a second"
-        self._show(f"{said['device']}: {reached} in products of {said['dtype']} matrices.")
+        self._show(f"{printed['device']}: {reached} in products of {printed['dtype']} matrices.")
 
     def against_a_loop(self, model: Model) -> None:
         """The budget of tokens that is chosen, others, and a loop as people write it by hand, on the same rows."""
@@ -152,17 +154,18 @@ class Measuring:
             raise Skip(f"{model.name} fits in 4 bits only, so that one GPU has nothing to compare with")
         rows, length = self._write_table(model)
         path = str(self._place.model(model))
-        one = {"model_name_or_path": path, "replicas": 1}
+        common = {"model_name_or_path": path, "replicas": 1}
         ways: list[tuple[int, dict[str, Any]]] = [
-            (1, {"name": "one-GPU", **one, **({"num_gpus": 1} if gpus else {})}),
-            (2, {"name": "over-two", **one, **({"num_gpus": 2} if gpus else {})}),
+            (1, {"name": "one-GPU", **common, **({"num_gpus": 1} if gpus else {})}),
+            (2, {"name": "over-two", **common, **({"num_gpus": 2} if gpus else {})}),
         ]
         if has_bitsandbytes() and not self._place.is_rehearsal:
-            ways.append((2, {"name": "4-bit-each", **one, "replicas": 2, "quantization_config": NF4}))
+            ways.append((2, {"name": "4-bit-each", **common, "replicas": 2, "quantization_config": NF4}))
         members = [member for _, member in ways]
         report = self._run("several-gpus", members, rows, length, gpus)
         alone = speed_of(report["members"][0])
-        lines = [gpus_row(one, count, alone) for (count, _), one in zip(ways, report["members"], strict=True)]
+        counted_members = zip(ways, report["members"], strict=True)
+        lines = [gpus_row(member, count, alone) for (count, _), member in counted_members]
         self._show(f"{rows:,} long rows, {model.name}:", plain_table(lines))
 
     def _show(self, *parts: str) -> None:
@@ -218,15 +221,15 @@ class Measuring:
 
 def steps(measuring: Measuring) -> list[tuple[str, float, Callable[[], None]]]:
     """What is measured: its name, the seconds without which it is not begun, and how."""
-    found: list[tuple[str, float, Callable[[], None]]] = [(PEAK, 20, measuring.peak)]
+    parts: list[tuple[str, float, Callable[[], None]]] = [(PEAK, 20, measuring.peak)]
     for model, seconds in ((GEMMA, 70), (ENCODER, 25), (LLAMA, 50)):
-        found.append((f"passes of {model.name}", seconds, partial(measuring.passes, model)))
+        parts.append((f"passes of {model.name}", seconds, partial(measuring.passes, model)))
     for model, seconds in ((GEMMA, 120), (LLAMA, 90), (ENCODER, 70), (SMALL, 55)):
-        found.append((f"{model.name} against a loop", seconds, partial(measuring.against_a_loop, model)))
+        parts.append((f"{model.name} against a loop", seconds, partial(measuring.against_a_loop, model)))
     for method in ("dynamic_fp8", "dynamic_int8"):
-        found.append((f"{method} of {LLAMA.name}", 30, partial(measuring.eight_bits, method, LLAMA)))
-    found.append((SEVERAL, 150, partial(measuring.several_gpus, MIDDLE)))
-    return found
+        parts.append((f"{method} of {LLAMA.name}", 30, partial(measuring.eight_bits, method, LLAMA)))
+    parts.append((SEVERAL, 150, partial(measuring.several_gpus, MIDDLE)))
+    return parts
 
 
 def step_names(is_rehearsal: bool) -> list[str]:
@@ -256,13 +259,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.rehearse and (reason := why_no_gpu()):
         _show(f"Nothing was measured: {reason}. With --rehearse this program tries itself out on any device.")
         return 1
-    found = inventory()
-    if not options.rehearse and not found.gpus:
-        _show(f"Nothing was measured: torch can use a GPU, but {found.mask_problem or found.note}.")
+    driver = inventory()
+    if not options.rehearse and not driver.gpus:
+        _show(f"Nothing was measured: torch can use a GPU, but {driver.mask_problem or driver.note}.")
         return 1
     folder, results = new_folder(), Results(options.results)
     seconds = options.seconds or (3600.0 if options.rehearse else DEADLINE_SECONDS)
-    place = Place(folder, found.gpus, options.rehearse, seconds, options.models, results)
+    place = Place(folder, driver.gpus, options.rehearse, seconds, options.models, results)
     failed = False
     try:
         _show(f"{time.strftime('%Y-%m-%d')}. {machine()}. {versions()}. `python -m bench.gpu`.")

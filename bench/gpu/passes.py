@@ -110,7 +110,7 @@ def ways(
 
 
 def main() -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     for row in ways(Path(sys.argv[1]), device, json.loads(sys.argv[2])):
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()

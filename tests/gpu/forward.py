@@ -183,7 +183,7 @@ def main() -> None:
     parts = {"attention": _attention, "overflow": _overflow, "profile": _profile, "copies": _copies}
     if part in ("attention", "overflow"):
         make_full_size(folder, _SHAPE, ["a", "b", "tie"], dtype="float32", weights="random")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     for row in parts[part](folder, device):
         print(json.dumps(row), flush=True)
 
