@@ -108,7 +108,27 @@ def test_a_replica_on_each_gpu(project: Project, two_gpus: NvmlSim) -> None:
     assert first == [A, B]
     assert sorted(second) == [A, B], "in whatever order the first member's replicas ended"
     assert [gpu["uuid"] for gpu in report["devices"]] == [A, B]
-    assert "the driver shows a GPU, but this torch" in printed, "a torch without CUDA is said, not hidden"
+    assert "ENSEMBLE_SIMULATED_GPUS: the GPUs are simulated, running on the CPU" in printed
+
+
+def test_gpus_that_torch_cannot_use_are_an_error_unless_they_are_simulated(
+    project: Project, two_gpus: NvmlSim
+) -> None:
+    two_gpus.write([Gpu(A), Gpu(B, pci=(0, 2, 0))], cuda=12040)
+    project.write_config(project.config())
+    environment = {**two_gpus.environment(), "ENSEMBLE_SIMULATED_GPUS": ""}
+    code, printed, _ = watch_run(project, environment, "--set", "defaults.replicas=1")
+    assert code == 1, printed
+    said = " ".join(printed.split())
+    assert "a GPU was planned, but torch" in said
+    assert "and the driver knows CUDA up to 12.4" in said
+    assert "install a build of torch for CUDA 12 (see https://pytorch.org/get-started/locally/)" in said
+    assert "to compute on the CPU set num_gpus: 0" in said
+    report = project.run_json()
+    faults = [fault["remedy"] for member in report["members"] for fault in member["faults"]]
+    assert faults == ["given up", "given up"], "it would fail again"
+    code, printed, _ = watch_run(project, environment, "--set", "defaults.num_gpus=0")
+    assert code == 0, printed
 
 
 @pytest.mark.long
