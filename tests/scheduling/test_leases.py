@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -412,6 +413,28 @@ def test_the_next_member_waits_until_the_memory_is_back(
     assert steps[:3] == ["gemma-0 ended", "released", "llama-0 has"]
     assert report["device_memory"][A]["baseline_bytes"] == GIB // 4
     assert {used for _, used in report["device_memory"][A]["points"]} >= {9 * GIB, GIB // 4}
+
+
+def test_a_browser_that_has_grown_meanwhile_costs_no_release_timeout(
+    project: Project, nvml_sim: NvmlSim, at_work: Injected
+) -> None:
+    before, grown = GIB, GIB + (400 << 20)
+    nvml_sim.write([Gpu(A, memory=Memory(used=before))])
+    project.write_config(project.config())
+    log = project.folder / "runs/first/logs/run.log"
+    with start(project, nvml_sim, "--set", "release_timeout=1h", faults=at_work) as process:
+        wait_until(lambda: len(at_work.pids()) == 1, "the worker's first rows")
+        nvml_sim.write([Gpu(A, memory=Memory(used=9 * GIB))])
+        time.sleep(2)  # so that a reading sees it
+        at_work.let_go()
+        wait_until(lambda: "gemma-0 ended" in log.read_text(), "the first worker's end")
+        nvml_sim.write([Gpu(A, memory=Memory(used=grown))])
+        printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0, printed
+    assert "still in use" not in printed
+    first, second = project.run_json()["releases"]
+    assert (first["is_free"], first["used_bytes"]) == (True, grown)
+    assert second["is_free"]
 
 
 @pytest.mark.fresh
