@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from ensemble.common.host import usable_cpus
 from ensemble.pipeline.run_report import RunReport
 from tests.faults.forked import client
 from tests.faults.inject import Fault, Injected
@@ -78,6 +79,26 @@ def test_a_flash_attention_that_does_not_work_is_not_planned_with(
     said = " ".join(done.stdout.split())
     assert "float16, capped_blocks attention" in said, said
     assert "flash" not in said
+
+
+@pytest.mark.parametrize(("count", "per_gpu"), [(2, 1), (1, 2), (1, 1)])
+def test_threads_of_workers_on_gpus_are_their_share_of_the_cores(
+    project: Project, nvml_sim: NvmlSim, count: int, per_gpu: int
+) -> None:
+    nvml_sim.write([Gpu(A), Gpu(B, pci=(0, 2, 0))][:count])
+    project.write_config(project.config(models=project.config()["models"][1:], max_workers_per_gpu=per_gpu))
+    environment = {**nvml_sim.environment(), "OMP_NUM_THREADS": "64", "RAYON_NUM_THREADS": "99"}
+    code, printed, _ = watch_run(project, environment, "--limit", "20")
+    assert code == 0, printed
+    lines = map(json.loads, (project.folder / "workers").read_text().splitlines())
+    threads = {
+        (line["environment"]["OMP_NUM_THREADS"], line["environment"]["RAYON_NUM_THREADS"]) for line in lines
+    }
+    if count * per_gpu == 1:
+        assert threads == {("64", "99")}, "it has the machine to itself"
+    else:
+        share = str(max(1, min(64, usable_cpus()) // 2))
+        assert threads == {(share, share)}
 
 
 def check_leases(report: dict[str, Any], seen: dict[int, str]) -> None:
