@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from ensemble.common.device_trials import CPU, DeviceReport, DeviceTrial, run_trials
+from ensemble.common.device_trials import (
+    CPU,
+    INSTALL_TORCH,
+    DeviceTrial,
+    run_trials,
+    unusable_gpu,
+)
 from ensemble.common.errors import DeviceError, EnsembleError
 from ensemble.common.files import free_bytes, unwritable_reason
 from ensemble.common.gpus import (
@@ -45,7 +51,6 @@ from ensemble.scheduling.launchers.base import Launcher, Node, make_launcher
 _MEMORY_NEEDED, _MEMORY_WANTED = 512 << 20, 2 << 30
 _DISK_NEEDED, _DISK_WANTED = 50 << 20, 1 << 30
 _ELSEWHERE = "choose another directory, or make room there"
-_INSTALL = "see https://pytorch.org/get-started/locally/"
 _MASK_ADVICE = "to use GPUs set CUDA_VISIBLE_DEVICES to some that nvidia-smi -L lists, or unset it"
 # Errors of CUDA and cuBLAS if a build does not support a GPU's architecture.
 _NO_CODE = ("no kernel image", "ARCH_MISMATCH")
@@ -314,19 +319,20 @@ def _of_trial(trial: DeviceTrial, driver_cuda: Version | None) -> Iterator[Findi
     errors = dict(report.errors)
     if "import torch" in errors:
         text = f"torch cannot be imported ({errors['import torch']})"
-        yield Finding("problem", text, f"reinstall it: {_INSTALL}")
+        yield Finding("problem", text, f"reinstall it: {INSTALL_TORCH}")
         return
     imports = {tried: errors.pop(tried) for tried in report.errors if tried.startswith(("import ", "open "))}
     capability = report.capability or device.compute_capability
     if device.is_gpu and not report.sees_gpu:
-        yield _unseen(report, driver_cuda)
+        reason = report.errors.get("start CUDA", "it sees no GPU")
+        yield Finding("problem", *unusable_gpu(report.torch, report.cuda, reason, driver_cuda))
     elif capability and any(words in error for words in _NO_CODE for error in errors.values()):
         text = f"torch {report.torch} has no code for capability {_dotted(capability)}, only for "
-        advice = f"install a build of torch that has sm_{capability[0]}{capability[1]}: {_INSTALL}"
+        advice = f"install a build of torch that has sm_{capability[0]}{capability[1]}: {INSTALL_TORCH}"
         yield Finding("problem", text + ", ".join(report.architectures), advice)
     elif errors:
         for tried, error in errors.items():
-            advice = f"end what holds the memory, update the driver or reinstall torch: {_INSTALL}"
+            advice = f"end what holds the memory, update the driver or reinstall torch: {INSTALL_TORCH}"
             yield Finding("problem", f"torch {report.torch} could not {tried} ({error})", advice)
     else:
         build = f"torch {report.torch}" + (f" (CUDA {report.cuda})" if report.cuda and capability else "")
@@ -342,22 +348,6 @@ def _of_trial(trial: DeviceTrial, driver_cuda: Version | None) -> Iterator[Findi
             text = f"could not {tried} for torch's CUDA {report.cuda} ({error})"
             advice = "install a release of bitsandbytes that has it: python -m bitsandbytes says more"
         yield Finding("problem", text, advice)
-
-
-def _unseen(report: DeviceReport, driver_cuda: Version | None) -> Finding:
-    """Say why torch does not see a GPU that the driver shows."""
-    reason = report.errors.get("start CUDA", "it sees no GPU")
-    build = "is a build without CUDA" if report.cuda is None else f"is built for CUDA {report.cuda}"
-    driver = (
-        f"the driver knows CUDA up to {_dotted(driver_cuda)}" if driver_cuda else "the driver shows a GPU"
-    )
-    version = f" for CUDA {driver_cuda[0]}" if driver_cuda else ""
-    return Finding(
-        "problem",
-        f"torch {report.torch} {build}, and {driver} ({reason})",
-        f"install a build of torch{version} ({_INSTALL}), or update the driver; if nvidia-smi fails, too, restart; "
-        "CUDA_VISIBLE_DEVICES=-1 hides the GPU",
-    )
 
 
 def _dotted(version: Version) -> str:

@@ -32,7 +32,7 @@ from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.run import Display, run_prepared
 from ensemble.pipeline.run_report import MemberReport, RunReport, measured_speeds
 from ensemble.planning.forecast import Speed
-from ensemble.planning.plan import WORKER_HOST_BYTES, MemberPlan, Plan
+from ensemble.planning.plan import STANDBY_HOST_BYTES, MemberPlan, Plan
 from ensemble.scheduling.deadline import reserve_seconds
 from ensemble.scheduling.launchers.base import make_launcher
 
@@ -349,6 +349,6 @@ def _host_bytes(plan: Plan, members: Sequence[MemberRehearsal]) -> int | None:
     working = [member for member in plan.members if member.needs_worker]
     on_cpu = max((member.replicas for member in working if not member.gpus), default=0)
     at_a_time = len(plan.gpus) * plan.config.max_workers_per_gpu + on_cpu
-    standby = WORKER_HOST_BYTES if plan.gpus and plan.config.standby and len(working) > 1 else 0
+    standby = STANDBY_HOST_BYTES if plan.gpus and plan.config.standby and len(working) > 1 else 0
     parent = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in kB on Linux, see getrusage(2)
     return sum(peaks[-at_a_time:]) + standby + parent

@@ -18,6 +18,7 @@ from ensemble.common.gpus import Device, worker_environment
 from ensemble.common.protocol import with_tuples
 from ensemble.common.python_process import python_command, python_environment
 
+INSTALL_TORCH = "see https://pytorch.org/get-started/locally/"
 CPU = Device("cpu", "the CPU", None, 0, 0)
 # The first import of torch from a cold network disk takes a minute and more.
 TIMEOUT_SECONDS = 120.0
@@ -96,6 +97,28 @@ def run_trials(
                         os.killpg(process.pid, signal.SIGKILL)  # with its children
                         process.communicate(timeout=_KILL_SECONDS)
     return trials
+
+
+def unusable_gpu(
+    torch: str | None, cuda: str | None, reason: str, driver_cuda: tuple[int, int] | None
+) -> tuple[str, str]:
+    """Say that torch cannot use a GPU that the driver shows, and what to do: two parts of a sentence.
+
+    Args:
+        torch, cuda: torch's version, and that of the CUDA it is built for; None: a build without CUDA.
+        reason: torch's own.
+        driver_cuda: the newest CUDA that the driver knows; None: it does not say.
+    """
+    build = "is a build without CUDA" if cuda is None else f"is built for CUDA {cuda}"
+    driver, version = "the driver shows a GPU", ""
+    if driver_cuda is not None:
+        driver = f"the driver knows CUDA up to {driver_cuda[0]}.{driver_cuda[1]}"
+        version = f" for CUDA {driver_cuda[0]}"
+    return (
+        f"torch {torch} {build}, and {driver} ({reason})",
+        f"install a build of torch{version} ({INSTALL_TORCH}), or update the driver; if nvidia-smi fails, too, "
+        "restart; to compute on the CPU set num_gpus: 0, or CUDA_VISIBLE_DEVICES=-1, which hides the GPU",
+    )
 
 
 def _start(device: Device, options: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

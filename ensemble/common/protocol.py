@@ -221,10 +221,17 @@ class Failed:
 
 @dataclass(frozen=True)
 class Closed:
-    """Report the end of a worker that was asked to stop."""
+    """Report the end of a worker that was asked to stop.
+
+    Attributes:
+        peak_memory_bytes: of the process on the host.
+        peak_gpu_memory_bytes: what torch's allocator reserved on the GPU with the highest peak; None on a CPU.
+        peak_gpu_allocated_bytes: what tensors took of it, which is what a plan forecasts.
+    """
 
     peak_memory_bytes: int
-    peak_gpu_memory_bytes: int | None = None  # of the GPU with the highest peak; None on a CPU
+    peak_gpu_memory_bytes: int | None = None
+    peak_gpu_allocated_bytes: int | None = None
 
 
 Command: TypeAlias = Start | Load | Predict | Stop

@@ -146,8 +146,8 @@ class MemoryEstimate(ABC):
         """Return the attention for the workers; None: they choose."""
         return None
 
-    def problem(self) -> str:
-        """Return why the member can run on no device, key first; empty if it can."""
+    def problem(self, gpus: int, capability: Capability | None) -> str:
+        """Return why the member cannot run on ``gpus`` such devices (0: the CPU), key first; empty if it can."""
         return ""
 
     def smaller(self, capability: Capability | None) -> Iterator[tuple[str, Footprint]]:

@@ -107,7 +107,11 @@ class Predictor(ABC):
         """Raise an error if an earlier one has left the devices unusable for this process."""
 
     def peak_gpu_memory_bytes(self) -> int | None:
-        """Return the peak memory of the GPU that used most; None on a CPU."""
+        """Return the peak of the memory reserved on the GPU that used most; None on a CPU."""
+        return None
+
+    def peak_gpu_allocated_bytes(self) -> int | None:
+        """Return the peak of the memory that tensors took on the GPU that used most; None on a CPU."""
         return None
 
     def close(self) -> None:

@@ -31,7 +31,11 @@ MERGED: Final = ("complete", "time_limit")  # the statuses of runs that have wri
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerReport(Counters):
-    """Report a worker; ``..._after_seconds`` count from the run's start, None: the worker did not get so far."""
+    """Report a worker; ``..._after_seconds`` count from the run's start, None: the worker did not get so far.
+
+    ``peak_gpu_memory_bytes`` is what torch reserved on the GPU, ``peak_gpu_allocated_bytes`` what tensors took of
+    that (None in reports of earlier versions).
+    """
 
     replica: int
     devices: tuple[str, ...]
@@ -45,6 +49,7 @@ class WorkerReport(Counters):
     forward_share: float | None
     peak_memory_bytes: int | None
     peak_gpu_memory_bytes: int | None
+    peak_gpu_allocated_bytes: int | None = None
     device_name: str | None
     dtype: str | None
     attn_implementation: str | None

@@ -32,8 +32,11 @@ from ensemble.planning.chunks import (
 from ensemble.planning.forecast import Job, Speed, guessed_speed, slower_by, total_seconds
 from ensemble.planning.placement import MemberFacts, Placement, asked_tokens, place, rooms
 
-# What a worker on a GPU takes of its host, about: torch and transformers imported, and a chunk's token ids.
-WORKER_HOST_BYTES = 1 << 30
+# What a worker on a GPU takes of its host: torch's CUDA libraries, a CUDA context, bitsandbytes and token ids.
+# Reckoned, 1.5 to 2.5 GiB; not measured on a GPU yet.
+WORKER_HOST_BYTES = 2 << 30
+# The same of a worker that stands by, without a context.
+STANDBY_HOST_BYTES = 1 << 30
 _UNMEASURED = Speed(0.0, 0.0, is_measured=False)
 _NO_TIME = Speed(0.0, 0.0, is_measured=True, is_startup_measured=True)
 

@@ -1,9 +1,10 @@
 """Lease GPUs to workers, and lease a GPU again only once its memory is free.
 
 A driver frees memory some time after a process has ended.  So a released device is leased again only when its used
-memory is back at the baseline, which was measured before the first worker.  A device that stays full past the
-time-out is set aside, and used again only if no other device is left.  Memory is compared instead of process ids,
-because in a container NVML shows the host's ids.
+memory is back where it was before its worker, or before the run's first one.  On a desktop's device other programs'
+memory may have grown meanwhile: then most of what the worker held must be gone, and the rest be flat for some
+seconds.  A device that stays full past the time-out is set aside, and used again only if no other device is left.
+Memory is compared instead of process ids, because in a container NVML shows the host's ids.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ from ensemble.scheduling.launchers.base import Launcher
 # Drivers keep a little memory on a GPU that was used, and other programs may need a little.
 TOLERANCE_BYTES = 256 << 20
 SAMPLE_SECONDS = 0.25
+# A browser's or compositor's memory grows by some hundred MiB while a worker computes. What a worker holds while
+# its process ends is more, or changes.
+_MAX_DRIFT_BYTES = 1 << 30
+_FLAT_SECONDS = 3.0
+_FLAT_BYTES = 64 << 20
 # The curve in run.json gets a point when the memory changes by this much, and at least a point per minute.
 _CURVE_STEP_BYTES = 16 << 20
 _CURVE_STEP_SECONDS = 60.0
@@ -43,7 +49,7 @@ class Release:
     """Describe how a device was released.
 
     Attributes:
-        seconds: until its memory was at the baseline (``is_free``), or until the time-out.
+        seconds: until its memory was free of the worker's (``is_free``), or until the time-out.
         after_seconds: from the run's start to the end of the last worker; None in reports of earlier versions.
     """
 
@@ -52,6 +58,41 @@ class Release:
     used_bytes: int | None
     is_free: bool
     after_seconds: float | None = None
+
+
+@dataclass
+class _Lease:
+    """Remember a leased device's memory, to tell what its workers held from what other programs hold.
+
+    Attributes:
+        bytes_before: used when the first of its workers got it.
+        most_bytes: the most that was used since.
+        flat_since, flat_bytes: from when on the used memory has been about so much.
+    """
+
+    bytes_before: int
+    most_bytes: int
+    flat_since: float = 0.0
+    flat_bytes: int = 0
+
+    def look(self, used: int, now: float) -> None:
+        """Note a reading of the used memory."""
+        self.most_bytes = max(self.most_bytes, used)
+        if abs(used - self.flat_bytes) > _FLAT_BYTES:
+            self.flat_since, self.flat_bytes = now, used
+
+    def is_gone(self, used: int, now: float, released: float) -> bool:
+        """Return whether the memory of the ended workers is free, although other programs may hold more by now.
+
+        Args:
+            released: when the last worker ended.
+        """
+        rest = used - self.bytes_before
+        if rest <= TOLERANCE_BYTES:
+            return True
+        flat_seconds = now - max(self.flat_since, released)
+        is_drift = rest <= min(_MAX_DRIFT_BYTES, (self.most_bytes - self.bytes_before) // 2)
+        return is_drift and flat_seconds >= _FLAT_SECONDS
 
 
 @dataclass
@@ -127,7 +168,7 @@ class DevicePool:
     Args:
         gpus: the GPUs that may be leased, in the inventory's order.
         workers_per_gpu: how many workers may be on a device at the same time.
-        release_timeout_seconds: how long a device's memory may take to be back at the baseline.
+        release_timeout_seconds: how long the memory of a device's worker may take to be free.
 
     Attributes:
         hosts: how many machines have CPUs that workers share.
@@ -151,6 +192,7 @@ class DevicePool:
         self._workers_per_gpu = workers_per_gpu
         self._taken = dict.fromkeys(self._gpus, 0)  # places of each device that are taken
         self._releasing: dict[str, float] = {}  # when devices that are not free yet were released
+        self._leases: dict[str, _Lease] = {}  # the last of each device whose memory is known
         self._full: set[str] = set()  # devices whose memory was never freed
         self._suspect: set[str] = set()  # devices on which a worker could not start
         self._timeout_seconds = release_timeout_seconds
@@ -226,6 +268,9 @@ class DevicePool:
             return ()
         leased = tuple(gpu for uuid, gpu in self._gpus.items() if uuid in choices[0])
         for gpu in leased:
+            used = self._used.get(gpu.uuid)
+            if not self._taken[gpu.uuid] and used is not None:
+                self._leases[gpu.uuid] = _Lease(used, used)
             self._taken[gpu.uuid] += places
             self._full.discard(gpu.uuid)
         return leased
@@ -261,13 +306,17 @@ class DevicePool:
         for uuid, used in self._used.items():
             if used is not None:
                 self.curves[uuid].add(now - self._began, used)
+                if uuid in self._leases:
+                    self._leases[uuid].look(used, now)
         if is_after_release or now - self._telemetry_at >= _TELEMETRY_SECONDS:
             for uuid, telemetry in self._launcher.telemetry(list(self.telemetry)).items():
                 if telemetry is not None:
                     self.telemetry[uuid].add(now - self._began, now - self._telemetry_at, telemetry)
             self._telemetry_at = now
         for uuid, since in list(self._releasing.items()):
-            used, is_free, seconds = self._used.get(uuid), self._is_free(uuid), round(now - since, 3)
+            used, lease, seconds = self._used.get(uuid), self._leases.get(uuid), round(now - since, 3)
+            is_gone = lease is not None and used is not None and lease.is_gone(used, now, since)
+            is_free = is_gone or self._is_free(uuid)
             if is_free or used is None or seconds >= self._timeout_seconds:
                 del self._releasing[uuid]
                 after_seconds = round(since - self._began, 3)

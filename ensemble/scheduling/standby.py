@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import ProtocolError
 from ensemble.common.text import shown_path
-from ensemble.planning.plan import WORKER_HOST_BYTES
+from ensemble.planning.plan import STANDBY_HOST_BYTES
 from ensemble.scheduling.launchers.base import Launcher
 from ensemble.scheduling.records import WorkerRecord
 from ensemble.scheduling.state import MemberState, RunHooks
@@ -53,7 +53,7 @@ class Standbys:
                 # Processes that are starting do not have all of their memory yet.
                 starting = sum(worker.record.start_seconds is None for worker in self._workers)
                 available = self._launcher.available_memory(devices)
-                if available is not None and available < (2 + starting) * WORKER_HOST_BYTES:
+                if available is not None and available < (2 + starting) * STANDBY_HOST_BYTES:
                     return
                 try:
                     self._workers.append(self._start(state, devices))

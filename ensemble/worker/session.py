@@ -170,7 +170,12 @@ class Session:
 
     def close(self) -> None:
         self.predictor.close()
-        self._send(Closed(_peak_memory_bytes(), self.predictor.peak_gpu_memory_bytes()))
+        closed = Closed(
+            peak_memory_bytes=_peak_memory_bytes(),
+            peak_gpu_memory_bytes=self.predictor.peak_gpu_memory_bytes(),
+            peak_gpu_allocated_bytes=self.predictor.peak_gpu_allocated_bytes(),
+        )
+        self._send(closed)
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:

@@ -158,6 +158,8 @@ class NvmlSim:
         return {
             "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders)),
             "NVML_SIM_STATE": str(self._state),
+            # Without it a worker refuses to compute on the CPU what was planned for a GPU.
+            "ENSEMBLE_SIMULATED_GPUS": "1",
         }
 
 

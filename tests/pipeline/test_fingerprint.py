@@ -337,6 +337,27 @@ def test_the_type_that_auto_means_counts(make: Make) -> None:
         assert member_fingerprint(prepared, spread) == same_as
 
 
+def test_stored_float32_layers_that_compute_in_half_precision_are_others(make: Make, own_llama: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    config = json.loads((own_llama / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_compute_dtype": "float32",
+    }
+    (own_llama / "config.json").write_text(json.dumps(config))
+    prepared = make({"model_name_or_path": str(own_llama)})
+    member = prepared.plan.members[0]
+
+    def on_gpu(dtype: str, capability: tuple[int, int] | None) -> Fingerprint:
+        placement = dataclasses.replace(member.placement, gpus=1, dtype=dtype, capability=capability)
+        return member_fingerprint(prepared, dataclasses.replace(member, placement=placement))
+
+    as_stored = on_gpu("bfloat16", None)  # what earlier versions computed
+    assert on_gpu("bfloat16", (8, 0)).changed_from(as_stored) == ("settings",)
+    assert on_gpu("float32", (8, 0)) == on_gpu("float32", None)
+
+
 def test_compiled_models_are_others(make: Make) -> None:
     assert first(make({"torch_compile": True})).changed_from(first(make())) == ("settings",)
 

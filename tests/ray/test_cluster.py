@@ -44,6 +44,19 @@ def test_the_same_bytes_as_here(project: Project, nodes: Nodes, nvml_sim: NvmlSi
 
 
 @pytest.mark.long
+def test_a_node_whose_torch_cannot_use_its_gpus(chunky: Project, nodes: Nodes) -> None:
+    launcher = on_cluster(nodes, runtime_env={"env_vars": {"ENSEMBLE_SIMULATED_GPUS": ""}})
+    chunky.write_config(chunky_config(chunky, launcher=launcher, devices=[nodes.gpus["head"][0]]))
+    code, printed = run(chunky)
+    assert code == 1, printed
+    said = " ".join(printed.split())
+    assert "a GPU was planned, but torch" in said
+    assert "to compute on the CPU set num_gpus: 0" in said
+    (member,) = chunky.run_json()["members"]
+    assert [fault["remedy"] for fault in member["faults"]] == ["given up"]
+
+
+@pytest.mark.long
 def test_what_is_told_of_nodes(chunky: Project, nodes: Nodes) -> None:
     chunky.write_config(chunky_config(chunky, launcher=on_cluster(nodes)))
     planned = chunky.ensemble("plan", "config.yaml")

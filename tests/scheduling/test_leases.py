@@ -10,12 +10,14 @@ import os
 import re
 import subprocess
 import sys
+import time
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ensemble.common.host import usable_cpus
 from ensemble.pipeline.run_report import RunReport
 from tests.faults.forked import client
 from tests.faults.inject import Fault, Injected
@@ -79,6 +81,26 @@ def test_a_flash_attention_that_does_not_work_is_not_planned_with(
     assert "flash" not in said
 
 
+@pytest.mark.parametrize(("count", "per_gpu"), [(2, 1), (1, 2), (1, 1)])
+def test_threads_of_workers_on_gpus_are_their_share_of_the_cores(
+    project: Project, nvml_sim: NvmlSim, count: int, per_gpu: int
+) -> None:
+    nvml_sim.write([Gpu(A), Gpu(B, pci=(0, 2, 0))][:count])
+    project.write_config(project.config(models=project.config()["models"][1:], max_workers_per_gpu=per_gpu))
+    environment = {**nvml_sim.environment(), "OMP_NUM_THREADS": "64", "RAYON_NUM_THREADS": "99"}
+    code, printed, _ = watch_run(project, environment, "--limit", "20")
+    assert code == 0, printed
+    lines = map(json.loads, (project.folder / "workers").read_text().splitlines())
+    threads = {
+        (line["environment"]["OMP_NUM_THREADS"], line["environment"]["RAYON_NUM_THREADS"]) for line in lines
+    }
+    if count * per_gpu == 1:
+        assert threads == {("64", "99")}, "it has the machine to itself"
+    else:
+        share = str(max(1, min(64, usable_cpus()) // 2))
+        assert threads == {(share, share)}
+
+
 def check_leases(report: dict[str, Any], seen: dict[int, str]) -> None:
     """What run.json says is what the processes had, and no device was held twice at a time."""
     workers = [worker for member in report["members"] for worker in member["workers"]]
@@ -108,7 +130,27 @@ def test_a_replica_on_each_gpu(project: Project, two_gpus: NvmlSim) -> None:
     assert first == [A, B]
     assert sorted(second) == [A, B], "in whatever order the first member's replicas ended"
     assert [gpu["uuid"] for gpu in report["devices"]] == [A, B]
-    assert "the driver shows a GPU, but this torch" in printed, "a torch without CUDA is said, not hidden"
+    assert "ENSEMBLE_SIMULATED_GPUS: the GPUs are simulated, running on the CPU" in printed
+
+
+def test_gpus_that_torch_cannot_use_are_an_error_unless_they_are_simulated(
+    project: Project, two_gpus: NvmlSim
+) -> None:
+    two_gpus.write([Gpu(A), Gpu(B, pci=(0, 2, 0))], cuda=12040)
+    project.write_config(project.config())
+    environment = {**two_gpus.environment(), "ENSEMBLE_SIMULATED_GPUS": ""}
+    code, printed, _ = watch_run(project, environment, "--set", "defaults.replicas=1")
+    assert code == 1, printed
+    said = " ".join(printed.split())
+    assert "a GPU was planned, but torch" in said
+    assert "and the driver knows CUDA up to 12.4" in said
+    assert "install a build of torch for CUDA 12 (see https://pytorch.org/get-started/locally/)" in said
+    assert "to compute on the CPU set num_gpus: 0" in said
+    report = project.run_json()
+    faults = [fault["remedy"] for member in report["members"] for fault in member["faults"]]
+    assert faults == ["given up", "given up"], "it would fail again"
+    code, printed, _ = watch_run(project, environment, "--set", "defaults.num_gpus=0")
+    assert code == 0, printed
 
 
 @pytest.mark.long
@@ -392,6 +434,28 @@ def test_the_next_member_waits_until_the_memory_is_back(
     assert steps[:3] == ["gemma-0 ended", "released", "llama-0 has"]
     assert report["device_memory"][A]["baseline_bytes"] == GIB // 4
     assert {used for _, used in report["device_memory"][A]["points"]} >= {9 * GIB, GIB // 4}
+
+
+def test_a_browser_that_has_grown_meanwhile_costs_no_release_timeout(
+    project: Project, nvml_sim: NvmlSim, at_work: Injected
+) -> None:
+    before, grown = GIB, GIB + (400 << 20)
+    nvml_sim.write([Gpu(A, memory=Memory(used=before))])
+    project.write_config(project.config())
+    log = project.folder / "runs/first/logs/run.log"
+    with start(project, nvml_sim, "--set", "release_timeout=1h", faults=at_work) as process:
+        wait_until(lambda: len(at_work.pids()) == 1, "the worker's first rows")
+        nvml_sim.write([Gpu(A, memory=Memory(used=9 * GIB))])
+        time.sleep(2)  # so that a reading sees it
+        at_work.let_go()
+        wait_until(lambda: "gemma-0 ended" in log.read_text(), "the first worker's end")
+        nvml_sim.write([Gpu(A, memory=Memory(used=grown))])
+        printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0, printed
+    assert "still in use" not in printed
+    first, second = project.run_json()["releases"]
+    assert (first["is_free"], first["used_bytes"]) == (True, grown)
+    assert second["is_free"]
 
 
 @pytest.mark.fresh

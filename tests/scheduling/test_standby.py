@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ensemble.common.protocol import Predict
-from ensemble.planning.plan import WORKER_HOST_BYTES, make_plan
+from ensemble.planning.plan import STANDBY_HOST_BYTES, make_plan
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.records import Gap, WorkerRecord, idle_gaps
 from ensemble.scheduling.state import MemberState
@@ -66,7 +66,7 @@ def test_nobody_stands_by_on_the_cpu_or_where_the_config_says_no() -> None:
 
 
 def test_nobody_stands_by_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PretendedLauncher, "available_memory", lambda launcher, devices: WORKER_HOST_BYTES)
+    monkeypatch.setattr(PretendedLauncher, "available_memory", lambda launcher, devices: STANDBY_HOST_BYTES)
     one, watch = gpus(1), Watch()
     states = schedule(plan_of([4, 4], [1, 1], one), one, on_launch=watch)
     assert all(state.finished for state in states)

@@ -98,6 +98,7 @@ def test_a_kind_of_another_package_predicts_without_torch(tmp_path: Path) -> Non
     closed = events[-1]
     assert isinstance(closed, Closed)
     assert closed.peak_gpu_memory_bytes is None
+    assert closed.peak_gpu_allocated_bytes is None
     assert "closed; imported: []" in log
 
 

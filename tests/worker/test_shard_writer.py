@@ -48,8 +48,11 @@ def test_a_prediction_of_another_shape_is_refused(tmp_path: Path) -> None:
     assert list((tmp_path / "shards").iterdir()) == []
 
 
-def test_ids_are_made_for_the_length_of_the_loaded_model(tmp_path: Path) -> None:
+def test_ids_are_made_for_the_length_of_the_loaded_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The positions of a model are known only once it is loaded."""
+    monkeypatch.setenv("ENSEMBLE_SIMULATED_GPUS", "1")
     folder = make_checkpoint(tmp_path / "m", "gpt2", LABELS)
     texts = ["a person who works " * 60, "any of various plants"]
     spec = worker_spec(folder, gpus=1, max_length=300, **publish(tmp_path, {"text": texts}))

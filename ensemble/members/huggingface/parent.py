@@ -262,7 +262,8 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         }
 
     def _compute_dtype(self, inspected: C, assigned: Assigned) -> str | None:
-        return choose_compute_dtype(inspected.quantization, assigned.capability if assigned.gpus else None)
+        capability = assigned.capability if assigned.gpus else None
+        return choose_compute_dtype(inspected.quantization, capability, assigned.dtype)
 
     def environment(self) -> Mapping[str, str]:
         model = self.settings

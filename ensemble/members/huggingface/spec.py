@@ -150,20 +150,26 @@ def choose_dtype(asked: str, stored: str | None, gpus: int, capability: tuple[in
     return stored if stored in ("float16", "bfloat16") else "float32"
 
 
-def choose_compute_dtype(stored: Mapping[str, Any] | None, capability: tuple[int, int] | None) -> str | None:
-    """Choose the type that stored 4-bit layers compute in: "float16", or None for the stored type.
+def choose_compute_dtype(
+    stored: Mapping[str, Any] | None, capability: tuple[int, int] | None, dtype: str
+) -> str | None:
+    """Choose the type that stored 4-bit layers compute in; None: the stored type.
 
-    bitsandbytes' layers use the stored type, whatever the type of the other layers; bfloat16 is only emulated below
-    compute capability 8.0.
+    bitsandbytes' layers use the stored type, whatever the type of the other layers.  bfloat16 is only emulated
+    below compute capability 8.0.  float32, which transformers stores where nobody chose a type, does without tensor
+    cores: where the other layers are in half precision, these compute in half precision, too.
 
     Args:
         stored: the quantization settings in its ``config.json``; None: it is not quantized.
         capability: of the least capable GPU; None: the CPU, or not known.
+        dtype: of the other layers.
     """
-    if not stored or not stored.get("load_in_4bit") or capability is None or capability >= (8, 0):
+    if not stored or not stored.get("load_in_4bit") or capability is None:
         return None
-    stored_dtype = str(stored.get("bnb_4bit_compute_dtype")).removeprefix("torch.")
-    return "float16" if stored_dtype == "bfloat16" else None
+    stored_dtype = str(stored.get("bnb_4bit_compute_dtype") or "float32").removeprefix("torch.")
+    if stored_dtype == "float32" and dtype in ("float16", "bfloat16"):
+        return "float16" if capability < (8, 0) else dtype
+    return "float16" if stored_dtype == "bfloat16" and capability < (8, 0) else None
 
 
 def choose_attention(soft_capped: bool, supports_sdpa: bool, flash_suits: bool) -> str:

@@ -32,7 +32,7 @@ class WorkerStart:
         devices: the GPUs that it sees, in this order; none: it runs on the CPU.
         environment: further variables.
         log: the file on this machine for everything that it prints.
-        cpu_share: its share of a host's cores; 0 for a worker on GPUs.
+        cpu_share: its share of a host's cores; 0: its threads are not limited.
         cpu_threads: None: as many as its share of the cores.
         scratch: a folder that the launcher makes where the worker runs and removes after its end; None: none.
     """

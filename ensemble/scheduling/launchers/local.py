@@ -38,7 +38,7 @@ def worker_threads(cpu_share: float) -> int:
 
 
 def thread_variables(cpu_share: float, threads: int | None = None) -> dict[str, str]:
-    """Return the environment variables that give a worker its threads; none for a worker on a GPU (share 0).
+    """Return the environment variables that give a worker its threads; none for a share of 0.
 
     A worker with all cores keeps what the user has set, unless ``threads`` says otherwise.
     """

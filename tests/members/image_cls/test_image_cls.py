@@ -65,6 +65,7 @@ def test_blocks_are_read_in_the_background(tmp_path: Path, monkeypatch: pytest.M
     import ensemble.members.image_cls.predictor as module
 
     monkeypatch.setattr(module, "_MAX_BLOCK_ROWS", 3)
+    monkeypatch.setenv("ENSEMBLE_SIMULATED_GPUS", "1")
     member = make_member(folder, paths, gpus=1)  # torch has none: only the reading goes by it
     for rows in (range(10), range(10, 17), range(5, 7)):
         values, bad_rows, counters = predict(member, rows)

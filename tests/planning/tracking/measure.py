@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,17 +69,28 @@ def peak_bytes(classifier: Classifier, lengths: Sequence[int]) -> int:
 
 
 @contextlib.contextmanager
-def fake_classifier(config: Any, dtype: torch.dtype, attention: str, like_cuda: bool = True) -> Iterator[Any]:
+def fake_classifier(
+    config: Any,
+    dtype: torch.dtype,
+    attention: str,
+    like_cuda: bool = True,
+    adapt: Callable[[Any], object] = lambda model: None,
+) -> Iterator[Any]:
     """A classifier of fake tensors, and the model it runs; every batch counts as one with padding.
 
     transformers skips masks where it sees that nothing is padded; with fake tensors it cannot look.
+
+    Args:
+        adapt: changes the model before it runs, such as by adding LoRA to it.
     """
     from transformers import AutoModelForSequenceClassification
 
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(
             config, dtype=dtype, attn_implementation=attention
-        ).eval()
+        )
+        adapt(model)
+        model = model.to(dtype).eval()
     model.config.use_cache = False  # as the worker loads it
     with FakeTensorMode(allow_non_fake_inputs=True), LikeCuda() if like_cuda else contextlib.nullcontext():
         for module in model.modules():

@@ -18,7 +18,7 @@ from ensemble.pipeline.run_report import MemberReport
 _BINS = 40
 _SPEEDS = (
     *("member", "replicas", "rows", "computing", "rows/s", "tokens/s", "real tokens", "rows a batch"),
-    *("busy", "planned peak", "peak on a GPU", "peak of the process", "type", "attention"),
+    *("busy", "planned peak", "peak of tensors", "peak on a GPU", "peak of the process", "type", "attention"),
 )
 _CUTS = ("member", "max_length", "rows cut", "tokens lost in each", "mean tokens", "repeated rows")
 
@@ -56,6 +56,7 @@ def _speed(member: MemberReport) -> list[str]:
     attentions = dict.fromkeys(worker.attn_implementation for worker in member.workers)
     peaks = (
         0 if member.forecast is None else member.forecast.peak_bytes,
+        max(worker.peak_gpu_allocated_bytes or 0 for worker in member.workers),
         max(worker.peak_gpu_memory_bytes or 0 for worker in member.workers),
         max(worker.peak_memory_bytes or 0 for worker in member.workers),
     )

@@ -85,6 +85,19 @@ def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
     return Adapter(name_or_path, str(base) if base else None, brings_head, _head_rows(shapes))
 
 
+def widest_lora(folder: Path) -> tuple[int, int]:
+    """Return the outputs and the rank of the widest layer with LoRA; zeros: there is none, or no file to read."""
+    path = folder / WEIGHTS
+    if not path.is_file():
+        return 0, 0
+    try:
+        tensors = read_file(path)
+    except CheckpointError:  # which the inspection reports
+        return 0, 0
+    shapes = [tensor.shape for tensor in tensors if ".lora_B." in tensor.name and len(tensor.shape) == 2]
+    return max(((width, rank) for width, rank in shapes), default=(0, 0))
+
+
 def is_head(name: str) -> bool:
     """Return whether a tensor of this name belongs to a classification head."""
     return ".lora_" not in name and _HEAD.fullmatch(name) is not None

@@ -19,6 +19,7 @@ from ensemble.members.huggingface.loading.first_allocation import (
 from ensemble.members.huggingface.loading.fused_norms import fuse_norms
 from ensemble.members.huggingface.loading.kernels import capability, choose_kernels, set_tf32
 from ensemble.members.huggingface.loading.model import load_model
+from ensemble.members.huggingface.loading.no_gpu import instead_of_gpu
 from ensemble.members.huggingface.loading.pair_copies import check_copies
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.batching import MemoryLimit, coarse_room
@@ -88,10 +89,7 @@ def load_on_devices(spec: CheckpointSpec) -> Loaded:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         try_allocation(notes, fill_each_gpu, switch_off_expandable_segments)
     elif spec.gpus > 0:
-        notes.append(
-            f"the driver shows a GPU, but this torch ({torch.__version__}) cannot use it: running on the CPU; "
-            "install a torch built for the driver's CUDA"
-        )
+        notes.append(instead_of_gpu())
     least = capability(on_gpu)
     set_tf32(spec, least, notes)
     choose_kernels(least)

@@ -211,16 +211,19 @@ def _set_compute_dtype(model: Any, spec: CheckpointSpec, least: Capability | Non
     """Let stored 4-bit layers compute in a type that the device has."""
     stored = getattr(model.config, "quantization_config", None)
     stored = stored if isinstance(stored, dict) or stored is None else stored.to_dict()
-    name = spec.compute_dtype or choose_compute_dtype(stored, least)
+    name = spec.compute_dtype or choose_compute_dtype(stored, least, spec.dtype)
     if name:
         for module in model.modules():
             # bitsandbytes' Linear4bit casts its input to this type.
             if hasattr(module, "compute_dtype") and hasattr(module, "compute_type_is_set"):
                 module.compute_dtype = getattr(torch, name)
-        notes.append(
-            f"4-bit layers compute in {name}: bfloat16, as the checkpoint says, is only emulated below compute "
-            "capability 8.0"
-        )
+        stored_dtype = str((stored or {}).get("bnb_4bit_compute_dtype") or "float32").removeprefix("torch.")
+        reason = "is only emulated below compute capability 8.0"
+        if stored_dtype == "float32":
+            reason = (
+                "is several times slower, and the other layers are in half precision; dtype: float32 keeps it"
+            )
+        notes.append(f"4-bit layers compute in {name}: {stored_dtype}, as the checkpoint says, {reason}")
 
 
 def _from_pretrained(auto_class: Any, spec: CheckpointSpec, **options: Any) -> Any:

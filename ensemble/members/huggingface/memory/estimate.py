@@ -13,13 +13,20 @@ import numpy.typing as npt
 from ensemble.common.files import read_json
 from ensemble.common.packages import Requirement, installed_versions
 from ensemble.members.footprint import Capability, Footprint, MemoryEstimate
+from ensemble.members.huggingface.checkpoint.adapter_files import widest_lora
 from ensemble.members.huggingface.checkpoint.architecture import Architecture, read_architecture
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor, read_tensors, shards_of
 from ensemble.members.huggingface.memory.sizes import Dtype, activation, cuda_context_bytes, weights
 from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSettings
-from ensemble.members.huggingface.spec import DEFAULT_MAX_LENGTH, cap_problem, choose_attention, choose_dtype
+from ensemble.members.huggingface.spec import (
+    DEFAULT_MAX_LENGTH,
+    cap_problem,
+    choose_attention,
+    choose_compute_dtype,
+    choose_dtype,
+)
 
 # What a process with torch and transformers takes on a CPU before it loads weights.
 PROCESS_BYTES = 450 << 20
@@ -28,6 +35,8 @@ COMPILER_BYTES = 180 << 20
 # The torch whose fused attention on a CPU needs no copies of keys that heads share (pytorch pull request 157893);
 # older ones fall back to plain products, which take as much as eager attention.
 _TORCH_WITH_SHARED_KEYS = Requirement("torch", minimum="2.9")
+# bitsandbytes' products of int8 take the tensor cores of Turing (its documentation, "LLM.int8()").
+_INT8_CAPABILITY = (7, 5)
 # The quantization to propose where the weights are too large for every GPU.
 _FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
@@ -40,6 +49,7 @@ class CheckpointMemory(MemoryEstimate):
         lengths: bytes of text per row, int64 [rows].
         tensors, architecture: None where they are not known yet (on the hub, pickled).
         adapter_bytes: of the adapter's file.
+        lora: outputs and rank of the widest layer with unmerged LoRA; zeros: none.
         pools_last_token: False where logits are computed at every position.
         has_flash_attention: whether flash-attention 2 was seen to work on these devices.
         vocabulary_positions, shared_tokens: see ``sizes.activation``.
@@ -53,6 +63,7 @@ class CheckpointMemory(MemoryEstimate):
     architecture: Architecture | None
     max_length: int
     adapter_bytes: int = 0
+    lora: tuple[int, int] = (0, 0)
     pools_last_token: bool = True
     has_flash_attention: bool = False
     vocabulary_positions: int = 0
@@ -71,6 +82,11 @@ class CheckpointMemory(MemoryEstimate):
         settings = quantization or self.settings.quantization_config
         if settings is not None and settings.get("load_in_4bit"):
             settings = {"bnb_4bit_compute_dtype": dtype, **settings}  # as the worker sets it
+        stored_settings = architecture.quantization
+        compute_dtype = choose_compute_dtype(stored_settings, capability if gpus else None, dtype)
+        if compute_dtype is not None:
+            stored_settings = {**(stored_settings or {}), "bnb_4bit_compute_dtype": compute_dtype}
+            architecture = replace(architecture, quantization=stored_settings)
         attention = self.attention(dtype, gpus, capability)
         loaded = weights(
             tensors,
@@ -107,6 +123,7 @@ class CheckpointMemory(MemoryEstimate):
                 vocabulary_positions=self.vocabulary_positions,
                 shared_tokens=self.shared_tokens,
                 width=width,
+                lora=self.lora,
             ),
             context_bytes=cuda_context_bytes(capability) if gpus else process_bytes,
             mapped_bytes=0 if is_mapped else stored_bytes,
@@ -130,7 +147,16 @@ class CheckpointMemory(MemoryEstimate):
             return None
         return choose_attention(self.architecture.soft_capping, supports_sdpa is True, flash_suits)
 
-    def problem(self) -> str:
+    def problem(self, gpus: int, capability: Capability | None) -> str:
+        stored = self.architecture.quantization if self.architecture is not None else None
+        settings = self.settings.quantization_config or stored or {}
+        if gpus and capability is not None and capability < _INT8_CAPABILITY and settings.get("load_in_8bit"):
+            major, minor = capability
+            return (
+                f"quantization_config: {self.settings.name} is in int8 (load_in_8bit), which needs compute "
+                f"capability 7.5, and a GPU here has {major}.{minor}; use load_in_4bit: true, leave such GPUs out "
+                "(devices), or set num_gpus: 0"
+            )
         if self.architecture is None or not self.architecture.soft_capping:
             return ""
         return cap_problem(self.settings.attn_implementation, self.settings.name)
@@ -182,6 +208,7 @@ def checkpoint_memory(
         architecture=architecture,
         max_length=max_length,
         adapter_bytes=sum(file.stat().st_size for file in adapter_files),
+        lora=(0, 0) if adapter is None or model.merge_adapter else widest_lora(Path(adapter)),
         pools_last_token=has_own_head or not checkpoint.described.scores_every_position,
         vocabulary_positions=vocabulary_positions,
         head=head,

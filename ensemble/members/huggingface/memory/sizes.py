@@ -155,6 +155,7 @@ def activation(
     vocabulary_positions: int = 0,
     shared_tokens: int = 0,
     width: int = QUERIES_PER_BLOCK,
+    lora: tuple[int, int] = (0, 0),
 ) -> Activation:
     """Calculate the memory of a forward pass in inference mode, without the weights.
 
@@ -167,6 +168,7 @@ def activation(
         pools_last_token: whether the head sees only one position of each row.
         vocabulary_positions: the positions of a row that go through a head over the vocabulary; 0: another head.
         shared_tokens: the first tokens of all rows, whose keys and values are kept from batch to batch.
+        lora: outputs and rank of the widest layer with unmerged LoRA; zeros: none.
         width: tokens of the longest row; only capped_blocks, of shorter rows than a block, needs less.
     """
     a, size = architecture, DTYPE_BYTES[dtype]
@@ -189,6 +191,13 @@ def activation(
     scores = a.heads * size if attention == "eager" and not a.relative_terms else 0
     stages = _attention_stages(a, size, attention, mask, on_gpu, width)
     stages.append(Stage(mlp + _INPUT_BYTES, mask + scores))
+    lora_outputs, rank = lora
+    if lora_outputs:
+        # peft holds the base's result, LoRA's, and LoRA's scaled or the sum (forward in peft/tuners/lora); beside
+        # these lives the other half of a gated feed-forward part.
+        other_half = min(lora_outputs, max(0, a.mlp_width - 2 * lora_outputs))
+        numbers = _hidden_copies(a) * a.hidden + 3 * lora_outputs + other_half + rank
+        stages.append(Stage(size * numbers + _INPUT_BYTES, mask + scores))
     if a.experts > 1:
         # transformers up to 5.12 weights the experts' outputs in float32, in the order of experts and of tokens.
         outputs = size * a.mlp_width + a.experts * (2 * size + 8) * a.hidden

@@ -144,6 +144,11 @@ class CheckpointMember(Predictor, Generic[_C, _E]):
             return None
         return max(torch.cuda.max_memory_reserved(index) for index in range(torch.cuda.device_count()))
 
+    def peak_gpu_allocated_bytes(self) -> int | None:
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return None
+        return max(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
+
 
 class TextMember(CheckpointMember[S, Encoded], Generic[S]):
     """Run a model over text; needs neither model nor device before ``load``.

@@ -16,6 +16,7 @@ from ensemble.members.huggingface.checkpoint.quantization_methods import (
     quantized_bits,
 )
 from ensemble.members.huggingface.loading.describe import quantization_keys
+from tests.nvml.sim import Gpu, NvmlSim, gpu_uuid
 from tests.project import Project
 
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float16"}
@@ -169,3 +170,24 @@ def test_int8_is_chosen_with_a_word_about_neighbours() -> None:
     (warning,) = quantization_warnings({"load_in_8bit": True}, None)
     assert "an outlier in a row changes the numbers of the other rows in its batch" in warning
     assert not list(quantization_warnings({"load_in_8bit": True, "llm_int8_threshold": 0.0}, None))
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
+def test_int8_on_a_gpu_without_its_products_is_refused(
+    project: Project, nvml_sim: NvmlSim, capability: tuple[int, int]
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    nvml_sim.write([Gpu(gpu_uuid(0), name="Simulated V100", compute_capability=capability)])
+    int8 = {"quantization_config": {"load_in_8bit": True}}
+    model = {"name": "a", "model_name_or_path": str(project.models / "llama"), **int8}
+    on_cpu = {**model, "name": "b", "num_gpus": 0}
+    project.write_config(project.config(models=[model, on_cpu]))
+    done = project.ensemble("validate", "config.yaml", environment=nvml_sim.environment())
+    said = " ".join(done.stderr.split())
+    assert done.returncode == (2 if capability < (7, 5) else 0), said
+    expected = (
+        "models[0].quantization_config: a is in int8 (load_in_8bit), which needs compute capability 7.5, and a GPU "
+        "here has 7.0; use load_in_4bit: true, leave such GPUs out (devices), or set num_gpus: 0"
+    )
+    assert (expected in said) == (capability < (7, 5)), said
+    assert "models[1].quantization_config: b is in int8" not in said

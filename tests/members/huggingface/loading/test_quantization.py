@@ -102,27 +102,58 @@ def test_weights_that_are_unpacked_before_the_first_pass(tmp_path: Path) -> None
 
 
 STORED = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"}
+STORED_FLOAT32 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
 
 
 @pytest.mark.parametrize(
-    ("stored", "capability", "expected"),
+    ("stored", "capability", "dtype", "expected"),
     [
-        (STORED, (7, 5), "float16"),
-        ({**STORED, "bnb_4bit_compute_dtype": "torch.bfloat16"}, (7, 0), "float16"),
-        (STORED, (8, 0), None),
-        (STORED, (9, 0), None),
-        (STORED, None, None),
-        ({**STORED, "bnb_4bit_compute_dtype": "float32"}, (7, 5), None),
-        ({"load_in_8bit": True, "bnb_4bit_compute_dtype": "bfloat16"}, (7, 5), None),
-        (None, (7, 5), None),
+        (STORED, (7, 5), "float16", "float16"),
+        ({**STORED, "bnb_4bit_compute_dtype": "torch.bfloat16"}, (7, 0), "float32", "float16"),
+        (STORED, (8, 0), "bfloat16", None),
+        (STORED, (9, 0), "float32", None),
+        (STORED, None, "float32", None),
+        (STORED_FLOAT32, (7, 5), "float16", "float16"),
+        (STORED_FLOAT32, (7, 5), "bfloat16", "float16"),  # asked for, and only emulated
+        (STORED_FLOAT32, (8, 0), "bfloat16", "bfloat16"),
+        ({"load_in_4bit": True}, (9, 0), "bfloat16", "bfloat16"),  # transformers' default is float32
+        (STORED_FLOAT32, (8, 0), "float32", None),
+        (STORED_FLOAT32, (8, 0), "auto", None),
+        (STORED_FLOAT32, None, "bfloat16", None),  # on a CPU
+        ({"load_in_8bit": True, "bnb_4bit_compute_dtype": "bfloat16"}, (7, 5), "float16", None),
+        (None, (7, 5), "float16", None),
     ],
 )
-def test_bfloat16_of_stored_layers_is_float16_before_ampere(
-    stored: dict[str, Any] | None, capability: tuple[int, int] | None, expected: str | None
+def test_stored_layers_compute_in_half_precision_where_others_do(
+    stored: dict[str, Any] | None, capability: tuple[int, int] | None, dtype: str, expected: str | None
 ) -> None:
     from ensemble.members.huggingface.spec import choose_compute_dtype
 
-    assert choose_compute_dtype(stored, capability) == expected
+    assert choose_compute_dtype(stored, capability, dtype) == expected
+
+
+def test_stored_float32_layers_compute_in_half_precision_with_a_note(tmp_path: Path) -> None:
+    import torch
+
+    from ensemble.members.huggingface.loading.load import load
+
+    folder = make_checkpoint(tmp_path / "m", "llama", LABELS)
+    saved = tmp_path / "four bits"
+    quantized(folder, {**FOUR_BITS, "bnb_4bit_compute_dtype": torch.float32}).save_pretrained(saved)
+    make_tokenizer(saved)
+    loaded = load(worker_spec(saved, dtype="bfloat16", compute_dtype="bfloat16"))
+    types = {layer.compute_dtype for layer in loaded.model.modules() if hasattr(layer, "compute_dtype")}
+    assert types == {torch.bfloat16}
+    (note,) = [note for note in loaded.notes if note.startswith("4-bit layers")]
+    assert note == (
+        "4-bit layers compute in bfloat16: float32, as the checkpoint says, is several times slower, and the other "
+        "layers are in half precision; dtype: float32 keeps it"
+    )
+    kept = load(worker_spec(saved, dtype="float32"))
+    assert {layer.compute_dtype for layer in kept.model.modules() if hasattr(layer, "compute_dtype")} == {
+        torch.float32
+    }
+    assert not [note for note in kept.notes if note.startswith("4-bit layers")]
 
 
 def test_stored_layers_compute_as_the_plan_says(tmp_path: Path) -> None:

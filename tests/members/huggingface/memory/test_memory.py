@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from ensemble.members.footprint import Activation, Stage
+from ensemble.members.huggingface.checkpoint.adapter_files import widest_lora
 from ensemble.members.huggingface.checkpoint.architecture import Architecture, read_architecture
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor, read_tensors
 from ensemble.members.huggingface.loading.capped_attention import register_capped_blocks
@@ -105,6 +107,47 @@ def test_the_activation_of_real_widths_on_a_gpu(family: str, attention: str) -> 
             predicted = activation(architecture, "bfloat16", attention, 2, None, on_gpu=True, width=width)
             measured = peak_bytes(classifier, [width] * rows)
             assert 0.95 < predicted.bytes(rows * width, width) / measured < 1.2, (rows, width)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("llama", ["q_proj", "v_proj"]),
+        ("llama", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
+        ("gemma2", ["gate_proj", "up_proj"]),
+        ("phi3", ["qkv_proj", "gate_up_proj"]),
+        ("bert", ["query", "dense"]),
+    ],
+)
+def test_lora_beside_the_layers(family: str, targets: list[str], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = FAMILIES[family]()
+    attention = "eager" if family == "gemma2" else "sdpa"
+
+    def adapt(model: Any) -> None:
+        peft.inject_adapter_in_model(peft.LoraConfig(r=64, target_modules=targets), model)
+
+    with fake_classifier(config, torch.bfloat16, attention, adapt=adapt) as (classifier, model):
+        shapes = {name: tuple(one.shape) for name, one in model.named_parameters() if ".lora_" in name}
+        measured = peak_bytes(classifier, [500] * 4)
+    tensors = {name.replace(".default", ""): torch.empty(shape) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    predicted, plain = (
+        activation(
+            architecture_of(config),
+            "bfloat16",
+            attention,
+            2,
+            None,
+            on_gpu=True,
+            width=500,
+            lora=lora,
+        ).bytes(2000, 500)
+        for lora in (widest_lora(tmp_path), (0, 0))
+    )
+    assert 0.97 < predicted / measured < 1.3, (predicted, plain, measured)
+    if "gate_proj" in targets:
+        assert plain < 0.95 * measured, "what it says without an adapter is too little"
 
 
 @pytest.mark.parametrize(

@@ -223,3 +223,17 @@ def test_an_unknown_quantization_key_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="unknown key bnb_4bit_quant_typ"):
         quantization_config({"load_in_4bit": True, "bnb_4bit_quant_typ": "nf4"})
+
+
+def test_peaks_are_of_what_torch_reserved_and_of_what_tensors_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from ensemble.members.seq_cls.predictor import SequenceClassifier
+
+    member = object.__new__(SequenceClassifier)
+    assert (member.peak_gpu_memory_bytes(), member.peak_gpu_allocated_bytes()) == (None, None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", [30, 50].__getitem__)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", [20, 40].__getitem__)
+    assert (member.peak_gpu_memory_bytes(), member.peak_gpu_allocated_bytes()) == (50, 40)
