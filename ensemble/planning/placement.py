@@ -134,7 +134,8 @@ class _Placing:
     def _request_problem(self, gpus: int) -> str:
         """Return why the member's keys cannot be followed, or an empty text."""
         request = self.facts.request
-        memory_problem = "" if self.facts.memory is None else self.facts.memory.problem()
+        capability = _lowest_capability(self.devices) if gpus else None
+        memory_problem = "" if self.facts.memory is None else self.facts.memory.problem(capability)
         if memory_problem:
             return f"models[{self.index}].{memory_problem}"
         key = "max_memory" if request.max_memory else "device_map"

@@ -15,6 +15,7 @@ from ensemble.common.packages import Requirement, installed_versions
 from ensemble.members.footprint import Capability, Footprint, MemoryEstimate
 from ensemble.members.huggingface.checkpoint.architecture import Architecture, read_architecture
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
+from ensemble.members.huggingface.checkpoint.quantization_methods import capability_problem
 from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor, read_tensors, shards_of
 from ensemble.members.huggingface.memory.sizes import Dtype, activation, cuda_context_bytes, weights
@@ -130,9 +131,10 @@ class CheckpointMemory(MemoryEstimate):
             return None
         return choose_attention(self.architecture.soft_capping, supports_sdpa is True, flash_suits)
 
-    def problem(self) -> str:
-        if self.architecture is None or not self.architecture.soft_capping:
-            return ""
+    def problem(self, capability: Capability | None) -> str:
+        problem = capability_problem(self.settings.quantization_config, capability)
+        if problem or self.architecture is None or not self.architecture.soft_capping:
+            return problem
         return cap_problem(self.settings.attn_implementation, self.settings.name)
 
     def smaller(self, capability: Capability | None) -> Iterator[tuple[str, Footprint]]:
