@@ -146,8 +146,12 @@ class MemoryEstimate(ABC):
         """Return the attention for the workers; None: they choose."""
         return None
 
-    def problem(self, gpus: int, capability: Capability | None) -> str:
-        """Return why the member cannot run on ``gpus`` such devices (0: the CPU), key first; empty if it can."""
+    def problem(self, capability: Capability | None) -> str:
+        """Return why the member cannot run, key first; empty if it can.
+
+        Args:
+            capability: of the least capable GPU; None: the CPU, or not known.
+        """
         return ""
 
     def smaller(self, capability: Capability | None) -> Iterator[tuple[str, Footprint]]:

@@ -134,9 +134,8 @@ class _Placing:
     def _request_problem(self, gpus: int) -> str:
         """Return why the member's keys cannot be followed, or an empty text."""
         request = self.facts.request
-        memory, memory_problem = self.facts.memory, ""
-        if memory is not None:
-            memory_problem = memory.problem(gpus, _lowest_capability(self.devices))
+        capability = _lowest_capability(self.devices) if gpus else None
+        memory_problem = "" if self.facts.memory is None else self.facts.memory.problem(capability)
         if memory_problem:
             return f"models[{self.index}].{memory_problem}"
         key = "max_memory" if request.max_memory else "device_map"

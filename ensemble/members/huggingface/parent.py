@@ -22,6 +22,7 @@ from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenize
 from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, hub_folder
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.checkpoint.quantization_methods import (
+    DYNAMIC_METHODS,
     package_of,
     quantization_problems,
     quantization_warnings,
@@ -189,11 +190,15 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         precisions = [Candidate(dtype, {"dtype": dtype, **plain, **eager}) for dtype in dtypes]
         is_as_stored = inspected.quantization is not None or model.gguf_file is not None
         if not is_as_stored and not model.merge_adapter:
-            quantized = {
+            quantized: dict[str, dict[str, Any]] = {
                 "int8": {"load_in_8bit": True},
                 "int8, threshold 0": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
                 "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
             }
+            if on_gpu and assigned.capability is not None and model.adapter_name_or_path is None:
+                for method, least in DYNAMIC_METHODS.items():
+                    if assigned.capability >= least:
+                        quantized[method] = {"quant_method": method}
             precisions += [
                 Candidate(name, {"dtype": "auto", "quantization_config": settings, **eager})
                 for name, settings in quantized.items()

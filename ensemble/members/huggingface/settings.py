@@ -28,6 +28,7 @@ from ensemble.config.values import (
     Text,
     as_tuple,
 )
+from ensemble.members.huggingface.checkpoint.quantization_methods import DYNAMIC_METHODS, method_of
 
 COMMIT: Final = r"[0-9a-fA-F]{40}"
 _PICKLE_ADVICE: Final = "drop this; the model's own key allow_pickle says whether pickles may be read"
@@ -166,6 +167,12 @@ class HuggingFaceSettings(MemberConfig):
                 ("adapter_name_or_path",),
                 "an adapter needs its base on the devices themselves, not offloaded; quantize it, give it more "
                 "GPUs, or merge the adapter into a checkpoint first",
+            )
+        method = method_of(self.quantization_config)
+        if method in DYNAMIC_METHODS and (self._offloads or self.adapter_name_or_path is not None):
+            yield (
+                ("quantization_config",),
+                f"{method} goes neither with an adapter nor with offload; take load_in_4bit or load_in_8bit",
             )
         if self.torch_compile:
             yield from self._broken_compile()

@@ -112,9 +112,7 @@ class PooledClassifier(Classifier):
         mask = on_device(arrays["attention_mask"], self.last_device)
         position = on_device(pooled_position, self.last_device)
         counts = on_device(lengths, self.last_device)
-        if Shortcut.NO_MASK in self.taken and not with_mask:
-            del arrays["attention_mask"]
-        inputs = {name: on_device(array, self._device) for name, array in arrays.items()}
+        inputs = self._inputs(arrays, with_mask)
         with self._spread.forward_pass(), torch.inference_mode():
             parts = self._last_token_parts if Shortcut.LAST_TOKEN_LAYER in self.taken else []
             with last_token_only(parts, position):

@@ -15,11 +15,17 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import quantization_config as settings_of_transformers
 
 from ensemble.members.footprint import Capability
-from ensemble.members.huggingface.checkpoint.quantization_methods import BITSANDBYTES, method_of
+from ensemble.members.huggingface.checkpoint.quantization_methods import (
+    BITSANDBYTES,
+    DYNAMIC_METHODS,
+    capability_problem,
+    method_of,
+)
 from ensemble.members.huggingface.loading.adapter import AdapterFiles, attach_adapter, open_adapter, some
 from ensemble.members.huggingface.loading.capped_attention import register_capped_blocks
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys, is_unused
 from ensemble.members.huggingface.loading.device_map import check_placement, input_device, placement_options
+from ensemble.members.huggingface.loading.dynamic_8bit import register_dynamic_methods
 from ensemble.members.huggingface.loading.kernels import AMPERE
 from ensemble.members.huggingface.memory.sizes import UNQUANTIZED
 from ensemble.members.huggingface.spec import (
@@ -54,6 +60,11 @@ def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str])
     """Load the model with its adapter onto the devices this process can see."""
     name, on_gpu = spec.model_name_or_path, least is not None
     gguf: dict[str, Any] = {} if spec.gguf_file is None else {"gguf_file": spec.gguf_file}
+    problem = capability_problem(spec.quantization_config, least)
+    if problem:
+        raise ValueError(problem)
+    if method_of(spec.quantization_config) in DYNAMIC_METHODS:
+        register_dynamic_methods()
     dtype = model_dtype(spec, least, notes)
     options: dict[str, Any] = {**placement_options(spec, on_gpu), **spec.model_kwargs, **gguf}
     if spec.quantization_config is not None:

@@ -16,6 +16,7 @@ from ensemble.members.footprint import Capability, Footprint, MemoryEstimate
 from ensemble.members.huggingface.checkpoint.adapter_files import widest_lora
 from ensemble.members.huggingface.checkpoint.architecture import Architecture, read_architecture
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
+from ensemble.members.huggingface.checkpoint.quantization_methods import capability_problem
 from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor, read_tensors, shards_of
 from ensemble.members.huggingface.memory.sizes import Dtype, activation, cuda_context_bytes, weights
@@ -35,8 +36,6 @@ COMPILER_BYTES = 180 << 20
 # The torch whose fused attention on a CPU needs no copies of keys that heads share (pytorch pull request 157893);
 # older ones fall back to plain products, which take as much as eager attention.
 _TORCH_WITH_SHARED_KEYS = Requirement("torch", minimum="2.9")
-# bitsandbytes' products of int8 take the tensor cores of Turing (its documentation, "LLM.int8()").
-_INT8_CAPABILITY = (7, 5)
 # The quantization to propose where the weights are too large for every GPU.
 _FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
@@ -147,18 +146,11 @@ class CheckpointMemory(MemoryEstimate):
             return None
         return choose_attention(self.architecture.soft_capping, supports_sdpa is True, flash_suits)
 
-    def problem(self, gpus: int, capability: Capability | None) -> str:
+    def problem(self, capability: Capability | None) -> str:
         stored = self.architecture.quantization if self.architecture is not None else None
-        settings = self.settings.quantization_config or stored or {}
-        if gpus and capability is not None and capability < _INT8_CAPABILITY and settings.get("load_in_8bit"):
-            major, minor = capability
-            return (
-                f"quantization_config: {self.settings.name} is in int8 (load_in_8bit), which needs compute "
-                f"capability 7.5, and a GPU here has {major}.{minor}; use load_in_4bit: true, leave such GPUs out "
-                "(devices), or set num_gpus: 0"
-            )
-        if self.architecture is None or not self.architecture.soft_capping:
-            return ""
+        problem = capability_problem(self.settings.quantization_config or stored, capability)
+        if problem or self.architecture is None or not self.architecture.soft_capping:
+            return problem
         return cap_problem(self.settings.attn_implementation, self.settings.name)
 
     def smaller(self, capability: Capability | None) -> Iterator[tuple[str, Footprint]]:

@@ -15,7 +15,11 @@ from typing import Any, Literal
 
 from ensemble.members.footprint import Activation, Capability, Stage, Weights
 from ensemble.members.huggingface.checkpoint.architecture import Architecture
-from ensemble.members.huggingface.checkpoint.quantization_methods import quantized_bits
+from ensemble.members.huggingface.checkpoint.quantization_methods import (
+    DYNAMIC_METHODS,
+    method_of,
+    quantized_bits,
+)
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor, is_left_out, stands_beside_packed
 from ensemble.members.huggingface.spec import CAPPED_BLOCKS, QUERIES_PER_BLOCK
 
@@ -124,8 +128,8 @@ def _is_linear(tensor: Tensor, settings: Mapping[str, Any]) -> bool:
 
 
 def _quantized_bytes(tensor: Tensor, bits: int, settings: Mapping[str, Any]) -> int:
-    if settings.get("load_in_8bit"):
-        return tensor.elements + 4 * tensor.shape[0]  # int8, and a float32 scale for each row
+    if settings.get("load_in_8bit") or method_of(settings) in DYNAMIC_METHODS:
+        return tensor.elements + 4 * tensor.shape[0]  # with a float32 scale for each row
     blocks = math.ceil(tensor.elements / _BLOCK)
     weight_bytes = math.ceil(tensor.elements * bits / 8) + _TABLE_BYTES
     if not settings.get("bnb_4bit_use_double_quant"):

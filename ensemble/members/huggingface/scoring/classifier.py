@@ -20,6 +20,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from ensemble.common.protocol import Activation
 from ensemble.members.huggingface.scoring.encode import Encoded
+from ensemble.members.huggingface.scoring.encoder_mask import ready_mask, takes_ready_mask
 from ensemble.members.huggingface.scoring.forward import Scorer, Shortcut
 
 # Parts of a layer that work on each position by itself, as transformers' decoders similar to Llama name them.
@@ -66,6 +67,8 @@ class Classifier(Scorer[Encoded]):
             self.possible |= {Shortcut.NO_MASK}
         if self._last_token_parts:
             self.possible |= {Shortcut.LAST_TOKEN_LAYER}
+        if takes_ready_mask(model):
+            self.possible |= {Shortcut.READY_MASK}
         self.taken = {Shortcut.LAST_TOKEN} if is_generic else set()
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
 
@@ -76,9 +79,7 @@ class Classifier(Scorer[Encoded]):
         if self._searches_pad_token and not last_token:
             pad_token_id = unused_token(encoded, rows, self._vocabulary)
         arrays = padded(encoded, rows, pad_token_id, self._pad_left)
-        if Shortcut.NO_MASK in self.taken and not with_mask:
-            del arrays["attention_mask"]
-        inputs = {name: on_device(array, self._device) for name, array in arrays.items()}
+        inputs = self._inputs(arrays, with_mask)
         # Copied from the host: a copy between GPUs would wait for both.
         last = on_device(encoded.lengths[rows] - 1, self.last_device)
         if self._searches_pad_token:
@@ -95,6 +96,18 @@ class Classifier(Scorer[Encoded]):
                 hidden = getattr(model, model.base_model_prefix)(**inputs, use_cache=False).last_hidden_state
             last_logits: torch.Tensor = model.score(hidden[_positions(hidden, last)])
             return last_logits.float()
+
+    def _inputs(self, arrays: dict[str, npt.NDArray[np.int64]], with_mask: bool) -> dict[str, torch.Tensor]:
+        """Return a batch on the device where a pass begins; ``arrays`` are those of ``padded``."""
+        inputs: dict[str, npt.NDArray[Any]] = dict(arrays)
+        mask: npt.NDArray[Any] | None = inputs.pop("attention_mask")
+        if not with_mask and Shortcut.NO_MASK in self.taken:
+            mask = None
+        elif not with_mask and Shortcut.READY_MASK in self.taken:
+            mask = ready_mask(arrays["attention_mask"])
+        if mask is not None:
+            inputs["attention_mask"] = mask
+        return {name: on_device(array, self._device) for name, array in inputs.items()}
 
 
 def padded(

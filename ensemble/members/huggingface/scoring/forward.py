@@ -62,6 +62,7 @@ class Shortcut(Enum):
     LAST_TOKEN = "body and head run separately, the head only on each row's last token"
     NO_MASK = "batches have no attention mask, as no token sees the padding behind it"
     LAST_TOKEN_LAYER = "the last layer computes only the last token, too"
+    READY_MASK = "the host makes an encoder's mask, so that no pass asks the device whether there is padding"
     SHARED_PREFIX = "tokens that all rows begin with are computed once, if the kind of member supports this"
 
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS = {"vocab_size": 400, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_labels": 3}
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-BODY, MASKLESS, LAST_LAYER = "LAST_TOKEN", "NO_MASK", "LAST_TOKEN_LAYER"
+BODY, MASKLESS, LAST_LAYER, READY = "LAST_TOKEN", "NO_MASK", "LAST_TOKEN_LAYER", "READY_MASK"
 Config = Callable[[Any], Any]
 # Their shortcuts, by what their code says: a forward of their own or not, whether attention says that it is causal,
 # and layers named as Llama's.
@@ -58,7 +58,7 @@ CASES: dict[str, tuple[Config, set[str]]] = {
     ),
     # It clips queries where they stand, which is not possible where one stands in all places.
     "olmo-clipped": (lambda t: t.OlmoConfig(**SMALL, clip_qkv=2.0, **TOKENS), {BODY, MASKLESS}),
-    "bert": (lambda t: t.BertConfig(**SMALL, **TOKENS), set()),
+    "bert": (lambda t: t.BertConfig(**SMALL, **TOKENS), {READY}),
     "xlnet": (lambda t: t.XLNetConfig(d_model=32, n_layer=2, n_head=4, d_inner=64, **TOKENS), set()),
 }
 
