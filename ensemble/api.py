@@ -1,4 +1,4 @@
-"""The Python API: what the commands do, as functions for notebooks and scripts.
+"""Define the Python API: each command as a function for notebooks and scripts.
 
 The functions leave nothing changed in the caller's process: no module is kept out or loaded in a special way, no
 stream is replaced, and handlers of signals and loggers are put back. Errors and printed text hold no secrets. Where

@@ -261,13 +261,13 @@ def _problems(sample: Predictions, options: Options, metric: Metric) -> Iterator
         label = f"{sample.labels[int(truth[0])]!r}" if truth.ndim == 1 else "the same"
         yield f"the truth is {label} in every row; weights need rows of two labels or more"
     else:
-        what = f"--metric {options.metric}" if metric.kind == "ranks" else f"--method {options.method}"
+        option = f"--metric {options.metric}" if metric.kind == "ranks" else f"--method {options.method}"
         for label, count in zip(sample.labels, has_label.tolist(), strict=True):
             lacks = needed if sample.activation == "softmax" else sample.rows - count
             if min(count, lacks) < needed:
                 verb, rows = ("has", count) if count < needed else ("lacks", lacks)
                 yield (
-                    f"the truth {verb} {label!r} in {rows:,} of {plural(sample.rows, 'row')}: {what} needs at "
+                    f"the truth {verb} {label!r} in {rows:,} of {plural(sample.rows, 'row')}: {option} needs at "
                     f"least {needed:,}; give more rows, or use log_loss without stacking"
                 )
     numbers = _fitted_numbers(sample, options)

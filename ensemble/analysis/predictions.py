@@ -39,6 +39,7 @@ from ensemble.merging.methods.base import Values
 from ensemble.merging.row_checks import RowCheck
 from ensemble.merging.rules import RowRules
 from ensemble.pipeline.prediction_files import ROWS_ADVICE, file_columns, named_files
+from ensemble.pipeline.prepared import common_activation
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.reuse import read_bits
 from ensemble.pipeline.run_dir import RunDir
@@ -81,9 +82,8 @@ class Predictions:
 
     @property
     def activation(self) -> Activation:
-        """Return what all members are together: "softmax" only if each one is."""
-        activations = set(self.activations.values())
-        return "none" if "none" in activations else "sigmoid" if "sigmoid" in activations else "softmax"
+        """Return what all members are together; see ``common_activation``."""
+        return common_activation(self.activations.values())
 
     @property
     def required_truth(self) -> Truth:

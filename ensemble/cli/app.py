@@ -1,4 +1,4 @@
-"""Commands: they call the functions of the API, and say what they return by printing and by exit codes."""
+"""Define the commands: each calls a function of the API, prints the result and sets the exit code."""
 
 from __future__ import annotations
 

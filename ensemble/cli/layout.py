@@ -1,4 +1,4 @@
-"""Tables and sentences as lines of plain text that fit where they are read: a terminal, a notebook, a file.
+"""Lay out tables and sentences as lines of plain text that fit a terminal, a notebook or a file.
 
 No line ends inside a word or a number, and nothing is cut: in a table that is too wide each row becomes a block.
 """
@@ -51,10 +51,10 @@ def wrapped(text: str, width: int | None, first: str = "", later: str = "  ") ->
 
 @dataclass(frozen=True)
 class Table:
-    """Cells by row, each of which may end early; the first is its name.
+    """Hold the cells of each row; the first cell is the row's name, and rows may lack cells at the end.
 
-    ``totals`` are rows set apart below the others.
-    ``texts`` are the headers whose cells are words, which begin at the left; numbers end at the right.
+    ``totals`` are rows set apart below the others. ``texts`` names the columns that hold words and are aligned to
+    the left; numbers are aligned to the right.
     """
 
     headers: Sequence[str]

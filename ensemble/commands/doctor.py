@@ -70,9 +70,9 @@ class Finding:
         return cls(mark, text, advice) if text else cls(mark, sentence, otherwise)
 
     @classmethod
-    def of_amount(cls, text: str, size: float, needed: float, wanted: float, *advice: str) -> Finding:
-        """Judge an amount: the first advice is for less than ``needed``, the last for less than ``wanted``."""
-        if size < wanted:
+    def of_amount(cls, text: str, size: float, needed: float, enough: float, *advice: str) -> Finding:
+        """Judge an amount: the first advice is for less than ``needed``, the last for less than ``enough``."""
+        if size < enough:
             return cls("problem", text, advice[0]) if size < needed else cls("note", text, advice[-1])
         return cls("ok", text)
 

@@ -68,7 +68,7 @@ class Merged:
 
 @dataclass(frozen=True)
 class _File:
-    """A file to merge, with the settings of its member."""
+    """Hold a file to merge, with the settings of its member."""
 
     name: str
     path: Path

@@ -45,7 +45,7 @@ _NEXT_SAMPLE_SECONDS = 12.0
 
 @dataclass(frozen=True)
 class MemberRehearsal:
-    """Forecast a member.
+    """Hold the forecast of a member.
 
     Attributes:
         startup_seconds: until a worker computes.
@@ -67,7 +67,7 @@ class MemberRehearsal:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Forecast a run.
+    """Hold the forecast of a run.
 
     Attributes:
         seconds: from the command to the submission.
@@ -160,8 +160,8 @@ def rehearse(
         needs = replace(prepared.needs, label_column=None, label_columns=(), limit=None)
         base = read_table(lengths_from, needs)
     rows = prepared.table.rows if rows is None else rows
-    copies, rest = divmod(rows, base.rows)
-    chosen = np.sort(np.random.default_rng(config.seed).choice(base.rows, rest, replace=False))
+    copies, more = divmod(rows, base.rows)
+    chosen = np.sort(np.random.default_rng(config.seed).choice(base.rows, more, replace=False))
     source = whole_table = _rows_of(base, np.concatenate([np.tile(np.arange(base.rows), copies), chosen]))
     size = min(rows, sample_rows or _SAMPLE_ROWS)
     if rows > base.rows:  # equal rows are computed once, so that copies would make the sample too fast

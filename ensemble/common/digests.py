@@ -1,4 +1,4 @@
-"""Digests of files: each file is read once, and a file that changes meanwhile is refused."""
+"""Compute digests of files: each file is read once, and a file that changes meanwhile is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FileDigest:
 
 
 class FileDigests:
-    """Digests of files, each of them read once: members may share a base.
+    """Compute digests of files and read each file once, as members may share a base.
 
     Args:
         whole: read every byte of weights, too.

@@ -1,4 +1,4 @@
-"""The errors that this package raises on purpose, with the program's exit codes.
+"""Define the errors that this package raises on purpose, with the program's exit codes.
 
 Messages name the key, file, row or GPU, and say what to do. An error can have several problems, so that one run of
 ``validate`` shows everything to fix.
@@ -16,7 +16,7 @@ RESUMES: Final = "the same command resumes where it stopped"
 
 
 class EnsembleError(Exception):
-    """Base of the errors below, except ``Interrupted``.
+    """Report problems; the base of the errors below, except ``Interrupted``.
 
     Args:
         problems: one sentence, or several; each names where and what to do.
@@ -74,7 +74,7 @@ class TimeLimitReached(EnsembleError):
 
 
 class Interrupted(BaseException):
-    """The run was stopped by a signal; not an Exception, so that no error handling swallows it.
+    """Report that a signal stopped the run; not an Exception, so that no error handling swallows it.
 
     Args:
         signal_number: the signal; the exit code is 128 plus it, as shells have it.

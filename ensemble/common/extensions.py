@@ -1,4 +1,4 @@
-"""Registries of extensions by name: built-in ones, and those of other installed packages (entry points).
+"""Register extensions by name: built-in ones, and those of other installed packages (entry points).
 
 A registry imports an extension when it is needed, and searches installed packages only for names that are not built
 in, because reading their entry points takes longer than checking a small config.
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Registry(Generic[T]):
-    """Holds the extensions of one kind, each a subclass of ``base``."""
+    """Hold the extensions of one kind, each a subclass of ``base``."""
 
     group: str  # of entry points, such as "ensemble.merge_methods"
     what: str  # the word for an extension in messages, such as "merge method"
@@ -75,9 +75,10 @@ class Registry(Generic[T]):
         for entry in sorted(metadata.entry_points(group=self.group), key=lambda entry: entry.name):
             owner = entry.dist.name if entry.dist is not None else "?"
             if entry.name in owners:
-                both = " and ".join(sorted((owner, owners[entry.name])))
-                what = f"{self.what} {entry.name}"
-                clashes.append(f"{what}: the packages {both} both have one so named; uninstall one")
+                packages = " and ".join(sorted((owner, owners[entry.name])))
+                clashes.append(
+                    f"{self.what} {entry.name}: the packages {packages} both have one so named; uninstall one"
+                )
             owners[entry.name] = owner
             entries[entry.name] = entry, owner
         if clashes:
@@ -86,7 +87,7 @@ class Registry(Generic[T]):
 
 
 class SettingsByName(Mapping[str, type[Any]]):
-    """Maps names of extensions to their ``Settings``, for the config; looking a name up imports the extension."""
+    """Map names of extensions to their ``Settings``, for the config; looking a name up imports the extension."""
 
     def __init__(self, registry: Callable[[], Registry[Any]]) -> None:
         self._registry = registry

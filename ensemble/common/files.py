@@ -33,7 +33,7 @@ class HubFile(NamedTuple):
 
 
 class FilesChanged(Exception):
-    """Says that files of a run have changed since it began, and names them."""
+    """Report that files of a run have changed since it began, by name."""
 
 
 def unreadable(path: Path | str, error: OSError, otherwise: str = "copy it again") -> str:
@@ -110,8 +110,8 @@ def output_file(path: Path, inputs: Iterable[Path] = (), may_replace: bool = Tru
     if stat.S_ISDIR(mode):
         raise OutputError(f"{path}: is a directory; name a file in it")
     if not stat.S_ISREG(mode):
-        what = "leads to no file" if stat.S_ISLNK(mode) else "is a device or a pipe, and no file"
-        raise OutputError(f"{path}: {what}; choose another name")
+        problem = "leads to no file" if stat.S_ISLNK(mode) else "is a device or a pipe, and no file"
+        raise OutputError(f"{path}: {problem}; choose another name")
     for input_path in inputs:
         with contextlib.suppress(OSError):
             if target.samefile(input_path):

@@ -110,11 +110,11 @@ class _Gpu:
 
 
 class _NoDriverError(Exception):
-    """Says why NVML cannot be asked."""
+    """Report why NVML cannot be asked."""
 
 
 class _SilentDriverError(_NoDriverError):
-    """Says that NVML does not come back from a call, as after a hardware error of a GPU."""
+    """Report that NVML does not come back from a call, as after a hardware error of a GPU."""
 
 
 class _Driver:

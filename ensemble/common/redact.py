@@ -48,7 +48,7 @@ def secrets_in(settings: object) -> Iterator[str]:
 
 
 class Redactor:
-    """Replaces secrets of the environment and of a config, or of parts of one, by ``***``."""
+    """Replace secrets of the environment and of a config, or of parts of one, by ``***``."""
 
     def __init__(self, environ: Mapping[str, str], settings: object = None) -> None:
         secrets = [
@@ -84,7 +84,7 @@ class Redactor:
 
 
 class RedactingFormatter(logging.Formatter):
-    """Formats a log without secrets; a filter would not see tracebacks."""
+    """Format a log without secrets; a filter would not see tracebacks."""
 
     def __init__(self, pattern: str, redactor: Redactor) -> None:
         super().__init__(pattern)
@@ -106,7 +106,7 @@ def redacted_errors(redactor: Redactor | None = None) -> Iterator[None]:
 
 
 class RedactedStream:
-    """Redacts what is written to a text stream; writing never fails.
+    """Redact what is written to a text stream; writing never fails.
 
     Text is dropped if the terminal or the reader (`| head`) is gone, the disk of a redirection is full, or the
     stream was closed. A secret that is printed in pieces is not redacted.
@@ -141,7 +141,7 @@ class RedactedStream:
 
 
 class _RedactedBytes:
-    """Turns bytes into text, as the ``buffer`` of a ``RedactedStream``."""
+    """Turn bytes into text, as the ``buffer`` of a ``RedactedStream``."""
 
     def __init__(self, stream: RedactedStream) -> None:
         self._stream = stream

@@ -68,7 +68,7 @@ def data_config(document: Document, values: dict[str, Any]) -> DataConfig:
 
 
 class _Checker:
-    """Turns plain values into a config; problems are noted in the document."""
+    """Turn plain values into a config; problems are noted in the document."""
 
     def __init__(self, document: Document, merge_methods: Methods, member_kinds: Kinds) -> None:
         self._document = document
@@ -213,14 +213,14 @@ class _Checker:
     ) -> None:
         """Remove other methods' or kinds' keys that are null, or from files before the one that names this one."""
         named = self._document.origin(name_loc) if self._document.value(name_loc) is not None else 0
-        left = [
+        removable = [
             key
             for key, value in values.items()
             if key not in model.model_fields and (value is None or self._document.origin((*loc, key)) < named)
         ]
-        if left:  # only now, because the keys of all need the import of every installed package
+        if removable:  # only now, because the keys of all need the import of every installed package
             foreign = {key for other in by_name.values() for key in other.model_fields}
-            _leave_out(self._document, loc, values, foreign.intersection(left))
+            _leave_out(self._document, loc, values, foreign.intersection(removable))
 
 
 def _leave_out_alternatives(

@@ -1,4 +1,4 @@
-"""The types of the keys' values, with their names in error messages."""
+"""Define the types of the keys' values, with their names in error messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GPU_NUMBER: Final = "0|[1-9][0-9]{0,5}"
 
 @dataclass(frozen=True)
 class MustBe:
-    """The name of a type's values in an error: "must be <phrase>".
+    """Name a type's values in an error: "must be <phrase>".
 
     With ``holder``, the type of a mapping or list whose items have their own messages, the phrase is used only for
     values of another type and for an empty list.
@@ -143,8 +143,8 @@ def _seconds(value: object) -> float:
         match = re.fullmatch(units, str(value).strip().lower())
         if match is None or not any(match.groups()):
             raise ValueError
-        hours, minutes, rest = (int(part or 0) for part in match.groups())
-        seconds = 3600.0 * hours + 60.0 * minutes + rest
+        hours, minutes, single = (int(part or 0) for part in match.groups())
+        seconds = 3600.0 * hours + 60.0 * minutes + single
     if not 0 <= seconds < inf:
         raise ValueError
     return seconds

@@ -89,7 +89,7 @@ def parse(text: str, source: object, files: Sequence[str] = (), number: int = 0)
 
 
 class Unreadable(Exception):
-    """Text of a file or an override that cannot be used; the message is one line."""
+    """Report text of a file or an override that cannot be used; the message is one line."""
 
     def __init__(self, sentence: str, mark: tuple[int, int] | None = None) -> None:
         super().__init__(" ".join(sentence.split()))
@@ -154,7 +154,7 @@ _TYPES: dict[str, tuple[str, Callable[[str], object], str]] = {
 
 
 class _Words:
-    """Finds the type of a word for PyYAML's reader and writer."""
+    """Find the type of a word for PyYAML's reader and writer."""
 
     def resolve(self, kind: type[yaml.Node], value: str, implicit: tuple[bool, bool]) -> str:
         if kind is not yaml.ScalarNode:
@@ -170,7 +170,7 @@ class _Loader(_Words, yaml.SafeLoader):
 
 
 class _Dumper(_Words, yaml.SafeDumper):
-    """PyYAML's writer, which quotes what ``_Loader`` would not read as text."""
+    """Write YAML, with quotes around words that ``_Loader`` would not read as text."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -195,7 +195,7 @@ def dump(data: dict[str, Any]) -> str:
 
 
 class _Builder:
-    """Turns nodes into plain data. An alias becomes a copy, so that an override changes one of them."""
+    """Turn nodes into plain data. An alias becomes a copy, so that an override changes one of them."""
 
     def __init__(self, document: Document, source: int) -> None:
         self.document = document
@@ -285,6 +285,6 @@ def _text(node: yaml.ScalarNode) -> str:
     text: str = node.value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
     refused = re.search(NOT_TEXT, text)
     if refused is not None:
-        what = "a NUL character" if refused[0] == "\0" else f"half of a character ({refused[0]!a})"
-        raise Unreadable(f"text cannot hold {what}", _mark(node))
+        character = "a NUL character" if refused[0] == "\0" else f"half of a character ({refused[0]!a})"
+        raise Unreadable(f"text cannot hold {character}", _mark(node))
     return text

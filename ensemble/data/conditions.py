@@ -19,11 +19,7 @@ _SHOWN_CHARACTERS = 60
 
 
 def compile_condition(source: str) -> PromptTemplate:
-    """Compile a condition.
-
-    Raises:
-        TemplateProblem: see ``compile_template``; also a condition that reads no column.
-    """
+    """Compile a condition; raise TemplateProblem as ``compile_template`` does, or if it reads no column."""
     compiled = compile_template(source)
     if not compiled.columns:
         raise TemplateProblem(f"reads no column of the table; {_ADVICE}")

@@ -78,12 +78,12 @@ def match_ids(
     if (counts > 1).any():
         problems.append(_repeated_text(path, table_ids.filter(pa.array(counts > 1)), id_column))
     if len(missing) and not may_lack:
-        what = f"{path}: {plural(len(missing), 'id')} of {table} missing ({first_ids(missing)})"
+        problem = f"{path}: {plural(len(missing), 'id')} of {table} missing ({first_ids(missing)})"
         if len(missing) == len(table_ids) and len(others):  # 1.0 for 1, say
-            what += f", as its ids are others ({first_ids(others)})"
+            problem += f", as its ids are others ({first_ids(others)})"
             advice = "write them in the same way, or name the column of the ids"
-            raise DataError([*problems, f"{what}; {advice}"])
-        problems.append(what + remedy)
+            raise DataError([*problems, f"{problem}; {advice}"])
+        problems.append(problem + remedy)
     if len(others) and not may_have_others:
         problems.append(f"{path}: {plural(len(others), 'id')} not in {table} ({first_ids(others)}){remedy}")
     if problems:

@@ -123,9 +123,9 @@ def open_input(path: Path) -> Iterator[BinaryIO]:
 
 def refuse_url(path: Path) -> None:
     """Raise DataError if the path is a URL; ``Path`` has removed the second of its slashes."""
-    scheme, colon, rest = str(path).partition(":/")
+    scheme, colon, address = str(path).partition(":/")
     if colon and len(scheme) > 1 and scheme.isalnum() and not path.exists():
-        raise DataError(f"{scheme}://{rest}: is a URL; download the file first, then name it here")
+        raise DataError(f"{scheme}://{address}: is a URL; download the file first, then name it here")
 
 
 def without_pandas_index(names: Sequence[str]) -> list[str]:

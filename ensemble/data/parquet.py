@@ -44,8 +44,8 @@ def read_parquet(path: Path, wanted: Wanted) -> Contents:
             return arrow_contents(path, wanted, file.schema_arrow, file.metadata.num_rows, batches)
     # UnicodeDecodeError: damaged names, which pyarrow hands over unchecked
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        what = f"cannot be read as Parquet ({error_text(error)})"
-        raise DataError(f"{path}: {what}; write the file again") from error
+        problem = f"cannot be read as Parquet ({error_text(error)})"
+        raise DataError(f"{path}: {problem}; write the file again") from error
 
 
 def arrow_contents(
@@ -125,18 +125,18 @@ def _checked(
         try:
             column.validate(full=True)
         except pa.ArrowInvalid as error:
-            what = f"is broken near row {first_row + 1:,} ({error_text(error)})"
-            raise DataError(f"{where} {what}; write the file again") from error
+            problem = f"is broken near row {first_row + 1:,} ({error_text(error)})"
+            raise DataError(f"{where} {problem}; write the file again") from error
         cells = column if column.type == field.type else pc.cast(column, field.type)
         if field.name in columns and len(cells) and not is_text(field.type):
             try:
                 cells.take(pa.array([0]))  # as workers do, which some types cannot
                 cells.to_pylist()
             except (ArithmeticError, LookupError, TypeError, ValueError, pa.ArrowException) as error:
-                what = (
-                    f"holds {shown_type(field.type)} values that cannot be used, near row {first_row + 1:,}"
-                )
-                raise DataError(f"{where} {what} ({error_text(error)}); write it as text") from error
+                raise DataError(
+                    f"{where} holds {shown_type(field.type)} values that cannot be used, near row "
+                    f"{first_row + 1:,} ({error_text(error)}); write it as text"
+                ) from error
         arrays.append(cells)
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 

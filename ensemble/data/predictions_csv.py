@@ -165,8 +165,10 @@ def read_predictions(
             row = int(is_wrong.argmax())
             cell = cells[row].as_py()
             shown = "nothing" if cell in (None, "") else quoted(str(cell))
-            what = f"{shown} in column {quoted(label)} is no number"
-            raise DataError(f"{path}: row {row + 1:,}: {what}; write a number in every row")
+            raise DataError(
+                f"{path}: row {row + 1:,}: {shown} in column {quoted(label)} is no number; write a number in every "
+                "row"
+            )
     return PredictionFile(path, id_column, tuple(labels), ids, values)
 
 
@@ -189,6 +191,6 @@ def _numbers(path: Path, label: str, cells: pa.ChunkedArray) -> tuple[_Values, n
         return text_as_numbers(pc.fill_null(cells, ""))
     kinds = pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null
     if not any(is_kind(cells.type) for is_kind in kinds):
-        what = f"column {quoted(label)} holds {shown_type(cells.type)} values"
-        raise DataError(f"{path}: {what}; write it as numbers")
+        kind = shown_type(cells.type)
+        raise DataError(f"{path}: column {quoted(label)} holds {kind} values; write it as numbers")
     return np.asarray(pc.cast(cells, pa.float64(), safe=False).to_numpy()), cells.is_null().to_numpy()

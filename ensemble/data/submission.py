@@ -138,9 +138,10 @@ class Sample:
         for index, label in enumerate(self.labels):
             if label in by_label:
                 values[:, index] = by_label[label][rows]
-        rest = [index for index, label in enumerate(self.labels) if label not in by_label]
-        if rest:
-            values[:, rest] = (np.maximum(1.0 - values.sum(axis=1), 0.0) / len(rest))[:, None]
+        without_column = [index for index, label in enumerate(self.labels) if label not in by_label]
+        if without_column:
+            shares = np.maximum(1.0 - values.sum(axis=1), 0.0) / len(without_column)
+            values[:, without_column] = shares[:, None]
         return values
 
     @property

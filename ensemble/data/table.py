@@ -243,8 +243,8 @@ def read_table(path: Path, needs: TableNeeds) -> InputTable:
             because later row numbers are not reliable.
     """
     columns = tuple(dict.fromkeys([*needs.columns, *needs.also]))
-    wanted = tuple(dict.fromkeys([*columns, *needs.label_columns]))
-    contents = read_contents(path, Wanted(needs.id_column, needs.label_column, wanted, needs.limit))
+    read_columns = tuple(dict.fromkeys([*columns, *needs.label_columns]))
+    contents = read_contents(path, Wanted(needs.id_column, needs.label_column, read_columns, needs.limit))
     if contents.rows == 0:
         raise DataError(f"{path}: empty table: there is a header or a schema, but no row")
     roles = {name: f"column for {use}:" for name, use in needs.also.items()}
@@ -302,8 +302,8 @@ def _id_problems(path: Path, column: str, ids: pa.ChunkedArray) -> Iterator[str]
             shown.append(f"{quoted(name)} in row {', '.join(f'{row + 1:,}' for row in rows)}")
             shown[-1] += ", ..." if count > len(rows) else ""
         more = "; ..." if len(repeated) > _SHOWN else ""
-        what = f"{plural(len(repeated), 'id')} more than once: {'; '.join(shown)}{more}"
-        yield f"{where}: {what}; ids must be unique"
+        count_text = f"{plural(len(repeated), 'id')} more than once"
+        yield f"{where}: {count_text}: {'; '.join(shown)}{more}; ids must be unique"
 
 
 def _first(mask: pa.ChunkedArray) -> tuple[int, list[int]]:
@@ -344,15 +344,15 @@ def _probabilities(
         return np.zeros((contents.rows, len(columns))), problems
     values = np.stack([_as_numbers(column) for column in columns.values()], axis=1)
     is_wrong = ~np.isfinite(values).all(axis=1)
-    what = "without a number for each label"
+    problem = "without a number for each label"
     with np.errstate(invalid="ignore"):  # infinite values
         sums = values.sum(axis=1)
         if needs.truth_as == "softmax":
             is_wrong |= (values < 0).any(axis=1) | ~(np.abs(sums - 1) <= _SUM_TOLERANCE)
-            what = "whose values are not probabilities that sum to 1"
+            problem = "whose values are not probabilities that sum to 1"
         elif needs.truth_as == "sigmoid":
             is_wrong |= ((values < 0) | (values > 1)).any(axis=1)
-            what = "without a number from 0 to 1 for each label"
+            problem = "without a number from 0 to 1 for each label"
     rows = np.flatnonzero(is_wrong)
     if not len(rows):
         return values / sums[:, None] if needs.truth_as == "softmax" else values, []
@@ -362,7 +362,7 @@ def _probabilities(
         texts = [quoted("" if cell is None else str(cell)) for cell in cells]
         shown.append(f"{_row(row, contents.ids)}: {', '.join(texts)}")
     where = f"{path}: label columns {listed(needs.label_columns)}"
-    return values, [f"{where}: {plural(len(rows), 'row')} {what}; {'; '.join(shown)}"]
+    return values, [f"{where}: {plural(len(rows), 'row')} {problem}; {'; '.join(shown)}"]
 
 
 def _as_numbers(column: pa.ChunkedArray) -> npt.NDArray[np.float64]:

@@ -26,7 +26,7 @@ _CELLS = 131_072
 
 @dataclass(frozen=True)
 class Without:
-    """The merge without a member: ``method`` computes it, ``scoring`` compares it with the merge of all."""
+    """Merge without a member: ``method`` computes it, ``scoring`` compares it with the merge of all."""
 
     method: MergeMethod
     scoring: CascadeScoring
@@ -34,7 +34,7 @@ class Without:
 
 @dataclass
 class MergedMember:
-    """A member to merge.
+    """Hold a member to merge.
 
     Attributes:
         values: float64 [rows, labels], in the table's order, each column contiguous.

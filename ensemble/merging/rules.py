@@ -23,7 +23,7 @@ _Mask = npt.NDArray[np.bool_]
 
 
 class RowRules:
-    """The rules of a run and the rows that they change.
+    """Apply the rules of a run to the rows that they select.
 
     Args:
         labels: of the config.
@@ -74,8 +74,8 @@ class RowRules:
             changed = values[rows]
             changed[:, is_fixed] = rule_values[is_fixed]
             if exclusive:
-                rest = max(0.0, 1.0 - float(rule_values[is_fixed].sum()))
-                _share(changed, ~is_fixed & ~is_masked[rows], rest)
+                remainder = max(0.0, 1.0 - float(rule_values[is_fixed].sum()))
+                _share(changed, ~is_fixed & ~is_masked[rows], remainder)
             changed[np.isnan(changed).any(axis=1)] = np.nan
             values[rows] = changed
 
@@ -98,14 +98,14 @@ class RowRules:
                 yield number, rows
 
 
-def _share(values: Values, others: _Mask, rest: float) -> None:
-    """Share the rest of 1 among the other labels, bool [rows, labels], in place; then scale rows to a sum of 1."""
+def _share(values: Values, others: _Mask, remainder: float) -> None:
+    """Share the remainder of 1 among the other labels, bool [rows, labels], in place; then scale rows to 1."""
     parts = np.where(others, values, 0.0)
     sums = parts.sum(axis=1, keepdims=True)
     counts = others.sum(axis=1, keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
         shares = np.where(sums == 0, others / counts, parts / sums)
-    shared = np.where(others, rest * shares if rest else 0.0, 0.0)
+    shared = np.where(others, remainder * shares if remainder else 0.0, 0.0)
     values[:] = np.where(others, shared, values)
     with np.errstate(invalid="ignore", divide="ignore"):
         values /= values.sum(axis=1, keepdims=True)

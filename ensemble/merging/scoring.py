@@ -1,4 +1,4 @@
-"""Scores of values whose truth is known, with 95 % bootstrap intervals, in NumPy alone so that a run can use them.
+"""Score values whose truth is known, with 95 % bootstrap intervals, in NumPy alone so that a run can use it.
 
 ``analysis/metrics.py`` has the metrics by name and uses the same resamples.
 """
@@ -31,7 +31,7 @@ RowNumbers: TypeAlias = slice | npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Interval:
-    """A number, or the difference of two, with its 95 % bootstrap interval; both ends are NaN if it has none."""
+    """Hold a number, or the difference of two, with its 95 % bootstrap interval; without one, both ends are NaN."""
 
     value: float
     low: float
@@ -49,7 +49,7 @@ class Interval:
 
 
 class Resamples:
-    """A thousand bootstrap resamples of rows, the same for all that is scored on them: differences are paired.
+    """Draw a thousand bootstrap resamples of rows, the same for all scores of these rows: differences are paired.
 
     Intervals are percentiles (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13). Up to
     8,192 rows are drawn one by one. More rows are dealt into as many random groups of like size, and groups are
@@ -106,7 +106,7 @@ class Resamples:
 
 @dataclass(frozen=True)
 class Score:
-    """How good a member, or the ensemble, is in ``rows``; None for what says nothing of such values.
+    """Hold the score of a member, or of the ensemble, over ``rows``; None for metrics that such values do not have.
 
     ``log_loss`` is in nats per row, of labels that do not exclude each other the mean over labels, as ``rmse`` is.
     ``prior_log_loss`` is that of always predicting the labels' frequencies, ``above_prior`` the log loss minus it.
@@ -124,7 +124,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Gain:
-    """How much less the loss of the ensemble is than that of its best member on the same rows, on average.
+    """Hold by how much the ensemble's mean loss is below that of its best member on the same rows.
 
     ``low`` to ``high`` is the paired 95 % interval, None of a single row. It does not know that the best member was
     chosen on the same rows, nor of weights that were fitted on them.
@@ -140,7 +140,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class CascadeComparison:
-    """The ensemble with a member minus without it, on the rows that the member has: below 0 is a gain."""
+    """Compare the ensemble with and without a member on the rows that the member has: below 0 is a gain."""
 
     rows: int
     log_loss: float
@@ -152,7 +152,7 @@ class CascadeComparison:
 
 
 class Scoring:
-    """Log loss and accuracy of probabilities, or errors of regression, added up block by block.
+    """Add up log loss and accuracy of probabilities, or errors of regression, block by block.
 
     Args:
         truth: label numbers, int64 [rows], of exclusive labels; or float64 [rows, labels]: of these probabilities
@@ -246,7 +246,7 @@ class Scoring:
 
 
 class CascadeScoring:
-    """Adds up a ``CascadeComparison`` of probabilities block by block; arguments are as for ``Scoring``."""
+    """Add up a ``CascadeComparison`` of probabilities block by block; arguments are as for ``Scoring``."""
 
     def __init__(self, truth: Truth, activation: Activation, resamples: Resamples) -> None:
         self._truth = truth

@@ -334,14 +334,16 @@ def _look_for_files(members: _Members, table: InputTable, problems: Problems) ->
             continue
         number, path = looked.missing[0]
         place = f"row {number + 1:,} (id {quoted(table.ids[number].as_py())})"
-        what = f"its cell in {quoted(cells.column)} is empty" if path is None else f"no such file: {path}"
+        reason = f"no such file: {path}"
+        if path is None:
+            reason = f"its cell in {quoted(cells.column)} is empty"
         count = f"{len(looked.missing):,} of {plural(looked.rows, 'file')} looked at are missing"
         text = f"models[{index}].{cells.key}: {count}"
         if len(looked.missing) < looked.rows:
-            warnings.append(f"{text}, the first in {place}: {what}")
+            warnings.append(f"{text}, the first in {place}: {reason}")
         else:
             similar = "" if path is None else similar_file(path)
-            problems.add([f"{text}; {place}: {what}{similar}; {cells.advice}"], DataError)
+            problems.add([f"{text}; {place}: {reason}{similar}; {cells.advice}"], DataError)
     return warnings
 
 

@@ -48,8 +48,8 @@ def wait_for_gpu_memory(
             awaited = {uuid for member in plan.members for uuid in member.placement.held}
             for device in plan.gpus:
                 if device.uuid in awaited:
-                    left = wait_seconds - (now - began)
-                    say(f"{_held_text(device)}; waiting up to {left:,.0f} s more for it")
+                    seconds_left = wait_seconds - (now - began)
+                    say(f"{_held_text(device)}; waiting up to {seconds_left:,.0f} s more for it")
         time.sleep(min(_POLL_SECONDS, wait_seconds))
         gpus = launcher.current(plan.gpus)
         if gpus != tuple(plan.gpus):

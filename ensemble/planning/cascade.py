@@ -1,4 +1,4 @@
-"""PURE: the rows that a member with ``when`` computes.
+"""Select the rows that a member with ``when`` computes. PURE.
 
 A row is selected where the mean of the members before is unsure.  That depends on these members' values alone:
 neither chunks nor time nor an earlier run change it.
@@ -31,8 +31,8 @@ def when_text(when: Mapping[str, float]) -> str:
     ((rule, number),) = when.items()
     if rule == "share":
         return f"only on the {100 * number:g} % of the rows of which the members before it are least certain"
-    what = f"a margin below {number:g}" if rule == "margin_below" else f"an entropy above {number:g} nats"
-    return f"only on rows where the mean of the members before it has {what}"
+    limit = f"a margin below {number:g}" if rule == "margin_below" else f"an entropy above {number:g} nats"
+    return f"only on rows where the mean of the members before it has {limit}"
 
 
 def margins(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

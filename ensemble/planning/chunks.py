@@ -1,4 +1,4 @@
-"""PURE: the rows of a member in order, cut into chunks."""
+"""Order the rows of a member, and cut them into chunks. PURE."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def what_is_left(
     """
     numbers = count(len(chunks))  # that no chunk has yet
     rows_left: list[npt.NDArray[np.int64]] = []
-    left: list[Chunk] = []
+    chunks_left: list[Chunk] = []
     start = 0
     for chunk in chunks:
         rows = order[chunk.start : chunk.stop]
@@ -166,7 +166,7 @@ def what_is_left(
             if len(rows) < chunk.rows:
                 cost = chunk.cost * len(rows) / chunk.rows
                 chunk = replace(chunk, index=next(numbers), cost=cost)
-            left.append(replace(chunk, start=start, stop=stop))
+            chunks_left.append(replace(chunk, start=start, stop=stop))
             rows_left.append(rows)
             start = stop
-    return np.concatenate([*rows_left, order[is_done[order]]]), tuple(left)
+    return np.concatenate([*rows_left, order[is_done[order]]]), tuple(chunks_left)

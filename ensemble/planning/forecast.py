@@ -1,4 +1,4 @@
-"""PURE: how long members take.
+"""Forecast how long members take. PURE.
 
 Speeds come from an earlier run's run.json if there is one that fits.  Otherwise they are guessed from the size of
 the model; that is good enough to compare members, and is never shown.

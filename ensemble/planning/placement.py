@@ -1,4 +1,4 @@
-"""PURE: on how many GPUs a replica of a member runs, on which, and what would help if it does not fit."""
+"""Place members: on how many GPUs a replica runs, on which, and what would help if it does not fit. PURE."""
 
 from __future__ import annotations
 
@@ -303,10 +303,10 @@ class _Placing:
         """Return a warning that weights fit on each GPU, but not the longest row or the asked batch."""
         width = footprint.width
         tokens = asked_tokens(self.facts.request, footprint)
-        what = f"a row of {width:,} tokens takes"
+        batch = f"a row of {width:,} tokens takes"
         advice = "quantize it, or give it more GPUs (num_gpus)"
         if tokens is not None:
-            what = f"a batch of {tokens:,} tokens in rows of {width:,} takes"
+            batch = f"a batch of {tokens:,} tokens in rows of {width:,} takes"
             advice = "lower batch_size or max_num_batched_tokens"
         else:
             for length in range(width - 64, 64, -64):
@@ -315,7 +315,7 @@ class _Placing:
                     break
         size = gib(footprint.peak_bytes(gpus, max(tokens or 0, width)))
         return (
-            f"models[{self.index}] ({self.facts.name}): {what} about {size}, but only {gib(usable_bytes)} may be "
+            f"models[{self.index}] ({self.facts.name}): {batch} about {size}, but only {gib(usable_bytes)} may be "
             f"used; {advice}"
         )
 

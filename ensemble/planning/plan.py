@@ -1,4 +1,4 @@
-"""What to run where.  RunConfig + facts about table, checkpoints and devices -> Plan.
+"""Plan what runs where: RunConfig + facts about table, checkpoints and devices -> Plan.
 
 PURE except ``plan_run``: no disk, no clock, no environment; the same arguments give the same plan.  ``placement``
 decides where a member may run, ``forecast`` how long it takes, ``chunks`` how its rows are cut.
@@ -349,10 +349,10 @@ def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: b
     minute whether memory suffices and how fast the member is.  The others come from the shortest up, because that
     covers the most rows.  All rows come in one view before any comes in the next.
     """
-    order, left = what_is_left(member.chunks, member.order, is_done)
+    order, chunks = what_is_left(member.chunks, member.order, is_done)
     if is_timed:
-        left = left[:1] + tuple(sorted(left[1:], key=lambda chunk: (chunk.view, -chunk.start)))
-    return replace(member, chunks=left, order=order)
+        chunks = chunks[:1] + tuple(sorted(chunks[1:], key=lambda chunk: (chunk.view, -chunk.start)))
+    return replace(member, chunks=chunks, order=order)
 
 
 def with_rows(

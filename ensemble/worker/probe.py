@@ -111,10 +111,10 @@ def product_error(dtype: torch.dtype, device: torch.device) -> float:
     import torch
 
     random = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(_SIZE, _SIZE, generator=random).to(dtype) for _ in range(2))
-    expected = left.double() @ right.double()
+    first, second = (torch.randn(_SIZE, _SIZE, generator=random).to(dtype) for _ in range(2))
+    expected = first.double() @ second.double()
     # cuBLAS computes the product; its cast to float64 tests a kernel of torch, which may be built for other GPUs.
-    product = (left.to(device) @ right.to(device)).double().cpu()
+    product = (first.to(device) @ second.to(device)).double().cpu()
     return float((product - expected).abs().max() / expected.abs().max())
 
 
@@ -144,9 +144,9 @@ def has_flash_attention() -> bool:
 
 
 @contextlib.contextmanager
-def _trying(what: str, errors: dict[str, str]) -> Iterator[None]:
+def _trying(step: str, errors: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # any error is a result
         first_line = str(error).strip().partition("\n")[0].strip()
-        errors[what] = f"{type(error).__name__}: {first_line}"[:300]
+        errors[step] = f"{type(error).__name__}: {first_line}"[:300]

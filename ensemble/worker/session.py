@@ -1,4 +1,4 @@
-"""A worker's session: follow commands, send events, and write one member's shards.
+"""Serve as a worker: follow commands, send events, and write one member's shards.
 
 The child side of the member's kind, which the spec names, computes the values.
 """
@@ -99,7 +99,7 @@ def serve(
 
 
 class Session:
-    """Computes the chunks of a member of any kind.
+    """Compute the chunks of a member of any kind.
 
     The constructor imports the kind's libraries, sends ``Started``, and makes a predictor that uses no device yet.
     Methods raise ``FilesChanged``, and any error of the kind's child side.

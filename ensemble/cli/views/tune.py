@@ -1,4 +1,4 @@
-"""What ``tune`` shows: a table of each member's trials, and what is to be changed in the config."""
+"""Show a tuning: a table of each member's trials, and the keys to change in the config."""
 
 from __future__ import annotations
 

@@ -44,11 +44,11 @@ def paths(label_ids: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], l
     needed = {ids[:-1] for ids in label_ids}
     prefixes = {tokens[:count] for tokens in needed for count in range(len(tokens))}
     result: list[tuple[tuple[int, ...], list[int]]] = []
-    left = dict(enumerate(label_ids))
+    uncovered = dict(enumerate(label_ids))
     for tokens in sorted(needed - prefixes, key=lambda tokens: (-len(tokens), tokens)):
-        labels = [label for label, ids in left.items() if tokens[: len(ids) - 1] == ids[:-1]]
+        labels = [label for label, ids in uncovered.items() if tokens[: len(ids) - 1] == ids[:-1]]
         result.append((tokens, labels))
-        left = {label: ids for label, ids in left.items() if label not in labels}
+        uncovered = {label: ids for label, ids in uncovered.items() if label not in labels}
     return result
 
 

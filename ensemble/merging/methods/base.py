@@ -1,4 +1,4 @@
-"""The interface of merge methods: all members' probabilities of a block of rows in, one row of values for each out.
+"""Define the interface of merge methods, which turn all members' values of a block of rows into merged rows.
 
 docs/extending.md shows how to write one.
 """
@@ -23,7 +23,7 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Members:
-    """The merged members, in the order of the blocks; ``labels`` are the config's.
+    """Describe the merged members, in the order of the blocks; ``labels`` are the config's.
 
     A member's activation is "softmax" for probabilities that sum to 1, "sigmoid" for any from 0 to 1, "none" for
     any number. Each of ``weights`` is a number, a mapping by label, or a tuple by length bin, as in the config.
@@ -49,7 +49,7 @@ class Members:
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive rows of the table. A method changes nothing in a block.
+    """Hold consecutive rows of the table. A method changes nothing in a block.
 
     Attributes:
         start: the number of the first row in the table, from 0.
@@ -68,7 +68,7 @@ class Block:
 
 
 class MergeMethod(ABC):
-    """One merge of a run; it gets the table's blocks from the first to the last.
+    """Merge members; each object is for one merge and gets the table's blocks from the first to the last.
 
     Attributes:
         Settings: the keys below ``ensemble`` in the config, ``method`` among them; the class of ``settings``.

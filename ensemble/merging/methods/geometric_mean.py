@@ -1,4 +1,4 @@
-"""The weighted geometric mean of probabilities, scaled to be probabilities again: a logarithmic opinion pool.
+"""Merge by the weighted geometric mean, scaled to be probabilities again: a logarithmic opinion pool.
 
     softmax   p(k)  ~  prod over members i of p_i(k) ** w_i             scaled to sum to 1 over the labels k
     sigmoid   p(k)  =  yes / (yes + no), yes the product of p_i(k) ** w_i, no that of (1 - p_i(k)) ** w_i

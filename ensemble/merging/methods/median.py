@@ -1,4 +1,4 @@
-"""The weighted median of the members' values: one member that is far off cannot move it far.
+"""Merge by the weighted median of the members' values: one member that is far off cannot move it far.
 
 For each label the members are put in order of their values; the median is the value at which half of the weight is
 reached, or the middle between it and the next one where the half is reached exactly.  With equal weights that is

@@ -1,4 +1,4 @@
-"""The weighted power mean of the members' probabilities: between the least and the most of what members say.
+"""Merge by the weighted power mean, which is between the smallest and the largest of the members' values.
 
     p(k)  =  (sum over members i of w_i * p_i(k) ** power) ** (1 / power)
 
@@ -36,9 +36,9 @@ def _not_0(value: float) -> float:
 
 
 class PowerMeanSettings(EnsembleConfig):
-    """The key of the power mean."""
+    """The weighted power mean of the members' probabilities."""
 
-    # Below 1 whoever gives a label little counts for more, above 1 whoever gives it much.
+    # Above 1 members that give a label much count for more, below 1 members that give it little.
     power: Annotated[
         float,
         Ge(-_MAX_POWER),

@@ -1,4 +1,4 @@
-"""The weighted mean of ranks: for members that order the rows alike but are sure in different degrees.
+"""Merge by the weighted mean of ranks, for members that order rows alike but differ in how sure they are.
 
     r_i(row, k)  =  (rank - 1/2) / rows       rank: of p_i(row, k) among what member i gives label k in all rows,
                                               from 1, and of equal ones the mean of their ranks

@@ -1,4 +1,4 @@
-"""Stacking: a linear model of the members' log probabilities, which logistic regression finds (``fit``).
+"""Merge by stacking: a linear model of the members' log probabilities, which logistic regression finds (``fit``).
 
     score(k)  =  intercept(k)  +  sum over members i and labels j of  c(i, k, j) * x_i(j)
 
@@ -43,15 +43,14 @@ _Coefficients: TypeAlias = Annotated[
 
 
 class StackingSettings(EnsembleConfig):
-    """The keys of stacking."""
+    """A linear model of the members' log probabilities, as ``fit --method stacking`` finds it."""
 
     # By member: a number, one for each label, or a mapping of labels to such mappings.
     coefficients: Annotated[dict[str, _Coefficients], MustBe("a mapping of members to numbers", dict)] = (
         Field(examples=["{a: 0.7, b: 0.5}"])
     )
-    intercept: Factors = Field(
-        default={}
-    )  # by label: what is added to its score; 0 where a label is left out
+    # By label: what is added to its score; 0 for labels that are left out.
+    intercept: Factors = Field(default={})
 
 
 class Stacking(MergeMethod):

@@ -1,4 +1,4 @@
-"""Weighted majority voting: each member votes for a label, and a label gets its share of the votes.
+"""Merge by weighted majority voting: each member votes for a label, and a label gets its share of the votes.
 
     softmax   a member votes for its likeliest label; equally likely ones share its vote
     sigmoid   a member votes for each label above 1/2, and with half a vote for one at 1/2

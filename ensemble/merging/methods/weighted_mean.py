@@ -1,4 +1,4 @@
-"""Soft voting: the weighted mean of the members' values, a linear opinion pool."""
+"""Merge by the weighted mean of the members' values: soft voting, a linear opinion pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MIN_SHARE = float(np.finfo(np.float64).tiny)
 
 
 class WeightedMean(MergeMethod):
-    """The weighted mean of the members' values.
+    """Merge by the weighted mean of the members' values.
 
     If labels are exclusive and have weights of their own, rows are scaled to a sum of 1.
     """

@@ -117,18 +117,18 @@ def _sentences(predictions: Predictions, pairs: Mapping[tuple[str, str], Pair]) 
     closest = max(correlations, key=lambda names: correlations[names])
     furthest = min(correlations, key=lambda names: correlations[names])
     if predictions.truth is None:
-        what = "values" if predictions.activation == "none" else "probabilities"
+        subject = "values" if predictions.activation == "none" else "probabilities"
         meaning = "without true labels nobody can tell whether they share what is right or what is wrong."
     else:
-        what, meaning = "errors", "they fail apart often enough for a mean of the two to gain."
+        subject, meaning = "errors", "they fail apart often enough for a mean of the two to gain."
         if correlations[closest] > _ALIKE:
             meaning = "they fail together, so a mean of the two gains little over either."
     high, low = number(correlations[closest], 2), number(correlations[furthest], 2)
     if len(correlations) == 1:
-        return [*lines, f"Their {what} correlate at {high}: {meaning}"]
+        return [*lines, f"Their {subject} correlate at {high}: {meaning}"]
     return [
         *lines,
-        f"The {what} of {' and '.join(closest)} are most alike (correlation {high}): {meaning}",
+        f"The {subject} of {' and '.join(closest)} are most alike (correlation {high}): {meaning}",
         f"Those of {' and '.join(furthest)} are least alike ({low}).",
     ]
 
