@@ -6,7 +6,7 @@ in, because reading their entry points takes longer than checking a small config
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import Any, Generic, TypeVar
@@ -89,18 +89,17 @@ class Registry(Generic[T]):
 class SettingsByName(Mapping[str, type[Any]]):
     """Map names of extensions to their ``Settings``, for the config; looking a name up imports the extension."""
 
-    def __init__(self, registry: Callable[[], Registry[Any]]) -> None:
+    def __init__(self, registry: Registry[Any]) -> None:
         self._registry = registry
 
     def __getitem__(self, name: str) -> type[Any]:
-        registry = self._registry()
-        if name not in registry.built_in and name not in registry.names():
+        if name not in self._registry.built_in and name not in self._registry.names():
             raise KeyError(name)
-        settings: type[Any] = registry.load(name).Settings
+        settings: type[Any] = self._registry.load(name).Settings
         return settings
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._registry().names())
+        return iter(self._registry.names())
 
     def __len__(self) -> int:
-        return len(self._registry().names())
+        return len(self._registry.names())

@@ -53,27 +53,18 @@ def is_file(path: Path) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class LookedAt:
-    """Which of some rows have no file.
+def look_for_files(cells: pa.ChunkedArray, files: FileCells) -> tuple[int, list[tuple[int, Path | None]]]:
+    """Check whether files exist, for at most 1,000 rows spread evenly over the table.
 
-    Attributes:
-        rows: how many rows were checked.
-        missing: the numbers of rows without a file, and the file that each names, if any.
+    Returns:
+        how many rows were checked; the numbers of rows without a file, and the file that each names, if any.
     """
-
-    rows: int
-    missing: tuple[tuple[int, Path | None], ...]
-
-
-def look_for_files(cells: pa.ChunkedArray, files: FileCells) -> LookedAt:
-    """Check whether files exist, for at most 1,000 rows spread evenly over the table."""
     rows = np.unique(np.linspace(0, len(cells) - 1, min(len(cells), _LOOKED_AT)).astype(np.int64))
     paths = [files.path(cell) for cell in cells.take(pa.array(rows)).to_pylist()]
     with ThreadPoolExecutor(_THREADS) as pool:
         exist = list(pool.map(lambda path: path is not None and is_file(path), paths))
     checked = zip(rows.tolist(), paths, exist, strict=True)
-    return LookedAt(len(rows), tuple((row, path) for row, path, exists in checked if not exists))
+    return len(rows), [(row, path) for row, path, exists in checked if not exists]
 
 
 def file_digests(cells: pa.ChunkedArray, files: FileCells) -> pa.Array:

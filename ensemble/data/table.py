@@ -36,7 +36,7 @@ from ensemble.data.input_file import (
     shown_type,
 )
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell
-from ensemble.data.row_files import FileCells, LookedAt, file_digests, look_for_files
+from ensemble.data.row_files import FileCells, file_digests, look_for_files
 
 PUBLISHED_ROWS_PER_BATCH = 65_536
 # How many rows are turned into Python objects at a time.
@@ -58,9 +58,7 @@ class TableNeeds:
         label_column: the column with the true label of each row.
         label_columns: instead, a column for each label with its probability, in the labels' order.
         columns: every column that some member reads, as text or in a template.
-        json_columns: those that a template parses with ``fromjson``.
-        text_columns: those that are used directly as text.
-        limit: read only this many rows.
+        json_columns: those that a template parses with ``fromjson``; ``text_columns`` are used directly as text.
         read_by: the key that needs a column, by column, for messages.
         also: other columns to read, and in a few words what they are for.
         truth_as: what ``label_columns`` have: "softmax" for probabilities that sum to about 1 and are scaled to it,
@@ -84,7 +82,6 @@ class InputTable:
     """Hold a table that passed every check; :func:`read_table` makes it.
 
     Attributes:
-        rows: number of rows.
         ids: shape (rows,), strings (large strings above 2 GB of text), in file order.
         truth: see ``Truth``; None if there is none.
         null_texts: by column, the number of null or empty cells; in a JSON column also of those with an empty list
@@ -126,10 +123,7 @@ class InputTable:
         return remarks
 
     def text_lengths(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
-        """Return UTF-8 bytes per row, summed over ``columns``: shape (rows,), a cheap stand-in for tokens.
-
-        Each column is measured once, before ``forget_columns``; the caller must not change the result.
-        """
+        """Return UTF-8 bytes per row, summed over ``columns``, [rows]; the caller must not change the result."""
         for name in columns:
             if name not in self._text_lengths:
                 lengths = [
@@ -152,11 +146,7 @@ class InputTable:
         return int(self._columns.nbytes)
 
     def digest(self, columns: Sequence[str], files: FileCells | None = None) -> str:
-        """Return a digest of the ids and these columns; made once, before ``forget_columns``.
-
-        Args:
-            files: one of the columns, whose cells name files; these are read, too.
-        """
+        """Return a digest of the ids and these columns, made once; ``files`` names one, whose files count, too."""
         key = (tuple(columns), files)
         if key not in self._digests:
             self._digests[key] = rows_digest(self.ids, columns, self.row_digests(columns, files))
@@ -175,8 +165,8 @@ class InputTable:
             self._row_digests[key] = row_digests(table, names) if names else np.zeros((self.rows, 2), "<u8")
         return self._row_digests[key]
 
-    def look_for_files(self, files: FileCells) -> LookedAt:
-        """Check for some of the files that a column names whether they exist."""
+    def look_for_files(self, files: FileCells) -> tuple[int, list[tuple[int, Path | None]]]:
+        """Check for some of the files that a column names whether they exist; see ``row_files.look_for_files``."""
         return look_for_files(self._columns.column(files.column), files)
 
     def row_files(self, files: FileCells) -> list[str]:
@@ -221,9 +211,6 @@ class InputTable:
         """Write the columns, and with ``with_ids`` the ids, as an Arrow IPC file, ready to be memory-mapped.
 
         The schema's metadata has the number of rows, because a table without columns cannot tell it.
-
-        Raises:
-            OSError: the file cannot be written.
         """
         columns = self._columns
         if with_ids:

@@ -23,7 +23,7 @@ from ensemble.common.host import cpu_products
 from ensemble.common.packages import unsupported
 from ensemble.common.text import plural, quoted, similar_file
 from ensemble.config import LoadedConfig, RunConfig
-from ensemble.data.conditions import ConditionProblem, compile_condition, rows_that_meet
+from ensemble.data.conditions import compile_condition, rows_that_meet
 from ensemble.data.predictions_csv import PredictionFile
 from ensemble.data.row_files import FileCells
 from ensemble.data.submission import Sample, read_sample
@@ -121,7 +121,7 @@ def prepare(
             previews = first_texts(members.views, table, problems)
             if conditions and len(conditions) == len(config.rules or ()):
                 with problems.at():
-                    rules = _find_rule_rows(loaded, table, conditions, members.inspected)
+                    rules = _find_rule_rows(loaded, table, conditions, members.inspected, problems)
                 table = table.only(needs.columns)
             values, warnings = _read_predictions(config, members, table, problems)
             warnings += _look_for_files(members, table, problems)
@@ -266,12 +266,13 @@ def _find_rule_rows(
     table: InputTable,
     conditions: Mapping[int, PromptTemplate],
     inspected: Mapping[str, Inspection],
+    problems: Problems,
 ) -> RowRules:
     """Return the rules with the rows that they are for, if each row keeps a label."""
-    try:
-        rows = rows_that_meet(table, list(conditions.values()))
-    except ConditionProblem as problem:
-        raise DataError(f"{rule_key(loaded, problem.condition)}: {problem}") from None
+    rows = np.zeros((len(conditions), table.rows), dtype=np.bool_)
+    for number, condition in conditions.items():
+        with problems.at(rule_key(loaded, number)):
+            rows[number] = rows_that_meet(table, condition)
     rules = RowRules(loaded.config.rules or (), loaded.config.labels, rows)
     if not is_exclusive(inspected):
         return rules
@@ -329,17 +330,17 @@ def _look_for_files(members: _Members, table: InputTable, problems: Problems) ->
         if name not in members.files:
             continue
         cells = members.files[name]
-        looked = table.look_for_files(cells)
-        if not looked.missing:
+        checked, missing = table.look_for_files(cells)
+        if not missing:
             continue
-        number, path = looked.missing[0]
+        number, path = missing[0]
         place = f"row {number + 1:,} (id {quoted(table.ids[number].as_py())})"
         reason = f"no such file: {path}"
         if path is None:
             reason = f"its cell in {quoted(cells.column)} is empty"
-        count = f"{len(looked.missing):,} of {plural(looked.rows, 'file')} looked at are missing"
+        count = f"{len(missing):,} of {plural(checked, 'file')} looked at are missing"
         text = f"models[{index}].{cells.key}: {count}"
-        if len(looked.missing) < looked.rows:
+        if len(missing) < checked:
             warnings.append(f"{text}, the first in {place}: {reason}")
         else:
             similar = "" if path is None else similar_file(path)

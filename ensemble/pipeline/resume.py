@@ -21,13 +21,13 @@ from ensemble.common.digests import FileDigest, FileDigests
 from ensemble.common.errors import CheckpointError, ConfigError, DataError, MergeError
 from ensemble.common.files import changed_files, changed_text, read_json, write_text
 from ensemble.common.shards import (
+    BAD_ROWS_FILE,
+    CPU_CHOICE_FILE,
+    ROOMS_FILE,
+    ROWS_FILE,
     bad_rows_in,
-    bad_rows_path,
-    cpu_choice_path,
     gather_shards,
     read_shard,
-    rooms_path,
-    rows_path,
     rows_with_reasons,
     shard_table,
     shards_in,
@@ -136,7 +136,7 @@ class MemberWork:
         self.shards_dir.mkdir(parents=True, exist_ok=True)
         for view in self.views:
             view.make_shards_dir()
-        path = rows_path(self.shards_dir)
+        path = self.shards_dir / ROWS_FILE
         if self.row_digests is not None and EarlierWork.at(path) is None:
             write_row_file(path, self.fingerprint, self.row_digests)
 
@@ -370,7 +370,7 @@ def demand_unchanged(prepared: Prepared, model: MemberConfig, work: MemberWork) 
 
 def write_bad_rows(work: MemberWork, bad_rows: Mapping[int, str]) -> None:
     document = dict(sorted(bad_rows.items()))
-    write_text(bad_rows_path(work.shards_dir), json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    write_text(work.shards_dir / BAD_ROWS_FILE, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_manifest(
@@ -405,7 +405,7 @@ def write_manifest(
 def kept_cpu_choices(works: Mapping[str, MemberWork]) -> dict[str, CpuChoice]:
     """Return the CPU choices of earlier runs for incomplete members; other threads can change last digits."""
     documents = {
-        name: read_json(cpu_choice_path(work.shards_dir))
+        name: read_json(work.shards_dir / CPU_CHOICE_FILE)
         for name, work in works.items()
         if not work.is_complete
     }
@@ -415,14 +415,14 @@ def kept_cpu_choices(works: Mapping[str, MemberWork]) -> dict[str, CpuChoice]:
 def keep_cpu_choice(shards_dir: Path, member: MemberPlan) -> None:
     """Write this run's choice for a member on the CPU."""
     choice = CpuChoice(threads=_threads(member), workers=member.replicas)
-    write_text(cpu_choice_path(shards_dir), json.dumps(asdict(choice)) + "\n")
+    write_text(shards_dir / CPU_CHOICE_FILE, json.dumps(asdict(choice)) + "\n")
 
 
 def kept_batches(shards_dir: Path) -> BatchRecord:
     """Return how earlier runs made a member's batches, as far as they have chosen it."""
     rooms = {
         devices: room
-        for devices, room in read_json(rooms_path(shards_dir)).items()
+        for devices, room in read_json(shards_dir / ROOMS_FILE).items()
         if isinstance(room, int) and room > 0
     }
     return BatchRecord(rooms, starts_in_float32(shards_dir))
@@ -430,7 +430,7 @@ def kept_batches(shards_dir: Path) -> BatchRecord:
 
 def keep_rooms(shards_dir: Path, batches: BatchRecord) -> None:
     """Write how much memory a member's batches may take."""
-    write_text(rooms_path(shards_dir), json.dumps(dict(batches.rooms), indent=2) + "\n")
+    write_text(shards_dir / ROOMS_FILE, json.dumps(dict(batches.rooms), indent=2) + "\n")
 
 
 def changed_cpu_choices(plan: Plan, kept: Mapping[str, CpuChoice]) -> Iterator[str]:

@@ -25,7 +25,7 @@ from ensemble.common.files import (
 )
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import CommonSpec, Start, ViewSpec, WorkerSpec
-from ensemble.common.shards import cache_path, order_path
+from ensemble.common.shards import CACHE_FOLDER, ORDER_FILE
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
 from ensemble.members.registry import member_kind
@@ -212,7 +212,7 @@ class _Run(RunState):
                 continue
             work = self.works[member.name]
             work.make_shards_dir()
-            with atomic_path(order_path(work.shards_dir)) as temporary, temporary.open("wb") as file:
+            with atomic_path(work.shards_dir / ORDER_FILE) as temporary, temporary.open("wb") as file:
                 np.save(file, member.order)
             if not member.gpus and self._config.launcher == "local":
                 keep_cpu_choice(work.shards_dir, member)
@@ -391,7 +391,7 @@ class _Run(RunState):
 
     def on_finished(self, state: MemberState) -> None:
         """Write the predictions of a member that has all of its rows."""
-        shutil.rmtree(cache_path(self.works[state.plan.name].shards_dir), ignore_errors=True)
+        shutil.rmtree(self.works[state.plan.name].shards_dir / CACHE_FOLDER, ignore_errors=True)
         self._writer.write_predictions(state, self.computation(state))
 
     def on_ended(self, state: MemberState) -> None:
@@ -480,7 +480,7 @@ def worker_spec(
         memory_limit_bytes=memory_limit,
         seed=config.seed,
         table_path=str(rundir.table.resolve()),
-        order_path=str(order_path(shards_dir).resolve()),
+        order_path=str((shards_dir / ORDER_FILE).resolve()),
         shards_dir=str(shards_dir.resolve()),
         files={path: seen.state for path, seen in work.files.items()},
         views=tuple(

@@ -26,7 +26,7 @@ import pyarrow as pa
 from ensemble.common.errors import MemberError
 from ensemble.common.host import usable_cpus
 from ensemble.common.protocol import CommonSpec, Counters, Ready
-from ensemble.common.shards import cache_path
+from ensemble.common.shards import CACHE_FOLDER
 from ensemble.common.torch_errors import is_out_of_memory, one_line
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.predictor import Prediction, Predictor, Report
@@ -81,7 +81,7 @@ class FunctionPredictor(Predictor):
             gpus=common.gpus,
             labels=common.labels,
             kwargs=settings["kwargs"],
-            cache_dir=cache_path(Path(common.shards_dir)),
+            cache_dir=Path(common.shards_dir) / CACHE_FOLDER,
             seed=common.seed,
             cpu_threads=usable_cpus(),
         )
