@@ -7,9 +7,6 @@ import os
 import signal
 import sys
 
-# Imports make a few hundred thousand objects that all stay; searching them for garbage again and again takes a
-# sixth of the start-up time. This makes collections rarer.
-_OBJECTS_BETWEEN_COLLECTIONS = 100_000
 # The process that started this one may ignore these signals, and child processes would inherit that: then nobody
 # could tell how a worker ended, make a hung one write its stacks, or end a test process by its alarm.
 _MUST_WORK = (signal.SIGCHLD, signal.SIGABRT, signal.SIGALRM)
@@ -35,7 +32,9 @@ def main() -> None:
     for number in _MUST_WORK:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [*_MUST_WORK, *_HEEDED])
-    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
+    # Imports make a few hundred thousand objects that all stay; searching them for garbage again and again takes a
+    # sixth of the start-up time.
+    gc.set_threshold(100_000)
     # Arrow's own allocators keep half as much again as a table takes.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     # pydantic would search every installed distribution for plugins.

@@ -510,9 +510,8 @@ def _signals_passed_on() -> Iterator[None]:
         yield
     except Interrupted as stopped:
         if not _is_command:
-            signal.raise_signal(
-                stopped.exit_code - 128
-            )  # Python's own handler raises KeyboardInterrupt for SIGINT
+            # Python's own handler raises KeyboardInterrupt for SIGINT.
+            signal.raise_signal(stopped.exit_code - 128)
         raise
 
 

@@ -194,9 +194,7 @@ def doctor(
 
 
 @app.callback(invoke_without_command=True)
-def _version(
-    version: Annotated[bool, option("--version", help="Print the version.")] = False,
-) -> None:
+def _version(version: Annotated[bool, option("--version", help="Print the version.")] = False) -> None:
     if version:
         typer.echo(f"ensemble {__version__}")
         raise typer.Exit

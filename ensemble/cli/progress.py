@@ -188,9 +188,9 @@ def describe(state: MemberState, short: bool = False) -> str:
         return f"{reached}, waiting for its turn"
     if not computed:
         return reached
-    left = duration(elapsed * (1 - state.fraction) / computed)
+    time_left = duration(elapsed * (1 - state.fraction) / computed)
     share = "" if short else f" ({state.fraction:.0%} of the work)"
-    return f"{reached}{share}, {speed}, {left} left{'' if short else _nodes_of(state)}"
+    return f"{reached}{share}, {speed}, {time_left} left{'' if short else _nodes_of(state)}"
 
 
 def _nodes_of(state: MemberState) -> str:

@@ -49,7 +49,6 @@ _INSTALL = "see https://pytorch.org/get-started/locally/"
 _MASK_ADVICE = "to use GPUs set CUDA_VISIBLE_DEVICES to some that nvidia-smi -L lists, or unset it"
 # Errors of CUDA and cuBLAS if a build does not support a GPU's architecture.
 _NO_CODE = ("no kernel image", "ARCH_MISMATCH")
-_WORKER = "ensemble.members.seq_cls.predictor"  # what a worker imports before it loads a model
 
 Mark = Literal["ok", "note", "problem"]
 Version = tuple[int, int]
@@ -231,7 +230,8 @@ def _devices(config: RunConfig | None, needed: dict[str, str]) -> Iterator[Findi
 
 def _imports(needed: Mapping[str, str]) -> list[str]:
     """Return the modules that the first test process imports besides torch."""
-    return [_WORKER, *(MODULES.get(name, name) for name in needed if installed_versions([name]))]
+    installed = [MODULES.get(name, name) for name in needed if installed_versions([name])]
+    return ["ensemble.members.seq_cls.predictor", *installed]  # as a worker does before it loads a model
 
 
 def _of_nodes(launcher: Launcher, nodes: Sequence[Node], imports: Sequence[str]) -> Iterator[Finding]:

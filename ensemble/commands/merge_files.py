@@ -76,12 +76,10 @@ def merge_files(
     """Merge files of predictions, in any input format, joined by their ids.
 
     Args:
-        files: see ``named_files``.
+        files: see ``named_files``; ``id_column`` and ``labels``: see ``file_columns``.
         overrides: of a config of these members, such as ``ensemble.method=median``; they come last.
         weights: a YAML file with ``models`` and ``ensemble``, as ``fit`` writes it; it names all files.
         weight: of every file, as YAML, by name; they come after those of ``weights``.
-        id_column: see ``file_columns``; the first file's column is that of the output.
-        labels: see ``file_columns``.
         keys: of every member, such as ``activation`` and ``partial``.
 
     Raises:

@@ -13,10 +13,6 @@ class Watch:
     A process may be stopped (SIGSTOP, Ctrl-Z), frozen with its container, or paused with its virtual machine. The
     monotonic clock counts that time. This clock must be read in every turn of a loop, and no turn counts for more
     than ``longest_seconds``.
-
-    Args:
-        longest_seconds: the most that counts between two readings.
-        clock: the monotonic clock, in seconds.
     """
 
     def __init__(self, longest_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -134,12 +134,7 @@ def own_groups(controller: str) -> Groups:
 
 
 def find_groups(controller: str, memberships: str, mount: Path) -> Groups:
-    """Return the groups for a controller; those of version 1 if that has the controller.
-
-    Args:
-        memberships: the text of /proc/<pid>/cgroup.
-        mount: the folder of the control groups, with a folder for each controller in version 1.
-    """
+    """Return a controller's groups, by the text of /proc/<pid>/cgroup; version 1 if that has the controller."""
     paths: dict[str, str] = {}
     for line in memberships.splitlines():
         _, controllers, path = line.split(":", 2)

@@ -21,8 +21,6 @@ from urllib.parse import quote
 from ensemble.common.errors import EnsembleError
 
 MASK: Final = "***"
-# Shorter values are common words, such as "true" or "/tmp".
-_MIN_CHARACTERS: Final = 8
 _VARIABLE = re.compile(
     r"TOKEN(_|$)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|(ACCESS|PRIVATE)_?KEY|_(KEY|PAT|PWD)$|^AWS_",
     re.IGNORECASE,
@@ -60,8 +58,9 @@ class Redactor:
             # Text may have the secret itself, single lines of it, or Python's, JSON's or an address's spelling.
             forms |= {secret, *secret.splitlines(), repr(secret)[1:-1], json.dumps(secret)[1:-1]}
             forms.add(quote(secret, safe=""))
+        # Shorter values are common words, such as "true" or "/tmp".
+        forms = {form for form in forms if len(form) >= 8}
         # The longest first, because a secret may begin like another.
-        forms = {form for form in forms if len(form) >= _MIN_CHARACTERS}
         patterns = [re.escape(form) for form in sorted(forms, key=lambda form: (-len(form), form))]
         self._pattern = re.compile("|".join([*patterns, _BY_LOOKS]))
 

@@ -19,16 +19,14 @@ from ensemble.common.errors import WriteError
 from ensemble.common.files import atomic_path, read_json
 
 # What a folder of shards holds beside them: the row numbers in the order of the chunks, digests of these rows, the
-# rows that cannot be computed, what a run chose for a CPU, how much memory batches may take by kind of device, and a
-# folder that the workers of a python member share.
+# rows that cannot be computed, what a run chose for a CPU, how much memory batches may take by kind of device, and
+# a folder that the workers of a python member share.
 ORDER_FILE: Final = "order.npy"
 ROWS_FILE: Final = "rows.bin"
 BAD_ROWS_FILE: Final = "bad_rows.json"
 CPU_CHOICE_FILE: Final = "cpu.json"
 ROOMS_FILE: Final = "rooms.json"
 CACHE_FOLDER: Final = "cache"
-# Shards written at a time: each waits for the disk twice, and file systems serve several such waits together.
-_WRITTEN_AT_A_TIME = 8
 
 
 def write_shards(shards: Mapping[Path, bytes]) -> dict[Path, WriteError]:
@@ -42,7 +40,8 @@ def write_shards(shards: Mapping[Path, bytes]) -> dict[Path, WriteError]:
             return error
         return None
 
-    with ThreadPoolExecutor(_WRITTEN_AT_A_TIME, "shards") as pool:
+    # Each shard waits for the disk twice, and file systems serve several such waits together.
+    with ThreadPoolExecutor(8, "shards") as pool:
         errors = pool.map(write, shards, shards.values())
         return {path: error for path, error in zip(shards, errors, strict=True) if error is not None}
 

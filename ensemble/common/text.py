@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 
 NO_BREAK = "\xa0"  # a space at which no line ends
-_MAX_COMPARED = 1_000
 # Where Kaggle's notebooks have their inputs.
 _KAGGLE_MOUNT = Path("/kaggle/input")
 # By the first folder below it: what is mounted there, and how many folders deep.
@@ -65,7 +64,7 @@ def shown_path(path: Path) -> str:
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the name that is most like ``name``; None if none is near."""
     # difflib's time grows with the square of the length, and with the number of names.
-    by_folded = {other.strip().casefold()[:100]: other for other in islice(names, _MAX_COMPARED)}
+    by_folded = {other.strip().casefold()[:100]: other for other in islice(names, 1_000)}
     close = difflib.get_close_matches(name.strip().casefold()[:100], by_folded, n=1, cutoff=0.6)
     return by_folded[close[0]] if close else None
 

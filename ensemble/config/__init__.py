@@ -6,13 +6,7 @@ Nothing here looks at the table, the checkpoints or the GPUs; only ``trust_remot
 
 from __future__ import annotations
 
-from ensemble.config.load import (
-    ConfigSource,
-    LoadedConfig,
-    MappingConfig,
-    load_config,
-    mapping_config,
-)
+from ensemble.config.load import ConfigSource, LoadedConfig, MappingConfig, load_config, mapping_config
 from ensemble.config.schema import (
     CalibrationConfig,
     DataConfig,

@@ -44,11 +44,7 @@ def check_documents(
     merge_methods: Methods,
     member_kinds: Kinds,
 ) -> tuple[Document, RunConfig]:
-    """Merge documents into the first one, and check them as a config; see ``load_config``.
-
-    Args:
-        variables: the values of ``${NAME}``.
-    """
+    """Merge documents into the first one, and check them as a config; see ``load_config``."""
     document = merge_documents(documents)
     apply_overrides(document, overrides)
     drop_stale_fit(document)
@@ -242,11 +238,7 @@ def _leave_out(document: Document, loc: Loc, values: dict[str, Any], keys: set[s
 def validate(
     model: type[M], values: dict[str, Any], labels: Sequence[str] = ()
 ) -> tuple[M | None, list[Problem]]:
-    """Return the values as a model, or None and the problems.
-
-    Args:
-        labels: the config's; empty if they are unknown.
-    """
+    """Return the values as a model, or None and the problems; no labels: they are unknown."""
     try:
         return model.model_validate(values, context=labels), []
     except ValidationError as error:

@@ -123,11 +123,7 @@ def load_config(
 
 
 def mapping_config(mapping: Mapping[Any, Any]) -> MappingConfig:
-    """Write a mapping as YAML.
-
-    Raises:
-        ConfigError: it holds what YAML cannot hold; names the first such key.
-    """
+    """Write a mapping as YAML; raise ConfigError with the first key that holds what YAML cannot hold."""
     return MappingConfig(dump(_plain(mapping, ())))
 
 

@@ -88,8 +88,7 @@ class StrictConfig(BaseModel):
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         """Yield a place below this mapping and a sentence without a value for each broken rule between keys.
 
-        Args:
-            labels: the config's; empty if they are unknown.
+        ``labels`` are the config's; empty if they are unknown.
         """
         return iter(())
 
@@ -359,7 +358,7 @@ class TuningConfig(StrictConfig):
     date: Text = Field(examples=["'2026-01-31'"])  # day of the measurement
 
     gone_keys: ClassVar[Mapping[str, str]] = {
-        "cores": "tune measures no cpu_workers; remove the line, or run tune again",
+        "cores": "tune measures no cpu_workers; remove the line, or run tune again"
     }
 
 

@@ -50,11 +50,7 @@ codecs.register_error("ensemble.csv", lambda error: (_NOT_UTF8, error.end))  # t
 
 
 def read_header(path: Path) -> tuple[str, ...]:
-    """Return the column names in the first row of a CSV file, or of a tab-separated file.
-
-    Raises:
-        DataError: see :func:`open_input`; also if the header is not UTF-8, or names a column twice.
-    """
+    """Return the column names in the first row; raise DataError if it is not UTF-8, or names a column twice."""
     for block_bytes in _BLOCK_BYTES:
         with open_input(path) as file:
             # Read into memory: from a file, Arrow reads ahead in a thread, which may still run when Python ends.
@@ -67,9 +63,7 @@ def read_header(path: Path) -> tuple[str, ...]:
                 pa.BufferReader(content),
                 pa_csv.ReadOptions(block_size=len(content), use_threads=False),
                 pa_csv.ParseOptions(
-                    delimiter=delimiter(path),
-                    newlines_in_values=True,
-                    invalid_row_handler=lambda row: "skip",
+                    delimiter=delimiter(path), newlines_in_values=True, invalid_row_handler=lambda row: "skip"
                 ),
                 pa_csv.ConvertOptions(check_utf8=False),
             ) as reader:
@@ -130,17 +124,12 @@ def read_text_csv(path: Path, columns: Sequence[str] | None = None, limit: int |
 
 
 def _read_columns(
-    path: Path,
-    header: Sequence[str],
-    names: Sequence[str],
-    limit: int | None,
-    numbers: Collection[str] = (),
+    path: Path, header: Sequence[str], names: Sequence[str], limit: int | None, numbers: Collection[str] = ()
 ) -> pa.Table:
     """Read columns as text, or as float64 if they are among ``numbers``.
 
     Raises:
-        DataError: see :func:`read_text_csv`.
-        pa.ArrowInvalid: a cell of ``numbers`` is no number, or a row has too few or too many cells.
+        pa.ArrowInvalid: with ``numbers``, a cell is no number, or a row has too few or too many cells.
     """
     separator = delimiter(path)
     ending = "\n" + separator.join(_END if name == names[0] else "" for name in header)

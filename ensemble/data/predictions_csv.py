@@ -26,13 +26,7 @@ _Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class PredictionFile:
-    """Hold the contents of a file of predictions, in the order of the file.
-
-    Attributes:
-        labels: the columns that were read.
-        ids: text, [rows].
-        values: float64 [rows, labels], each column contiguous.
-    """
+    """Hold the contents of a file of predictions, in its order: values are float64 [rows, labels], by columns."""
 
     path: Path
     id_column: str
@@ -49,14 +43,11 @@ class PredictionFile:
         table: str = "the table",
         advice: str = "",
     ) -> tuple[_Values, int]:
-        """Join the rows to those of a table.
+        """Join the rows to those of a table; see ``match_ids``, which has the same arguments.
 
         Returns:
             float64 [ids, labels], in the order of ``ids``, NaN for those that the file may lack; and how many rows
             of the file were left out.
-
-        Raises:
-            DataError: see ``match_ids``, which has the same arguments.
         """
         if self.ids.equals(ids):
             return self.values, 0
@@ -118,10 +109,7 @@ def guessed_id_column(names: Sequence[str], others: Collection[str] = (), usual:
 
 
 def read_predictions(
-    path: Path,
-    id_column: str | None = None,
-    labels: Sequence[str] | None = None,
-    may_lack: bool = False,
+    path: Path, id_column: str | None = None, labels: Sequence[str] | None = None, may_lack: bool = False
 ) -> PredictionFile:
     """Read predictions in any format of tables; files with unknown extensions are CSV.
 
@@ -182,11 +170,7 @@ def _empty_rows(columns: Sequence[pa.ChunkedArray], rows: int) -> npt.NDArray[np
 
 
 def _numbers(path: Path, label: str, cells: pa.ChunkedArray) -> tuple[_Values, npt.NDArray[np.bool_]]:
-    """Return a column of any type as ``text_as_numbers`` does.
-
-    Raises:
-        DataError: the column's type can hold no numbers.
-    """
+    """Return a column of any type as ``text_as_numbers`` does; raise DataError if it can hold no numbers."""
     if is_text(cells.type):
         return text_as_numbers(pc.fill_null(cells, ""))
     kinds = pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null

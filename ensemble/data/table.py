@@ -38,9 +38,6 @@ from ensemble.data.input_file import (
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell
 from ensemble.data.row_files import FileCells, file_digests, look_for_files
 
-PUBLISHED_ROWS_PER_BATCH = 65_536
-# How many rows are turned into Python objects at a time.
-_PYTHON_ROWS = 8_192
 _SHOWN = 3
 # The name of a column of files' digests; no column of a table has it.
 _FILES = "\0files"
@@ -218,7 +215,7 @@ class InputTable:
             columns = pa.table([*columns.columns, self.ids], schema=pa.schema([*columns.schema, ids]))
         schema = columns.schema.with_metadata({b"ensemble.rows": str(self.rows).encode()})
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            for batch in columns.to_batches(max_chunksize=PUBLISHED_ROWS_PER_BATCH):
+            for batch in columns.to_batches(max_chunksize=65_536):
                 writer.write_batch(batch)
 
 
@@ -428,7 +425,7 @@ def _holds_null(value: object) -> bool:
 
 def _python_rows(table: pa.Table) -> Iterator[dict[str, object]]:
     json_names = [column.name for column in table.schema if is_json_field(column)]
-    for batch in table.to_batches(max_chunksize=_PYTHON_ROWS):
+    for batch in table.to_batches(max_chunksize=8_192):
         for row in batch.to_pylist():
             for name in json_names:
                 row[name] = json.loads(row[name]) if isinstance(row[name], str) else row[name]

@@ -21,8 +21,6 @@ class RowCheck:
 
     Args:
         source: what the message says has the rows.
-        activation: "softmax" for probabilities that sum to 1, "sigmoid" for any from 0 to 1, "none" for any number.
-        ids: of the rows, [rows].
         may_lack_rows: whether a row may be NaN, because the member did not reach it.
         advice: what to do about wrong rows.
 

@@ -23,12 +23,7 @@ _Mask = npt.NDArray[np.bool_]
 
 
 class RowRules:
-    """Apply the rules of a run to the rows that they select.
-
-    Args:
-        labels: of the config.
-        rows: the rows that each rule selects, bool [rules, rows of the table].
-    """
+    """Apply the rules of a run to the rows that they select, bool [rules, rows of the table]."""
 
     def __init__(self, rules: Sequence[RuleConfig], labels: Sequence[str], rows: _Mask) -> None:
         self.rules = tuple(rules)
@@ -58,13 +53,10 @@ class RowRules:
         return np.asarray(self.rows[is_set].any(axis=0))
 
     def apply(self, start: int, values: Values, exclusive: bool, only: _Mask | None = None) -> None:
-        """Change a block's rows in place.
+        """Change the rows of a block that begins at ``start``, float64 [rows, labels], in place.
 
-        Args:
-            start: the number of the block's first row in the table.
-            values: float64 [rows, labels]; a row of NaN stays NaN, unless a rule sets all of its labels.
-            exclusive: whether rows are probabilities that sum to 1; see ``are_exclusive``.
-            only: the rows to change, bool [rows]; None: all.
+        A row of NaN stays NaN, unless a rule sets all of its labels. If ``only``, bool [rows], is given, the other
+        rows stay. For ``exclusive`` see ``are_exclusive``.
         """
         is_masked: _Mask = np.zeros(values.shape, dtype=np.bool_)
         for number, rows in self._selections(start, start + len(values), only):

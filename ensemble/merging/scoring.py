@@ -16,17 +16,13 @@ from ensemble.common.protocol import Activation
 from ensemble.merging.calibration import EPSILON
 
 LEVEL: Final = 0.95
-RESAMPLES: Final = 1_000
 # More rows than these are resampled in groups.
 MAX_GROUPS: Final = 8_192
-# Share of what can be gained over the prior that counts as no gain at all.
-_NO_GAIN = 0.01
 # Nats; rows that are all alike may seem to be so far from their own mean.
 _ROUNDING = 1e-9
 
 Values: TypeAlias = npt.NDArray[np.float64]
 Truth: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.float64]
-RowNumbers: TypeAlias = slice | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -66,14 +62,14 @@ class Resamples:
     @cached_property
     def _counts(self) -> npt.NDArray[np.uint16]:
         """Return how often each group is in each resample, [resamples, groups]."""
-        counts = np.zeros((RESAMPLES, self._groups), np.uint16)
+        counts = np.zeros((1_000, self._groups), np.uint16)
         for row in counts:
             row[:] = np.bincount(
                 self._generator.integers(0, self._groups, self._groups), minlength=self._groups
             )
         return counts
 
-    def by_group(self, rows: RowNumbers, columns: Values) -> Values:
+    def by_group(self, rows: slice | npt.NDArray[np.int64], columns: Values) -> Values:
         """Sum the columns of these rows, float64 [rows, columns], by group: [groups, columns]."""
         groups = self.group_of[rows]
         return np.stack([np.bincount(groups, column, self._groups) for column in columns.T], axis=1)
@@ -198,9 +194,7 @@ class Scoring:
         """Return the score of all rows, once each was added; None if such values have none."""
         rows = len(self._truth)
         accuracy = self._hits / rows if self._activation == "softmax" else None
-        score = Score(
-            log_loss=None, accuracy=accuracy, rows=rows, prior_log_loss=None, no_better_than_prior=False
-        )
+        score = Score(None, accuracy, rows, prior_log_loss=None, no_better_than_prior=False)
         if not self._has_loss:
             return None if accuracy is None else score
         if self._activation == "none":
@@ -213,7 +207,8 @@ class Scoring:
         least = 0.0
         if self._truth.ndim > 1:
             least = float(row_losses(self._truth, self._truth.astype(np.float64), self._activation).mean())
-        is_no_better = prior - least > _ROUNDING and above_prior.low > (least - prior) * _NO_GAIN
+        # One per cent of what can be gained over the prior counts as no gain.
+        is_no_better = prior - least > _ROUNDING and above_prior.low > (least - prior) * 0.01
         return replace(
             score,
             log_loss=self.loss / rows,
@@ -298,9 +293,7 @@ def row_losses(truth: Truth, values: Values, activation: Activation = "softmax")
     scikit-learn does; with probabilities as truth the cross-entropy, -sum(truth * ln p). Others: the mean over
     labels of -truth * ln p - (1 - truth) * ln(1 - p).
 
-    Args:
-        truth: of these rows, label numbers (exclusive labels), or float64 [rows, labels].
-        values: float64 [rows, labels].
+    The truth is label numbers (exclusive labels), or like the values float64 [rows, labels].
     """
     if activation == "none":
         return np.asarray(np.square(values - truth).mean(axis=1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -70,10 +70,7 @@ class _Members:
 
 
 def prepare(
-    loaded: LoadedConfig,
-    must_fit: bool = True,
-    predictions_in: Path | None = None,
-    is_for_run: bool = False,
+    loaded: LoadedConfig, must_fit: bool = True, predictions_in: Path | None = None, is_for_run: bool = False
 ) -> Prepared:
     """Check a run: go through the stages, and raise the problems of all of them together.
 
@@ -165,7 +162,11 @@ def prepare(
         warnings=(
             *devices.warnings,
             *(text for inspection in members.inspected.values() for text in inspection.warnings),
-            *_kind_warnings(members),
+            *(
+                f"models[{index}].{text}"
+                for index, (name, kind) in enumerate(members.kinds.items())
+                for text in kind.warnings(members.inspected[name])
+            ),
             *warnings,
             *worker_warnings(plan),
             *run_warnings(loaded, members.inspected, table, rules, names),
@@ -183,11 +184,6 @@ def prepare(
         files=members.files,
         nodes=nodes,
     )
-
-
-def _kind_warnings(members: _Members) -> Iterator[str]:
-    for index, (name, kind) in enumerate(members.kinds.items()):
-        yield from (f"models[{index}].{text}" for text in kind.warnings(members.inspected[name]))
 
 
 def _inspect_members(config: RunConfig, problems: Problems) -> _Members:
@@ -372,11 +368,7 @@ def nodes_of(config: RunConfig, inspected: Mapping[str, Any], launcher: Launcher
 def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Prepared:
     """Return the same run with other rows of the same columns, without submission and rules.
 
-    Args:
-        loaded: may lack members of ``prepared``, and differ from it in what changes neither members nor devices.
-
-    Raises:
-        EnsembleError: a member fits on no device with these rows.
+    ``loaded`` may lack members of ``prepared``, and differ from it in what changes neither members nor devices.
     """
     facts = _member_facts(loaded.config, prepared.inspected, prepared.columns, table, prepared.shares)
     plan = _plan(loaded.config, facts, prepared.plan.gpus, prepared.inventory.hosts, prepared.launcher)

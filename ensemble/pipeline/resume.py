@@ -63,10 +63,8 @@ class MemberWork:
         is_done: bool [rows], the rows whose probabilities are in shards or in the complete predictions.
         bad_rows: the reason of each table row that could not be computed.
         is_complete: whether the predictions and their manifest exist, and are what this run would write.
-        workers: the member's workers in the previous run.
-        computed_before: what each earlier run computed rows with, the oldest run first.
+        workers: those of the previous run; ``computed_before`` is of all earlier runs, the oldest first.
         why_again: why existing predictions do not count, in words; empty without predictions.
-        files: the member's files at the start of the run, by absolute path.
         row_digests: of the table's rows, [rows, 2]; None if no worker computes them, and for a mean of views.
         rows_taken: the number of rows taken over from other work, by the path of that work.
         views: the work of each view, if the member has several; their weighted mean gives this work's predictions.
@@ -246,11 +244,8 @@ def find_work(
 ) -> MemberWork:
     """Return the work of a member from files with its name: complete predictions of all rows, or else shards.
 
-    Shards whose content does not match their names are removed.
-
-    Args:
-        keeps_bad_rows: whether rows that could not be computed count as done; otherwise they run again.
-        folder: of the shards; None: the folder for the member and the fingerprint.
+    Shards whose content does not match their names are removed. With ``keeps_bad_rows``, rows that could not be
+    computed count as done; otherwise they run again. ``folder`` is that of the shards, if not the usual one.
     """
     folder = folder or rundir.shards_dir(member, fingerprint.digest)
     work = MemberWork(member, fingerprint, folder, is_done=np.zeros(rows, dtype=np.bool_))
@@ -376,11 +371,7 @@ def write_bad_rows(work: MemberWork, bad_rows: Mapping[int, str]) -> None:
 def write_manifest(
     rundir: RunDir, work: MemberWork, sha256: str, computed: Computation | None = None
 ) -> None:
-    """Write what a member's predictions were made of, with bad rows by their positions in the predictions.
-
-    Args:
-        computed: what this run computed rows with; None if it computed none.
-    """
+    """Write what a member's predictions were made of, with bad rows by their positions in the predictions."""
     is_present = work.is_done
     positions = np.cumsum(is_present) - 1
     document: dict[str, object] = {

@@ -54,9 +54,7 @@ def doubts(rule: str, mean: npt.NDArray[np.float64], is_exclusive: bool) -> Doub
     of 1.  Independent labels are each a choice between p and 1 - p: the margin is that of the closest label, and
     the entropies add up.
 
-    Args:
-        rule: the key of ``when``.
-        mean: float64 [rows, labels], probabilities; NaN in rows that no member has.
+    ``mean`` holds probabilities, float64 [rows, labels]; NaN in rows that no member has.
     """
     if rule == "entropy_above":
         if is_exclusive:
@@ -77,12 +75,8 @@ def doubts(rule: str, mean: npt.NDArray[np.float64], is_exclusive: bool) -> Doub
 def select_rows(when: Mapping[str, float], doubt: Doubts) -> npt.NDArray[np.bool_]:
     """Return which rows are computed, bool [rows].
 
-    Rows that no member has are always selected.  If rows are equally certain, ``share`` takes those that come first
+    Rows that no member has are always selected. If rows are equally certain, ``share`` takes those that come first
     in the table.
-
-    Args:
-        when: one rule with its number.
-        doubt: of all rows of the table.
     """
     ((rule, number),) = when.items()
     if rule == "share":

@@ -50,11 +50,7 @@ def main() -> None:
 
 
 def probe(on_gpu: bool, allocate_bytes: int, imports: list[str]) -> dict[str, Any]:
-    """Try torch on the first GPU or on the CPU, then import modules.
-
-    Args:
-        allocate_bytes: how much to allocate and free; on a GPU at most half of its free memory.
-        imports: modules that a worker needs besides torch.
+    """Try torch on the first GPU or the CPU, then import modules; on a GPU allocate at most half of what is free.
 
     Returns:
         facts, the dtypes that ``passed``, and ``errors`` by what was tried.

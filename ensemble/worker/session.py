@@ -40,17 +40,13 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-PROGRESS_SECONDS = 0.5
-
 
 def serve(
     commands: Iterable[Command], send: Callable[[Event], None], heartbeat: HeartbeatThread, began: float
 ) -> int:
     """Follow commands until the end, answer with events, and return the process's exit code.
 
-    Args:
-        heartbeat: notes every step; its clock times the chunks.
-        began: when this process started, on the monotonic clock, in seconds.
+    ``began`` is when this process started, on the monotonic clock; the heartbeat's clock times the chunks.
     """
     chunk: int | None = None
     session: Session | None = None
@@ -148,7 +144,7 @@ class Session:
         def report(rows: int, tokens: int = 0, padded_tokens: int = 0) -> None:
             nonlocal last
             self._heartbeat.step()
-            if time.monotonic() - last >= PROGRESS_SECONDS:
+            if time.monotonic() - last >= 0.5:
                 last = time.monotonic()
                 self._send(Progress(command.chunk, rows, tokens, padded_tokens))
 

@@ -257,7 +257,7 @@ def large(bench: Bench) -> Iterator[Row]:
 
 
 def quantized(model: Model) -> Check:
-    """Return the check of a large model in 4 and in 8 bits, also without the outliers for which int8's layers wait."""
+    """Return the check of a large model in 4 and in 8 bits, also without outliers that int8's layers wait for."""
 
     @takes(75)
     def check(bench: Bench) -> Iterator[Row]:

@@ -27,11 +27,7 @@ _MODEL_TENSOR = re.compile(r"(^|\.)(layers?|h|blocks?)\.\d+\.|embed|(^|\.)wte\."
 
 @dataclass(frozen=True)
 class Head:
-    """Describe a head.
-
-    ``steps`` are in the order of computation: "linear" or "layer_norm" with the layer's name, or an activation's
-    name twice.
-    """
+    """Hold a head: ``steps`` are "linear" or "layer_norm" with a layer's name, or an activation's name twice."""
 
     tensors: tuple[Tensor, ...]
     steps: tuple[tuple[str, str], ...]
@@ -44,7 +40,6 @@ def read_head(path: Path, steps: Sequence[str] | None, width: int | None, backbo
         steps: the names of its layers and of activations, in order; None: a single linear layer, perhaps with a
             layer norm before it.
         width: of the hidden states of the ``backbone``; None: not known.
-        labels: the number of outputs that the head must have.
     """
     if not path.is_file():
         problem = (

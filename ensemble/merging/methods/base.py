@@ -73,6 +73,7 @@ class MergeMethod(ABC):
     Attributes:
         Settings: the keys below ``ensemble`` in the config, ``method`` among them; the class of ``settings``.
         needs_first_pass: whether ``look`` must see every block before ``merge`` sees the first.
+        takes_raw_values: whether members may give raw values (regression).
         gives_probabilities: whether results are of the members' sort: probabilities, or raw values; False for
             shares of votes, ranks and the like, which have no log loss and which ``rules`` do not scale.
         fit_options: the options that ``fit CONFIG`` needs for this method; empty if it fits the method's weights.
@@ -80,6 +81,7 @@ class MergeMethod(ABC):
 
     Settings: ClassVar[type[EnsembleConfig]] = EnsembleConfig
     needs_first_pass: ClassVar[bool] = False
+    takes_raw_values: ClassVar[bool] = True
     gives_probabilities: ClassVar[bool] = True
     fit_options: ClassVar[str] = "--set ensemble.method=mean"
 
@@ -89,12 +91,8 @@ class MergeMethod(ABC):
 
     def problems(self) -> Iterator[str]:
         """Yield a sentence for each problem of the settings, with its key; called before anything runs."""
-        return iter(())
-
-    def problems_of_raw_values(self) -> Iterator[str]:
-        """Yield a problem if members give raw values, for a method that needs probabilities."""
         raw = self.members.with_activation("none")
-        if raw:
+        if raw and not self.takes_raw_values:
             yield (
                 f"ensemble.method: {self.settings.method} is for probabilities, and raw values (regression) come "
                 f"from {', '.join(raw)}; use mean"

@@ -35,7 +35,6 @@ from ensemble.merging.scoring import Interval, Resamples
 _BINS = 10
 # With fewer rows of a member no temperature is fitted.
 _MIN_ROWS = 50
-_MAX_PANELS = 6
 # Bins with fewer predictions are left out of the picture: their accuracy says nothing.
 _MIN_IN_BIN = 10
 _NOTES = (
@@ -122,7 +121,7 @@ def _verdict(name: str, diagram: Reliability, gap_name: str) -> Markup:
 
 
 def _picture(diagrams: Mapping[str, Reliability], quantity: str) -> Markup:
-    panels = list(diagrams.items())[:_MAX_PANELS]
+    panels = list(diagrams.items())[:6]
     across, down = min(len(panels), 2), -(-len(panels) // 2)
 
     def draw(figure: Figure) -> None:
