@@ -196,7 +196,7 @@ def run(folder: Path, rows: int, nodes: int, gpus: int, members: int, labels: in
     place = folder / "config.yaml"
     place.write_text(yaml.safe_dump(config), encoding="utf-8")
     pretended.register()
-    loaded = load_config([place], [], SettingsByName(lambda: METHODS), SettingsByName(lambda: KINDS))
+    loaded = load_config([place], [], SettingsByName(METHODS), SettingsByName(KINDS))
     meter = Meter(lambda: pretended.last_tally.pretending_seconds)
     began = (time.monotonic(), time.process_time())
     with meter.measuring():

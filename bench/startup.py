@@ -29,7 +29,7 @@ from bench.rounds import say
 from bench.sections import show
 from bench.table import Spread
 from ensemble.common.protocol import Load, Ready, Start
-from ensemble.common.shards import order_path
+from ensemble.common.shards import ORDER_FILE
 from ensemble.pipeline.fingerprint import member_fingerprint
 from ensemble.pipeline.load import load as load_config
 from ensemble.pipeline.prepare import prepare
@@ -143,7 +143,7 @@ def _published(prepared: Prepared, member: MemberPlan) -> Start:
     work = MemberWork(member.name, fingerprint, shards_dir, np.zeros(prepared.table.rows, np.bool_))
     rundir.table.parent.mkdir(exist_ok=True)
     prepared.table.publish(rundir.table)
-    with order_path(shards_dir).open("wb") as file:
+    with (shards_dir / ORDER_FILE).open("wb") as file:
         np.save(file, member.order)
     return Start(worker_spec(prepared, rundir, member, work))
 

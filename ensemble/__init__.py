@@ -1,4 +1,4 @@
-"""Ensembles of big Hugging Face models over one table, each model in a process of its own.
+"""Run ensembles of big Hugging Face models over one table, each model in a process of its own.
 
     import ensemble
 

@@ -1,4 +1,4 @@
-"""``python -m ensemble`` and the ``ensemble`` command: what must happen before the first import, then the CLI."""
+"""Start ``ensemble``: set up signals, streams and the import path, and then run the command line."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ import os
 import signal
 import sys
 
-# Imports make a few hundred thousand objects that all stay: looking through them again and again for garbage is
-# a sixth of the start-up time.  This only makes collections rarer.
-_OBJECTS_BETWEEN_COLLECTIONS = 100_000
-# Who started this may have ignored them, which goes on to all that is started here: then nobody could tell how a
-# worker ended, none that hangs could be made to write its stacks, and no test process would end by its alarm.
+# The process that started this one may ignore these signals, and child processes would inherit that: then nobody
+# could tell how a worker ended, make a hung one write its stacks, or end a test process by its alarm.
 _MUST_WORK = (signal.SIGCHLD, signal.SIGABRT, signal.SIGALRM)
 _HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -22,7 +19,7 @@ def main() -> None:
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120  pathlib is slow
     if sys.path and sys.path[0] in ("", os.getcwd()) and root != os.getcwd():  # noqa: PTH109
         del sys.path[0]
-    # Nothing else may get the numbers 0 to 2 where they were closed (``>&-``): libraries write to them blindly.
+    # If descriptors 0 to 2 were closed (``>&-``), no other file may get these numbers: libraries write to them.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -35,7 +32,9 @@ def main() -> None:
     for number in _MUST_WORK:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [*_MUST_WORK, *_HEEDED])
-    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
+    # Imports make a few hundred thousand objects that all stay; searching them for garbage again and again takes a
+    # sixth of the start-up time.
+    gc.set_threshold(100_000)
     # Arrow's own allocators keep half as much again as a table takes.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     # pydantic would search every installed distribution for plugins.

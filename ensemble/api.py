@@ -1,4 +1,4 @@
-"""The Python API: what the commands do, as functions for notebooks and scripts.
+"""Define the Python API: each command as a function for notebooks and scripts.
 
 The functions leave nothing changed in the caller's process: no module is kept out or loaded in a special way, no
 stream is replaced, and handlers of signals and loggers are put back. Errors and printed text hold no secrets. Where
@@ -510,9 +510,8 @@ def _signals_passed_on() -> Iterator[None]:
         yield
     except Interrupted as stopped:
         if not _is_command:
-            signal.raise_signal(
-                stopped.exit_code - 128
-            )  # Python's own handler raises KeyboardInterrupt for SIGINT
+            # Python's own handler raises KeyboardInterrupt for SIGINT.
+            signal.raise_signal(stopped.exit_code - 128)
         raise
 
 

@@ -34,9 +34,7 @@ MAX_ROWS: Final = 100_000
 def fit_temperature(values: Values, truth: Truth, kind: Kind) -> float:
     """Return the temperature with the least log loss; 1 if none changes anything.
 
-    Args:
-        values: probabilities, float64 [rows, labels].
-        truth: label numbers, int64 [rows], or probabilities, float64 [rows, labels].
+    The truth is label numbers, int64 [rows], or like the values probabilities, float64 [rows, labels].
     """
     logs, targets = _logs_and_targets(values, truth, kind)
     rows = logs.shape[1]
@@ -86,11 +84,7 @@ def calibrated(
 
 
 def loss_of_scores(scores: Values, targets: Values, kind: Kind) -> tuple[float, Values]:
-    """Return the summed log loss of scores, and its derivative by the scores.
-
-    Args:
-        scores, targets: float64 [labels, rows].
-    """
+    """Return the summed log loss of scores, and its derivative by the scores; all are float64 [labels, rows]."""
     if kind == "sigmoid":
         norms, shares = np.logaddexp(0, scores), expit(scores)
     else:

@@ -38,13 +38,8 @@ from ensemble.merging.scoring import LEVEL
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import RunReport
 
-# Regression values that differ by less are the same: a resumed run has other batches.
-_SAME = 1e-6
-_EXAMPLES = 5
 # Keys that differ between any two runs, or that a remark explains.
 _NOT_COMPARED = ("output_dir", "fitted_on")
-# Characters shown before the first difference of two long texts.
-_BEFORE_DIFFERENCE = 15
 NOT_SET: Final = "not set"
 
 
@@ -185,25 +180,29 @@ def compare(
             problems += error.problems
     if problems:
         raise DataError(problems)
-    left, right = sources[first], sources[second]
-    remarks = [f"{source.name}: {text}" for source in (left, right) for text in source.predictions.remarks]
-    for source in (left, right):
+    source_a, source_b = sources[first], sources[second]
+    remarks = [
+        f"{source.name}: {text}" for source in (source_a, source_b) for text in source.predictions.remarks
+    ]
+    for source in (source_a, source_b):
         if source.report is not None and source.report.fitted_on is not None:
             remarks.append(f"{source.name}: the ensemble was {source.report.fitted_on.text}")
     settings = None
-    if left.report is not None and right.report is not None:
-        settings = tuple(changed_settings(run_settings(left.report), run_settings(right.report)))
-    result = Comparison(Side(left.name, left.report), Side(right.name, right.report), settings)
+    if source_a.report is not None and source_b.report is not None:
+        settings = tuple(changed_settings(run_settings(source_a.report), run_settings(source_b.report)))
+    result = Comparison(Side(source_a.name, source_a.report), Side(source_b.name, source_b.report), settings)
     try:
-        left, right = _common(left, right, remarks)
+        source_a, source_b = _common(source_a, source_b, remarks)
     except DataError as error:
         if settings is None or metrics:
             raise
         return replace(result, remarks=(*remarks, *error.problems))
-    predictions, kind = left.predictions, left.predictions.activation
-    others = right.by_name(left)
-    pairs = {name: (values, others[name]) for name, values in left.by_name(right).items() if name in others}
-    is_same_kind = kind == right.predictions.activation
+    predictions, kind = source_a.predictions, source_a.predictions.activation
+    others = source_b.by_name(source_a)
+    pairs = {
+        name: (values, others[name]) for name, values in source_a.by_name(source_b).items() if name in others
+    }
+    is_same_kind = kind == source_b.predictions.activation
     truth: Truth | None = None
     if not is_same_kind:
         remarks.append("no metric is compared, because only one side has exclusive labels")
@@ -212,7 +211,7 @@ def compare(
         truth, more_remarks = read_truth(labels, *rows, label_column or LABEL_COLUMN, id_column)
         remarks += more_remarks
     else:
-        truth = _agreed_truth(left, right, remarks)
+        truth = _agreed_truth(source_a, source_b, remarks)
     changed: tuple[MetricChange, ...] = ()
     if truth is not None:
         chosen = requested or [find_metric(name) for name in USUAL[kind]]
@@ -262,7 +261,7 @@ def _around_difference(first: str, second: str) -> list[str]:
     """Return parts of two long texts that start shortly before their first difference."""
     pairs = enumerate(zip(first, second, strict=False))
     differs_at = next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
-    start = max(0, differs_at - _BEFORE_DIFFERENCE)
+    start = max(0, differs_at - 15)
     return [f"...{shown(text[start : start + SHOWN_CHARACTERS])}" for text in (first, second)]
 
 
@@ -282,28 +281,28 @@ def _read(
 
 def _common(first: _Source, second: _Source, remarks: list[str]) -> tuple[_Source, _Source]:
     """Return both sides with only their common rows; the first side gives the order of rows and labels."""
-    left, right = first.predictions, second.predictions
-    if {*left.labels} != {*right.labels}:
+    predictions_a, predictions_b = first.predictions, second.predictions
+    if {*predictions_a.labels} != {*predictions_b.labels}:
         raise DataError(
             f"{first.name} and {second.name} have other labels, so their rows are not compared: "
-            f"{listed(left.labels)}, and {listed(right.labels)}"
+            f"{listed(predictions_a.labels)}, and {listed(predictions_b.labels)}"
         )
-    places = places_among(left.ids, right.ids)
+    places = places_among(predictions_a.ids, predictions_b.ids)
     is_common = places >= 0
     if not is_common.any():
         raise DataError(
             f"{first.name} and {second.name} have no id in common, so their rows are not compared"
         )
     common = int(is_common.sum())
-    for source, rows in ((first, left.rows), (second, right.rows)):
+    for source, rows in ((first, predictions_a.rows), (second, predictions_b.rows)):
         if rows > common:
             remarks.append(
                 f"{source.name}: {plural(rows - common, 'row')} left out, which the other side does not have"
             )
     numbers = np.flatnonzero(is_common)
     return (
-        replace(first, predictions=left.taken(numbers)),
-        replace(second, predictions=_relabelled(right.taken(places[numbers]), left.labels)),
+        replace(first, predictions=predictions_a.taken(numbers)),
+        replace(second, predictions=_relabelled(predictions_b.taken(places[numbers]), predictions_a.labels)),
     )
 
 
@@ -322,13 +321,13 @@ def _relabelled(predictions: Predictions, labels: Sequence[str]) -> Predictions:
     )
 
 
-def _agreed_truth(left: _Source, right: _Source, remarks: list[str]) -> Truth | None:
+def _agreed_truth(first: _Source, second: _Source, remarks: list[str]) -> Truth | None:
     """Return the first side's truth, or else the second side's; add a remark if the truths differ."""
-    ours, theirs = left.predictions.truth, right.predictions.truth
+    ours, theirs = first.predictions.truth, second.predictions.truth
     if ours is None or theirs is None:
         return theirs if ours is None else ours
     if not np.array_equal(ours, theirs):
-        remarks.append(f"{right.name} has other true labels; the labels of {left.name} count")
+        remarks.append(f"{second.name} has other true labels; the labels of {first.name} count")
     return ours
 
 
@@ -341,9 +340,10 @@ def _change(name: str, first: Values, second: Values, predictions: Predictions, 
     elif kind == "sigmoid":
         has_changed = ((first > 0.5) != (second > 0.5)).any(axis=1)
     else:
-        has_changed = (differences > _SAME * np.maximum(1.0, np.abs(first))).any(axis=1)
+        # A resumed run has other batches, and so other last digits.
+        has_changed = (differences > 1e-6 * np.maximum(1.0, np.abs(first))).any(axis=1)
     rows = np.flatnonzero(has_changed)
-    most = rows[np.argsort(-differences[rows].max(axis=1), kind="stable")[:_EXAMPLES]]
+    most = rows[np.argsort(-differences[rows].max(axis=1), kind="stable")[:5]]
     return Change(
         name=name,
         rows=len(numbers),

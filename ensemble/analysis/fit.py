@@ -1,9 +1,9 @@
 """Fit calibrations and weights to a truth, and measure them on rows that were held out.
 
-What is written is fitted to all rows. What is reported comes from cross-validation: each row is scored by
-calibrations, weights and choices (the best member, the penalty of stacking) that come from the other folds alone.
-Differences are paired and have a 95 % bootstrap interval over rows. A metric that compares rows with each other is
-taken of each fold by itself and averaged, as each fold has a model of its own.
+The weights that are written are fitted to all rows. The scores that are reported come from cross-validation: each
+row is scored by calibrations, weights and choices (the best member, the penalty of stacking) from the other folds
+alone. Differences are paired and have a 95 % bootstrap interval over rows. A metric that compares rows with each
+other is computed for each fold and averaged, because each fold has a model of its own.
 """
 
 from __future__ import annotations
@@ -18,13 +18,7 @@ from typing import Final, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.analysis.calibration import (
-    Kind,
-    fit_temperature,
-    fit_vector_scaling,
-    one_hot,
-    sampled_rows,
-)
+from ensemble.analysis.calibration import Kind, fit_temperature, fit_vector_scaling, one_hot, sampled_rows
 from ensemble.analysis.metrics import Bootstrap, Metric, Scored, UndefinedMetric, find_metric
 from ensemble.analysis.metrics import Rows as ScoredRows
 from ensemble.analysis.predictions import Predictions, taken
@@ -54,10 +48,6 @@ LOG_LOSS: Final = "log_loss"
 # Rows for each fitted number.  A fitted number costs log loss on new rows, on average 1 / (2 rows) nats (Akaike):
 # with fewer rows all numbers together cost 0.05 or more, and weights hardly ever gain as much.
 MIN_ROWS_PER_NUMBER: Final = 10
-# Of more rows a greedy selection, which tries hundreds of means, takes a random sample.
-MAX_GREEDY_ROWS: Final = 20_000
-# Rows with each label, and without it, for metrics that need both.
-MIN_ROWS_OF_LABEL: Final = 5
 
 
 @dataclass(frozen=True)
@@ -97,10 +87,10 @@ class Options:
 
 @dataclass(frozen=True)
 class FittedMember:
-    """Hold a member and what was fitted of it; ``weight`` is None if the ensemble is stacked.
+    """Hold a member with its fitted calibration and weight; ``weight`` is None if the ensemble is stacked.
 
-    ``alone`` is the metric of its own predictions, as they are. ``gain`` says how much better the ensemble is than
-    one that is fitted without the member; None of a single member.
+    ``alone`` is the metric of its predictions without the ensemble and without calibration. ``gain`` is how much
+    better the ensemble is than one that is fitted without the member; None if there is no other member.
     """
 
     name: str
@@ -117,14 +107,15 @@ class FitReport:
     Attributes:
         rows: labelled rows that all members have and that no rule decides; further ``rows_left_out`` lack a member,
             ``rows_decided`` are decided by rules.
-        score: the metric of the held-out rows.
-        equal: the same of equal weights, and ``best`` of the best member of the other folds; ``best_member`` is the
-            one that it was most often.
-        over_equal: how much better the score is than that of equal weights (below 0: worse); so is ``over_best``.
+        score: the metric on held-out rows.
+        equal: the same metric with equal weights; ``best`` is that of the member that is best on the other folds.
+        best_member: the member that is best most often.
+        over_equal: how much better the score is than ``equal`` (below 0: worse); ``over_best`` compares it with
+            ``best``.
         stacking: None if the ensemble has weights.
         fitted_on: the labelled rows, and the score with its 95 % interval, as ``weights.yaml`` has them.
-        folds_scored: how many folds the figures are the mean of, without those in which the metric is not defined;
-            None if it is taken of all rows at once.
+        folds_scored: the number of folds in which the metric is defined, if figures are means over folds; None if
+            the metric is taken of all rows at once.
     """
 
     options: Options
@@ -200,11 +191,11 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
 
 
 def _sample(predictions: Predictions, is_stacked: bool) -> tuple[Predictions, int]:
-    """Return the rows that all members have, and the number of further ones that rules decide.
+    """Return the rows that all members have, and the number of further rows that rules decide.
 
-    A rule with ``set`` decides its rows. Masks are put on each member: for the geometric mean and for calibrations
-    that is what they make of the merge, for the mean it is near to it. Stacking would take the logarithm of 0, so
-    it does without these rows.
+    A rule with ``set`` decides its rows. A mask is applied to each member, although a run applies it to the merged
+    values: for the geometric mean the result is the same, for the mean nearly so. Stacking leaves masked rows out,
+    because it would take the logarithm of 0.
     """
     rules, members = predictions.rules, predictions.members.values()
     is_complete = ~np.logical_or.reduce([np.isnan(values[:, 0]) for values in members])
@@ -245,7 +236,7 @@ def _check(sample: Predictions, options: Options, metric: Metric) -> None:
     problems = [*_problems(sample, options, metric)]
     if problems:
         raise DataError(problems)
-    _first_value(sample, metric)  # raises if it is not defined for these rows
+    metric.value(sample.required_truth, next(iter(sample.members.values())), sample.activation)  # or raise
 
 
 def _problems(sample: Predictions, options: Options, metric: Metric) -> Iterator[str]:
@@ -256,18 +247,19 @@ def _problems(sample: Predictions, options: Options, metric: Metric) -> Iterator
     truth = sample.required_truth
     values = next(iter(sample.members.values()))
     has_label = ScoredRows(truth, values, sample.activation).true_each.sum(axis=0)
-    needed = MIN_ROWS_OF_LABEL if metric.kind == "ranks" else int(options.method == "stacking")
+    # With and without each label.
+    needed = 5 if metric.kind == "ranks" else int(options.method == "stacking")
     if (truth == truth[0]).all():
         label = f"{sample.labels[int(truth[0])]!r}" if truth.ndim == 1 else "the same"
         yield f"the truth is {label} in every row; weights need rows of two labels or more"
     else:
-        what = f"--metric {options.metric}" if metric.kind == "ranks" else f"--method {options.method}"
+        option = f"--metric {options.metric}" if metric.kind == "ranks" else f"--method {options.method}"
         for label, count in zip(sample.labels, has_label.tolist(), strict=True):
             lacks = needed if sample.activation == "softmax" else sample.rows - count
             if min(count, lacks) < needed:
                 verb, rows = ("has", count) if count < needed else ("lacks", lacks)
                 yield (
-                    f"the truth {verb} {label!r} in {rows:,} of {plural(sample.rows, 'row')}: {what} needs at "
+                    f"the truth {verb} {label!r} in {rows:,} of {plural(sample.rows, 'row')}: {option} needs at "
                     f"least {needed:,}; give more rows, or use log_loss without stacking"
                 )
     numbers = _fitted_numbers(sample, options)
@@ -317,9 +309,9 @@ def _calibrations(sample: Predictions, options: Options) -> dict[str, Calibratio
 def _method(
     members: Sequence[Values], sample: Predictions, options: Options, metric: Metric
 ) -> Callable[[int | None], Blend]:
-    """Return the method of the options for members, calibrated and of the sample's rows.
+    """Return a function that fits the merge of calibrated members by the method of the options.
 
-    It fits how all of them are best merged, or all but the member of a number.
+    Its argument is the number of a member to leave out; None: no member is left out.
     """
     truth, kind, pool = sample.required_truth, _kind(sample), options.pool
     if options.method == "stacking":
@@ -330,7 +322,8 @@ def _method(
         return lambda left_out: WeightedBlend(
             minimize_on_simplex(loss, len(members), left_out, start), pool, kind
         )
-    rows = sampled_rows(len(truth), MAX_GREEDY_ROWS, options.seed)
+    # A greedy selection tries hundreds of means, so that a sample of the rows must do.
+    rows = sampled_rows(len(truth), 20_000, options.seed)
 
     def score(values: Values) -> float:
         value = metric.value(truth[rows], values, sample.activation)
@@ -342,11 +335,11 @@ def _method(
 def _cross_validated(
     sample: Predictions, options: Options, metric: Metric, fold_of: Rows
 ) -> tuple[list[Values], list[int]]:
-    """Return the values of all rows, each from what was fitted to the other folds, and each fold's best member.
+    """Merge each row by what was fitted to the other folds.
 
     Returns:
-        float64 [rows, labels] each: the ensemble, equal weights, the best member, and of two members or more the
-        ensembles without each of them; and the numbers of the best members.
+        values, float64 [rows, labels] each, of the ensemble, of equal weights, of the best member and, if there are
+        several members, of the ensembles without each of them; and the number of the best member of each fold.
     """
     count, shape = len(sample.members), (sample.rows, len(sample.labels))
     merged, equal, best, *without = (np.empty(shape, order="F") for _ in range(3 + count * (count > 1)))
@@ -418,14 +411,9 @@ class _Scorer:
         return score.minus(other) if self._metric.greater_is_better else other.minus(score)
 
 
-def _first_value(sample: Predictions, metric: Metric) -> float:
-    """Return the first member's value; an UndefinedMetric says why the metric has none for these rows."""
-    return metric.value(sample.required_truth, next(iter(sample.members.values())), sample.activation)
-
-
 def _is_defined(sample: Predictions, metric: Metric) -> bool:
     try:
-        _first_value(sample, metric)
+        metric.value(sample.required_truth, next(iter(sample.members.values())), sample.activation)
     except UndefinedMetric:
         return False
     return True

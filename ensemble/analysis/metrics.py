@@ -188,9 +188,9 @@ def _label_counts(rows: Rows) -> Values:
 def _macro_f1(sums: Values, count: Values, is_exclusive: bool) -> Values:
     """Return the mean of 2 tp / (2 tp + fp + fn) over exclusive labels that occur, or over all others."""
     right, true, predicted = np.split(sums, 3, axis=-1)
-    both = true + predicted
-    scores = np.divide(2 * right, both, out=np.zeros_like(both), where=both > 0)
-    labels = (both > 0).sum(axis=-1) if is_exclusive else both.shape[-1]
+    total = true + predicted
+    scores = np.divide(2 * right, total, out=np.zeros_like(total), where=total > 0)
+    labels = (total > 0).sum(axis=-1) if is_exclusive else total.shape[-1]
     return np.asarray(scores.sum(axis=-1) / labels)
 
 

@@ -39,6 +39,7 @@ from ensemble.merging.methods.base import Values
 from ensemble.merging.row_checks import RowCheck
 from ensemble.merging.rules import RowRules
 from ensemble.pipeline.prediction_files import ROWS_ADVICE, file_columns, named_files
+from ensemble.pipeline.prepared import common_activation
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.reuse import read_bits
 from ensemble.pipeline.run_dir import RunDir
@@ -61,9 +62,9 @@ class Predictions:
             from 0 to 1 of each label, "none" for any numbers (regression).
         truth: of exclusive labels ("softmax") each row's label by number, int64 [rows], or how likely each label
             is, float64 [rows, labels], rows that sum to 1; of the others float64 [rows, labels]; None if unknown.
-        ensemble: what a run has merged, [rows, labels]; None for files, and of a run that has merged nothing.
-        rules: what a run has changed of that, with the rows; None for files, and of a run without rules.
-        remarks: what the user should know: rows left out, why there is no truth, a sentence each.
+        ensemble: the merged values of a run, [rows, labels]; None for files, and if a run has merged nothing.
+        rules: the rules that a run applied to them, with their rows; None for files, and for a run without rules.
+        remarks: sentences for the user: which rows are left out, why there is no truth.
     """
 
     ids: pa.ChunkedArray
@@ -81,9 +82,8 @@ class Predictions:
 
     @property
     def activation(self) -> Activation:
-        """Return what all members are together: "softmax" only if each one is."""
-        activations = set(self.activations.values())
-        return "none" if "none" in activations else "sigmoid" if "sigmoid" in activations else "softmax"
+        """Return what all members are together; see ``common_activation``."""
+        return common_activation(self.activations.values())
 
     @property
     def required_truth(self) -> Truth:
@@ -142,11 +142,6 @@ def read_files(
         may_lack_rows: whether files may lack rows that others have, or have NaN or empty cells there; the others'
             ids follow the first's.
         advice: what to do about rows that some files lack.
-
-    Raises:
-        ConfigError: the activation is unknown; see also ``named_files``.
-        DataError: with the problems of all files: they cannot be read, have other columns or ids, or rows that are
-            no probabilities; or a truth that does not fit them.
     """
     if activation is not None and activation not in get_args(Activation):
         hint = nearest_or_all(str(activation), get_args(Activation), "kind")
@@ -230,9 +225,6 @@ def read_truth(
 
     Returns:
         the truth, and what was left out, a sentence each.
-
-    Raises:
-        DataError: it cannot be read, lacks rows, or does not fit labels and activation.
     """
     header = column_names(path)
     is_named = id_column in header
@@ -325,9 +317,9 @@ def as_merged(predictions: Predictions, report: RunReport) -> Predictions:
 def read_run(run_dir: Path, with_truth: bool = True, label_column: str | None = None) -> Predictions:
     """Read the members' complete predictions and the ensemble from the directory of a run.
 
-    Rows that a member has and the run has not merged, as its ``when`` did not select them, count as missing. The
-    truth comes from the table of the run's config; if it cannot be read, a remark says why. ``label_column`` takes
-    the place of what the config names.
+    A member's rows that the run did not merge, because ``when`` did not select them, count as missing. The truth
+    comes from the table of the run's config; if it cannot be read, a remark says why. ``label_column`` replaces the
+    column that the config names.
 
     Raises:
         DataError: this is no directory of a run, there are no predictions in it, or they are not what a run writes.

@@ -23,8 +23,6 @@ from ensemble.merging.scoring import row_losses
 # Candidates for scikit-learn's ``C``: the larger, the weaker the L2 penalty is.
 PENALTIES: Final = (0.001, 0.01, 0.1, 1.0)
 _INNER_FOLDS = 3
-# Rows that choose the penalty; with many rows it hardly matters.
-_MAX_CHOOSING_ROWS = 5_000
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,8 @@ def fit_stacking(
     rows = np.random.default_rng(seed).permutation(len(truth))[:MAX_ROWS]
     targets = one_hot(truth, members[0].shape[1])[rows]
     members = [values[rows] for number, values in enumerate(members) if number != left_out]
-    fold_of = np.arange(min(len(targets), _MAX_CHOOSING_ROWS)) % _INNER_FOLDS
+    # With more rows the penalty hardly matters.
+    fold_of = np.arange(min(len(targets), 5_000)) % _INNER_FOLDS
     losses = np.zeros(len(PENALTIES))
     for fold in range(_INNER_FOLDS):
         others, scored = np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)

@@ -27,8 +27,6 @@ Pool: TypeAlias = Literal["mean", "geometric_mean"]
 WeightLoss: TypeAlias = Callable[[Values], tuple[float, Values]]
 
 _TOLERANCE = 1e-10  # nats per row
-# Less weight than this counts as none.
-_NO_WEIGHT = 1e-9
 # Greedy selection adds so many members at most, and ends after so many that brought nothing.
 _MAX_ADDED, _PATIENCE = 50, 5
 
@@ -104,7 +102,7 @@ def minimize_on_simplex(
         constraints={"type": "eq", "fun": lambda w: w.sum() - 1, "jac": np.ones_like},
         options={"ftol": _TOLERANCE, "maxiter": 200},
     )
-    weights = np.where(best.x > _NO_WEIGHT, best.x, 0.0)
+    weights = np.where(best.x > 1e-9, best.x, 0.0)
     return np.asarray(weights / weights.sum())
 
 

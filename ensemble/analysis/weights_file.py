@@ -33,9 +33,6 @@ POOLS: Final[Mapping[str, Pool]] = {
     "geometric_mean": "geometric_mean",
     "logit_mean": "geometric_mean",
 }
-# Rounding to this many digits changes the log loss by less than 1e-7 nats: it is flat at its minimum.
-_WEIGHT_DECIMALS = 6
-_DIGITS = 6
 
 
 def fit_sources(
@@ -55,13 +52,11 @@ def fit_sources(
     """Fit the run of a config, or CSVs of predictions, as the sources say.
 
     Args:
-        load: reads configs.
         labels: the table with the true labels; None: the config's table.
         label_column: of the table with the true labels; None: "label", or the config's column.
         id_column: of ``labels`` and of CSVs.
         merge_method, activation, partial: only for CSVs, because a config has these settings.
         has_overrides: whether ``load`` overrides keys.
-        target: where to write the overlay.
 
     Returns:
         the report, and the text of ``weights.yaml``.
@@ -183,7 +178,8 @@ def _overlay(report: FitReport, method: str, sources: str) -> str:
     models = [
         {
             "name": member.name,
-            "weight": 1 if member.weight is None else round(member.weight, _WEIGHT_DECIMALS),
+            # Rounded: the log loss, flat at its minimum, changes by less than 1e-7 nats.
+            "weight": 1 if member.weight is None else round(member.weight, 6),
             # None removes the config's calibration, because the weights were fitted without it.
             "calibration": _calibration(member.calibration),
         }
@@ -307,4 +303,4 @@ def _by_label(labels: Sequence[str], numbers: Values) -> dict[str, float]:
 
 
 def _short(number: float) -> float:
-    return float(f"{number:.{_DIGITS}g}")
+    return float(f"{number:.6g}")

@@ -1,1 +1,1 @@
-"""What people and scripts read: progress while a run goes on, the table at its end, run.json."""
+"""Define the command line: commands, progress, and views of runs."""

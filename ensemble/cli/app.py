@@ -1,4 +1,4 @@
-"""Commands: they call the functions of the API, and say what they return by printing and by exit codes."""
+"""Define the commands: each calls a function of the API, prints the result and sets the exit code."""
 
 from __future__ import annotations
 
@@ -194,9 +194,7 @@ def doctor(
 
 
 @app.callback(invoke_without_command=True)
-def _version(
-    version: Annotated[bool, option("--version", help="Print the version.")] = False,
-) -> None:
+def _version(version: Annotated[bool, option("--version", help="Print the version.")] = False) -> None:
     if version:
         typer.echo(f"ensemble {__version__}")
         raise typer.Exit

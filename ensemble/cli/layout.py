@@ -1,4 +1,4 @@
-"""Tables and sentences as lines of plain text that fit where they are read: a terminal, a notebook, a file.
+"""Lay out tables and sentences as lines of plain text that fit a terminal, a notebook or a file.
 
 No line ends inside a word or a number, and nothing is cut: in a table that is too wide each row becomes a block.
 """
@@ -18,8 +18,6 @@ from ensemble.common.text import NO_BREAK
 
 # Tables in files, where nothing says how wide the reader's window is.
 FILE_WIDTH = 120
-_GAP = "  "
-_WORTH_A_LINE = 2  # columns of room that a header of several words must save to take two lines
 _UNIT = re.compile(r"(?<=\d) (?=([KMGT]i?)?B\b|[KM]\b|s\b|min\b|h\b)")  # stays with its number
 
 
@@ -51,10 +49,10 @@ def wrapped(text: str, width: int | None, first: str = "", later: str = "  ") ->
 
 @dataclass(frozen=True)
 class Table:
-    """Cells by row, each of which may end early; the first is its name.
+    """Hold the cells of each row; the first cell is the row's name, and rows may lack cells at the end.
 
-    ``totals`` are rows set apart below the others.
-    ``texts`` are the headers whose cells are words, which begin at the left; numbers end at the right.
+    ``totals`` are rows set apart below the others. ``texts`` names the columns that hold words and are aligned to
+    the left; numbers are aligned to the right.
     """
 
     headers: Sequence[str]
@@ -72,14 +70,14 @@ class Table:
             for place, column in enumerate(zip_longest(self.headers, *self.rows, *self.totals, fillvalue=""))
             if place == 0 or any(column[1:])
         ]
-        left = {0} | {place for place, column in enumerate(columns) if column[0] in self.texts}
+        left_aligned = {0} | {place for place, column in enumerate(columns) if column[0] in self.texts}
         heads = []
         for header, *cells in columns:
-            is_wide = _width(header) > max(map(_width, cells), default=0) + _WORTH_A_LINE
+            is_wide = _width(header) > max(map(_width, cells), default=0) + 2
             heads.append(header.rpartition(" ")[::2] if is_wide else ("", header))
         head = [line for line in zip(*heads, strict=True) if any(line)]
         _, *rows = zip(*columns, strict=True)
-        upright = _grid([*head, *rows], left)
+        upright = _grid([*head, *rows], left_aligned)
         table_width = max(map(_width, upright))
         if table_width <= (width or FILE_WIDTH):
             upright.insert(len(head), "-" * table_width)
@@ -104,14 +102,14 @@ def _width(text: str) -> int:
     return cell_len(text)
 
 
-def _grid(lines: Sequence[Sequence[str]], left: Container[int]) -> list[str]:
-    """Return straight columns; those in ``left`` are aligned to the left."""
+def _grid(lines: Sequence[Sequence[str]], left_aligned: Container[int]) -> list[str]:
+    """Return straight columns; those that are not left-aligned end at the right."""
     widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
     grid = []
     for line in lines:
         cells = []
         for place, cell in enumerate(line):
             blanks = " " * (widths[place] - _width(cell))
-            cells.append(cell + blanks if place in left else blanks + cell)
-        grid.append(_GAP.join(cells).rstrip())
+            cells.append(cell + blanks if place in left_aligned else blanks + cell)
+        grid.append("  ".join(cells).rstrip())
     return grid

@@ -1,4 +1,4 @@
-"""Options of the commands that call functions of the API: each is declared once, and described by docstrings."""
+"""Declare the options of commands that call functions of the API; docstrings of these functions describe them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress while members run: bars on a terminal, plain lines everywhere else, or nothing."""
+"""Show progress while members run: bars on a terminal, plain lines everywhere else, or nothing."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _settings_text(state: MemberState, ready: Ready) -> str:
 
 
 class BarDisplay(PlainDisplay):
-    """A bar per member, redrawn in place on ``console``, which is made of the file by default."""
+    """Redraw a bar for each member in place, on ``console`` or by default on the file."""
 
     def __init__(self, file: IO[str], console: Console | None = None) -> None:
         super().__init__(file)
@@ -188,9 +188,9 @@ def describe(state: MemberState, short: bool = False) -> str:
         return f"{reached}, waiting for its turn"
     if not computed:
         return reached
-    left = duration(elapsed * (1 - state.fraction) / computed)
+    time_left = duration(elapsed * (1 - state.fraction) / computed)
     share = "" if short else f" ({state.fraction:.0%} of the work)"
-    return f"{reached}{share}, {speed}, {left} left{'' if short else _nodes_of(state)}"
+    return f"{reached}{share}, {speed}, {time_left} left{'' if short else _nodes_of(state)}"
 
 
 def _nodes_of(state: MemberState) -> str:

@@ -1,4 +1,4 @@
-"""What the Python API gives to notebooks: a run's directory, and a config that was checked and planned."""
+"""Define what the Python API returns: the directory of a run, and a config that was checked and planned."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Shown:
-    """Shows a notebook what is printed, and completes to public names."""
+    """Show a notebook the printed text, and complete to public names only."""
 
     def _repr_html_(self) -> str:
         return f'<pre style="white-space: pre-wrap">{escape(repr(self))}</pre>'
@@ -33,7 +33,7 @@ class _Shown:
 
 
 class Run(_Shown):
-    """A run's directory, read anew at each look.  Printed, it is what ``ensemble status`` shows."""
+    """Read a run's directory, anew at each access. Printed, it shows what ``ensemble status`` shows."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
@@ -134,10 +134,10 @@ class Run(_Shown):
 
 
 class Preview(_Shown):
-    """A config that was checked and planned.  Printed, it is what ``validate`` or ``plan`` shows.
+    """Hold a config that was checked and planned. Printed, it shows what ``validate`` or ``plan`` shows.
 
     Attributes:
-        prepared: everything that the checks found.
+        prepared: the results of all checks.
         config: with all defaults.
         plan: where each member would run, and how long the run would take.
         problems: why members fit nowhere, or not on some node of a cluster, a sentence each; empty if all fit.

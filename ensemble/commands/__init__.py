@@ -1,1 +1,1 @@
-"""What the commands besides `run`, `validate` and `plan` do."""
+"""Implement the commands besides `run`, `validate` and `plan`."""

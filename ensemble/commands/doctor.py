@@ -54,7 +54,6 @@ _ELSEWHERE = "choose another directory, or make room there"
 _MASK_ADVICE = "to use GPUs set CUDA_VISIBLE_DEVICES to some that nvidia-smi -L lists, or unset it"
 # Errors of CUDA and cuBLAS if a build does not support a GPU's architecture.
 _NO_CODE = ("no kernel image", "ARCH_MISMATCH")
-_WORKER = "ensemble.members.seq_cls.predictor"  # what a worker imports before it loads a model
 
 Mark = Literal["ok", "note", "problem"]
 Version = tuple[int, int]
@@ -75,9 +74,9 @@ class Finding:
         return cls(mark, text, advice) if text else cls(mark, sentence, otherwise)
 
     @classmethod
-    def of_amount(cls, text: str, size: float, needed: float, wanted: float, *advice: str) -> Finding:
-        """Judge an amount: the first advice is for less than ``needed``, the last for less than ``wanted``."""
-        if size < wanted:
+    def of_amount(cls, text: str, size: float, needed: float, enough: float, *advice: str) -> Finding:
+        """Judge an amount: the first advice is for less than ``needed``, the last for less than ``enough``."""
+        if size < enough:
             return cls("problem", text, advice[0]) if size < needed else cls("note", text, advice[-1])
         return cls("ok", text)
 
@@ -236,7 +235,8 @@ def _devices(config: RunConfig | None, needed: dict[str, str]) -> Iterator[Findi
 
 def _imports(needed: Mapping[str, str]) -> list[str]:
     """Return the modules that the first test process imports besides torch."""
-    return [_WORKER, *(MODULES.get(name, name) for name in needed if installed_versions([name]))]
+    installed = [MODULES.get(name, name) for name in needed if installed_versions([name])]
+    return ["ensemble.members.seq_cls.predictor", *installed]  # as a worker does before it loads a model
 
 
 def _of_nodes(launcher: Launcher, nodes: Sequence[Node], imports: Sequence[str]) -> Iterator[Finding]:

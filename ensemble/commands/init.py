@@ -30,9 +30,7 @@ from ensemble.members.base import Draft
 from ensemble.members.registry import KINDS
 from ensemble.planning.chunks import BYTES_PER_TOKEN
 
-_USUAL_SAMPLE = "sample_submission.csv"
 _HEAD_ROWS = 1_000  # that are looked at to see what columns hold
-_PROSE = 0.3  # of a column's cells hold a blank between words; names of models and categories do not
 # A row may have so many times the tokens that its bytes tell (in Chinese, in code), and special ones; rounded up to
 # a step, and cut where nobody has asked for more.
 _MARGIN, _SPECIAL, _STEP, _MAX_TOKENS = 1.5, 8, 64, 4096
@@ -40,21 +38,15 @@ _MARGIN, _SPECIAL, _STEP, _MAX_TOKENS = 1.5, 8, 64, 4096
 
 @dataclass(frozen=True)
 class _Member:
-    """Hold a member's name, its source as the user gave it, and its kind's draft."""
-
     name: str
-    source: str
+    source: str  # as the user gave it
     draft: Draft
 
 
 def write_first_config(
     table: Path, sources: Sequence[str], sample: Path | None, output: Path, may_replace: bool
 ) -> list[str]:
-    """Guess a config, write it, and return its guesses; ``may_replace`` allows to replace an existing file.
-
-    Raises:
-        EnsembleError: as ``first_config``; or the file exists or cannot be written.
-    """
+    """Guess a config, write it, and return its guesses; ``may_replace`` allows to replace an existing file."""
     inputs = [table, *map(Path, sources), *([] if sample is None else [sample])]
     target = output_file(output, inputs, may_replace)
     if not target.parent.is_dir():
@@ -78,7 +70,7 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None) -> st
         EnsembleError: a file cannot be read, or cannot be used in a config; with every problem.
     """
     names = read_contents(table, Wanted("", None, (), _HEAD_ROWS)).names
-    beside = table.parent / _USUAL_SAMPLE
+    beside = table.parent / "sample_submission.csv"
     likely_sample = sample or (beside if beside.is_file() and beside != table else None)
     header = () if likely_sample is None else read_header(likely_sample)
     id_column = _id_column(table, names, header)
@@ -286,9 +278,8 @@ def _labels(members: Sequence[_Member], submitted: Sequence[str]) -> tuple[list[
     if first.draft.are_named:
         return labels, f"In the order of {first.source}; other members are matched by name."
     if len(submitted) == len(labels):
-        return [
-            *submitted
-        ], "GUESS: labels: the sample submission's columns; the checkpoints only number theirs"
+        origin = "GUESS: labels: the sample submission's columns; the checkpoints only number theirs"
+        return [*submitted], origin
     return labels, "GUESS: labels: numbers as in the checkpoints; give each its name, here and in label_map"
 
 
@@ -340,7 +331,8 @@ def _content(cells: Sequence[Any]) -> str:
     if not all(isinstance(cell, str) for cell in cells):
         return "other"
     blanks = sum(bool(re.search(r"\S\s+\S", cell)) for cell in cells)
-    return "prose" if blanks >= _PROSE * len(cells) else "text"
+    # Names of models and categories hold no blanks.
+    return "prose" if blanks >= 0.3 * len(cells) else "text"
 
 
 def _is_list(cell: object) -> bool:

@@ -7,11 +7,10 @@ them has. The files go through the same checks as a config whose members are all
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -25,19 +24,16 @@ from ensemble.common.files import (
     remove_temporary_files,
     unwritable_reason,
 )
-from ensemble.common.protocol import Activation
 from ensemble.common.text import did_you_mean, listed, quoted
-from ensemble.config import CalibrationConfig
 from ensemble.config.check import check_documents
 from ensemble.config.document import Document, Loc, one_line
 from ensemble.config.schema import RunConfig
 from ensemble.config.values import AnyWeight
 from ensemble.config.yamlfile import parse, read_text
-from ensemble.data.csv_file import csv_cells, csv_lines, header_line
+from ensemble.data.csv_file import write_csv
 from ensemble.data.formats import is_plain_csv
 from ensemble.data.ids import all_ids, refuse_repeated_ids
 from ensemble.data.predictions_csv import read_predictions
-from ensemble.members.base import ExternalPredictions, OutputColumns
 from ensemble.members.registry import KINDS, member_kind
 from ensemble.merging.blocks import MergedMember, merge_blocks
 from ensemble.merging.calibration import calibrator
@@ -46,6 +42,7 @@ from ensemble.merging.methods.base import Members, MergeMethod, Values
 from ensemble.merging.row_checks import RowCheck
 from ensemble.pipeline.prediction_files import ROWS_ADVICE, file_columns, named_files
 
+CsvFile: TypeAlias = Any  # a member of the kind csv
 # Keys of a member that apply to a merge of files.
 _MODEL_KEYS = ("weight", "calibration", "activation", "partial", "values", "task_type", "name")
 _NO_SUCH_KEY = (
@@ -66,21 +63,6 @@ class Merged:
     rows_of: dict[str, int]
 
 
-@dataclass(frozen=True)
-class _File:
-    """A file to merge, with the settings of its member."""
-
-    name: str
-    path: Path
-    id_column: str
-    weight: AnyWeight
-    activation: Activation
-    calibration: CalibrationConfig | None
-    partial: bool
-    # Returns the values if the columns hold something else, such as logits.
-    predictions: Callable[[pa.ChunkedArray], ExternalPredictions] | None
-
-
 def merge_files(
     files: Sequence[str],
     output: Path,
@@ -94,12 +76,10 @@ def merge_files(
     """Merge files of predictions, in any input format, joined by their ids.
 
     Args:
-        files: see ``named_files``.
+        files: see ``named_files``; ``id_column`` and ``labels``: see ``file_columns``.
         overrides: of a config of these members, such as ``ensemble.method=median``; they come last.
         weights: a YAML file with ``models`` and ``ensemble``, as ``fit`` writes it; it names all files.
         weight: of every file, as YAML, by name; they come after those of ``weights``.
-        id_column: see ``file_columns``; the first file's column is that of the output.
-        labels: see ``file_columns``.
         keys: of every member, such as ``activation`` and ``partial``.
 
     Raises:
@@ -117,25 +97,35 @@ def merge_files(
         _demand_all("--weight", [*weight], [*paths])
     weight_overrides = [f"models.{name}.weight={text}" for name, text in (weight or {}).items()]
     config = _config(paths, id_columns, columns, keys or {}, weights, [*weight_overrides, *overrides])
-    merged_files = [_file(config, index, id_columns) for index in range(len(paths))]
-    activations = tuple(file.activation for file in merged_files)
-    all_weights = tuple(file.weight for file in merged_files)
-    method = merge_method(config.ensemble, Members(tuple(paths), activations, config.labels, all_weights))
-    problems = _problems(merged_files, method)
+    files_to_merge = [member_kind(model) for model in config.models]
+    members = Members(
+        names=tuple(paths),
+        activations=tuple(file.settings.activation for file in files_to_merge),
+        labels=config.labels,
+        weights=tuple(model.weight for model in config.models),
+    )
+    method = merge_method(config.ensemble, members)
+    problems = _problems(config, method)
     if problems:
         raise ConfigError(problems)
     remove_temporary_files(target)
-    ids, values = _read(merged_files, config.labels)
+    ids, values = _read(files_to_merge, config.labels)
     try:
-        rows_of = _write(merged_files, method, ids, values, config.data.id_column, target)
+        merged, rows_of = _merge(config, method, ids, values)
     except MergeError as error:
         raise DataError(error.problems) from error
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(cannot_write(str(target), target.parent, error)) from error
+    with atomic_path(target) as temporary:
+        write_csv(temporary, [config.data.id_column, *config.labels], [ids, *map(pa.array, merged.T)])
     return Merged(
         path=output,
         method=config.ensemble.method,
         labels=config.labels,
         rows=len(ids),
-        weights={file.name: file.weight for file in merged_files},
+        weights={model.name: model.weight for model in config.models},
         rows_of=rows_of,
     )
 
@@ -171,9 +161,7 @@ def _config(
             _demand_all(f"{path}: models", [name for name in names if isinstance(name, str)], [*paths])
         documents.append(overlay)
     kinds = {"csv": KINDS.load("csv").Settings}
-    document, checked = check_documents(
-        documents, os.environ, overrides, SettingsByName(lambda: METHODS), kinds
-    )
+    document, checked = check_documents(documents, os.environ, overrides, SettingsByName(METHODS), kinds)
     outermost = (loc for loc in document.lines if not _applies(loc) and (len(loc) < 2 or _applies(loc[:-1])))
     problems = [f"{document.where(loc)}: {_NO_SUCH_KEY}" for loc in outermost]
     if problems:
@@ -206,115 +194,70 @@ def _demand_all(where: str, names: Sequence[str], files: Sequence[str]) -> None:
         raise ConfigError(problems)
 
 
-def _file(config: RunConfig, index: int, id_columns: Mapping[str, str]) -> _File:
-    model = config.models[index]
-    kind = member_kind(model)
-    columns = OutputColumns(config.data.id_column, config.labels)
-    are_logits = model.model_dump(include={"values"}) == {"values": "logits"}
-    return _File(
-        name=model.name,
-        path=Path(kind.sources()[0]),
-        id_column=id_columns[model.name],
-        weight=model.weight,
-        activation=kind.inspect(columns).activation,
-        calibration=model.calibration,
-        partial=kind.may_lack_rows,
-        predictions=partial(kind.predictions, columns=columns) if are_logits else None,
-    )
-
-
-def _problems(files: Sequence[_File], method: MergeMethod) -> list[str]:
+def _problems(config: RunConfig, method: MergeMethod) -> list[str]:
     """Return what does not go together."""
     problems = []
     raw = method.members.with_activation("none")
-    if raw and len(raw) < len(files):
+    if raw and len(raw) < len(config.models):
         problems.append(
             f"{listed(raw)}: raw values, and the others are probabilities; their mean means nothing"
         )
-    for file in files:
-        if file.calibration is not None and file.name in raw:
-            problems.append(f"{file.name}: calibration is for probabilities, and these are raw values")
-        if isinstance(file.weight, tuple):
+    for model in config.models:
+        if model.calibration is not None and model.name in raw:
+            problems.append(f"{model.name}: calibration is for probabilities, and these are raw values")
+        if isinstance(model.weight, tuple):
             problems.append(
-                f"{file.name}: weights by length bin need the texts, and these files have none; name the file in a "
-                "config (task_type: csv) and use run"
+                f"{model.name}: weights by length bin need the texts, and these files have none; name the file in "
+                "a config (task_type: csv) and use run"
             )
     return [*problems, *method.problems()]
 
 
-def _read(files: Sequence[_File], labels: Sequence[str]) -> tuple[pa.ChunkedArray, list[Values]]:
+def _read(files: Sequence[CsvFile], labels: Sequence[str]) -> tuple[pa.ChunkedArray, list[Values]]:
     """Return the ids of the rows and each file's values, [rows, labels]; NaN in rows that the file lacks."""
-    whole = next((file for file in files if not file.partial), None)
-    table = "the files" if whole is None else str(whole.path)
+    whole = next((file for file in files if not file.may_lack_rows), None)
+    table = "the files" if whole is None else str(whole.settings.path)
     ids = all_ids([_ids(file) for file in files]) if whole is None else _ids(whole)
     if not len(ids):
         raise DataError(f"{table}: there are no rows; nothing to merge")
-    return ids, [_values(file, labels, ids, table) for file in files]
+    all_values = []
+    for file in files:
+        settings, may_lack = file.settings, file.may_lack_rows
+        predictions = read_predictions(settings.path, settings.id_column, labels, may_lack)
+        advice = "" if may_lack else "--partial merges rows that some files lack from the others"
+        values, _ = predictions.join(ids, may_lack=may_lack, table=table, advice=advice)
+        all_values.append(file.as_probabilities(values))
+    return ids, all_values
 
 
-def _ids(file: _File) -> pa.ChunkedArray:
-    ids = read_predictions(file.path, file.id_column, ()).ids
-    refuse_repeated_ids(file.path, ids, file.id_column)
+def _ids(file: CsvFile) -> pa.ChunkedArray:
+    ids = read_predictions(file.settings.path, file.settings.id_column, ()).ids
+    refuse_repeated_ids(file.settings.path, ids, file.settings.id_column)
     return ids
 
 
-def _values(file: _File, labels: Sequence[str], ids: pa.ChunkedArray, table: str) -> Values:
-    predictions = read_predictions(file.path, file.id_column, labels, file.partial)
-    advice = "" if file.partial else "--partial merges rows that some files lack from the others"
-    values, _ = predictions.join(ids, may_lack=file.partial, table=table, advice=advice)
-    return values if file.predictions is None else file.predictions(ids).values
-
-
-def _write(
-    files: Sequence[_File],
-    method: MergeMethod,
-    ids: pa.ChunkedArray,
-    values_of_files: Sequence[Values],
-    id_column: str,
-    target: Path,
-) -> dict[str, int]:
-    """Merge block by block into a CSV; return how many rows each file gave."""
-    labels = method.members.labels
+def _merge(
+    config: RunConfig, method: MergeMethod, ids: pa.ChunkedArray, values_of_files: Sequence[Values]
+) -> tuple[Values, dict[str, int]]:
+    """Return the merged values, [rows, labels], and how many rows each file gave."""
+    merged = np.empty((len(ids), len(config.labels)), order="F")
     checks: list[RowCheck] = []
 
     def open_members() -> list[MergedMember]:
-        checks[:] = [
-            RowCheck(str(file.path), file.activation, ids, file.partial, ROWS_ADVICE) for file in files
-        ]
+        checks.clear()
         members = []
-        for file, values, check in zip(files, values_of_files, checks, strict=True):
-            calibrate = calibrator(file.calibration, file.activation, labels)
-            members.append(MergedMember(file.name, file.weight, values, check, None, calibrate))
+        for model, values in zip(config.models, values_of_files, strict=True):
+            file = member_kind(model)
+            path, activation = str(file.settings.path), file.settings.activation
+            checks.append(RowCheck(path, activation, ids, file.may_lack_rows, ROWS_ADVICE))
+            calibrate = calibrator(model.calibration, activation, config.labels)
+            members.append(MergedMember(model.name, model.weight, values, checks[-1], None, calibrate))
         return members
 
-    def lines(start: int, values: Values) -> pa.Buffer:
-        block_ids = pa.concat_arrays(ids.slice(start, len(values)).chunks)
-        return csv_lines([csv_cells(block_ids), *(csv_cells(pa.array(column)) for column in values.T)])
-
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(cannot_write(str(target), target.parent, error)) from error
-    text_bytes = np.zeros(len(ids), dtype=np.int64)
-    # Two blocks are turned into text while the next one is merged.
-    with (
-        ThreadPoolExecutor(2, "merge") as pool,
-        atomic_path(target) as temporary,
-        temporary.open("wb") as stream,
-    ):
-        stream.write(header_line([id_column, *labels]))
-        previous: Future[pa.Buffer] | None = None
-        for start, values in merge_blocks(method, open_members, ids, text_bytes):
-            empty = np.flatnonzero(np.isnan(values).any(axis=1))
-            if empty.size:
-                first = ids[start + int(empty[0])].as_py()
-                raise MergeError(
-                    f"no file with a weight above 0 has the id {quoted(first)}; add one that does"
-                )
-            text = pool.submit(lines, start, values)
-            if previous is not None:
-                stream.write(previous.result())
-            previous = text
-        if previous is not None:
-            stream.write(previous.result())
-    return {file.name: check.reached for file, check in zip(files, checks, strict=True)}
+    for start, values in merge_blocks(method, open_members, ids, np.zeros(len(ids), dtype=np.int64)):
+        merged[start : start + len(values)] = values
+    empty = np.flatnonzero(np.isnan(merged).any(axis=1))
+    if len(empty):
+        first = ids[int(empty[0])].as_py()
+        raise MergeError(f"no file with a weight above 0 has the id {quoted(first)}; add one that does")
+    return merged, {model.name: check.reached for model, check in zip(config.models, checks, strict=True)}

@@ -40,15 +40,13 @@ from ensemble.scheduling.launchers.base import make_launcher
 _SAMPLE_ROWS, _STRIP_ROWS = 384, 16
 # A sample that computes for less than this is too short for a steady speed; a larger one is then measured.
 _MIN_SECONDS = 8.0
-_NEXT_SAMPLE_SECONDS = 12.0
 
 
 @dataclass(frozen=True)
 class MemberRehearsal:
-    """Forecast a member.
+    """Hold the forecast of a member.
 
     Attributes:
-        startup_seconds: until a worker computes.
         compute_seconds: for all rows, on all replicas.
         peak_memory_bytes, peak_gpu_memory_bytes: the most that a worker took in the sample's run; None if unknown.
         rows: expected rows; with ``when`` not all rows of the table.
@@ -67,7 +65,7 @@ class MemberRehearsal:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Forecast a run.
+    """Hold the forecast of a run.
 
     Attributes:
         seconds: from the command to the submission.
@@ -139,12 +137,10 @@ def rehearse(
     """Run a sample and forecast the whole run.
 
     Args:
-        make_display: shows a sample's run.
         rows: of the whole table; None: as many as the config's table has.
         lengths_from: a table with the columns that members read; its rows are used instead of the config's.
         sample_rows: None: as many as are needed for a steady speed.
         elapsed_seconds: what the run itself would have taken by now, such as Python's start.
-        owns_process: as :func:`heed_signals` takes it.
 
     Raises:
         EnsembleError: with exit code 2 as for a run that stops before it writes anything; with 1 if the sample's
@@ -160,8 +156,8 @@ def rehearse(
         needs = replace(prepared.needs, label_column=None, label_columns=(), limit=None)
         base = read_table(lengths_from, needs)
     rows = prepared.table.rows if rows is None else rows
-    copies, rest = divmod(rows, base.rows)
-    chosen = np.sort(np.random.default_rng(config.seed).choice(base.rows, rest, replace=False))
+    copies, more = divmod(rows, base.rows)
+    chosen = np.sort(np.random.default_rng(config.seed).choice(base.rows, more, replace=False))
     source = whole_table = _rows_of(base, np.concatenate([np.tile(np.arange(base.rows), copies), chosen]))
     size = min(rows, sample_rows or _SAMPLE_ROWS)
     if rows > base.rows:  # equal rows are computed once, so that copies would make the sample too fast
@@ -196,7 +192,7 @@ def rehearse(
             computed = sum(worker.predict_seconds for member in report.members for worker in member.workers)
             if sample_rows is not None or size == source.rows or computed >= _MIN_SECONDS:
                 return _forecast(whole, sample, report, wall_seconds, before_seconds)
-            size = min(source.rows, math.ceil(size * _NEXT_SAMPLE_SECONDS / max(computed, 0.1)))
+            size = min(source.rows, math.ceil(size * 1.5 * _MIN_SECONDS / max(computed, 0.1)))
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)

@@ -80,7 +80,9 @@ class RunStatus:
                 # Predictions that were made elsewhere may lack rows.
                 state, done = "done", rows if member.replicas else report.merged_rows.get(name, rows)
             else:
-                state = "failed" if member.failure else member.phase if by else "unfinished"
+                state = member.phase if by else "unfinished"
+                if member.failure:
+                    state = "failed"
                 done = min(shard_rows(rundir.shards_dir(name, fingerprint)), rows)
             if by:  # with the rows of unfinished chunks
                 done = min(max(done, progress.rows_done), rows)
@@ -88,6 +90,9 @@ class RunStatus:
             is_predicting = by is not None and state == "predicting"
             tokens = progress.tokens / seconds if seconds and progress.tokens else None
             computed = max(0, progress.rows_done - member.reused_rows)
+            rows_per_second = computed / seconds if seconds and computed and tokens is None else None
+            if seconds and is_predicting:
+                seconds += age
             members.append(
                 MemberStatus(
                     name=name,
@@ -95,8 +100,8 @@ class RunStatus:
                     rows_done=done,
                     rows=rows,
                     tokens_per_second=tokens,
-                    rows_per_second=computed / seconds if seconds and computed and tokens is None else None,
-                    seconds=seconds + (age if is_predicting else 0.0) if seconds else None,
+                    rows_per_second=rows_per_second,
+                    seconds=seconds,
                     seconds_left=_left(progress.seconds_left, age) if is_predicting else None,
                 )
             )

@@ -1,1 +1,1 @@
-"""Code that all rooms share, in the parent and in workers."""
+"""Hold the code that all rooms share, in the parent and in workers."""

@@ -1,4 +1,4 @@
-"""Clocks for deadlines and limits; neither is the wall clock, which can be set during a run."""
+"""Provide clocks for deadlines and limits; neither is the wall clock, which can be set during a run."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from collections.abc import Callable
 
 
 class Watch:
-    """Counts seconds, except those in which its own process does not run.
+    """Count seconds, except those in which its own process does not run.
 
     A process may be stopped (SIGSTOP, Ctrl-Z), frozen with its container, or paused with its virtual machine. The
     monotonic clock counts that time. This clock must be read in every turn of a loop, and no turn counts for more
     than ``longest_seconds``.
-
-    Args:
-        longest_seconds: the most that counts between two readings.
-        clock: the monotonic clock, in seconds.
     """
 
     def __init__(self, longest_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:

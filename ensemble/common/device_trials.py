@@ -23,8 +23,6 @@ CPU = Device("cpu", "the CPU", None, 0, 0)
 # The first import of torch from a cold network disk takes a minute and more.
 TIMEOUT_SECONDS = 120.0
 _MAX_PROCESSES = 4  # each takes a core and half a GiB while it imports
-_ALLOCATE_BYTES = 256 << 20
-_KILL_SECONDS = 5.0  # longer only if it hangs inside the driver
 
 
 @dataclass(frozen=True)
@@ -63,11 +61,9 @@ def run_trials(
     """Try torch on each device, a few at the same time; return a trial for each device, in their order.
 
     Args:
-        devices: GPUs, MIG slices or ``CPU``.
         imports: modules that the first process imports, too.
         host_bytes: free memory of the host; None if it is unknown.
         timeout_seconds: for each process; a slower one is ended, with its children.
-        flash_attention: try flash-attention 2, too.
         environment: what workers on GPUs have in addition, such as settings of torch's allocator.
     """
     # The processes end themselves after that time if this one is gone.
@@ -80,14 +76,27 @@ def run_trials(
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for device in batch:
-                size = _ALLOCATE_BYTES
+                size = 256 << 20
                 if not device.is_gpu and host_bytes is not None:
                     size = min(size, host_bytes // 4)
                 device_options = [*options, f"--allocate-bytes={size}"]
                 device_options += ["--on-gpu"] if device.is_gpu else []
                 if device is devices[0]:
                     device_options += [f"--import={name}" for name in imports]
-                processes.append(_start(device, device_options, environment or {}))
+                process = subprocess.Popen(
+                    [*python_command("ensemble.worker.probe"), *device_options],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env={
+                        **os.environ,
+                        **(environment or {}),
+                        **python_environment(),
+                        **worker_environment([device]),
+                    },
+                    start_new_session=True,
+                )
+                processes.append(process)
             for device, process in zip(batch, processes, strict=True):
                 trials.append(_trial(device, process, deadline, timeout_seconds))
         finally:
@@ -95,7 +104,7 @@ def run_trials(
                 if process.returncode is None:
                     with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                         os.killpg(process.pid, signal.SIGKILL)  # with its children
-                        process.communicate(timeout=_KILL_SECONDS)
+                        process.communicate(timeout=5)  # more only if it hangs inside the driver
     return trials
 
 
@@ -118,17 +127,6 @@ def unusable_gpu(
         f"torch {torch} {build}, and {driver} ({reason})",
         f"install a build of torch{version} ({INSTALL_TORCH}), or update the driver; if nvidia-smi fails, too, "
         "restart; to compute on the CPU set num_gpus: 0, or CUDA_VISIBLE_DEVICES=-1, which hides the GPU",
-    )
-
-
-def _start(device: Device, options: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [*python_command("ensemble.worker.probe"), *options],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, **environment, **python_environment(), **worker_environment([device])},
-        start_new_session=True,
     )
 
 

@@ -1,4 +1,4 @@
-"""Digests of files: each file is read once, and a file that changes meanwhile is refused."""
+"""Compute digests of files: each file is read once, and a file that changes meanwhile is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any, BinaryIO, TypeAlias
 from ensemble.common.errors import CheckpointError
 from ensemble.common.files import FileState, file_state, unreadable
 
-_BUFFER_BYTES = 4_096
 _THREADS = 8
 _hash = partial(hashlib.blake2b, digest_size=32)
 # Reads those pieces of a large file that tell it from another.
@@ -31,10 +30,9 @@ class FileDigest:
 
 
 class FileDigests:
-    """Digests of files, each of them read once: members may share a base.
+    """Compute digests of files and read each file once, as members may share a base; ``whole``: every byte of it.
 
     Args:
-        whole: read every byte of weights, too.
         before: the states of files that were read earlier, by absolute path; files must still have them.
 
     Attributes:
@@ -54,7 +52,7 @@ class FileDigests:
         return other
 
     def together(self, folder: Path, files: Mapping[Path, Samples | None]) -> str:
-        """Return one digest of many files and their names in the folder; arguments and errors as for ``digest``."""
+        """Return one digest of many files and their names in the folder; see ``digest``."""
         # hashlib lets other threads run while it hashes.
         with ThreadPoolExecutor(_THREADS) as pool:
             digests = pool.map(self.digest, files, files.values())
@@ -62,10 +60,7 @@ class FileDigests:
             return digest_of(sorted(zip(names, digests, strict=True)))
 
     def digest(self, path: Path, samples: Samples | None = None) -> str:
-        """Return a digest of a file's content.
-
-        Args:
-            samples: reads samples of a large file, unless the run wants every byte; None: every byte.
+        """Return a digest of a file's content, or of ``samples`` of it unless every byte counts.
 
         Raises:
             CheckpointError: it cannot be read, or changed since the run started.
@@ -76,7 +71,7 @@ class FileDigests:
         if key not in self._cache:
             file: Any
             try:
-                with path.open("rb", buffering=_BUFFER_BYTES) as file:
+                with path.open("rb", buffering=4_096) as file:
                     content = _hash(b"".join(samples(file))) if samples else hashlib.file_digest(file, _hash)
             except OSError as error:
                 raise CheckpointError(unreadable(path, error)) from error

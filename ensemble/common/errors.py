@@ -1,4 +1,4 @@
-"""The errors that this package raises on purpose, with the program's exit codes.
+"""Define the errors that this package raises on purpose, with the program's exit codes.
 
 Messages name the key, file, row or GPU, and say what to do. An error can have several problems, so that one run of
 ``validate`` shows everything to fix.
@@ -7,20 +7,25 @@ Messages name the key, file, row or GPU, and say what to do. An error can have s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Final
-
-from ensemble.common.exit_codes import ExitCode
 
 # The end of sentences about a run that stopped before it was done.
 RESUMES: Final = "the same command resumes where it stopped"
 
 
-class EnsembleError(Exception):
-    """Base of the errors below, except ``Interrupted``.
+class ExitCode(IntEnum):
+    """Say how a command ended; 128 and a signal's number stand for that signal, as shells have it."""
 
-    Args:
-        problems: one sentence, or several; each names where and what to do.
-    """
+    COMPLETE = 0
+    FAILED = 1  # a member or the merge failed, or a file could not be written
+    REFUSED = 2  # the config, the data or the machine does not fit; nothing was written
+    IN_USE = 3  # another run uses the output directory
+    TIME_LIMIT = 4  # not all rows were computed in time; ensemble.csv and the submission are complete
+
+
+class EnsembleError(Exception):
+    """Report problems, a sentence each with place and remedy; the base of all errors but ``Interrupted``."""
 
     exit_code: int = ExitCode.FAILED
 
@@ -74,11 +79,9 @@ class TimeLimitReached(EnsembleError):
 
 
 class Interrupted(BaseException):
-    """The run was stopped by a signal; not an Exception, so that no error handling swallows it.
+    """Report that a signal stopped the run; not an Exception, so that no error handling swallows it.
 
-    Args:
-        signal_number: the signal; the exit code is 128 plus it, as shells have it.
-        kept: what became of the work, in words for the user.
+    ``kept`` says what became of the work, in words for the user.
     """
 
     def __init__(self, signal_number: int, kept: str = f"what is done is kept, and {RESUMES}") -> None:

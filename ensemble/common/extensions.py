@@ -1,4 +1,4 @@
-"""Registries of extensions by name: built-in ones, and those of other installed packages (entry points).
+"""Register extensions by name: built-in ones, and those of other installed packages (entry points).
 
 A registry imports an extension when it is needed, and searches installed packages only for names that are not built
 in, because reading their entry points takes longer than checking a small config.
@@ -6,7 +6,7 @@ in, because reading their entry points takes longer than checking a small config
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import Any, Generic, TypeVar
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Registry(Generic[T]):
-    """Holds the extensions of one kind, each a subclass of ``base``."""
+    """Hold the extensions of one kind, each a subclass of ``base``."""
 
     group: str  # of entry points, such as "ensemble.merge_methods"
     what: str  # the word for an extension in messages, such as "merge method"
@@ -75,9 +75,10 @@ class Registry(Generic[T]):
         for entry in sorted(metadata.entry_points(group=self.group), key=lambda entry: entry.name):
             owner = entry.dist.name if entry.dist is not None else "?"
             if entry.name in owners:
-                both = " and ".join(sorted((owner, owners[entry.name])))
-                what = f"{self.what} {entry.name}"
-                clashes.append(f"{what}: the packages {both} both have one so named; uninstall one")
+                packages = " and ".join(sorted((owner, owners[entry.name])))
+                clashes.append(
+                    f"{self.what} {entry.name}: the packages {packages} both have one so named; uninstall one"
+                )
             owners[entry.name] = owner
             entries[entry.name] = entry, owner
         if clashes:
@@ -86,20 +87,19 @@ class Registry(Generic[T]):
 
 
 class SettingsByName(Mapping[str, type[Any]]):
-    """Maps names of extensions to their ``Settings``, for the config; looking a name up imports the extension."""
+    """Map names of extensions to their ``Settings``, for the config; looking a name up imports the extension."""
 
-    def __init__(self, registry: Callable[[], Registry[Any]]) -> None:
+    def __init__(self, registry: Registry[Any]) -> None:
         self._registry = registry
 
     def __getitem__(self, name: str) -> type[Any]:
-        registry = self._registry()
-        if name not in registry.built_in and name not in registry.names():
+        if name not in self._registry.built_in and name not in self._registry.names():
             raise KeyError(name)
-        settings: type[Any] = registry.load(name).Settings
+        settings: type[Any] = self._registry.load(name).Settings
         return settings
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._registry().names())
+        return iter(self._registry.names())
 
     def __len__(self) -> int:
-        return len(self._registry().names())
+        return len(self._registry.names())

@@ -33,15 +33,13 @@ class HubFile(NamedTuple):
 
 
 class FilesChanged(Exception):
-    """Says that files of a run have changed since it began, and names them."""
+    """Report that files of a run have changed since it began, by name."""
 
 
 def unreadable(path: Path | str, error: OSError, otherwise: str = "copy it again") -> str:
     """Return the sentence for a file that exists and cannot be read.
 
-    Args:
-        error: what reading it raised.
-        otherwise: what to do if neither permissions nor links are to blame.
+    ``otherwise`` says what to do if neither permissions nor links are to blame.
     """
     file = Path(os.fsdecode(error.filename)) if error.filename else Path(path)
     if not isinstance(error, PermissionError):
@@ -95,12 +93,8 @@ def _existing_parent(path: Path) -> Path:
 def output_file(path: Path, inputs: Iterable[Path] = (), may_replace: bool = True) -> Path:
     """Return where to write a file that a user names: the end of links, which stay as they are.
 
-    Args:
-        inputs: files that the same command reads.
-        may_replace: whether a regular file may be replaced.
-
     Raises:
-        OutputError: the path is a folder, a device, a pipe, one of the inputs, or a file that must stay.
+        OutputError: the path is a folder, a device, a pipe, one of the inputs, or a file that may not be replaced.
     """
     target = Path(os.path.realpath(path))
     try:
@@ -110,8 +104,8 @@ def output_file(path: Path, inputs: Iterable[Path] = (), may_replace: bool = Tru
     if stat.S_ISDIR(mode):
         raise OutputError(f"{path}: is a directory; name a file in it")
     if not stat.S_ISREG(mode):
-        what = "leads to no file" if stat.S_ISLNK(mode) else "is a device or a pipe, and no file"
-        raise OutputError(f"{path}: {what}; choose another name")
+        problem = "leads to no file" if stat.S_ISLNK(mode) else "is a device or a pipe, and no file"
+        raise OutputError(f"{path}: {problem}; choose another name")
     for input_path in inputs:
         with contextlib.suppress(OSError):
             if target.samefile(input_path):
@@ -215,13 +209,7 @@ def remove_temporary_files(target: Path) -> None:
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: its content is not JSON.
-        TypeError: its content is not an object.
-    """
+    """Return the object in a JSON file; raise OSError, ValueError (no JSON) or TypeError (no object)."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:

@@ -110,11 +110,11 @@ class _Gpu:
 
 
 class _NoDriverError(Exception):
-    """Says why NVML cannot be asked."""
+    """Report why NVML cannot be asked."""
 
 
 class _SilentDriverError(_NoDriverError):
-    """Says that NVML does not come back from a call, as after a hardware error of a GPU."""
+    """Report that NVML does not come back from a call, as after a hardware error of a GPU."""
 
 
 class _Driver:
@@ -141,7 +141,14 @@ class _Driver:
             if self._unanswered is None or self._unanswered.done():
                 future: Future[_T] = Future()
                 self._unanswered = future
-                thread = Thread(target=_answer, args=(question, future), name="nvml", daemon=True)
+
+                def answer() -> None:
+                    try:
+                        future.set_result(question())
+                    except BaseException as error:  # for the thread that asks
+                        future.set_exception(error)
+
+                thread = Thread(target=answer, name="nvml", daemon=True)
                 thread.start()
                 # A timeout of a future and one that a question raises are of the same class.
                 if wait([future], patience).done:
@@ -150,20 +157,11 @@ class _Driver:
         raise _SilentDriverError(f"the NVIDIA driver does not respond (no answer in {patience:g} s)")
 
 
-def _answer(question: Callable[[], _T], future: Future[_T]) -> None:
-    try:
-        future.set_result(question())
-    except BaseException as error:  # for the thread that asks
-        future.set_exception(error)
-
-
 _driver = _Driver()
 # How long an answer is waited for: one that is needed, and one that is asked for again and again.
 _PATIENCE_SECONDS, _SHORT_PATIENCE_SECONDS = 30.0, 1.0
 # While the driver is silent, answers count for so long.
 _MAX_AGE_SECONDS = 30.0
-# A driver that answers "unknown error" is opened anew no more often than this.
-_REOPEN_SECONDS = 30.0
 # The process that has NVML open, and when it was last opened anew; used in the driver's thread alone.
 _opened_by = 0
 _reopened_at = -math.inf
@@ -275,8 +273,7 @@ def device_names(devices: Iterable[Device]) -> dict[str, str]:
 def worker_environment(devices: Sequence[Device]) -> dict[str, str]:
     """Return the environment that pins a worker to ``devices``, in their order; without a GPU it hides all GPUs.
 
-    Raises:
-        DeviceError: a MIG slice together with another device, because CUDA would hide all but one.
+    A MIG slice together with another device is a DeviceError, because CUDA would hide all but one.
     """
     uuids = [device.uuid for device in devices if device.is_gpu]
     if len(uuids) > 1 and any(uuid.startswith("MIG-") for uuid in uuids):
@@ -314,10 +311,8 @@ def _ask_each(
 def _ask(question: Callable[[ModuleType], _T]) -> _T:
     """Return NVML's answer, in the driver's thread; if an open NVML fails, open it again and ask once more.
 
-    A driver that was reloaded, or a GPU that was lost and is back, is then seen again.
-
-    Raises:
-        _NoDriverError: NVML cannot be started, or raised an error that ``question`` does not handle.
+    A driver that was reloaded, or a GPU that was lost and is back, is then seen again. Other errors of NVML become
+    a _NoDriverError.
     """
     global _opened_by, _reopened_at
     try:
@@ -340,9 +335,9 @@ def _ask(question: Callable[[ModuleType], _T]) -> _T:
             pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
             pynvml.NVML_ERROR_UNKNOWN,
         )
-        is_unknown_again = (
-            error.value == pynvml.NVML_ERROR_UNKNOWN and time.monotonic() - _reopened_at < _REOPEN_SECONDS
-        )
+        # A driver that answers "unknown error" is opened anew twice a minute at most.
+        is_recent = time.monotonic() - _reopened_at < 30
+        is_unknown_again = error.value == pynvml.NVML_ERROR_UNKNOWN and is_recent
         if was_open and is_stale and not is_unknown_again:
             _opened_by, _reopened_at = 0, time.monotonic()
             with contextlib.suppress(pynvml.NVMLError):

@@ -85,7 +85,7 @@ def process_age_seconds() -> float:
 
 @dataclass(frozen=True)
 class Groups:
-    """Reads the control groups of a process: its own first, then those above it as far as they can be seen."""
+    """Read the control groups of a process: its own first, then those above it as far as they can be seen."""
 
     is_v2: bool
     folders: tuple[Path, ...]
@@ -100,15 +100,15 @@ class Groups:
         """Return the bytes until the first of these groups is at its limit; None without a limit."""
         names = ("max", "current", "") if self.is_v2 else ("limit_in_bytes", "usage_in_bytes", "total_")
         limit_name, used_name, prefix = names
-        left = []
+        sizes = []
         for folder in self.folders:
             limit, used = _text(folder / f"memory.{limit_name}"), _text(folder / f"memory.{used_name}")
             if limit.isdecimal() and used.isdecimal():
                 # The kernel drops cached pages of files before it kills; its MemAvailable counts them, too.
                 kinds = (f"{prefix}active_file", f"{prefix}inactive_file")
                 files = sum(_statistic(folder / "memory.stat", kind) or 0 for kind in kinds)
-                left.append(max(0, int(limit) - max(0, int(used) - files)))
-        return min(left, default=None)
+                sizes.append(max(0, int(limit) - max(0, int(used) - files)))
+        return min(sizes, default=None)
 
     def oom_kills(self) -> int | None:
         """Return how many processes of the innermost group the kernel has killed for lack of memory."""
@@ -134,12 +134,7 @@ def own_groups(controller: str) -> Groups:
 
 
 def find_groups(controller: str, memberships: str, mount: Path) -> Groups:
-    """Return the groups for a controller; those of version 1 if that has the controller.
-
-    Args:
-        memberships: the text of /proc/<pid>/cgroup.
-        mount: the folder of the control groups, with a folder for each controller in version 1.
-    """
+    """Return a controller's groups, by the text of /proc/<pid>/cgroup; version 1 if that has the controller."""
     paths: dict[str, str] = {}
     for line in memberships.splitlines():
         _, controllers, path = line.split(":", 2)

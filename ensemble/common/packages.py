@@ -62,7 +62,7 @@ def unsupported(
     """Yield a sentence for each installed package that is outside of its range.
 
     Args:
-        names: only these, such as ``ANALYSIS``; None: all that a run cannot do without.
+        names: only these; None: all that a run cannot do without.
         needed: packages of extras to check, too, with the key that needs each.
     """
     needed = needed or {}

@@ -1,4 +1,4 @@
-"""The messages between the parent and a worker process.
+"""Define the messages between the parent and a worker process.
 
 Commands go to the worker as JSON lines on its standard input, events come back as JSON lines on their own pipe. A
 message is a frozen dataclass; in JSON it is an object whose ``type`` is the class's name.
@@ -18,12 +18,12 @@ SUM_TOLERANCE: Final = 1e-3
 
 
 class ProtocolError(ValueError):
-    """Says that a message is none of this version of the package."""
+    """Report that a line is not a message of this version of the package."""
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Counts of work, from the worker's forward passes to run.json; ``+`` adds them up.
+    """Count work, from the worker's forward passes to run.json; ``+`` adds counters up.
 
     This is the only list of these names: a new counter is a line here, and one where it is counted.
     """

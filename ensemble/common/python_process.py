@@ -12,10 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
-# malloc.h of the GNU C library.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_MAX = -4
 _THREADS = "OPENBLAS_NUM_THREADS"
 # Variables by which users set how long OpenMP's threads spin before they sleep: in turns of a loop (GNU's library),
 # in milliseconds (Intel's and LLVM's), and by a word that all of them know.
@@ -31,12 +27,15 @@ def python_command(module: str) -> list[str]:
 def python_environment() -> dict[str, str]:
     """Return what the process of ``python_command`` needs in its environment, in addition to this process's."""
     environment = {
-        **_short_waits(),
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
         # Otherwise transformers looks for weights that a bot has converted, in a revision that no user named.
         "DISABLE_SAFETENSORS_CONVERSION": "1",
     }
+    # By default a thread that waits keeps its core for milliseconds. Beside another program, it keeps the core from
+    # the very thread that it waits for: the process then takes ten times as long.
+    if not any(name in os.environ for name in WAITING):
+        environment |= {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
     # The child must find this package, also in a checkout.
     package_root = Path(__file__).resolve().parents[2]
     if package_root.name not in ("site-packages", "dist-packages"):
@@ -45,21 +44,10 @@ def python_environment() -> dict[str, str]:
     return environment
 
 
-def _short_waits() -> dict[str, str]:
-    """Let threads wait for each other only shortly before they sleep, unless the user has set how they wait.
-
-    By default a thread keeps its core for milliseconds.  Beside another program, it keeps the core from the very
-    thread that it waits for: the process then takes ten times as long.
-    """
-    if any(name in os.environ for name in WAITING):
-        return {}
-    return {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
-
-
 def die_with_parent(parent_pid: int) -> None:
     """Ask Linux for SIGKILL when the parent is gone; on other systems standard input ends."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent_pid:  # the parent ended before the request
         os._exit(1)
 
@@ -73,8 +61,8 @@ def keep_freed_memory() -> None:
     """
     with contextlib.suppress(AttributeError, OSError):
         library = ctypes.CDLL(None)
-        library.mallopt(_M_MMAP_MAX, 0)
-        library.mallopt(_M_TRIM_THRESHOLD, -1)
+        library.mallopt(-4, 0)  # M_MMAP_MAX of malloc.h
+        library.mallopt(-1, -1)  # M_TRIM_THRESHOLD
 
 
 def keep_pandas_out() -> None:

@@ -21,8 +21,6 @@ from urllib.parse import quote
 from ensemble.common.errors import EnsembleError
 
 MASK: Final = "***"
-# Shorter values are common words, such as "true" or "/tmp".
-_MIN_CHARACTERS: Final = 8
 _VARIABLE = re.compile(
     r"TOKEN(_|$)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|(ACCESS|PRIVATE)_?KEY|_(KEY|PAT|PWD)$|^AWS_",
     re.IGNORECASE,
@@ -48,7 +46,7 @@ def secrets_in(settings: object) -> Iterator[str]:
 
 
 class Redactor:
-    """Replaces secrets of the environment and of a config, or of parts of one, by ``***``."""
+    """Replace secrets of the environment and of a config, or of parts of one, by ``***``."""
 
     def __init__(self, environ: Mapping[str, str], settings: object = None) -> None:
         secrets = [
@@ -60,8 +58,9 @@ class Redactor:
             # Text may have the secret itself, single lines of it, or Python's, JSON's or an address's spelling.
             forms |= {secret, *secret.splitlines(), repr(secret)[1:-1], json.dumps(secret)[1:-1]}
             forms.add(quote(secret, safe=""))
+        # Shorter values are common words, such as "true" or "/tmp".
+        forms = {form for form in forms if len(form) >= 8}
         # The longest first, because a secret may begin like another.
-        forms = {form for form in forms if len(form) >= _MIN_CHARACTERS}
         patterns = [re.escape(form) for form in sorted(forms, key=lambda form: (-len(form), form))]
         self._pattern = re.compile("|".join([*patterns, _BY_LOOKS]))
 
@@ -84,7 +83,7 @@ class Redactor:
 
 
 class RedactingFormatter(logging.Formatter):
-    """Formats a log without secrets; a filter would not see tracebacks."""
+    """Format a log without secrets; a filter would not see tracebacks."""
 
     def __init__(self, pattern: str, redactor: Redactor) -> None:
         super().__init__(pattern)
@@ -106,7 +105,7 @@ def redacted_errors(redactor: Redactor | None = None) -> Iterator[None]:
 
 
 class RedactedStream:
-    """Redacts what is written to a text stream; writing never fails.
+    """Redact what is written to a text stream; writing never fails.
 
     Text is dropped if the terminal or the reader (`| head`) is gone, the disk of a redirection is full, or the
     stream was closed. A secret that is printed in pieces is not redacted.
@@ -141,7 +140,7 @@ class RedactedStream:
 
 
 class _RedactedBytes:
-    """Turns bytes into text, as the ``buffer`` of a ``RedactedStream``."""
+    """Turn bytes into text, as the ``buffer`` of a ``RedactedStream``."""
 
     def __init__(self, stream: RedactedStream) -> None:
         self._stream = stream

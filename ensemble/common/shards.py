@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,15 @@ import pyarrow.csv as pa_csv
 from ensemble.common.errors import WriteError
 from ensemble.common.files import atomic_path, read_json
 
-# Shards written at a time: each waits for the disk twice, and file systems serve several such waits together.
-_WRITTEN_AT_A_TIME = 8
+# What a folder of shards holds beside them: the row numbers in the order of the chunks, digests of these rows, the
+# rows that cannot be computed, what a run chose for a CPU, how much memory batches may take by kind of device, and
+# a folder that the workers of a python member share.
+ORDER_FILE: Final = "order.npy"
+ROWS_FILE: Final = "rows.bin"
+BAD_ROWS_FILE: Final = "bad_rows.json"
+CPU_CHOICE_FILE: Final = "cpu.json"
+ROOMS_FILE: Final = "rooms.json"
+CACHE_FOLDER: Final = "cache"
 
 
 def write_shards(shards: Mapping[Path, bytes]) -> dict[Path, WriteError]:
@@ -32,7 +40,8 @@ def write_shards(shards: Mapping[Path, bytes]) -> dict[Path, WriteError]:
             return error
         return None
 
-    with ThreadPoolExecutor(_WRITTEN_AT_A_TIME, "shards") as pool:
+    # Each shard waits for the disk twice, and file systems serve several such waits together.
+    with ThreadPoolExecutor(8, "shards") as pool:
         errors = pool.map(write, shards, shards.values())
         return {path: error for path, error in zip(shards, errors, strict=True) if error is not None}
 
@@ -64,16 +73,9 @@ def shard_table(content: bytes | None, rows: int) -> pa.Table | None:
 
 
 def gather_shards(shards: Iterable[pa.Table], rows: int, labels: int) -> npt.NDArray[np.float64]:
-    """Join the shards of a member.
+    """Join the shards of a member: float64 [rows, labels], in the table's order; NaN if no shard has the row.
 
-    Args:
-        shards: tables with a ``row`` column and one column per label, ``p0`` and so on. Several may have the same
-            row, if runs cut their chunks differently.
-        rows: rows of the input table.
-        labels: how many columns of probabilities there are.
-
-    Returns:
-        float64 [rows, labels], in the table's order; NaN if no shard has the row.
+    Several shards may have the same row, if runs cut their chunks differently.
     """
     # In columns, because these are written.
     values = np.full((rows, labels), np.nan, order="F")
@@ -86,7 +88,7 @@ def gather_shards(shards: Iterable[pa.Table], rows: int, labels: int) -> npt.NDA
 
 def bad_rows_in(folder: Path, rows: int) -> dict[int, str]:
     """Return the rows that could not be computed, with the reasons."""
-    return rows_with_reasons(read_json(bad_rows_path(folder)), rows)
+    return rows_with_reasons(read_json(folder / BAD_ROWS_FILE), rows)
 
 
 def rows_with_reasons(document: object, rows: int) -> dict[int, str]:
@@ -104,36 +106,6 @@ def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's content, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def order_path(shards_dir: Path) -> Path:
-    """Return the file of a member's row numbers in the order of its chunks."""
-    return shards_dir / "order.npy"
-
-
-def cache_path(shards_dir: Path) -> Path:
-    """Return the folder for what a python member's workers share."""
-    return shards_dir / "cache"
-
-
-def cpu_choice_path(shards_dir: Path) -> Path:
-    """Return the file of the numbers of threads and workers with which a member runs on a CPU."""
-    return shards_dir / "cpu.json"
-
-
-def rooms_path(shards_dir: Path) -> Path:
-    """Return the file of how much memory a member's batches may take, by kind of device."""
-    return shards_dir / "rooms.json"
-
-
-def rows_path(shards_dir: Path) -> Path:
-    """Return the file of the digests of the rows that a member's shards are of."""
-    return shards_dir / "rows.bin"
-
-
-def bad_rows_path(shards_dir: Path) -> Path:
-    """Return the file of the rows that a member cannot compute, with the reasons."""
-    return shards_dir / "bad_rows.json"
 
 
 def shard_name(start: int, stop: int, content: bytes, in_float32: bool = False) -> str:

@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 
 NO_BREAK = "\xa0"  # a space at which no line ends
-_MAX_COMPARED = 1_000
 # Where Kaggle's notebooks have their inputs.
 _KAGGLE_MOUNT = Path("/kaggle/input")
 # By the first folder below it: what is mounted there, and how many folders deep.
@@ -47,9 +46,11 @@ def duration(seconds: float) -> str:
     """Return a time such as 8.2 s, 1:05 min, 2:03:10 h."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, whole_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"
+    if hours:
+        return f"{hours}:{minutes:02d}:{whole_seconds:02d} h"
+    return f"{minutes}:{whole_seconds:02d} min"
 
 
 def shown_path(path: Path) -> str:
@@ -63,7 +64,7 @@ def shown_path(path: Path) -> str:
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the name that is most like ``name``; None if none is near."""
     # difflib's time grows with the square of the length, and with the number of names.
-    by_folded = {other.strip().casefold()[:100]: other for other in islice(names, _MAX_COMPARED)}
+    by_folded = {other.strip().casefold()[:100]: other for other in islice(names, 1_000)}
     close = difflib.get_close_matches(name.strip().casefold()[:100], by_folded, n=1, cutoff=0.6)
     return by_folded[close[0]] if close else None
 
@@ -74,10 +75,10 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f" (did you mean {near!r}?)" if near is not None else ""
 
 
-def nearest_or_all(name: str, names: Sequence[str], what: str) -> str:
+def nearest_or_all(name: str, names: Sequence[str], noun: str) -> str:
     """Return ``did you mean x?`` with the name nearest to ``name``, or all names if none is near."""
     near = nearest(name, names)
-    return f"did you mean {near}?" if near is not None else f"the {what}s here are {', '.join(names)}"
+    return f"did you mean {near}?" if near is not None else f"the {noun}s here are {', '.join(names)}"
 
 
 def not_attached(path: Path) -> str:

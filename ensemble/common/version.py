@@ -1,3 +1,3 @@
-"""The version of this package; ``scripts/release.py`` compares it with the tag."""
+"""Hold the version of this package; ``scripts/release.py`` compares it with the tag."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The config: from YAML files to a checked ``RunConfig``, or to every problem at once.
+"""Turn YAML files into a checked ``RunConfig``, or report every problem at once.
 
 Nothing here looks at the table, the checkpoints or the GPUs; only ``trust_remote_code`` asks whether
 ``model_name_or_path`` is a local folder.
@@ -6,13 +6,7 @@ Nothing here looks at the table, the checkpoints or the GPUs; only ``trust_remot
 
 from __future__ import annotations
 
-from ensemble.config.load import (
-    ConfigSource,
-    LoadedConfig,
-    MappingConfig,
-    load_config,
-    mapping_config,
-)
+from ensemble.config.load import ConfigSource, LoadedConfig, MappingConfig, load_config, mapping_config
 from ensemble.config.schema import (
     CalibrationConfig,
     DataConfig,

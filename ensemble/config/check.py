@@ -44,11 +44,7 @@ def check_documents(
     merge_methods: Methods,
     member_kinds: Kinds,
 ) -> tuple[Document, RunConfig]:
-    """Merge documents into the first one, and check them as a config; see ``load_config``.
-
-    Args:
-        variables: the values of ``${NAME}``.
-    """
+    """Merge documents into the first one, and check them as a config; see ``load_config``."""
     document = merge_documents(documents)
     apply_overrides(document, overrides)
     drop_stale_fit(document)
@@ -68,7 +64,7 @@ def data_config(document: Document, values: dict[str, Any]) -> DataConfig:
 
 
 class _Checker:
-    """Turns plain values into a config; problems are noted in the document."""
+    """Turn plain values into a config; problems are noted in the document."""
 
     def __init__(self, document: Document, merge_methods: Methods, member_kinds: Kinds) -> None:
         self._document = document
@@ -213,14 +209,14 @@ class _Checker:
     ) -> None:
         """Remove other methods' or kinds' keys that are null, or from files before the one that names this one."""
         named = self._document.origin(name_loc) if self._document.value(name_loc) is not None else 0
-        left = [
+        removable = [
             key
             for key, value in values.items()
             if key not in model.model_fields and (value is None or self._document.origin((*loc, key)) < named)
         ]
-        if left:  # only now, because the keys of all need the import of every installed package
+        if removable:  # only now, because the keys of all need the import of every installed package
             foreign = {key for other in by_name.values() for key in other.model_fields}
-            _leave_out(self._document, loc, values, foreign.intersection(left))
+            _leave_out(self._document, loc, values, foreign.intersection(removable))
 
 
 def _leave_out_alternatives(
@@ -242,11 +238,7 @@ def _leave_out(document: Document, loc: Loc, values: dict[str, Any], keys: set[s
 def validate(
     model: type[M], values: dict[str, Any], labels: Sequence[str] = ()
 ) -> tuple[M | None, list[Problem]]:
-    """Return the values as a model, or None and the problems.
-
-    Args:
-        labels: the config's; empty if they are unknown.
-    """
+    """Return the values as a model, or None and the problems; no labels: they are unknown."""
     try:
         return model.model_validate(values, context=labels), []
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The config while it is read: plain data, the place of each value, and the problems."""
+"""Hold the config while it is read: plain data, the place of each value, and the problems."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOT_TEXT: Final = r"[\x00\ud800-\udfff]"
 
 
 class KeyProblems(ValueError):
-    """Raised by a model's validator: problems of keys below that model."""
+    """Report problems of keys below a model, from the model's validator."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("; ".join(f"{place(loc)}: {sentence}" for loc, sentence in problems))
@@ -36,7 +36,7 @@ class KeyProblems(ValueError):
 
 @dataclass
 class Document:
-    """The YAML as plain data, with the place of each value and all problems so far.
+    """Hold the YAML as plain data, with the place of each value and all problems so far.
 
     Attributes:
         sources: the names of the files, then the overrides.

@@ -21,7 +21,7 @@ from ensemble.config.yamlfile import MAX_DEPTH, dump, parse, read_text
 
 @dataclass(frozen=True)
 class MappingConfig:
-    """A mapping, such as a dict in Python, as the text of a YAML file in the working directory."""
+    """Hold a mapping, such as a dict in Python, as the text of a YAML file in the working directory."""
 
     text: str
 
@@ -34,7 +34,7 @@ ConfigSource: TypeAlias = Path | MappingConfig
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config and its sources.
+    """Hold a config and its sources.
 
     Attributes:
         text: the file exactly as it is, or ``whole`` if there are several or the file names ``${CONFIG_DIR}``; with
@@ -123,11 +123,7 @@ def load_config(
 
 
 def mapping_config(mapping: Mapping[Any, Any]) -> MappingConfig:
-    """Write a mapping as YAML.
-
-    Raises:
-        ConfigError: it holds what YAML cannot hold; names the first such key.
-    """
+    """Write a mapping as YAML; raise ConfigError with the first key that holds what YAML cannot hold."""
     return MappingConfig(dump(_plain(mapping, ())))
 
 
@@ -149,5 +145,7 @@ def _plain(value: object, loc: Loc) -> Any:
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if text is None or (isinstance(text, str) and not re.search(NOT_TEXT, text)):
         return text if text is None else str.__str__(text)
-    what = "this text" if isinstance(text, str) else f"a value of type {type(value).__name__}"
-    raise ConfigError(f"{place(loc)}: YAML cannot hold {what}; give texts, numbers, lists and dicts of them")
+    content = "this text" if isinstance(text, str) else f"a value of type {type(value).__name__}"
+    raise ConfigError(
+        f"{place(loc)}: YAML cannot hold {content}; give texts, numbers, lists and dicts of them"
+    )

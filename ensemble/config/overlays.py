@@ -142,14 +142,14 @@ def _find(document: Document, parts: list[str], number: int) -> tuple[Any, Loc]:
 def _position(items: list[Any], loc: Loc, parts: list[str]) -> tuple[int, list[str]]:
     """Return the position in a list that the first parts of a path name, and the rest of the path."""
     index_by_name = {str(_name(item)): index for index, item in enumerate(items) if _name(item) is not None}
-    key, rest = _longest(parts, index_by_name)
+    key, other_parts = _longest(parts, index_by_name)
     if key in index_by_name:
-        return index_by_name[key], rest
+        return index_by_name[key], other_parts
     if not re.fullmatch(r"[0-9]{1,6}", key):
         raise Unreadable(f"{place(loc)} has nothing named {shown(key)}{did_you_mean(key, index_by_name)}")
     if int(key) >= len(items):
         raise Unreadable(f"{place(loc)} has no position {int(key)}; it holds {len(items)}, counted from 0")
-    return int(key), rest
+    return int(key), other_parts
 
 
 def _longest(parts: list[str], keys: Container[str]) -> tuple[str, list[str]]:

@@ -1,4 +1,4 @@
-"""The keys of the YAML with their types and defaults.
+"""Define the keys of the YAML with their types and defaults.
 
 Kinds of members and merge methods add more keys. ``defaults:`` is merged under the models by ``check``.
 """
@@ -88,8 +88,7 @@ class StrictConfig(BaseModel):
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         """Yield a place below this mapping and a sentence without a value for each broken rule between keys.
 
-        Args:
-            labels: the config's; empty if they are unknown.
+        ``labels`` are the config's; empty if they are unknown.
         """
         return iter(())
 
@@ -113,10 +112,10 @@ class StrictConfig(BaseModel):
 
 
 class DataConfig(StrictConfig):
-    """The table to predict.  A relative path starts at the working directory."""
+    """The table to predict. A relative path starts at the working directory."""
 
     path: File = Field(examples=["test.csv"])  # CSV, TSV, Parquet or JSON lines, gzipped or not
-    id_column: Column = "id"  # of the rows' ids, which are kept byte for byte
+    id_column: Column = "id"  # column of the ids, which are kept byte for byte
     label_column: Column | None = None  # the true labels, for metrics
     # Or one column per label with its true probability, such as 0 or 1; a mapping if their names differ.
     label_columns: Labels | LabelMap | None = None
@@ -166,7 +165,7 @@ MERGE_KEYS: Final = ("weight", "calibration", "when")
 
 
 class CalibrationConfig(StrictConfig):
-    """A correction of a member's probabilities before the merge, as ``fit`` finds it."""
+    """A calibration of a member's probabilities before the merge, as ``fit`` finds it."""
 
     temperature: Temperature = 1.0  # above 1 the member is less sure, below 1 more sure
     scale: Factors = {}  # by label: factor of its log probability; 1 if left out
@@ -180,7 +179,7 @@ class CalibrationConfig(StrictConfig):
 
 
 class MemberConfig(StrictConfig):
-    """One member of the ensemble: the keys that all kinds have.  Each kind has a subclass with its own keys."""
+    """One member of the ensemble: the keys that all kinds have. Each kind has a subclass with its own keys."""
 
     name: Name = Field(examples=["gemma2"])  # also a file name, so unique in upper and lower case
     task_type: TaskType = "seq_cls"  # the kind, built in or from an installed package; see docs/members.md
@@ -230,7 +229,7 @@ class SwapConfig(StrictConfig):
 
 
 class ViewConfig(StrictConfig):
-    """A way in which a member reads each row; its prediction is the weighted mean over its views."""
+    """One view of each row; a member's prediction is the weighted mean over its views."""
 
     name: Name = Field(examples=["swapped"])  # part of a file name, so unique in upper and lower case
     weight: Number = 1.0  # in the mean, relative to the member's other views; 0: not computed
@@ -299,7 +298,7 @@ class EnsembleConfig(StrictConfig):
 
 
 class RuleConfig(StrictConfig):
-    """What is known about some rows without the members; give one of ``set`` and ``mask``."""
+    """Values for rows that meet a condition, in place of the merged ones; give one of ``set`` and ``mask``."""
 
     # A Jinja expression over the row's columns, as in prompt_template, that gives true or false.
     when: Text = Field(examples=['"{{ response_a == response_b }}"'])
@@ -349,34 +348,34 @@ class SubmissionConfig(StrictConfig):
 
 
 class TuningConfig(StrictConfig):
-    """Where the settings of a file by ``tune`` were measured."""
+    """The machine, the sample and the tolerance of the settings that ``tune`` wrote."""
 
     devices: Names = Field(examples=["[Tesla T4]"])  # names of the GPUs, or of the CPU
-    versions: Versions = Field(examples=["{torch: 2.6.0, transformers: 5.0.0}"])  # of packages, by name
-    rows: Count = Field(examples=[256])  # of the sample
+    # Versions of packages, by name.
+    versions: Versions = Field(examples=["{torch: 2.6.0, transformers: 5.0.0}"])
+    rows: Count = Field(examples=[256])  # rows of the sample
     tolerance: Number = Field(examples=[0.02])  # how far probabilities may be from the reference's
-    date: Text = Field(examples=["'2026-01-31'"])  # when
+    date: Text = Field(examples=["'2026-01-31'"])  # day of the measurement
 
     gone_keys: ClassVar[Mapping[str, str]] = {
-        "cores": "tune measures no cpu_workers; remove the line, or run tune again",
+        "cores": "tune measures no cpu_workers; remove the line, or run tune again"
     }
 
 
 class FittingConfig(StrictConfig):
-    """What weights were fitted on, and their score on held-out rows.
+    """The rows that the weights were fitted on, and the score on held-out rows.
 
     ``sha256`` is of a UTF-8 line for each labelled row, sorted by id: the id, a tab, the label and a line feed.
     With label columns, a line has every label that is not 0, sorted by name, with tabs between them and, if the
     value is not 1, with ``=`` and the value to nine digits.
     """
 
-    rows: Count = Field(examples=[2_000])  # with a label
-    sha256: Sha256 = Field(examples=["'" + "0123456789abcdef" * 4 + "'"])  # of their ids and labels
-    metric: Text = Field(examples=["log_loss"])  # that was optimized
-    value: Finite = Field(examples=[0.3982])  # its value, cross-validated
-    interval: Ends | None = Field(
-        default=None, examples=["[0.3710, 0.4254]"]
-    )  # of the value, 95 %; null: unknown
+    rows: Count = Field(examples=[2_000])  # rows with a label
+    sha256: Sha256 = Field(examples=["'" + "0123456789abcdef" * 4 + "'"])  # SHA-256 of their ids and labels
+    metric: Text = Field(examples=["log_loss"])  # metric that was optimized
+    value: Finite = Field(examples=[0.3982])  # cross-validated value of the metric
+    # 95 % interval of the value; null: unknown.
+    interval: Ends | None = Field(default=None, examples=["[0.3710, 0.4254]"])
 
     @property
     def text(self) -> str:
@@ -405,20 +404,22 @@ class RunConfig(StrictConfig):
     ensemble: Ensemble = Field(default_factory=EnsembleConfig)  # how probabilities are merged
     rules: RuleList | None = None  # values for rows that meet a condition, instead of the merged ones
     submission: SubmissionConfig | None = None  # left out: no submission is written
-    output_dir: Folder = Field(examples=["runs/first"])  # for all files of the run
+    output_dir: Folder = Field(examples=["runs/first"])  # folder for all files of the run
     limit: Count | None = None  # only the first rows of the table
-    seed: Seed = 0  # of everything random
+    seed: Seed = 0  # random seed
     devices: DeviceList | None = None  # the GPUs to use; None: all visible ones
     # Where workers run: local, ray (docs/cluster.md), or {name: {settings}}.
     launcher: Launcher | LauncherSettings = "local"
     max_workers_per_gpu: Count = 1  # workers that share a GPU
-    cpu_workers: Count | Literal["auto"] = "auto"  # at the same time on a CPU, each with some of its cores
+    cpu_workers: Count | Literal["auto"] = "auto"  # workers at a time on a CPU, which share its cores
     wait_for_gpu: Duration = 0.0  # seconds to wait for memory that other programs use
-    retries: Retries = 2  # of a chunk whose worker died, each in a new worker
-    on_bad_row: Literal["fail", "uniform", "drop_member"] = "fail"  # a row that its member cannot compute
-    on_member_failure: Literal["fail", "continue"] = "fail"  # continue: merge the others, by their weights
-    time_limit: TimeLimit | None = None  # for the whole run; a submission is complete before it
-    fill: Literal["uniform", "prior", "sample"] = "uniform"  # of rows that no member has computed by then
+    retries: Retries = 2  # how often a chunk is tried again, each time in a new worker
+    # For rows that their member cannot compute.
+    on_bad_row: Literal["fail", "uniform", "drop_member"] = "fail"
+    on_member_failure: Literal["fail", "continue"] = "fail"  # continue: merge the other members
+    time_limit: TimeLimit | None = None  # limit for the whole run; a submission is complete before it
+    # Values of rows that no member has computed by then.
+    fill: Literal["uniform", "prior", "sample"] = "uniform"
     hang_timeout: HangTimeout = 600.0  # seconds without a finished batch after which a worker counts as hung
     hash_weights: bool = False  # read all bytes to see whether weights changed; False: samples
     standby: bool = True  # start the next member's process while this one computes

@@ -1,4 +1,4 @@
-"""The types of the keys' values, with their names in error messages."""
+"""Define the types of the keys' values, with their names in error messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GPU_NUMBER: Final = "0|[1-9][0-9]{0,5}"
 
 @dataclass(frozen=True)
 class MustBe:
-    """The name of a type's values in an error: "must be <phrase>".
+    """Name a type's values in an error: "must be <phrase>".
 
     With ``holder``, the type of a mapping or list whose items have their own messages, the phrase is used only for
     values of another type and for an empty list.
@@ -90,9 +90,7 @@ def same_label_problems(
 ) -> Iterator[Problem]:
     """Yield places in the mapping or list at ``key`` with an unknown label, or with the label of another place.
 
-    Args:
-        labels: the config's; empty if they are unknown.
-        advice: added to the sentence about an unknown label.
+    ``advice`` is added to the sentence about an unknown label; no labels: they are unknown.
     """
     first_place: dict[str, Any] = {}
     for where, label in label_by_place.items():
@@ -143,8 +141,8 @@ def _seconds(value: object) -> float:
         match = re.fullmatch(units, str(value).strip().lower())
         if match is None or not any(match.groups()):
             raise ValueError
-        hours, minutes, rest = (int(part or 0) for part in match.groups())
-        seconds = 3600.0 * hours + 60.0 * minutes + rest
+        hours, minutes, single = (int(part or 0) for part in match.groups())
+        seconds = 3600.0 * hours + 60.0 * minutes + single
     if not 0 <= seconds < inf:
         raise ValueError
     return seconds
@@ -226,9 +224,7 @@ Factor = Annotated[
 Share = Annotated[float, Gt(0), Le(1e6), AllowInfNan(False), MustBe("a number of more than 0, up to 1000000")]
 Factors = Annotated[dict[str, Factor], MustBe("a mapping of labels to numbers", dict)]
 Values = Annotated[
-    dict[str, Finite],
-    Len(1),
-    MustBe("a mapping of labels to numbers, such as {tie: 1.0}", dict),
+    dict[str, Finite], Len(1), MustBe("a mapping of labels to numbers, such as {tie: 1.0}", dict)
 ]
 Temperature = Annotated[
     float,
@@ -267,18 +263,12 @@ HangTimeout = Annotated[
     float, PlainValidator(_seconds), Ge(5), MustBe("a time of at least 5s, such as 90s or 10m")
 ]
 MaxMemory = Annotated[
-    dict[
-        Annotated[int | str, PlainValidator(_device)],
-        Annotated[ByteSize, Ge(0), Le(MAX_BYTES)],
-    ],
+    dict[Annotated[int | str, PlainValidator(_device)], Annotated[ByteSize, Ge(0), Le(MAX_BYTES)]],
     Len(1),
     MustBe("a mapping of GPU numbers and cpu to sizes, such as {0: 14GiB, cpu: 30GiB}"),
 ]
 MemorySize = Annotated[
-    ByteSize,
-    Ge(1),
-    Le(MAX_BYTES),
-    MustBe("a size such as 8GiB or 500MB (GB is 10**9 bytes, GiB 2**30)"),
+    ByteSize, Ge(1), Le(MAX_BYTES), MustBe("a size such as 8GiB or 500MB (GB is 10**9 bytes, GiB 2**30)")
 ]
 DeviceList = Annotated[
     tuple[Annotated[int, Ge(0)] | Annotated[str, StringConstraints(pattern="^(GPU|MIG)-")], ...],
@@ -299,13 +289,13 @@ LauncherSettings = Annotated[
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 
 
-def weight_text(weight: AnyWeight, digits: int = 6) -> str:
+def weight_text(weight: AnyWeight) -> str:
     """Return a weight as text, or those by label or length bin."""
     if isinstance(weight, dict):
-        return ", ".join(f"{label} {number:.{digits}g}" for label, number in weight.items())
+        return ", ".join(f"{label} {number:.6g}" for label, number in weight.items())
     if isinstance(weight, tuple):
-        return f"[{', '.join(f'{number:.{digits}g}' for number in weight)}]"
-    return f"{weight:.{digits}g}"
+        return f"[{', '.join(f'{number:.6g}' for number in weight)}]"
+    return f"{weight:.6g}"
 
 
 def weight_numbers(weight: object) -> list[Any]:

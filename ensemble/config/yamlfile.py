@@ -22,7 +22,6 @@ from ensemble.config.document import MAPPING, NOT_TEXT, Document, Loc, one_line,
 MAX_BYTES: Final = 1 << 20
 MAX_DEPTH: Final = 40
 MAX_VALUES: Final = 10_000
-MAX_DIGITS: Final = 100
 # ``${NAME}``, ``$${``, or a ``${`` that is neither.
 VARIABLE: Final = r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}|\$\{"
 
@@ -36,11 +35,7 @@ _HINTS = {
 
 
 def read_text(path: Path) -> str:
-    """Return the file's text, exactly as it is.
-
-    Raises:
-        ConfigError: the file is missing, too large or not UTF-8, or cannot be read.
-    """
+    """Return the file's text, exactly as it is; raise ConfigError if it is missing, too large or not UTF-8."""
     name = one_line(str(path))
     try:
         with path.open("rb") as file:
@@ -66,8 +61,7 @@ def parse(text: str, source: object, files: Sequence[str] = (), number: int = 0)
 
     Args:
         source: the file's path, or a mapping's name.
-        files: the names of all files of the config, if there are several.
-        number: the index of this file among them.
+        files: the names of all files of the config, of which this one has the index ``number``.
 
     Raises:
         ConfigError: the text as a whole cannot be used: a syntax error, too many values, or no mapping.
@@ -89,7 +83,7 @@ def parse(text: str, source: object, files: Sequence[str] = (), number: int = 0)
 
 
 class Unreadable(Exception):
-    """Text of a file or an override that cannot be used; the message is one line."""
+    """Report text of a file or an override that cannot be used; the message is one line."""
 
     def __init__(self, sentence: str, mark: tuple[int, int] | None = None) -> None:
         super().__init__(" ".join(sentence.split()))
@@ -99,11 +93,7 @@ class Unreadable(Exception):
 def build_data(text: str, document: Document, loc: Loc, source: int) -> object:
     """Return YAML text as plain data for the place ``loc``; the document gets the lines of its values.
 
-    Args:
-        source: the number of the file or override.
-
-    Raises:
-        Unreadable: the text is not YAML, or too large or too deep.
+    ``source`` is the number of the file or override. Raise Unreadable if the text is no YAML or too large.
     """
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -128,7 +118,7 @@ def _mark(node: yaml.Node) -> tuple[int, int]:
 
 
 def _integer(text: str) -> int:
-    if len(text) > MAX_DIGITS:
+    if len(text) > 100:
         raise ValueError
     return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
 
@@ -154,7 +144,7 @@ _TYPES: dict[str, tuple[str, Callable[[str], object], str]] = {
 
 
 class _Words:
-    """Finds the type of a word for PyYAML's reader and writer."""
+    """Find the type of a word for PyYAML's reader and writer."""
 
     def resolve(self, kind: type[yaml.Node], value: str, implicit: tuple[bool, bool]) -> str:
         if kind is not yaml.ScalarNode:
@@ -170,7 +160,7 @@ class _Loader(_Words, yaml.SafeLoader):
 
 
 class _Dumper(_Words, yaml.SafeDumper):
-    """PyYAML's writer, which quotes what ``_Loader`` would not read as text."""
+    """Write YAML, with quotes around words that ``_Loader`` would not read as text."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -195,7 +185,7 @@ def dump(data: dict[str, Any]) -> str:
 
 
 class _Builder:
-    """Turns nodes into plain data. An alias becomes a copy, so that an override changes one of them."""
+    """Turn nodes into plain data. An alias becomes a copy, so that an override changes one of them."""
 
     def __init__(self, document: Document, source: int) -> None:
         self.document = document
@@ -215,7 +205,12 @@ class _Builder:
             _, read, name = _TYPES[kind]
             text = _text(node)
             try:
-                return self._located(text) if kind == "str" else read(text)
+                if kind != "str":
+                    return read(text)
+                folder = str(self.document.folder).replace("${", "$${")
+                return re.sub(
+                    VARIABLE, lambda match: folder if match["name"] == "CONFIG_DIR" else match[0], text
+                )
             except (ValueError, KeyError):
                 sentence = f"{shown(text)} cannot be read as {name}"
         else:
@@ -224,11 +219,6 @@ class _Builder:
             raise Unreadable(sentence, _mark(node))
         self.document.report(loc, sentence)
         return None
-
-    def _located(self, text: str) -> str:
-        """Return the text with the file's folder for ``${CONFIG_DIR}``."""
-        folder = str(self.document.folder).replace("${", "$${")
-        return re.sub(VARIABLE, lambda match: folder if match["name"] == "CONFIG_DIR" else match[0], text)
 
     def _count(self, node: yaml.Node, depth: int) -> None:
         self.values_left -= 1
@@ -285,6 +275,6 @@ def _text(node: yaml.ScalarNode) -> str:
     text: str = node.value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
     refused = re.search(NOT_TEXT, text)
     if refused is not None:
-        what = "a NUL character" if refused[0] == "\0" else f"half of a character ({refused[0]!a})"
-        raise Unreadable(f"text cannot hold {what}", _mark(node))
+        character = "a NUL character" if refused[0] == "\0" else f"half of a character ({refused[0]!a})"
+        raise Unreadable(f"text cannot hold {character}", _mark(node))
     return text

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
@@ -19,40 +17,26 @@ _SHOWN_CHARACTERS = 60
 
 
 def compile_condition(source: str) -> PromptTemplate:
-    """Compile a condition.
-
-    Raises:
-        TemplateProblem: see ``compile_template``; also a condition that reads no column.
-    """
+    """Compile a condition; raise TemplateProblem as ``compile_template`` does, or if it reads no column."""
     compiled = compile_template(source)
     if not compiled.columns:
         raise TemplateProblem(f"reads no column of the table; {_ADVICE}")
     return compiled
 
 
-def rows_that_meet(table: InputTable, conditions: Sequence[PromptTemplate]) -> npt.NDArray[np.bool_]:
-    """Return whether each condition is true, bool [conditions, rows]; the table is read once for each.
+def rows_that_meet(table: InputTable, condition: PromptTemplate) -> npt.NDArray[np.bool_]:
+    """Return for which rows the condition is true, bool [rows].
 
     Raises:
-        ConditionProblem: a condition fails for a row, or gives neither true nor false.
+        DataError: the condition fails for a row, or gives neither true nor false.
     """
-    is_met = np.zeros((len(conditions), table.rows), dtype=np.bool_)
-    for number, condition in enumerate(conditions):
-        for row, cells in enumerate(table.python_rows(condition.columns)):
-            try:
-                is_met[number, row] = _as_bool(condition.render(cells))
-            except TemplateProblem as problem:
-                place = f"row {row + 1:,} (id {quoted(table.ids[row].as_py())})"
-                raise ConditionProblem(number, f"{place}: {problem}") from None
+    is_met = np.zeros(table.rows, dtype=np.bool_)
+    for row, cells in enumerate(table.python_rows(condition.columns)):
+        try:
+            is_met[row] = _as_bool(condition.render(cells))
+        except TemplateProblem as problem:
+            raise DataError(f"row {row + 1:,} (id {quoted(table.ids[row].as_py())}): {problem}") from None
     return is_met
-
-
-class ConditionProblem(DataError):
-    """Report a condition that fails for a row; ``condition`` is the condition's number."""
-
-    def __init__(self, condition: int, problem: str) -> None:
-        super().__init__(problem)
-        self.condition = condition
 
 
 def _as_bool(text: str) -> bool:

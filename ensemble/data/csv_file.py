@@ -50,11 +50,7 @@ codecs.register_error("ensemble.csv", lambda error: (_NOT_UTF8, error.end))  # t
 
 
 def read_header(path: Path) -> tuple[str, ...]:
-    """Return the column names in the first row of a CSV file, or of a tab-separated file.
-
-    Raises:
-        DataError: see :func:`open_input`; also if the header is not UTF-8, or names a column twice.
-    """
+    """Return the column names in the first row; raise DataError if it is not UTF-8, or names a column twice."""
     for block_bytes in _BLOCK_BYTES:
         with open_input(path) as file:
             # Read into memory: from a file, Arrow reads ahead in a thread, which may still run when Python ends.
@@ -67,9 +63,7 @@ def read_header(path: Path) -> tuple[str, ...]:
                 pa.BufferReader(content),
                 pa_csv.ReadOptions(block_size=len(content), use_threads=False),
                 pa_csv.ParseOptions(
-                    delimiter=_delimiter(path),
-                    newlines_in_values=True,
-                    invalid_row_handler=lambda row: "skip",
+                    delimiter=delimiter(path), newlines_in_values=True, invalid_row_handler=lambda row: "skip"
                 ),
                 pa_csv.ConvertOptions(check_utf8=False),
             ) as reader:
@@ -115,12 +109,7 @@ def read_csv(path: Path, wanted: Wanted) -> Contents:
 
 
 def read_text_csv(path: Path, columns: Sequence[str] | None = None, limit: int | None = None) -> pa.Table:
-    """Read a CSV file as columns of text without nulls.
-
-    Args:
-        path: ``.csv`` or ``.tsv``, each with an optional ``.gz``.
-        columns: the columns to read, in this order; all of them by default.
-        limit: read at most this many rows; broken rows behind them raise no error.
+    """Read columns of a CSV file as text without nulls, in this order; None: all columns.
 
     Raises:
         DataError: see :func:`open_input` and :func:`read_header`; also a column that the file does not have, rows
@@ -135,27 +124,22 @@ def read_text_csv(path: Path, columns: Sequence[str] | None = None, limit: int |
 
 
 def _read_columns(
-    path: Path,
-    header: Sequence[str],
-    names: Sequence[str],
-    limit: int | None,
-    numbers: Collection[str] = (),
+    path: Path, header: Sequence[str], names: Sequence[str], limit: int | None, numbers: Collection[str] = ()
 ) -> pa.Table:
     """Read columns as text, or as float64 if they are among ``numbers``.
 
     Raises:
-        DataError: see :func:`read_text_csv`.
-        pa.ArrowInvalid: a cell of ``numbers`` is no number, or a row has too few or too many cells.
+        pa.ArrowInvalid: with ``numbers``, a cell is no number, or a row has too few or too many cells.
     """
-    delimiter = _delimiter(path)
-    ending = "\n" + delimiter.join(_END if name == names[0] else "" for name in header)
+    separator = delimiter(path)
+    ending = "\n" + separator.join(_END if name == names[0] else "" for name in header)
     broken: list[pa_csv.InvalidRow] = []
 
     def skip(row: pa_csv.InvalidRow) -> str:
         broken.append(row)
         return "skip"
 
-    parse = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=skip)
+    parse = pa_csv.ParseOptions(delimiter=separator, newlines_in_values=True, invalid_row_handler=skip)
     convert = pa_csv.ConvertOptions(
         include_columns=names,
         column_types={name: pa.float64() if name in numbers else pa.string() for name in names},
@@ -235,12 +219,8 @@ def _refuse_broken_rows(path: Path, broken: Sequence[pa_csv.InvalidRow]) -> None
     raise DataError(f"{path}: {plural(len(broken), 'broken row')}; {'; '.join(shown)}; {advice}")
 
 
-def is_comma_separated(path: Path) -> bool:
-    """Return whether commas separate a file's cells, judged by its name; if not, tabs do."""
-    return _delimiter(path) == ","
-
-
-def _delimiter(path: Path) -> str:
+def delimiter(path: Path) -> str:
+    """Return what separates a file's cells, judged by its name: a comma, or a tab."""
     return "\t" if ".tsv" in [suffix.lower() for suffix in path.suffixes[-2:]] else ","
 
 
@@ -293,20 +273,10 @@ def text_as_numbers(
 
 
 def write_csv(path: Path, header: Sequence[str], columns: Sequence[pa.Array | pa.ChunkedArray]) -> None:
-    """Write a CSV file: UTF-8, commas, ``\\n`` line ends, quotes only if they are needed.
+    """Write a CSV file in place: UTF-8, commas, ``\\n`` line ends, quotes only if they are needed.
 
-    Args:
-        path: the file, written in place; the caller must make the write atomic.
-        header: one name per column.
-        columns: each of shape (rows,). Text is written as it is, numbers in the shortest form that reads back as
-            the same number, nulls as nothing.
-
-    Raises:
-        ValueError: the numbers of names and columns differ, or there are no columns.
-        OSError: the file cannot be written.
+    Text is written as it is, numbers in the shortest form that reads back as the same number, nulls as nothing.
     """
-    if len(header) != len(columns) or not columns:
-        raise ValueError(f"{len(header)} names for {len(columns)} columns")
     table = pa.Table.from_arrays(list(columns), names=list(header))
     with path.open("wb") as stream:
         stream.write(header_line(header))
@@ -328,11 +298,7 @@ def csv_cells(column: pa.Array) -> pa.Array:
 
 
 def csv_lines(cells: Sequence[pa.Array]) -> bytes | pa.Buffer:
-    """Return the text of lines, each ended by ``\\n``.
-
-    Args:
-        cells: the results of :func:`csv_cells`, one per column, of the same length.
-    """
+    """Return the text of lines, each ended by ``\\n``, from the results of :func:`csv_cells` by column."""
     if len(cells) > 1:
         batch = pa.record_batch(cells, [str(number) for number in range(len(cells))])
         sink = pa.BufferOutputStream()

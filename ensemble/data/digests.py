@@ -24,21 +24,11 @@ _ROWS = 65_536
 
 
 def rows_digest(ids: pa.ChunkedArray, names: Sequence[str], digests: RowDigests) -> str:
-    """Return a digest of the ids and of every cell of some columns, in order.
-
-    Args:
-        digests: of the rows' cells in these columns; see ``row_digests``.
-    """
+    """Return a digest of the ids and of every cell of some columns, in order, from their ``row_digests``."""
     hashed = blake2b(json.dumps(list(names)).encode(), digest_size=32)
     hashed.update(row_digests(pa.table([ids], ["id"]), ["id"]).tobytes())
     hashed.update(digests.tobytes())
     return hashed.hexdigest()
-
-
-def _kind(field: pa.Field) -> str:
-    if is_json_field(field):
-        return "json"
-    return "text" if is_text(field.type) else str(field.type)
 
 
 def truth_sha256(
@@ -49,24 +39,23 @@ def truth_sha256(
         texts = [labels[number] for number in truth.tolist()]
     else:
         by_name = sorted(range(len(labels)), key=lambda label: labels[label])
-        texts = [
-            "\t".join(_label_text(labels[label], row[label]) for label in by_name if row[label])
-            for row in truth.tolist()
-        ]
+        texts = []
+        for row in truth.tolist():
+            likely = [(labels[label], row[label]) for label in by_name if row[label]]
+            texts.append("\t".join(name if value == 1 else f"{name}={value:.9g}" for name, value in likely))
     lines = sorted(zip(ids.to_pylist(), texts, strict=True))
     return sha256("".join(f"{name}\t{text}\n" for name, text in lines).encode()).hexdigest()
-
-
-def _label_text(label: str, value: float) -> str:
-    return label if value == 1 else f"{label}={value:.9g}"
 
 
 def row_digests(columns: pa.Table, names: Sequence[str]) -> RowDigests:
     """Return a digest of each row's cells in some columns, by their values and types: uint64 [rows, 2]."""
     table = columns.select(list(names))
-    kinds = json.dumps([(field.name, _kind(field)) for field in table.schema])
+    kinds = []
+    for field in table.schema:
+        kind = "text" if is_text(field.type) else str(field.type)
+        kinds.append((field.name, "json" if is_json_field(field) else kind))
     # Makes rows of other columns differ.
-    mark = blake2b(kinds.encode(), digest_size=DIGEST_BYTES).digest()
+    mark = blake2b(json.dumps(kinds).encode(), digest_size=DIGEST_BYTES).digest()
     all_digests: RowDigests = np.empty((columns.num_rows, 2), "<u8")
     start = 0
     for batch in table.to_batches(max_chunksize=_ROWS):

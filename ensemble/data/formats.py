@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ensemble.common.errors import DataError
-from ensemble.data.csv_file import is_comma_separated, read_csv, read_header
+from ensemble.data.csv_file import delimiter, read_csv, read_header
 from ensemble.data.input_file import Contents, Wanted, refuse_url
 from ensemble.data.jsonl import read_jsonl
 from ensemble.data.parquet import read_parquet
@@ -72,7 +72,7 @@ def known_format(path: Path) -> Format | None:
 
 def is_plain_csv(path: Path) -> bool:
     """Return whether predictions are a CSV file with commas, like those that a run writes."""
-    return format_of_predictions(path) is _CSV and is_comma_separated(path)
+    return format_of_predictions(path) is _CSV and delimiter(path) == ","
 
 
 def format_of_predictions(path: Path) -> Format:
@@ -81,11 +81,7 @@ def format_of_predictions(path: Path) -> Format:
 
 
 def column_names(path: Path) -> tuple[str, ...]:
-    """Return the columns of predictions; in JSON lines these are the keys of the first line.
-
-    Raises:
-        DataError: as ``read_contents`` does.
-    """
+    """Return the columns of predictions; in JSON lines these are the keys of the first line."""
     file_format = format_of_predictions(path)
     if file_format.header is not None:
         return file_format.header(path)

@@ -33,11 +33,7 @@ def refuse_repeated_ids(path: Path, ids: pa.ChunkedArray, id_column: str = ID_CO
 
 
 def places_among(ids: pa.ChunkedArray, table_ids: pa.ChunkedArray) -> npt.NDArray[np.int64]:
-    """Return where each id stands among those of a table, -1 where it does not; [ids].
-
-    Args:
-        table_ids: text, [rows], unique.
-    """
+    """Return where each id stands among those of a table, which are unique, -1 where it does not; [ids]."""
     if ids.type != table_ids.type:
         ids, table_ids = pc.cast(ids, pa.large_string()), pc.cast(table_ids, pa.large_string())
     if ids.equals(table_ids):
@@ -60,10 +56,8 @@ def match_ids(
     """Return where each row of a file stands in a table, -1 where it does not; [rows of the file].
 
     Args:
-        table_ids: text, [rows], unique.
-        may_lack: the file may lack rows of the table.
-        may_have_others: the file may have rows that the table lacks.
-        table: what ``table_ids`` belong to, for a message.
+        table_ids: of the table that messages call ``table``, unique.
+        may_lack: the file may lack rows of the table; with ``may_have_others`` it may have further rows.
         advice: what to do about ids that only one of them has.
 
     Raises:
@@ -78,12 +72,12 @@ def match_ids(
     if (counts > 1).any():
         problems.append(_repeated_text(path, table_ids.filter(pa.array(counts > 1)), id_column))
     if len(missing) and not may_lack:
-        what = f"{path}: {plural(len(missing), 'id')} of {table} missing ({first_ids(missing)})"
+        problem = f"{path}: {plural(len(missing), 'id')} of {table} missing ({first_ids(missing)})"
         if len(missing) == len(table_ids) and len(others):  # 1.0 for 1, say
-            what += f", as its ids are others ({first_ids(others)})"
+            problem += f", as its ids are others ({first_ids(others)})"
             advice = "write them in the same way, or name the column of the ids"
-            raise DataError([*problems, f"{what}; {advice}"])
-        problems.append(what + remedy)
+            raise DataError([*problems, f"{problem}; {advice}"])
+        problems.append(problem + remedy)
     if len(others) and not may_have_others:
         problems.append(f"{path}: {plural(len(others), 'id')} not in {table} ({first_ids(others)}){remedy}")
     if problems:

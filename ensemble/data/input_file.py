@@ -35,11 +35,9 @@ _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 @dataclass(frozen=True)
 class Wanted:
-    """Name the columns to read; a column may be id, label and text at the same time.
+    """Name the columns to read, of the first ``limit`` rows; a column may be id, label and text at the same time.
 
-    Attributes:
-        limit: read only this many rows.
-        numbers: columns that a format without types reads as numbers, if all their cells are numbers.
+    Columns in ``numbers`` are read as numbers by formats without types, if all their cells are numbers.
     """
 
     id_column: str
@@ -59,10 +57,7 @@ class Contents:
     """Hold the wanted columns of a file, and every column's name.
 
     Attributes:
-        rows: rows read.
-        names: every column in the file.
-        ids: shape (rows,), strings; None if the column is missing or cannot be an id.
-        labels: the same for the label column.
+        ids: strings, [rows]; None if the column is missing or cannot be an id. ``labels`` is the same.
         columns: the wanted columns that the file has. A field marked with JSON_MARK has JSON text.
         problems: of single cells or types, a sentence each.
     """
@@ -123,9 +118,9 @@ def open_input(path: Path) -> Iterator[BinaryIO]:
 
 def refuse_url(path: Path) -> None:
     """Raise DataError if the path is a URL; ``Path`` has removed the second of its slashes."""
-    scheme, colon, rest = str(path).partition(":/")
+    scheme, colon, address = str(path).partition(":/")
     if colon and len(scheme) > 1 and scheme.isalnum() and not path.exists():
-        raise DataError(f"{scheme}://{rest}: is a URL; download the file first, then name it here")
+        raise DataError(f"{scheme}://{address}: is a URL; download the file first, then name it here")
 
 
 def without_pandas_index(names: Sequence[str]) -> list[str]:
@@ -143,11 +138,7 @@ def check_names(path: Path, names: Sequence[str]) -> None:
 def missing_column(
     path: Path, role: str, name: str, present: Sequence[str], read_by: str | None = None
 ) -> str:
-    """Return the problem of a missing column, with the nearest name and the list of columns.
-
-    Args:
-        read_by: the key that needs the column.
-    """
+    """Return the problem of a missing column, which the key ``read_by`` needs, with the columns that there are."""
     hint = did_you_mean(name, present)
     if len(present) == 1 and any(mark in present[0] for mark in ";\t|"):
         hint = " (the header has a single column: are the columns separated by commas?)"
@@ -155,9 +146,9 @@ def missing_column(
     return f"{path}: no {role} {quoted(name)}{hint}{reader}; the columns are {listed(present)}"
 
 
-def first_ids(ids: pa.Array | pa.ChunkedArray, most: int = 3) -> str:
+def first_ids(ids: pa.Array | pa.ChunkedArray) -> str:
     """Return the first few ids, for a message."""
-    return ", ".join(map(quoted, ids[:most].to_pylist())) + (", ..." if len(ids) > most else "")
+    return ", ".join(map(quoted, ids[:3].to_pylist())) + (", ..." if len(ids) > 3 else "")
 
 
 def is_json_field(column: pa.Field) -> bool:

@@ -18,14 +18,9 @@ class TemplateProblem(ValueError):
 
 
 def parse_json_cell(text: object) -> object:
-    """Parse a cell of JSON, as the ``fromjson`` filter does.
+    """Parse a cell of JSON, or a value that is parsed already, as the ``fromjson`` filter does.
 
-    Args:
-        text: JSON text, or a value that is parsed already (list, dict, number, boolean).
-
-    Returns:
-        the parsed value with every null inside it turned into empty text; an empty list for a null or blank cell
-        and for the JSON text ``null``.
+    Nulls inside the value become empty text; a null or blank cell and the JSON text ``null`` give an empty list.
 
     Raises:
         TemplateProblem: broken JSON, NaN or Infinity, or a value of another type.

@@ -69,11 +69,7 @@ def _key_text(value: object) -> str | None:
 
 
 def read_jsonl(path: Path, wanted: Wanted) -> Contents:
-    """Read a file of JSON lines; a key that a line lacks is a null.
-
-    Raises:
-        DataError: see ``input_file.open_input``; also lines that are not JSON objects in UTF-8.
-    """
+    """Read a file of JSON lines; a key that a line lacks is a null."""
     keys: dict[str, list[pa.Array]] = {wanted.id_column: []}
     if wanted.label_column is not None:
         keys[wanted.label_column] = []
@@ -122,8 +118,7 @@ def read_jsonl(path: Path, wanted: Wanted) -> Contents:
 def _blocks(path: Path, limit: int | None) -> Iterator[list[dict[str, object]]]:
     """Yield the objects of the lines that are not blank, a few thousand at a time.
 
-    Raises:
-        DataError: at the end, with every line that is not a JSON object in UTF-8.
+    At the end raise a DataError about all lines that are not JSON objects in UTF-8.
     """
     decoder = json.JSONDecoder(parse_float=_float, parse_constant=refuse_constant)
     rows = 0

@@ -24,11 +24,7 @@ _ROWS = 8_192
 
 
 def read_parquet(path: Path, wanted: Wanted) -> Contents:
-    """Read a Parquet file, up to the limit of rows.
-
-    Raises:
-        DataError: see ``input_file.open_input`` and :func:`arrow_contents`; also if the file is not Parquet.
-    """
+    """Read a Parquet file, up to the limit of rows."""
     from pyarrow import parquet
 
     with open_input(path):  # refuses missing and empty files in the same words as for other formats
@@ -44,8 +40,8 @@ def read_parquet(path: Path, wanted: Wanted) -> Contents:
             return arrow_contents(path, wanted, file.schema_arrow, file.metadata.num_rows, batches)
     # UnicodeDecodeError: damaged names, which pyarrow hands over unchecked
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        what = f"cannot be read as Parquet ({error_text(error)})"
-        raise DataError(f"{path}: {what}; write the file again") from error
+        problem = f"cannot be read as Parquet ({error_text(error)})"
+        raise DataError(f"{path}: {problem}; write the file again") from error
 
 
 def arrow_contents(
@@ -55,12 +51,9 @@ def arrow_contents(
     num_rows: int,
     batches: Callable[[list[str]], Iterable[pa.RecordBatch]],
 ) -> Contents:
-    """Return the contents of a file of typed columns, whatever its format.
+    """Return the contents of a file of typed columns, which has ``num_rows`` in all.
 
-    Args:
-        schema: of the file.
-        num_rows: of the whole file.
-        batches: reads some of the columns, a few thousand rows at a time.
+    ``batches`` reads some of the columns, a few thousand rows at a time.
 
     Raises:
         DataError: two columns have one name, text is not UTF-8, values cannot be used by a template.
@@ -113,11 +106,8 @@ def _checked(
 ) -> pa.RecordBatch:
     """Return a batch of the types in ``schema``, once its cells are checked.
 
-    A broken cell would end a worker hours later: text may not be UTF-8 as the file promises, and Arrow has times
-    that Python lacks.
-
-    Args:
-        columns: the columns whose values templates will see.
+    A broken cell in ``columns``, which templates will see, would end a worker hours later: text may not be UTF-8 as
+    the file promises, and Arrow has times that Python lacks.
     """
     arrays = []
     for field, column in zip(schema, batch.columns, strict=True):
@@ -125,18 +115,18 @@ def _checked(
         try:
             column.validate(full=True)
         except pa.ArrowInvalid as error:
-            what = f"is broken near row {first_row + 1:,} ({error_text(error)})"
-            raise DataError(f"{where} {what}; write the file again") from error
+            problem = f"is broken near row {first_row + 1:,} ({error_text(error)})"
+            raise DataError(f"{where} {problem}; write the file again") from error
         cells = column if column.type == field.type else pc.cast(column, field.type)
         if field.name in columns and len(cells) and not is_text(field.type):
             try:
                 cells.take(pa.array([0]))  # as workers do, which some types cannot
                 cells.to_pylist()
             except (ArithmeticError, LookupError, TypeError, ValueError, pa.ArrowException) as error:
-                what = (
-                    f"holds {shown_type(field.type)} values that cannot be used, near row {first_row + 1:,}"
-                )
-                raise DataError(f"{where} {what} ({error_text(error)}); write it as text") from error
+                raise DataError(
+                    f"{where} holds {shown_type(field.type)} values that cannot be used, near row "
+                    f"{first_row + 1:,} ({error_text(error)}); write it as text"
+                ) from error
         arrays.append(cells)
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 

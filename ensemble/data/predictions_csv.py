@@ -26,13 +26,7 @@ _Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class PredictionFile:
-    """Hold the contents of a file of predictions, in the order of the file.
-
-    Attributes:
-        labels: the columns that were read.
-        ids: text, [rows].
-        values: float64 [rows, labels], each column contiguous.
-    """
+    """Hold the contents of a file of predictions, in its order: values are float64 [rows, labels], by columns."""
 
     path: Path
     id_column: str
@@ -49,14 +43,11 @@ class PredictionFile:
         table: str = "the table",
         advice: str = "",
     ) -> tuple[_Values, int]:
-        """Join the rows to those of a table.
+        """Join the rows to those of a table; see ``match_ids``, which has the same arguments.
 
         Returns:
             float64 [ids, labels], in the order of ``ids``, NaN for those that the file may lack; and how many rows
             of the file were left out.
-
-        Raises:
-            DataError: see ``match_ids``, which has the same arguments.
         """
         if self.ids.equals(ids):
             return self.values, 0
@@ -118,10 +109,7 @@ def guessed_id_column(names: Sequence[str], others: Collection[str] = (), usual:
 
 
 def read_predictions(
-    path: Path,
-    id_column: str | None = None,
-    labels: Sequence[str] | None = None,
-    may_lack: bool = False,
+    path: Path, id_column: str | None = None, labels: Sequence[str] | None = None, may_lack: bool = False
 ) -> PredictionFile:
     """Read predictions in any format of tables; files with unknown extensions are CSV.
 
@@ -165,8 +153,10 @@ def read_predictions(
             row = int(is_wrong.argmax())
             cell = cells[row].as_py()
             shown = "nothing" if cell in (None, "") else quoted(str(cell))
-            what = f"{shown} in column {quoted(label)} is no number"
-            raise DataError(f"{path}: row {row + 1:,}: {what}; write a number in every row")
+            raise DataError(
+                f"{path}: row {row + 1:,}: {shown} in column {quoted(label)} is no number; write a number in every "
+                "row"
+            )
     return PredictionFile(path, id_column, tuple(labels), ids, values)
 
 
@@ -180,15 +170,11 @@ def _empty_rows(columns: Sequence[pa.ChunkedArray], rows: int) -> npt.NDArray[np
 
 
 def _numbers(path: Path, label: str, cells: pa.ChunkedArray) -> tuple[_Values, npt.NDArray[np.bool_]]:
-    """Return a column of any type as ``text_as_numbers`` does.
-
-    Raises:
-        DataError: the column's type can hold no numbers.
-    """
+    """Return a column of any type as ``text_as_numbers`` does; raise DataError if it can hold no numbers."""
     if is_text(cells.type):
         return text_as_numbers(pc.fill_null(cells, ""))
     kinds = pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null
     if not any(is_kind(cells.type) for is_kind in kinds):
-        what = f"column {quoted(label)} holds {shown_type(cells.type)} values"
-        raise DataError(f"{path}: {what}; write it as numbers")
+        kind = shown_type(cells.type)
+        raise DataError(f"{path}: column {quoted(label)} holds {kind} values; write it as numbers")
     return np.asarray(pc.cast(cells, pa.float64(), safe=False).to_numpy()), cells.is_null().to_numpy()

@@ -24,13 +24,7 @@ class PublishedTable:
 
     Attributes:
         rows: number of rows of the table, without views.
-        columns: the names of the columns.
-        schema: of the columns.
         has_nulls: whether some row has no value, by column.
-
-    Raises:
-        OSError: the file cannot be opened.
-        pyarrow.ArrowInvalid: the file is not an Arrow IPC file.
     """
 
     def __init__(self, path: Path, views: Sequence[Mapping[str, str]] = ()) -> None:
@@ -62,11 +56,7 @@ class PublishedTable:
     def take(self, indices: npt.NDArray[np.integer]) -> list[dict[str, object]]:
         """Return rows in the order of ``indices``: dicts of column to Python value, with JSON cells parsed.
 
-        Args:
-            indices: integers from 0 to views * ``rows`` - 1, repeats allowed, shape (n,).
-
-        Raises:
-            IndexError: an index outside of the table.
+        Indices are from 0 to views * ``rows`` - 1, repeats allowed, [n].
         """
         view_numbers, rows = self._views_and_rows(indices)
         if not self.columns:
@@ -85,7 +75,7 @@ class PublishedTable:
         return taken
 
     def ids(self, indices: npt.NDArray[np.integer]) -> list[str]:
-        """Return the ids of rows, if the table was published with ids; arguments and errors as for ``take``."""
+        """Return the ids of rows, if the table was published with ids; the argument is as for ``take``."""
         _, rows = self._views_and_rows(indices)
         taken = [""] * len(rows)
         for batch_number, positions, batch_rows in self._by_batch(rows):

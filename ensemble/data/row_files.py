@@ -16,19 +16,15 @@ import numpy as np
 import pyarrow as pa
 
 _THREADS = 8
-# Rows whose files are checked before a run starts: network drives take a millisecond for each.
-_LOOKED_AT = 1_000
 
 
 @dataclass(frozen=True)
 class FileCells:
-    """Hold a column whose cells name files.
+    """Hold a column whose cells name files; ``suffix`` is added to each cell.
 
     Attributes:
-        column: of the table.
         key: the member's key that names the column.
         folder: where relative paths start; None: the table's folder.
-        suffix: added to each cell for the file's name.
         advice: what to do if files are missing.
     """
 
@@ -53,27 +49,19 @@ def is_file(path: Path) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class LookedAt:
-    """Which of some rows have no file.
+def look_for_files(cells: pa.ChunkedArray, files: FileCells) -> tuple[int, list[tuple[int, Path | None]]]:
+    """Check whether files exist, for at most 1,000 rows spread evenly over the table.
 
-    Attributes:
-        rows: how many rows were checked.
-        missing: the numbers of rows without a file, and the file that each names, if any.
+    Returns:
+        how many rows were checked; the numbers of rows without a file, and the file that each names, if any.
     """
-
-    rows: int
-    missing: tuple[tuple[int, Path | None], ...]
-
-
-def look_for_files(cells: pa.ChunkedArray, files: FileCells) -> LookedAt:
-    """Check whether files exist, for at most 1,000 rows spread evenly over the table."""
-    rows = np.unique(np.linspace(0, len(cells) - 1, min(len(cells), _LOOKED_AT)).astype(np.int64))
+    # Network drives take a millisecond for each file.
+    rows = np.unique(np.linspace(0, len(cells) - 1, min(len(cells), 1_000)).astype(np.int64))
     paths = [files.path(cell) for cell in cells.take(pa.array(rows)).to_pylist()]
     with ThreadPoolExecutor(_THREADS) as pool:
         exist = list(pool.map(lambda path: path is not None and is_file(path), paths))
     checked = zip(rows.tolist(), paths, exist, strict=True)
-    return LookedAt(len(rows), tuple((row, path) for row, path, exists in checked if not exists))
+    return len(rows), [(row, path) for row, path, exists in checked if not exists]
 
 
 def file_digests(cells: pa.ChunkedArray, files: FileCells) -> pa.Array:

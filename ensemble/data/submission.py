@@ -35,10 +35,6 @@ _OTHER_TABLE = (
 def read_sample(path: Path, id_column: str, labels: Sequence[str], columns_map: Mapping[str, str]) -> Sample:
     """Read a sample submission (CSV or TSV), except its values, which :meth:`Sample.values` reads.
 
-    Args:
-        labels: the labels that are predicted.
-        columns_map: sample column to label, for columns that are not named like a label.
-
     Raises:
         DataError: the file cannot be read, or has no column ``id_column``.
     """
@@ -51,14 +47,9 @@ def read_sample(path: Path, id_column: str, labels: Sequence[str], columns_map: 
 
 @dataclass(frozen=True)
 class Sample:
-    """Hold a sample submission.
+    """Hold a sample submission: all its columns, and its ids as strings, [rows], both in file order.
 
-    Attributes:
-        id_column: the column of the ids.
-        columns: every column, in file order.
-        ids: shape (rows,), strings, in file order.
-        labels: the labels that are predicted.
-        columns_map: the label of each column whose name is no label.
+    ``labels`` are those that are predicted, ``columns_map`` has the label of each column whose name is no label.
     """
 
     path: Path
@@ -69,11 +60,9 @@ class Sample:
     columns_map: Mapping[str, str]
 
     def problems(self, ids: pa.ChunkedArray, limited: bool) -> tuple[str, ...]:
-        """Return why no submission could be written; called before anything runs.
+        """Return why no submission of a table with these ids could be written; called before anything runs.
 
-        Args:
-            ids: shape (rows,), the table's ids, unique.
-            limited: whether the table has only the first rows, so that it may lack ids of the sample.
+        ``limited``: the table has only the first rows, so that it may lack ids of the sample.
         """
         problems = []
         others = [name for name in self.columns if name != self.id_column]
@@ -112,11 +101,7 @@ class Sample:
         return tuple(f"{self.path}: {problem}" for problem in problems)
 
     def value_problems(self) -> tuple[str, ...]:
-        """Return why the sample's values cannot replace predictions: cells that are no finite number.
-
-        Raises:
-            DataError: the file cannot be read.
-        """
+        """Return why the sample's values cannot replace predictions: cells that are no finite number."""
         return self._read_values()[2]
 
     def values(self, ids: pa.ChunkedArray) -> npt.NDArray[np.float64]:
@@ -138,25 +123,23 @@ class Sample:
         for index, label in enumerate(self.labels):
             if label in by_label:
                 values[:, index] = by_label[label][rows]
-        rest = [index for index, label in enumerate(self.labels) if label not in by_label]
-        if rest:
-            values[:, rest] = (np.maximum(1.0 - values.sum(axis=1), 0.0) / len(rest))[:, None]
+        without_column = [index for index, label in enumerate(self.labels) if label not in by_label]
+        if without_column:
+            shares = np.maximum(1.0 - values.sum(axis=1), 0.0) / len(without_column)
+            values[:, without_column] = shares[:, None]
         return values
-
-    @property
-    def label_numbers(self) -> tuple[int | None, ...]:
-        """Return the index of the label of each column, None for the ids."""
-        return tuple(
-            None if name == self.id_column else self.labels.index(self._label(name)) for name in self.columns
-        )
 
     def write(self, path: Path, ids: pa.ChunkedArray, probabilities: npt.NDArray[np.float64]) -> None:
         """Write exactly the sample's columns, in the sample's order of columns and rows.
 
         Args:
-            ids: shape (rows,), without ``problems``; rows of the sample with other ids are left out.
-            probabilities: shape (rows, labels).
+            ids: without ``problems``, [rows]; rows of the sample with other ids are left out.
+            probabilities: [rows, labels].
         """
+        # The label's number of each column; None for the ids.
+        numbers = [
+            None if name == self.id_column else self.labels.index(self._label(name)) for name in self.columns
+        ]
         places = places_among(self.ids, ids)
         is_written = places >= 0
         written_ids, rows = self.ids.filter(pa.array(is_written)), places[is_written]
@@ -167,7 +150,7 @@ class Sample:
                 block_ids = pa.concat_arrays(written_ids.slice(start, len(block)).chunks)
                 columns = [
                     block_ids if number is None else pa.array(probabilities[block, number])
-                    for number in self.label_numbers
+                    for number in numbers
                 ]
                 stream.write(csv_lines([csv_cells(column) for column in columns]))
 

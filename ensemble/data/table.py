@@ -36,11 +36,8 @@ from ensemble.data.input_file import (
     shown_type,
 )
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell
-from ensemble.data.row_files import FileCells, LookedAt, file_digests, look_for_files
+from ensemble.data.row_files import FileCells, file_digests, look_for_files
 
-PUBLISHED_ROWS_PER_BATCH = 65_536
-# How many rows are turned into Python objects at a time.
-_PYTHON_ROWS = 8_192
 _SHOWN = 3
 # The name of a column of files' digests; no column of a table has it.
 _FILES = "\0files"
@@ -58,9 +55,7 @@ class TableNeeds:
         label_column: the column with the true label of each row.
         label_columns: instead, a column for each label with its probability, in the labels' order.
         columns: every column that some member reads, as text or in a template.
-        json_columns: those that a template parses with ``fromjson``.
-        text_columns: those that are used directly as text.
-        limit: read only this many rows.
+        json_columns: those that a template parses with ``fromjson``; ``text_columns`` are used directly as text.
         read_by: the key that needs a column, by column, for messages.
         also: other columns to read, and in a few words what they are for.
         truth_as: what ``label_columns`` have: "softmax" for probabilities that sum to about 1 and are scaled to it,
@@ -84,7 +79,6 @@ class InputTable:
     """Hold a table that passed every check; :func:`read_table` makes it.
 
     Attributes:
-        rows: number of rows.
         ids: shape (rows,), strings (large strings above 2 GB of text), in file order.
         truth: see ``Truth``; None if there is none.
         null_texts: by column, the number of null or empty cells; in a JSON column also of those with an empty list
@@ -126,10 +120,7 @@ class InputTable:
         return remarks
 
     def text_lengths(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
-        """Return UTF-8 bytes per row, summed over ``columns``: shape (rows,), a cheap stand-in for tokens.
-
-        Each column is measured once, before ``forget_columns``; the caller must not change the result.
-        """
+        """Return UTF-8 bytes per row, summed over ``columns``, [rows]; the caller must not change the result."""
         for name in columns:
             if name not in self._text_lengths:
                 lengths = [
@@ -152,11 +143,7 @@ class InputTable:
         return int(self._columns.nbytes)
 
     def digest(self, columns: Sequence[str], files: FileCells | None = None) -> str:
-        """Return a digest of the ids and these columns; made once, before ``forget_columns``.
-
-        Args:
-            files: one of the columns, whose cells name files; these are read, too.
-        """
+        """Return a digest of the ids and these columns, made once; ``files`` names one, whose files count, too."""
         key = (tuple(columns), files)
         if key not in self._digests:
             self._digests[key] = rows_digest(self.ids, columns, self.row_digests(columns, files))
@@ -175,8 +162,8 @@ class InputTable:
             self._row_digests[key] = row_digests(table, names) if names else np.zeros((self.rows, 2), "<u8")
         return self._row_digests[key]
 
-    def look_for_files(self, files: FileCells) -> LookedAt:
-        """Check for some of the files that a column names whether they exist."""
+    def look_for_files(self, files: FileCells) -> tuple[int, list[tuple[int, Path | None]]]:
+        """Check for some of the files that a column names whether they exist; see ``row_files.look_for_files``."""
         return look_for_files(self._columns.column(files.column), files)
 
     def row_files(self, files: FileCells) -> list[str]:
@@ -221,9 +208,6 @@ class InputTable:
         """Write the columns, and with ``with_ids`` the ids, as an Arrow IPC file, ready to be memory-mapped.
 
         The schema's metadata has the number of rows, because a table without columns cannot tell it.
-
-        Raises:
-            OSError: the file cannot be written.
         """
         columns = self._columns
         if with_ids:
@@ -231,7 +215,7 @@ class InputTable:
             columns = pa.table([*columns.columns, self.ids], schema=pa.schema([*columns.schema, ids]))
         schema = columns.schema.with_metadata({b"ensemble.rows": str(self.rows).encode()})
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            for batch in columns.to_batches(max_chunksize=PUBLISHED_ROWS_PER_BATCH):
+            for batch in columns.to_batches(max_chunksize=65_536):
                 writer.write_batch(batch)
 
 
@@ -243,8 +227,8 @@ def read_table(path: Path, needs: TableNeeds) -> InputTable:
             because later row numbers are not reliable.
     """
     columns = tuple(dict.fromkeys([*needs.columns, *needs.also]))
-    wanted = tuple(dict.fromkeys([*columns, *needs.label_columns]))
-    contents = read_contents(path, Wanted(needs.id_column, needs.label_column, wanted, needs.limit))
+    read_columns = tuple(dict.fromkeys([*columns, *needs.label_columns]))
+    contents = read_contents(path, Wanted(needs.id_column, needs.label_column, read_columns, needs.limit))
     if contents.rows == 0:
         raise DataError(f"{path}: empty table: there is a header or a schema, but no row")
     roles = {name: f"column for {use}:" for name, use in needs.also.items()}
@@ -302,8 +286,8 @@ def _id_problems(path: Path, column: str, ids: pa.ChunkedArray) -> Iterator[str]
             shown.append(f"{quoted(name)} in row {', '.join(f'{row + 1:,}' for row in rows)}")
             shown[-1] += ", ..." if count > len(rows) else ""
         more = "; ..." if len(repeated) > _SHOWN else ""
-        what = f"{plural(len(repeated), 'id')} more than once: {'; '.join(shown)}{more}"
-        yield f"{where}: {what}; ids must be unique"
+        count_text = f"{plural(len(repeated), 'id')} more than once"
+        yield f"{where}: {count_text}: {'; '.join(shown)}{more}; ids must be unique"
 
 
 def _first(mask: pa.ChunkedArray) -> tuple[int, list[int]]:
@@ -344,15 +328,15 @@ def _probabilities(
         return np.zeros((contents.rows, len(columns))), problems
     values = np.stack([_as_numbers(column) for column in columns.values()], axis=1)
     is_wrong = ~np.isfinite(values).all(axis=1)
-    what = "without a number for each label"
+    problem = "without a number for each label"
     with np.errstate(invalid="ignore"):  # infinite values
         sums = values.sum(axis=1)
         if needs.truth_as == "softmax":
             is_wrong |= (values < 0).any(axis=1) | ~(np.abs(sums - 1) <= _SUM_TOLERANCE)
-            what = "whose values are not probabilities that sum to 1"
+            problem = "whose values are not probabilities that sum to 1"
         elif needs.truth_as == "sigmoid":
             is_wrong |= ((values < 0) | (values > 1)).any(axis=1)
-            what = "without a number from 0 to 1 for each label"
+            problem = "without a number from 0 to 1 for each label"
     rows = np.flatnonzero(is_wrong)
     if not len(rows):
         return values / sums[:, None] if needs.truth_as == "softmax" else values, []
@@ -362,7 +346,7 @@ def _probabilities(
         texts = [quoted("" if cell is None else str(cell)) for cell in cells]
         shown.append(f"{_row(row, contents.ids)}: {', '.join(texts)}")
     where = f"{path}: label columns {listed(needs.label_columns)}"
-    return values, [f"{where}: {plural(len(rows), 'row')} {what}; {'; '.join(shown)}"]
+    return values, [f"{where}: {plural(len(rows), 'row')} {problem}; {'; '.join(shown)}"]
 
 
 def _as_numbers(column: pa.ChunkedArray) -> npt.NDArray[np.float64]:
@@ -441,7 +425,7 @@ def _holds_null(value: object) -> bool:
 
 def _python_rows(table: pa.Table) -> Iterator[dict[str, object]]:
     json_names = [column.name for column in table.schema if is_json_field(column)]
-    for batch in table.to_batches(max_chunksize=_PYTHON_ROWS):
+    for batch in table.to_batches(max_chunksize=8_192):
         for row in batch.to_pylist():
             for name in json_names:
                 row[name] = json.loads(row[name]) if isinstance(row[name], str) else row[name]

@@ -11,15 +11,12 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
 
 from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError, Undefined, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ensemble.common.text import error_text
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell, replace_lone_surrogates, without_nulls
-
-_MAX_MESSAGE: Final = 1000  # characters of Jinja2's or Python's, which may show a whole cell
 
 
 class _Null(str):
@@ -51,11 +48,7 @@ class PromptTemplate:
     _template: Template
 
     def render(self, row: Mapping[str, object]) -> str:
-        """Render one row; columns that the template does not read are ignored.
-
-        Raises:
-            TemplateProblem: a column is missing, or rendering failed; names the exception and the line.
-        """
+        """Render one row; raise TemplateProblem with the line if a column is missing or rendering fails."""
         try:
             cells = {name: without_nulls(row[name], _NULL) for name in self.columns}
         except KeyError as error:
@@ -72,11 +65,7 @@ class PromptTemplate:
 
 
 def compile_template(source: str) -> PromptTemplate:
-    """Compile and check a prompt template.
-
-    Raises:
-        TemplateProblem: a syntax error (with its line), an unknown filter or test, an include or import.
-    """
+    """Compile and check a prompt template; raise TemplateProblem with the line of a mistake."""
     environment = _environment()
     try:
         tree = environment.parse(source)
@@ -93,12 +82,12 @@ def compile_template(source: str) -> PromptTemplate:
             for item in tree.find_all(nodes.Getitem)
         )
         template = environment.from_string(tree)
-    except TemplateProblem:
-        raise
     except TemplateSyntaxError as error:
         raise TemplateProblem(f"line {error.lineno}: {_sentence(error)}") from None
     # Python refuses numbers of too many digits, and too many nested loops.
     except (TemplateError, RecursionError, MemoryError, SyntaxError, ValueError) as error:
+        if isinstance(error, TemplateProblem):
+            raise
         raise TemplateProblem(f"the template cannot be compiled: {_sentence(error)}") from None
     # Jinja2 copies the globals for each row, and its ChainMap is slow at that.
     template.globals = dict(template.globals)
@@ -152,4 +141,5 @@ def _check_tree(tree: nodes.Template, environment: ImmutableSandboxedEnvironment
 
 
 def _sentence(error: Exception) -> str:
-    return error_text(error, _MAX_MESSAGE).rstrip(".") or "no further detail"
+    # The message of Jinja2 or Python may show a whole cell.
+    return error_text(error, 1_000).rstrip(".") or "no further detail"

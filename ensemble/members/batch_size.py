@@ -1,4 +1,4 @@
-"""How large a batch is if the config does not say it (``max_num_batched_tokens``, ``batch_size``)."""
+"""Set the size of a batch for configs without ``max_num_batched_tokens`` and ``batch_size``."""
 
 # Padded tokens of a batch; more do not make a GPU faster, and a CPU is fastest with fewer.
 GPU_TOKEN_BUDGET = 16384

@@ -38,11 +38,10 @@ class Child(Protocol):
 
 
 def load_child(kind: str) -> Child:
-    """Import a kind's child side.
+    """Import a kind's child side: ``kind`` is its module.
 
-    Args:
-        kind: its module; or ``module:predictor`` for a module that serves several kinds and has ``child_of``, which
-            makes a child side of the predictor's dotted path.
+    It is ``module:predictor`` for a module that serves several kinds and has ``child_of``, which makes a child side
+    of the predictor's dotted path.
     """
     module_name, _, predictor = kind.partition(":")
     module = importlib.import_module(module_name)

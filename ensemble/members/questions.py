@@ -47,11 +47,7 @@ class Question:
     packages: tuple[str, ...]
 
     def key(self) -> str:
-        """Return a digest of all that the answer depends on.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
+        """Return a digest of all that the answer depends on; raise OSError if a file cannot be read."""
         digest = sha256()
         spec = find_spec(self.module)
         sources = [] if spec is None or spec.origin is None else [Path(spec.origin)]
@@ -114,10 +110,8 @@ def ask_process(module: str, questions: Sequence[Question]) -> list[Answer]:
             timeout=TIMEOUT_SECONDS,
             env={**os.environ, **python_environment(), **_NO_NETWORK, **_QUIET},
         )
-        lines, last_words = (
-            done.stdout.splitlines(),
-            done.stderr.decode("utf-8", "replace").strip().splitlines(),
-        )
+        lines = done.stdout.splitlines()
+        last_words = done.stderr.decode("utf-8", "replace").strip().splitlines()
         if done.returncode:
             failure = f"exit code {done.returncode}" + (f": {last_words[-1][:200]}" if last_words else "")
     except subprocess.TimeoutExpired as error:

@@ -26,7 +26,7 @@ _CELLS = 131_072
 
 @dataclass(frozen=True)
 class Without:
-    """The merge without a member: ``method`` computes it, ``scoring`` compares it with the merge of all."""
+    """Merge without a member: ``method`` computes it, ``scoring`` compares it with the merge of all."""
 
     method: MergeMethod
     scoring: CascadeScoring
@@ -34,7 +34,7 @@ class Without:
 
 @dataclass
 class MergedMember:
-    """A member to merge.
+    """Hold a member to merge.
 
     Attributes:
         values: float64 [rows, labels], in the table's order, each column contiguous.
@@ -88,7 +88,6 @@ def merge_blocks(
     Args:
         open_members: returns the members, some of them with a weight; called once for each pass.
         comparing: the merges without a member, by the member's number.
-        rules: change what was merged, with all members and without one.
 
     Raises:
         MergeError: a member's rows do not hold what its activation promises; the first such member is named.
@@ -143,21 +142,14 @@ def weights_by_bin(weights: Sequence[AnyWeight], labels: Sequence[str], bins: in
 def weights_of_rows(
     weights: npt.NDArray[np.float64], edges: Sequence[int], text_bytes: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Return the weights that count in rows, float64 [members, rows or 1, labels or 1]; 1 if all have the same.
-
-    Args:
-        edges: the bytes of text at which the next bin begins.
-    """
+    """Return the weights that count in rows, float64 [members, rows or 1, labels or 1]; 1 if all have the same."""
     if weights.shape[1] == 1:
         return weights
     return np.asarray(weights[:, np.searchsorted(edges, text_bytes, side="right")])
 
 
 def _read_blocks(
-    members: Sequence[MergedMember],
-    ids: pa.ChunkedArray,
-    text_bytes: npt.NDArray[np.int64],
-    labels: int,
+    members: Sequence[MergedMember], ids: pa.ChunkedArray, text_bytes: npt.NDArray[np.int64], labels: int
 ) -> Iterator[Block]:
     """Yield the blocks.
 

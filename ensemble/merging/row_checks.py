@@ -17,12 +17,10 @@ _OTHER_SUMS = "values that do not sum to 1"
 
 
 class RowCheck:
-    """Checks a member's rows block by block, and raises in the end if some are wrong.
+    """Check a member's rows block by block; ``refuse`` raises an error if some are wrong.
 
     Args:
         source: what the message says has the rows.
-        activation: "softmax" for probabilities that sum to 1, "sigmoid" for any from 0 to 1, "none" for any number.
-        ids: of the rows, [rows].
         may_lack_rows: whether a row may be NaN, because the member did not reach it.
         advice: what to do about wrong rows.
 
@@ -65,17 +63,17 @@ class RowCheck:
             wrong[_OUTSIDE] = (np.minimum.reduce(columns) < 0) | (np.maximum.reduce(columns) > 1)
         if self._activation == "softmax":
             wrong[_OTHER_SUMS] = np.abs(sums - 1) > SUM_TOLERANCE
-        for what, is_wrong in wrong.items():
+        for problem, is_wrong in wrong.items():
             rows = np.flatnonzero(is_wrong)
             if len(rows):
-                count, first = self._bad.get(what, (0, start + int(rows[0])))
-                self._bad[what] = count + len(rows), first
+                count, first = self._bad.get(problem, (0, start + int(rows[0])))
+                self._bad[problem] = count + len(rows), first
         return is_present
 
     def refuse(self) -> None:
         """Raise MergeError if values are not finite, below 0 or above 1, or do not sum to 1; name the first row."""
-        for what in (_NOT_FINITE, _OUTSIDE, _OTHER_SUMS):
-            if what in self._bad:
-                count, first = self._bad[what]
-                where = f"{plural(count, 'row')} with {what}, the first is id {self._ids[first]}"
+        for problem in (_NOT_FINITE, _OUTSIDE, _OTHER_SUMS):
+            if problem in self._bad:
+                count, first = self._bad[problem]
+                where = f"{plural(count, 'row')} with {problem}, the first is id {self._ids[first]}"
                 raise MergeError(f"{self._source}: {where}; {self._advice}")

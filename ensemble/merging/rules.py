@@ -23,12 +23,7 @@ _Mask = npt.NDArray[np.bool_]
 
 
 class RowRules:
-    """The rules of a run and the rows that they change.
-
-    Args:
-        labels: of the config.
-        rows: the rows that each rule selects, bool [rules, rows of the table].
-    """
+    """Apply the rules of a run to the rows that they select, bool [rules, rows of the table]."""
 
     def __init__(self, rules: Sequence[RuleConfig], labels: Sequence[str], rows: _Mask) -> None:
         self.rules = tuple(rules)
@@ -58,13 +53,10 @@ class RowRules:
         return np.asarray(self.rows[is_set].any(axis=0))
 
     def apply(self, start: int, values: Values, exclusive: bool, only: _Mask | None = None) -> None:
-        """Change a block's rows in place.
+        """Change the rows of a block that begins at ``start``, float64 [rows, labels], in place.
 
-        Args:
-            start: the number of the block's first row in the table.
-            values: float64 [rows, labels]; a row of NaN stays NaN, unless a rule sets all of its labels.
-            exclusive: whether rows are probabilities that sum to 1; see ``are_exclusive``.
-            only: the rows to change, bool [rows]; None: all.
+        A row of NaN stays NaN, unless a rule sets all of its labels. If ``only``, bool [rows], is given, the other
+        rows stay. For ``exclusive`` see ``are_exclusive``.
         """
         is_masked: _Mask = np.zeros(values.shape, dtype=np.bool_)
         for number, rows in self._selections(start, start + len(values), only):
@@ -74,8 +66,8 @@ class RowRules:
             changed = values[rows]
             changed[:, is_fixed] = rule_values[is_fixed]
             if exclusive:
-                rest = max(0.0, 1.0 - float(rule_values[is_fixed].sum()))
-                _share(changed, ~is_fixed & ~is_masked[rows], rest)
+                remainder = max(0.0, 1.0 - float(rule_values[is_fixed].sum()))
+                _share(changed, ~is_fixed & ~is_masked[rows], remainder)
             changed[np.isnan(changed).any(axis=1)] = np.nan
             values[rows] = changed
 
@@ -98,14 +90,14 @@ class RowRules:
                 yield number, rows
 
 
-def _share(values: Values, others: _Mask, rest: float) -> None:
-    """Share the rest of 1 among the other labels, bool [rows, labels], in place; then scale rows to a sum of 1."""
+def _share(values: Values, others: _Mask, remainder: float) -> None:
+    """Share the remainder of 1 among the other labels, bool [rows, labels], in place; then scale rows to 1."""
     parts = np.where(others, values, 0.0)
     sums = parts.sum(axis=1, keepdims=True)
     counts = others.sum(axis=1, keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
         shares = np.where(sums == 0, others / counts, parts / sums)
-    shared = np.where(others, rest * shares if rest else 0.0, 0.0)
+    shared = np.where(others, remainder * shares if remainder else 0.0, 0.0)
     values[:] = np.where(others, shared, values)
     with np.errstate(invalid="ignore", divide="ignore"):
         values /= values.sum(axis=1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Scores of values whose truth is known, with 95 % bootstrap intervals, in NumPy alone so that a run can use them.
+"""Score values whose truth is known, with 95 % bootstrap intervals, in NumPy alone so that a run can use it.
 
 ``analysis/metrics.py`` has the metrics by name and uses the same resamples.
 """
@@ -16,22 +16,18 @@ from ensemble.common.protocol import Activation
 from ensemble.merging.calibration import EPSILON
 
 LEVEL: Final = 0.95
-RESAMPLES: Final = 1_000
 # More rows than these are resampled in groups.
 MAX_GROUPS: Final = 8_192
-# Share of what can be gained over the prior that counts as no gain at all.
-_NO_GAIN = 0.01
 # Nats; rows that are all alike may seem to be so far from their own mean.
 _ROUNDING = 1e-9
 
 Values: TypeAlias = npt.NDArray[np.float64]
 Truth: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.float64]
-RowNumbers: TypeAlias = slice | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A number, or the difference of two, with its 95 % bootstrap interval; both ends are NaN if it has none."""
+    """Hold a number, or the difference of two, with its 95 % bootstrap interval; without one, both ends are NaN."""
 
     value: float
     low: float
@@ -49,7 +45,7 @@ class Interval:
 
 
 class Resamples:
-    """A thousand bootstrap resamples of rows, the same for all that is scored on them: differences are paired.
+    """Draw a thousand bootstrap resamples of rows, the same for all scores of these rows: differences are paired.
 
     Intervals are percentiles (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13). Up to
     8,192 rows are drawn one by one. More rows are dealt into as many random groups of like size, and groups are
@@ -66,14 +62,14 @@ class Resamples:
     @cached_property
     def _counts(self) -> npt.NDArray[np.uint16]:
         """Return how often each group is in each resample, [resamples, groups]."""
-        counts = np.zeros((RESAMPLES, self._groups), np.uint16)
+        counts = np.zeros((1_000, self._groups), np.uint16)
         for row in counts:
             row[:] = np.bincount(
                 self._generator.integers(0, self._groups, self._groups), minlength=self._groups
             )
         return counts
 
-    def by_group(self, rows: RowNumbers, columns: Values) -> Values:
+    def by_group(self, rows: slice | npt.NDArray[np.int64], columns: Values) -> Values:
         """Sum the columns of these rows, float64 [rows, columns], by group: [groups, columns]."""
         groups = self.group_of[rows]
         return np.stack([np.bincount(groups, column, self._groups) for column in columns.T], axis=1)
@@ -106,7 +102,7 @@ class Resamples:
 
 @dataclass(frozen=True)
 class Score:
-    """How good a member, or the ensemble, is in ``rows``; None for what says nothing of such values.
+    """Hold the score of a member, or of the ensemble, over ``rows``; None for metrics that such values do not have.
 
     ``log_loss`` is in nats per row, of labels that do not exclude each other the mean over labels, as ``rmse`` is.
     ``prior_log_loss`` is that of always predicting the labels' frequencies, ``above_prior`` the log loss minus it.
@@ -124,7 +120,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Gain:
-    """How much less the loss of the ensemble is than that of its best member on the same rows, on average.
+    """Hold by how much the ensemble's mean loss is below that of its best member on the same rows.
 
     ``low`` to ``high`` is the paired 95 % interval, None of a single row. It does not know that the best member was
     chosen on the same rows, nor of weights that were fitted on them.
@@ -140,7 +136,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class CascadeComparison:
-    """The ensemble with a member minus without it, on the rows that the member has: below 0 is a gain."""
+    """Compare the ensemble with and without a member on the rows that the member has: below 0 is a gain."""
 
     rows: int
     log_loss: float
@@ -152,7 +148,7 @@ class CascadeComparison:
 
 
 class Scoring:
-    """Log loss and accuracy of probabilities, or errors of regression, added up block by block.
+    """Add up log loss and accuracy of probabilities, or errors of regression, block by block.
 
     Args:
         truth: label numbers, int64 [rows], of exclusive labels; or float64 [rows, labels]: of these probabilities
@@ -198,9 +194,7 @@ class Scoring:
         """Return the score of all rows, once each was added; None if such values have none."""
         rows = len(self._truth)
         accuracy = self._hits / rows if self._activation == "softmax" else None
-        score = Score(
-            log_loss=None, accuracy=accuracy, rows=rows, prior_log_loss=None, no_better_than_prior=False
-        )
+        score = Score(None, accuracy, rows, prior_log_loss=None, no_better_than_prior=False)
         if not self._has_loss:
             return None if accuracy is None else score
         if self._activation == "none":
@@ -213,7 +207,8 @@ class Scoring:
         least = 0.0
         if self._truth.ndim > 1:
             least = float(row_losses(self._truth, self._truth.astype(np.float64), self._activation).mean())
-        is_no_better = prior - least > _ROUNDING and above_prior.low > (least - prior) * _NO_GAIN
+        # One per cent of what can be gained over the prior counts as no gain.
+        is_no_better = prior - least > _ROUNDING and above_prior.low > (least - prior) * 0.01
         return replace(
             score,
             log_loss=self.loss / rows,
@@ -246,7 +241,7 @@ class Scoring:
 
 
 class CascadeScoring:
-    """Adds up a ``CascadeComparison`` of probabilities block by block; arguments are as for ``Scoring``."""
+    """Add up a ``CascadeComparison`` of probabilities block by block; arguments are as for ``Scoring``."""
 
     def __init__(self, truth: Truth, activation: Activation, resamples: Resamples) -> None:
         self._truth = truth
@@ -298,9 +293,7 @@ def row_losses(truth: Truth, values: Values, activation: Activation = "softmax")
     scikit-learn does; with probabilities as truth the cross-entropy, -sum(truth * ln p). Others: the mean over
     labels of -truth * ln p - (1 - truth) * ln(1 - p).
 
-    Args:
-        truth: of these rows, label numbers (exclusive labels), or float64 [rows, labels].
-        values: float64 [rows, labels].
+    The truth is label numbers (exclusive labels), or like the values float64 [rows, labels].
     """
     if activation == "none":
         return np.asarray(np.square(values - truth).mean(axis=1))

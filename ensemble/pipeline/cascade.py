@@ -110,10 +110,8 @@ def expected_shares(
         values: of members that need no worker.
         folder: the directory of a run, of these rows or of others, such as a labelled sample.
         place: what messages call the directory; empty: its path.
-        is_named: the user has named the directory; otherwise predictions that are not by this config are left out.
-
-    Raises:
-        DataError: the user has named predictions that are not by this config, or were changed since.
+        is_named: the user has named the directory: predictions in it that are not by this config are a DataError;
+            otherwise they are left out.
     """
     place = place or f"in {shown_path(folder)}"
     deciders = {
@@ -167,11 +165,7 @@ def _expected_share(
 
 
 def _prediction_files(config: RunConfig, members: Iterable[str], folder: Path) -> dict[str, PredictionFile]:
-    """Return the predictions of members in a run's directory.
-
-    Raises:
-        DataError: they were made by other settings or other files, or were changed since.
-    """
+    """Return the predictions of members in a run's directory; a DataError says that they are not by this config."""
     rundir = RunDir(folder)
     paths = {name: rundir.predictions(name) for name in members if rundir.predictions(name).exists()}
     for path in paths.values():

@@ -29,11 +29,8 @@ SCHEME = 3
 class Fingerprint:
     """Hold everything that a member's probabilities depend on; each component is a digest in hexadecimal.
 
-    Devices, replicas, chunks, batches and the member's name are in none of them.
-
-    Attributes:
-        content: the member's files, by what they are, such as "weights" and "tokenizer".
-        rows: the ids, the columns that the member reads, and the files that these name.
+    Devices, replicas, chunks, batches and the member's name are in none of them. ``content`` has the member's files
+    by what they are, such as "weights"; ``rows`` is of ids, columns that are read, and files that these name.
     """
 
     settings: str
@@ -74,9 +71,6 @@ def member_fingerprint(
     """Return the fingerprint of a member's work; the table must still have its columns.
 
     With ``hash_weights`` every byte of the weights counts; switching it on or off counts as a change.
-
-    Raises:
-        CheckpointError: a file that the member is made of cannot be read.
     """
     inspected = prepared.inspected[member.name]
     files = files or FileDigests(prepared.config.hash_weights)
@@ -122,11 +116,8 @@ def settings_digests(config: RunConfig, model: MemberConfig) -> dict[str, str]:
 def changed_members(config: RunConfig, names: Collection[str], run_dir: Path) -> dict[str, list[str]]:
     """Return what has changed of each member since its predictions in a run's directory were made.
 
-    These are keys of the config, and what files hold, such as "weights".  Files that are not on this machine are
-    not compared, nor are the rows, as the run may be of a sample.
-
-    Raises:
-        EnsembleError: a member's file cannot be read.
+    These are keys of the config, and what files hold, such as "weights". Files that are not on this machine are not
+    compared, nor are the rows, as the run may be of a sample.
     """
     rundir, files = RunDir(run_dir), FileDigests(config.hash_weights)
     columns = OutputColumns(config.data.id_column, config.labels, config.data.path.parent)
@@ -162,11 +153,12 @@ def _settings(prepared: Prepared, member: MemberPlan, view: ViewConfig | None) -
     swap = None
     if view is not None:
         model, swap = model.as_view(view), view.swap
-    settings = {
+    settings: dict[str, object] = {
         **member_kind(model).fingerprint(inspected, member.placement),
         "task_type": model.task_type,
         "seed": config.seed,
         "csv": [config.data.id_column, *config.labels],
-        **({} if swap is None else {"swap": [sorted(swap.columns), sorted(swap.labels or ())]}),
     }
+    if swap is not None:
+        settings["swap"] = [sorted(swap.columns), sorted(swap.labels or ())]
     return digest_of(settings)

@@ -18,11 +18,6 @@ def load(
     environ: Mapping[str, str] | None = None,
     texts: Sequence[str] | None = None,
 ) -> LoadedConfig:
-    """Read and check a config of one source or several, see ``load_config``.
-
-    Raises:
-        ConfigError: with every problem.
-    """
-    methods, kinds = SettingsByName(lambda: METHODS), SettingsByName(lambda: KINDS)
+    """Read and check a config of one source or several; see ``load_config``."""
     source_list = [sources] if isinstance(sources, Path) else sources
-    return load_config(source_list, overrides, methods, kinds, environ, texts)
+    return load_config(source_list, overrides, SettingsByName(METHODS), SettingsByName(KINDS), environ, texts)

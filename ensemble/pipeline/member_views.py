@@ -14,18 +14,13 @@ from ensemble.members.base import MemberKind
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.checks import Problems
 
-_RENDERED_ROWS = 5
-
 
 @dataclass(frozen=True)
 class MemberView:
     """Show a member its rows; a member without views has a single view, which shows rows as they are.
 
-    Attributes:
-        key: the view's place in the config.
-        title: its name in messages.
-        swap: by column, the column whose cells the view shows instead.
-        columns: the columns that the member reads.
+    ``key`` is the view's place in the config, ``title`` its name in messages; ``swap`` has, by column, the column
+    whose cells the view shows instead.
     """
 
     member: str
@@ -113,7 +108,7 @@ def first_texts(views: Iterable[MemberView], table: InputTable, problems: Proble
             continue
         if view.template is None:
             continue
-        for number, row in enumerate(table.head(_RENDERED_ROWS)):
+        for number, row in enumerate(table.head(5)):
             try:
                 texts.setdefault(view.title, view.template.render(view.shown(row)))
             except TemplateProblem as error:

@@ -72,9 +72,6 @@ def file_columns(
         columns: the labels; none: all columns except the ids, which must then be the same in every file.
         truth_column: has the true labels; a file may have it beside its predictions.
         choose: the option that chooses columns, for messages.
-
-    Raises:
-        DataError: files cannot be read or lack columns, or have different labels; it lists all such files.
     """
     headers: dict[str, tuple[str, ...]] = {}
     ids: dict[str, str] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -23,7 +23,7 @@ from ensemble.common.host import cpu_products
 from ensemble.common.packages import unsupported
 from ensemble.common.text import plural, quoted, similar_file
 from ensemble.config import LoadedConfig, RunConfig
-from ensemble.data.conditions import ConditionProblem, compile_condition, rows_that_meet
+from ensemble.data.conditions import compile_condition, rows_that_meet
 from ensemble.data.predictions_csv import PredictionFile
 from ensemble.data.row_files import FileCells
 from ensemble.data.submission import Sample, read_sample
@@ -70,10 +70,7 @@ class _Members:
 
 
 def prepare(
-    loaded: LoadedConfig,
-    must_fit: bool = True,
-    predictions_in: Path | None = None,
-    is_for_run: bool = False,
+    loaded: LoadedConfig, must_fit: bool = True, predictions_in: Path | None = None, is_for_run: bool = False
 ) -> Prepared:
     """Check a run: go through the stages, and raise the problems of all of them together.
 
@@ -121,7 +118,7 @@ def prepare(
             previews = first_texts(members.views, table, problems)
             if conditions and len(conditions) == len(config.rules or ()):
                 with problems.at():
-                    rules = _find_rule_rows(loaded, table, conditions, members.inspected)
+                    rules = _find_rule_rows(loaded, table, conditions, members.inspected, problems)
                 table = table.only(needs.columns)
             values, warnings = _read_predictions(config, members, table, problems)
             warnings += _look_for_files(members, table, problems)
@@ -165,7 +162,11 @@ def prepare(
         warnings=(
             *devices.warnings,
             *(text for inspection in members.inspected.values() for text in inspection.warnings),
-            *_kind_warnings(members),
+            *(
+                f"models[{index}].{text}"
+                for index, (name, kind) in enumerate(members.kinds.items())
+                for text in kind.warnings(members.inspected[name])
+            ),
             *warnings,
             *worker_warnings(plan),
             *run_warnings(loaded, members.inspected, table, rules, names),
@@ -183,11 +184,6 @@ def prepare(
         files=members.files,
         nodes=nodes,
     )
-
-
-def _kind_warnings(members: _Members) -> Iterator[str]:
-    for index, (name, kind) in enumerate(members.kinds.items()):
-        yield from (f"models[{index}].{text}" for text in kind.warnings(members.inspected[name]))
 
 
 def _inspect_members(config: RunConfig, problems: Problems) -> _Members:
@@ -266,12 +262,13 @@ def _find_rule_rows(
     table: InputTable,
     conditions: Mapping[int, PromptTemplate],
     inspected: Mapping[str, Inspection],
+    problems: Problems,
 ) -> RowRules:
     """Return the rules with the rows that they are for, if each row keeps a label."""
-    try:
-        rows = rows_that_meet(table, list(conditions.values()))
-    except ConditionProblem as problem:
-        raise DataError(f"{rule_key(loaded, problem.condition)}: {problem}") from None
+    rows = np.zeros((len(conditions), table.rows), dtype=np.bool_)
+    for number, condition in conditions.items():
+        with problems.at(rule_key(loaded, number)):
+            rows[number] = rows_that_meet(table, condition)
     rules = RowRules(loaded.config.rules or (), loaded.config.labels, rows)
     if not is_exclusive(inspected):
         return rules
@@ -329,19 +326,21 @@ def _look_for_files(members: _Members, table: InputTable, problems: Problems) ->
         if name not in members.files:
             continue
         cells = members.files[name]
-        looked = table.look_for_files(cells)
-        if not looked.missing:
+        checked, missing = table.look_for_files(cells)
+        if not missing:
             continue
-        number, path = looked.missing[0]
+        number, path = missing[0]
         place = f"row {number + 1:,} (id {quoted(table.ids[number].as_py())})"
-        what = f"its cell in {quoted(cells.column)} is empty" if path is None else f"no such file: {path}"
-        count = f"{len(looked.missing):,} of {plural(looked.rows, 'file')} looked at are missing"
+        reason = f"no such file: {path}"
+        if path is None:
+            reason = f"its cell in {quoted(cells.column)} is empty"
+        count = f"{len(missing):,} of {plural(checked, 'file')} looked at are missing"
         text = f"models[{index}].{cells.key}: {count}"
-        if len(looked.missing) < looked.rows:
-            warnings.append(f"{text}, the first in {place}: {what}")
+        if len(missing) < checked:
+            warnings.append(f"{text}, the first in {place}: {reason}")
         else:
             similar = "" if path is None else similar_file(path)
-            problems.add([f"{text}; {place}: {what}{similar}; {cells.advice}"], DataError)
+            problems.add([f"{text}; {place}: {reason}{similar}; {cells.advice}"], DataError)
     return warnings
 
 
@@ -369,11 +368,7 @@ def nodes_of(config: RunConfig, inspected: Mapping[str, Any], launcher: Launcher
 def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Prepared:
     """Return the same run with other rows of the same columns, without submission and rules.
 
-    Args:
-        loaded: may lack members of ``prepared``, and differ from it in what changes neither members nor devices.
-
-    Raises:
-        EnsembleError: a member fits on no device with these rows.
+    ``loaded`` may lack members of ``prepared``, and differ from it in what changes neither members nor devices.
     """
     facts = _member_facts(loaded.config, prepared.inspected, prepared.columns, table, prepared.shares)
     plan = _plan(loaded.config, facts, prepared.plan.gpus, prepared.inventory.hosts, prepared.launcher)

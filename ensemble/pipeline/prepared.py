@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,12 +85,16 @@ class Prepared:
 
 
 def merged_activation(inspected: Mapping[str, Inspection]) -> Activation:
-    """Return the activation of the merged values: exclusive probabilities only if each member gives these."""
-    activations = {inspection.activation for inspection in inspected.values()}
-    for activation in ("none", "sigmoid"):
-        if activation in activations:
-            return activation
-    return "softmax"
+    """Return the activation of the merged values; see ``common_activation``."""
+    return common_activation(inspection.activation for inspection in inspected.values())
+
+
+def common_activation(activations: Iterable[Activation]) -> Activation:
+    """Return what members are together: "softmax" only if each one is, "none" if any is."""
+    present = set(activations)
+    if "none" in present:
+        return "none"
+    return "sigmoid" if "sigmoid" in present else "softmax"
 
 
 def is_exclusive(inspected: Mapping[str, Inspection]) -> bool:

@@ -22,8 +22,6 @@ from ensemble.pipeline.run_report import RunReport
 DIGEST: Final = "ensemble-digest"  # the name of the page's <meta>
 # Under a time limit, the page is not begun if less time is left.
 MIN_SECONDS: Final = 12.0
-# Under a time limit, for the end of the process and of the run.
-_MARGIN_SECONDS = 2.0
 # Of a process that hangs: several times what it takes for millions of rows on a slow machine.
 _MAX_SECONDS = 600.0
 _POLL_SECONDS = 0.05
@@ -65,7 +63,7 @@ def write_page(
         is_stopped: returns whether a signal has come; then only the writing of the page ends.
 
     Returns:
-        the page; None if it was not written.  If the config asks for a page, ``say`` gets the reason.
+        the page; None if it was not written, for which ``say`` gets the reason.
     """
     page = rundir.report_page
     if f'name="{DIGEST}" content="{page_digest(report)}"'.encode() in head(page):
@@ -78,7 +76,8 @@ def write_page(
         why = "time_limit leaves no time for it"
     else:
         say("the report is being written")
-        why = _write(rundir, min(_MAX_SECONDS, seconds_left - _MARGIN_SECONDS), is_stopped)
+        # Two seconds are for the end of the process and of the run.
+        why = _write(rundir, min(_MAX_SECONDS, seconds_left - 2), is_stopped)
     if not why:
         return page
     log.warning("the report was not written: %s", why)

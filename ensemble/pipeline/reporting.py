@@ -7,7 +7,6 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Literal
 
 from ensemble.common.clock import boot_seconds
@@ -41,12 +40,10 @@ from ensemble.scheduling.state import MemberState
 
 @dataclass
 class RunState:
-    """Hold the current state of a run, and make its report.
+    """Hold the current state of a run, which ``began`` by ``boot_seconds``, and make its report.
 
     Attributes:
-        began: the run's start, by ``boot_seconds``.
         works: by member name; empty until the work of earlier runs is looked up.
-        pool: None before workers can start.
         left_out: the failures of members that were left out of the merge.
     """
 
@@ -69,6 +66,8 @@ class RunState:
         loaded, libc = prepared.loaded, "".join(platform.libc_ver())
         names = [model.name for model in prepared.config.models]
         gpus = self.pool.seen if self.pool else prepared.plan.gpus
+        files = dict(results.files)  # a copy, because another thread may be finishing a member
+        predictions = [title for title in map(predictions_title, names) if title in files]
         report = RunReport(
             status=status,
             pid=os.getpid(),
@@ -98,8 +97,7 @@ class RunState:
             ensemble=prepared.config.ensemble.model_dump(mode="json", exclude_none=True),
             rules=self._rules(),
             warnings=tuple(prepared.warnings),
-            # A copy, because another thread may be finishing a member.
-            files=_members_first(dict(results.files), names),
+            files={title: str(files[title].absolute()) for title in dict.fromkeys([*predictions, *files])},
             config=loaded.text,
             config_files=tuple(map(str, loaded.paths)),
             overrides=tuple(loaded.overrides),
@@ -154,7 +152,7 @@ class RunState:
         views = model.counted_views
         # If an earlier run completed the member, the report shows the workers of that run.
         is_reused = work.is_complete and not state.workers
-        workers = work.workers if is_reused else worker_reports(state)
+        workers = work.workers if is_reused else tuple(map(_worker_report, state.workers))
         status: Literal["failed", "complete", "unfinished"] = "complete" if state.finished else "unfinished"
         if state.failure:
             status = "failed"
@@ -225,10 +223,6 @@ def _versions(members: Sequence[MemberState]) -> dict[str, str]:
     return versions
 
 
-def worker_reports(state: MemberState) -> tuple[WorkerReport, ...]:
-    return tuple(map(_worker_report, state.workers))
-
-
 def _worker_report(worker: WorkerRecord) -> WorkerReport:
     """Copy records to the fields of the same names; None if the worker did not get so far."""
     facts: dict[str, Any] = {"notes": ()}
@@ -241,12 +235,6 @@ def _worker_report(worker: WorkerRecord) -> WorkerReport:
     facts["log"] = worker.log_path
     fields: dict[str, Any] = {name: facts.get(name) for name in WorkerReport.__dataclass_fields__}
     return WorkerReport(**fields)
-
-
-def _members_first(files: dict[str, Path], names: Sequence[str]) -> dict[str, str]:
-    """Return the absolute paths of results, the members' first, in the order of ``names``."""
-    predictions = [title for title in map(predictions_title, names) if title in files]
-    return {title: str(files[title].absolute()) for title in dict.fromkeys([*predictions, *files])}
 
 
 def _memory_forecast(plan: MemberPlan, workers: Sequence[WorkerReport]) -> MemoryForecast | None:

@@ -21,7 +21,6 @@ from ensemble.common.errors import MergeError
 from ensemble.common.files import atomic_path
 from ensemble.common.shards import file_sha256
 from ensemble.common.text import plural
-from ensemble.config import MemberConfig
 from ensemble.config.schema import FittingConfig
 from ensemble.data.csv_file import write_csv
 from ensemble.data.digests import truth_sha256
@@ -35,13 +34,7 @@ from ensemble.merging.row_checks import RowCheck
 from ensemble.merging.scoring import CascadeComparison, CascadeScoring, Gain, Resamples, Score, Scoring
 from ensemble.pipeline.prepare import given_predictions
 from ensemble.pipeline.prepared import Prepared
-from ensemble.pipeline.resume import (
-    MemberWork,
-    demand_unchanged,
-    mean_of_views,
-    values_of,
-    write_manifest,
-)
+from ensemble.pipeline.resume import MemberWork, demand_unchanged, mean_of_views, values_of, write_manifest
 from ensemble.pipeline.reuse import write_bits
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import Computation
@@ -86,8 +79,7 @@ class Results:
 class ResultWriter:
     """Write a run's results, and their counts and scores into ``results``.
 
-    Attributes:
-        rows_of: returns the rows that a member is to have, bool [rows]; None: all.
+    ``rows_of`` returns the rows that a member is to have, bool [rows]; None: all.
     """
 
     def __init__(
@@ -103,12 +95,9 @@ class ResultWriter:
         self.results = results
 
     def write_predictions(self, state: MemberState, computed: Computation | None = None) -> None:
-        """Gather a finished member's shards into its CSV, and write its manifest.
+        """Gather a finished member's shards into its CSV, and write its manifest, with what this run ``computed``.
 
         Rows that could not be computed get equal probabilities.
-
-        Args:
-            computed: what this run computed rows with.
 
         Raises:
             MergeError: a row is missing, or the checkpoint's files changed since the run began.
@@ -123,7 +112,7 @@ class ResultWriter:
         if not work.is_complete:
             work.bad_rows = work.bad_rows_of_views(state.bad_rows)
             views = [values_of(self._rundir, view, len(self._labels)) for view in work.views]
-            mean = mean_of_views(views, _weights(state.plan.model))
+            mean = mean_of_views(views, [view.weight for view in state.plan.model.counted_views])
             # From an earlier run, a view can have more rows than its member is to have now.
             mean[np.isnan(views).any(axis=(0, 2))] = np.nan
             self._complete(work, mean, computed)
@@ -171,9 +160,6 @@ class ResultWriter:
         """Merge the members' values, finished or not, score them if the truth is known, and write the files.
 
         A row that some of them did not reach is merged from the others; one that none reached is filled in.
-
-        Raises:
-            MergeError: the CSVs do not fit together, or rows are missing.
         """
         prepared, config, results = self._prepared, self._config, self.results
         # A first submission may have left some.
@@ -309,7 +295,7 @@ class ResultWriter:
                 is_partial = is_present.any(axis=0) & ~is_present.all(axis=0)
                 self.results.view_rows[name] = tuple(is_present.sum(axis=1).tolist())
                 self.results.partial_rows[name] = int(is_partial.sum())
-            values = mean_of_views(parts, _weights(state.plan.model))
+            values = mean_of_views(parts, [view.weight for view in state.plan.model.counted_views])
         if selected is not None:
             values[~selected] = np.nan
         return values
@@ -322,11 +308,7 @@ class ResultWriter:
             rules.apply(start, values, rules.are_exclusive(self._prepared.activation, method), only)
 
     def _fill(self, all_values: _Values) -> int:
-        """Fill in the rows that hold NaN under a time limit, by the config's ``fill``, and return how many.
-
-        Raises:
-            MergeError: there is no time limit, and such rows.
-        """
+        """Fill in the rows that hold NaN, and return how many; without a time limit they are an error."""
         table, sample = self._prepared.table, self._prepared.sample
         is_empty = np.isnan(all_values[:, 0])
         if not is_empty.any():
@@ -346,10 +328,6 @@ class ResultWriter:
         return filled
 
 
-def _weights(model: MemberConfig) -> list[float]:
-    return [view.weight for view in model.counted_views]
-
-
 def _gain_over_best(scoring: Scoring, members: Sequence[MergedMember]) -> Gain | None:
     """Return the gain over the member with the least loss; None if there are no members."""
     scorings = [(member.ruled or member.scoring, member.name) for member in members]
@@ -361,17 +339,12 @@ def _gain_over_best(scoring: Scoring, members: Sequence[MergedMember]) -> Gain |
 
 
 def fill_rows(
-    values: _Values,
-    rule: Literal["uniform", "prior", "sample"],
-    sample_values: _Values | None,
-    even: float,
+    values: _Values, rule: Literal["uniform", "prior", "sample"], sample_values: _Values | None, even: float
 ) -> int:
     """Fill the rows that hold NaN, in place, and return how many; the others stay as they are, bit for bit.
 
-    Args:
-        values: float64 [rows, labels].
-        rule: ``uniform``: ``even`` in each column; ``prior``: the mean of the other rows, ``even`` if there are
-            none; ``sample``: the row of ``sample_values``, [rows, labels].
+    ``uniform`` gives ``even`` in each column, ``prior`` the mean of the other rows (``even`` if there are none),
+    ``sample`` the row of ``sample_values``; values are float64 [rows, labels].
     """
     is_empty = np.isnan(values).any(axis=1)
     if rule == "sample" and sample_values is not None:

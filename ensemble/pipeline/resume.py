@@ -21,13 +21,13 @@ from ensemble.common.digests import FileDigest, FileDigests
 from ensemble.common.errors import CheckpointError, ConfigError, DataError, MergeError
 from ensemble.common.files import changed_files, changed_text, read_json, write_text
 from ensemble.common.shards import (
+    BAD_ROWS_FILE,
+    CPU_CHOICE_FILE,
+    ROOMS_FILE,
+    ROWS_FILE,
     bad_rows_in,
-    bad_rows_path,
-    cpu_choice_path,
     gather_shards,
     read_shard,
-    rooms_path,
-    rows_path,
     rows_with_reasons,
     shard_table,
     shards_in,
@@ -63,10 +63,8 @@ class MemberWork:
         is_done: bool [rows], the rows whose probabilities are in shards or in the complete predictions.
         bad_rows: the reason of each table row that could not be computed.
         is_complete: whether the predictions and their manifest exist, and are what this run would write.
-        workers: the member's workers in the previous run.
-        computed_before: what each earlier run computed rows with, the oldest run first.
+        workers: those of the previous run; ``computed_before`` is of all earlier runs, the oldest first.
         why_again: why existing predictions do not count, in words; empty without predictions.
-        files: the member's files at the start of the run, by absolute path.
         row_digests: of the table's rows, [rows, 2]; None if no worker computes them, and for a mean of views.
         rows_taken: the number of rows taken over from other work, by the path of that work.
         views: the work of each view, if the member has several; their weighted mean gives this work's predictions.
@@ -136,7 +134,7 @@ class MemberWork:
         self.shards_dir.mkdir(parents=True, exist_ok=True)
         for view in self.views:
             view.make_shards_dir()
-        path = rows_path(self.shards_dir)
+        path = self.shards_dir / ROWS_FILE
         if self.row_digests is not None and EarlierWork.at(path) is None:
             write_row_file(path, self.fingerprint, self.row_digests)
 
@@ -246,11 +244,8 @@ def find_work(
 ) -> MemberWork:
     """Return the work of a member from files with its name: complete predictions of all rows, or else shards.
 
-    Shards whose content does not match their names are removed.
-
-    Args:
-        keeps_bad_rows: whether rows that could not be computed count as done; otherwise they run again.
-        folder: of the shards; None: the folder for the member and the fingerprint.
+    Shards whose content does not match their names are removed. With ``keeps_bad_rows``, rows that could not be
+    computed count as done; otherwise they run again. ``folder`` is that of the shards, if not the usual one.
     """
     folder = folder or rundir.shards_dir(member, fingerprint.digest)
     work = MemberWork(member, fingerprint, folder, is_done=np.zeros(rows, dtype=np.bool_))
@@ -370,17 +365,13 @@ def demand_unchanged(prepared: Prepared, model: MemberConfig, work: MemberWork) 
 
 def write_bad_rows(work: MemberWork, bad_rows: Mapping[int, str]) -> None:
     document = dict(sorted(bad_rows.items()))
-    write_text(bad_rows_path(work.shards_dir), json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    write_text(work.shards_dir / BAD_ROWS_FILE, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_manifest(
     rundir: RunDir, work: MemberWork, sha256: str, computed: Computation | None = None
 ) -> None:
-    """Write what a member's predictions were made of, with bad rows by their positions in the predictions.
-
-    Args:
-        computed: what this run computed rows with; None if it computed none.
-    """
+    """Write what a member's predictions were made of, with bad rows by their positions in the predictions."""
     is_present = work.is_done
     positions = np.cumsum(is_present) - 1
     document: dict[str, object] = {
@@ -405,7 +396,7 @@ def write_manifest(
 def kept_cpu_choices(works: Mapping[str, MemberWork]) -> dict[str, CpuChoice]:
     """Return the CPU choices of earlier runs for incomplete members; other threads can change last digits."""
     documents = {
-        name: read_json(cpu_choice_path(work.shards_dir))
+        name: read_json(work.shards_dir / CPU_CHOICE_FILE)
         for name, work in works.items()
         if not work.is_complete
     }
@@ -415,14 +406,14 @@ def kept_cpu_choices(works: Mapping[str, MemberWork]) -> dict[str, CpuChoice]:
 def keep_cpu_choice(shards_dir: Path, member: MemberPlan) -> None:
     """Write this run's choice for a member on the CPU."""
     choice = CpuChoice(threads=_threads(member), workers=member.replicas)
-    write_text(cpu_choice_path(shards_dir), json.dumps(asdict(choice)) + "\n")
+    write_text(shards_dir / CPU_CHOICE_FILE, json.dumps(asdict(choice)) + "\n")
 
 
 def kept_batches(shards_dir: Path) -> BatchRecord:
     """Return how earlier runs made a member's batches, as far as they have chosen it."""
     rooms = {
         devices: room
-        for devices, room in read_json(rooms_path(shards_dir)).items()
+        for devices, room in read_json(shards_dir / ROOMS_FILE).items()
         if isinstance(room, int) and room > 0
     }
     return BatchRecord(rooms, starts_in_float32(shards_dir))
@@ -430,7 +421,7 @@ def kept_batches(shards_dir: Path) -> BatchRecord:
 
 def keep_rooms(shards_dir: Path, batches: BatchRecord) -> None:
     """Write how much memory a member's batches may take."""
-    write_text(rooms_path(shards_dir), json.dumps(dict(batches.rooms), indent=2) + "\n")
+    write_text(shards_dir / ROOMS_FILE, json.dumps(dict(batches.rooms), indent=2) + "\n")
 
 
 def changed_cpu_choices(plan: Plan, kept: Mapping[str, CpuChoice]) -> Iterator[str]:

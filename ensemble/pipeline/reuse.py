@@ -34,10 +34,8 @@ _ROWS_PER_SHARD = 1 << 17
 class EarlierWork:
     """Hold the work of a member on some rows of a table, as its file of row digests describes it.
 
-    Attributes:
-        path: the file: ``<member>.rows`` beside predictions, or ``rows.bin`` in a folder of shards.
-        rows: how many.
-        location: the path of its values: within the run directory, or absolute if that is another run's.
+    ``path`` is that file: ``<member>.rows`` beside predictions, or ``rows.bin`` in a folder of shards. ``location``
+    is the path of the values: within the run directory, or absolute if that is another run's.
     """
 
     path: Path

@@ -16,16 +16,10 @@ import numpy as np
 
 from ensemble.common.clock import Watch, boot_seconds
 from ensemble.common.errors import RESUMES, EnsembleError, Interrupted, WriteError
-from ensemble.common.files import (
-    atomic_path,
-    file_state,
-    remove_temporary_files,
-    sync_directory,
-    write_text,
-)
+from ensemble.common.files import atomic_path, file_state, remove_temporary_files, sync_directory, write_text
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import CommonSpec, Start, ViewSpec, WorkerSpec
-from ensemble.common.shards import cache_path, order_path
+from ensemble.common.shards import CACHE_FOLDER, ORDER_FILE
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
 from ensemble.members.registry import member_kind
@@ -59,11 +53,6 @@ from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
 from ensemble.scheduling.state import MemberState
 
-# A running run writes its report this often, and at most during this share of the time, as it is large if there are
-# hundreds of workers.
-_REPORT_SECONDS = 5.0
-_REPORT_SHARE = 0.05
-
 
 def run(
     loaded: LoadedConfig,
@@ -80,7 +69,6 @@ def run(
 
     Args:
         elapsed_seconds: how much of ``time_limit`` has passed already.
-        owns_process: see :func:`heed_signals`.
         reuse: the directory of another run, from which equal rows of the same members are taken over.
 
     Raises:
@@ -99,17 +87,9 @@ def run(
 
 
 def run_prepared(
-    prepared: Prepared,
-    display: Display,
-    fresh: bool,
-    began: float,
-    owns_process: bool = True,
+    prepared: Prepared, display: Display, fresh: bool, began: float, owns_process: bool = True
 ) -> RunReport:
-    """Run what has passed the checks, as :func:`run` does, and close its launcher.
-
-    Args:
-        began: when it began, by ``boot_seconds``.
-    """
+    """Run what has passed the checks, and close its launcher; the run ``began`` by ``boot_seconds``."""
     config, rundir = prepared.config, RunDir(prepared.config.output_dir)
     target = None if config.submission is None else config.submission.path
     try:
@@ -212,7 +192,7 @@ class _Run(RunState):
                 continue
             work = self.works[member.name]
             work.make_shards_dir()
-            with atomic_path(order_path(work.shards_dir)) as temporary, temporary.open("wb") as file:
+            with atomic_path(work.shards_dir / ORDER_FILE) as temporary, temporary.open("wb") as file:
                 np.save(file, member.order)
             if not member.gpus and self._config.launcher == "local":
                 keep_cpu_choice(work.shards_dir, member)
@@ -258,11 +238,10 @@ class _Run(RunState):
     def _take_over_cpu_choices(self) -> None:
         """Plan members on the CPU as the run began with them; nodes of a cluster have their own cores."""
         choices = kept_cpu_choices(self.works) if self._config.launcher == "local" else {}
-        if choices:
-            plan = self.prepared.plan
-            self.prepared = replace(self.prepared, plan=plan.again(plan.gpus, choices))
-            for text in changed_cpu_choices(self.prepared.plan, choices):
-                self.say(text)
+        plan = self.prepared.plan.again(self.prepared.plan.gpus, choices) if choices else self.prepared.plan
+        self.prepared = replace(self.prepared, plan=plan)
+        for text in changed_cpu_choices(plan, choices):
+            self.say(text)
 
     def _plan_what_is_left(self) -> None:
         """Reduce the plan to the chunks that are left to do."""
@@ -398,7 +377,7 @@ class _Run(RunState):
 
     def on_finished(self, state: MemberState) -> None:
         """Write the predictions of a member that has all of its rows."""
-        shutil.rmtree(cache_path(self.works[state.plan.name].shards_dir), ignore_errors=True)
+        shutil.rmtree(self.works[state.plan.name].shards_dir / CACHE_FOLDER, ignore_errors=True)
         self._writer.write_predictions(state, self.computation(state))
 
     def on_ended(self, state: MemberState) -> None:
@@ -421,7 +400,8 @@ class _Run(RunState):
             with contextlib.suppress(WriteError):  # a full disk ends the run when a result cannot be written
                 self.report("running").write(self._rundir.run_json)
             now = boot_seconds()
-            self._report_due = now + max(_REPORT_SECONDS, (now - began) / _REPORT_SHARE)
+            # At most 5 % of the time is for reports, which are large if there are hundreds of workers.
+            self._report_due = now + max(5.0, 20 * (now - began))
         self._signals.check()
 
     def _merge(self) -> None:
@@ -487,7 +467,7 @@ def worker_spec(
         memory_limit_bytes=memory_limit,
         seed=config.seed,
         table_path=str(rundir.table.resolve()),
-        order_path=str(order_path(shards_dir).resolve()),
+        order_path=str((shards_dir / ORDER_FILE).resolve()),
         shards_dir=str(shards_dir.resolve()),
         files={path: seen.state for path, seen in work.files.items()},
         views=tuple(

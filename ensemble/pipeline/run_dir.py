@@ -44,7 +44,6 @@ _MADE_BY_RUNS = re.compile(
     rb'|\{\s*"status": "\w+",\s*"pid": \d+,\s*"versions": \{\s*"ensemble": "'
     rb'|\{\s*"fingerprint": \{\s*"scheme": \d+,\s*"settings": "[0-9a-f]{64}"'
 )
-_HEAD_BYTES = 4_096
 
 
 class RunDir:
@@ -209,8 +208,7 @@ def holder(rundir: RunDir) -> str | None:
 def hold(rundir: RunDir) -> Iterator[IO[str]]:
     """Lock the directory for this process; the kernel releases the lock when the process ends, however it ends.
 
-    Raises:
-        OutputInUse: another run holds it; the message names its process.
+    If another run holds it, an OutputInUse names its process.
     """
     with _open_lock(rundir, os.O_RDWR | os.O_CREAT, "r+") as lock:
         try:
@@ -276,7 +274,7 @@ def head(path: Path) -> bytes:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
     with contextlib.suppress(OSError), open(path, "rb", 0, opener=opener) as file:
-        return file.read(_HEAD_BYTES) or b""
+        return file.read(4_096) or b""
     return b""
 
 

@@ -329,11 +329,9 @@ def computations_of(manifest: Mapping[str, object]) -> tuple[Computation, ...]:
 def measured_speeds(
     report: RunReport, gpu_names: Sequence[str], computed_as: Mapping[str, str]
 ) -> dict[str, Speed]:
-    """Return speeds by member name from the report of an earlier run.
+    """Return speeds by member name from the report of an earlier run on GPUs of these names.
 
-    Args:
-        gpu_names: of the GPUs that there are now; a run on other kinds has no speeds for them.
-        computed_as: ``MemberConfig.computed_as`` by member name; a member that was computed otherwise is left out.
+    Members whose ``computed_as`` (see ``MemberConfig``) is another one are left out.
     """
     if {gpu.name for gpu in report.devices if gpu.is_gpu} != set(gpu_names):
         return {}

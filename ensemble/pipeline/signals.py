@@ -57,8 +57,7 @@ class Signals:
 def heed_signals(owns_process: bool = True) -> Iterator[Signals]:
     """Handle signals in the block, except those that this process was started to ignore.
 
-    Args:
-        owns_process: False in another program, such as a notebook; then a second signal does not end the process.
+    Unless this program ``owns_process``, as in a notebook, a second signal does not end the process.
     """
     handlers = {number: signal.getsignal(number) for number in _HANDLED}
     ignored = [number for number in _MAY_BE_IGNORED if handlers[number] is signal.SIG_IGN]

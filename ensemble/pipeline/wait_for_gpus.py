@@ -13,9 +13,6 @@ from ensemble.planning.placement import together
 from ensemble.planning.plan import MemberPlan, Plan
 from ensemble.scheduling.launchers.base import Launcher
 
-_POLL_SECONDS = 1.0
-_SECONDS_BETWEEN_MESSAGES = 30.0
-
 
 def held_texts(devices: Sequence[Device]) -> Iterator[str]:
     """Yield a sentence for each GPU of which others use a good part."""
@@ -36,21 +33,20 @@ def wait_for_gpu_memory(
 ) -> Plan:
     """Wait until every member has the GPU memory that it needs, or the time is over, and return the plan.
 
-    Raises:
-        DeviceError: a member has no GPU to run on, even now.
+    A member that has no GPU to run on even then is a DeviceError.
     """
     wait_seconds = max(0.0, min(plan.config.wait_for_gpu, max_seconds))
     now = began = time.monotonic()
     message_due = began
     while any(member.placement.held for member in plan.members) and now - began < wait_seconds:
         if now >= message_due:
-            message_due = now + _SECONDS_BETWEEN_MESSAGES
+            message_due = now + 30
             awaited = {uuid for member in plan.members for uuid in member.placement.held}
             for device in plan.gpus:
                 if device.uuid in awaited:
-                    left = wait_seconds - (now - began)
-                    say(f"{_held_text(device)}; waiting up to {left:,.0f} s more for it")
-        time.sleep(min(_POLL_SECONDS, wait_seconds))
+                    seconds_left = wait_seconds - (now - began)
+                    say(f"{_held_text(device)}; waiting up to {seconds_left:,.0f} s more for it")
+        time.sleep(min(1.0, wait_seconds))
         gpus = launcher.current(plan.gpus)
         if gpus != tuple(plan.gpus):
             plan = plan.again(gpus)

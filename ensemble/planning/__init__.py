@@ -1,1 +1,1 @@
-"""What a run will take and where it goes, before anything loads."""
+"""Plan what a run takes and where it runs, before anything loads."""

@@ -1,4 +1,4 @@
-"""PURE: the rows that a member with ``when`` computes.
+"""Select the rows that a member with ``when`` computes. PURE.
 
 A row is selected where the mean of the members before is unsure.  That depends on these members' values alone:
 neither chunks nor time nor an earlier run change it.
@@ -31,8 +31,8 @@ def when_text(when: Mapping[str, float]) -> str:
     ((rule, number),) = when.items()
     if rule == "share":
         return f"only on the {100 * number:g} % of the rows of which the members before it are least certain"
-    what = f"a margin below {number:g}" if rule == "margin_below" else f"an entropy above {number:g} nats"
-    return f"only on rows where the mean of the members before it has {what}"
+    limit = f"a margin below {number:g}" if rule == "margin_below" else f"an entropy above {number:g} nats"
+    return f"only on rows where the mean of the members before it has {limit}"
 
 
 def margins(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -54,9 +54,7 @@ def doubts(rule: str, mean: npt.NDArray[np.float64], is_exclusive: bool) -> Doub
     of 1.  Independent labels are each a choice between p and 1 - p: the margin is that of the closest label, and
     the entropies add up.
 
-    Args:
-        rule: the key of ``when``.
-        mean: float64 [rows, labels], probabilities; NaN in rows that no member has.
+    ``mean`` holds probabilities, float64 [rows, labels]; NaN in rows that no member has.
     """
     if rule == "entropy_above":
         if is_exclusive:
@@ -77,12 +75,8 @@ def doubts(rule: str, mean: npt.NDArray[np.float64], is_exclusive: bool) -> Doub
 def select_rows(when: Mapping[str, float], doubt: Doubts) -> npt.NDArray[np.bool_]:
     """Return which rows are computed, bool [rows].
 
-    Rows that no member has are always selected.  If rows are equally certain, ``share`` takes those that come first
+    Rows that no member has are always selected. If rows are equally certain, ``share`` takes those that come first
     in the table.
-
-    Args:
-        when: one rule with its number.
-        doubt: of all rows of the table.
     """
     ((rule, number),) = when.items()
     if rule == "share":

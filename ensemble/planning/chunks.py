@@ -1,4 +1,4 @@
-"""PURE: the rows of a member in order, cut into chunks."""
+"""Order the rows of a member, and cut them into chunks. PURE."""
 
 from __future__ import annotations
 
@@ -44,12 +44,9 @@ class Chunk:
         return self.stop - self.start
 
     def split(self, numbers: Iterator[int], at: int | None = None) -> tuple[Chunk, Chunk]:
-        """Return the rows before ``at``, or before the middle, and the rows from there on.
+        """Return the rows before ``at``, or before the middle, and the rows from there on, with new ``numbers``.
 
         Costs are shared by rows, which are about equally long within a chunk.
-
-        Args:
-            numbers: indices that no chunk of the member has yet.
         """
         at = (self.start + self.stop) // 2 if at is None else at
         cost = self.cost * (at - self.start) / self.rows
@@ -68,8 +65,7 @@ def cut_chunks(
 
     Args:
         lengths: bytes of text per row, [rows].
-        common: lengths to order and cut by instead, so that members with different texts have the same
-            chunks, [rows]; the costs are still those of ``lengths``.
+        common: lengths to order and cut by instead, so that members with different texts have the same chunks.
     """
     ranked = lengths if common is None else common
     order = np.argsort(-ranked, kind="stable")
@@ -81,10 +77,7 @@ def cut_closest_first(
 ) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]:
     """Return the row order, the closest calls first, and its slices; each slice has its longest rows first.
 
-    Args:
-        lengths: bytes of text per row, [rows].
-        common: lengths to cut by instead, as for ``cut_chunks``.
-        doubt: how unsure each row is, [rows].
+    Arguments are as for ``cut_chunks``; ``doubt`` is how unsure each row is, [rows].
     """
     order = np.argsort(-doubt, kind="stable")
     chunks = _slices(common[order], lengths[order])
@@ -142,21 +135,16 @@ def in_views(
 
 
 def what_is_left(
-    chunks: Sequence[Chunk],
-    order: npt.NDArray[np.int64],
-    is_done: npt.NDArray[np.bool_],
+    chunks: Sequence[Chunk], order: npt.NDArray[np.int64], is_done: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]:
     """Return the order with the rows that are done at its end, and the chunks of the others.
 
-    A chunk of which nothing is done keeps its rows and its index.
-
-    Args:
-        chunks: all of a member's, in order.
-        is_done: by row number, numbered through the views.
+    A chunk of which nothing is done keeps its rows and its index. ``is_done`` is by row number, numbered through
+    the views.
     """
     numbers = count(len(chunks))  # that no chunk has yet
     rows_left: list[npt.NDArray[np.int64]] = []
-    left: list[Chunk] = []
+    chunks_left: list[Chunk] = []
     start = 0
     for chunk in chunks:
         rows = order[chunk.start : chunk.stop]
@@ -166,7 +154,7 @@ def what_is_left(
             if len(rows) < chunk.rows:
                 cost = chunk.cost * len(rows) / chunk.rows
                 chunk = replace(chunk, index=next(numbers), cost=cost)
-            left.append(replace(chunk, start=start, stop=stop))
+            chunks_left.append(replace(chunk, start=start, stop=stop))
             rows_left.append(rows)
             start = stop
-    return np.concatenate([*rows_left, order[is_done[order]]]), tuple(left)
+    return np.concatenate([*rows_left, order[is_done[order]]]), tuple(chunks_left)

@@ -1,4 +1,4 @@
-"""PURE: how long members take.
+"""Forecast how long members take. PURE.
 
 Speeds come from an earlier run's run.json if there is one that fits.  Otherwise they are guessed from the size of
 the model; that is good enough to compare members, and is never shown.
@@ -102,12 +102,7 @@ def calibrated(guessed: Mapping[str, float], measured: Mapping[str, float]) -> d
     """Return speeds by member: measured ones, and guesses scaled by how far off the measured members' guesses were.
 
     The factor is the geometric mean of measured over guessed, because guesses are wrong by factors, not by amounts.
-
-    Args:
-        guessed: for every member, in any unit that all share, such as seconds per work; 0 if there is no guess.
-
-    Returns:
-        for every name in ``guessed``; None if nothing is known.
+    Guesses are in any unit that all share, 0 without a guess; a member of which nothing is known gets None.
     """
     ratios = [measured[name] / guess for name, guess in guessed.items() if guess and measured.get(name)]
     factor = geometric_mean(ratios) if ratios else 1.0

@@ -1,4 +1,4 @@
-"""PURE: on how many GPUs a replica of a member runs, on which, and what would help if it does not fit."""
+"""Place members: on how many GPUs a replica runs, on which, and what would help if it does not fit. PURE."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from ensemble.common.text import gib, plural
 from ensemble.config import RunConfig
 from ensemble.members.base import Assigned, ResourceRequest
 from ensemble.members.footprint import RESERVE_SHARE, Capability, Footprint, MemoryEstimate
-
-_MAX_ADVISED_GPUS = 8
 
 
 @dataclass(frozen=True)
@@ -304,10 +302,10 @@ class _Placing:
         """Return a warning that weights fit on each GPU, but not the longest row or the asked batch."""
         width = footprint.width
         tokens = asked_tokens(self.facts.request, footprint)
-        what = f"a row of {width:,} tokens takes"
+        batch = f"a row of {width:,} tokens takes"
         advice = "quantize it, or give it more GPUs (num_gpus)"
         if tokens is not None:
-            what = f"a batch of {tokens:,} tokens in rows of {width:,} takes"
+            batch = f"a batch of {tokens:,} tokens in rows of {width:,} takes"
             advice = "lower batch_size or max_num_batched_tokens"
         else:
             for length in range(width - 64, 64, -64):
@@ -316,7 +314,7 @@ class _Placing:
                     break
         size = gib(footprint.peak_bytes(gpus, max(tokens or 0, width)))
         return (
-            f"models[{self.index}] ({self.facts.name}): {what} about {size}, but only {gib(usable_bytes)} may be "
+            f"models[{self.index}] ({self.facts.name}): {batch} about {size}, but only {gib(usable_bytes)} may be "
             f"used; {advice}"
         )
 
@@ -334,7 +332,7 @@ class _Placing:
             if on_one_gpu.resident_bytes(1) < largest:
                 remedies.append("max_workers_per_gpu: 1 gives it a whole GPU")
         remedies += self._smaller(capability)
-        counts = range((request.num_gpus or 1) + 1, _MAX_ADVISED_GPUS + 1)
+        counts = range((request.num_gpus or 1) + 1, 9)
         enough = next((count for count in counts if on_one_gpu.resident_bytes(count) < share), None)
         if enough is not None and not any(device.is_slice for device in self.devices):
             available = "" if enough <= len(self.devices) else f" (this run has {len(self.devices)})"
@@ -423,8 +421,7 @@ def _fit(
 ) -> Fit:
     """Return how a footprint fits on a device, of which other programs use ``held_bytes``.
 
-    Args:
-        tokens: in the batch that the user asks for; None: one of the longest row has to fit.
+    ``tokens`` are those of the batch that the user asks for; None: one of the longest row has to fit.
     """
     total = device.total_bytes // workers_per_gpu
     free = max(0, device.total_bytes - held_bytes) // workers_per_gpu

@@ -1,4 +1,4 @@
-"""What to run where.  RunConfig + facts about table, checkpoints and devices -> Plan.
+"""Plan what runs where: RunConfig + facts about table, checkpoints and devices -> Plan.
 
 PURE except ``plan_run``: no disk, no clock, no environment; the same arguments give the same plan.  ``placement``
 decides where a member may run, ``forecast`` how long it takes, ``chunks`` how its rows are cut.
@@ -57,15 +57,15 @@ class MemberPlan:
     selected (``with_rows``), its chunks are those of the whole table.
 
     Attributes:
-        replicas: at most, at a time.
-        first_replicas: start before any later member; the others join if a GPU or a part of the CPU is left over.
-        cpu_share: of the cores, that each replica has on a CPU; the smaller, the slower it is.
-        work: the text of all rows in all views in bytes, as far as max_length lets it through, with what each row
-            costs beyond its text.
+        replicas: the most at a time.
+        first_replicas: those that start before any later member; the others join if a GPU or a part of the CPU is
+            left over.
+        cpu_share: the share of the cores that each replica has on a CPU.
+        work: the bytes of text that max_length leaves of all rows in all views, and what each row costs besides.
         order: row numbers, longest text first, int64 [rows], numbered through the views (``chunks.in_views``).
         waits_for: the members with a weight before it, if it has ``when``.
-        expected_share: of the rows, that the forecast counts.
-        cpu_threads: of a worker on a CPU; None: as many as its share.
+        expected_share: the share of the rows that the forecast counts.
+        cpu_threads: threads of a worker on a CPU; None: by its share of the cores.
     """
 
     index: int
@@ -102,7 +102,7 @@ class MemberPlan:
 
     @property
     def slowdown(self) -> float:
-        """Return how many times as long a replica computes as ``speed`` says, of whatever ``cpu_share``."""
+        """Return the factor by which a replica is slower than ``speed`` says, by its share of the cores."""
         return slower_by(self.cpu_share) / slower_by(self.speed.cpu_share)
 
     @property
@@ -157,10 +157,10 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Return what workers take of the host's memory at a time, about.
+        """Return about how much of the host's memory the workers take at a time.
 
-        A worker on a GPU takes a process, as weights on their way to the GPU are mapped.  One on the CPU takes
-        weights and a row or batch, too.
+        A worker on a GPU takes only its process, as weights are mapped on their way to the GPU. A worker on the CPU
+        also takes the weights and a row or batch.
         """
         places = len(self.gpus) * self.config.max_workers_per_gpu
         gpu_workers = min(places, sum(member.replicas for member in self.members if member.gpus))
@@ -191,12 +191,12 @@ def make_plan(
     """Decide devices, replicas and chunks for every member.
 
     Args:
-        gpus: those that this run may use, with what others hold of them.
-        host: the CPU with its memory, of several the one with the least free; None: not known.
+        gpus: those that this run may use, with the memory that others use of them.
+        host: the CPU with its memory, of several hosts the one with the least free memory; None: not known.
         speeds: as far as an earlier run has measured them.
-        hosts: machines whose CPUs take workers.
-        cpus: threads of computing that one of these runs at a time.
-        cpu_choices: what the run that goes on chose when it began.
+        hosts: the number of machines whose CPUs take workers.
+        cpus: the threads that compute on such a machine at a time.
+        cpu_choices: what a resumed run chose when it began.
     """
     common = _common_lengths(config, facts)
     speeds = speeds or {}
@@ -297,9 +297,7 @@ def plan_run(
 ) -> Plan:
     """Plan a run, with what this machine or the nodes say of memory, cores and flash-attention 2.
 
-    Args:
-        hosts: the CPUs of a cluster's nodes; none: this machine.
-        trials: tries devices on their machines, as :func:`ensemble.common.device_trials.run_trials` does.
+    ``hosts`` are the CPUs of a cluster's nodes, none: this machine. ``trials`` is ``run_trials`` on these machines.
     """
     total, available = total_memory_bytes(), available_memory_bytes()
     host = None
@@ -327,7 +325,7 @@ def _with_flash_attention(
 ) -> Mapping[str, MemberFacts]:
     """Return the facts with flash-attention 2 for members that can take it, if it works.
 
-    Only a process with torch can tell that, which takes seconds; it is tried if a member would take it.
+    Only a process with torch can tell, which takes seconds; it is started only if a member would use it.
     """
     with_flash: dict[str, MemberFacts] = {}
     would_take_it = False
@@ -346,16 +344,16 @@ def _with_flash_attention(
 
 
 def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: bool) -> MemberPlan:
-    """Return the member with the chunks that are left to do, of which ``is_done`` says the rows, bool [rows].
+    """Return the member with the chunks of the rows that are not done; ``is_done`` is bool [rows].
 
-    Under a time limit they are in the order of dispatch.  The longest rows come first: they show in the first
-    minute whether memory suffices and how fast the member is.  The others come from the shortest up, because that
-    covers the most rows.  All rows come in one view before any comes in the next.
+    Under a time limit the chunks are in the order of dispatch. The longest rows come first: they show in the first
+    minute whether memory suffices and how fast the member is. The others follow from the shortest up, because that
+    covers the most rows. A view begins when all rows of the view before it are dispatched.
     """
-    order, left = what_is_left(member.chunks, member.order, is_done)
+    order, chunks = what_is_left(member.chunks, member.order, is_done)
     if is_timed:
-        left = left[:1] + tuple(sorted(left[1:], key=lambda chunk: (chunk.view, -chunk.start)))
-    return replace(member, chunks=left, order=order)
+        chunks = chunks[:1] + tuple(sorted(chunks[1:], key=lambda chunk: (chunk.view, -chunk.start)))
+    return replace(member, chunks=chunks, order=order)
 
 
 def with_rows(
@@ -403,8 +401,8 @@ def _share_cpu(plan: Plan) -> Plan:
     """Return the plan with workers side by side on a CPU, each with its share of the cores as threads.
 
     ``cpu_workers: auto`` takes two cores for each worker, and two workers on two or three cores, as far as chunks
-    and memory go.  A member with unknown memory then has the CPU to itself.  A run that goes on gives a member the
-    threads that it chose before, unless a key says otherwise or there are too few cores.
+    and memory go. A member with unknown memory then has the CPU to itself. A resumed run gives a member the threads
+    that it chose before, unless a key says otherwise or there are too few cores.
     """
     on_cpu = [member for member in plan.members if member.needs_worker and not member.gpus]
     if not on_cpu:

@@ -1,1 +1,1 @@
-"""The child process of one member. Together with the members' child sides, the only code that imports torch."""
+"""Run the child process of one member: with the members' child sides, the only code that imports torch."""

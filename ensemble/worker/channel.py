@@ -1,4 +1,4 @@
-"""The worker's side of the channel to the parent: commands, events and the heartbeat.
+"""Connect a worker to its parent: commands, events and the heartbeat.
 
 What libraries print goes to the log file, which is this process's standard output and error. Events have a pipe of
 their own, so that no print can break the protocol.
@@ -36,7 +36,7 @@ def event_sender(events_fd: int) -> Callable[[Event], None]:
 
 
 class HeartbeatThread:
-    """Sends how long ago the main thread finished a step, at its start and then every ``INTERVAL_SECONDS``.
+    """Send how long ago the main thread finished a step, at its start and then every ``INTERVAL_SECONDS``.
 
     Attributes:
         clock: in seconds, without the time in which this process was stopped.

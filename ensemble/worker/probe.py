@@ -50,11 +50,7 @@ def main() -> None:
 
 
 def probe(on_gpu: bool, allocate_bytes: int, imports: list[str]) -> dict[str, Any]:
-    """Try torch on the first GPU or on the CPU, then import modules.
-
-    Args:
-        allocate_bytes: how much to allocate and free; on a GPU at most half of its free memory.
-        imports: modules that a worker needs besides torch.
+    """Try torch on the first GPU or the CPU, then import modules; on a GPU allocate at most half of what is free.
 
     Returns:
         facts, the dtypes that ``passed``, and ``errors`` by what was tried.
@@ -111,10 +107,10 @@ def product_error(dtype: torch.dtype, device: torch.device) -> float:
     import torch
 
     random = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(_SIZE, _SIZE, generator=random).to(dtype) for _ in range(2))
-    expected = left.double() @ right.double()
+    first, second = (torch.randn(_SIZE, _SIZE, generator=random).to(dtype) for _ in range(2))
+    expected = first.double() @ second.double()
     # cuBLAS computes the product; its cast to float64 tests a kernel of torch, which may be built for other GPUs.
-    product = (left.to(device) @ right.to(device)).double().cpu()
+    product = (first.to(device) @ second.to(device)).double().cpu()
     return float((product - expected).abs().max() / expected.abs().max())
 
 
@@ -144,9 +140,9 @@ def has_flash_attention() -> bool:
 
 
 @contextlib.contextmanager
-def _trying(what: str, errors: dict[str, str]) -> Iterator[None]:
+def _trying(step: str, errors: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # any error is a result
         first_line = str(error).strip().partition("\n")[0].strip()
-        errors[what] = f"{type(error).__name__}: {first_line}"[:300]
+        errors[step] = f"{type(error).__name__}: {first_line}"[:300]

@@ -1,4 +1,4 @@
-"""A worker's session: follow commands, send events, and write one member's shards.
+"""Serve as a worker: follow commands, send events, and write one member's shards.
 
 The child side of the member's kind, which the spec names, computes the values.
 """
@@ -40,17 +40,13 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-PROGRESS_SECONDS = 0.5
-
 
 def serve(
     commands: Iterable[Command], send: Callable[[Event], None], heartbeat: HeartbeatThread, began: float
 ) -> int:
     """Follow commands until the end, answer with events, and return the process's exit code.
 
-    Args:
-        heartbeat: notes every step; its clock times the chunks.
-        began: when this process started, on the monotonic clock, in seconds.
+    ``began`` is when this process started, on the monotonic clock; the heartbeat's clock times the chunks.
     """
     chunk: int | None = None
     session: Session | None = None
@@ -99,7 +95,7 @@ def serve(
 
 
 class Session:
-    """Computes the chunks of a member of any kind.
+    """Compute the chunks of a member of any kind.
 
     The constructor imports the kind's libraries, sends ``Started``, and makes a predictor that uses no device yet.
     Methods raise ``FilesChanged``, and any error of the kind's child side.
@@ -148,7 +144,7 @@ class Session:
         def report(rows: int, tokens: int = 0, padded_tokens: int = 0) -> None:
             nonlocal last
             self._heartbeat.step()
-            if time.monotonic() - last >= PROGRESS_SECONDS:
+            if time.monotonic() - last >= 0.5:
                 last = time.monotonic()
                 self._send(Progress(command.chunk, rows, tokens, padded_tokens))
 

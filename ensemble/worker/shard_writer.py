@@ -17,23 +17,12 @@ from ensemble.members.predictor import Prediction
 
 
 def write_shard(
-    spec: CommonSpec,
-    command: Predict,
-    rows: npt.NDArray[np.int64],
-    prediction: Prediction,
-    table_rows: int,
+    spec: CommonSpec, command: Predict, rows: npt.NDArray[np.int64], prediction: Prediction, table_rows: int
 ) -> ChunkDone:
-    """Write a chunk's shard.
+    """Write the shard of a chunk, whose rows are numbered through the views of the table.
 
-    Args:
-        rows: the chunk's rows, numbered through the views of the table. The shard has their numbers in the table,
-            and labels that a view has reordered are in the config's order again.
-        table_rows: how many rows the table has.
-
-    Raises:
-        ValueError: the prediction has a wrong shape.
-        WriteError: the shard could not be written.
-        FilesChanged: the member's files have changed since the run began; there is no shard then.
+    The shard has their numbers in the table; labels that a view has reordered are in the config's order again. If
+    the member's files have changed since the run began, there is no shard, and FilesChanged is raised.
     """
     values = np.asarray(prediction.values, dtype=np.float64)
     expected = (len(rows), len(spec.labels))

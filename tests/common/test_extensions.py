@@ -80,7 +80,7 @@ def test_what_is_built_in() -> None:
     assert METHODS.load("mean") is WeightedMean
     assert METHODS.load("geometric_mean") is GeometricMean
     assert METHODS.names()[:2] == ["mean", "geometric_mean"]
-    assert dict(SettingsByName(lambda: METHODS)).keys() == set(METHODS.names())
+    assert dict(SettingsByName(METHODS)).keys() == set(METHODS.names())
     with pytest.raises(
         ConfigError, match=r"^unknown merge method 'geometric'; did you mean geometric_mean\?$"
     ):

@@ -63,7 +63,7 @@ def test_unknown_keys_elsewhere(problems: Problems, content: dict[str, Any], wor
     assert f"unknown key; {words}" in problem
 
 
-KEYS = SettingsByName(lambda: KINDS).values()
+KEYS = SettingsByName(KINDS).values()
 MODELS: list[type[Any]] = [RunConfig, DataConfig, EnsembleConfig, SubmissionConfig, *KEYS]
 
 

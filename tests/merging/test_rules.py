@@ -107,8 +107,8 @@ def test_rows_that_meet_a_condition(source: str, expected: Callable[[str, str], 
     cells = {name: [chooser.choice(CELLS) for _ in range(300)] for name in "tu"}
     table = InputTable(pa.table(cells), pa.chunked_array([pa.array(map(str, range(300)))]), None, {})
     pairs = zip(cells["t"], cells["u"], strict=True)
-    found = rows_that_meet(table, [compile_condition(source)])
-    assert found.tolist() == [[expected(first or "", second or "") for first, second in pairs]]
+    found = rows_that_meet(table, compile_condition(source))
+    assert found.tolist() == [expected(first or "", second or "") for first, second in pairs]
 
 
 def write(project: Project, **changes: Any) -> np.ndarray:
@@ -451,7 +451,7 @@ def test_the_conditions_of_the_documentation_are_true_for_what_stands_beside_the
     rows = InputTable(pa.table(table), pa.chunked_array([["1", "2", "3"]]), None, {})
     expected = [[1, 0, 0], [0, 1, 1], [1, 0, 0], [0, 1, 0], [1, 1, 0], [1, 0, 0], [0, 1, 0]]
     assert len(found) == len(expected), found
-    assert rows_that_meet(rows, [compile_condition(one) for one in found]).tolist() == expected
+    assert [rows_that_meet(rows, compile_condition(source)).tolist() for source in found] == expected
     shown = re.findall(r"^\| `((?:set|mask): .*)` \| ([\d., ]+) \|$", section, re.MULTILINE)
     assert len(shown) == 3
     for rule, after in shown:

@@ -10,7 +10,7 @@ import pytest
 
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import BatchChoice, Predict, Ready, decode, encode
-from ensemble.common.shards import read_shard, rooms_path, shard_name
+from ensemble.common.shards import ROOMS_FILE, read_shard, shard_name
 from ensemble.pipeline.resume import keep_rooms, kept_batches
 from ensemble.planning.plan import make_plan
 from ensemble.scheduling.batches import BatchRecord, smaller_room_text
@@ -90,9 +90,9 @@ def test_a_record_is_read_back_and_a_damaged_one_is_none(tmp_path: Path) -> None
     keep_rooms(tmp_path, record)
     assert kept_batches(tmp_path) == record
     for text in ("", "[]", "{}", '{"a": "5", "b": -1}'):
-        rooms_path(tmp_path).write_text(text)
+        (tmp_path / ROOMS_FILE).write_text(text)
         assert kept_batches(tmp_path) == BatchRecord()
-    rooms_path(tmp_path).unlink()
+    (tmp_path / ROOMS_FILE).unlink()
     assert kept_batches(tmp_path) == BatchRecord()
 
 

@@ -117,8 +117,8 @@ class ReportData:
 
         It is None if it is not defined for these rows; ``problems`` then say why.
         """
-        both = [values] if others is None else [values, others]
-        bootstrap, parts = self._bootstrap.of_common_rows(*both)
+        sides = [values] if others is None else [values, others]
+        bootstrap, parts = self._bootstrap.of_common_rows(*sides)
         try:
             scores = [bootstrap.score(metric, part) for part in parts]
         except DataError as error:

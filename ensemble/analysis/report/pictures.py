@@ -22,8 +22,6 @@ GRID: Final = "#d8dee4"
 SERIES: Final = ("#2f6fd1", "#d9730e", "#2b8a5c", "#b8408e", "#7d5bd1", "#8a6d1e", "#1a8ea2", "#c43c3d")
 # Of a picture, in CSS pixels: little more than a phone is wide, so that its text can be read there.
 WIDTH: Final = 420
-# A wide window shows a picture so many times as large.
-_MAX_SCALE = 1.4
 _POINTS_PER_PIXEL = 0.75
 PICTURE_STYLE: Final = """
 svg { display: block; width: 100%; height: auto; }
@@ -85,7 +83,7 @@ def picture(draw: Callable[[Figure], None], title: str, text: str, height: float
 """,
         width=f"{WIDTH * _POINTS_PER_PIXEL:g}",
         height=f"{height * _POINTS_PER_PIXEL:g}",
-        widest=f"{WIDTH * _MAX_SCALE:.0f}",
+        widest=f"{WIDTH * 1.4:.0f}",  # in a wide window
         title=title,
         drawing=Markup(" ".join(drawing.split())),
         text=text,

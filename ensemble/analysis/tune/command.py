@@ -35,7 +35,6 @@ _MARKER = ".tune.json"  # no member has such a name
 # Keys of a config that trials do not take.
 _NOT_TAKEN = {"ensemble", "rules", "submission", "output_dir", "report", "retries", "on_member_failure"}
 _NOT_TAKEN |= {"time_limit", "tuned_on"}
-_VERSIONS = ("torch", "transformers")
 
 
 def tune(
@@ -46,11 +45,7 @@ def tune(
     target: Path | None = None,
     owns_process: bool = True,
 ) -> Tuning:
-    """Try settings of every member that has any to choose; see ``ensemble.tune``.
-
-    Args:
-        target: where to write the overlay; None: nowhere.
-        owns_process: as for ``heed_signals``.
+    """Try settings of every member that has any to choose, and write the overlay to ``target``; see ``api.tune``.
 
     Raises:
         EnsembleError: a run of the config could not start, another ``tune`` uses the folder, or the disk is full.
@@ -73,13 +68,7 @@ def tune(
         rundir.demand_free("--write", target)
     members = [
         MemberTrials(
-            prepared,
-            index,
-            rows,
-            rundir.tune_dir / model.name,
-            tolerance,
-            display.say,
-            owns_process,
+            prepared, index, rows, rundir.tune_dir / model.name, tolerance, display.say, owns_process
         )
         for index, model in enumerate(config.models)
         if member_kind(model).needs_worker
@@ -91,7 +80,7 @@ def tune(
             "models: no member has settings that tune could choose; it is for checkpoints that transformers loads"
         )
     devices = [device.name for device in gpus or prepared.inventory.hosts] or [cpu_products()]
-    versions = installed_versions(_VERSIONS)
+    versions = installed_versions(("torch", "transformers"))
     made_of = digest_of(
         {
             "config": config.model_dump(mode="json", exclude=_NOT_TAKEN),

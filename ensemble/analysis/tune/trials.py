@@ -43,8 +43,6 @@ _ROWS = 256
 # A candidate is stopped when it has computed for this many times the seconds of the best trial.
 _TOO_SLOW = 2.0
 _MIN_SECONDS = 3.0
-# A setting is chosen if it reduces the time below this share; a smaller gain may be noise.
-_WORTH_CHANGING = 0.95
 # Keys that change a member's fingerprint whenever they change its numbers.
 _OF_NUMBERS = ("dtype", "quantization_config", "attn_implementation")
 
@@ -199,7 +197,8 @@ class MemberTrials:
                 distance = "the reference"
             else:
                 trial = self._compared(trial, self._reference)
-                if trial.is_within and trial.cost < _WORTH_CHANGING * best.cost:
+                # A smaller gain may be noise.
+                if trial.is_within and trial.cost < 0.95 * best.cost:
                     self._best = trial
                 distance = f"{trial.mean:.4f} from {self._reference.name}"
             unit = "tokens/s" if trial.tokens_per_second else "rows/s"
@@ -303,9 +302,8 @@ class MemberTrials:
 
     def _measured(self, trial: Trial, prepared: Prepared, member: MemberReport) -> Trial:
         values = read_as_written(RunDir(prepared.config.output_dir).predictions(member.name)).values
-        values[[int(row) for row in member.bad_rows]] = (
-            np.nan
-        )  # the file may have equal probabilities in bad rows
+        # The file may have equal probabilities in bad rows.
+        values[[int(row) for row in member.bad_rows]] = np.nan
         lacking = int((~np.isfinite(values).all(axis=1)).sum())
         why = _bad_rows(member, prepared.table) if lacking else ""
         # Rows that no settings can compute, for example with missing images, do not count against a candidate.

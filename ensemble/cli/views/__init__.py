@@ -1,8 +1,8 @@
-"""What people are shown of a run: each view is one file here.
+"""Show people the result of a command: each view is one file here.
 
-Its function ``view`` takes what a command has made, such as a ``RunReport``, and yields sentences and tables; an
-empty sentence is left out. ``document`` of some views returns what ``--json`` prints, see docs/running.md. A view
-is imported when it is shown: --help and a typo in a key shall answer at once.
+The function ``view`` of such a file takes the result, such as a ``RunReport``, and yields sentences and tables;
+empty sentences are left out. ``document`` returns what ``--json`` prints (docs/running.md). A view is imported only
+when it is shown, so that --help and a typo in a key answer at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ``compare`` shows of two runs or files: settings, rows, metrics, time and memory."""
+"""Show the differences of two runs or files: settings, rows, metrics, time and memory."""
 
 from __future__ import annotations
 

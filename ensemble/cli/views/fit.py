@@ -1,4 +1,4 @@
-"""What ``fit`` shows: the members, what was fitted of them and their worth; then what the whole fit is worth."""
+"""Show a fit: each member with its weight, calibration and gain; then how good the fit is on held-out rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``merge`` shows: what was written, by which method, and what each file counted."""
+"""Show a merge of files: the rows and the weight of each, the method, and the file that was written."""
 
 from __future__ import annotations
 

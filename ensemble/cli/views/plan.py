@@ -1,4 +1,4 @@
-"""What ``plan`` shows: the devices, each member's memory, where it runs and why, and how long all of it takes."""
+"""Show a plan: devices, each member's memory, where it runs and why, and the time of the whole run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``rehearse`` shows: what each member would take; the whole run's time, memory and disk; what is wrong."""
+"""Show a rehearsal: the forecast of each member, time, memory and disk of the whole run, and problems."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def view(rehearsal: Rehearsal) -> Iterator[str | Table]:
         if rehearsal.host_free_bytes is not None:
             free = f" of {gib(rehearsal.host_free_bytes)} that are free"
         yield f"memory: {gib(rehearsal.host_bytes)}{free}, all processes that run at a time together"
-    parts = ", ".join(f"{what} {gib(size)}" for what, size in rehearsal.disk_bytes.items() if size)
+    parts = ", ".join(f"{purpose} {gib(size)}" for purpose, size in rehearsal.disk_bytes.items() if size)
     yield (
         f"disk: {gib(sum(rehearsal.disk_bytes.values()))} of {gib(rehearsal.disk_free_bytes)} that are free at "
         f"{shown_path(rehearsal.output_dir)} ({parts})"

@@ -1,4 +1,4 @@
-"""What ``status`` shows of a run directory, whether its run goes on, has ended or was killed."""
+"""Show the status of a run that goes on, has ended or was killed."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def view(status: RunStatus) -> Iterator[str | Table]:
     ]
     yield Table(_HEADERS, cells, texts=["state"])
     yield from map(node_text, report.nodes)
-    time, left = duration(status.seconds), status.seconds_left
+    time, seconds_left = duration(status.seconds), status.seconds_left
     if status.holder is not None:
         yield from _workers(report) if report.nodes else ()
-        ahead = "" if left is None else f", about {duration(left)} left"
+        ahead = "" if seconds_left is None else f", about {duration(seconds_left)} left"
         yield f"{status.folder}: running for {time}{ahead} ({status.holder})"
         return
     yield f"{status.folder}: {_ENDINGS[report.status].format(time=time)}"

@@ -1,4 +1,4 @@
-"""What is shown at the end of a run: the table of its members, what is worth knowing of each, and its files."""
+"""Show the end of a run: the table of its members, notes about each, and the files of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``tune`` shows: a table of each member's trials, and what is to be changed in the config."""
+"""Show a tuning: a table of each member's trials, and the keys to change in the config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ensemble.cli.layout import Table
 from ensemble.common.text import duration, gib, plural, rate
 
 _HEADERS = ("tokens/s", "rows/s", "load", "peak memory", "whole table", "mean", "largest", "changed", "")
-_FASTEST = "<- fastest"
 _REMEDY = "run it again once the machine is quiet, with more --rows if the sample takes less than a second"
 
 
@@ -66,7 +65,7 @@ def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
 
 
 def _cells(trial: Trial, member: MemberTuning) -> list[str]:
-    marks = [_FASTEST] if trial.name == member.best else []
+    marks = ["<- fastest"] if trial.name == member.best else []
     distances = ["", "", ""]
     if trial.failure:  # the reason, which may be long, is said below
         marks.append("stopped" if trial.rows_per_second else "no result")

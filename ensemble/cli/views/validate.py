@@ -1,4 +1,4 @@
-"""What ``validate`` shows of a run that has passed its checks."""
+"""Show a run that has passed its checks: table, devices, members, and the first prompts."""
 
 from __future__ import annotations
 

@@ -21,12 +21,7 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ensemble.common.torch_errors import Verdict, classify
-from ensemble.members.huggingface.scoring.classifier import (
-    Classifier,
-    last_token_only,
-    on_device,
-    padded,
-)
+from ensemble.members.huggingface.scoring.classifier import Classifier, last_token_only, on_device, padded
 from ensemble.members.huggingface.scoring.encode import Encoded
 from ensemble.members.huggingface.scoring.forward import Shortcut
 
@@ -44,11 +39,11 @@ def paths(label_ids: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], l
     needed = {ids[:-1] for ids in label_ids}
     prefixes = {tokens[:count] for tokens in needed for count in range(len(tokens))}
     result: list[tuple[tuple[int, ...], list[int]]] = []
-    left = dict(enumerate(label_ids))
+    uncovered = dict(enumerate(label_ids))
     for tokens in sorted(needed - prefixes, key=lambda tokens: (-len(tokens), tokens)):
-        labels = [label for label, ids in left.items() if tokens[: len(ids) - 1] == ids[:-1]]
+        labels = [label for label, ids in uncovered.items() if tokens[: len(ids) - 1] == ids[:-1]]
         result.append((tokens, labels))
-        left = {label: ids for label, ids in left.items() if label not in labels}
+        uncovered = {label: ids for label, ids in uncovered.items() if label not in labels}
     return result
 
 
@@ -111,17 +106,11 @@ def shared_tokens(encoded: Encoded) -> npt.NDArray[np.int64]:
 class LabelScorer(Classifier):
     """Score labels with a loaded language model; a row's labels get the same scores in any batch.
 
-    Args:
-        label_ids: the tokens of each label, in the config's order.
-        divisors: by which each label's log-probability is divided.
+    ``label_ids`` are the tokens of each label; ``divisors`` divide each label's log-probability.
     """
 
     def __init__(
-        self,
-        model: Any,
-        pad_token_id: int,
-        label_ids: Sequence[tuple[int, ...]],
-        divisors: Sequence[float],
+        self, model: Any, pad_token_id: int, label_ids: Sequence[tuple[int, ...]], divisors: Sequence[float]
     ) -> None:
         super().__init__(model, pad_token_id)
         self._label_ids = label_ids

@@ -30,9 +30,8 @@ class CausalSettings(TextSettings):
     # The prompt becomes the user's message, and the label begins the answer.
     apply_chat_template: bool = False
     system_instruction: Text | None = None  # the system's message; needs apply_chat_template
-    truncation_side: Literal["left", "right"] = (
-        "left"  # where a long prompt is cut; its end asks for the label
-    )
+    # Where a long prompt is cut; its end asks for the label.
+    truncation_side: Literal["left", "right"] = "left"
 
     older_keys: ClassVar[Mapping[str, str]] = {
         **TextSettings.older_keys,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.common.activations import sigmoid, softmax
@@ -124,13 +125,17 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
             may_lack,
         )
         values, ignored = file.join(ids, may_lack=may_lack, may_have_others=True, advice=_ROWS_ADVICE)
-        if self._are_logits:
-            if self.settings.activation == "sigmoid":
-                values = sigmoid(values)
-            else:
-                is_number = np.isfinite(values.max(axis=1))  # the check of probabilities reports the others
-                values[is_number] = softmax(values[is_number])
-        return ExternalPredictions(values, ignored)
+        return ExternalPredictions(self.as_probabilities(values), ignored)
+
+    def as_probabilities(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Turn the file's values, [rows, labels], into probabilities if they are logits."""
+        if not self._are_logits:
+            return values
+        if self.settings.activation == "sigmoid":
+            return sigmoid(values)
+        is_number = np.isfinite(values.max(axis=1))  # the check of probabilities reports the others
+        values[is_number] = softmax(values[is_number])
+        return values
 
     @property
     def _are_logits(self) -> bool:

@@ -20,10 +20,10 @@ class CsvSettings(MemberConfig):
     id_column: Column | None = None  # names each row; None: data.id_column
     columns: LabelMap = Field(default_factory=dict)  # the file's column -> label, where they differ
     activation: Literal["softmax", "sigmoid", "none"] = "softmax"  # what the values are; none: any numbers
-    # logits: softmax or sigmoid, whichever activation says, makes probabilities of them.
+    # logits: they become probabilities by softmax or sigmoid, as activation says.
     values: Literal["probabilities", "logits"] = "probabilities"
-    partial: bool = False  # whether it may lack rows of the table, which the other members then decide
-    sha256: Sha256 | None = None  # of the file as it stands on disk; another one is refused
+    partial: bool = False  # whether it may lack rows, which the other members then decide
+    sha256: Sha256 | None = None  # SHA-256 of the file; a file with another one is refused
 
     older_keys: ClassVar[Mapping[str, str]] = {
         "path": "file csv predictions model_name_or_path",

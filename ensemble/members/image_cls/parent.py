@@ -24,19 +24,12 @@ from ensemble.members.huggingface.checkpoint.hub import how_to_install, read_con
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint
 from ensemble.members.huggingface.checkpoint.labels import label_names
 from ensemble.members.huggingface.parent import HuggingFaceMember
-from ensemble.members.huggingface.spec import (
-    CHILD,
-    IMAGE_CLASSIFIER,
-    CheckpointSettings,
-    without_fetching,
-)
+from ensemble.members.huggingface.spec import CHILD, IMAGE_CLASSIFIER, CheckpointSettings, without_fetching
 from ensemble.members.image_cls.memory import image_memory
 from ensemble.members.image_cls.settings import ImageClassifierSettings
 
 # Where transformers looks for the image processor's settings (image_processing_auto.py).
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-# Bytes of text that are as much work as an image: 224 by 224 pixels are 196 patches, at 4 bytes a token.
-_BYTES_OF_IMAGE = 784
 
 
 @dataclass(frozen=True)
@@ -82,7 +75,8 @@ class ImageClassification(HuggingFaceMember[ImageClassifierSettings, ImageCheckp
             advice="relative paths start at image_folder, by default at the table's folder; image_suffix stands "
             "behind each cell",
         )
-        return Reads((model.image_column,), files=files, row_bytes=_BYTES_OF_IMAGE)
+        # 224 by 224 pixels are 196 patches, which take as much work as tokens of 4 bytes each.
+        return Reads((model.image_column,), files=files, row_bytes=784)
 
     def inspect(self, columns: OutputColumns) -> ImageCheckpoint:
         model = self.settings

@@ -42,9 +42,6 @@ from ensemble.members.predictor import Prediction, Report
 # Bytes of a block's float32 pixels; the host has one block, and another one that is being read.
 _BLOCK_BYTES = 256 << 20
 _MAX_BLOCK_ROWS = 512
-# Rows of the table whose images are used for the warm-up.
-_FIRST_ROWS = 4
-_MAX_THREADS = 8
 _TORCHVISION_CLASSES = ("TorchvisionBackend", "BaseImageProcessorFast")
 
 
@@ -83,7 +80,7 @@ class ImageReader:
         ImageFile.LOAD_TRUNCATED_IMAGES = False
         Image.MAX_IMAGE_PIXELS = 1024 * 1024 * 1024 // 4 // 3
         Image.init()  # load all formats before threads need them
-        self._threads = ThreadPoolExecutor(min(_MAX_THREADS, usable_cpus()), "image")
+        self._threads = ThreadPoolExecutor(min(8, usable_cpus()), "image")
 
     def encode(
         self, rows: Sequence[Mapping[str, object]], step: Callable[[], None] = lambda: None
@@ -183,7 +180,7 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
     def __init__(self, spec: ImageSpec, table: PublishedTable) -> None:
         self._reader = ImageReader(spec)
         super().__init__(spec, table)
-        first = self._reader.encode(table.take(np.arange(min(_FIRST_ROWS, table.rows)))).inputs
+        first = self._reader.encode(table.take(np.arange(min(4, table.rows)))).inputs
         readable = [arrays for arrays in first if arrays]
         if not readable:
             noise = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)

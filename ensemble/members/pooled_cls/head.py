@@ -27,11 +27,7 @@ _MODEL_TENSOR = re.compile(r"(^|\.)(layers?|h|blocks?)\.\d+\.|embed|(^|\.)wte\."
 
 @dataclass(frozen=True)
 class Head:
-    """Describe a head.
-
-    ``steps`` are in the order of computation: "linear" or "layer_norm" with the layer's name, or an activation's
-    name twice.
-    """
+    """Hold a head: ``steps`` are "linear" or "layer_norm" with a layer's name, or an activation's name twice."""
 
     tensors: tuple[Tensor, ...]
     steps: tuple[tuple[str, str], ...]
@@ -44,11 +40,12 @@ def read_head(path: Path, steps: Sequence[str] | None, width: int | None, backbo
         steps: the names of its layers and of activations, in order; None: a single linear layer, perhaps with a
             layer norm before it.
         width: of the hidden states of the ``backbone``; None: not known.
-        labels: the number of outputs that the head must have.
     """
     if not path.is_file():
-        what = " is a folder; name the file in it" if path.is_dir() else f": no such file{similar_file(path)}"
-        raise CheckpointError(f"head: {path}{what}")
+        problem = (
+            " is a folder; name the file in it" if path.is_dir() else f": no such file{similar_file(path)}"
+        )
+        raise CheckpointError(f"head: {path}{problem}")
     if path.suffix in _PICKLES:
         raise CheckpointError(
             f"head: {path} is a pickle; load it where you trust it, and save the head's tensors with "
@@ -124,10 +121,10 @@ def _layers(path: Path, tensors: Sequence[Tensor]) -> dict[str, tuple[int, ...]]
 
 
 def _shown(layers: Mapping[str, tuple[int, ...]]) -> str:
-    sizes = [
-        f"{name or 'without a name'}: {shape[1]} -> {shape[0]}"
-        if len(shape) == 2
-        else f"{name}: layer norm of {shape[0]}"
-        for name, shape in layers.items()
-    ]
+    sizes = []
+    for name, shape in layers.items():
+        if len(shape) == 2:
+            sizes.append(f"{name or 'without a name'}: {shape[1]} -> {shape[0]}")
+        else:
+            sizes.append(f"{name}: layer norm of {shape[0]}")
     return listed(sizes, 6, str)

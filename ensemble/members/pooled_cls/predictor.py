@@ -18,12 +18,7 @@ from transformers.activations import ACT2FN
 from ensemble.common.protocol import Ready
 from ensemble.members.huggingface.loading.device_map import last_device
 from ensemble.members.huggingface.loading.load import Loaded
-from ensemble.members.huggingface.scoring.classifier import (
-    Classifier,
-    last_token_only,
-    on_device,
-    padded,
-)
+from ensemble.members.huggingface.scoring.classifier import Classifier, last_token_only, on_device, padded
 from ensemble.members.huggingface.scoring.encode import Encoded
 from ensemble.members.huggingface.scoring.forward import Shortcut
 from ensemble.members.huggingface.scoring.member import TextMember
@@ -86,12 +81,7 @@ def make_head(spec: PooledSpec, device: torch.device) -> nn.Sequential:
 
 
 class PooledClassifier(Classifier):
-    """Run a loaded backbone and its head; a row gets the same numbers in any batch.
-
-    Args:
-        head: from [rows, hidden] to [rows, outputs], float32, on the model's last device.
-        pooling_mode: "mean", "cls" or "lasttoken", of a row's own tokens, special ones included.
-    """
+    """Run a loaded backbone and its head, which is on the last device; a row gets the same numbers in any batch."""
 
     def __init__(self, model: Any, pad_token_id: int, head: nn.Sequential, pooling_mode: str) -> None:
         super().__init__(model, pad_token_id)

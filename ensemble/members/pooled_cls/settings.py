@@ -33,9 +33,9 @@ class PooledSettings(TextSettings):
     pooling_mode: Literal["mean", "cls", "lasttoken"] = Field(examples=["mean"])
     # The file's layers in their order, with activations between; may be left out for a single linear layer.
     head_layers: Layers | None = None
-    head_layer_norm_eps: Epsilon = 1e-5  # of a layer norm in the head
+    head_layer_norm_eps: Epsilon = 1e-5  # epsilon of a layer norm in the head
     head_labels: Labels | None = None  # the labels in the order of the head's outputs; None: that of labels
-    # How its outputs become probabilities; None: by softmax, and a single output is a number as it stands.
+    # How its outputs become probabilities; None: by softmax, and a single output stays a plain number.
     problem_type: ProblemType | None = None
 
     older_keys: ClassVar[Mapping[str, str]] = {

@@ -26,7 +26,7 @@ import pyarrow as pa
 from ensemble.common.errors import MemberError
 from ensemble.common.host import usable_cpus
 from ensemble.common.protocol import CommonSpec, Counters, Ready
-from ensemble.common.shards import cache_path
+from ensemble.common.shards import CACHE_FOLDER
 from ensemble.common.torch_errors import is_out_of_memory, one_line
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.predictor import Prediction, Predictor, Report
@@ -81,7 +81,7 @@ class FunctionPredictor(Predictor):
             gpus=common.gpus,
             labels=common.labels,
             kwargs=settings["kwargs"],
-            cache_dir=cache_path(Path(common.shards_dir)),
+            cache_dir=Path(common.shards_dir) / CACHE_FOLDER,
             seed=common.seed,
             cpu_threads=usable_cpus(),
         )
@@ -119,7 +119,9 @@ class FunctionPredictor(Predictor):
                 memory_error = one_line(error)
             if memory_error:
                 # Not in the except block, where the error still holds the tensors of the failed call.
-                _empty_cache()
+                torch = sys.modules.get("torch")
+                if torch is not None and torch.cuda.is_initialized():
+                    torch.cuda.empty_cache()
                 failures += 1
                 if len(ids) > 1:
                     self._batch_size = len(ids) // 2
@@ -162,12 +164,6 @@ def _report_rows(report: Report, start: int, stop: int, done: int) -> None:
     report(min(max(start, start + int(done)), stop))
 
 
-def _empty_cache() -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-
 def _import_module(name: str, file: str | None) -> ModuleType:
     if file is None:
         return importlib.import_module(name)
@@ -198,9 +194,7 @@ def _function(module: ModuleType, name: str, role: str, arguments: tuple[str, ..
 def _values(result: Any, ids: pd.Index, labels: tuple[str, ...]) -> npt.NDArray[np.float64]:
     """Return the result of the user's function as float64 [rows, labels].
 
-    Raises:
-        MemberError: its type or columns are wrong, as they would be for other rows.
-        ValueError: its number of rows or its ids differ from those of the call.
+    A MemberError says what would be wrong for other rows, too; a ValueError what is wrong in this call.
     """
     if isinstance(result, pd.DataFrame):
         result = _labelled(result, ids, labels)

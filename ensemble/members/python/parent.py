@@ -16,9 +16,6 @@ from ensemble.members.huggingface.checkpoint.digests import weight_samples
 from ensemble.members.python.settings import PythonSettings
 from ensemble.members.python.source import Source, find_source
 
-# Larger files are sampled, unless the run asks for every byte (hash_weights).
-_MAX_WHOLE_BYTES = 256 << 20
-
 
 @dataclass(frozen=True)
 class PythonInspection(Inspection):
@@ -115,7 +112,6 @@ class PythonFunction(MemberKind[PythonSettings, PythonInspection]):
 
 def _digest(path: Path, files: FileDigests) -> str:
     paths = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    return files.together(
-        path if path.is_dir() else path.parent,
-        {file: weight_samples(file) if file.stat().st_size > _MAX_WHOLE_BYTES else None for file in paths},
-    )
+    # Large files are sampled, unless the run asks for every byte (hash_weights).
+    samples = {file: weight_samples(file) if file.stat().st_size > 256 << 20 else None for file in paths}
+    return files.together(path if path.is_dir() else path.parent, samples)

@@ -40,13 +40,14 @@ class PythonSettings(ReaderConfig):
     # package.module:function of what is installed, or a file's, such as ${CONFIG_DIR}/my_model.py:predict
     predict: Text = Field(examples=["${CONFIG_DIR}/my_model.py:predict"])
     setup: Text | None = None  # a function of the same module, called once, before the first rows
-    columns: Columns = Field(examples=[["text"]])  # of the table, which the function gets
-    kwargs: Settings = Field(default_factory=dict)  # what the function finds in context.kwargs
-    depends_on: Files = ()  # files and folders that it reads; where one changes, its predictions are made again
+    columns: Columns = Field(examples=[["text"]])  # columns of the table that the function gets
+    kwargs: Settings = Field(default_factory=dict)  # values that the function finds in context.kwargs
+    depends_on: Files = ()  # files and folders that it reads; if one changes, its predictions are computed again
     activation: Literal["softmax", "sigmoid", "none"] = "softmax"  # what the values are; none: any numbers
-    batch_size: Count | None = None  # rows of one call at most; None: those of a chunk
+    batch_size: Count | None = None  # most rows of one call; None: the rows of a chunk
     num_gpus: Devices = 0  # for each replica; 0: the CPU
-    gpu_memory: MemorySize | None = None  # of each of its GPUs, such as 8GiB; None: it has its GPUs to itself
+    # Memory of each of its GPUs, such as 8GiB; None: it has its GPUs to itself.
+    gpu_memory: MemorySize | None = None
     replicas: Count | Literal["auto"] = "auto"  # processes that share the rows
 
     older_keys: ClassVar[Mapping[str, str]] = {

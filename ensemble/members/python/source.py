@@ -119,10 +119,10 @@ def find_source(module: str, is_file: bool) -> Source:
     if is_file:
         file = Path(module).absolute()
         if not file.is_file():
-            what = "is a folder" if file.is_dir() else "no such file"
+            problem = "is a folder" if file.is_dir() else "no such file"
             raise CheckpointError(
-                f"predict: {file}: {what}; a relative path starts at the working directory, one that starts with "
-                "${CONFIG_DIR} at the config's"
+                f"predict: {file}: {problem}; a relative path starts at the working directory, one that starts "
+                "with ${CONFIG_DIR} at the config's"
             )
         return Source(file, file.parent, "", file.stem)
     importlib.invalidate_caches()  # a package may have been installed since this process started

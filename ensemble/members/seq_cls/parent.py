@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ensemble.common.errors import CheckpointError
 from ensemble.config import MemberConfig
@@ -22,6 +21,9 @@ from ensemble.members.huggingface.checkpoint.labels import label_names
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.huggingface.spec import CHILD, CLASSIFIER
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
+
+# Of checkpoints that read no text.
+_OTHER_HEADS = ("ForImageClassification", "ForAudioClassification", "ForVideoClassification")
 
 
 class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
@@ -51,7 +53,8 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
         config = read_config(path, f"{base}: its config.json")
         if not settings and is_language_model(config, path.parent):
             return None
-        if not _may_be_text_model(config):
+        architecture = str((config.get("architectures") or [""])[0])
+        if architecture.endswith(_OTHER_HEADS):
             return None
         names = label_names(config, base)
         if head_rows is not None and head_rows != len(names):
@@ -66,9 +69,3 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
     def inspect(self, columns: OutputColumns) -> Checkpoint:
         model = self.settings
         return inspect_checkpoint(model, columns.labels, model.label_map, model.problem_type)
-
-
-def _may_be_text_model(config: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint has no head for images, sound or video."""
-    name = str((config.get("architectures") or [""])[0])
-    return not name.endswith(("ForImageClassification", "ForAudioClassification", "ForVideoClassification"))

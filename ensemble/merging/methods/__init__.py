@@ -1,4 +1,4 @@
-"""The merge methods by their names in the config: one file and one line each."""
+"""Register the merge methods by their names in the config: one file and one line each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of merge methods: all members' probabilities of a block of rows in, one row of values for each out.
+"""Define the interface of merge methods, which turn all members' values of a block of rows into merged rows.
 
 docs/extending.md shows how to write one.
 """
@@ -23,7 +23,7 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Members:
-    """The merged members, in the order of the blocks; ``labels`` are the config's.
+    """Describe the merged members, in the order of the blocks; ``labels`` are the config's.
 
     A member's activation is "softmax" for probabilities that sum to 1, "sigmoid" for any from 0 to 1, "none" for
     any number. Each of ``weights`` is a number, a mapping by label, or a tuple by length bin, as in the config.
@@ -49,7 +49,7 @@ class Members:
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive rows of the table. A method changes nothing in a block.
+    """Hold consecutive rows of the table. A method changes nothing in a block.
 
     Attributes:
         start: the number of the first row in the table, from 0.
@@ -68,11 +68,12 @@ class Block:
 
 
 class MergeMethod(ABC):
-    """One merge of a run; it gets the table's blocks from the first to the last.
+    """Merge members; each object is for one merge and gets the table's blocks from the first to the last.
 
     Attributes:
         Settings: the keys below ``ensemble`` in the config, ``method`` among them; the class of ``settings``.
         needs_first_pass: whether ``look`` must see every block before ``merge`` sees the first.
+        takes_raw_values: whether members may give raw values (regression).
         gives_probabilities: whether results are of the members' sort: probabilities, or raw values; False for
             shares of votes, ranks and the like, which have no log loss and which ``rules`` do not scale.
         fit_options: the options that ``fit CONFIG`` needs for this method; empty if it fits the method's weights.
@@ -80,6 +81,7 @@ class MergeMethod(ABC):
 
     Settings: ClassVar[type[EnsembleConfig]] = EnsembleConfig
     needs_first_pass: ClassVar[bool] = False
+    takes_raw_values: ClassVar[bool] = True
     gives_probabilities: ClassVar[bool] = True
     fit_options: ClassVar[str] = "--set ensemble.method=mean"
 
@@ -89,12 +91,8 @@ class MergeMethod(ABC):
 
     def problems(self) -> Iterator[str]:
         """Yield a sentence for each problem of the settings, with its key; called before anything runs."""
-        return iter(())
-
-    def problems_of_raw_values(self) -> Iterator[str]:
-        """Yield a problem if members give raw values, for a method that needs probabilities."""
         raw = self.members.with_activation("none")
-        if raw:
+        if raw and not self.takes_raw_values:
             yield (
                 f"ensemble.method: {self.settings.method} is for probabilities, and raw values (regression) come "
                 f"from {', '.join(raw)}; use mean"

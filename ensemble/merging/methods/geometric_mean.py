@@ -1,15 +1,15 @@
-"""The weighted geometric mean of probabilities, scaled to be probabilities again: a logarithmic opinion pool.
+"""Merge by the weighted geometric mean, scaled to be probabilities again: a logarithmic opinion pool.
 
     softmax   p(k)  ~  prod over members i of p_i(k) ** w_i             scaled to sum to 1 over the labels k
     sigmoid   p(k)  =  yes / (yes + no), yes the product of p_i(k) ** w_i, no that of (1 - p_i(k)) ** w_i
 
-with w_i the weight over the sum of the weights of the members that have the row.  Members that are sure count for
-more than in the mean.  Probabilities below float64's epsilon (2.2e-16) count as that, and of sigmoid members those
-above 1 - epsilon, as in calibration, in stacking and in log loss: one member that is wrongly sure costs the others
-its weight times 36 nats, not the label, and the log loss stays convex in the weights, which ``fit`` relies on.
+with w_i the weight over the sum of the weights of the members that have the row. Members that are sure count for
+more than in the mean. Probabilities are clipped to float64's epsilon (2.2e-16), those of sigmoid members also to 1
+- epsilon, as in calibration, stacking and log loss. So a member that is wrongly sure costs its weight times 36 nats
+and cannot rule a label out, and the log loss stays convex in the weights, which ``fit`` relies on.
 
-``logit_mean`` is the same for labels that do not exclude each other: the weighted mean of log odds. Softmax members
-are refused there, whose logits are only known up to a number for each row.
+``logit_mean`` is the same for labels that do not exclude each other: the weighted mean of log odds. It refuses
+softmax members, because their logits are only known up to a constant for each row.
 
 C. Genest and J. V. Zidek, "Combining Probability Distributions: A Critique and an Annotated Bibliography",
 Statistical Science 1 (1986), 114-135.
@@ -29,10 +29,8 @@ from ensemble.merging.methods.weighted_mean import weighted_mean
 class GeometricMean(MergeMethod):
     """See the module.  With a sigmoid member all labels are taken one by one, those of softmax members, too."""
 
+    takes_raw_values = False
     fit_options = ""
-
-    def problems(self) -> Iterator[str]:
-        yield from self.problems_of_raw_values()
 
     def merge(self, block: Block, weights: Values) -> Values:
         if self.members.are_exclusive:

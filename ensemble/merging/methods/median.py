@@ -1,9 +1,9 @@
-"""The weighted median of the members' values: one member that is far off cannot move it far.
+"""Merge by the weighted median of the members' values: one member that is far off cannot move it far.
 
-For each label the members are put in order of their values; the median is the value at which half of the weight is
-reached, or the middle between it and the next one where the half is reached exactly.  With equal weights that is
-the usual median, with whole weights that of values repeated so often.  Where labels exclude each other, rows are
-scaled to a sum of 1; a row whose medians are all 0 gives all labels the same.
+For each label the members are put in order of their values. The median is the value at which half of the weight is
+reached; if exactly half is reached, it is the middle between that value and the next one. With equal weights that
+is the usual median; a weight of 2 counts a value twice. If labels exclude each other, rows are scaled to a sum of
+1; a row whose medians are all 0 gives all labels the same value.
 
 F. Y. Edgeworth, "On a New Method of Reducing Observations Relating to Several Quantities", Philosophical Magazine
 25 (1888), 184-191.

@@ -1,19 +1,18 @@
-"""The weighted power mean of the members' probabilities: between the least and the most of what members say.
+"""Merge by the weighted power mean, which is between the smallest and the largest of the members' values.
 
     p(k)  =  (sum over members i of w_i * p_i(k) ** power) ** (1 / power)
 
-with w_i the weight over the sum of the weights of the members that have the row; where labels exclude each other,
-rows are then scaled to a sum of 1.  ``power: 1`` is the mean; the larger it is, the more the most confident member
-counts for a label, and below 1 the more the least confident one.  It comes to the geometric mean as ``power`` comes
-to 0, and that is refused: ``geometric_mean`` is that.  With a negative one zeros count as the smallest normal
-number.
+with w_i the weight over the sum of the weights of the members that have the row. If labels exclude each other, rows
+are then scaled to a sum of 1. ``power: 1`` is the mean. The larger the power, the more the most confident member
+counts for a label; below 1 the least confident member counts more. As the power approaches 0, the result approaches
+the geometric mean; 0 itself is refused, because ``geometric_mean`` is that method. With a negative power, zeros
+count as the smallest normal number.
 
 P. S. Bullen, "Handbook of Means and Their Inequalities" (2003), chapter III.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated
 
 import numpy as np
@@ -25,7 +24,6 @@ from ensemble.config.values import MustBe
 from ensemble.merging.methods.base import Block, MergeMethod, Values
 from ensemble.merging.methods.weighted_mean import scaled, weighted_mean
 
-_MIN = float(np.finfo(np.float64).tiny)
 _MAX_POWER = 1000
 
 
@@ -36,9 +34,9 @@ def _not_0(value: float) -> float:
 
 
 class PowerMeanSettings(EnsembleConfig):
-    """The key of the power mean."""
+    """The weighted power mean of the members' probabilities."""
 
-    # Below 1 whoever gives a label little counts for more, above 1 whoever gives it much.
+    # Above 1 members that give a label much count for more, below 1 members that give it little.
     power: Annotated[
         float,
         Ge(-_MAX_POWER),
@@ -53,15 +51,15 @@ class PowerMean(MergeMethod):
 
     Settings = PowerMeanSettings
     settings: PowerMeanSettings
-
-    def problems(self) -> Iterator[str]:
-        yield from self.problems_of_raw_values()
+    takes_raw_values = False
 
     def merge(self, block: Block, weights: Values) -> Values:
         power = self.settings.power
         counts = block.is_present[:, :, None] & (weights > 0)
         # By logarithms, from which the largest is taken: powers may be too small for a number.
-        logs = np.where(counts, power * np.log(np.maximum(block.probabilities, _MIN)), -np.inf)
+        logs = np.where(
+            counts, power * np.log(np.maximum(block.probabilities, np.finfo(np.float64).tiny)), -np.inf
+        )
         most = logs.max(axis=0)
         with np.errstate(invalid="ignore", divide="ignore"):  # rows that nobody has, and weights of 0
             means = weighted_mean(weights, (np.exp(values - most) for values in logs), block.is_present)

@@ -1,12 +1,12 @@
-"""The weighted mean of ranks: for members that order the rows alike but are sure in different degrees.
+"""Merge by the weighted mean of ranks, for members that order rows alike but differ in how sure they are.
 
-    r_i(row, k)  =  (rank - 1/2) / rows       rank: of p_i(row, k) among what member i gives label k in all rows,
-                                              from 1, and of equal ones the mean of their ranks
+    r_i(row, k)  =  (rank - 1/2) / rows       rank: the place of p_i(row, k) among member i's values for label k,
+                                              from 1; equal values have the mean of their places
     result       =  sum over members i of w_i * r_i
 
-with w_i the weight over the sum of the weights of the members that have the row.  Results are numbers from 0 to 1
-that order the rows of a label, as AUC asks for; they are no probabilities, and rows do not sum to 1.  A member that
-has only some rows is ranked among these.  A rank depends on all other rows of the table.
+with w_i the weight over the sum of the weights of the members that have the row. Results are numbers from 0 to 1
+that order the rows of a label, which is all that AUC needs. They are no probabilities, and rows do not sum to 1. If
+a member has only some rows, these are ranked. A rank depends on all other rows of the table.
 
 All values are kept as ranks between the two passes: 8 bytes for each row, member and label.
 

@@ -1,4 +1,4 @@
-"""Stacking: a linear model of the members' log probabilities, which logistic regression finds (``fit``).
+"""Merge by stacking: a linear model of the members' log probabilities, which logistic regression finds (``fit``).
 
     score(k)  =  intercept(k)  +  sum over members i and labels j of  c(i, k, j) * x_i(j)
 
@@ -10,15 +10,15 @@
                  sigmoid of each score         where some are sigmoid
                  the scores                    of raw values
 
-p_i is the calibrated probability where the member has a calibration, and probabilities below 2.2e-16 (float64's
-epsilon), or of sigmoid members above 1 - 2.2e-16, count as that.  ``coefficients`` has for each member
+p_i is calibrated if the member has a calibration, and clipped to float64's epsilon (2.2e-16), of sigmoid members
+also to 1 - epsilon. ``coefficients`` has for each member
 
     m: 0.7                                a number: c(m, k, k) for every label k; all others are 0
     m: {neg: 0.7, pos: 0.5}               by label: c(m, k, k); labels that are not named have 0
     m: {neg: {neg: 0.7, pos: -0.1}}       by label and the member's label: c(m, neg, neg) and c(m, neg, pos)
 
-and ``intercept`` a number by label, 0 where none is named.  They take the place of weights, which must be left out
-or 1. Of rows that a member lacks its x(j) is the mean of those of the other members that have a coefficient for j.
+and ``intercept`` a number by label, 0 for labels that are not named. Both replace weights, which must be left out
+or 1. In rows that a member lacks, its x(j) is the mean over the other members that have a coefficient for j.
 
 D. H. Wolpert, "Stacked generalization", Neural Networks 5 (1992), 241-259.
 """
@@ -43,15 +43,14 @@ _Coefficients: TypeAlias = Annotated[
 
 
 class StackingSettings(EnsembleConfig):
-    """The keys of stacking."""
+    """A linear model of the members' log probabilities, as ``fit --method stacking`` finds it."""
 
     # By member: a number, one for each label, or a mapping of labels to such mappings.
     coefficients: Annotated[dict[str, _Coefficients], MustBe("a mapping of members to numbers", dict)] = (
         Field(examples=["{a: 0.7, b: 0.5}"])
     )
-    intercept: Factors = Field(
-        default={}
-    )  # by label: what is added to its score; 0 where a label is left out
+    # By label: what is added to its score; 0 for labels that are left out.
+    intercept: Factors = Field(default={})
 
 
 class Stacking(MergeMethod):

@@ -1,21 +1,18 @@
-"""Weighted majority voting: each member votes for a label, and a label gets its share of the votes.
+"""Merge by weighted majority voting: each member votes for a label, and a label gets its share of the votes.
 
     softmax   a member votes for its likeliest label; equally likely ones share its vote
     sigmoid   a member votes for each label above 1/2, and with half a vote for one at 1/2
     result    p(k)  =  sum over members i of w_i * vote_i(k)
 
-with w_i the weight over the sum of the weights of the members that have the row.  Results are shares of the votes:
-where two labels have the same share, whoever takes the first of the likeliest labels takes the one that comes first
-in ``labels``, as scikit-learn's VotingClassifier does.  A label that nobody votes for gets 0, which log loss
-punishes.
+with w_i the weight over the sum of the weights of the members that have the row. Results are shares of the votes.
+If two labels have the same share, the one that comes first in ``labels`` counts as the likeliest, as in
+scikit-learn's VotingClassifier. A label without a vote gets 0, which log loss punishes.
 
 L. Lam and C. Y. Suen, "Application of majority voting to pattern recognition", IEEE Transactions on Systems, Man,
 and Cybernetics A 27 (1997), 553-568.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -27,10 +24,8 @@ from ensemble.merging.methods.weighted_mean import scaled, weighted_mean
 class Vote(MergeMethod):
     """See the module.  Where labels exclude each other and have weights of their own, rows are scaled to 1."""
 
+    takes_raw_values = False
     gives_probabilities = False
-
-    def problems(self) -> Iterator[str]:
-        yield from self.problems_of_raw_values()
 
     def merge(self, block: Block, weights: Values) -> Values:
         with np.errstate(invalid="ignore"):  # rows that a member lacks

@@ -1,4 +1,4 @@
-"""Soft voting: the weighted mean of the members' values, a linear opinion pool."""
+"""Merge by the weighted mean of the members' values: soft voting, a linear opinion pool."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import numpy.typing as npt
 
 from ensemble.merging.methods.base import Block, MergeMethod, Values
 
-# Below the smallest normal number products lose digits; a member with so small a share decides no row.
-_MIN_SHARE = float(np.finfo(np.float64).tiny)
-
 
 class WeightedMean(MergeMethod):
-    """The weighted mean of the members' values.
+    """Merge by the weighted mean of the members' values.
 
     If labels are exclusive and have weights of their own, rows are scaled to a sum of 1.
     """
@@ -61,7 +58,8 @@ def weighted_mean(weights: Values, members: Iterable[Values], is_present: npt.ND
         present_shares = np.zeros((len(incomplete), shares.shape[2]))
         for share, present in zip(incomplete_shares, is_present, strict=True):
             present_shares += share * present[incomplete, None]
-        present_shares[(present_shares < _MIN_SHARE).any(axis=1)] = np.nan
+        # Below the smallest normal number products lose digits; a member with so small a share decides no row.
+        present_shares[(present_shares < np.finfo(np.float64).tiny).any(axis=1)] = np.nan
         total[incomplete] /= present_shares
     if not sums.all():
         total[np.broadcast_to((sums == 0).any(axis=-1), len(total))] = np.nan

@@ -20,10 +20,6 @@ from ensemble.data.table import Truth
 from ensemble.merging.methods.base import Values
 
 _MAX_PAIRS = 30
-# A difference that chance brings more often than this counts as none.
-_CHANCE = 0.05
-# With errors so much alike, one of the two members hardly changes the mean.
-_ALIKE = 0.9
 _HEADERS = (
     *("members", "error correlation", "differ", "share", "Cohen's kappa"),
     *("only first right", "only second right", "neither", "right more often"),
@@ -97,7 +93,7 @@ def _cells(names: tuple[str, str], pair: Pair, predictions: Predictions) -> list
     either = pair.only_first + pair.only_second
     better = names[0] if pair.only_first > pair.only_second else names[1]
     # An exact sign test.
-    if not either or 2 * bdtr(min(pair.only_first, pair.only_second), either, 0.5) > _CHANCE:
+    if not either or 2 * bdtr(min(pair.only_first, pair.only_second), either, 0.5) > 0.05:
         better = "too close to call"
     return [*cells, f"{pair.only_first:,}", f"{pair.only_second:,}", f"{pair.differ - either:,}", better]
 
@@ -117,18 +113,18 @@ def _sentences(predictions: Predictions, pairs: Mapping[tuple[str, str], Pair]) 
     closest = max(correlations, key=lambda names: correlations[names])
     furthest = min(correlations, key=lambda names: correlations[names])
     if predictions.truth is None:
-        what = "values" if predictions.activation == "none" else "probabilities"
+        subject = "values" if predictions.activation == "none" else "probabilities"
         meaning = "without true labels nobody can tell whether they share what is right or what is wrong."
     else:
-        what, meaning = "errors", "they fail apart often enough for a mean of the two to gain."
-        if correlations[closest] > _ALIKE:
+        subject, meaning = "errors", "they fail apart often enough for a mean of the two to gain."
+        if correlations[closest] > 0.9:
             meaning = "they fail together, so a mean of the two gains little over either."
     high, low = number(correlations[closest], 2), number(correlations[furthest], 2)
     if len(correlations) == 1:
-        return [*lines, f"Their {what} correlate at {high}: {meaning}"]
+        return [*lines, f"Their {subject} correlate at {high}: {meaning}"]
     return [
         *lines,
-        f"The {what} of {' and '.join(closest)} are most alike (correlation {high}): {meaning}",
+        f"The {subject} of {' and '.join(closest)} are most alike (correlation {high}): {meaning}",
         f"Those of {' and '.join(furthest)} are least alike ({low}).",
     ]
 

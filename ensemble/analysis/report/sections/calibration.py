@@ -35,7 +35,6 @@ from ensemble.merging.scoring import Interval, Resamples
 _BINS = 10
 # With fewer rows of a member no temperature is fitted.
 _MIN_ROWS = 50
-_MAX_PANELS = 6
 # Bins with fewer predictions are left out of the picture: their accuracy says nothing.
 _MIN_IN_BIN = 10
 _NOTES = (
@@ -95,13 +94,13 @@ class Calibration(Section):
                 temperature = number(fit_temperature(values, true, activation), 2)
             gap = with_interval("accuracy", diagrams[name].overconfidence, is_difference=True)
             cells.append([name, gap, number(METRICS["ece"].value(true, values, activation)), temperature])
-        what, rate = "confidence", "accuracy"
+        quantity, rate = "confidence", "accuracy"
         if activation == "sigmoid":
-            what, rate = "probability", "frequency"
-        headers = ["", f"{what} \N{MINUS SIGN} {rate}", "ECE", "temperature"]
+            quantity, rate = "probability", "frequency"
+        headers = ["", f"{quantity} \N{MINUS SIGN} {rate}", "ECE", "temperature"]
         return (
             paragraphs([_verdict(name, diagram, headers[1]) for name, diagram in [*diagrams.items()][:1]])
-            + _picture(diagrams, what)
+            + _picture(diagrams, quantity)
             + table(headers, cells)
             + notes(_NOTES)
         )
@@ -121,8 +120,8 @@ def _verdict(name: str, diagram: Reliability, gap_name: str) -> Markup:
     )
 
 
-def _picture(diagrams: Mapping[str, Reliability], what: str) -> Markup:
-    panels = list(diagrams.items())[:_MAX_PANELS]
+def _picture(diagrams: Mapping[str, Reliability], quantity: str) -> Markup:
+    panels = list(diagrams.items())[:6]
     across, down = min(len(panels), 2), -(-len(panels) // 2)
 
     def draw(figure: Figure) -> None:
@@ -139,12 +138,12 @@ def _picture(diagrams: Mapping[str, Reliability], what: str) -> Markup:
             axes.scatter(x, y, sizes, color=SERIES[0], zorder=3)
             axes.set_title(shortened(name, 22))
             axes.set(xlim=(0, 102), ylim=(0, 102), aspect="equal")
-        figure.supxlabel(f"{what} (%)", fontsize=8, color=MUTED)
+        figure.supxlabel(f"{quantity} (%)", fontsize=8, color=MUTED)
         figure.supylabel("came true (%)", fontsize=8, color=MUTED)
 
     text = (
-        f"The {what} and how often it came true, in bins of 10 points. On the dashed line both are the same; below "
-        "it probabilities are too high. The larger the dot, the more rows; bins of fewer than "
+        f"The {quantity} and how often it came true, in bins of 10 points. On the dashed line both are the same; "
+        "below it probabilities are too high. The larger the dot, the more rows; bins of fewer than "
         f"{_MIN_IN_BIN} are left out. Lines are 95 % intervals."
     )
     if len(diagrams) > len(panels):

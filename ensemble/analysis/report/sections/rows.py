@@ -20,11 +20,7 @@ from ensemble.merging.scoring import row_losses
 from ensemble.planning.cascade import entropy_terms, margins
 
 _ROWS = 20
-# Rows of each list that are shown at once; the others are a click away.
-_OPEN = 3
 _MAX_CHARACTERS = 400
-# Members that are named for each answer.
-_MAX_NAMED = 6
 _MAX_LABELS = 3
 
 
@@ -72,7 +68,7 @@ class RowsToRead(Section):
             has_answers=predictions.activation != "none",
             has_truth=predictions.truth is not None,
             lists=shown,
-            open=_OPEN,
+            open=3,  # the other rows are a click away
         )
 
 
@@ -181,7 +177,7 @@ def _answers(predictions: Predictions, row: int) -> dict[str, str]:
         else:
             members[", ".join(number(float(value)) for value in values[:_MAX_LABELS])].append(name)
     answers = sorted(members.items(), key=lambda item: -len(item[1]))
-    return {answer: listed(names, _MAX_NAMED, show=str) for answer, names in answers}
+    return {answer: listed(names, 6, show=str) for answer, names in answers}
 
 
 def highest(scores: Values, count: int) -> npt.NDArray[np.int64]:

@@ -29,8 +29,6 @@ from ensemble.config.values import weight_text
 from ensemble.pipeline.ending import gain_text
 
 _DIFFERENCE = "member \N{MINUS SIGN} ensemble"
-# Metrics that go by which label is first, not by how much: also for merge methods that give no probabilities.
-_OF_RANKS = ("accuracy", "auc")
 _WITHOUT_TRUTH = (
     "Without true labels nobody can say how good these predictions are, only how alike.",
     "Set data.label_column (or label_columns) for a table that has them, and this page shows metrics with "
@@ -102,7 +100,8 @@ def _cells(data: ReportData, gaps: Mapping[str, Interval]) -> list[list[object]]
         cells: list[object] = [html("<strong>{{ name }}</strong>", name=name) if is_ensemble else name]
         for metric in data.metrics if predictions.truth is not None else ():
             score = None
-            if not is_ensemble or data.method.gives_probabilities or metric.name in _OF_RANKS:
+            # Ranks have these metrics, too.
+            if not is_ensemble or data.method.gives_probabilities or metric.name in ("accuracy", "auc"):
                 score = data.score(metric, values)
             cells.append(NOTHING if score is None else with_interval(metric.name, score))
             if score is not None and metric is data.metrics[0] and not is_ensemble:

@@ -17,13 +17,6 @@ from ensemble.common.text import duration
 from ensemble.pipeline.run_report import RunReport
 from ensemble.scheduling.device_pool import TelemetryCurve
 
-# How solid a member's colour is while a worker starts, loads and computes.
-_ALPHAS = (0.25, 0.5, 1.0)
-_LANE_PIXELS = 22
-_MEMORY_PIXELS = 85
-# Of many devices the first ones are drawn.
-_MAX_LANES = 60
-_MAX_CURVES = 16
 _TICK_SECONDS = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3_600, 10_800, 43_200, 259_200)
 
 
@@ -71,11 +64,11 @@ def _bars(report: RunReport) -> Iterator[_Bar]:
 
 def _picture(report: RunReport, bars: list[_Bar], names: Mapping[str, str]) -> Markup:
     order = list(names)
-    lanes = sorted({bar.lane for bar in bars}, key=lambda lane: (order.index(lane[0]), lane))[:_MAX_LANES]
-    curves = [device for device in report.devices if device.uuid in report.device_memory][:_MAX_CURVES]
+    lanes = sorted({bar.lane for bar in bars}, key=lambda lane: (order.index(lane[0]), lane))[:60]
+    curves = [device for device in report.devices if device.uuid in report.device_memory][:16]
     seconds = max(bar.times[-1] for bar in bars)
     members = sorted({bar.member for bar in bars})
-    heights = [24 + _LANE_PIXELS * len(lanes), *(_MEMORY_PIXELS for _ in curves)]
+    heights = [24 + 22 * len(lanes), *(85 for _ in curves)]  # in pixels
     step = next((step for step in _TICK_SECONDS if seconds <= 6 * step), _TICK_SECONDS[-1])
 
     def draw(figure: Figure) -> None:
@@ -85,7 +78,8 @@ def _picture(report: RunReport, bars: list[_Bar], names: Mapping[str, str]) -> M
         for bar in bars:
             if bar.lane in lanes:
                 colour = SERIES[bar.member % len(SERIES)]
-                for begin, end, alpha in zip(bar.times, bar.times[1:], _ALPHAS, strict=False):
+                # Pale while the worker starts, stronger while it loads, solid while it computes.
+                for begin, end, alpha in zip(bar.times, bar.times[1:], (0.25, 0.5, 1.0), strict=False):
                     place = lanes.index(bar.lane)
                     first.barh(place, end - begin, left=begin, height=0.72, color=colour, alpha=alpha)
         first.set_yticks(range(len(lanes)), ["" if number else names[device] for device, number in lanes])
