@@ -224,8 +224,9 @@ def examples(
     return make
 
 
-# The same road as causal_lm, images with a reader of their own; seq_cls is the member of most tests of faults.
-_LONG = ("seq_cls", "pooled_cls", "image_cls")
+# The same road as causal_lm, images with a reader of their own; seq_cls is the member of most tests of faults, and
+# functions have tests of their own for these.
+_LONG = ("seq_cls", "pooled_cls", "image_cls", "python")
 
 
 @pytest.fixture(
