@@ -70,6 +70,7 @@ def waiting_of_a_worker(folder: Path) -> dict[str, str]:
         worker.close()
 
 
+@pytest.mark.long
 def test_workers_and_the_report_wait_shortly(project: Project, recorder: dict[str, str]) -> None:
     project.write_config(project.config(models=project.config()["models"][1:], report=True))
     done = project.ensemble("run", "config.yaml", environment=recorder)
