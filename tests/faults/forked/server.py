@@ -257,7 +257,11 @@ def _become(main: Callable[[], None], asked: Mapping[str, Any], descriptors: Map
         main()
         code = 0
     except SystemExit as error:
-        code = int(error.code or 0)
+        if isinstance(error.code, str):
+            sys.stderr.write(f"{error.code}\n")
+            code = 1
+        else:
+            code = int(error.code or 0)
     except BaseException:
         traceback.print_exc()
     finally:
