@@ -17,7 +17,7 @@ help:
 	@echo "make run     set up an environment and run the demo ensemble ($(CONFIG)); CONFIG= names one or several"
 	@echo "make test    set up an environment and run the checks to run after every change (5 minutes)"
 	@echo "make lint | types | unit    one of those checks"
-	@echo "make test-all  what make test leaves out (25 minutes): every step of the sweeps of which it takes a sample, fresh"
+	@echo "make test-all  what make test leaves out (40 minutes): every step of the sweeps of which it takes a sample, fresh"
 	@echo "             processes where it forks them, other releases of transformers; CI runs both"
 	@echo "make rest | overlays    one of those checks; overlays are the other releases"
 	@echo "make test-releases  try the oldest and the newest supported releases, into docs/releases.md (gigabytes, an hour)"

@@ -159,7 +159,7 @@ def make_checkpoint(
     config = _config(transformers, architecture, common, width, layers)
     model = transformers.AutoModelForSequenceClassification.from_config(config)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    return prime(folder)
+    return prime(folder, CLASSIFIER)
 
 
 def _config(transformers: Any, architecture: str, common: dict[str, Any], width: int, layers: int) -> Any:
@@ -277,7 +277,7 @@ def make_language_model(
     config = _config(transformers, architecture, common, width=64, layers=3)
     config.update(settings)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return prime(folder)
+    return prime(folder, LANGUAGE_MODEL)
 
 
 def label_reference(

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from tests.checkpoints import make_checkpoint, make_texts
+from tests.checkpoints import make_checkpoint, make_texts, prime
 from tests.faults.forked import client
 
 LABELS = ["winner_a", "winner_b", "tie"]
@@ -113,6 +113,6 @@ def python_path(*folders: Path) -> str:
 
 
 def make_models(folder: Path) -> Path:
-    make_checkpoint(folder / "gemma", "gemma2", GEMMA_LABELS, seed=1)
-    make_checkpoint(folder / "llama", "llama", LABELS, seed=2, pad=None)
+    prime(make_checkpoint(folder / "gemma", "gemma2", GEMMA_LABELS, seed=1))
+    prime(make_checkpoint(folder / "llama", "llama", LABELS, seed=2, pad=None))
     return folder

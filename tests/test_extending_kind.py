@@ -27,6 +27,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
+@pytest.mark.long
 def test_a_run_with_a_kind_of_another_package(project: Project, site: Path) -> None:
     weights = np.random.default_rng(0).normal(size=(256, len(LABELS))) * 5
     np.save(project.folder / "small.npy", weights)

@@ -406,6 +406,7 @@ def test_ctrl_c_keeps_what_is_tried_and_a_run_takes_what_is_written(
     assert (unknown.returncode, "dtipe" in unknown.stderr) == (2, True)
 
 
+@pytest.mark.long
 def test_only_whole_trials_are_kept_and_until_the_file_is_written(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:

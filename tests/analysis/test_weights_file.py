@@ -16,6 +16,7 @@ import ensemble
 from ensemble.analysis.weights_file import POOLS
 from ensemble.merging.methods import METHODS
 from tests.project import ROOT, Project
+from tests.sampling import one_in
 
 pytestmark = pytest.mark.usefixtures("warm")
 DEMO = str(ROOT / "configs" / "demo.yaml")
@@ -139,23 +140,36 @@ def test_a_run_that_scores_the_rows_it_was_fitted_on_says_so(files: Project) -> 
     again = yaml.safe_load((files.folder / "again.yaml").read_text())
     assert [again["fitted_on"][key] for key in ("rows", "sha256")] == [ROWS, fitted_on["sha256"]]
 
-    changed_merges = (
-        "models.one.weight=0.9",
-        "models.two.calibration={temperature: 2}",
-        "ensemble.method=median",
+
+@pytest.mark.parametrize(
+    "override",
+    one_in(
+        3,
+        [
+            *("limit=300", "data.label_column=null", "fitted_on=null"),
+            *("models.one.weight=0.9", "models.two.calibration={temperature: 2}", "ensemble.method=median"),
+        ],
+    ),
+)
+def test_a_run_of_other_rows_or_other_weights_does_not(files: Project, override: str) -> None:
+    assert files.ensemble(*FIT).returncode == 0
+    done = files.ensemble(
+        "run", "config.yaml", "weights.yaml", "--set", override, "--set", "output_dir=other"
     )
-    for override in ("limit=300", "data.label_column=null", "fitted_on=null", *changed_merges):
-        done = files.ensemble(
-            "run", "config.yaml", "weights.yaml", "--set", override, "--set", "output_dir=other"
-        )
-        assert done.returncode == 0, done.stderr
-        assert files.run_json("other")["fitted_on"] is None
-        assert "fitted on these" not in done.stdout + files.ensemble("status", "other").stdout
-        assert "fitted on these" not in (files.folder / "other/report.html").read_text()
+    assert done.returncode == 0, done.stderr
+    assert files.run_json("other")["fitted_on"] is None
+    assert "fitted on these" not in done.stdout + files.ensemble("status", "other").stdout
+    assert "fitted on these" not in (files.folder / "other/report.html").read_text()
+
+
+def test_a_run_of_other_labels_does_not_and_a_merge_takes_the_file(files: Project) -> None:
+    assert files.ensemble(*FIT).returncode == 0
+    files.write_config({**config(), "report": False})
     header, rows = files.read("truth.csv")
     rows[0][1] = next(label for label in LABELS if label != rows[0][1])
     files.write_csv("truth.csv", header, rows)
     done = files.ensemble("run", "config.yaml", "weights.yaml", "--set", "output_dir=other", "-q")
+    assert done.returncode == 0, done.stderr
     assert files.run_json("other")["fitted_on"] is None, "another label"
     done = files.ensemble("merge", "one.csv", "two.csv", "-o", "merged.csv", "--weights", "weights.yaml")
     assert done.returncode == 0, done.stderr

@@ -70,8 +70,9 @@ def waiting_of_a_worker(folder: Path) -> dict[str, str]:
         worker.close()
 
 
+@pytest.mark.long
 def test_workers_and_the_report_wait_shortly(project: Project, recorder: dict[str, str]) -> None:
-    project.write_config(project.config(report=True))
+    project.write_config(project.config(models=project.config()["models"][1:], report=True))
     done = project.ensemble("run", "config.yaml", environment=recorder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (project.folder / "runs/first/report.html").exists()
@@ -81,6 +82,7 @@ def test_workers_and_the_report_wait_shortly(project: Project, recorder: dict[st
     assert waiting[code_of("ensemble.analysis.report.__main__")] == SHORT
 
 
+@pytest.mark.long
 def test_trials_of_tune_wait_shortly(
     project: Project, recorder: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ def begun(chunky: Project, tmp_path: Path) -> Project:
     return chunky
 
 
+@pytest.mark.long
 @pytest.mark.fault(42)
 def test_a_run_that_goes_on_is_the_same_run(begun: Project, tmp_path: Path) -> None:
     """By itself it would take two workers with a thread each."""

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ensemble.members.huggingface.spec import BACKBONE
 from ensemble.members.registry import KINDS
-from tests.checkpoints import make_checkpoint, make_language_model
+from tests.checkpoints import make_checkpoint, make_language_model, prime
 from tests.faults.chunky import chunky_config, word, write_chunky_table
 from tests.faults.forked.runs import ForkedRuns
 from tests.faults.inject import Fault, Injected, token_ids
@@ -71,7 +72,7 @@ def backbone(folder: Path) -> dict[str, Any]:
     import torch
     from safetensors.torch import save_file
 
-    model = make_language_model(folder / "model", "llama", pad=None)
+    model = prime(make_language_model(folder / "model", "llama", pad=None), BACKBONE)
     torch.manual_seed(3)
     layer = torch.nn.Linear(64, len(LABELS))
     save_file(
@@ -224,8 +225,9 @@ def examples(
     return make
 
 
-# The same road as causal_lm, images with a reader of their own; seq_cls is the member of most tests of faults.
-_LONG = ("seq_cls", "pooled_cls", "image_cls")
+# The same road as causal_lm, images with a reader of their own; seq_cls is the member of most tests of faults, and
+# functions have tests of their own for these.
+_LONG = ("seq_cls", "pooled_cls", "image_cls", "python")
 
 
 @pytest.fixture(

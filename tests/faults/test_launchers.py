@@ -15,6 +15,7 @@ from ensemble.scheduling.launchers.local import LocalLauncher
 from tests.faults.chunky import ids_of, results
 from tests.faults.inject import Fault, Injected
 from tests.project import Project, python_path
+from tests.sampling import one_in
 
 ENTRY_POINTS = """[ensemble.launchers]
 agent = tests.scheduling.agent:AgentLauncher
@@ -125,15 +126,18 @@ WRONG = [
 ]
 
 
-def test_what_is_wrong_with_a_launcher_is_said_at_validate(project: Project, site: Path) -> None:
+@pytest.mark.parametrize(("chosen", "sentence"), one_in(4, WRONG))
+def test_what_is_wrong_with_a_launcher_is_said_at_validate(
+    project: Project, site: Path, chosen: str, sentence: str
+) -> None:
     project.write_config(project.config())
     environment = {"PYTHONPATH": python_path(Path(__file__).parents[2], site)}
-    for chosen, sentence in WRONG:
-        done = project.ensemble(
-            "validate", "config.yaml", "--set", f"launcher={chosen}", environment=environment
-        )
-        assert done.returncode == 2
-        assert sentence in done.stderr
+    done = project.ensemble("validate", "config.yaml", "--set", f"launcher={chosen}", environment=environment)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+
+
+def test_a_launcher_that_nobody_knows_is_said_with_its_line(project: Project) -> None:
     project.write_config(project.config(launcher="locla"))
-    done = project.ensemble("validate", "config.yaml", environment=environment)
+    done = project.ensemble("validate", "config.yaml")
     assert re.search(r"launcher \(line \d+\): unknown launcher 'locla'; did you mean local\?", done.stderr)

@@ -143,7 +143,7 @@ def check_next_run(two: Two, forked: ForkedRuns, kept: int) -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     one_in(
-        4,
+        8,
         [
             (by_rename, WEIGHTS),
             (in_place, WEIGHTS),

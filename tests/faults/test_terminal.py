@@ -197,6 +197,7 @@ def test_the_tmux_session_is_killed(
         check_complete(chunky, int(told.read_text()), undisturbed)
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 @pytest.mark.fault(33)
 def test_ignored_signals_stay_ignored_and_sigterm_ends_the_run(chunky: Project, tmp_path: Path) -> None:

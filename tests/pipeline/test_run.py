@@ -395,7 +395,6 @@ def test_no_worker_outlives_a_killed_parent(project: Project) -> None:
     assert project.ensemble("run", "config.yaml", "--quiet").returncode == 0
 
 
-@pytest.mark.fresh
 @pytest.mark.fault(1)
 def test_a_worker_that_was_killed_while_it_started_is_replaced(project: Project) -> None:
     only_llama(project)
@@ -408,7 +407,6 @@ def test_a_worker_that_was_killed_while_it_started_is_replaced(project: Project)
     assert len(project.read("runs/first/ensemble.csv")[1]) == 300
 
 
-@pytest.mark.fresh
 @pytest.mark.fault(20)
 def test_two_runs_on_one_directory(project: Project) -> None:
     only_llama(project)

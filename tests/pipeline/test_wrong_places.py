@@ -11,6 +11,7 @@ import pytest
 from ensemble.pipeline.run_dir import RunDir
 from tests.project import ROOT, Project, python_path
 
+pytestmark = pytest.mark.usefixtures("warm")
 BROKEN = """
 import socket
 

@@ -150,22 +150,28 @@ def test_any_bytes_as_a_sample(folder: Path, content: bytes, labels: list[str]) 
 
 
 @pytest.mark.parametrize("ids", [["001"], ["001", "001"]])
-def test_a_hundred_thousand_columns(folder: Path, ids: list[str]) -> None:
-    # The header alone is longer than what is read at a time.
-    header = ["id", *(f"c{index}" for index in range(100_000))]
-    rows = "".join(f"{row_id}{',x' * 100_000}\n" for row_id in ids)
-    content = f"{','.join(header)}\n{rows}".encode()
-    table = outcome(folder / "x.csv", content, lambda path: read_table(path, needs("c99999")))
-    missing = outcome(folder / "x.csv", content, lambda path: read_table(path, needs("c99999 ", "d1")))
+@pytest.mark.parametrize(
+    ("columns", "width"), [(6_000, 90), pytest.param(100_000, 0, marks=pytest.mark.long)]
+)
+def test_a_header_that_is_longer_than_a_block(folder: Path, columns: int, width: int, ids: list[str]) -> None:
+    names = [f"c{index}" for index in range(columns)]
+    last = names[-1]
+    names[9:-1] = [f"{name}{'-' * width}" for name in names[9:-1]]
+    header = ",".join(["id", *names])
+    assert len(header) > BLOCK_BYTES
+    rows = "".join(f"{row_id}{',x' * columns}\n" for row_id in ids)
+    content = f"{header}\n{rows}".encode()
+    table = outcome(folder / "x.csv", content, lambda path: read_table(path, needs(last)))
+    missing = outcome(folder / "x.csv", content, lambda path: read_table(path, needs(f"{last} ", "d1")))
     twice = outcome(
         folder / "x.csv", content.replace(b"c7,", b"c8,", 1), lambda path: read_table(path, needs("c1"))
     )
     if len(ids) == 1:
         assert isinstance(table, InputTable), table
-        assert given_to_workers(table, folder) == [{"c99999": "x"}]
+        assert given_to_workers(table, folder) == [{last: "x"}]
     else:
         assert isinstance(table, tuple)
     assert isinstance(missing, tuple)
-    assert "no text column 'c99999 '" in missing[0]
+    assert f"no text column '{last} '" in missing[0]
     assert isinstance(twice, tuple)
     assert "the header names 'c8' more than once" in twice[0]

@@ -15,11 +15,14 @@ from tests.ray.nodes import SPACED, Nodes
 __all__ = ["chunky", "forked", "mortal", "nodes", "undisturbed", "warm"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def nodes(
     tmp_path_factory: pytest.TempPathFactory, nvml_libraries: Path, request: pytest.FixtureRequest
 ) -> Iterator[Nodes]:
-    """A test that ends what is theirs has it on a node of its own (``mortal``)."""
+    """A test that ends what is theirs has it on a node of its own (``mortal``).
+
+    They end with the last test of this folder, because a cluster computes while nobody uses it.
+    """
     if " " in sys.executable:
         pytest.skip(SPACED)
     server = request.getfixturevalue("fork_server") if sampling.part == "usual" else ""

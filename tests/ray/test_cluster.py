@@ -88,6 +88,7 @@ def test_a_node_without_the_model_is_told_of(chunky: Project, nodes: Nodes) -> N
     assert len(re.findall(r"node \S+: \S+ GiB of \S+ GiB memory free", printed)) == 3
 
 
+@pytest.mark.long
 @pytest.mark.fault(1)
 def test_workers_that_are_killed_and_hang(
     chunky: Project, tmp_path: Path, nodes: Nodes, undisturbed: dict[str, bytes]
@@ -108,6 +109,7 @@ def test_workers_that_are_killed_and_hang(
 
 
 @pytest.mark.fresh
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("of_the_run", "of_the_node"), [({}, {}), ({"GOMP_SPINCOUNT": "77"}, {}), ({}, {"KMP_BLOCKTIME": "5"})]
 )
@@ -177,6 +179,7 @@ def test_a_node_that_has_just_died(chunky: Project, nodes: Nodes, undisturbed: d
 
 
 @pytest.mark.fault(12)
+@pytest.mark.long
 def test_the_parent_is_killed(
     chunky: Project, tmp_path: Path, nodes: Nodes, undisturbed: dict[str, bytes]
 ) -> None:

@@ -38,6 +38,7 @@ def with_own_model(project: Project, **changes: Any) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.fresh  # a process that is forked does not have the node's mounts
 def test_a_model_goes_to_nodes_that_lack_it(
     chunky: Project, nodes: Nodes, undisturbed: dict[str, bytes]

@@ -23,6 +23,7 @@ from tests.faults.test_workers import is_gone
 from tests.nvml.sim import Gpu, NvmlSim, gpu_uuid
 from tests.project import LABELS, ROOT, Project, python_path
 from tests.ray.nodes import NO_CUDA, SPACED, Nodes, agents, background, both_compute, on_cluster, run, stopped
+from tests.sampling import one_in
 from tests.waiting import wait_until
 
 pytest.importorskip("ray", reason="ray is not installed")
@@ -65,7 +66,7 @@ def other_job(nodes: Nodes, node: str, gpus: float) -> Iterator[set[str]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("named", ["config", "variable"])
+@pytest.mark.parametrize("named", one_in(2, ["config", "variable"]))
 def test_no_cluster_at_the_address(project: Project, named: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -117,11 +118,14 @@ def test_something_else_at_the_address(
 
 @pytest.mark.parametrize(
     ("address", "text"),
-    [
-        ("127.0.0.1:70000", "ray.address: 127.0.0.1:70000 is no address; write HOST:PORT"),
-        ("ray://127.0.0.1:10001", "ray.address: ray://127.0.0.1:10001 is for Ray's client"),
-        ("local", "ray.address: local is no address; write HOST:PORT"),
-    ],
+    one_in(
+        3,
+        [
+            ("127.0.0.1:70000", "ray.address: 127.0.0.1:70000 is no address; write HOST:PORT"),
+            ("ray://127.0.0.1:10001", "ray.address: ray://127.0.0.1:10001 is for Ray's client"),
+            ("local", "ray.address: local is no address; write HOST:PORT"),
+        ],
+    ),
 )
 def test_addresses_that_cannot_be(project: Project, address: str, text: str) -> None:
     """``local`` would have Ray start a cluster of its own."""
@@ -476,7 +480,8 @@ def test_the_head_does_not_respond(
 
 
 @pytest.mark.fault(39)
-@pytest.mark.parametrize("nodes_there", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("nodes_there", [1, 2])
 def test_the_raylet_of_this_machine_dies(
     chunky: Project, tmp_path: Path, nvml_libraries: Path, nodes_there: int
 ) -> None:

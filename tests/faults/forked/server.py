@@ -3,9 +3,10 @@
     python -m tests.faults.forked.server ADDRESS MODELS
 
 Each request comes over a connection of its own to the abstract socket ADDRESS (of commands; ADDRESS-workers, of
-workers): one line of JSON with argv, environment, folder, and the numbers which the descriptors that come with it
-shall have.  The answer is the process's number.  Then the asking side sends numbers: 0 starts it, others are
-signals for its group; it gets the exit code at the end.  A connection that is closed before that kills the group.
+workers and of the processes that describe checkpoints and write reports): one line of JSON with argv, environment,
+folder, and the numbers which the descriptors that come with it shall have.  The answer is the process's number.
+Then the asking side sends numbers: 0 starts it, others are signals for its group; it gets the exit code at the end.
+A connection that is closed before that kills the group.
 The servers end with their standard input.
 """
 
@@ -66,13 +67,18 @@ def main() -> None:
 
 
 def _import_for_workers(models: Path) -> None:
+    import pandas  # noqa: F401  for members that are Python functions
     import tqdm
     import transformers
 
+    os.environ["MPLBACKEND"] = "svg"  # as the process that writes a report has it
+    import ensemble.analysis.report.page
     import ensemble.members.huggingface.loading.describe
     import ensemble.members.seq_cls.predictor
     import ensemble.worker.session  # noqa: F401
 
+    with contextlib.suppress(ImportError):
+        import bitsandbytes  # noqa: F401  a second, for each trial of tune in 8 or 4 bits
     # Its own lock is one for all processes that come of this one, and for ever when one is killed that holds it.
     tqdm.tqdm.set_lock(threading.RLock())
     for model in sorted(models.iterdir()):
@@ -216,18 +222,15 @@ def _run(asked: dict[str, Any], descriptors: dict[int, int]) -> NoReturn:
 
 
 def _work(asked: dict[str, Any], descriptors: dict[int, int]) -> NoReturn:
-    from ensemble.members.huggingface.loading.describe import main as describe
-    from ensemble.worker.__main__ import main as work
-
-    if asked["describes"]:
-        _become(describe, asked, descriptors)
+    main = importlib.import_module(asked["module"]).main
+    words = asked["argv"]
     # Its parent is this server now; where the true one has gone, its standard input ends.
-    asked["argv"] = [
-        word if "parent-pid" not in word else f"--parent-pid={os.getppid()}" for word in asked["argv"]
-    ]
+    if asked["module"] == "ensemble.analysis.report.__main__":
+        words[-1] = str(os.getppid())
+    asked["argv"] = [f"--parent-pid={os.getppid()}" if "parent-pid" in word else word for word in words]
     if "TEST_FAULTS" in asked["environment"]:
         stand_at_embeddings(json.loads(asked["environment"]["TEST_FAULTS"]))
-    _become(work, asked, descriptors)
+    _become(main, asked, descriptors)
 
 
 def _become(main: Callable[[], None], asked: Mapping[str, Any], descriptors: Mapping[int, int]) -> NoReturn:
@@ -254,7 +257,11 @@ def _become(main: Callable[[], None], asked: Mapping[str, Any], descriptors: Map
         main()
         code = 0
     except SystemExit as error:
-        code = int(error.code or 0)
+        if isinstance(error.code, str):
+            sys.stderr.write(f"{error.code}\n")
+            code = 1
+        else:
+            code = int(error.code or 0)
     except BaseException:
         traceback.print_exc()
     finally:

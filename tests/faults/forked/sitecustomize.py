@@ -1,8 +1,9 @@
 """Python runs this at start-up where this folder is on PYTHONPATH.
 
 Where TEST_FORK_SERVER names a server (server.py), a worker lets a process that it forks work in its place: the one
-that was started keeps its number, hands signals on, and ends as the one that works does.  Elsewhere the process
-gets the faults that a test asks for (../faulty.py).
+that was started keeps its number, hands signals on, and ends as the one that works does.  So do the processes that
+describe checkpoints and that write reports.  Elsewhere the process gets the faults that a test asks for
+(../faulty.py).
 
 Each worker writes its number and environment into the file that TEST_WORKERS names.
 """
@@ -16,7 +17,7 @@ import struct
 import sys
 
 
-def _stand_in(address: str) -> None:
+def _stand_in(address: str, module: str) -> None:
     numbers = [0, 1, 2]
     numbers += [int(word.partition("=")[2]) for word in sys.orig_argv if word.startswith("--events-fd=")]
     asked = {
@@ -25,7 +26,7 @@ def _stand_in(address: str) -> None:
         "environment": {**os.environ, "TEST_STANDS_IN": str(os.getpid())},
         "folder": os.getcwd(),  # noqa: PTH109  pathlib takes a while to import
         "numbers": numbers,
-        "describes": _DESCRIBES,
+        "module": module,
     }
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         line.connect(f"\0{address}-workers")
@@ -46,12 +47,32 @@ def _stand_in(address: str) -> None:
     os._exit(code)
 
 
+def _module() -> str:
+    """Return the module whose work a process of the server can do; empty if this one does other work."""
+    if _IS_WORKER:
+        return _WORKER
+    words = " ".join(sys.orig_argv)
+    if f"from {_DESCRIBE} import" in words:
+        return _DESCRIBE
+    return _REPORT if f"from {_REPORT} import" in words and not _has_other_packages() else ""
+
+
+def _has_other_packages() -> bool:
+    """Return whether this process finds packages that the server has not seen, such as a broken Matplotlib."""
+    site = os.path.dirname(__file__)  # noqa: PTH120  as above
+    root = os.path.dirname(os.path.dirname(os.path.dirname(site)))  # noqa: PTH120
+    return not {site, root}.issuperset(os.environ["PYTHONPATH"].split(os.pathsep))
+
+
+_WORKER = "ensemble.worker.__main__"
+_DESCRIBE = "ensemble.members.huggingface.loading.describe"
+_REPORT = "ensemble.analysis.report.__main__"
 _IS_WORKER = any(word.startswith("--events-fd=") for word in sys.orig_argv)
-_DESCRIBES = any("loading.describe" in word for word in sys.orig_argv)
 if os.environ.get("TEST_WORKERS") and _IS_WORKER:
     with open(os.environ["TEST_WORKERS"], "a", encoding="utf-8") as file:  # noqa: PTH123  as above
         file.write(json.dumps({"pid": os.getpid(), "environment": dict(os.environ)}) + "\n")
-if os.environ.get("TEST_FORK_SERVER") and (_IS_WORKER or _DESCRIBES):
-    _stand_in(os.environ["TEST_FORK_SERVER"])
+_served = _module() if os.environ.get("TEST_FORK_SERVER") else ""
+if _served:
+    _stand_in(os.environ["TEST_FORK_SERVER"], _served)
 elif "TEST_FAULTS" in os.environ:
     import tests.faults.faulty  # noqa: F401

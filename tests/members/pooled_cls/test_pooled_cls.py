@@ -16,10 +16,11 @@ import pytest
 from ensemble.common.protocol import CommonSpec
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.base import Assigned, OutputColumns
+from ensemble.members.huggingface.spec import BACKBONE
 from ensemble.members.pooled_cls.parent import PooledClassification
 from ensemble.members.pooled_cls.predictor import PooledSpec
 from ensemble.members.pooled_cls.settings import PooledSettings
-from tests.checkpoints import make_checkpoint, make_language_model, make_texts
+from tests.checkpoints import make_checkpoint, make_language_model, make_texts, prime
 from tests.members.huggingface.scoring.test_float32 import make_overflowing
 from tests.members.huggingface.scoring.test_predict import worker_spec
 from tests.sampling import one_in
@@ -40,12 +41,12 @@ def make_backbone(folder: Path, architecture: str, saved_as: str = "AutoModel", 
     import transformers
 
     if saved_as == "AutoModelForCausalLM":
-        return make_language_model(folder, architecture, **options)
+        return prime(make_language_model(folder, architecture, **options), BACKBONE)
     make_checkpoint(folder, architecture, LABELS, **options)
     if saved_as != "AutoModelForSequenceClassification":
         model = getattr(transformers, saved_as).from_pretrained(folder)
         model.save_pretrained(folder)
-    return folder
+    return prime(folder, BACKBONE)
 
 
 def save_head(path: Path, head: nn.Module, prefix: str = "fc.") -> Path:

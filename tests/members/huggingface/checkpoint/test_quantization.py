@@ -133,6 +133,7 @@ def test_what_settings_mean(settings: dict[str, Any] | None, method: str | None,
     assert (method_of(settings), quantized_bits(settings)) == (method, bits)
 
 
+@pytest.mark.usefixtures("warm")
 def test_validate_says_all_of_it_without_torch(project: Project) -> None:
     saved = project.folder / "saved"
     shutil.copytree(project.models / "llama", saved)

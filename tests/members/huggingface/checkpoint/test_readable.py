@@ -15,7 +15,7 @@ import pytest
 from ensemble.common.errors import CheckpointError
 from ensemble.common.files import dangling_link, unreadable
 from ensemble.members.huggingface.checkpoint.hub import find_file
-from tests.project import ROOT, Project
+from tests.project import ROOT, Project, python_path
 from tests.sampling import one_in
 from tests.waiting import PATIENCE_SECONDS
 
@@ -36,7 +36,7 @@ def validate(project: Project) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "ensemble", "validate", "config.yaml"],
         cwd=project.folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT)},
         capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,

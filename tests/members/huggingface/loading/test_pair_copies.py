@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from ensemble.members.huggingface.loading import pair_copies
+from ensemble.members.huggingface.loading.pair_copies import THROUGH_HOST, check_copies, wrong_pairs
 from tests.checkpoints import make_checkpoint
 from tests.members.huggingface.devices import Machine
 from tests.members.huggingface.loading.test_spread import device_map
@@ -18,10 +20,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICES = [torch.device(f"ipu:{index}") for index in range(3)]
 
 
-@pytest.mark.parametrize("how", ["zeros", "late"])
-def test_a_pair_whose_copies_are_wrong_is_found(how: str) -> None:
-    from ensemble.members.huggingface.loading.pair_copies import wrong_pairs
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of few bytes, beside a small product: here no copy takes time."""
+    monkeypatch.setattr(pair_copies, "_SIZES", (1 << 10, 1 << 12))
+    monkeypatch.setattr(pair_copies, "_BUSY_WIDTH", 16)
 
+
+def check_that_it_is_found(how: str) -> None:
     with Machine() as machine:
         assert wrong_pairs(DEVICES) == []
         machine.wrong = {("ipu:0", "ipu:2"): how}
@@ -30,11 +36,21 @@ def test_a_pair_whose_copies_are_wrong_is_found(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["zeros", "late"])
-def test_a_spread_model_avoids_them_and_says_so(how: str, tmp_path: Path) -> None:
+def test_a_pair_whose_copies_are_wrong_is_found(how: str, small: None) -> None:
+    check_that_it_is_found(how)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["zeros", "late"])
+def test_it_is_found_by_copies_of_real_sizes(how: str) -> None:
+    check_that_it_is_found(how)
+
+
+@pytest.mark.parametrize("how", ["zeros", "late"])
+def test_a_spread_model_avoids_them_and_says_so(how: str, tmp_path: Path, small: None) -> None:
     from accelerate import dispatch_model
 
     from ensemble.members.huggingface.loading.load import load
-    from ensemble.members.huggingface.loading.pair_copies import check_copies
     from ensemble.members.huggingface.scoring.classifier import Classifier
     from ensemble.members.huggingface.scoring.encode import Encoded
 
@@ -69,7 +85,6 @@ def test_a_spread_model_avoids_them_and_says_so(how: str, tmp_path: Path) -> Non
 
 def test_a_machine_whose_copies_are_right_keeps_them(tmp_path: Path) -> None:
     from ensemble.members.huggingface.loading.load import load
-    from ensemble.members.huggingface.loading.pair_copies import THROUGH_HOST
 
     model = load(worker_spec(make_checkpoint(tmp_path / "model", "llama", LABELS))).model
     assert not hasattr(model, THROUGH_HOST)

@@ -77,6 +77,7 @@ def test_images(tmp_path: Path) -> None:
     assert counters.batches > 0
 
 
+@pytest.mark.long
 def test_a_compiler_that_fails_is_an_error_that_names_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
