@@ -20,6 +20,16 @@ Capability = tuple[int, int]
 _MIN_WIDTH = 16
 
 
+def coarse_room(room_bytes: int) -> int:
+    """Round a room down to its first four binary digits, by less than an eighth.
+
+    Free memory differs by some MiB between processes, GPUs and drivers.  A room that does not follow these
+    differences cuts the same batches.
+    """
+    step = 1 << max(0, room_bytes.bit_length() - 4)
+    return room_bytes - room_bytes % step
+
+
 @dataclass(frozen=True)
 class Weights:
     """Hold the size of a loaded model.
@@ -118,9 +128,11 @@ class Footprint:
 
     def token_budget(self, gpus: int, free_bytes: int) -> int:
         """Return the padded tokens that a batch of the longest rows may hold; 0 if not even one such row fits."""
-        tokens = self.activation.max_tokens(free_bytes - self.resident_bytes(gpus), self.width)
-        if tokens < self.width:
+        available = free_bytes - self.resident_bytes(gpus)
+        if self.activation.max_tokens(available, self.width) < self.width:
             return 0
+        fixed = self.activation.fixed_bytes
+        tokens = self.activation.max_tokens(coarse_room(available - fixed) + fixed, self.width)
         max_tokens = GPU_TOKEN_BUDGET if gpus else CPU_TOKEN_BUDGET
         return max(self.width, min(max_tokens, tokens))
 

@@ -9,7 +9,7 @@ import torch
 
 from ensemble.common.python_process import keep_freed_memory
 from ensemble.members.batch_size import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
-from ensemble.members.footprint import RESERVE_SHARE
+from ensemble.members.footprint import RESERVE_SHARE, coarse_room
 from ensemble.members.huggingface.loading.describe import learnt_positions
 from ensemble.members.huggingface.loading.first_allocation import (
     fill_each_gpu,
@@ -22,7 +22,7 @@ from ensemble.members.huggingface.loading.model import load_model
 from ensemble.members.huggingface.loading.no_gpu import instead_of_gpu
 from ensemble.members.huggingface.loading.pair_copies import check_copies
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
-from ensemble.members.huggingface.scoring.batching import MemoryLimit, coarse_room
+from ensemble.members.huggingface.scoring.batching import MemoryLimit
 from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec, default_max_length
 
 

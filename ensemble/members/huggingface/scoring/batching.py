@@ -41,16 +41,6 @@ class MemoryLimit:
         return max(1, int(self.available_bytes / self.cost(1, width)))
 
 
-def coarse_room(room_bytes: int) -> int:
-    """Round a room down to its first four binary digits, by less than an eighth.
-
-    Free memory differs by some MiB between processes, GPUs and drivers.  A room that does not follow these
-    differences cuts the same batches.
-    """
-    step = 1 << max(0, room_bytes.bit_length() - 4)
-    return room_bytes - room_bytes % step
-
-
 def make_batches(
     lengths: npt.NDArray[np.int64],
     token_budget: int,

@@ -11,6 +11,7 @@ import pytest
 
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import Predict, Ready
+from ensemble.members.footprint import Activation, Footprint, Stage, Weights
 from ensemble.scheduling.batches import BatchRecord
 from tests.checkpoints import make_checkpoint, make_texts
 from tests.members.huggingface.scoring.test_predict import LABELS, make_session, worker_spec
@@ -84,6 +85,16 @@ def test_a_size_of_the_user_wins(key: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert (memory, ready.room_bytes, ready.max_room_bytes) == (None, None, None)
     record = BatchRecord({"some": 5})
     assert record.with_worker([T4], ready) == record
+
+
+def test_the_plan_rounds_as_workers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    width, activation = 1000, Activation((Stage(900_000.0, 0.0),), 5 * MIB)
+    weights = Weights(10**9, 4 * GIB, 10**8)
+    footprint = Footprint(weights, activation, 0, 0, "float16", "", None, width)
+    for free in range(9 * GIB, 12 * GIB, 100 * MIB):
+        # CUDA's free bytes are those beside what the weights, and 5 MiB in reserve, take.
+        _, memory = ready_on(monkeypatch, free - 4 * GIB - 5 * MIB, fixed_bytes=activation.fixed_bytes)
+        assert footprint.token_budget(1, free - RESERVE) == memory.tokens_at(width)
 
 
 def test_two_workers_write_the_same_shards(tmp_path: Path) -> None:
