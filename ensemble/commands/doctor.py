@@ -330,6 +330,9 @@ def _of_trial(trial: DeviceTrial, driver_cuda: Version | None) -> Iterator[Findi
         text = f"torch {report.torch} has no code for capability {_dotted(capability)}, only for "
         advice = f"install a build of torch that has sm_{capability[0]}{capability[1]}: {INSTALL_TORCH}"
         yield Finding("problem", text + ", ".join(report.architectures), advice)
+    elif errors and all("CUDA driver error" in error for error in errors.values()):
+        text = f"torch {report.torch} cannot allocate with expandable segments here, as on some vGPUs"
+        yield Finding("note", text, "workers switch them off; expandable_segments: false does it at once")
     elif errors:
         for tried, error in errors.items():
             advice = f"end what holds the memory, update the driver or reinstall torch: {INSTALL_TORCH}"

@@ -134,9 +134,9 @@ class _Driver:
             _SilentDriverError: there is no answer within ``patience`` seconds, or to the question before.
         """
         if self._process != os.getpid():  # a fork asks for itself
-            self._process = os.getpid()
             self._lock = Lock()
             self._unanswered: Future[Any] | None = None
+            self._process = os.getpid()
         with self._lock:
             if self._unanswered is None or self._unanswered.done():
                 future: Future[_T] = Future()
@@ -158,8 +158,9 @@ class _Driver:
 
 
 _driver = _Driver()
-# How long an answer is waited for: one that is needed, and one that is asked for again and again.
-_PATIENCE_SECONDS, _SHORT_PATIENCE_SECONDS = 30.0, 1.0
+# How long an answer is waited for: one that is needed, one that is asked for again and again, and the same if there
+# is an earlier answer to use.
+_PATIENCE_SECONDS, _SHORT_PATIENCE_SECONDS, _NO_HURRY_SECONDS = 30.0, 1.0, 0.25
 # While the driver is silent, answers count for so long.
 _MAX_AGE_SECONDS = 30.0
 # The process that has NVML open, and when it was last opened anew; used in the driver's thread alone.
@@ -295,17 +296,18 @@ def _ask_each(
         for uuid in uuids:
             with contextlib.suppress(_NoDriverError):
                 answers[uuid] = _ask(partial(ask, uuid))
+        # In the driver's thread, because an answer that comes when nobody waits any more counts, too.
+        now = time.monotonic()
+        _answers.update({(name, uuid): (now, answer) for uuid, answer in answers.items()})
         return answers
 
+    earliest = time.monotonic() - _MAX_AGE_SECONDS
+    last = {uuid: _answers.get((name, uuid), (-math.inf, None)) for uuid in uuids}
+    is_known = all(when >= earliest for when, _ in last.values())
     try:
-        answers = _driver.ask(ask_all, _SHORT_PATIENCE_SECONDS)
+        return _driver.ask(ask_all, _NO_HURRY_SECONDS if is_known else _SHORT_PATIENCE_SECONDS)
     except _SilentDriverError:
-        earliest = time.monotonic() - _MAX_AGE_SECONDS
-        last = {uuid: _answers.get((name, uuid), (-math.inf, None)) for uuid in uuids}
         return {uuid: answer if when >= earliest else None for uuid, (when, answer) in last.items()}
-    now = time.monotonic()
-    _answers.update({(name, uuid): (now, answer) for uuid, answer in answers.items()})
-    return answers
 
 
 def _ask(question: Callable[[ModuleType], _T]) -> _T:
@@ -335,10 +337,10 @@ def _ask(question: Callable[[ModuleType], _T]) -> _T:
             pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
             pynvml.NVML_ERROR_UNKNOWN,
         )
-        # A driver that answers "unknown error" is opened anew twice a minute at most.
+        # These errors may last, and opening takes a second: the driver is opened anew twice a minute at most.
+        may_last = error.value in (pynvml.NVML_ERROR_UNKNOWN, pynvml.NVML_ERROR_GPU_IS_LOST)
         is_recent = time.monotonic() - _reopened_at < 30
-        is_unknown_again = error.value == pynvml.NVML_ERROR_UNKNOWN and is_recent
-        if was_open and is_stale and not is_unknown_again:
+        if was_open and is_stale and not (may_last and is_recent):
             _opened_by, _reopened_at = 0, time.monotonic()
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
@@ -409,10 +411,11 @@ def _memory(nvml: ModuleType, handle: object) -> tuple[int, int]:
     """Return total and used bytes; those of the host where a GPU has no memory of its own."""
     # Version 1 counts what the driver reserves as used; version 2 reports it separately.
     try:
-        info = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
-    except nvml.NVMLError_FunctionNotFound:  # a driver before R510
-        info = nvml.nvmlDeviceGetMemoryInfo(handle)
-        return int(info.total), int(info.used)
+        try:
+            info = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+        except nvml.NVMLError_FunctionNotFound:  # a driver before R510
+            info = nvml.nvmlDeviceGetMemoryInfo(handle)
+            return int(info.total), int(info.used)
     except nvml.NVMLError_NotSupported:  # unified memory, as on GB10 and Jetson (nvitop issue 208)
         total, free = total_memory_bytes() or 0, available_memory_bytes() or 0
         return total, total - free

@@ -45,16 +45,23 @@ class BatchRecord:
         return replace(self, rooms={**self.rooms, key: min(room_bytes, self.rooms.get(key, room_bytes))})
 
 
-def smaller_room_text(devices: Sequence[Device], before: BatchRecord, after: BatchRecord) -> str:
-    """Return why a worker does not take over the recorded room; empty if it does, or if there was none."""
+def room_text(devices: Sequence[Device], before: BatchRecord, after: BatchRecord, ready: Ready) -> str:
+    """Return a note if a worker's room is smaller than the recorded one, or could be much larger; else empty."""
     recorded, room = before.choice(devices).room_bytes, after.choice(devices).room_bytes
-    if recorded is None or room is None or room == recorded:
+    if recorded is None or room is None:
         return ""
-    return (
-        f"batches had {gib(recorded)} beside the weights on {devices[0].name if devices else 'the CPU'}, more than "
-        f"is free now, and go on with {gib(room)}: last digits of rows may differ, in half precision the third or "
-        "fourth"
-    )
+    name = devices[0].name if devices else "the CPU"
+    if room < recorded:
+        return (
+            f"batches had {gib(recorded)} beside the weights on {name}, more than is free now, and go on with "
+            f"{gib(room)}: last digits of rows may differ, in half precision the third or fourth"
+        )
+    if ready.room_bytes is not None and ready.room_bytes >= 2 * recorded:
+        return (
+            f"batches keep the {gib(recorded)} beside the weights that they began with on {name}, although "
+            f"{gib(ready.room_bytes)} is free: slower; set max_num_batched_tokens, or run with --fresh"
+        )
+    return ""
 
 
 def _key(devices: Sequence[Device]) -> str:

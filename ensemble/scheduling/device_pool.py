@@ -67,7 +67,7 @@ class _Lease:
     Attributes:
         bytes_before: used when the first of its workers got it.
         most_bytes: the most that was used since.
-        flat_since, flat_bytes: from when on the used memory has been about so much.
+        flat_since, flat_bytes: since when, and at how many bytes, the used memory is flat.
     """
 
     bytes_before: int

@@ -15,7 +15,7 @@ from ensemble.common.protocol import BatchChoice, ChunkDone, Counters, Predict, 
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import MemberPlan
-from ensemble.scheduling.batches import BatchRecord, smaller_room_text
+from ensemble.scheduling.batches import BatchRecord, room_text
 from ensemble.scheduling.launchers.base import WorkerStart
 from ensemble.scheduling.records import Failure, FaultRecord, WorkerRecord
 
@@ -212,11 +212,11 @@ class MemberState:
         self.speed_meter.startup_seconds = max(self.speed_meter.startup_seconds, startup_seconds)
 
     def follow_worker(self, record: WorkerRecord, devices: Sequence[Device]) -> None:
-        """Note the room of a worker that is ready; if the recorded room does not fit, a note says so."""
+        """Note the room of a worker that is ready; a note says where the recorded room does not suit it."""
         assert record.ready is not None
         before = self.batches
         self.batches = before.with_worker(devices, record.ready)
-        note = smaller_room_text(devices, before, self.batches)
+        note = room_text(devices, before, self.batches, record.ready)
         if note:
             record.ready = replace(record.ready, notes=(*record.ready.notes, note))
 

@@ -13,7 +13,7 @@ from ensemble.common.protocol import BatchChoice, Predict, Ready, decode, encode
 from ensemble.common.shards import ROOMS_FILE, read_shard, shard_name
 from ensemble.pipeline.resume import keep_rooms, kept_batches
 from ensemble.planning.plan import make_plan
-from ensemble.scheduling.batches import BatchRecord, smaller_room_text
+from ensemble.scheduling.batches import BatchRecord, room_text
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.state import MemberState
 from tests.planning.test_plan import config, facts, gpus
@@ -47,14 +47,27 @@ def test_a_room_that_does_not_fit_is_made_anew_with_a_note() -> None:
     before = BatchRecord().with_worker(T4, ready(8))
     after = before.with_worker(OTHER_T4, ready(7))
     assert after.choice(T4).room_bytes == 7 * GIB
-    text = smaller_room_text(OTHER_T4, before, after)
+    text = room_text(OTHER_T4, before, after, ready(7))
     assert text.startswith(
         "batches had 8.0 GiB beside the weights on Tesla T4, more than is free now, and go on"
     )
     assert "7.0 GiB" in text
     assert "third or fourth" in text
-    assert smaller_room_text(T4, before, before) == ""
-    assert smaller_room_text(T4, BatchRecord(), before) == "", "the first one takes over nothing"
+    assert room_text(T4, before, before, ready(8)) == ""
+    assert room_text(T4, BatchRecord(), before, ready(8)) == "", "the first one takes over nothing"
+
+
+def test_a_room_that_is_much_smaller_than_what_is_free_is_kept_with_a_note() -> None:
+    """A first worker on a GPU that is nearly full, or an out-of-memory error in an earlier run."""
+    before = BatchRecord().with_worker(T4, ready(8)).with_chunk(T4, BatchChoice(GIB))
+    after = before.with_worker(OTHER_T4, ready(8))
+    assert after == before
+    text = room_text(OTHER_T4, before, after, ready(8))
+    assert text.startswith(
+        "batches keep the 1.0 GiB beside the weights that they began with on Tesla T4, although 8.0"
+    )
+    assert text.endswith("set max_num_batched_tokens, or run with --fresh")
+    assert room_text(OTHER_T4, before, after, ready(1)) == ""
 
 
 def test_what_chunks_teach_is_for_all_workers() -> None:

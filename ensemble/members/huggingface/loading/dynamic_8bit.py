@@ -60,13 +60,16 @@ class DynamicLinear(nn.Module):
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        # Until then it has the layer's own type: transformers 5.0 casts what it reads to the type that it finds.
+        # Until loading has quantized it, it has the layer's own type: transformers 5.0 casts what it reads to the
+        # type that it finds.
         self.weight = linear.weight
         scale = torch.empty(linear.out_features, 1, dtype=torch.float32, device=linear.weight.device)
         self.scale = nn.Parameter(scale, requires_grad=False)
         self.bias = linear.bias
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.weight.dtype != self.dtype:  # the checkpoint lacks it, such as the weight of an unused pooler
+            return functional.linear(hidden, self.weight, self.bias)
         tokens = hidden.reshape(-1, hidden.shape[-1])
         result = tokens.new_empty(len(tokens), len(self.weight))
         for start in range(0, len(tokens), _TOKENS_PER_BLOCK):

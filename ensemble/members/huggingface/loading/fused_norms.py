@@ -6,6 +6,7 @@ than the modules are, so nothing is replaced there.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 import torch
@@ -68,6 +69,8 @@ def _fused(module: Any) -> FusedNorm | None:
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     eps = getattr(module, "eps", None) if eps is None else eps
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float):
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:
         return None
     if (
         not isinstance(weight, torch.Tensor)

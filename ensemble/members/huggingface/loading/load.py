@@ -142,7 +142,7 @@ def max_length(spec: ModelSpec, tokenizer: Any, limit: int | None, notes: list[s
 
 
 def _memory_limit(spec: CheckpointSpec, model: Any, on_gpu: bool) -> tuple[MemoryLimit | None, int | None]:
-    """Return the memory that a batch may take, and how much it may be at most if another worker has chosen it.
+    """Return the memory that a batch may take, and the largest room of another worker that this one can take over.
 
     None: it is not known, or the user set the size of batches.
     """

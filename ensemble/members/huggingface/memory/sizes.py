@@ -116,8 +116,11 @@ def weights(
 
 
 def _is_linear(tensor: Tensor, settings: Mapping[str, Any]) -> bool:
-    """Return whether bitsandbytes quantizes a tensor: a linear layer's weight, except embeddings and heads."""
+    """Return whether a tensor is quantized: a linear layer's weight, except embeddings and heads."""
     if len(tensor.shape) != 2 or not tensor.name.endswith(".weight") or _EMBEDDING.search(tensor.name):
+        return False
+    # transformers puts the experts of a layer into one parameter, which our own methods leave as it is.
+    if ".experts." in tensor.name and method_of(settings) in DYNAMIC_METHODS:
         return False
     module = tensor.name.removesuffix(".weight")
     skipped = settings.get("llm_int8_skip_modules") or ()

@@ -24,7 +24,7 @@ def takes_ready_mask(model: Any) -> bool:
     dimensions. A layer with a sliding window needs a mask of its own.
     """
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    names = {name for part in parts for name in vars(sys.modules[type(part).__module__])}
+    names = {name for part in parts for name in vars(sys.modules.get(type(part).__module__, object))}
     is_causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
     return (
         "create_bidirectional_mask" in names

@@ -228,7 +228,7 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             tolerates_padding = warm_up.tolerates_padding()
             if tolerates_padding and not spec.torch_compile:
                 self._take_shortcuts(1e-4 if warm_up.is_exact else 5e-2)
-        if Shortcut.READY_MASK in self._classifier.possible - self._classifier.taken:
+        if Shortcut.READY_MASK in warm_up.refused and loaded.device_name != "cpu":
             notes.append(
                 "its masks are made by transformers in each pass, as its numbers change with ready ones: slower on "
                 "a GPU, which waits for the host then"

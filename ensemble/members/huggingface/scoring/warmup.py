@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,7 @@ class WarmUp:
         is_exact: whether the model computes in full float32.
         in_float32: to tell rounding from another formula, and for models that overflow on these texts; None: it
             cannot.
+        refused: shortcuts that were tried and changed the numbers.
     """
 
     classifier: Scorer[Any]
@@ -50,6 +51,7 @@ class WarmUp:
     values: Callable[[torch.Tensor], npt.NDArray[np.float64]]
     is_exact: bool
     in_float32: Mode | None = None
+    refused: set[Shortcut] = field(default_factory=set)
 
     def check_attention(self, model: Any, dtype: str, is_asked: bool) -> str:
         """Refuse a model whose logits on the texts are not those of eager attention.
@@ -163,6 +165,8 @@ class WarmUp:
         finally:
             if not is_same:
                 self.classifier.taken.remove(shortcut)
+        if not is_same:
+            self.refused.add(shortcut)
 
     def _has_same_values(self, separate: npt.NDArray[np.float64], together: npt.NDArray[np.float64]) -> bool:
         values = self.values(torch.from_numpy(np.stack([separate[0], together[0]])))

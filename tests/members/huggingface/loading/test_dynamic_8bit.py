@@ -98,6 +98,13 @@ def test_a_token_is_independent_of_its_neighbours(method: str) -> None:
 
 
 @torch.inference_mode()
+def test_a_weight_that_the_checkpoint_lacks_stays_as_it_is() -> None:
+    linear = torch.nn.Linear(48, 32)
+    hidden = torch.randn(3, 48)
+    np.testing.assert_array_equal(DynamicLinear(linear, torch.int8)(hidden).numpy(), linear(hidden).numpy())
+
+
+@torch.inference_mode()
 def test_zeros_stay_zeros_and_what_is_not_finite_is_no_number() -> None:
     _, quantized = layer(48, 32, torch.int8, bias=False)
     hidden = torch.zeros(3, 48)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers import AutoConfig, AutoModelForSequenceClassification, BitsAndBytesConfig
 
 from ensemble.members.huggingface.loading.fused_norms import FusedNorm, fuse_norms
@@ -87,6 +88,14 @@ def test_other_norms_stay() -> None:
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             return self.weight * hidden**3
 
+    class AddingRMSNorm(CubicRMSNorm):
+        """Takes a residual, too."""
+
+        def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+            hidden = hidden if residual is None else hidden + residual
+            return functional.rms_norm(hidden, (8,), self.weight, self.eps)
+
+    assert fuse_norms(torch.nn.Sequential(AddingRMSNorm())) == 0
     parent = torch.nn.Sequential(CubicRMSNorm())
     assert fuse_norms(parent) == 0
     model = model_of("llama")
