@@ -121,6 +121,7 @@ def batches(project: Project, folder: str = "runs/first") -> tuple[int, int, str
     return worker["rows"], worker["batches"], worker["notes"][-1]
 
 
+@pytest.mark.long
 @pytest.mark.fault(42)
 def test_batches_keep_the_room_that_the_run_began_with(
     project: Project, tmp_path: Path, nvml_sim: NvmlSim

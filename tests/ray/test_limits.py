@@ -143,6 +143,7 @@ def test_who_starts_no_worker_needs_no_cluster(project: Project) -> None:
     assert code == 0, printed
 
 
+@pytest.mark.long
 def test_ray_is_not_installed(project: Project, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['ray'] = None\n")
     project.write_config(project.config(launcher="ray"))

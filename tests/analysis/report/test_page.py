@@ -225,6 +225,7 @@ def test_a_folder_of_predictions_that_may_not_be_entered(tmp_path: Path) -> None
     assert said.count("error: ") == 1
 
 
+@pytest.mark.long
 def test_many_members_are_all_shown(tmp_path: Path) -> None:
     make_run(tmp_path, [f"m{number}" for number in range(60)])
     page = tmp_path / "report.html"
