@@ -13,7 +13,7 @@ from tests.sampling import Part, one_in
 
 FILES = (
     "tests/faults/test_copied.py",
-    "tests/scheduling/test_leases.py",
+    "tests/pipeline/test_run.py",
     "tests/faults/test_endings.py",
     "tests/properties/test_csv.py",
 )
@@ -31,10 +31,10 @@ def test_no_test_is_in_neither_part() -> None:
     usual, rest, whole = map(collected, get_args(Part))
     assert usual | rest == whole
     assert usual < whole
-    copied, leases, endings, csv = FILES
+    copied, run, endings, csv = FILES
     kinds = {
         "long": (copied, rest - usual),
-        "fresh": (leases, usual - rest),
+        "fresh": (run, usual - rest),
         "first forked, then with fresh processes": (endings, usual & rest),
         "on fewer examples, then on all": (csv, usual & rest),
     }
