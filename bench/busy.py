@@ -67,7 +67,7 @@ from pathlib import Path
 from ensemble.pipeline.report_page import _write
 from ensemble.pipeline.run_dir import RunDir
 began = time.monotonic()
-print(_write(RunDir(Path(sys.argv[1])), 1_800.0, lambda: False, lambda text: None) or time.monotonic() - began)
+print(_write(RunDir(Path(sys.argv[1])), 1_800.0, lambda: False) or time.monotonic() - began)
 """
 # At most, by what it took before, on a quiet machine.
 AT_MOST = 1.03
