@@ -168,7 +168,13 @@ class Ground:
                 command += [_OVERLAY, "--set", f"output_dir={TUNED}"]
                 if not (place / _OVERLAY).exists():
                     tune = [sys.executable, "-m", "ensemble", "tune", "config.yaml", "--write", _OVERLAY]
-                    measure([tune], place, self._environment, log)
+                    try:
+                        measure([tune], place, self._environment, log)
+                    except Failed:
+                        if work.rows > QUICK_ROWS:
+                            raise
+                        # Beside other programs ``tune`` chooses nothing by so few rows.
+                        (place / _OVERLAY).write_text("{}\n", encoding="utf-8")
             measured = measure([command], place, self._environment, log)
             report = json.loads((output / "run.json").read_text(encoding="utf-8"))
             return Sample(measured, _phase_seconds(report), report)
