@@ -102,6 +102,7 @@ def minimize_on_simplex(
         constraints={"type": "eq", "fun": lambda w: w.sum() - 1, "jac": np.ones_like},
         options={"ftol": _TOLERANCE, "maxiter": 200},
     )
+    # Less counts as no weight.
     weights = np.where(best.x > 1e-9, best.x, 0.0)
     return np.asarray(weights / weights.sum())
 

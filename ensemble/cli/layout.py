@@ -73,6 +73,7 @@ class Table:
         left_aligned = {0} | {place for place, column in enumerate(columns) if column[0] in self.texts}
         heads = []
         for header, *cells in columns:
+            # A header of several words takes two lines only if that saves some columns.
             is_wide = _width(header) > max(map(_width, cells), default=0) + 2
             heads.append(header.rpartition(" ")[::2] if is_wide else ("", header))
         head = [line for line in zip(*heads, strict=True) if any(line)]

@@ -111,7 +111,7 @@ def merge_files(
     remove_temporary_files(target)
     ids, values = _read(files_to_merge, config.labels)
     try:
-        merged, rows_of = _merge(config, method, ids, values)
+        merged, rows_of = _merge(config, files_to_merge, method, ids, values)
     except MergeError as error:
         raise DataError(error.problems) from error
     try:
@@ -237,7 +237,11 @@ def _ids(file: CsvFile) -> pa.ChunkedArray:
 
 
 def _merge(
-    config: RunConfig, method: MergeMethod, ids: pa.ChunkedArray, values_of_files: Sequence[Values]
+    config: RunConfig,
+    files: Sequence[CsvFile],
+    method: MergeMethod,
+    ids: pa.ChunkedArray,
+    values_of_files: Sequence[Values],
 ) -> tuple[Values, dict[str, int]]:
     """Return the merged values, [rows, labels], and how many rows each file gave."""
     merged = np.empty((len(ids), len(config.labels)), order="F")
@@ -246,8 +250,7 @@ def _merge(
     def open_members() -> list[MergedMember]:
         checks.clear()
         members = []
-        for model, values in zip(config.models, values_of_files, strict=True):
-            file = member_kind(model)
+        for model, file, values in zip(config.models, files, values_of_files, strict=True):
             path, activation = str(file.settings.path), file.settings.activation
             checks.append(RowCheck(path, activation, ids, file.may_lack_rows, ROWS_ADVICE))
             calibrate = calibrator(model.calibration, activation, config.labels)

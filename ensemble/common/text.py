@@ -61,6 +61,12 @@ def shown_path(path: Path) -> str:
         return str(path)
 
 
+def first_line(error: Exception) -> str:
+    """Return an error's class and the first line of its message."""
+    line = str(error).strip().partition("\n")[0].strip()
+    return f"{type(error).__name__}: {line}"
+
+
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the name that is most like ``name``; None if none is near."""
     # difflib's time grows with the square of the length, and with the number of names.

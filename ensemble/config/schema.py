@@ -179,7 +179,7 @@ class CalibrationConfig(StrictConfig):
 
 
 class MemberConfig(StrictConfig):
-    """One member of the ensemble: the keys that all kinds have. Each kind has a subclass with its own keys."""
+    """Describe a member of the ensemble: the keys that all kinds have. A kind's own keys are in a subclass."""
 
     name: Name = Field(examples=["gemma2"])  # also a file name, so unique in upper and lower case
     task_type: TaskType = "seq_cls"  # the kind, built in or from an installed package; see docs/members.md
@@ -229,7 +229,7 @@ class SwapConfig(StrictConfig):
 
 
 class ViewConfig(StrictConfig):
-    """One view of each row; a member's prediction is the weighted mean over its views."""
+    """Describe a view of each row; a member's prediction is the weighted mean over its views."""
 
     name: Name = Field(examples=["swapped"])  # part of a file name, so unique in upper and lower case
     weight: Number = 1.0  # in the mean, relative to the member's other views; 0: not computed
@@ -283,7 +283,7 @@ class ReaderConfig(MemberConfig):
 
 
 class EnsembleConfig(StrictConfig):
-    """How the members' probabilities are merged; a merge method with its own keys has a subclass."""
+    """Set how the members' probabilities are merged; a merge method with its own keys has a subclass."""
 
     # mean, geometric_mean, logit_mean, median, power_mean, rank_mean, vote, stacking, or a package's method.
     method: Method = "mean"

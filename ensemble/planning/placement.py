@@ -16,6 +16,8 @@ from ensemble.config import RunConfig
 from ensemble.members.base import Assigned, ResourceRequest
 from ensemble.members.footprint import RESERVE_SHARE, Capability, Footprint, MemoryEstimate
 
+_MAX_ADVISED_GPUS = 8
+
 
 @dataclass(frozen=True)
 class MemberFacts:
@@ -332,7 +334,7 @@ class _Placing:
             if on_one_gpu.resident_bytes(1) < largest:
                 remedies.append("max_workers_per_gpu: 1 gives it a whole GPU")
         remedies += self._smaller(capability)
-        counts = range((request.num_gpus or 1) + 1, 9)
+        counts = range((request.num_gpus or 1) + 1, _MAX_ADVISED_GPUS + 1)
         enough = next((count for count in counts if on_one_gpu.resident_bytes(count) < share), None)
         if enough is not None and not any(device.is_slice for device in self.devices):
             available = "" if enough <= len(self.devices) else f" (this run has {len(self.devices)})"

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ensemble.common.python_process import die_with_parent
+from ensemble.common.text import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -144,5 +145,4 @@ def _trying(step: str, errors: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # any error is a result
-        first_line = str(error).strip().partition("\n")[0].strip()
-        errors[step] = f"{type(error).__name__}: {first_line}"[:300]
+        errors[step] = first_line(error)[:300]

@@ -259,7 +259,7 @@ TextViews = Annotated[tuple[TextView, ...], BeforeValidator(as_tuple), MustBe("a
 
 
 class TextSettings(HuggingFaceSettings, ReaderConfig):
-    """How a member reads a row's text; exactly one of ``prompt_template`` and ``text_column`` is set."""
+    """Set how a member reads a row's text; exactly one of ``prompt_template`` and ``text_column`` is set."""
 
     prompt_template: Text | None = None  # Jinja, over the row's columns
     text_column: Column | Columns | None = None  # fed as it stands; two columns are a pair of sentences

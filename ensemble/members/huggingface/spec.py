@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ensemble.common.protocol import CommonSpec, with_tuples
+from ensemble.members.huggingface.checkpoint.quantization_methods import compute_dtype_of
 
 # The child side of all kinds that run a checkpoint, before a colon and the path of the kind's predictor.
 CHILD = "ensemble.members.huggingface.child"
@@ -166,7 +167,7 @@ def choose_compute_dtype(
     """
     if not stored or not stored.get("load_in_4bit") or capability is None:
         return None
-    stored_dtype = str(stored.get("bnb_4bit_compute_dtype") or "float32").removeprefix("torch.")
+    stored_dtype = compute_dtype_of(stored)
     if stored_dtype == "float32" and dtype in ("float16", "bfloat16"):
         return "float16" if capability < (8, 0) else dtype
     return "float16" if stored_dtype == "bfloat16" and capability < (8, 0) else None

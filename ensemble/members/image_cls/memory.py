@@ -18,6 +18,7 @@ from ensemble.members.huggingface.memory.sizes import DTYPE_BYTES
 from ensemble.members.huggingface.settings import HuggingFaceSettings
 from ensemble.members.huggingface.spec import NUMBERS_OF_TOKEN
 
+_NO_LIMIT = 1 << 20
 # Tokens for the whole image, in addition to the patches.
 _MORE_TOKENS = 2
 
@@ -70,7 +71,7 @@ def image_memory(model: HuggingFaceSettings, checkpoint: Checkpoint, rows: int, 
         num_labels=labels,
         tensors=whole_tensors(model, checkpoint.folder),
         architecture=read_architecture(read_json(checkpoint.folder / "config.json"), described),
-        max_length=math.ceil(numbers / NUMBERS_OF_TOKEN) or 1 << 20,
+        max_length=math.ceil(numbers / NUMBERS_OF_TOKEN) or _NO_LIMIT,
         patches=patches,
         numbers=numbers,
     )

@@ -180,6 +180,7 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
     def __init__(self, spec: ImageSpec, table: PublishedTable) -> None:
         self._reader = ImageReader(spec)
         super().__init__(spec, table)
+        # For the warm-up.
         first = self._reader.encode(table.take(np.arange(min(4, table.rows)))).inputs
         readable = [arrays for arrays in first if arrays]
         if not readable:

@@ -11,7 +11,7 @@ from typing import Any
 from ensemble.common.errors import CheckpointError
 from ensemble.common.files import dangling_link, load_json, unreadable
 from ensemble.common.redact import Redactor
-from ensemble.common.text import nearest, not_attached
+from ensemble.common.text import first_line, nearest, not_attached
 
 _HUB_SECONDS = 5.0
 _KAGGLE = "KAGGLE_KERNEL_RUN_TYPE"
@@ -102,9 +102,8 @@ def _hub_file(name: str, file: str, revision: str | None, problem: str) -> Path:
     try:
         return Path(hf_hub_download(name, file, revision=revision, etag_timeout=_HUB_SECONDS))
     except Exception as error:  # the hub's errors share no base class
-        first_line = str(error).strip().partition("\n")[0]
         # Masked before it is cut, since a part of a secret would not be recognized.
-        reason = Redactor(os.environ)(f"{type(error).__name__}: {first_line}")[:200]
+        reason = Redactor(os.environ)(first_line(error))[:200]
         raise CheckpointError(
             f"{problem}, and the Hugging Face hub did not give its {file} ({reason}); fix the path, or download "
             "the model elsewhere and name its folder"

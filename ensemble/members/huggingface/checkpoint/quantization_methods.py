@@ -46,6 +46,11 @@ def method_of(settings: Mapping[str, Any] | None) -> str | None:
     return str(settings.get("quant_method") or BITSANDBYTES)
 
 
+def compute_dtype_of(settings: Mapping[str, Any] | None) -> str:
+    """Return the type that stored 4-bit layers compute in: float32 where none is set (BitsAndBytesConfig)."""
+    return str((settings or {}).get("bnb_4bit_compute_dtype") or "float32").removeprefix("torch.")
+
+
 def capability_problem(settings: Mapping[str, Any] | None, capability: Capability | None) -> str:
     """Return why a GPU cannot compute with these settings, key first; empty if it can, or if nothing is known."""
     if settings is None or capability is None:
@@ -53,7 +58,7 @@ def capability_problem(settings: Mapping[str, Any] | None, capability: Capabilit
     if settings.get("load_in_8bit"):
         method, least = "load_in_8bit", _INT8_CAPABILITY
     else:
-        method = str(settings.get("quant_method"))
+        method = method_of(settings) or ""
         least = DYNAMIC_METHODS.get(method, (0, 0))
     if capability >= least:
         return ""

@@ -19,6 +19,7 @@ from ensemble.members.huggingface.checkpoint.quantization_methods import (
     BITSANDBYTES,
     DYNAMIC_METHODS,
     capability_problem,
+    compute_dtype_of,
     method_of,
 )
 from ensemble.members.huggingface.loading.adapter import AdapterFiles, attach_adapter, open_adapter, some
@@ -228,7 +229,7 @@ def _set_compute_dtype(model: Any, spec: CheckpointSpec, least: Capability | Non
             # bitsandbytes' Linear4bit casts its input to this type.
             if hasattr(module, "compute_dtype") and hasattr(module, "compute_type_is_set"):
                 module.compute_dtype = getattr(torch, name)
-        stored_dtype = str((stored or {}).get("bnb_4bit_compute_dtype") or "float32").removeprefix("torch.")
+        stored_dtype = compute_dtype_of(stored)
         reason = "is only emulated below compute capability 8.0"
         if stored_dtype == "float32":
             reason = (

@@ -8,6 +8,7 @@ import torch
 
 from ensemble.common.device_trials import unusable_gpu
 from ensemble.common.gpus import driver_cuda_version
+from ensemble.common.text import first_line
 
 # The environment variable with which this project's tests say that their driver's GPUs are simulated.
 SIMULATED = "ENSEMBLE_SIMULATED_GPUS"
@@ -25,7 +26,6 @@ def instead_of_gpu() -> str:
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # is_available() swallows the reason
     except (AssertionError, RuntimeError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        reason = f"{type(error).__name__}: {first_line}"
+        reason = first_line(error)
     problem, advice = unusable_gpu(torch.__version__, torch.version.cuda, reason, driver_cuda_version())
     raise ValueError(f"a GPU was planned, but {problem}; {advice}")

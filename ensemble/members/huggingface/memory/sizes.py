@@ -17,6 +17,7 @@ from ensemble.members.footprint import Activation, Capability, Stage, Weights
 from ensemble.members.huggingface.checkpoint.architecture import Architecture
 from ensemble.members.huggingface.checkpoint.quantization_methods import (
     DYNAMIC_METHODS,
+    compute_dtype_of,
     method_of,
     quantized_bits,
 )
@@ -282,6 +283,4 @@ def _score_bytes(a: Architecture, size: int, on_gpu: bool) -> float:
 
 
 def _compute_bytes(size: int, quantization: Mapping[str, Any] | None) -> int:
-    # The default of transformers' BitsAndBytesConfig is float32.
-    name = str((quantization or {}).get("bnb_4bit_compute_dtype") or "float32").removeprefix("torch.")
-    return {"float16": 2, "bfloat16": 2, "float32": 4}.get(name, size)
+    return {"float16": 2, "bfloat16": 2, "float32": 4}.get(compute_dtype_of(quantization), size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Generic, TypeVar
@@ -140,14 +141,17 @@ class CheckpointMember(Predictor, Generic[_C, _E]):
                 torch.cuda.synchronize(index)
 
     def peak_gpu_memory_bytes(self) -> int | None:
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return None
-        return max(torch.cuda.max_memory_reserved(index) for index in range(torch.cuda.device_count()))
+        return _largest(torch.cuda.max_memory_reserved)
 
     def peak_gpu_allocated_bytes(self) -> int | None:
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return None
-        return max(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
+        return _largest(torch.cuda.max_memory_allocated)
+
+
+def _largest(memory: Callable[[int], int]) -> int | None:
+    """Return the largest ``memory`` of the GPUs that this process uses; None if it uses none."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return max(map(memory, range(torch.cuda.device_count())))
 
 
 class TextMember(CheckpointMember[S, Encoded], Generic[S]):
