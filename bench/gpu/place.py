@@ -250,6 +250,7 @@ class Place:
         rows: int,
         devices: Sequence[str] | None = None,
         max_length: int = MAX_LENGTH,
+        workers_per_gpu: int = 1,
     ) -> None:
         """Write a run's config, NAME.yaml; the arguments are those of ``run``."""
         config = {
@@ -260,6 +261,7 @@ class Place:
             "output_dir": name,
             "report": False,
             "limit": rows,
+            "max_workers_per_gpu": workers_per_gpu,
             **({"devices": list(devices)} if devices else {}),
         }
         (self.folder / f"{name}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
@@ -273,18 +275,20 @@ class Place:
         devices: Sequence[str] | None = None,
         environment: Mapping[str, str] | None = None,
         max_length: int = MAX_LENGTH,
+        workers_per_gpu: int = 1,
     ) -> dict[str, Any]:
         """Run members over a table's first rows; the run.json.
 
         Args:
             table: name of a CSV in this folder, without its ending.
             environment: beside this process's own.
+            workers_per_gpu: more than one where speeds do not matter, which saves the time of imports.
 
         Raises:
             Failed: it took too long, ended with an error, or did not use the GPU.
             Skip: the time for everything was over before its own.
         """
-        self.write_config(name, members, table, rows, devices, max_length)
+        self.write_config(name, members, table, rows, devices, max_length, workers_per_gpu)
         # A slow GPU is given more time together, and more for each run.
         limit = self.seconds_left if self.is_rehearsal else max(RUN_SECONDS, self._seconds / 3)
         texts: dict[str, str] = {}

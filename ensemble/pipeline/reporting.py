@@ -242,6 +242,8 @@ def _memory_forecast(plan: MemberPlan, workers: Sequence[WorkerReport]) -> Memor
     if footprint is None:
         return None
     tokens = max((worker.token_budget or 0 for worker in workers), default=0) or footprint.width
+    if plan.request.batch_size is not None:  # a worker's budget does not count then
+        tokens = plan.request.batch_size * footprint.width
     return MemoryForecast(
         parameters=footprint.weights.parameters,
         weight_bytes=footprint.weights.bytes,

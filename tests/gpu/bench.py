@@ -45,6 +45,7 @@ class Bench(Place):
         gpu_bytes: int | None = None,
         capability: str = "",
         max_length: int = MAX_LENGTH,
+        workers_per_gpu: int = 1,
     ) -> dict[str, Any]:
         """Run members over a table's first rows; the run.json.
 
@@ -52,6 +53,7 @@ class Bench(Place):
             table: ``tailed``, ``even`` or ``long``.
             gpu_bytes: what torch may take of a GPU; None: all of it.
             capability: what the GPU is to say of itself, such as "7.5"; empty: the truth.
+            workers_per_gpu: more than one where speeds do not matter, which saves the time of imports.
 
         Raises:
             Failed: it took too long, ended with an error, or did not use the GPU.
@@ -76,6 +78,7 @@ class Bench(Place):
             devices=devices,
             environment=variables,
             max_length=max_length,
+            workers_per_gpu=workers_per_gpu,
         )
 
     def kill_after_a_chunk(

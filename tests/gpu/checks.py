@@ -64,6 +64,8 @@ _LARGE_ROWS = 100
 _MAX_LENGTH = 2048
 # A small model in float32 with eager attention: weights, two processes' CUDA contexts, and half of a batch.
 _FEW_ROWS_BYTES = int(3.4 * GIB)
+# Workers that share a GPU where a check asks for numbers only.
+_TOGETHER = 4
 # What a check is thought to take that does not say.
 USUAL_SECONDS = 20
 
@@ -82,7 +84,7 @@ def seconds_of(check: Check) -> int:
     return int(getattr(check, "seconds", USUAL_SECONDS))
 
 
-@takes(15)
+@takes(20)
 def environment(bench: Bench) -> Iterator[Row]:
     """What the machine is, for whoever reads the results elsewhere; and what ``ensemble doctor`` says of it."""
     commands = {
@@ -113,7 +115,7 @@ def small(bench: Bench) -> Iterator[Row]:
     yield load_and_speed(report["members"][0]), "ok"
 
 
-@takes(90)
+@takes(110)
 def same_bytes(bench: Bench) -> Iterator[Row]:
     """The same command twice, and a run that was killed and resumed, write the same bytes."""
     rows = _long_table(bench)
@@ -138,7 +140,7 @@ def same_bytes(bench: Bench) -> Iterator[Row]:
         yield f"{way}, killed after {kept} rows: {'the same' if is_same else 'other'} bytes", verdict
 
 
-@takes(45)
+@takes(60)
 def kept_room(bench: Bench) -> Iterator[Row]:
     """A resumed run takes the same batches although another process now holds more of the GPU's memory.
 
@@ -199,9 +201,9 @@ def recovery(bench: Bench) -> Iterator[Row]:
     yield f"{events} out-of-memory events within {allowed / GIB:.2f} GiB, {apart}", verdict
 
 
-@takes(75)
+@takes(45)
 def precision(bench: Bench) -> Iterator[Row]:
-    """Each dtype, attention and quantization against eager attention in float32.
+    """Each dtype, attention and quantization against eager attention in float32, several workers on a GPU.
 
     Random weights lose more in 4 bits than trained ones: on a CPU rows were 0.10 apart, strangers 0.25.
     """
@@ -222,7 +224,7 @@ def precision(bench: Bench) -> Iterator[Row]:
     names = {way: way.replace(" ", "-") for way in ways}
     path = str(bench.model(SMALL))
     members = ({"name": names[way], "model_name_or_path": path, "replicas": 1, **ways[way]} for way in ways)
-    bench.measure("ways", *members, rows=200)
+    bench.measure("ways", *members, rows=200, workers_per_gpu=_TOGETHER)
     exact = bench.probabilities("ways", names["float32 eager"])
     for way in list(ways)[1:]:
         apart = Apart.of(bench.probabilities("ways", names[way]), exact)
@@ -235,25 +237,22 @@ def precision(bench: Bench) -> Iterator[Row]:
         yield f"{way}: {apart}", verdict
 
 
-@takes(45)
+@takes(35)
 def eight_bits(bench: Bench) -> Iterator[Row]:
-    """Products of 8 bits against float32: the numbers, and the speed beside that of half precision."""
-    path = str(bench.model(SMALL))
+    """Products of 8 bits against float32; ``python -m bench.gpu`` measures their speed."""
+    ways: dict[str, dict[str, Any]] = {"float32": {"dtype": "float32"}}
     capabilities = [gpu.compute_capability for gpu in bench.gpus if gpu.compute_capability is not None]
     for method, least in DYNAMIC_METHODS.items():
         if capabilities and min(capabilities) < least:
             yield f"{method}: not for this GPU", "skipped"
-            continue
-        ways: dict[str, dict[str, Any]] = {
-            "float32": {"dtype": "float32"},
-            "half": {},
-            method: {"quantization_config": {"quant_method": method}},
-        }
-        members = ({"name": name, "model_name_or_path": path, "replicas": 1, **ways[name]} for name in ways)
-        report = bench.measure(method, *members, rows=200)
-        for member in report["members"]:
-            yield f"{member['name']}: {load_and_speed(member)}", "ok"
-        apart = Apart.of(bench.probabilities(method, method), bench.probabilities(method, "float32"))
+        else:
+            ways[method] = {"quantization_config": {"quant_method": method}}
+    path = str(bench.model(SMALL))
+    members = ({"name": name, "model_name_or_path": path, "replicas": 1, **ways[name]} for name in ways)
+    bench.measure("eight", *members, rows=200, workers_per_gpu=_TOGETHER)
+    exact = bench.probabilities("eight", "float32")
+    for method in list(ways)[1:]:
+        apart = Apart.of(bench.probabilities("eight", method), exact)
         yield f"{method}: {apart}", apart.verdict()
 
 
@@ -264,7 +263,7 @@ def forecast(bench: Bench) -> Iterator[Row]:
     yield from against_plan(bench.measure("plan", member, table="even", rows=EVEN_ROWS), bench.is_rehearsal)
 
 
-@takes(140)
+@takes(75)
 def large(bench: Bench) -> Iterator[Row]:
     """The reason for all of it: Gemma-2-9B, then Llama-3-8B, on long rows; in 4 bits where the GPU is too small."""
     members = []
@@ -381,7 +380,7 @@ def driver(bench: Bench) -> Iterator[Row]:
         yield text, "FAILED" if not is_right else "skipped" if unknown else "ok"
 
 
-@takes(40)
+@takes(30)
 def soft_cap(bench: Bench) -> Iterator[Row]:
     """What is taken by default for Gemma-2 keeps its soft cap; one so small that all is different without."""
     path, uncapped = str(bench.model(CAPPED)), str(bench.model(UNCAPPED))
@@ -389,7 +388,7 @@ def soft_cap(bench: Bench) -> Iterator[Row]:
     members += [{"name": f"default-{dtype}", "dtype": dtype} for dtype in ("float32", "bfloat16")]
     members = [{"model_name_or_path": path, "replicas": 1, **member} for member in members]
     members.append({**members[0], "name": "uncapped", "model_name_or_path": uncapped})
-    bench.measure("cap", *members, rows=200)
+    bench.measure("cap", *members, rows=200, workers_per_gpu=_TOGETHER)
     eager = bench.probabilities("cap", "eager")
     without = Apart.of(bench.probabilities("cap", "uncapped"), eager)
     for dtype, limit in (("float32", 1e-5), ("bfloat16", _HALF_PRECISION["bfloat16"])):
@@ -400,7 +399,7 @@ def soft_cap(bench: Bench) -> Iterator[Row]:
         yield f"{dtype}: {apart}; without the cap {without.mean:.1e}", verdict
 
 
-@takes(30)
+@takes(45)
 def turing(bench: Bench) -> Iterator[Row]:
     """A T4's rules on whatever GPU is there: it is said to have compute capability 7.5."""
     member = {"name": "m", "model_name_or_path": str(bench.model(GROUPED)), "replicas": 1}

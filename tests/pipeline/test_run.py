@@ -134,6 +134,8 @@ def test_replicas_batch_sizes_and_budgets_change_nothing(project: Project) -> No
         if name == "two":
             computed = 2500 - sum(worker["repeated_rows"] for worker in member["workers"])
             assert sum(worker["batches"] for worker in member["workers"]) >= computed / 23 > 50
+            forecast = member["forecast"]
+            assert forecast["token_budget"] == 23 * forecast["width"]
     np.testing.assert_allclose(merged["two"], merged["one"], atol=1e-5)
 
 
