@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from ensemble.config.schema import (  # noqa: E402
+    AnswerColumnConfig,
+    AnswerConfig,
     CalibrationConfig,
     DataConfig,
     EnsembleConfig,
@@ -83,6 +85,8 @@ def page() -> str:
         ("`ensemble`", EnsembleConfig),
         ("`rules`: each of them", RuleConfig),
         ("`submission`", SubmissionConfig),
+        ("`submission.columns`: each with answers", AnswerColumnConfig),
+        ("`answer` of such a column", AnswerConfig),
         ("`fitted_on`", FittingConfig),
         ("`tuned_on`", TuningConfig),
     ):
@@ -277,8 +281,9 @@ def loosened(value: dict[str, Any]) -> dict[str, Any]:
              for key, one in value.items()}  # fmt: skip
     if value.get("type") == "string" and "enum" not in value and "const" not in value:
         return {**value, "type": ["string", "integer"]}
-    if "anyOf" in value:
-        value["anyOf"] = [loosened(one) for one in value["anyOf"]]
+    for union in ("anyOf", "oneOf"):
+        if union in value:
+            value[union] = [loosened(one) for one in value[union]]
     return value
 
 

@@ -246,9 +246,11 @@ def validate(
     broken_rules: list[Problem] = []
     sentences: dict[Loc, str] = {}
     for detail in details:
-        loc = detail["loc"]
+        # pydantic adds the type of a union that it tried.
+        loc = (*_existing(detail["loc"][:-1], values), *detail["loc"][-1:])
         reason = detail.get("ctx", {}).get("error")
         if isinstance(reason, KeyProblems):
+            loc = _existing(loc, values)
             broken_rules += [((*loc, *inner), sentence) for inner, sentence in reason.problems]
         elif detail["type"] in ("missing", "extra_forbidden") and isinstance(loc[-1], str):
             owner = _owner(model, loc)
@@ -266,7 +268,7 @@ def validate(
 
 
 def _existing(loc: Loc, values: Any) -> Loc:
-    """Return a place without the steps that the values lack: pydantic adds the type of a union that it tried."""
+    """Return a place without the steps that the values lack."""
     existing: Loc = ()
     for step in loc:
         try:

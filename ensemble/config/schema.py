@@ -14,8 +14,10 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     SerializeAsAny,
+    Tag,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -36,18 +38,22 @@ from ensemble.config.values import (
     Finite,
     Folder,
     HangTimeout,
+    Label,
     LabelMap,
     LabelPair,
     Labels,
+    LabelTexts,
     Launcher,
     LauncherSettings,
     LengthBins,
+    Marker,
     Method,
     MustBe,
     Name,
     Names,
     Number,
     Retries,
+    RisingNumbers,
     Seed,
     Sha256,
     TaskType,
@@ -61,6 +67,7 @@ from ensemble.config.values import (
     as_tuple,
     foreign_label,
     foreign_labels,
+    mapping_or_text,
     same_label_problems,
     weight_numbers,
 )
@@ -329,20 +336,93 @@ class RuleConfig(StrictConfig):
                 yield ("mask", number), "must be one of the labels"
 
 
+class AnswerConfig(StrictConfig):
+    """Several labels or a number as the answer; give one of ``top`` and ``expected``."""
+
+    top: Count | None = None  # how many labels, the likeliest first; those of probability 0 are left out
+    separator: Marker = " "  # text between these labels
+    # A number for each label; the expected number decides which is the answer. With one label: its value decides.
+    expected: RisingNumbers | None = None
+    # Expected numbers at which the next answer begins; left out: halfway between the numbers.
+    thresholds: RisingNumbers | None = None
+
+    older_keys: ClassVar[Mapping[str, str]] = {"top": "k top_k", "separator": "sep", "thresholds": "cuts"}
+
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        if (self.top is None) == (self.expected is None):
+            yield (), "give one of top and expected"
+        if self.top is not None and labels and self.top > len(labels):
+            yield ("top",), f"more than there are: {plural(len(labels), 'label')}"
+        if self.expected is None and self.thresholds is not None:
+            yield ("thresholds",), "are between the numbers of expected, which is not given"
+        if self.expected is None:
+            return
+        count = len(self.expected)
+        if len(labels) > 1 and count != len(labels):
+            yield ("expected",), f"{count:,} for {len(labels):,} labels; give one for each, in their order"
+        elif count < 2:
+            yield ("expected",), "a single number would be the answer in every row; give two or more"
+        elif self.thresholds is not None and len(self.thresholds) != count - 1:
+            yield ("thresholds",), f"{len(self.thresholds):,} between {count:,} numbers; give {count - 1:,}"
+
+
+class AnswerColumnConfig(StrictConfig):
+    """A column of the submission that holds answers, not probabilities."""
+
+    # label: the likeliest label, of equal ones the first.
+    answer: Annotated[
+        Annotated[Literal["label"], MustBe("label, {top: 3} or {expected: [1, 2, 3]}"), Tag("text")]
+        | Annotated[AnswerConfig, Tag("mapping")],
+        Discriminator(mapping_or_text),
+    ] = Field(examples=["label"])
+    names: LabelTexts = {}  # by label, what the submission calls it; the label itself if left out
+    # A Jinja template for each label or number, {{ answer }}, with the row's columns around it.
+    format: Text | None = Field(default=None, examples=['"{{ prefix }}_{{ answer }}"'])
+
+    older_keys: ClassVar[Mapping[str, str]] = {"names": "label_map mapping", "format": "template"}
+
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        if self.answer == "label" and len(labels) == 1:
+            yield ("answer",), "there is a single label, so that all answers would be the same"
+        if self.names and isinstance(self.answer, AnswerConfig) and self.answer.expected is not None:
+            yield ("names",), "are for labels; write text around the numbers of expected by format"
+        yield from foreign_labels("names", self.names, labels)
+
+
+_SubmittedColumn = Annotated[
+    Annotated[Label, Tag("text")] | Annotated[AnswerColumnConfig, Tag("mapping")],
+    Discriminator(mapping_or_text),
+]
+SubmittedColumns = Annotated[
+    dict[str, _SubmittedColumn], MustBe("a mapping of names to labels or answers", dict)
+]
+
+
 class SubmissionConfig(StrictConfig):
     """The file to submit, with the columns and rows of a sample."""
 
     sample: File = Field(examples=["sample_submission.csv"])  # gives the columns and the order of the rows
     path: File | None = None  # where to write; None: in the output directory
-    columns: LabelMap = {}  # labels by the sample's columns, if their names differ
+    # By the sample's columns: the label whose probability a column holds, if their names differ; or {answer: ...}.
+    columns: SubmittedColumns = Field(default={}, examples=["{winner: {answer: label}}"])
 
     older_keys: ClassVar[Mapping[str, str]] = {
         "sample": "sample_path template",
         "path": "file output output_path",
     }
 
+    @property
+    def label_by_column(self) -> dict[str, str]:
+        """Return the label of each column that holds probabilities."""
+        return {name: label for name, label in self.columns.items() if isinstance(label, str)}
+
+    @property
+    def answers(self) -> dict[str, AnswerColumnConfig]:
+        """Return the columns that hold answers."""
+        return {name: column for name, column in self.columns.items() if not isinstance(column, str)}
+
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
-        for column, label in self.columns.items():
+        for column, label in self.label_by_column.items():
             if labels and label not in labels:
                 yield ("columns", column), "must be one of the labels"
 
@@ -474,8 +554,11 @@ class RunConfig(StrictConfig):
     @field_validator("fill")
     @classmethod
     def _fill_has_its_source(cls, fill: str, info: ValidationInfo) -> str:
-        if fill == "sample" and info.data.get("submission", fill) is None:
+        submission: SubmissionConfig | Literal["wrong"] | None = info.data.get("submission", "wrong")
+        if fill == "sample" and submission is None:
             raise ValueError("sample needs submission.sample, the file whose values it takes")
+        if fill == "sample" and isinstance(submission, SubmissionConfig) and submission.answers:
+            raise ValueError("sample has answers, not probabilities; choose uniform or prior")
         return fill
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from annotated_types import Ge, Gt, Le, Len
 from pydantic import (
     AfterValidator,
     AllowInfNan,
+    BaseModel,
     BeforeValidator,
     ByteSize,
     Discriminator,
@@ -166,7 +167,12 @@ def _weight_form(value: object) -> str:
     return "by bin" if isinstance(value, list | tuple) else "number"
 
 
-def _edges(value: tuple[int, ...]) -> tuple[int, ...]:
+def mapping_or_text(value: object) -> str:
+    """Return the tag of a value that may be a mapping or a text."""
+    return "mapping" if isinstance(value, dict | BaseModel) else "text"
+
+
+def _rising(value: tuple[Any, ...]) -> tuple[Any, ...]:
     if not value or any(first >= second for first, second in pairwise(value)):
         raise ValueError
     return value
@@ -190,6 +196,12 @@ Sha256 = Annotated[
 ]
 Finite = Annotated[float, AllowInfNan(False), MustBe("a number")]
 Ends = Annotated[tuple[Finite, Finite], BeforeValidator(as_tuple), MustBe("a list of two numbers")]
+RisingNumbers = Annotated[
+    tuple[Finite, ...],
+    BeforeValidator(as_tuple),
+    AfterValidator(_rising),
+    MustBe("a list of numbers, each more than the one before"),
+]
 Text = Annotated[str, _WORD, MustBe("text, and not empty")]
 Column = Annotated[str, _WORD, MustBe("the name of a column")]
 Columns = Annotated[tuple[Column, Column], BeforeValidator(as_tuple), MustBe("a list of two columns")]
@@ -202,6 +214,7 @@ Label = Annotated[str, BeforeValidator(as_label), _WORD, MustBe("text (true, fal
 Labels = Annotated[tuple[Label, ...], BeforeValidator(as_tuple), MustBe("a list of one or more labels", list)]
 LabelPair = Annotated[tuple[Label, Label], BeforeValidator(as_tuple), MustBe("a list of two labels")]
 LabelMap = Annotated[dict[str, Label], MustBe("a mapping of names to labels", dict)]
+LabelTexts = Annotated[dict[str, Label], MustBe("a mapping of labels to texts", dict)]
 File = Annotated[Path, PlainValidator(_path), MustBe("the path of a file")]
 Folder = Annotated[Path, PlainValidator(_path), MustBe("the path of a folder")]
 Count = Annotated[int, Ge(1), Le(MAX_COUNT), MustBe("a whole number of at least 1")]
@@ -251,7 +264,7 @@ When = Annotated[
 LengthBins = Annotated[
     tuple[Annotated[int, Ge(1), Le(MAX_BYTES)], ...],
     BeforeValidator(as_tuple),
-    AfterValidator(_edges),
+    AfterValidator(_rising),
     MustBe("a list of whole numbers of at least 1, each more than the one before"),
 ]
 Duration = Annotated[float, PlainValidator(_seconds), MustBe("a time such as 90s, 10m or 8h30m")]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from ensemble.common.errors import DataError
 from ensemble.common.text import did_you_mean, listed, plural, quoted
+from ensemble.data.answers import Answer
 from ensemble.data.csv_file import (
     csv_cells,
     csv_lines,
@@ -23,9 +24,10 @@ from ensemble.data.csv_file import (
 )
 from ensemble.data.ids import places_among
 from ensemble.data.input_file import first_ids, missing_column
+from ensemble.data.table import InputTable
 
 _SHOWN = 20
-_WRITE_ROWS = 65_536
+_WRITE_ROWS, _WRITE_CELLS = 65_536, 2**24
 _OTHER_TABLE = (
     "for a table that is not to be submitted, such as train.csv, write no submission: --set submission=null, or "
     "remove the key"
@@ -49,7 +51,8 @@ def read_sample(path: Path, id_column: str, labels: Sequence[str], columns_map: 
 class Sample:
     """Hold a sample submission: all its columns, and its ids as strings, [rows], both in file order.
 
-    ``labels`` are those that are predicted, ``columns_map`` has the label of each column whose name is no label.
+    ``labels`` are those that are predicted, ``columns_map`` has the label of each column whose name is no label,
+    ``answers`` say how the columns with answers are made, and ``table`` has the cells that these read.
     """
 
     path: Path
@@ -58,6 +61,8 @@ class Sample:
     ids: pa.ChunkedArray
     labels: tuple[str, ...]
     columns_map: Mapping[str, str]
+    answers: Mapping[str, Answer] = field(default_factory=dict)
+    table: InputTable | None = None
 
     def problems(self, ids: pa.ChunkedArray, limited: bool) -> tuple[str, ...]:
         """Return why no submission of a table with these ids could be written; called before anything runs.
@@ -70,18 +75,21 @@ class Sample:
             problems.append(
                 f"has no column besides {quoted(self.id_column)}; a column per label to submit is needed"
             )
-        unknown_columns = [name for name in others if self._label(name) not in self.labels]
+        with_labels = self._label_columns
+        unknown_columns = [name for name in with_labels if self._label(name) not in self.labels]
         for name in unknown_columns[:_SHOWN]:
             label = self._label(name)
             mapped = f" is mapped to {quoted(label)}, which" if name in self.columns_map else ""
-            hint = f"{did_you_mean(label, self.labels)}; map it to one of {listed(self.labels)}"
+            hint = f"{did_you_mean(label, self.labels)}; map it to one of {listed(self.labels)}, or for the label "
+            hint += "itself to {answer: label}"
             problems.append(f"column {quoted(name)}{mapped} is not a label{hint}")
         problems += [
-            f"has no column {quoted(name)}{did_you_mean(name, others)}, though it is mapped to a label"
-            for name in self.columns_map
+            f"has no column {quoted(name)}{did_you_mean(name, others)}, though it is mapped to {content}"
+            for content, names in (("a label", self.columns_map), ("an answer", self.answers))
+            for name in names
             if name not in others
         ]
-        counts_by_label = Counter(self._label(name) for name in others)
+        counts_by_label = Counter(map(self._label, with_labels))
         problems += [
             f"label {quoted(label)} would stand in {count} columns; fix submission.columns"
             for label, count in counts_by_label.items()
@@ -136,30 +144,43 @@ class Sample:
             ids: without ``problems``, [rows]; rows of the sample with other ids are left out.
             probabilities: [rows, labels].
         """
-        # The label's number of each column; None for the ids.
-        numbers = [
-            None if name == self.id_column else self.labels.index(self._label(name)) for name in self.columns
-        ]
+        with path.open("wb") as stream:
+            stream.write(header_line(self.columns))
+            for columns in self._blocks(ids, probabilities):
+                stream.write(csv_lines([csv_cells(column) for column in columns]))
+
+    def _blocks(
+        self, ids: pa.ChunkedArray, probabilities: npt.NDArray[np.float64]
+    ) -> Iterator[list[pa.Array]]:
+        """Yield the cells by column for some rows at a time, so that the table is not copied as a whole."""
         places = places_among(self.ids, ids)
         is_written = places >= 0
         written_ids, rows = self.ids.filter(pa.array(is_written)), places[is_written]
-        with path.open("wb") as stream:
-            stream.write(header_line(self.columns))
-            for start in range(0, len(rows), _WRITE_ROWS):  # so that the table is not copied as a whole
-                block = rows[start : start + _WRITE_ROWS]
-                block_ids = pa.concat_arrays(written_ids.slice(start, len(block)).chunks)
-                columns = [
-                    block_ids if number is None else pa.array(probabilities[block, number])
-                    for number in numbers
-                ]
-                stream.write(csv_lines([csv_cells(column) for column in columns]))
+        step = max(1, min(_WRITE_ROWS, _WRITE_CELLS // len(self.labels)))
+        for start in range(0, len(rows), step):
+            block = rows[start : start + step]
+            block_ids = pa.concat_arrays(written_ids.slice(start, len(block)).chunks)
+            columns = []
+            for name in self.columns:
+                if name == self.id_column:
+                    columns.append(block_ids)
+                elif name in self.answers:
+                    columns.append(self.answers[name].cells(probabilities[block], self.table, block))
+                else:
+                    columns.append(pa.array(probabilities[block, self.labels.index(self._label(name))]))
+            yield columns
+
+    @property
+    def _label_columns(self) -> list[str]:
+        """Return the columns that hold labels' probabilities."""
+        return [name for name in self.columns if name != self.id_column and name not in self.answers]
 
     def _label(self, column: str) -> str:
         return self.columns_map.get(column, column)
 
     def _read_values(self) -> tuple[pa.ChunkedArray, dict[str, npt.NDArray[np.float64]], tuple[str, ...]]:
         """Return ids, numbers by label, and the problems of cells that are no numbers; all in file order."""
-        names = [name for name in self.columns if name != self.id_column and self._label(name) in self.labels]
+        names = [name for name in self._label_columns if self._label(name) in self.labels]
         # The ids are read again, because the file's order may have changed.
         table = read_text_csv(self.path, [self.id_column, *names])
         by_label, problems = {}, []

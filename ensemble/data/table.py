@@ -175,9 +175,15 @@ class InputTable:
         """Return a table without labels that has this table's rows by number, repeats allowed, with new ids."""
         return InputTable(self._columns.take(pa.array(numbers)), ids, None, {})
 
-    def python_rows(self, columns: Sequence[str]) -> Iterator[dict[str, object]]:
-        """Return each row's cells in some columns, as templates will see them; few are in memory at a time."""
-        return _python_rows(self._columns.select(columns))
+    def python_rows(
+        self, columns: Sequence[str], numbers: npt.NDArray[np.int64] | None = None
+    ) -> Iterator[dict[str, object]]:
+        """Return the cells in some columns of the rows with these numbers, as templates will see them.
+
+        Without ``numbers`` these are all rows. Few of them are in memory at a time.
+        """
+        table = self._columns.select(columns)
+        return _python_rows(table if numbers is None else table.take(pa.array(numbers)))
 
     def types(self, columns: Collection[str]) -> dict[str, str]:
         """Return in a word what columns hold, by column; names that are no column are left out."""

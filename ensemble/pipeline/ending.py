@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 from ensemble.common.errors import RESUMES, EnsembleError, MembersFailed, TimeLimitReached
 from ensemble.common.text import plural, were
@@ -59,6 +60,18 @@ def gain_text(report: RunReport) -> str:
             options = f"{method.fit_options}{options}".strip()
             text += f"; `{f'python -m ensemble fit CONFIG {options}'.strip()}` finds better weights"
     return text
+
+
+def answer_texts(report: RunReport) -> Iterator[str]:
+    """Yield the scores of the answers in each column of the submission."""
+    for column, score in report.answers.items():
+        values = {
+            "accuracy": score.accuracy,
+            f"MAP@{score.top}": score.average_precision,
+            "quadratic kappa": score.quadratic_kappa,
+        }
+        shown = [f"{title} {value:.4f}" for title, value in values.items() if value is not None]
+        yield f"answers in {column}: {', '.join(shown)} ({plural(score.rows, 'row')})"
 
 
 def rows_of(report: RunReport, member: MemberReport) -> int:

@@ -23,6 +23,7 @@ from ensemble.common.host import cpu_products
 from ensemble.common.packages import unsupported
 from ensemble.common.text import plural, quoted, similar_file
 from ensemble.config import LoadedConfig, RunConfig
+from ensemble.data.answers import Answer
 from ensemble.data.conditions import compile_condition, rows_that_meet
 from ensemble.data.predictions_csv import PredictionFile
 from ensemble.data.row_files import FileCells
@@ -35,6 +36,7 @@ from ensemble.members.registry import member_kind
 from ensemble.merging.blocks import block_spans
 from ensemble.merging.row_checks import RowCheck
 from ensemble.merging.rules import RowRules
+from ensemble.pipeline.answers import answer_key, check_answers, make_answers
 from ensemble.pipeline.cascade import expected_shares
 from ensemble.pipeline.checks import (
     Kinds,
@@ -96,15 +98,17 @@ def prepare(
         for number, rule in enumerate(config.rules or ()):
             with problems.at(rule_key(loaded, number)):
                 conditions[number] = compile_condition(rule.when)
+        answers = make_answers(loaded, problems)
         needs = _table_needs(config, members)
         table_state = file_state(config.data.path)
         table: InputTable | None = None
         with problems.at():
-            table = _read_table(loaded, needs, conditions)
+            table = _read_table(loaded, needs, conditions, answers)
             if file_state(config.data.path) != table_state:  # it is read in several passes
                 path = config.data.path
                 raise DataError(f"{path}: changed while it was read; start again when it is complete")
-        sample = _read_sample(config, table, problems)
+        check_answers(loaded, answers, table, members.inspected, problems)
+        sample = _read_sample(config, table, answers, problems)
         devices: Inventory | None = None
         gpus: tuple[Device, ...] = ()
         if launcher is not None:
@@ -119,6 +123,7 @@ def prepare(
             if conditions and len(conditions) == len(config.rules or ()):
                 with problems.at():
                     rules = _find_rule_rows(loaded, table, conditions, members.inspected, problems)
+            if conditions or answers:
                 table = table.only(needs.columns)
             values, warnings = _read_predictions(config, members, table, problems)
             warnings += _look_for_files(members, table, problems)
@@ -213,14 +218,19 @@ def _outputs(config: RunConfig) -> OutputColumns:
 
 
 def _read_table(
-    loaded: LoadedConfig, needs: TableNeeds, conditions: Mapping[int, PromptTemplate]
+    loaded: LoadedConfig,
+    needs: TableNeeds,
+    conditions: Mapping[int, PromptTemplate],
+    answers: Mapping[str, Answer],
 ) -> InputTable:
-    """Read the table with the columns of the rules' conditions."""
-    of_rules = {
-        name: rule_key(loaded, number) for number, rule in conditions.items() for name in rule.columns
-    }
-    json_columns = chain(needs.json_columns, *(rule.json_columns for rule in conditions.values()))
-    needs = replace(needs, also=of_rules, json_columns=tuple(dict.fromkeys(json_columns)))
+    """Read the table with the columns of the rules' conditions and of the answers' formats."""
+    also = {name: rule_key(loaded, number) for number, rule in conditions.items() for name in rule.columns}
+    for column, answer in answers.items():
+        also |= dict.fromkeys(answer.columns, answer_key(loaded, column))
+    templates = chain(conditions.values(), (answer.template for answer in answers.values()))
+    of_templates = (template.json_columns for template in templates if template is not None)
+    json_columns = chain(needs.json_columns, *of_templates)
+    needs = replace(needs, also=also, json_columns=tuple(dict.fromkeys(json_columns)))
     return read_table(loaded.config.data.path, needs)
 
 
@@ -241,14 +251,20 @@ def _table_needs(config: RunConfig, members: _Members) -> TableNeeds:
     )
 
 
-def _read_sample(config: RunConfig, table: InputTable | None, problems: Problems) -> Sample | None:
+def _read_sample(
+    config: RunConfig, table: InputTable | None, answers: Mapping[str, Answer], problems: Problems
+) -> Sample | None:
     """Read the submission's sample, and compare it with the table's ids."""
     submission = config.submission
     sample: Sample | None = None
-    if submission is None:
+    if submission is None or len(answers) < len(submission.answers):
         return None
     with problems.at("submission"):
-        sample = read_sample(submission.sample, config.data.id_column, config.labels, submission.columns)
+        columns = dict.fromkeys(chain.from_iterable(answer.columns for answer in answers.values()))
+        cells = table.only([*columns]) if table is not None and columns else None
+        label_by_column = submission.label_by_column
+        sample = read_sample(submission.sample, config.data.id_column, config.labels, label_by_column)
+        sample = replace(sample, answers=answers, table=cells)
         if table is not None:
             texts = sample.problems(table.ids, config.limit is not None)
             if not texts and config.fill == "sample" and config.time_limit is not None:

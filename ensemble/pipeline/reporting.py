@@ -90,6 +90,7 @@ class RunState:
             merged_rows=dict(results.merged_rows),
             filled_rows=results.filled_rows,
             scores=dict(results.scores),
+            answers=dict(results.answers),
             nodes=self._nodes(),
             gain=results.gain,
             on_bad_row=prepared.config.on_bad_row,

@@ -212,3 +212,53 @@ def test_rules_need_something_to_set(load: Load, problems: Problems) -> None:
     rules = load(content).config.rules
     assert rules is not None
     assert [rule.set for rule in rules] == [{"pos": 1.0}]
+
+
+def test_answers_of_the_submission(load: Load, problems: Problems) -> None:
+    def submitted(column: object, **changes: Any) -> dict[str, Any]:
+        return copy.deepcopy(SMALL) | {"submission": {"sample": "s.csv", "columns": {"x": column}}} | changes
+
+    for column, sentence in (
+        ({"answer": {"top": 3}}, "x.answer.top (line 13): more than there are: 2 labels"),
+        (
+            {"answer": {"expected": [1, 2], "thresholds": [1.5, 1.5]}},
+            "x.answer.thresholds (line 13): must be a list of numbers, each more than the one before",
+        ),
+        (
+            {"answer": {"expected": [1, 2], "thresholds": [1.2, 1.5]}},
+            "x.answer.thresholds (line 13): 2 between 2 numbers; give 1",
+        ),
+        (
+            {"answer": {"expected": [1, 2, 3]}},
+            "x.answer.expected (line 13): 3 for 2 labels; give one for each, in their order",
+        ),
+        ({"answer": {}}, "x.answer (line 13): give one of top and expected"),
+        ({"answer": {"top": 1, "expected": [1, 2]}}, "x.answer (line 13): give one of top and expected"),
+        (
+            {"answer": "best"},
+            "x.answer (line 13): must be label, {top: 3} or {expected: [1, 2, 3]}, not 'best'",
+        ),
+        ({"answer": "label", "nmes": {}}, "x.nmes (line 13): unknown key; did you mean names?"),
+        ({"names": {"neg": "N"}}, "x.answer (line 13): required, for example answer: label"),
+        (
+            {"answer": "label", "names": {"N": "neg"}},
+            "x.names.N (line 13): is none of the labels, which are 'neg', 'pos'",
+        ),
+        (
+            {"answer": {"expected": [1, 2]}, "names": {"neg": "N"}},
+            "x.names (line 13): are for labels; write text around the numbers of expected by format",
+        ),
+        ("best", "x (line 13): must be one of the labels, not 'best'"),
+    ):
+        (problem,) = problems(yaml.safe_dump(submitted(column), sort_keys=False, default_flow_style=None))
+        assert re.sub(r"line \d+", "line 13", problem).startswith(f"submission.columns.{sentence}")
+    (problem,) = problems(submitted({"answer": {"thresholds": [1]}, "names": {}}) | {"labels": ["pos"]})[1:]
+    assert problem.endswith("are between the numbers of expected, which is not given")
+    (problem,) = problems(submitted({"answer": "label"}, labels=["pos"]))
+    assert problem.endswith("there is a single label, so that all answers would be the same")
+    (problem,) = problems(submitted({"answer": "label"}, fill="sample", time_limit="1m"))
+    assert problem.endswith("sample has answers, not probabilities; choose uniform or prior")
+    config = load(submitted({"answer": {"top": 2}, "names": {"neg": 0}})).config
+    assert config.submission is not None
+    assert config.submission.answers["x"].names == {"neg": "0"}
+    assert config.submission.label_by_column == {}

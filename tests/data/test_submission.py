@@ -57,8 +57,10 @@ def test_every_problem_at_once(tmp_path: Path) -> None:
     found = sample.problems(ids("1", "t1", "t2"), False)
     assert all(sentence.startswith(f"{sample.path}: ") for sentence in found)
     assert [sentence.removeprefix(f"{sample.path}: ") for sentence in found] == [
-        "column 'A' is not a label (did you mean 'a'?); map it to one of 'a', 'b'",
-        "column 'x' is mapped to 'c', which is not a label; map it to one of 'a', 'b'",
+        "column 'A' is not a label (did you mean 'a'?); map it to one of 'a', 'b', or for the label itself "
+        "to {answer: label}",
+        "column 'x' is mapped to 'c', which is not a label; map it to one of 'a', 'b', or for the label itself to "
+        "{answer: label}",
         "has no column 'winner', though it is mapped to a label",
         "1 id more than once: '1'",
         "9 ids not in the input table: 's0', 's1', 's2', ...",

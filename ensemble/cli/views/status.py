@@ -11,7 +11,7 @@ from ensemble.commands.status import RunStatus
 from ensemble.common.errors import RESUMES
 from ensemble.common.gpus import device_names
 from ensemble.common.text import duration, plural, rate
-from ensemble.pipeline.ending import failure_text, gain_text
+from ensemble.pipeline.ending import answer_texts, failure_text, gain_text
 from ensemble.pipeline.run_report import MERGED, RunReport
 
 _HEADERS = ("member", "state", "rows done", "of", "share", "tokens/s", "rows/s", "time", "left")
@@ -55,6 +55,7 @@ def view(status: RunStatus) -> Iterator[str | Table]:
     if report.status in MERGED:
         yield gain_text(report)
         yield fitted_text(report)
+        yield from answer_texts(report)
     for member in report.members:
         if member.failure is not None:
             yield failure_text(member.failure)

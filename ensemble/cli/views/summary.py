@@ -11,7 +11,7 @@ from ensemble.common.gpus import Device
 from ensemble.common.text import duration, listed, plural, rate, shown_path, were
 from ensemble.config.schema import RuleConfig
 from ensemble.merging.scoring import Interval
-from ensemble.pipeline.ending import failure_text, gain_text, rows_of
+from ensemble.pipeline.ending import answer_texts, failure_text, gain_text, rows_of
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import MemberReport, NodeReport, RunReport
 from ensemble.scheduling.device_pool import TelemetryCurve
@@ -34,6 +34,7 @@ def view(report: RunReport) -> Iterator[str | Table]:
     yield Table(_HEADERS, rows, totals)
     yield gain_text(report)
     yield fitted_text(report)
+    yield from answer_texts(report)
     if ENSEMBLE_ROW in report.files and report.ensemble.get("method"):
         yield f"merge method: {report.ensemble['method']}"
     yield _poor(report)

@@ -26,7 +26,7 @@ from ensemble.analysis.report.base import (
 )
 from ensemble.analysis.report.pictures import INK, MUTED, SERIES, picture
 from ensemble.config.values import weight_text
-from ensemble.pipeline.ending import gain_text
+from ensemble.pipeline.ending import answer_texts, gain_text
 
 _DIFFERENCE = "member \N{MINUS SIGN} ensemble"
 _WITHOUT_TRUTH = (
@@ -47,7 +47,7 @@ class Scores(Section):
         lines, remarks = [*_WITHOUT_TRUTH], list(predictions.remarks)
         if predictions.truth is not None:
             headers[1:1] = [METRIC_NAMES[metric.name] for metric in data.metrics]
-            lines = [gain_text(data.report)]
+            lines = [gain_text(data.report), *answer_texts(data.report)]
             if predictions.ensemble is None:
                 lines = ["The run has merged nothing, so there are only its members to look at."]
             elif not data.method.gives_probabilities:

@@ -1,0 +1,102 @@
+"""Answers by hand, and their scores held against scikit-learn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from sklearn.metrics import average_precision_score, cohen_kappa_score
+
+from ensemble.analysis.metrics import METRICS
+from ensemble.data.answers import Answer, compile_format, halfway
+from ensemble.data.json_cells import TemplateProblem
+from ensemble.data.table import InputTable
+from ensemble.merging.scoring import answer_score
+
+VALUES = np.array([[0.2, 0.5, 0.3], [0.4, 0.2, 0.4], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+TEXTS = ("a", "b", "c")
+
+
+def cells(answer: Answer, values: np.ndarray = VALUES) -> list[object]:
+    made: list[object] = answer.cells(values, None, np.arange(len(values))).to_pylist()
+    return made
+
+
+def test_ties_go_to_the_first_label_and_zeros_are_left_out() -> None:
+    assert cells(Answer(texts=TEXTS)) == ["b", "a", "b", "a"]
+    assert cells(Answer(texts=TEXTS, top=2)) == ["b c", "a c", "b", "a"]
+    assert cells(Answer(texts=TEXTS, top=3, separator="")) == ["bca", "acb", "b", "a"]
+
+
+def test_numbers_are_rounded_halfway_unless_thresholds_say_otherwise() -> None:
+    numbers = (1.0, 2.0, 4.0)
+    assert halfway(numbers) == (1.5, 3.0)
+    # Expected numbers 2.4, 2.4 and 2.
+    assert cells(Answer(texts=TEXTS, numbers=numbers, thresholds=halfway(numbers)), VALUES[:3]) == [2, 2, 2]
+    assert cells(Answer(texts=TEXTS, numbers=numbers, thresholds=(2.0, 2.3)), VALUES[:3]) == [4, 4, 2]
+    assert cells(Answer(texts=TEXTS, numbers=(0.5, 1.0, 2.5), thresholds=(0.7, 9.0)), VALUES[:1]) == [1.0]
+
+
+def test_the_value_of_a_single_label_is_the_expected_number() -> None:
+    answer = Answer(texts=("score",), numbers=(1.0, 2.0, 3.0), thresholds=(1.5, 2.5))
+    values = np.array([[-7.0], [1.5], [2.4], [9.0]])
+    assert cells(answer, values) == [1, 2, 2, 3]
+    truth = np.array([[1.0], [1.0], [2.0], [3.0]])
+    score = answer_score(answer, truth, values, "none")
+    assert score.accuracy == 0.75
+    kappa = cohen_kappa_score([1, 2, 2, 3], [1, 1, 2, 3], weights="quadratic")
+    assert score.quadratic_kappa == pytest.approx(kappa, abs=1e-12)
+
+
+def test_a_format_stands_around_each_label() -> None:
+    answer = Answer(texts=TEXTS, top=2, template=compile_format("{{ sign }}{{ answer }}"))
+    signs = pa.table({"sign": ["?", "+", None]})
+    table = InputTable(signs, pa.chunked_array([["x", "y", "z"]]), None, {})
+    assert answer.cells(VALUES[:2], table, np.array([1, 2])).to_pylist() == ["+b +c", "a c"]
+    assert answer.columns == ("sign",)
+    alone = Answer(texts=TEXTS, template=compile_format("<{{ answer }}>"))
+    assert cells(alone) == ["<b>", "<a>", "<b>", "<a>"]
+    with pytest.raises(TemplateProblem, match=r"lacks \{\{ answer \}\}"):
+        compile_format("{{ sign }}")
+
+
+def test_scores_of_answers_are_those_of_the_metrics() -> None:
+    random = np.random.default_rng(3)
+    values, truth = random.dirichlet(np.ones(5), 300), random.integers(0, 5, 300)
+    texts = tuple("abcde")
+    first = answer_score(Answer(texts=texts), truth, values, "softmax")
+    assert first.accuracy == pytest.approx(METRICS["accuracy"].value(truth, values, "softmax"), abs=1e-12)
+    third = answer_score(Answer(texts=texts, top=3), truth, values, "softmax")
+    assert third.average_precision == pytest.approx(
+        METRICS["map@3"].value(truth, values, "softmax"), abs=1e-12
+    )
+    soft = random.dirichlet(np.ones(5), 300)
+    of_soft = answer_score(Answer(texts=texts, top=3), soft, values, "softmax")
+    expected = METRICS["map@3"].value(soft, values, "softmax")
+    assert of_soft.average_precision == pytest.approx(expected, abs=1e-12)
+
+
+def test_scores_of_labels_that_do_not_exclude_each_other() -> None:
+    random = np.random.default_rng(4)
+    values, truth = random.random((200, 4)), random.integers(0, 2, (200, 4)).astype(np.float64)
+    truth[:, 0] = 1.0
+    texts = tuple("abcd")
+    score = answer_score(Answer(texts=texts), truth, values, "sigmoid")
+    assert score.accuracy == truth[np.arange(200), values.argmax(axis=1)].mean()
+    score = answer_score(Answer(texts=texts, top=4), truth, values, "sigmoid")
+    expected = np.mean([average_precision_score(*pair) for pair in zip(truth, values, strict=True)])
+    assert score.average_precision == pytest.approx(expected, abs=1e-12)
+
+
+def test_many_rows_are_sorted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(5).dirichlet(np.ones(7), 50).round(1)
+    answer = Answer(texts=tuple("abcdefg"), top=4)
+    whole = cells(answer, values)
+    monkeypatch.setattr("ensemble.data.answers._BLOCK_CELLS", 21)
+    assert cells(answer, values) == whole
+
+
+def test_a_single_answer_has_no_kappa() -> None:
+    answer = Answer(texts=("a", "b"), numbers=(0.0, 1.0), thresholds=(0.5,))
+    score = answer_score(answer, np.zeros(3, np.int64), np.array([[0.9, 0.1]] * 3), "softmax")
+    assert (score.accuracy, score.quadratic_kappa) == (1.0, None)
