@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 
 from ensemble.common.clock import Watch, boot_seconds
 from ensemble.common.errors import RESUMES, EnsembleError, Interrupted, WriteError
+from ensemble.common.extensions import call_hooks
 from ensemble.common.files import atomic_path, file_state, remove_temporary_files, sync_directory, write_text
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import CommonSpec, Start, ViewSpec, WorkerSpec
@@ -83,13 +84,29 @@ def run(
     display.say(f"{shown_path(loaded.config.data.path)}: {plural(prepared.table.rows, 'row')}")
     for remark in prepared.table.remarks:
         display.say(remark)
-    return run_prepared(prepared, display, fresh, began, owns_process)
+
+    def tell_hooks(run_json: Path) -> None:
+        for problem in call_hooks("ensemble.run_end", run_json.absolute()):
+            log.warning("%s", problem)
+            display.say(problem)
+
+    return run_prepared(prepared, display, fresh, began, owns_process, at_end=tell_hooks)
 
 
 def run_prepared(
-    prepared: Prepared, display: Display, fresh: bool, began: float, owns_process: bool = True
+    prepared: Prepared,
+    display: Display,
+    fresh: bool,
+    began: float,
+    owns_process: bool = True,
+    at_end: Callable[[Path], None] = lambda run_json: None,
 ) -> RunReport:
-    """Run what has passed the checks, and close its launcher; the run ``began`` by ``boot_seconds``."""
+    """Run what has passed the checks, and close its launcher.
+
+    Args:
+        began: when the run began, by ``boot_seconds``.
+        at_end: is called with the path of ``run.json`` once the run has ended, however it ended.
+    """
     config, rundir = prepared.config, RunDir(prepared.config.output_dir)
     target = None if config.submission is None else config.submission.path
     try:
@@ -112,7 +129,12 @@ def run_prepared(
             with logging_to(rundir.run_log, prepared.loaded.redactor):
                 for ignored in signals.ignored:
                     log.info("%s is ignored: this process was started so", ignored.name)
-                return _Run(prepared, began, rundir, display, signals).go()
+                steps = _Run(prepared, began, rundir, display, signals)
+                try:
+                    return steps.go()
+                finally:
+                    if steps.members:  # otherwise run.json is that of an earlier run
+                        at_end(rundir.run_json)
     except OSError as error:  # from anything but writing a file, such as making a folder
         if error.filename is None:  # it is not about a file, but a socket or a process
             raise EnsembleError(
