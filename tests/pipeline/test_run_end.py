@@ -74,10 +74,10 @@ def test_the_trackers_of_the_page(csv_run: Project, tmp_path: Path) -> None:
     by_name = {call[0]: call[1:] for call in calls(file)}
     assert by_name["start_run"] == ["first"]
     assert by_name["log_params"] == [{"status": "complete", "rows": 300, "method": "mean"}]
-    assert by_name["log_metrics"][0]["ensemble.log_loss"] == loss  # type: ignore[index, call-overload]
+    assert by_name["log_metrics"][0]["ensemble.log_loss"] == loss  # type: ignore[index]
     assert by_name["log_artifacts"] == [str(csv_run.folder / "runs/first/predictions"), "predictions"]
     assert by_name["init"][:2] == ["ensemble", "first"]
-    assert by_name["log"][0]["ensemble/log_loss"] == loss  # type: ignore[index, call-overload]
+    assert by_name["log"][0]["ensemble/log_loss"] == loss  # type: ignore[index]
     assert [call[0] for call in calls(file)][-1] == "finish"
 
 
