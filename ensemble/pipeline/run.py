@@ -20,6 +20,7 @@ from ensemble.common.extensions import call_hooks
 from ensemble.common.files import atomic_path, file_state, remove_temporary_files, sync_directory, write_text
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import CommonSpec, Start, ViewSpec, WorkerSpec
+from ensemble.common.remote_files import demand_writable
 from ensemble.common.shards import CACHE_FOLDER, ORDER_FILE
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
@@ -27,6 +28,7 @@ from ensemble.members.registry import member_kind
 from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
+from ensemble.pipeline.remote import copy_results, result_addresses
 from ensemble.pipeline.report_page import write_page
 from ensemble.pipeline.reporting import RunState
 from ensemble.pipeline.results import ResultWriter
@@ -80,7 +82,13 @@ def run(
     began = boot_seconds() - elapsed_seconds
     if reuse is not None:
         demand_reusable(reuse, loaded.config.output_dir)
+    addresses = result_addresses(loaded)
+    for address in addresses:
+        demand_writable(address)
     prepared = replace(prepare(loaded, is_for_run=True), reuse=reuse)
+    for copy in loaded.copies:
+        if copy.is_new_version:
+            display.say(f"{copy.address}: changed since it was copied for an earlier run; copied again")
     display.say(f"{shown_path(loaded.config.data.path)}: {plural(prepared.table.rows, 'row')}")
     for remark in prepared.table.remarks:
         display.say(remark)
@@ -90,7 +98,11 @@ def run(
             log.warning("%s", problem)
             display.say(problem)
 
-    return run_prepared(prepared, display, fresh, began, owns_process, at_end=tell_hooks)
+    report = run_prepared(prepared, display, fresh, began, owns_process, at_end=tell_hooks)
+    if addresses and report.status in MERGED:
+        copy_results(loaded, report)
+        display.say(f"results copied to {' and '.join(addresses)}")
+    return report
 
 
 def run_prepared(
@@ -453,6 +465,12 @@ class _Run(RunState):
                 f"{shown_path(path)} changed during the run; the results are of the rows as they were read at its "
                 "start: run the same command again for the rows that are new"
             )
+        for copy in self.prepared.loaded.copies:
+            if copy.has_changed():
+                self.say(
+                    f"{copy.address} changed since it was copied, and the results are of the copy: run the same "
+                    "command again for what is new"
+                )
         # Merged rows include those that a worker wrote too late to report them.
         merged_rows = self.results.merged_rows
         has_new_rows = any(
