@@ -16,8 +16,10 @@ import os
 import shlex
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
@@ -27,6 +29,7 @@ from ensemble.common.files import output_file, settings_file, write_text
 from ensemble.common.packages import demand_supported
 from ensemble.common.python_process import keep_pandas_out, one_thread_for_numpy
 from ensemble.common.redact import RedactedStream, Redactor, guard_output, redacted_errors
+from ensemble.common.remote_files import address_of, copy_out, demand_writable, local_path
 from ensemble.common.text import quoted
 
 # What imports numpy or pyarrow is imported when it is used: --help and a typo in a key shall answer at once.
@@ -163,7 +166,7 @@ def rehearse(
         if count is not None and count < 1:
             raise ConfigError(f"{name}: give a whole number of at least 1, not {count}")
     loaded = _load(config, overrides)
-    table = _optional_path(lengths_from)
+    table = _optional_input(lengths_from)
     with _exclusive_run(loaded, quiet) as stream:
         from ensemble.cli.progress import choose_display
         from ensemble.commands.rehearse import rehearse as rehearse_config
@@ -276,7 +279,7 @@ def fit(
             paths: list[ConfigSource] = [*_files(sources)]
         else:
             paths = _config_sources(sources)
-        table, file = _optional_path(labels), _optional_path(output)
+        table, file = _optional_input(labels), _optional_path(output)
         target = None
         if file is not None:
             target = check_output(file, force, [path for path in paths if isinstance(path, Path)], table)
@@ -337,9 +340,8 @@ def compare(
 
     if isinstance(metrics, str):
         raise ConfigError(f"metrics: give a list of names, such as [{quoted(metrics)}]")
-    result = compare_sides(
-        _path(first), _path(second), metrics, _optional_path(labels), label_column, id_column, activation
-    )
+    sides = local_path(_path(first)), local_path(_path(second))
+    result = compare_sides(*sides, metrics, _optional_input(labels), label_column, id_column, activation)
     show("compare", result, _stream(quiet))
     return result
 
@@ -397,9 +399,21 @@ def merge(
         by_name = dict(text.split("=", 1) for text in _texts(weights))
         weights = None
     names, file = [*map(str, _files(files))], _optional_path(weights)
+    path = _path(output)
+    address = address_of(path)
     try:
-        with _signals_passed_on(), heed_signals(_is_command):  # no signal leaves a temporary file
-            merged = merge_files(names, _path(output), sets, file, by_name, id_column, labels, keys)
+        with (
+            _signals_passed_on(),
+            heed_signals(_is_command),  # no signal leaves a temporary file
+            tempfile.TemporaryDirectory() if address else contextlib.nullcontext() as folder,
+        ):
+            if address is not None:
+                demand_writable(address)
+            target = path if folder is None else Path(folder) / path.name
+            merged = merge_files(names, target, sets, file, by_name, id_column, labels, keys)
+            if address is not None:
+                copy_out(target, address, "run the same command again")
+                merged = replace(merged, path=path)
     except Interrupted as stopped:
         raise Interrupted(stopped.exit_code - 128, "run the same command again") from None
     show("merge", merged, _stream(quiet))
@@ -573,6 +587,12 @@ def _path(value: object) -> Path:
 
 def _optional_path(value: object) -> Path | None:
     return None if value is None else _path(value)
+
+
+def _optional_input(value: object) -> Path | None:
+    """Return the path of a file to read, or of its copy if the value is an address."""
+    path = _optional_path(value)
+    return None if path is None else local_path(path)
 
 
 def _texts(overrides: Overrides | None) -> list[str]:

@@ -19,7 +19,7 @@ import yaml
 from safetensors.torch import load_file
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.naive_bayes import MultinomialNB
-from transformers import AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from bench.shapes import GEMMA_2_9B, LLAMA_3_8B, make_full_size
 from ensemble.members.registry import KINDS
@@ -28,13 +28,14 @@ from tests.checkpoints import (
     four_bits_tolerance,
     image_reference,
     label_reference,
+    make_adapter,
     make_language_model,
     reference,
 )
 from tests.kaggle import LABELS, lay_out
 from tests.members.pooled_cls.test_pooled_cls import pooled_reference, softmax
 from tests.nvml.sim import GIB, Gpu, Memory, NvmlSim, gpu_uuid
-from tests.project import ROOT, Project
+from tests.project import ROOT, Project, python_path
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -43,7 +44,7 @@ def test_no_config_goes_untested() -> None:
     assert {path.name for path in (ROOT / "configs").glob("*.yaml")} == {
         *("demo.yaml", "kaggle.yaml"),
         *("csv.yaml", "python.yaml", "onnx.yaml", "mixed.yaml", "causal_lm.yaml"),
-        *("pooled.yaml", "views.yaml", "image.yaml", "lora.yaml"),
+        *("pooled.yaml", "views.yaml", "image.yaml", "lora.yaml", "vllm.yaml"),
     }
 
 
@@ -241,6 +242,60 @@ def test_a_chat_model_scored_at_label_tokens(project: Project) -> None:
         folder, prompts, [*model["label_tokens"].values()], add_special_tokens=False
     )
     np.testing.assert_allclose([[float(cell) for cell in row[1:]] for row in found], expected, atol=3e-5)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft on transformers 5
+def test_a_language_model_in_vllm(project: Project, nvml_sim: NvmlSim) -> None:
+    """With a stand-in for vLLM, against plain transformers: alone, and the mean over two adapters of peft."""
+    peft = pytest.importorskip("peft")
+    folder = make_language_model(project.folder / "chat", "llama")
+    chat = "<bos>{% for one in messages %}[{{ one.role }}] {{ one.content }}<eos>{% endfor %}[assistant] "
+    (folder / "chat_template.jinja").write_text(chat, encoding="utf-8")
+    adapters = [make_adapter(project.folder / f"fold{seed}", folder, 0, seed=seed, r=20) for seed in (1, 2)]
+    nvml_sim.write([Gpu(gpu_uuid(0), memory=Memory(16 * GIB))])
+    path = ROOT / "configs" / "vllm.yaml"
+    libraries = {"PYTHONPATH": python_path(ROOT, ROOT / "tests" / "stand_ins")}
+    kwargs = "models.qwen.kwargs"
+
+    def run(output_dir: str, *sets: str) -> np.ndarray:
+        options = [
+            f"--set={text}" for text in (f"{kwargs}.model={folder}", f"output_dir={output_dir}", *sets)
+        ]
+        done = project.ensemble(
+            *("run", str(path), "--set=report=false", "--limit=12", *options),
+            environment={**nvml_sim.environment(), **libraries},
+        )
+        assert done.returncode == 0, done.stderr
+        header, rows = project.read(f"{output_dir}/predictions/qwen.csv")
+        assert header == ["id", *model["kwargs"]["label_tokens"]]
+        return np.array([[float(cell) for cell in row[1:]] for row in rows])
+
+    (model,) = yaml.safe_load(path.read_text(encoding="utf-8"))["models"]
+    letters = [*model["kwargs"]["label_tokens"].values()]
+    questions = [model["kwargs"]["prompt"].format(gloss=row[1]) for row in read_demo("test.csv")[1:13]]
+    prompts = [f"<bos>[user] {question}<eos>[assistant] " for question in questions]
+    expected, _ = label_reference(folder, prompts, letters, add_special_tokens=False)
+    long_enough = f"{kwargs}.engine.max_model_len=2048"
+    np.testing.assert_allclose(run("plain", long_enough), expected, atol=1e-6)
+
+    of_adapters = []
+    for adapter in adapters:
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        adapted = peft.PeftModel.from_pretrained(base, str(adapter))
+        of_adapters.append(
+            label_reference(folder, prompts, letters, model=adapted, add_special_tokens=False)[0]
+        )
+    with_adapters = f"{kwargs}.adapters={json.dumps([*map(str, adapters)])}"
+    values = run("adapted", long_enough, with_adapters, f"{kwargs}.engine.max_lora_rank=32")
+    assert np.abs(of_adapters[0] - of_adapters[1]).max() > 0.01
+    np.testing.assert_allclose(values, np.mean(of_adapters, axis=0), atol=1e-6)
+
+    nvml_sim.write([Gpu(gpu_uuid(0), memory=Memory(12 * GIB))])
+    done = project.ensemble("validate", str(path), environment={**nvml_sim.environment(), **libraries})
+    assert done.returncode == 2
+    assert "qwen" in done.stderr
+    assert "14.0 GiB" in done.stderr
 
 
 def test_a_backbone_with_a_head_of_its_own(project: Project) -> None:

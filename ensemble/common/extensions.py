@@ -6,14 +6,14 @@ in, because reading their entry points takes longer than checking a small config
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import Any, Generic, TypeVar
 
 from ensemble.common.errors import ConfigError
 from ensemble.common.packages import DISTRIBUTION, own_requirements
-from ensemble.common.text import nearest_or_all
+from ensemble.common.text import first_line, nearest_or_all
 
 T = TypeVar("T")
 
@@ -84,6 +84,20 @@ class Registry(Generic[T]):
         if clashes:
             raise ConfigError(clashes)
         return entries
+
+
+def call_hooks(group: str, argument: object) -> Iterator[str]:
+    """Call every function that installed packages name in a group of entry points; yield why any of them failed."""
+    for entry in sorted(metadata.entry_points(group=group), key=lambda entry: entry.name):
+        owner = entry.dist.name if entry.dist is not None else "?"
+        try:
+            hook: Callable[[object], object] = entry.load()
+            hook(argument)
+        except Exception as error:  # somebody else's code may raise anything
+            yield (
+                f"the hook {entry.name} = {entry.value} of the package {owner} failed ({first_line(error)}); the "
+                "run itself is not affected"
+            )
 
 
 class SettingsByName(Mapping[str, type[Any]]):

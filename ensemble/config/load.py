@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from ensemble.common.errors import ConfigError
 from ensemble.common.redact import Redactor
+from ensemble.common.remote_files import Copy
 from ensemble.config.check import Kinds, Methods, check_documents
 from ensemble.config.document import MAPPING, NOT_TEXT, Document, Loc, one_line, place, shown
 from ensemble.config.schema import RunConfig
@@ -43,6 +44,8 @@ class LoadedConfig:
             overrides merged. Its paths are still relative to the working directory, and only ``${CONFIG_DIR}`` is
             replaced.
         texts: of the sources.
+        copies: of the objects that the config names by their addresses; ``config`` names the copies.
+        submission_address: where the submission is copied to at the end; None: nowhere.
     """
 
     config: RunConfig
@@ -52,6 +55,8 @@ class LoadedConfig:
     overrides: tuple[str, ...]
     texts: tuple[str, ...] = field(repr=False)
     document: Document = field(repr=False)
+    copies: tuple[Copy, ...] = ()
+    submission_address: str | None = None
 
     @property
     def paths(self) -> tuple[Path, ...]:

@@ -26,6 +26,7 @@ from pydantic import (
 from ensemble.common.text import listed, plural
 from ensemble.config.document import KeyProblems, Problem, place
 from ensemble.config.values import (
+    Address,
     AnyWeight,
     Column,
     Columns,
@@ -121,7 +122,8 @@ class StrictConfig(BaseModel):
 class DataConfig(StrictConfig):
     """The table to predict. A relative path starts at the working directory."""
 
-    path: File = Field(examples=["test.csv"])  # CSV, TSV, Parquet or JSON lines, gzipped or not
+    # A CSV, TSV, Parquet or JSON lines file, gzipped or not, or the address of one, such as s3://bucket/test.csv.
+    path: File = Field(examples=["test.csv"])
     id_column: Column = "id"  # column of the ids, which are kept byte for byte
     label_column: Column | None = None  # the true labels, for metrics
     # Or one column per label with its true probability, such as 0 or 1; a mapping if their names differ.
@@ -485,6 +487,8 @@ class RunConfig(StrictConfig):
     rules: RuleList | None = None  # values for rows that meet a condition, instead of the merged ones
     submission: SubmissionConfig | None = None  # left out: no submission is written
     output_dir: Folder = Field(examples=["runs/first"])  # folder for all files of the run
+    # Address of a folder to which results are copied at the end, such as s3://bucket/runs/first; None: nowhere.
+    copy_to: Address | None = None
     limit: Count | None = None  # only the first rows of the table
     seed: Seed = 0  # random seed
     devices: DeviceList | None = None  # the GPUs to use; None: all visible ones

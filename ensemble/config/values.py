@@ -217,6 +217,11 @@ LabelMap = Annotated[dict[str, Label], MustBe("a mapping of names to labels", di
 LabelTexts = Annotated[dict[str, Label], MustBe("a mapping of labels to texts", dict)]
 File = Annotated[Path, PlainValidator(_path), MustBe("the path of a file")]
 Folder = Annotated[Path, PlainValidator(_path), MustBe("the path of a folder")]
+Address = Annotated[
+    str,
+    StringConstraints(pattern=r"^(s3|gs|hf|file)://[^\s]+$"),
+    MustBe("an address such as s3://bucket/folder, or of gs://, hf:// or file://"),
+]
 Count = Annotated[int, Ge(1), Le(MAX_COUNT), MustBe("a whole number of at least 1")]
 # torch refuses less than 20 and older releases 20 itself.
 SplitSize = Annotated[int, Ge(21), Le(MAX_COUNT), MustBe("a whole number of at least 21")]

@@ -37,9 +37,10 @@ class Format:
 
 
 _CSV = Format(read_csv, (".csv", ".tsv"), gzipped=True, header=read_header)
+_PARQUET = Format(read_parquet, (".parquet", ".pq"))
 FORMATS = (
     _CSV,
-    Format(read_parquet, (".parquet", ".pq")),
+    _PARQUET,
     Format(read_jsonl, (".jsonl", ".ndjson", ".json"), gzipped=True),
 )
 
@@ -68,6 +69,11 @@ def known_format(path: Path) -> Format | None:
         if plain in file_format.extensions and (file_format.gzipped or plain == extension):
             return file_format
     return None
+
+
+def is_parquet(path: Path) -> bool:
+    """Return whether a file of this name is Parquet."""
+    return path.suffix.lower() in _PARQUET.extensions
 
 
 def is_plain_csv(path: Path) -> bool:

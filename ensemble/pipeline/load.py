@@ -9,6 +9,7 @@ from ensemble.common.extensions import SettingsByName
 from ensemble.config import ConfigSource, LoadedConfig, load_config
 from ensemble.members.registry import KINDS
 from ensemble.merging.methods import METHODS
+from ensemble.pipeline.remote import with_copies
 
 
 def load(
@@ -18,6 +19,12 @@ def load(
     environ: Mapping[str, str] | None = None,
     texts: Sequence[str] | None = None,
 ) -> LoadedConfig:
-    """Read and check a config of one source or several; see ``load_config``."""
+    """Read and check a config of one source or several, and copy in what it names by address.
+
+    Raises:
+        ConfigError: as ``load_config`` does.
+        EnsembleError: as ``copy_in`` does, with all problems.
+    """
     source_list = [sources] if isinstance(sources, Path) else sources
-    return load_config(source_list, overrides, SettingsByName(METHODS), SettingsByName(KINDS), environ, texts)
+    methods, kinds = SettingsByName(METHODS), SettingsByName(KINDS)
+    return with_copies(load_config(source_list, overrides, methods, kinds, environ, texts))

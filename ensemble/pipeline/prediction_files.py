@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ensemble.common.errors import ConfigError, DataError, EnsembleError
+from ensemble.common.remote_files import local_path
 from ensemble.common.text import listed, quoted
 from ensemble.config.values import MAX_NAME_CHARACTERS, is_member_name
 from ensemble.data.formats import column_names
@@ -34,7 +35,10 @@ def path_of(file: str | os.PathLike[str]) -> Path:
 
 
 def named_files(files: Sequence[str | os.PathLike[str]]) -> dict[str, Path]:
-    """Return the files by their members' names: the text before ``=``, else the file name without its ending."""
+    """Return the files by their members' names: the text before ``=``, else the file name without its ending.
+
+    Files at an address are copied in; see ``copy_in``.
+    """
     if not files:
         raise ConfigError("no predictions; name one CSV or more")
     paths: dict[str, Path] = {}
@@ -52,7 +56,7 @@ def named_files(files: Sequence[str | os.PathLike[str]]) -> dict[str, Path]:
                 f"{MAX_NAME_CHARACTERS}, and not 'ensemble'); {advice}"
             )
         else:
-            paths[name] = path
+            paths[name] = local_path(path)
     if problems:
         raise ConfigError(problems)
     return paths

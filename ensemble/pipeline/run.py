@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,11 @@ import numpy as np
 
 from ensemble.common.clock import Watch, boot_seconds
 from ensemble.common.errors import RESUMES, EnsembleError, Interrupted, WriteError
+from ensemble.common.extensions import call_hooks
 from ensemble.common.files import atomic_path, file_state, remove_temporary_files, sync_directory, write_text
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import CommonSpec, Start, ViewSpec, WorkerSpec
+from ensemble.common.remote_files import demand_writable
 from ensemble.common.shards import CACHE_FOLDER, ORDER_FILE
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
@@ -26,6 +28,7 @@ from ensemble.members.registry import member_kind
 from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
+from ensemble.pipeline.remote import copy_results, result_addresses
 from ensemble.pipeline.report_page import write_page
 from ensemble.pipeline.reporting import RunState
 from ensemble.pipeline.results import ResultWriter
@@ -79,17 +82,43 @@ def run(
     began = boot_seconds() - elapsed_seconds
     if reuse is not None:
         demand_reusable(reuse, loaded.config.output_dir)
+    addresses = result_addresses(loaded)
+    for address in addresses:
+        demand_writable(address)
     prepared = replace(prepare(loaded, is_for_run=True), reuse=reuse)
+    for copy in loaded.copies:
+        if copy.is_new_version:
+            display.say(f"{copy.address}: changed since it was copied for an earlier run; copied again")
     display.say(f"{shown_path(loaded.config.data.path)}: {plural(prepared.table.rows, 'row')}")
     for remark in prepared.table.remarks:
         display.say(remark)
-    return run_prepared(prepared, display, fresh, began, owns_process)
+
+    def tell_hooks(run_json: Path) -> None:
+        for problem in call_hooks("ensemble.run_end", run_json.absolute()):
+            log.warning("%s", problem)
+            display.say(problem)
+
+    report = run_prepared(prepared, display, fresh, began, owns_process, at_end=tell_hooks)
+    if addresses and report.status in MERGED:
+        copy_results(loaded, report)
+        display.say(f"results copied to {' and '.join(addresses)}")
+    return report
 
 
 def run_prepared(
-    prepared: Prepared, display: Display, fresh: bool, began: float, owns_process: bool = True
+    prepared: Prepared,
+    display: Display,
+    fresh: bool,
+    began: float,
+    owns_process: bool = True,
+    at_end: Callable[[Path], None] = lambda run_json: None,
 ) -> RunReport:
-    """Run what has passed the checks, and close its launcher; the run ``began`` by ``boot_seconds``."""
+    """Run what has passed the checks, and close its launcher.
+
+    Args:
+        began: when the run began, by ``boot_seconds``.
+        at_end: is called with the path of ``run.json`` once the run has ended, however it ended.
+    """
     config, rundir = prepared.config, RunDir(prepared.config.output_dir)
     target = None if config.submission is None else config.submission.path
     try:
@@ -112,7 +141,12 @@ def run_prepared(
             with logging_to(rundir.run_log, prepared.loaded.redactor):
                 for ignored in signals.ignored:
                     log.info("%s is ignored: this process was started so", ignored.name)
-                return _Run(prepared, began, rundir, display, signals).go()
+                steps = _Run(prepared, began, rundir, display, signals)
+                try:
+                    return steps.go()
+                finally:
+                    if steps.members:  # otherwise run.json is that of an earlier run
+                        at_end(rundir.run_json)
     except OSError as error:  # from anything but writing a file, such as making a folder
         if error.filename is None:  # it is not about a file, but a socket or a process
             raise EnsembleError(
@@ -431,6 +465,12 @@ class _Run(RunState):
                 f"{shown_path(path)} changed during the run; the results are of the rows as they were read at its "
                 "start: run the same command again for the rows that are new"
             )
+        for copy in self.prepared.loaded.copies:
+            if copy.has_changed():
+                self.say(
+                    f"{copy.address} changed since it was copied, and the results are of the copy: run the same "
+                    "command again for what is new"
+                )
         # Merged rows include those that a worker wrote too late to report them.
         merged_rows = self.results.merged_rows
         has_new_rows = any(
