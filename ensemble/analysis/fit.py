@@ -23,6 +23,7 @@ from ensemble.analysis.metrics import Bootstrap, Metric, Scored, UndefinedMetric
 from ensemble.analysis.metrics import Rows as ScoredRows
 from ensemble.analysis.predictions import Predictions, taken
 from ensemble.analysis.stacking import StackingFit, fit_stacking
+from ensemble.analysis.thresholds import FittedThresholds, answered, fit_thresholds, numbers_of, rounding
 from ensemble.analysis.weights import (
     Pool,
     WeightedBlend,
@@ -45,6 +46,7 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 Blend: TypeAlias = WeightedBlend | StackingFit
 
 LOG_LOSS: Final = "log_loss"
+QUADRATIC_KAPPA: Final = "quadratic_kappa"
 # Rows for each fitted number.  A fitted number costs log loss on new rows, on average 1 / (2 rows) nats (Akaike):
 # with fewer rows all numbers together cost 0.05 or more, and weights hardly ever gain as much.
 MIN_ROWS_PER_NUMBER: Final = 10
@@ -54,6 +56,7 @@ MIN_ROWS_PER_NUMBER: Final = 10
 class Options:
     """Say what to fit; ``pool`` is the merge method that the weights are for.
 
+    For the quadratic kappa thresholds are fitted, too, between ``numbers`` of the labels; none: see ``numbers_of``.
     Without a ``method`` it is "simplex" for log loss and "greedy" for other metrics.
 
     Raises:
@@ -66,6 +69,7 @@ class Options:
     folds: int = 5
     seed: int = 0
     pool: Pool = "mean"
+    numbers: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.method is None:
@@ -114,6 +118,7 @@ class FitReport:
             ``best``.
         stacking: None if the ensemble has weights.
         fitted_on: the labelled rows, and the score with its 95 % interval, as ``weights.yaml`` has them.
+        thresholds: None unless the metric is the quadratic kappa.
         folds_scored: the number of folds in which the metric is defined, if figures are means over folds; None if
             the metric is taken of all rows at once.
     """
@@ -134,6 +139,7 @@ class FitReport:
     remarks: tuple[str, ...]
     fitted_on: FittingConfig
     folds_scored: int | None
+    thresholds: FittedThresholds | None = None
 
 
 def fit(predictions: Predictions, options: Options) -> FitReport:
@@ -151,8 +157,19 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
     scorer = _Scorer(sample, metric, fold_of)
     calibrations = _calibrations(sample, options)
     blend = _method([*sample.calibrated(calibrations).members.values()], sample, options, metric)(None)
-    held_out, best_members = _cross_validated(sample, options, metric, fold_of)
+    numbers = (options.numbers or numbers_of(sample.labels)) if options.metric == QUADRATIC_KAPPA else ()
+    held_out, answers, best_members = _cross_validated(sample, options, metric, fold_of, numbers)
     merged, equal, best, *without = map(scorer.score, held_out)
+    thresholds: FittedThresholds | None = None
+    if numbers:
+        score, of_rounding = scorer.score(answers), scorer.score(answered(rounding(numbers), held_out[0]))
+        thresholds = FittedThresholds(
+            numbers=numbers,
+            values=fit_thresholds(held_out[0], sample.required_truth, numbers, options.seed).thresholds,
+            score=score.value,
+            halfway=of_rounding.value,
+            over_halfway=scorer.gain(score, of_rounding),
+        )
     members = tuple(
         FittedMember(
             name=name,
@@ -187,6 +204,7 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
             interval=None if np.isnan(interval.low) else (interval.low, interval.high),
         ),
         folds_scored=scorer.folds_scored,
+        thresholds=thresholds,
     )
 
 
@@ -226,7 +244,10 @@ def _check(sample: Predictions, options: Options, metric: Metric) -> None:
             "the members give raw values (regression), which have no log loss: use --method greedy --calibration "
             "none, and a metric such as rmse"
         )
-    if len(sample.members) == 1 and options.calibration == "none" and options.method != "stacking":
+    fits_more = (
+        options.calibration != "none" or options.method == "stacking" or options.metric == QUADRATIC_KAPPA
+    )
+    if len(sample.members) == 1 and not fits_more:
         (name,) = sample.members
         raise ConfigError(f"{name} is the only member, and --calibration is none: nothing to fit")
     if not sample.rows:
@@ -277,6 +298,8 @@ def _fitted_numbers(sample: Predictions, options: Options) -> int:
     """Return how many numbers are fitted to the rows."""
     members, labels = len(sample.members), len(sample.labels)
     calibrations = members * {"none": 0, "temperature": 1, "vector": 2 * labels}[options.calibration]
+    if options.metric == QUADRATIC_KAPPA:
+        return calibrations + members - 1 + labels - 1
     if options.method != "stacking":
         return calibrations + members - 1
     if sample.activation == "softmax":
@@ -333,16 +356,18 @@ def _method(
 
 
 def _cross_validated(
-    sample: Predictions, options: Options, metric: Metric, fold_of: Rows
-) -> tuple[list[Values], list[int]]:
+    sample: Predictions, options: Options, metric: Metric, fold_of: Rows, numbers: tuple[float, ...]
+) -> tuple[list[Values], Values, list[int]]:
     """Merge each row by what was fitted to the other folds.
 
     Returns:
         values, float64 [rows, labels] each, of the ensemble, of equal weights, of the best member and, if there are
-        several members, of the ensembles without each of them; and the number of the best member of each fold.
+        several members, of the ensembles without each of them; the ensemble's answers in the same form, by
+        thresholds between ``numbers``; and the number of the best member of each fold.
     """
     count, shape = len(sample.members), (sample.rows, len(sample.labels))
     merged, equal, best, *without = (np.empty(shape, order="F") for _ in range(3 + count * (count > 1)))
+    answers = np.empty(shape if numbers else (0, 0))
     best_members = []
     equal_blend = WeightedBlend(np.ones(count), options.pool, _kind(sample))
     for fold in range(options.folds):
@@ -361,10 +386,13 @@ def _cross_validated(
         best[is_scored] = raw[best_members[-1]]
         equal[is_scored] = equal_blend.merge(raw)
         merged[is_scored] = blend.merge(ready)
+        if numbers:
+            answer = fit_thresholds(blend.merge(members), others.required_truth, numbers, options.seed)
+            answers[is_scored] = answered(answer, merged[is_scored])
         for number, values in enumerate(without):
             has_weight = isinstance(blend, StackingFit) or blend.weights[number] > 0
             values[is_scored] = method(number).merge(ready) if has_weight else merged[is_scored]
-    return [merged, equal, best, *without], best_members
+    return [merged, equal, best, *without], answers, best_members
 
 
 def folds(truth: Truth, count: int, seed: int) -> Rows:

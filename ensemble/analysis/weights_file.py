@@ -11,15 +11,18 @@ from typing import Any, Final
 
 import yaml
 
-from ensemble.analysis.fit import FitReport, Options, fit
+from ensemble.analysis.fit import QUADRATIC_KAPPA, FitReport, Options, fit
 from ensemble.analysis.predictions import LABEL_COLUMN, read_files, read_run, read_truth, read_truth_of
 from ensemble.analysis.stacking import StackingFit
+from ensemble.analysis.thresholds import FittedThresholds
 from ensemble.analysis.weights import Pool
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.files import settings_file
 from ensemble.common.protocol import Activation
 from ensemble.common.text import plural
 from ensemble.config import CalibrationConfig, ConfigSource, LoadedConfig, MappingConfig
+from ensemble.config.yamlfile import parse
+from ensemble.data.answers import whole_numbers
 from ensemble.merging.methods.base import Values
 from ensemble.merging.scoring import Interval
 from ensemble.pipeline.fingerprint import changed_members, changed_sentence
@@ -161,12 +164,39 @@ def _fit_run(
             data = data.model_copy(update={"label_column": label_column, "label_columns": None})
         if data.label_column is not None or data.label_columns is not None:
             predictions = predictions.with_truth(*read_truth_of(data, *rows))
-    report = fit(predictions, replace(options, pool=POOLS.get(method, "mean")))
-    return report, loaded.redactor(_overlay(report, method, f"the predictions in {run_dir.name}"))
+    columns = _submitted_columns(loaded) if options.metric == QUADRATIC_KAPPA else {}
+    numbers = next(filter(None, (_numbers(column, config.labels) for column in columns.values())), ())
+    report = fit(predictions, replace(options, pool=POOLS.get(method, "mean"), numbers=numbers))
+    overlay = _overlay(report, method, f"the predictions in {run_dir.name}", columns if numbers else None)
+    return report, loaded.redactor(overlay)
 
 
-def _overlay(report: FitReport, method: str, sources: str) -> str:
-    """Return the text of ``weights.yaml`` for a merge method; ``sources`` names the fitted predictions."""
+def _submitted_columns(loaded: LoadedConfig) -> Mapping[str, Any]:
+    """Return ``submission.columns`` as the last file has them that has some; later ones may have no submission."""
+    for source, text in reversed([*zip(loaded.sources, loaded.texts, strict=True)]):
+        submission = parse(text, source).data.get("submission")
+        columns = submission.get("columns") if isinstance(submission, dict) else None
+        if isinstance(columns, dict):
+            return columns
+    return {}
+
+
+def _numbers(column: Any, labels: Sequence[str]) -> tuple[float, ...]:
+    """Return the expected number of each label in a column's answers; none if it has no such answers."""
+    answer = column.get("answer") if isinstance(column, dict) else None
+    numbers = answer.get("expected") if isinstance(answer, dict) else None
+    return tuple(map(float, numbers)) if isinstance(numbers, list) and len(numbers) == len(labels) else ()
+
+
+def _answer(thresholds: FittedThresholds) -> dict[str, Any]:
+    return {"expected": whole_numbers(thresholds.numbers), "thresholds": [*thresholds.values]}
+
+
+def _overlay(report: FitReport, method: str, sources: str, columns: Mapping[str, Any] | None = None) -> str:
+    """Return the text of ``weights.yaml`` for a merge method.
+
+    ``sources`` names the fitted predictions, ``columns`` are the submission's, which get the fitted thresholds.
+    """
     today = time.strftime("%Y-%m-%d", time.gmtime())
     calibration = {"none": "", "temperature": ", temperature", "vector": ", vector scaling"}
     how = f"{report.options.method}{calibration[report.options.calibration]}"
@@ -190,6 +220,14 @@ def _overlay(report: FitReport, method: str, sources: str) -> str:
     fitted_on["interval"] = fitted_on["interval"] and [_short(end) for end in fitted_on["interval"]]
     ensemble = {"method": method} if report.stacking is None else _stacking(report, report.stacking)
     document = {"models": models, "fitted_on": fitted_on, "ensemble": ensemble}
+    if columns is not None and report.thresholds is not None:
+        numbers, answer = report.thresholds.numbers, {"answer": _answer(report.thresholds)}
+        fitted = {
+            name: column | answer
+            for name, column in columns.items()
+            if _numbers(column, report.labels) == numbers
+        }
+        document["submission"] = {"columns": {**columns, **fitted}}
     text = yaml.safe_dump(document, default_flow_style=None, sort_keys=False, allow_unicode=True, width=1_000)
     return "".join(f"# {' '.join(line.split())}\n" for line in head) + text
 
@@ -253,6 +291,14 @@ def verdicts(report: FitReport) -> Iterator[str]:
             yield f"{member.name} is not shown to help: {without}, which may be noise."
         else:
             yield f"{member.name} {'does harm' if gain.excludes_zero else 'does not help'}: {without}."
+    if report.thresholds is not None:
+        over = report.thresholds.over_halfway
+        answer = ", ".join(f"{key}: {numbers}" for key, numbers in _answer(report.thresholds).items())
+        yield f"Thresholds, as a column of the submission has them: {{answer: {{{answer}}}}}"
+        yield (
+            f"Held-out quadratic kappa of these answers {_number(report.thresholds.score, over)}. "
+            f"{_against('rounding', report.thresholds.halfway, over)}"
+        )
     if report.rows_left_out:
         whole = report.rows + report.rows_left_out + report.rows_decided
         yield (

@@ -28,6 +28,13 @@ def merge_documents(documents: Sequence[Document]) -> Document:
             current = document.data.get(key)
             if key in SECTIONS and isinstance(value, dict) and isinstance(current, dict):
                 _merge(document, (key,), over, (key,))
+            elif (
+                key == "submission"
+                and isinstance(value, dict)
+                and "sample" not in value
+                and key in document.data
+            ):
+                continue  # an earlier file has removed it, and this one, perhaps by fit, has its columns
             elif key == "models" and isinstance(value, list) and isinstance(current, list):
                 _merge_models(document, over)
             else:

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.common.protocol import Activation
-from ensemble.data.answers import Answer
 from ensemble.merging.calibration import EPSILON
 
 LEVEL: Final = 0.95
@@ -146,21 +145,6 @@ class CascadeComparison:
     accuracy_without: float | None
     difference: Interval
     difference_over_all: Interval
-
-
-@dataclass(frozen=True)
-class AnswerScore:
-    """Hold the score of a submission's answers over ``rows``; None for metrics that such answers do not have.
-
-    ``accuracy`` is the share of single answers that are true, ``average_precision`` the mean average precision of
-    the first ``top`` labels (MAP@K), and ``quadratic_kappa`` is Cohen's, of numbers.
-    """
-
-    rows: int
-    top: int
-    accuracy: float | None = None
-    average_precision: float | None = None
-    quadratic_kappa: float | None = None
 
 
 class Scoring:
@@ -298,37 +282,8 @@ class CascadeScoring:
 
 def hits(truth: Truth, values: Values) -> npt.NDArray[np.bool_]:
     """Return whether the likeliest label is the true one, [rows]; of equal ones the first counts."""
-    return np.asarray(values.argmax(axis=1) == _labels(truth))
-
-
-def answer_score(answer: Answer, truth: Truth, values: Values, activation: Activation) -> AnswerScore:
-    """Score answers that are made of the values, float64 [rows, labels]; the truth is as for ``Scoring``."""
-    choices, rows = answer.choices(values), len(values)
-    if answer.numbers:
-        numbers = np.array(answer.numbers)
-        answered, true = (
-            numbers[choices[:, 0]],
-            truth[:, 0] if values.shape[1] == 1 else numbers[_labels(truth)],
-        )
-        # The squared distance of a true number and another row's answer.
-        by_chance = float(true.var() + answered.var() + (true.mean() - answered.mean()) ** 2)
-        kappa = 1 - float(np.square(true - answered).mean()) / by_chance if by_chance else None
-        return AnswerScore(rows, 1, float((answered == true).mean()), quadratic_kappa=kappa)
-    if activation == "softmax":
-        is_hit, true_counts = choices == _labels(truth)[:, None], np.ones(rows)
-    else:
-        is_true = truth > 0.5
-        is_hit = np.take_along_axis(is_true, choices, axis=1) & (choices >= 0)
-        true_counts = is_true.sum(axis=1)
-    if answer.top == 1:
-        return AnswerScore(rows, 1, float(is_hit.mean()))
-    precisions = is_hit * is_hit.cumsum(axis=1) / np.arange(1, answer.top + 1)
-    precision = float((precisions.sum(axis=1) / np.clip(true_counts, 1, answer.top)).mean())
-    return AnswerScore(rows, answer.top, average_precision=precision)
-
-
-def _labels(truth: Truth) -> npt.NDArray[np.int64]:
-    return np.asarray(truth if truth.ndim == 1 else truth.argmax(axis=1), np.int64)
+    labels = truth if truth.ndim == 1 else truth.argmax(axis=1)
+    return np.asarray(values.argmax(axis=1) == labels)
 
 
 def row_losses(truth: Truth, values: Values, activation: Activation = "softmax") -> Values:

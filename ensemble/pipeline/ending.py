@@ -64,14 +64,9 @@ def gain_text(report: RunReport) -> str:
 
 def answer_texts(report: RunReport) -> Iterator[str]:
     """Yield the scores of the answers in each column of the submission."""
-    for column, score in report.answers.items():
-        values = {
-            "accuracy": score.accuracy,
-            f"MAP@{score.top}": score.average_precision,
-            "quadratic kappa": score.quadratic_kappa,
-        }
-        shown = [f"{title} {value:.4f}" for title, value in values.items() if value is not None]
-        yield f"answers in {column}: {', '.join(shown)} ({plural(score.rows, 'row')})"
+    for column, scores in report.answers.items():
+        shown = ", ".join(f"{metric.replace('_', ' ')} {value:.4f}" for metric, value in scores.items())
+        yield f"answers in {column}: {shown}"
 
 
 def rows_of(report: RunReport, member: MemberReport) -> int:

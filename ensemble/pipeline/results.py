@@ -31,16 +31,7 @@ from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members
 from ensemble.merging.row_checks import RowCheck
-from ensemble.merging.scoring import (
-    AnswerScore,
-    CascadeComparison,
-    CascadeScoring,
-    Gain,
-    Resamples,
-    Score,
-    Scoring,
-    answer_score,
-)
+from ensemble.merging.scoring import CascadeComparison, CascadeScoring, Gain, Resamples, Score, Scoring
 from ensemble.pipeline.prepare import given_predictions
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.resume import MemberWork, demand_unchanged, mean_of_views, values_of, write_manifest
@@ -69,7 +60,7 @@ class Results:
         files: by what they are, in the order in which they were made.
         merged_rows: how many rows each merged member gave.
         filled_rows: how many rows no member gave.
-        answers: by the submission's column, the scores of its answers.
+        answers: scores of the answers by the submission's column and by metric.
         comparisons: of the ensemble with and without each member with ``when``.
         view_rows: how many rows each view has, of members that were merged before they were complete.
         partial_rows: how many rows of these members are the mean of some of their views only.
@@ -83,7 +74,7 @@ class Results:
     comparisons: dict[str, CascadeComparison] = field(default_factory=dict)
     view_rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
     partial_rows: dict[str, int] = field(default_factory=dict)
-    answers: dict[str, AnswerScore] = field(default_factory=dict)
+    answers: dict[str, dict[str, float]] = field(default_factory=dict)
     fitted_on: FittingConfig | None = None
 
 
@@ -190,12 +181,9 @@ class ResultWriter:
             for start, stop in block_spans(*all_values.shape):
                 scoring.add(start, all_values[start:stop])
         self._write(all_values)
-        answers = {} if prepared.sample is None else prepared.sample.answers
-        if prepared.truth is not None:
-            results.answers = {
-                column: answer_score(answer, prepared.truth, all_values, prepared.activation)
-                for column, answer in answers.items()
-            }
+        if prepared.sample is not None and prepared.truth is not None:
+            for column, answer in prepared.sample.answers.items():
+                results.answers[column] = answer.scores(prepared.truth, all_values, prepared.activation)
         for member in merged:
             results.merged_rows[member.name] = member.check.reached
             if member.scoring is None or member.check.reached != prepared.table.rows:

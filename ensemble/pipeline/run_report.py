@@ -19,7 +19,7 @@ from ensemble.common.redact import MASK
 from ensemble.common.text import duration, plural
 from ensemble.config.schema import FittingConfig, RuleConfig
 from ensemble.config.values import AnyWeight, weight_numbers
-from ensemble.merging.scoring import AnswerScore, CascadeComparison, Gain, Score
+from ensemble.merging.scoring import CascadeComparison, Gain, Score
 from ensemble.planning.forecast import Speed
 from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve
 from ensemble.scheduling.records import Failure, FaultRecord, Gap
@@ -221,7 +221,7 @@ class RunReport:
         timing: seconds by phase of the whole run.
         idle_gaps: in which a device computed nothing between two members.
         nodes: of the cluster; none on one machine.
-        answers: by the submission's column, the scores of its answers.
+        answers: scores of the answers by the submission's column and by metric.
         gain: of the ensemble over its best member; None if there is none.
         explanation: a sentence about where the time went, if a time limit left none to compute rows.
         rules: in the config's order, once they have been applied.
@@ -256,7 +256,7 @@ class RunReport:
     device_telemetry: dict[str, TelemetryCurve] = field(default_factory=dict)
     nodes: tuple[NodeReport, ...] = ()
     gain: Gain | None = None
-    answers: dict[str, AnswerScore] = field(default_factory=dict)
+    answers: dict[str, dict[str, float]] = field(default_factory=dict)
     explanation: str = ""
     ensemble: dict[str, Any] = field(default_factory=dict)
     rules: tuple[RuleReport, ...] = ()

@@ -95,6 +95,7 @@ def test_null_takes_a_key_away(overlaid: Overlaid) -> None:
     assert [(one.weight, one.max_length) for one in loaded.config.models] == [(1.0, None), (0.4, 1024)]
     again = overlaid(over, "submission: {sample: s.csv}\nmodels: [{name: gemma2, max_length: 3}]").config
     assert again.submission is not None
+    assert overlaid(over, "submission: {columns: {x: a}}").config.submission is None, "its columns alone"
     assert again.models[0].max_length == 3
     assert problems(overlaid, "data: {path: null}\nmodels: [{name: gemma2, model_name_or_path: null}]") == (
         "data.path (1.yaml, line 1): required, for example path: test.csv",

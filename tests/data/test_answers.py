@@ -11,7 +11,6 @@ from ensemble.analysis.metrics import METRICS
 from ensemble.data.answers import Answer, compile_format, halfway
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.table import InputTable
-from ensemble.merging.scoring import answer_score
 
 VALUES = np.array([[0.2, 0.5, 0.3], [0.4, 0.2, 0.4], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
 TEXTS = ("a", "b", "c")
@@ -42,10 +41,10 @@ def test_the_value_of_a_single_label_is_the_expected_number() -> None:
     values = np.array([[-7.0], [1.5], [2.4], [9.0]])
     assert cells(answer, values) == [1, 2, 2, 3]
     truth = np.array([[1.0], [1.0], [2.0], [3.0]])
-    score = answer_score(answer, truth, values, "none")
-    assert score.accuracy == 0.75
+    score = answer.scores(truth, values, "none")
+    assert score["accuracy"] == 0.75
     kappa = cohen_kappa_score([1, 2, 2, 3], [1, 1, 2, 3], weights="quadratic")
-    assert score.quadratic_kappa == pytest.approx(kappa, abs=1e-12)
+    assert score["quadratic_kappa"] == pytest.approx(kappa, abs=1e-12)
 
 
 def test_a_format_stands_around_each_label() -> None:
@@ -64,16 +63,14 @@ def test_scores_of_answers_are_those_of_the_metrics() -> None:
     random = np.random.default_rng(3)
     values, truth = random.dirichlet(np.ones(5), 300), random.integers(0, 5, 300)
     texts = tuple("abcde")
-    first = answer_score(Answer(texts=texts), truth, values, "softmax")
-    assert first.accuracy == pytest.approx(METRICS["accuracy"].value(truth, values, "softmax"), abs=1e-12)
-    third = answer_score(Answer(texts=texts, top=3), truth, values, "softmax")
-    assert third.average_precision == pytest.approx(
-        METRICS["map@3"].value(truth, values, "softmax"), abs=1e-12
-    )
+    first = Answer(texts=texts).scores(truth, values, "softmax")
+    assert first["accuracy"] == pytest.approx(METRICS["accuracy"].value(truth, values, "softmax"), abs=1e-12)
+    third = Answer(texts=texts, top=3).scores(truth, values, "softmax")
+    assert third["map@3"] == pytest.approx(METRICS["map@3"].value(truth, values, "softmax"), abs=1e-12)
     soft = random.dirichlet(np.ones(5), 300)
-    of_soft = answer_score(Answer(texts=texts, top=3), soft, values, "softmax")
+    of_soft = Answer(texts=texts, top=3).scores(soft, values, "softmax")
     expected = METRICS["map@3"].value(soft, values, "softmax")
-    assert of_soft.average_precision == pytest.approx(expected, abs=1e-12)
+    assert of_soft["map@3"] == pytest.approx(expected, abs=1e-12)
 
 
 def test_scores_of_labels_that_do_not_exclude_each_other() -> None:
@@ -81,11 +78,11 @@ def test_scores_of_labels_that_do_not_exclude_each_other() -> None:
     values, truth = random.random((200, 4)), random.integers(0, 2, (200, 4)).astype(np.float64)
     truth[:, 0] = 1.0
     texts = tuple("abcd")
-    score = answer_score(Answer(texts=texts), truth, values, "sigmoid")
-    assert score.accuracy == truth[np.arange(200), values.argmax(axis=1)].mean()
-    score = answer_score(Answer(texts=texts, top=4), truth, values, "sigmoid")
+    score = Answer(texts=texts).scores(truth, values, "sigmoid")
+    assert score["accuracy"] == truth[np.arange(200), values.argmax(axis=1)].mean()
+    score = Answer(texts=texts, top=4).scores(truth, values, "sigmoid")
     expected = np.mean([average_precision_score(*pair) for pair in zip(truth, values, strict=True)])
-    assert score.average_precision == pytest.approx(expected, abs=1e-12)
+    assert score["map@4"] == pytest.approx(expected, abs=1e-12)
 
 
 def test_many_rows_are_sorted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,5 +95,5 @@ def test_many_rows_are_sorted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_single_answer_has_no_kappa() -> None:
     answer = Answer(texts=("a", "b"), numbers=(0.0, 1.0), thresholds=(0.5,))
-    score = answer_score(answer, np.zeros(3, np.int64), np.array([[0.9, 0.1]] * 3), "softmax")
-    assert (score.accuracy, score.quadratic_kappa) == (1.0, None)
+    score = answer.scores(np.zeros(3, np.int64), np.array([[0.9, 0.1]] * 3), "softmax")
+    assert score == {"accuracy": 1.0}
