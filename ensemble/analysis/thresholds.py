@@ -53,11 +53,11 @@ def fit_thresholds(values: Values, truth: Truth, numbers: tuple[float, ...], see
     quarter of the least distance of two numbers. Of more than 20,000 rows it takes as many at random.
     """
     rows, answer = sampled_rows(len(values), _MAX_ROWS, seed), rounding(numbers)
-    sampled_values, sampled_truth = values[rows], truth[rows]
+    values, truth = values[rows], truth[rows]
 
     def loss(thresholds: Values) -> float:
         tried = replace(answer, thresholds=tuple(np.sort(thresholds).tolist()))
-        return -tried.scores(sampled_truth, sampled_values, "softmax").get("quadratic_kappa", 0.0)
+        return -tried.scores(truth, values, "softmax").get("quadratic_kappa", 0.0)
 
     start, step = np.array(answer.thresholds), np.diff(numbers).min() / 4
     simplex = np.vstack([start, start + step * np.eye(len(start))])

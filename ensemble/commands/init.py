@@ -10,6 +10,7 @@ import re
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,14 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None) -> st
         sample = likely_sample
     submitted = [] if sample is None else [name for name in header if name != id_column]
     members = _members(sources, id_column)
+    submitted_cells: dict[str, list[str]] = {}
+    if sample is not None:
+        head = read_text_csv(sample, [id_column, *submitted], _HEAD_ROWS)
+        submitted_cells = {name: head.column(name).unique().to_pylist() for name in submitted}
     labels, origin = _labels(members, submitted)
+    answered = next(iter(submitted_cells.values())) if len(submitted) == 1 else []
+    if len(answered) > 1 and not any(map(_is_number, answered)) and not set(answered) <= set(labels):
+        labels, origin = _labels(members, answered, "cells")
 
     columns = tuple(name for name in without_pandas_index(names) if name != id_column)
     rows = read_table(table, _needs(id_column, columns, _HEAD_ROWS)).head(_HEAD_ROWS)
@@ -155,7 +163,7 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None) -> st
         ]
     if sample is not None:
         lines += ["", "submission:", f"  sample: {_scalar(str(sample))}", "  path: submission.csv"]
-        lines += _submission_columns(submitted, labels)
+        lines += _answers(submitted_cells, labels) or _submission_columns(submitted, labels)
     return "\n".join([*lines, "", "output_dir: runs/first", ""])
 
 
@@ -258,15 +266,18 @@ def _members(sources: Sequence[str], id_column: str) -> list[_Member]:
     return members
 
 
-def _labels(members: Sequence[_Member], submitted: Sequence[str]) -> tuple[list[str], str]:
-    """Return the labels, and a sentence on their origin; ``submitted`` are the sample submission's columns."""
+def _labels(
+    members: Sequence[_Member], submitted: Sequence[str], places: str = "columns"
+) -> tuple[list[str], str]:
+    """Return the labels, and a sentence on their origin; ``submitted`` are the sample submission's ``places``."""
     # A CSV may have more columns than labels, so it is asked last.
     with_labels = sorted(
         (member for member in members if member.draft.labels),
         key=lambda member: (not member.draft.is_model, not member.draft.are_named),
     )
     if not with_labels and submitted:
-        return [*submitted], "The columns of the sample submission."
+        guess = "GUESS: labels: the cells of the sample submission; add those that it does not show"
+        return [*submitted], guess if places == "cells" else "The columns of the sample submission."
     if not with_labels:
         raise ConfigError(
             f"{members[0].source}: its labels are not known; name a sample submission that has them (--sample)"
@@ -274,11 +285,11 @@ def _labels(members: Sequence[_Member], submitted: Sequence[str]) -> tuple[list[
     first = with_labels[0]
     labels = [*(first.draft.labels or ())]
     if not first.draft.is_model and submitted and set(submitted) <= set(labels):
-        return [*submitted], "The columns of the sample submission, which the predictions have, too."
+        return [*submitted], f"The {places} of the sample submission, which the predictions have, too."
     if first.draft.are_named:
         return labels, f"In the order of {first.source}; other members are matched by name."
     if len(submitted) == len(labels):
-        origin = "GUESS: labels: the sample submission's columns; the checkpoints only number theirs"
+        origin = f"GUESS: labels: the sample submission's {places}; the checkpoints only number theirs"
         return [*submitted], origin
     return labels, "GUESS: labels: numbers as in the checkpoints; give each its name, here and in label_map"
 
@@ -292,6 +303,30 @@ def _same_but_case(theirs: Sequence[str], ours: Sequence[str]) -> dict[str, str]
     by_folded = {folded(label): label for label in ours}
     same = {name: by_folded[folded(name)] for name in theirs if folded(name) in by_folded}
     return same if len(set(same.values())) == len(theirs) else {}
+
+
+def _answers(cells: Mapping[str, Sequence[str]], labels: Sequence[str]) -> list[str]:
+    """Return the YAML for columns of the sample whose cells are labels, or labels joined."""
+    lines = []
+    for name, column_cells in cells.items():
+        # One of several numbers, or of two labels, may as well be a probability.
+        is_number = all(map(_is_number, column_cells)) and (len(cells) > 1 or len(labels) < 3)
+        if is_number or name in labels:
+            continue
+        for separator in ("\n", " ", ", ", ",", ";", "|"):
+            parts = [cell.split(separator) for cell in column_cells]
+            if parts and set(chain.from_iterable(parts)) <= set(labels):
+                top = max(map(len, parts))
+                answer = "label" if top == 1 else f"{{top: {top}, separator: {_scalar(separator)}}}"
+                lines.append(f"    {_scalar(name)}: {{answer: {answer}}}")
+                break
+    if not lines:
+        return []
+    return [
+        "  # GUESS: submission.columns: answers, because the sample's cells are labels",
+        "  columns:",
+        *lines,
+    ]
 
 
 def _submission_columns(submitted: Sequence[str], labels: Sequence[str]) -> list[str]:

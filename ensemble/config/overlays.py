@@ -26,15 +26,11 @@ def merge_documents(documents: Sequence[Document]) -> Document:
         document.noted += over.noted
         for key, value in over.data.items():
             current = document.data.get(key)
+            is_removed = key == "submission" and key in document.data and current is None
             if key in SECTIONS and isinstance(value, dict) and isinstance(current, dict):
                 _merge(document, (key,), over, (key,))
-            elif (
-                key == "submission"
-                and isinstance(value, dict)
-                and "sample" not in value
-                and key in document.data
-            ):
-                continue  # an earlier file has removed it, and this one, perhaps by fit, has its columns
+            elif is_removed and isinstance(value, dict) and "sample" not in value:
+                continue  # this file, perhaps by fit, only has its columns
             elif key == "models" and isinstance(value, list) and isinstance(current, list):
                 _merge_models(document, over)
             else:

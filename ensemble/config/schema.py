@@ -348,8 +348,6 @@ class AnswerConfig(StrictConfig):
     # Expected numbers at which the next answer begins; left out: halfway between the numbers.
     thresholds: RisingNumbers | None = None
 
-    older_keys: ClassVar[Mapping[str, str]] = {"top": "k top_k", "separator": "sep", "thresholds": "cuts"}
-
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         if (self.top is None) == (self.expected is None):
             yield (), "give one of top and expected"
@@ -380,8 +378,6 @@ class AnswerColumnConfig(StrictConfig):
     names: LabelTexts = {}  # by label, what the submission calls it; the label itself if left out
     # A Jinja template for each label or number, {{ answer }}, with the row's columns around it.
     format: Text | None = Field(default=None, examples=['"{{ prefix }}_{{ answer }}"'])
-
-    older_keys: ClassVar[Mapping[str, str]] = {"names": "label_map mapping", "format": "template"}
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         if self.answer == "label" and len(labels) == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -28,8 +29,8 @@ class Answer:
     Attributes:
         texts: what is written for each label; unused with ``numbers``.
         top: how many labels are the answer.
-        numbers: the possible answers, rising, if these are numbers; one for each label, or any for a single label.
-        thresholds: expected numbers from which on the next number is the answer, rising.
+        numbers: the possible answers, rising, if these are numbers: one for each label, or any for a single label.
+        thresholds: means of these numbers by probability, or a single label's values, at which the next one begins.
         template: makes the text of a label or number; None: it is written as it is.
     """
 
@@ -55,7 +56,7 @@ class Answer:
             values: float64 [rows, labels].
         """
         if self.numbers:
-            means = expected_numbers(values, self.numbers)
+            means = values[:, 0] if values.shape[1] == 1 else values @ np.array(self.numbers)
             return np.asarray(np.searchsorted(self.thresholds, means, side="right")[:, None])
         if self.top == 1:
             return np.asarray(values.argmax(axis=1)[:, None])
@@ -137,16 +138,9 @@ def compile_format(source: str) -> PromptTemplate:
     return compiled
 
 
-def expected_numbers(values: npt.NDArray[np.float64], numbers: tuple[float, ...]) -> npt.NDArray[np.float64]:
-    """Return each row's mean of the labels' numbers by probability, [rows]; a single label's own value."""
-    if values.shape[1] == 1:
-        return values[:, 0]
-    return np.asarray(values @ np.array(numbers))
-
-
 def halfway(numbers: tuple[float, ...]) -> tuple[float, ...]:
     """Return the thresholds that round to the nearest of these numbers."""
-    return tuple(np.convolve(numbers, [0.5, 0.5], "valid").tolist())
+    return tuple((low + high) / 2 for low, high in pairwise(numbers))
 
 
 def whole_numbers(numbers: tuple[float, ...]) -> list[int] | list[float]:

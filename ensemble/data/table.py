@@ -178,10 +178,7 @@ class InputTable:
     def python_rows(
         self, columns: Sequence[str], numbers: npt.NDArray[np.int64] | None = None
     ) -> Iterator[dict[str, object]]:
-        """Return the cells in some columns of the rows with these numbers, as templates will see them.
-
-        Without ``numbers`` these are all rows. Few of them are in memory at a time.
-        """
+        """Return the cells of rows (None: of all) as templates will see them; few are in memory at a time."""
         table = self._columns.select(columns)
         return _python_rows(table if numbers is None else table.take(pa.array(numbers)))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 
 from ensemble.common.errors import ConfigError
 from ensemble.config.load import LoadedConfig
+from ensemble.config.schema import AnswerConfig
 from ensemble.data.answers import Answer, compile_format, halfway
 from ensemble.data.table import InputTable
 from ensemble.members.base import Inspection
@@ -24,17 +24,16 @@ def make_answers(loaded: LoadedConfig, problems: Problems) -> dict[str, Answer]:
     answers: dict[str, Answer] = {}
     for name, column in ({} if submission is None else submission.answers).items():
         with problems.at(f"{answer_key(loaded, name)}: format"):
-            answer = Answer(
+            settings = AnswerConfig(top=1) if column.answer == "label" else column.answer
+            numbers = settings.expected or ()
+            answers[name] = Answer(
                 texts=tuple(column.names.get(label, label) for label in labels),
+                top=settings.top or 1,
+                separator=settings.separator,
+                numbers=numbers,
+                thresholds=settings.thresholds or halfway(numbers),
                 template=None if column.format is None else compile_format(column.format),
             )
-            settings = column.answer
-            if settings != "label" and settings.expected is not None:
-                thresholds = settings.thresholds or halfway(settings.expected)
-                answer = replace(answer, numbers=settings.expected, thresholds=thresholds)
-            elif settings != "label":
-                answer = replace(answer, top=settings.top or 1, separator=settings.separator)
-            answers[name] = answer
     return answers
 
 

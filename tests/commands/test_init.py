@@ -189,6 +189,51 @@ def test_one_column_of_text_and_one_of_labels(project: Project) -> None:
     assert "# not used: yes" in text
 
 
+@pytest.mark.parametrize(
+    ("labels", "cells", "answer"),
+    [
+        (["a", "b", "tie"], ["a", "tie"], {"answer": "label"}),
+        (
+            ["Correct:NA", "Neither:NA", "b"],
+            ["b Correct:NA", "Neither:NA"],
+            {"answer": {"top": 2, "separator": " "}},
+        ),
+        (["a", "b", "c d"], ["c d, a, b"], {"answer": {"top": 3, "separator": ", "}}),
+        (["1", "2", "3"], ["1", "3"], {"answer": "label"}),
+        (["0", "1"], ["0", "1"], "1"),  # probabilities, as likely as not
+        (["a", "b"], ["0.5"], "b"),
+    ],
+)
+def test_a_sample_whose_cells_are_labels_is_for_answers(
+    project: Project, labels: list[str], cells: list[str], answer: object
+) -> None:
+    make_checkpoint(project.folder / "model", "bert", labels, seed=1)
+    ids = project.read("test.csv")[1]
+    sample = [[row[0], cells[number % len(cells)]] for number, row in enumerate(ids)]
+    project.write_csv("sample.csv", ["id", "answers"], sample)
+    config = yaml.safe_load(
+        first_config(
+            project.folder / "test.csv", [str(project.folder / "model")], project.folder / "sample.csv"
+        )
+    )
+    assert config["labels"] == labels
+    assert config["submission"]["columns"] == {"answers": answer}
+
+
+def test_labels_that_only_the_cells_of_the_sample_name(project: Project, contest_models: Path) -> None:
+    ids = project.read("test.csv")[1]
+    sample = [[row[0], ["model_b", "model_a", "tie"][number % 3]] for number, row in enumerate(ids)]
+    project.write_csv("sample.csv", ["id", "winner"], sample)
+    make_language_model(project.folder / "plain", "llama")
+    for name in ("plain", str(contest_models / "numbered")):
+        done = project.ensemble("init", "test.csv", name, "--sample", "sample.csv", "--force")
+        assert done.returncode == 0, done.stderr
+        assert "guess: labels: the " in done.stdout
+        config = made(project)[1]
+        assert config["labels"] == ["model_b", "model_a", "tie"]
+        assert config["submission"]["columns"] == {"winner": {"answer": "label"}}
+
+
 def test_what_does_not_fit_together_is_said_by_validate(project: Project, contest_models: Path) -> None:
     """And what is no model at all before anything is written."""
     given = [str(project.models / "gemma"), str(contest_models / "named")]
