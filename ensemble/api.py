@@ -367,7 +367,7 @@ def merge(
 
     Args:
         files: Predictions: an id and a column per label (default name: the file's, without its ending).
-        output: File to write.
+        output: File to write: CSV, or Parquet if its name ends in .parquet.
         overrides: Override a key, for example ensemble.power=2.
         method: mean (the default), median, vote, ...
         weights: Weights and calibration, as fit writes them.

@@ -24,6 +24,7 @@ from ensemble.common.text import plural
 from ensemble.config.schema import FittingConfig
 from ensemble.data.csv_file import write_csv
 from ensemble.data.digests import truth_sha256
+from ensemble.data.formats import is_parquet
 from ensemble.members.base import OutputColumns
 from ensemble.members.registry import member_kind
 from ensemble.merging.blocks import MergedMember, Without, block_spans, merge_blocks
@@ -233,7 +234,10 @@ class ResultWriter:
         if submission.path is not None and self._config.limit is None:
             submission.path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_path(submission.path) as temporary:
-                shutil.copyfile(path, temporary)
+                if is_parquet(submission.path):
+                    sample.write(temporary, table.ids, all_values, as_parquet=True)
+                else:
+                    shutil.copyfile(path, temporary)
             path = submission.path
         self.results.files["submission"] = path
 

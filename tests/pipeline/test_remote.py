@@ -165,6 +165,17 @@ def test_a_run_with_all_its_files_on_s3(csv_project: Project, s3: Any) -> None:
     assert s3.cat_file("bucket/out/sub.csv").splitlines()[-1] == b"new row,0.1,0.2,0.7"
 
 
+def test_a_submission_as_parquet_at_an_address(csv_project: Project, tmp_path: Path) -> None:
+    path = tmp_path / "out/sub.parquet"
+    csv_project.write_config(
+        of_csv(csv_project, "", submission={"sample": "sample.csv", "path": f"file://{path}"})
+    )
+    done = csv_project.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    expected = pd.read_csv(csv_project.folder / "runs/first/submission.csv", dtype={"id": str})
+    pd.testing.assert_frame_equal(pd.read_parquet(path), expected)
+
+
 def test_a_trial_copies_nothing(csv_project: Project, tmp_path: Path) -> None:
     csv_project.write_config(of_csv(csv_project, "", copy_to=f"file://{tmp_path}/out"))
     done = csv_project.ensemble("run", "config.yaml", "--limit", "10")
@@ -276,11 +287,11 @@ def test_commands_on_files_at_addresses(csv_project: Project, s3: Any) -> None:
     s3.pipe_file("bucket/other.csv", other.sample(frac=1, random_state=0).to_csv(index=False).encode())
     s3.put_file(str(project.folder / "test.csv"), "bucket/test.csv")
     done = project.ensemble(
-        "merge", "s3://bucket/mate.csv", "b=s3://bucket/other.csv", "-o", "s3://bucket/out.csv"
+        "merge", "s3://bucket/mate.csv", "b=s3://bucket/other.csv", "-o", "s3://bucket/out.parquet"
     )
     assert done.returncode == 0, done.stderr
-    with s3.open("bucket/out.csv") as file:
-        merged = pd.read_csv(file, dtype={"id": str})
+    with s3.open("bucket/out.parquet") as file:
+        merged = pd.read_parquet(file)
     pd.testing.assert_frame_equal(merged[LABELS], (table[LABELS] + other[LABELS]) / 2)
     assert merged["id"].equals(ids)
     done = project.ensemble(
