@@ -20,6 +20,7 @@ from ensemble.common.extensions import SettingsByName
 from ensemble.common.files import (
     atomic_path,
     cannot_write,
+    is_parquet,
     output_file,
     remove_temporary_files,
     unwritable_reason,
@@ -31,7 +32,7 @@ from ensemble.config.schema import RunConfig
 from ensemble.config.values import AnyWeight
 from ensemble.config.yamlfile import parse, read_text
 from ensemble.data.csv_file import write_csv
-from ensemble.data.formats import is_parquet, is_plain_csv
+from ensemble.data.formats import is_plain_csv
 from ensemble.data.ids import all_ids, refuse_repeated_ids
 from ensemble.data.parquet import write_parquet
 from ensemble.data.predictions_csv import read_predictions

@@ -18,13 +18,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.common.errors import MergeError
-from ensemble.common.files import atomic_path
+from ensemble.common.files import atomic_path, is_parquet
 from ensemble.common.shards import file_sha256
 from ensemble.common.text import plural
 from ensemble.config.schema import FittingConfig
 from ensemble.data.csv_file import write_csv
 from ensemble.data.digests import truth_sha256
-from ensemble.data.formats import is_parquet
 from ensemble.members.base import OutputColumns
 from ensemble.members.registry import member_kind
 from ensemble.merging.blocks import MergedMember, Without, block_spans, merge_blocks

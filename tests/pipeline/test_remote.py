@@ -161,7 +161,7 @@ def test_a_run_with_all_its_files_on_s3(csv_project: Project, s3: Any) -> None:
     s3.pipe_file("bucket/in/sample.csv", s3.cat_file("bucket/in/sample.csv") + b"new row,0,0,0\n")
     done = project.ensemble("run", "config.yaml")
     assert done.returncode == 0, done.stderr
-    assert "mate.csv: changed since it was copied for an earlier run; copied again" in printed(done)
+    assert "mate: file, rows changed since its predictions were made; it runs again" in printed(done)
     assert s3.cat_file("bucket/out/sub.csv").splitlines()[-1] == b"new row,0.1,0.2,0.7"
 
 
@@ -201,8 +201,8 @@ def test_what_cannot_be_reached(csv_project: Project, s3: Any) -> None:
         in missing
     )
     assert "check the address, the network and the credentials" in missing
-    both = problem(of_csv(project, "s3://bucket/none/"))
-    assert both.count("cannot be read (FileNotFoundError") == 3
+    sample = of_csv(project, "", submission={"sample": "s3://bucket/none.csv"})
+    assert "submission.sample (line" in problem(sample)
     s3.pipe_file("bucket/folder/a.csv", b"id\n")
     assert "s3://bucket/folder: is a folder; name the file inside it" in problem(
         {**of_csv(project, ""), "data": {"path": "s3://bucket/folder"}}
