@@ -16,7 +16,6 @@ import os
 import shlex
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +28,7 @@ from ensemble.common.files import output_file, settings_file, write_text
 from ensemble.common.packages import demand_supported
 from ensemble.common.python_process import keep_pandas_out, one_thread_for_numpy
 from ensemble.common.redact import RedactedStream, Redactor, guard_output, redacted_errors
-from ensemble.common.remote_files import address_of, copy_out, demand_writable, local_path
+from ensemble.common.remote_files import local_path, written_locally
 from ensemble.common.text import quoted
 
 # What imports numpy or pyarrow is imported when it is used: --help and a typo in a key shall answer at once.
@@ -367,7 +366,7 @@ def merge(
 
     Args:
         files: Predictions: an id and a column per label (default name: the file's, without its ending).
-        output: File to write.
+        output: File to write: CSV, or Parquet if its name ends in .parquet.
         overrides: Override a key, for example ensemble.power=2.
         method: mean (the default), median, vote, ...
         weights: Weights and calibration, as fit writes them.
@@ -400,24 +399,14 @@ def merge(
         weights = None
     names, file = [*map(str, _files(files))], _optional_path(weights)
     path = _path(output)
-    address = address_of(path)
     try:
-        with (
-            _signals_passed_on(),
-            heed_signals(_is_command),  # no signal leaves a temporary file
-            tempfile.TemporaryDirectory() if address else contextlib.nullcontext() as folder,
-        ):
-            if address is not None:
-                demand_writable(address)
-            target = path if folder is None else Path(folder) / path.name
+        # No signal leaves a temporary file.
+        with _signals_passed_on(), heed_signals(_is_command), written_locally(path) as target:
             merged = merge_files(names, target, sets, file, by_name, id_column, labels, keys)
-            if address is not None:
-                copy_out(target, address, "run the same command again")
-                merged = replace(merged, path=path)
     except Interrupted as stopped:
         raise Interrupted(stopped.exit_code - 128, "run the same command again") from None
-    show("merge", merged, _stream(quiet))
-    return merged.path
+    show("merge", replace(merged, path=path), _stream(quiet))
+    return path
 
 
 @redacted_errors()

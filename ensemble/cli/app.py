@@ -137,7 +137,7 @@ def tune(**options: Any) -> None:
 @app.command()
 @options_of(
     api.merge,
-    output=Annotated[Path, option("--output -o", "CSV")],
+    output=Annotated[Path, option("--output -o", "FILE")],
     method=Annotated[str | None, option("--method -m", "METHOD")],
     weight=Annotated[
         list[str],

@@ -1,4 +1,4 @@
-"""Merge files of predictions into one CSV, without a table and a run directory.
+"""Merge files of predictions into one CSV or Parquet file, without a table and a run directory.
 
 The rows are those of the first file that has all rows, in its order; if every file may lack rows, those that any of
 them has. The files go through the same checks as a config whose members are all ``csv``.
@@ -20,6 +20,7 @@ from ensemble.common.extensions import SettingsByName
 from ensemble.common.files import (
     atomic_path,
     cannot_write,
+    is_parquet,
     output_file,
     remove_temporary_files,
     unwritable_reason,
@@ -33,6 +34,7 @@ from ensemble.config.yamlfile import parse, read_text
 from ensemble.data.csv_file import write_csv
 from ensemble.data.formats import is_plain_csv
 from ensemble.data.ids import all_ids, refuse_repeated_ids
+from ensemble.data.parquet import write_parquet
 from ensemble.data.predictions_csv import read_predictions
 from ensemble.members.registry import KINDS, member_kind
 from ensemble.merging.blocks import MergedMember, merge_blocks
@@ -87,8 +89,11 @@ def merge_files(
     """
     paths = named_files(files)
     target = output_file(output, [*paths.values(), *([] if weights is None else [weights])])
-    if not is_plain_csv(output) or output.suffix.lower() == ".gz":
-        raise OutputError(f"{output}: a plain CSV is written; choose a name that ends in .csv")
+    is_csv = is_plain_csv(output) and output.suffix.lower() != ".gz"
+    if not is_csv and not is_parquet(output):
+        raise OutputError(
+            f"{output}: a plain CSV or Parquet is written; choose a name that ends in .csv or .parquet"
+        )
     reason = unwritable_reason(str(output), target.parent)
     if reason is not None:
         raise OutputError(reason)
@@ -119,7 +124,11 @@ def merge_files(
     except OSError as error:
         raise OutputError(cannot_write(str(target), target.parent, error)) from error
     with atomic_path(target) as temporary:
-        write_csv(temporary, [config.data.id_column, *config.labels], [ids, *map(pa.array, merged.T)])
+        names, cells = [config.data.id_column, *config.labels], [ids, *map(pa.array, merged.T)]
+        if is_csv:
+            write_csv(temporary, names, cells)
+        else:
+            write_parquet(temporary, names, [cells])
     return Merged(
         path=output,
         method=config.ensemble.method,

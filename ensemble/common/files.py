@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias
 from ensemble.common.errors import OutputError, WriteError
 from ensemble.common.text import listed
 
+PARQUET_EXTENSIONS = (".parquet", ".pq")
 TEMPORARY = ".tmp-"
 # Size in bytes, and the times at which content and entry last changed, in nanoseconds. No program can set the
 # second time: it shows a file that was replaced and put back, or whose old time was restored (POSIX, sys/stat.h).
@@ -34,6 +35,11 @@ class HubFile(NamedTuple):
 
 class FilesChanged(Exception):
     """Report that files of a run have changed since it began, by name."""
+
+
+def is_parquet(path: Path) -> bool:
+    """Return whether a file of this name is Parquet."""
+    return path.suffix.lower() in PARQUET_EXTENSIONS
 
 
 def unreadable(path: Path | str, error: OSError, otherwise: str = "copy it again") -> str:

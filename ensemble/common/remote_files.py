@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Final
 
 from ensemble.common.errors import ConfigError, DataError, EnsembleError, OutputError, WriteError
@@ -21,21 +22,16 @@ from ensemble.common.text import first_line
 
 # By the beginning of an address: the package that fsspec needs for it.
 PACKAGES: Final = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "file": "fsspec"}
+_CHECK = "check the address, the network and the credentials"
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Hold a copy of an object.
-
-    Attributes:
-        version: a digest of what the store says of the object, such as its ETag, size and time.
-        is_new_version: whether another version of the object was copied before.
-    """
+    """Hold a copy of an object; ``version`` is a digest of its ETag, size and time, or what else the store says."""
 
     address: str
     path: Path
     version: str
-    is_new_version: bool
 
     def has_changed(self) -> bool:
         """Return whether the object is another one now; False if the store does not answer."""
@@ -72,44 +68,45 @@ def copy_in(address: str) -> Copy:
         version = _version(store, key)
         if store.info(key)["type"] != "file":
             raise DataError(f"{address}: is a folder; name the file inside it")
-    parts = PurePosixPath(key).parts
+    parts = key.strip("/").split("/")
     if ".." in parts:
         raise DataError(f"{address}: an address cannot hold ..; write it without")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    versions = cache.joinpath("ensemble", "copies", address.partition(":")[0], *parts[parts[0] == "/" :])
-    copy = versions / version[:16] / parts[-1]
-    try:
-        is_new_version = versions.is_dir() and not copy.exists() and any(versions.iterdir())
-        copy.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(
-            f"{address}: cannot be copied to {copy.parent} ({error.strerror}); XDG_CACHE_HOME names another folder"
-        ) from error
+    names = (address.partition(":")[0], *parts, version[:16])
+    folder = cache.joinpath("ensemble", "copies", *names)
+    with _errors_named(address, f"cannot be copied to {folder}", OutputError, "name another XDG_CACHE_HOME"):
+        folder.mkdir(parents=True, exist_ok=True)
+    copy = folder / parts[-1]
     if not copy.exists():
         with atomic_path(copy) as temporary, _errors_named(address, "cannot be read", DataError):
             store.get_file(key, str(temporary))
             if _version(store, key) != version:
                 raise DataError(f"{address}: changed while it was copied; start again when it is complete")
-    return Copy(address, copy, version, is_new_version)
+    return Copy(address, copy, version)
 
 
 def copy_out(path: Path, address: str, otherwise: str) -> None:
-    """Copy a file to an address.
-
-    Raises:
-        WriteError: it cannot be written; ``otherwise`` says what becomes of the file.
-    """
+    """Copy a file to an address, or raise a WriteError; ``otherwise`` says what becomes of the file."""
     store, key = _store(address)
-    with _errors_named(address, "cannot be written", WriteError, f"; {otherwise}"):
+    with _errors_named(address, "cannot be written", WriteError, f"{_CHECK}; {otherwise}"):
         store.put_file(str(path), key)
 
 
-def demand_writable(address: str) -> None:
-    """Write an empty object beside an address and remove it, so that a long run does not end without a place.
+@contextlib.contextmanager
+def written_locally(path: Path) -> Iterator[Path]:
+    """Yield the path to write to: for an address that of a temporary file, which is copied out after the block."""
+    address = address_of(path)
+    if address is None:
+        yield path
+        return
+    demand_writable(address)
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / path.name
+        copy_out(Path(folder) / path.name, address, "run the same command again")
 
-    Raises:
-        OutputError: it cannot be written.
-    """
+
+def demand_writable(address: str) -> None:
+    """Write an empty object beside an address and remove it; raise an OutputError if it cannot be written."""
     store, key = _store(address)
     probe = f"{key.rpartition('/')[0]}/.ensemble-{secrets.token_hex(4)}"
     with _errors_named(address, "cannot be written", OutputError):
@@ -141,12 +138,11 @@ def _version(store: Any, key: str) -> str:
 
 
 @contextlib.contextmanager
-def _errors_named(address: str, what: str, kind: type[EnsembleError], otherwise: str = "") -> Iterator[None]:
+def _errors_named(address: str, what: str, kind: type[EnsembleError], advice: str = _CHECK) -> Iterator[None]:
     """Turn what a store raises into a sentence with the address."""
     try:
         yield
     except EnsembleError:
         raise
     except Exception as error:  # each store has errors of its own, of many classes
-        advice = "check the address, the network and the credentials"
-        raise kind(f"{address}: {what} ({first_line(error)}); {advice}{otherwise}") from error
+        raise kind(f"{address}: {what} ({first_line(error)}); {advice}") from error

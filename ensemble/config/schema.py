@@ -400,7 +400,8 @@ class SubmissionConfig(StrictConfig):
     """The file to submit, with the columns and rows of a sample."""
 
     sample: File = Field(examples=["sample_submission.csv"])  # gives the columns and the order of the rows
-    path: File | None = None  # where to write; None: in the output directory
+    # Where to write: CSV, or Parquet if its name ends in .parquet; None: in the output directory.
+    path: File | None = None
     # By the sample's columns: the label whose probability a column holds, if their names differ; or {answer: ...}.
     columns: SubmittedColumns = Field(default={}, examples=["{winner: {answer: label}}"])
 

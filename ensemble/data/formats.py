@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ensemble.common.errors import DataError
+from ensemble.common.files import PARQUET_EXTENSIONS
 from ensemble.data.csv_file import delimiter, read_csv, read_header
 from ensemble.data.input_file import Contents, Wanted, refuse_url
 from ensemble.data.jsonl import read_jsonl
@@ -37,10 +38,9 @@ class Format:
 
 
 _CSV = Format(read_csv, (".csv", ".tsv"), gzipped=True, header=read_header)
-_PARQUET = Format(read_parquet, (".parquet", ".pq"))
 FORMATS = (
     _CSV,
-    _PARQUET,
+    Format(read_parquet, PARQUET_EXTENSIONS),
     Format(read_jsonl, (".jsonl", ".ndjson", ".json"), gzipped=True),
 )
 
@@ -69,11 +69,6 @@ def known_format(path: Path) -> Format | None:
         if plain in file_format.extensions and (file_format.gzipped or plain == extension):
             return file_format
     return None
-
-
-def is_parquet(path: Path) -> bool:
-    """Return whether a file of this name is Parquet."""
-    return path.suffix.lower() in _PARQUET.extensions
 
 
 def is_plain_csv(path: Path) -> bool:

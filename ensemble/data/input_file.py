@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ensemble.common.errors import DataError
-from ensemble.common.files import dangling_link, unreadable
+from ensemble.common.files import dangling_link, is_parquet, unreadable
 from ensemble.common.text import did_you_mean, error_text, listed, quoted, similar_file
 
 # Marks a field whose cells are JSON text, for values that are not text; workers read the mark, too
@@ -100,7 +100,7 @@ def open_input(path: Path) -> Iterator[BinaryIO]:
                 raise DataError(f"{path}: the file is empty")
             if start.startswith(_UTF16_MARKS):
                 raise DataError(f"{path}: is UTF-16, not UTF-8; convert it with: iconv -f UTF-16 -t UTF-8")
-            if path.suffix.lower() not in (".parquet", ".pq"):
+            if not is_parquet(path):
                 for mark, problem in _OTHER_FORMATS.items():
                     if start.startswith(mark):
                         raise DataError(f"{path}: {problem}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -42,6 +43,19 @@ def read_parquet(path: Path, wanted: Wanted) -> Contents:
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         problem = f"cannot be read as Parquet ({error_text(error)})"
         raise DataError(f"{path}: {problem}; write the file again") from error
+
+
+def write_parquet(
+    path: Path, names: Sequence[str], blocks: Iterable[Sequence[pa.Array | pa.ChunkedArray]]
+) -> None:
+    """Write a Parquet file in place, of columns in one or more blocks of rows; ids stay text, numbers numbers."""
+    from pyarrow import parquet
+
+    tables = (pa.Table.from_arrays(list(columns), names=list(names)) for columns in blocks)
+    first = next(tables)
+    with parquet.ParquetWriter(path, first.schema) as writer:
+        for table in itertools.chain([first], tables):
+            writer.write_table(table)
 
 
 def arrow_contents(

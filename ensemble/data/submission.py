@@ -24,6 +24,7 @@ from ensemble.data.csv_file import (
 )
 from ensemble.data.ids import places_among
 from ensemble.data.input_file import first_ids, missing_column
+from ensemble.data.parquet import write_parquet
 from ensemble.data.table import InputTable
 
 _SHOWN = 20
@@ -137,13 +138,23 @@ class Sample:
             values[:, without_column] = shares[:, None]
         return values
 
-    def write(self, path: Path, ids: pa.ChunkedArray, probabilities: npt.NDArray[np.float64]) -> None:
+    def write(
+        self,
+        path: Path,
+        ids: pa.ChunkedArray,
+        probabilities: npt.NDArray[np.float64],
+        as_parquet: bool = False,
+    ) -> None:
         """Write exactly the sample's columns, in the sample's order of columns and rows.
 
         Args:
             ids: without ``problems``, [rows]; rows of the sample with other ids are left out.
             probabilities: [rows, labels].
+            as_parquet: write Parquet, with ids as text; else CSV.
         """
+        if as_parquet:
+            write_parquet(path, self.columns, self._blocks(ids, probabilities))
+            return
         with path.open("wb") as stream:
             stream.write(header_line(self.columns))
             for columns in self._blocks(ids, probabilities):

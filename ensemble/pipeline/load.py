@@ -19,12 +19,7 @@ def load(
     environ: Mapping[str, str] | None = None,
     texts: Sequence[str] | None = None,
 ) -> LoadedConfig:
-    """Read and check a config of one source or several, and copy in what it names by address.
-
-    Raises:
-        ConfigError: as ``load_config`` does.
-        EnsembleError: as ``copy_in`` does, with all problems.
-    """
+    """Read and check a config (see ``load_config``), and copy in what it names by address (see ``with_copies``)."""
     source_list = [sources] if isinstance(sources, Path) else sources
     methods, kinds = SettingsByName(METHODS), SettingsByName(KINDS)
     return with_copies(load_config(source_list, overrides, methods, kinds, environ, texts))

@@ -35,10 +35,7 @@ def path_of(file: str | os.PathLike[str]) -> Path:
 
 
 def named_files(files: Sequence[str | os.PathLike[str]]) -> dict[str, Path]:
-    """Return the files by their members' names: the text before ``=``, else the file name without its ending.
-
-    Files at an address are copied in; see ``copy_in``.
-    """
+    """Return the files by their members' names: the text before ``=``, else the file name without its ending."""
     if not files:
         raise ConfigError("no predictions; name one CSV or more")
     paths: dict[str, Path] = {}
@@ -56,7 +53,7 @@ def named_files(files: Sequence[str | os.PathLike[str]]) -> dict[str, Path]:
                 f"{MAX_NAME_CHARACTERS}, and not 'ensemble'); {advice}"
             )
         else:
-            paths[name] = local_path(path)
+            paths[name] = local_path(path)  # copied in if it is at an address
     if problems:
         raise ConfigError(problems)
     return paths

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.common.errors import MergeError
-from ensemble.common.files import atomic_path
+from ensemble.common.files import atomic_path, is_parquet
 from ensemble.common.shards import file_sha256
 from ensemble.common.text import plural
 from ensemble.config.schema import FittingConfig
@@ -221,7 +221,10 @@ class ResultWriter:
         if submission.path is not None and self._config.limit is None:
             submission.path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_path(submission.path) as temporary:
-                shutil.copyfile(path, temporary)
+                if is_parquet(submission.path):
+                    sample.write(temporary, table.ids, all_values, as_parquet=True)
+                else:
+                    shutil.copyfile(path, temporary)
             path = submission.path
         self.results.files["submission"] = path
 

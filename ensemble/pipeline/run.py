@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -86,21 +86,12 @@ def run(
     for address in addresses:
         demand_writable(address)
     prepared = replace(prepare(loaded, is_for_run=True), reuse=reuse)
-    for copy in loaded.copies:
-        if copy.is_new_version:
-            display.say(f"{copy.address}: changed since it was copied for an earlier run; copied again")
     display.say(f"{shown_path(loaded.config.data.path)}: {plural(prepared.table.rows, 'row')}")
     for remark in prepared.table.remarks:
         display.say(remark)
-
-    def tell_hooks(run_json: Path) -> None:
-        for problem in call_hooks("ensemble.run_end", run_json.absolute()):
-            log.warning("%s", problem)
-            display.say(problem)
-
-    report = run_prepared(prepared, display, fresh, began, owns_process, at_end=tell_hooks)
+    report = run_prepared(prepared, display, fresh, began, owns_process, has_hooks=True)
     if addresses and report.status in MERGED:
-        copy_results(loaded, report)
+        copy_results(loaded, report.files)
         display.say(f"results copied to {' and '.join(addresses)}")
     return report
 
@@ -111,13 +102,11 @@ def run_prepared(
     fresh: bool,
     began: float,
     owns_process: bool = True,
-    at_end: Callable[[Path], None] = lambda run_json: None,
+    has_hooks: bool = False,
 ) -> RunReport:
-    """Run what has passed the checks, and close its launcher.
+    """Run what has passed the checks, and close its launcher; the run ``began`` by ``boot_seconds``.
 
-    Args:
-        began: when the run began, by ``boot_seconds``.
-        at_end: is called with the path of ``run.json`` once the run has ended, however it ended.
+    With ``has_hooks``, other packages' functions are called at its end, however it ends.
     """
     config, rundir = prepared.config, RunDir(prepared.config.output_dir)
     target = None if config.submission is None else config.submission.path
@@ -145,8 +134,10 @@ def run_prepared(
                 try:
                     return steps.go()
                 finally:
-                    if steps.members:  # otherwise run.json is that of an earlier run
-                        at_end(rundir.run_json)
+                    if has_hooks and steps.members:  # otherwise run.json is that of an earlier run
+                        for problem in call_hooks("ensemble.run_end", rundir.run_json.absolute()):
+                            log.warning("%s", problem)
+                            display.say(problem)
     except OSError as error:  # from anything but writing a file, such as making a folder
         if error.filename is None:  # it is not about a file, but a socket or a process
             raise EnsembleError(

@@ -226,7 +226,7 @@ def test_no_such_config(project: Project) -> None:
 def test_a_url_in_place_of_a_table_is_said_to_be_one(project: Project) -> None:
     for url in (
         "https://example.org/data/test.csv",
-        "s3://bucket/test",
+        "ftp://example.org/test",
         "https://example.org/test.csv?raw=1",
     ):
         config = project.config()

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from pyarrow.csv import write_csv
 
 import ensemble
@@ -70,6 +71,21 @@ def test_files_in_any_order_by_weights(frames: dict[str, pd.DataFrame], folder: 
     ensemble.merge({"a": folder / "a.csv", "before": out}, again, {"ensemble.power": 2}, method="power_mean")
     both = np.sqrt((frames["a"] ** 2 + found**2) / 2)
     pd.testing.assert_frame_equal(read(again), both.div(both.sum(axis=1), axis=0), rtol=1e-12)
+
+
+def test_parquet_by_the_name_of_the_file(frames: dict[str, pd.DataFrame], folder: Path) -> None:
+    for name in ("merged.csv", "merged.parquet", "merged.PQ"):
+        ensemble.merge(paths(folder, *frames), folder / name)
+    expected = sum(frames.values()) / 3
+    merged = parquet.read_table(folder / "merged.parquet")
+    assert merged.schema.names == ["id", *LABELS]
+    assert {merged.schema.field(name).type for name in LABELS} == {pa.float64()}
+    frame = pd.read_parquet(folder / "merged.PQ").set_index("id")
+    assert frame.index.tolist() == expected.index.tolist(), "ids with a zero first, quotes and an umlaut"
+    np.testing.assert_allclose(frame, expected, rtol=1e-12)
+    np.testing.assert_array_equal(frame, read(folder / "merged.csv"))
+    ensemble.merge({"a": folder / "merged.parquet", "b": folder / "merged.csv"}, folder / "again.csv")
+    np.testing.assert_allclose(read(folder / "again.csv"), expected, rtol=1e-12)
 
 
 def test_a_file_of_weights_and_what_comes_after_it(frames: dict[str, pd.DataFrame], folder: Path) -> None:
@@ -335,8 +351,8 @@ def test_files_of_every_format_and_logits_that_are_asked_for(tmp_path: Path) -> 
     pd.testing.assert_frame_equal(read(out).loc[["1", "3"]], expected.loc[["1", "3"]][["neg", "pos"]])
     with pytest.raises(EnsembleError, match=r"a\.parquet: 1 id of .*b\.jsonl missing|1 id not in"):
         ensemble.merge([tmp_path / "b.jsonl", files[0]], out)
-    with pytest.raises(EnsembleError, match=r"out\.parquet: a plain CSV is written"):
-        ensemble.merge(files, tmp_path / "out.parquet")
+    with pytest.raises(EnsembleError, match=r"out\.jsonl: a plain CSV or Parquet is written; choose a name"):
+        ensemble.merge(files, tmp_path / "out.jsonl")
 
 
 @pytest.fixture(scope="module")

@@ -161,8 +161,19 @@ def test_a_run_with_all_its_files_on_s3(csv_project: Project, s3: Any) -> None:
     s3.pipe_file("bucket/in/sample.csv", s3.cat_file("bucket/in/sample.csv") + b"new row,0,0,0\n")
     done = project.ensemble("run", "config.yaml")
     assert done.returncode == 0, done.stderr
-    assert "mate.csv: changed since it was copied for an earlier run; copied again" in printed(done)
+    assert "mate: file, rows changed since its predictions were made; it runs again" in printed(done)
     assert s3.cat_file("bucket/out/sub.csv").splitlines()[-1] == b"new row,0.1,0.2,0.7"
+
+
+def test_a_submission_as_parquet_at_an_address(csv_project: Project, tmp_path: Path) -> None:
+    path = tmp_path / "out/sub.parquet"
+    csv_project.write_config(
+        of_csv(csv_project, "", submission={"sample": "sample.csv", "path": f"file://{path}"})
+    )
+    done = csv_project.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    expected = pd.read_csv(csv_project.folder / "runs/first/submission.csv", dtype={"id": str})
+    pd.testing.assert_frame_equal(pd.read_parquet(path), expected)
 
 
 def test_a_trial_copies_nothing(csv_project: Project, tmp_path: Path) -> None:
@@ -190,8 +201,8 @@ def test_what_cannot_be_reached(csv_project: Project, s3: Any) -> None:
         in missing
     )
     assert "check the address, the network and the credentials" in missing
-    both = problem(of_csv(project, "s3://bucket/none/"))
-    assert both.count("cannot be read (FileNotFoundError") == 3
+    sample = of_csv(project, "", submission={"sample": "s3://bucket/none.csv"})
+    assert "submission.sample (line" in problem(sample)
     s3.pipe_file("bucket/folder/a.csv", b"id\n")
     assert "s3://bucket/folder: is a folder; name the file inside it" in problem(
         {**of_csv(project, ""), "data": {"path": "s3://bucket/folder"}}
@@ -276,11 +287,11 @@ def test_commands_on_files_at_addresses(csv_project: Project, s3: Any) -> None:
     s3.pipe_file("bucket/other.csv", other.sample(frac=1, random_state=0).to_csv(index=False).encode())
     s3.put_file(str(project.folder / "test.csv"), "bucket/test.csv")
     done = project.ensemble(
-        "merge", "s3://bucket/mate.csv", "b=s3://bucket/other.csv", "-o", "s3://bucket/out.csv"
+        "merge", "s3://bucket/mate.csv", "b=s3://bucket/other.csv", "-o", "s3://bucket/out.parquet"
     )
     assert done.returncode == 0, done.stderr
-    with s3.open("bucket/out.csv") as file:
-        merged = pd.read_csv(file, dtype={"id": str})
+    with s3.open("bucket/out.parquet") as file:
+        merged = pd.read_parquet(file)
     pd.testing.assert_frame_equal(merged[LABELS], (table[LABELS] + other[LABELS]) / 2)
     assert merged["id"].equals(ids)
     done = project.ensemble(
