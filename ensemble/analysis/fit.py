@@ -144,13 +144,19 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
         DataError: there is no truth, it has too few rows or a single label, or a member is the same in every row.
     """
     metric = find_metric(options.metric)
-    truth = predictions.required_truth
-    sample, rows_decided = _sample(predictions, is_stacked=options.method == "stacking")
-    _check(sample, options, metric)
+    sample, rows_decided = usable_rows(predictions, is_stacked=options.method == "stacking")
+    check(sample, options, metric)
+    return fit_sample(sample, options, metric, predictions, rows_decided)
+
+
+def fit_sample(
+    sample: Predictions, options: Options, metric: Metric, predictions: Predictions, rows_decided: int
+) -> FitReport:
+    """Fit to rows that were checked, and cross-validate; the rows are those of ``usable_rows(predictions)``."""
     fold_of = folds(sample.required_truth, options.folds, options.seed)
-    scorer = _Scorer(sample, metric, fold_of)
-    calibrations = _calibrations(sample, options)
-    blend = _method([*sample.calibrated(calibrations).members.values()], sample, options, metric)(None)
+    scorer = HeldOutScorer(sample, metric, fold_of)
+    calibrations = fit_calibrations(sample, options)
+    blend = blend_fitter([*sample.calibrated(calibrations).members.values()], sample, options, metric)(None)
     held_out, best_members = _cross_validated(sample, options, metric, fold_of)
     merged, equal, best, *without = map(scorer.score, held_out)
     members = tuple(
@@ -181,7 +187,7 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
         remarks=predictions.remarks,
         fitted_on=FittingConfig(
             rows=predictions.rows,
-            sha256=truth_sha256(predictions.ids, predictions.labels, truth),
+            sha256=truth_sha256(predictions.ids, predictions.labels, predictions.required_truth),
             metric=options.metric,
             value=merged.value,
             interval=None if np.isnan(interval.low) else (interval.low, interval.high),
@@ -190,7 +196,7 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
     )
 
 
-def _sample(predictions: Predictions, is_stacked: bool) -> tuple[Predictions, int]:
+def usable_rows(predictions: Predictions, is_stacked: bool) -> tuple[Predictions, int]:
     """Return the rows that all members have, and the number of further rows that rules decide.
 
     A rule with ``set`` decides its rows. A mask is applied to each member, although a run applies it to the merged
@@ -215,7 +221,7 @@ def _kind(sample: Predictions) -> Kind:
     return "softmax" if sample.activation == "softmax" else "sigmoid"
 
 
-def _check(sample: Predictions, options: Options, metric: Metric) -> None:
+def check(sample: Predictions, options: Options, metric: Metric) -> None:
     """Raise what is wrong with the options or the rows."""
     if options.method != "greedy" and options.metric != LOG_LOSS:
         raise ConfigError(
@@ -233,13 +239,13 @@ def _check(sample: Predictions, options: Options, metric: Metric) -> None:
         raise DataError(
             "no usable row: fit needs labelled rows that every member has and that no rule decides"
         )
-    problems = [*_problems(sample, options, metric)]
+    problems = [*problems_of(sample, options, metric)]
     if problems:
         raise DataError(problems)
     metric.value(sample.required_truth, next(iter(sample.members.values())), sample.activation)  # or raise
 
 
-def _problems(sample: Predictions, options: Options, metric: Metric) -> Iterator[str]:
+def problems_of(sample: Predictions, options: Options, metric: Metric) -> Iterator[str]:
     """Yield why these rows cannot be fitted to, a sentence each."""
     for name, values in sample.members.items():
         if sample.rows > 1 and (values == values[0]).all():
@@ -262,7 +268,7 @@ def _problems(sample: Predictions, options: Options, metric: Metric) -> Iterator
                     f"the truth {verb} {label!r} in {rows:,} of {plural(sample.rows, 'row')}: {option} needs at "
                     f"least {needed:,}; give more rows, or use log_loss without stacking"
                 )
-    numbers = _fitted_numbers(sample, options)
+    numbers = fitted_numbers(sample, options)
     if sample.rows < MIN_ROWS_PER_NUMBER * numbers:
         yield (
             f"{plural(sample.rows, 'labelled row')} for {plural(numbers, 'number')} to fit: too few, at least "
@@ -273,7 +279,7 @@ def _problems(sample: Predictions, options: Options, metric: Metric) -> Iterator
         yield f"{plural(sample.rows, 'labelled row')} in {options.folds} folds: use fewer --folds"
 
 
-def _fitted_numbers(sample: Predictions, options: Options) -> int:
+def fitted_numbers(sample: Predictions, options: Options) -> int:
     """Return how many numbers are fitted to the rows."""
     members, labels = len(sample.members), len(sample.labels)
     calibrations = members * {"none": 0, "temperature": 1, "vector": 2 * labels}[options.calibration]
@@ -284,7 +290,7 @@ def _fitted_numbers(sample: Predictions, options: Options) -> int:
     return calibrations + (members + 1) * labels
 
 
-def _calibrations(sample: Predictions, options: Options) -> dict[str, CalibrationConfig | None]:
+def fit_calibrations(sample: Predictions, options: Options) -> dict[str, CalibrationConfig | None]:
     """Return the calibration of each member that is best for these rows."""
     calibrations: dict[str, CalibrationConfig | None] = {}
     for name, values in sample.members.items():
@@ -306,7 +312,7 @@ def _calibrations(sample: Predictions, options: Options) -> dict[str, Calibratio
     return calibrations
 
 
-def _method(
+def blend_fitter(
     members: Sequence[Values], sample: Predictions, options: Options, metric: Metric
 ) -> Callable[[int | None], Blend]:
     """Return a function that fits the merge of calibrated members by the method of the options.
@@ -353,10 +359,10 @@ def _cross_validated(
             for values in others.members.values()
         ]
         best_members.append(int(np.argmax(scores) if metric.greater_is_better else np.argmin(scores)))
-        calibrations = _calibrations(others, options)
+        calibrations = fit_calibrations(others, options)
         raw = [*scored.members.values()]
         members, ready = ([*part.calibrated(calibrations).members.values()] for part in (others, scored))
-        method = _method(members, others, options, metric)
+        method = blend_fitter(members, others, options, metric)
         blend = method(None)
         best[is_scored] = raw[best_members[-1]]
         equal[is_scored] = equal_blend.merge(raw)
@@ -378,7 +384,7 @@ def folds(truth: Truth, count: int, seed: int) -> Rows:
     return fold_of
 
 
-class _Scorer:
+class HeldOutScorer:
     """Score held-out values on the same resamples; a metric that ranks rows is the mean over folds."""
 
     def __init__(self, sample: Predictions, metric: Metric, fold_of: Rows) -> None:
