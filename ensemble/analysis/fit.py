@@ -39,12 +39,13 @@ from ensemble.data.table import Truth
 from ensemble.merging.methods.base import Values
 from ensemble.merging.scoring import Interval
 
-Method: TypeAlias = Literal["simplex", "greedy", "stacking"]
+Method: TypeAlias = Literal["equal", "best_member", "simplex", "greedy", "stacking", "auto"]
 CalibrationMethod: TypeAlias = Literal["none", "temperature", "vector"]
 Rows: TypeAlias = npt.NDArray[np.int64]
 Blend: TypeAlias = WeightedBlend | StackingFit
 
 LOG_LOSS: Final = "log_loss"
+_LOG_LOSS_METHODS: Final = ("simplex", "stacking")
 # Rows for each fitted number.  A fitted number costs log loss on new rows, on average 1 / (2 rows) nats (Akaike):
 # with fewer rows all numbers together cost 0.05 or more, and weights hardly ever gain as much.
 MIN_ROWS_PER_NUMBER: Final = 10
@@ -84,13 +85,21 @@ class Options:
                     f"{key}: give a whole number of at least {least}, not {quoted(str(number))}"
                 )
 
+    @property
+    def title(self) -> str:
+        """Return the way to merge, such as ``simplex (geometric_mean, temperature)``."""
+        words: list[str] = [] if self.method in ("best_member", "stacking") else [self.pool]
+        words += [] if self.calibration == "none" else [self.calibration]
+        return f"{self.method} ({', '.join(words)})" if words else str(self.method)
+
 
 @dataclass(frozen=True)
 class FittedMember:
     """Hold a member with its fitted calibration and weight; ``weight`` is None if the ensemble is stacked.
 
     ``alone`` is the metric of its predictions without the ensemble and without calibration. ``gain`` is how much
-    better the ensemble is than one that is fitted without the member; None if there is no other member.
+    better the ensemble is than one that is fitted without the member; None if there is no other member. A member
+    that ``is_left_out`` did harm by more than noise, and the ensemble is fitted without it.
     """
 
     name: str
@@ -98,6 +107,23 @@ class FittedMember:
     weight: float | None
     alone: float
     gain: Interval | None
+    is_left_out: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Score a way to merge on held-out rows, beside the other ways of ``--method auto``.
+
+    ``numbers`` says how many are fitted. ``behind`` is how much better its score is than that of the best candidate
+    (below 0: worse). ``log_loss`` and ``log_loss_behind`` are the same by log loss, and None for regression.
+    """
+
+    options: Options
+    numbers: int
+    score: float
+    behind: Interval
+    log_loss: float | None
+    log_loss_behind: Interval | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +131,7 @@ class FitReport:
     """Hold what was fitted to all rows, and its scores on held-out rows.
 
     Attributes:
+        options: what was fitted; of ``--method auto`` the options of the candidate that was chosen.
         rows: labelled rows that all members have and that no rule decides; further ``rows_left_out`` lack a member,
             ``rows_decided`` are decided by rules.
         score: the metric on held-out rows.
@@ -116,6 +143,7 @@ class FitReport:
         fitted_on: the labelled rows, and the score with its 95 % interval, as ``weights.yaml`` has them.
         folds_scored: the number of folds in which the metric is defined, if figures are means over folds; None if
             the metric is taken of all rows at once.
+        candidates: what ``--method auto`` compared, the fewest numbers to fit first; empty without it.
     """
 
     options: Options
@@ -134,6 +162,12 @@ class FitReport:
     remarks: tuple[str, ...]
     fitted_on: FittingConfig
     folds_scored: int | None
+    candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """Return the candidate that was fitted; None without ``--method auto``."""
+        return next((way for way in self.candidates if way.options == self.options), None)
 
 
 def fit(predictions: Predictions, options: Options) -> FitReport:
@@ -146,18 +180,26 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
     metric = find_metric(options.metric)
     sample, rows_decided = usable_rows(predictions, is_stacked=options.method == "stacking")
     check(sample, options, metric)
-    return fit_sample(sample, options, metric, predictions, rows_decided)
+    return fit_sample(sample, options, metric, predictions, rows_decided, equal_pool=options.pool)
 
 
 def fit_sample(
-    sample: Predictions, options: Options, metric: Metric, predictions: Predictions, rows_decided: int
+    sample: Predictions,
+    options: Options,
+    metric: Metric,
+    predictions: Predictions,
+    rows_decided: int,
+    equal_pool: Pool,
 ) -> FitReport:
-    """Fit to rows that were checked, and cross-validate; the rows are those of ``usable_rows(predictions)``."""
+    """Fit to rows that were checked, those of ``usable_rows(predictions)``, and cross-validate.
+
+    ``equal_pool`` is the merge method of the equal weights that the fit is compared with.
+    """
     fold_of = folds(sample.required_truth, options.folds, options.seed)
     scorer = HeldOutScorer(sample, metric, fold_of)
     calibrations = fit_calibrations(sample, options)
     blend = blend_fitter([*sample.calibrated(calibrations).members.values()], sample, options, metric)(None)
-    held_out, best_members = _cross_validated(sample, options, metric, fold_of)
+    held_out, best_members = _cross_validated(sample, options, metric, fold_of, equal_pool)
     merged, equal, best, *without = map(scorer.score, held_out)
     members = tuple(
         FittedMember(
@@ -223,18 +265,21 @@ def _kind(sample: Predictions) -> Kind:
 
 def check(sample: Predictions, options: Options, metric: Metric) -> None:
     """Raise what is wrong with the options or the rows."""
-    if options.method != "greedy" and options.metric != LOG_LOSS:
+    if options.method in _LOG_LOSS_METHODS and options.metric != LOG_LOSS:
         raise ConfigError(
             f"--method {options.method} is for log_loss; for {options.metric} use --method greedy"
         )
-    if sample.activation == "none" and (options.calibration != "none" or options.method != "greedy"):
+    if sample.activation == "none" and (options.calibration != "none" or options.method in _LOG_LOSS_METHODS):
         raise ConfigError(
             "the members give raw values (regression), which have no log loss: use --method greedy --calibration "
             "none, and a metric such as rmse"
         )
-    if len(sample.members) == 1 and options.calibration == "none" and options.method != "stacking":
-        (name,) = sample.members
-        raise ConfigError(f"{name} is the only member, and --calibration is none: nothing to fit")
+    if options.calibration == "none" and options.method not in ("stacking", "auto"):
+        if len(sample.members) == 1:
+            (name,) = sample.members
+            raise ConfigError(f"{name} is the only member, and --calibration is none: nothing to fit")
+        if options.method == "equal":
+            raise ConfigError("--method equal without --calibration: nothing to fit")
     if not sample.rows:
         raise DataError(
             "no usable row: fit needs labelled rows that every member has and that no rule decides"
@@ -283,8 +328,10 @@ def fitted_numbers(sample: Predictions, options: Options) -> int:
     """Return how many numbers are fitted to the rows."""
     members, labels = len(sample.members), len(sample.labels)
     calibrations = members * {"none": 0, "temperature": 1, "vector": 2 * labels}[options.calibration]
+    if options.method == "best_member":
+        return calibrations // members
     if options.method != "stacking":
-        return calibrations + members - 1
+        return calibrations + (0 if options.method in ("equal", "auto") else members - 1)
     if sample.activation == "softmax":
         return calibrations + (members * labels + 1) * (labels - 1)
     return calibrations + (members + 1) * labels
@@ -322,6 +369,12 @@ def blend_fitter(
     truth, kind, pool = sample.required_truth, _kind(sample), options.pool
     if options.method == "stacking":
         return partial(fit_stacking, members, truth, kind, options.seed)
+    if options.method == "equal":
+        return lambda left_out: WeightedBlend(_equal_weights(len(members), left_out), pool, kind)
+    if options.method == "best_member":
+        values = [metric.value(truth, member, sample.activation) for member in members]
+        scores = values if metric.greater_is_better else [-value for value in values]
+        return lambda left_out: WeightedBlend(_weight_of_best(scores, left_out), pool, kind)
     if options.method == "simplex":
         loss = (mean_loss if pool == "mean" else geometric_loss)(members, truth, kind)
         start = minimize_on_simplex(loss, len(members))
@@ -338,8 +391,23 @@ def blend_fitter(
     return partial(fit_greedy, [taken(values, rows) for values in members], score, pool, kind)
 
 
+def _equal_weights(members: int, left_out: int | None) -> Values:
+    weights = np.ones(members)
+    if left_out is not None:
+        weights[left_out] = 0.0
+    return weights
+
+
+def _weight_of_best(scores: Sequence[float], left_out: int | None) -> Values:
+    """Return a weight of 1 for the member with the highest score, except ``left_out``, and 0 for all others."""
+    allowed = [number for number in range(len(scores)) if number != left_out]
+    weights = np.zeros(len(scores))
+    weights[max(allowed, key=lambda number: scores[number])] = 1.0
+    return weights
+
+
 def _cross_validated(
-    sample: Predictions, options: Options, metric: Metric, fold_of: Rows
+    sample: Predictions, options: Options, metric: Metric, fold_of: Rows, equal_pool: Pool
 ) -> tuple[list[Values], list[int]]:
     """Merge each row by what was fitted to the other folds.
 
@@ -350,7 +418,7 @@ def _cross_validated(
     count, shape = len(sample.members), (sample.rows, len(sample.labels))
     merged, equal, best, *without = (np.empty(shape, order="F") for _ in range(3 + count * (count > 1)))
     best_members = []
-    equal_blend = WeightedBlend(np.ones(count), options.pool, _kind(sample))
+    equal_blend = WeightedBlend(np.ones(count), equal_pool, _kind(sample))
     for fold in range(options.folds):
         is_scored = np.flatnonzero(fold_of == fold)
         others, scored = sample.taken(np.flatnonzero(fold_of != fold)), sample.taken(is_scored)
