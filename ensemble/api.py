@@ -234,7 +234,7 @@ def fit(
     label_column: str | None = None,
     id_column: str | None = None,
     metric: str = "log_loss",
-    method: Literal["simplex", "greedy", "stacking"] | None = None,
+    method: Literal["equal", "best_member", "simplex", "greedy", "stacking", "auto"] | None = None,
     calibration: Literal["none", "temperature", "vector"] = "none",
     merge_method: Literal["mean", "geometric_mean"] | None = None,
     activation: Activation | None = None,
@@ -256,7 +256,8 @@ def fit(
         labels, label_column: as for ``compare``.
         id_column, activation, partial: as for ``merge``.
         metric: Metric to optimize.
-        method: Weights that minimize log loss (simplex), greedy selection for any metric, or a logistic regression
+        method: Weights that minimize log loss (simplex), greedy selection for any metric, a logistic regression
+            (stacking), equal weights, the best member alone, or auto, which compares all of these on held-out rows
             (default: simplex for log_loss, greedy for other metrics).
         calibration: Calibration of each member: one temperature, or a scale and bias per label (vector).
         merge_method: Merge method that the weights of CSVs are for (default: mean); a CONFIG names its own.

@@ -40,13 +40,14 @@ from ensemble.data.table import Truth
 from ensemble.merging.methods.base import Values
 from ensemble.merging.scoring import Interval
 
-Method: TypeAlias = Literal["simplex", "greedy", "stacking"]
+Method: TypeAlias = Literal["equal", "best_member", "simplex", "greedy", "stacking", "auto"]
 CalibrationMethod: TypeAlias = Literal["none", "temperature", "vector"]
 Rows: TypeAlias = npt.NDArray[np.int64]
 Blend: TypeAlias = WeightedBlend | StackingFit
 
 LOG_LOSS: Final = "log_loss"
 QUADRATIC_KAPPA: Final = "quadratic_kappa"
+_LOG_LOSS_METHODS: Final = ("simplex", "stacking")
 # Rows for each fitted number.  A fitted number costs log loss on new rows, on average 1 / (2 rows) nats (Akaike):
 # with fewer rows all numbers together cost 0.05 or more, and weights hardly ever gain as much.
 MIN_ROWS_PER_NUMBER: Final = 10
@@ -88,13 +89,21 @@ class Options:
                     f"{key}: give a whole number of at least {least}, not {quoted(str(number))}"
                 )
 
+    @property
+    def title(self) -> str:
+        """Return the way to merge, such as ``simplex (geometric_mean, temperature)``."""
+        words: list[str] = [] if self.method in ("best_member", "stacking") else [self.pool]
+        words += [] if self.calibration == "none" else [self.calibration]
+        return f"{self.method} ({', '.join(words)})" if words else str(self.method)
+
 
 @dataclass(frozen=True)
 class FittedMember:
     """Hold a member with its fitted calibration and weight; ``weight`` is None if the ensemble is stacked.
 
     ``alone`` is the metric of its predictions without the ensemble and without calibration. ``gain`` is how much
-    better the ensemble is than one that is fitted without the member; None if there is no other member.
+    better the ensemble is than one that is fitted without the member; None if there is no other member. A member
+    that ``is_left_out`` did harm by more than noise, and the ensemble is fitted without it.
     """
 
     name: str
@@ -102,6 +111,23 @@ class FittedMember:
     weight: float | None
     alone: float
     gain: Interval | None
+    is_left_out: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Score a way to merge on held-out rows, beside the other ways of ``--method auto``.
+
+    ``numbers`` says how many are fitted. ``behind`` is how much better its score is than that of the best candidate
+    (below 0: worse). ``log_loss`` and ``log_loss_behind`` are the same by log loss, and None for regression.
+    """
+
+    options: Options
+    numbers: int
+    score: float
+    behind: Interval
+    log_loss: float | None
+    log_loss_behind: Interval | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +135,7 @@ class FitReport:
     """Hold what was fitted to all rows, and its scores on held-out rows.
 
     Attributes:
+        options: what was fitted; of ``--method auto`` the options of the candidate that was chosen.
         rows: labelled rows that all members have and that no rule decides; further ``rows_left_out`` lack a member,
             ``rows_decided`` are decided by rules.
         score: the metric on held-out rows.
@@ -121,6 +148,7 @@ class FitReport:
         thresholds: None unless the metric is the quadratic kappa.
         folds_scored: the number of folds in which the metric is defined, if figures are means over folds; None if
             the metric is taken of all rows at once.
+        candidates: what ``--method auto`` compared, the fewest numbers to fit first; empty without it.
     """
 
     options: Options
@@ -140,6 +168,12 @@ class FitReport:
     fitted_on: FittingConfig
     folds_scored: int | None
     thresholds: FittedThresholds | None = None
+    candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """Return the candidate that was fitted; None without ``--method auto``."""
+        return next((way for way in self.candidates if way.options == self.options), None)
 
 
 def fit(predictions: Predictions, options: Options) -> FitReport:
@@ -150,15 +184,29 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
         DataError: there is no truth, it has too few rows or a single label, or a member is the same in every row.
     """
     metric = find_metric(options.metric)
-    truth = predictions.required_truth
-    sample, rows_decided = _sample(predictions, is_stacked=options.method == "stacking")
-    _check(sample, options, metric)
+    sample, rows_decided = usable_rows(predictions, is_stacked=options.method == "stacking")
+    check(sample, options, metric)
+    return fit_sample(sample, options, metric, predictions, rows_decided, equal_pool=options.pool)
+
+
+def fit_sample(
+    sample: Predictions,
+    options: Options,
+    metric: Metric,
+    predictions: Predictions,
+    rows_decided: int,
+    equal_pool: Pool,
+) -> FitReport:
+    """Fit to rows that were checked, those of ``usable_rows(predictions)``, and cross-validate.
+
+    ``equal_pool`` is the merge method of the equal weights that the fit is compared with.
+    """
     fold_of = folds(sample.required_truth, options.folds, options.seed)
-    scorer = _Scorer(sample, metric, fold_of)
-    calibrations = _calibrations(sample, options)
-    blend = _method([*sample.calibrated(calibrations).members.values()], sample, options, metric)(None)
+    scorer = HeldOutScorer(sample, metric, fold_of)
+    calibrations = fit_calibrations(sample, options)
+    blend = blend_fitter([*sample.calibrated(calibrations).members.values()], sample, options, metric)(None)
     numbers = (options.numbers or numbers_of(sample.labels)) if options.metric == QUADRATIC_KAPPA else ()
-    held_out, answers, best_members = _cross_validated(sample, options, metric, fold_of, numbers)
+    held_out, answers, best_members = _cross_validated(sample, options, metric, fold_of, numbers, equal_pool)
     merged, equal, best, *without = map(scorer.score, held_out)
     thresholds: FittedThresholds | None = None
     if numbers:
@@ -198,7 +246,7 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
         remarks=predictions.remarks,
         fitted_on=FittingConfig(
             rows=predictions.rows,
-            sha256=truth_sha256(predictions.ids, predictions.labels, truth),
+            sha256=truth_sha256(predictions.ids, predictions.labels, predictions.required_truth),
             metric=options.metric,
             value=merged.value,
             interval=None if np.isnan(interval.low) else (interval.low, interval.high),
@@ -208,7 +256,7 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
     )
 
 
-def _sample(predictions: Predictions, is_stacked: bool) -> tuple[Predictions, int]:
+def usable_rows(predictions: Predictions, is_stacked: bool) -> tuple[Predictions, int]:
     """Return the rows that all members have, and the number of further rows that rules decide.
 
     A rule with ``set`` decides its rows. A mask is applied to each member, although a run applies it to the merged
@@ -233,34 +281,39 @@ def _kind(sample: Predictions) -> Kind:
     return "softmax" if sample.activation == "softmax" else "sigmoid"
 
 
-def _check(sample: Predictions, options: Options, metric: Metric) -> None:
+def check(sample: Predictions, options: Options, metric: Metric) -> None:
     """Raise what is wrong with the options or the rows."""
-    if options.method != "greedy" and options.metric != LOG_LOSS:
+    if options.method in _LOG_LOSS_METHODS and options.metric != LOG_LOSS:
         raise ConfigError(
             f"--method {options.method} is for log_loss; for {options.metric} use --method greedy"
         )
-    if sample.activation == "none" and (options.calibration != "none" or options.method != "greedy"):
+    if sample.activation == "none" and (options.calibration != "none" or options.method in _LOG_LOSS_METHODS):
         raise ConfigError(
             "the members give raw values (regression), which have no log loss: use --method greedy --calibration "
             "none, and a metric such as rmse"
         )
     fits_more = (
-        options.calibration != "none" or options.method == "stacking" or options.metric == QUADRATIC_KAPPA
+        options.calibration != "none"
+        or options.method in ("stacking", "auto")
+        or options.metric == QUADRATIC_KAPPA
     )
-    if len(sample.members) == 1 and not fits_more:
-        (name,) = sample.members
-        raise ConfigError(f"{name} is the only member, and --calibration is none: nothing to fit")
+    if not fits_more:
+        if len(sample.members) == 1:
+            (name,) = sample.members
+            raise ConfigError(f"{name} is the only member, and --calibration is none: nothing to fit")
+        if options.method == "equal":
+            raise ConfigError("--method equal without --calibration: nothing to fit")
     if not sample.rows:
         raise DataError(
             "no usable row: fit needs labelled rows that every member has and that no rule decides"
         )
-    problems = [*_problems(sample, options, metric)]
+    problems = [*problems_of(sample, options, metric)]
     if problems:
         raise DataError(problems)
     metric.value(sample.required_truth, next(iter(sample.members.values())), sample.activation)  # or raise
 
 
-def _problems(sample: Predictions, options: Options, metric: Metric) -> Iterator[str]:
+def problems_of(sample: Predictions, options: Options, metric: Metric) -> Iterator[str]:
     """Yield why these rows cannot be fitted to, a sentence each."""
     for name, values in sample.members.items():
         if sample.rows > 1 and (values == values[0]).all():
@@ -283,7 +336,7 @@ def _problems(sample: Predictions, options: Options, metric: Metric) -> Iterator
                     f"the truth {verb} {label!r} in {rows:,} of {plural(sample.rows, 'row')}: {option} needs at "
                     f"least {needed:,}; give more rows, or use log_loss without stacking"
                 )
-    numbers = _fitted_numbers(sample, options)
+    numbers = fitted_numbers(sample, options)
     if sample.rows < MIN_ROWS_PER_NUMBER * numbers:
         yield (
             f"{plural(sample.rows, 'labelled row')} for {plural(numbers, 'number')} to fit: too few, at least "
@@ -294,20 +347,24 @@ def _problems(sample: Predictions, options: Options, metric: Metric) -> Iterator
         yield f"{plural(sample.rows, 'labelled row')} in {options.folds} folds: use fewer --folds"
 
 
-def _fitted_numbers(sample: Predictions, options: Options) -> int:
+def fitted_numbers(sample: Predictions, options: Options) -> int:
     """Return how many numbers are fitted to the rows."""
     members, labels = len(sample.members), len(sample.labels)
-    calibrations = members * {"none": 0, "temperature": 1, "vector": 2 * labels}[options.calibration]
-    if options.metric == QUADRATIC_KAPPA:
-        return calibrations + members - 1 + labels - 1
-    if options.method != "stacking":
-        return calibrations + members - 1
-    if sample.activation == "softmax":
-        return calibrations + (members * labels + 1) * (labels - 1)
-    return calibrations + (members + 1) * labels
+    numbers = members * {"none": 0, "temperature": 1, "vector": 2 * labels}[options.calibration]
+    if options.method == "best_member":
+        numbers //= members
+    elif options.method in ("simplex", "greedy"):
+        numbers += members - 1
+    elif options.method == "stacking" and sample.activation == "softmax":
+        numbers += (members * labels + 1) * (labels - 1)
+    elif options.method == "stacking":
+        numbers += (members + 1) * labels
+    if options.metric == QUADRATIC_KAPPA:  # the thresholds between the labels
+        numbers += labels - 1
+    return numbers
 
 
-def _calibrations(sample: Predictions, options: Options) -> dict[str, CalibrationConfig | None]:
+def fit_calibrations(sample: Predictions, options: Options) -> dict[str, CalibrationConfig | None]:
     """Return the calibration of each member that is best for these rows."""
     calibrations: dict[str, CalibrationConfig | None] = {}
     for name, values in sample.members.items():
@@ -329,7 +386,7 @@ def _calibrations(sample: Predictions, options: Options) -> dict[str, Calibratio
     return calibrations
 
 
-def _method(
+def blend_fitter(
     members: Sequence[Values], sample: Predictions, options: Options, metric: Metric
 ) -> Callable[[int | None], Blend]:
     """Return a function that fits the merge of calibrated members by the method of the options.
@@ -339,6 +396,12 @@ def _method(
     truth, kind, pool = sample.required_truth, _kind(sample), options.pool
     if options.method == "stacking":
         return partial(fit_stacking, members, truth, kind, options.seed)
+    if options.method == "equal":
+        return lambda left_out: WeightedBlend(_equal_weights(len(members), left_out), pool, kind)
+    if options.method == "best_member":
+        values = [metric.value(truth, member, sample.activation) for member in members]
+        scores = values if metric.greater_is_better else [-value for value in values]
+        return lambda left_out: WeightedBlend(_weight_of_best(scores, left_out), pool, kind)
     if options.method == "simplex":
         loss = (mean_loss if pool == "mean" else geometric_loss)(members, truth, kind)
         start = minimize_on_simplex(loss, len(members))
@@ -355,8 +418,28 @@ def _method(
     return partial(fit_greedy, [taken(values, rows) for values in members], score, pool, kind)
 
 
+def _equal_weights(members: int, left_out: int | None) -> Values:
+    weights = np.ones(members)
+    if left_out is not None:
+        weights[left_out] = 0.0
+    return weights
+
+
+def _weight_of_best(scores: Sequence[float], left_out: int | None) -> Values:
+    """Return a weight of 1 for the member with the highest score, except ``left_out``, and 0 for all others."""
+    allowed = [number for number in range(len(scores)) if number != left_out]
+    weights = np.zeros(len(scores))
+    weights[max(allowed, key=lambda number: scores[number])] = 1.0
+    return weights
+
+
 def _cross_validated(
-    sample: Predictions, options: Options, metric: Metric, fold_of: Rows, numbers: tuple[float, ...]
+    sample: Predictions,
+    options: Options,
+    metric: Metric,
+    fold_of: Rows,
+    numbers: tuple[float, ...],
+    equal_pool: Pool,
 ) -> tuple[list[Values], Values, list[int]]:
     """Merge each row by what was fitted to the other folds.
 
@@ -369,7 +452,7 @@ def _cross_validated(
     merged, equal, best, *without = (np.empty(shape, order="F") for _ in range(3 + count * (count > 1)))
     answers = np.empty(shape if numbers else (0, 0))
     best_members = []
-    equal_blend = WeightedBlend(np.ones(count), options.pool, _kind(sample))
+    equal_blend = WeightedBlend(np.ones(count), equal_pool, _kind(sample))
     for fold in range(options.folds):
         is_scored = np.flatnonzero(fold_of == fold)
         others, scored = sample.taken(np.flatnonzero(fold_of != fold)), sample.taken(is_scored)
@@ -378,10 +461,10 @@ def _cross_validated(
             for values in others.members.values()
         ]
         best_members.append(int(np.argmax(scores) if metric.greater_is_better else np.argmin(scores)))
-        calibrations = _calibrations(others, options)
+        calibrations = fit_calibrations(others, options)
         raw = [*scored.members.values()]
         members, ready = ([*part.calibrated(calibrations).members.values()] for part in (others, scored))
-        method = _method(members, others, options, metric)
+        method = blend_fitter(members, others, options, metric)
         blend = method(None)
         best[is_scored] = raw[best_members[-1]]
         equal[is_scored] = equal_blend.merge(raw)
@@ -406,7 +489,7 @@ def folds(truth: Truth, count: int, seed: int) -> Rows:
     return fold_of
 
 
-class _Scorer:
+class HeldOutScorer:
     """Score held-out values on the same resamples; a metric that ranks rows is the mean over folds."""
 
     def __init__(self, sample: Predictions, metric: Metric, fold_of: Rows) -> None:

@@ -11,8 +11,16 @@ from typing import Any, Final
 
 import yaml
 
-from ensemble.analysis.fit import QUADRATIC_KAPPA, FitReport, Options, fit
-from ensemble.analysis.predictions import LABEL_COLUMN, read_files, read_run, read_truth, read_truth_of
+from ensemble.analysis.fit import LOG_LOSS, QUADRATIC_KAPPA, Candidate, FitReport, Options, fit
+from ensemble.analysis.fit_auto import fit_auto
+from ensemble.analysis.predictions import (
+    LABEL_COLUMN,
+    Predictions,
+    read_files,
+    read_run,
+    read_truth,
+    read_truth_of,
+)
 from ensemble.analysis.stacking import StackingFit
 from ensemble.analysis.thresholds import FittedThresholds
 from ensemble.analysis.weights import Pool
@@ -95,6 +103,8 @@ def fit_sources(
         raise ConfigError("--set: changes a config, but the sources are CSVs of predictions; leave --set out")
     if labels is None:
         raise ConfigError("--labels: name the table with the true labels of these predictions")
+    if options.method == "auto" and merge_method is not None:
+        raise ConfigError("--method auto: compares both merge methods; leave --merge-method out")
     files = [source for source in sources if isinstance(source, Path)]
     predictions = read_files(
         files,
@@ -105,9 +115,13 @@ def fit_sources(
         may_lack_rows=partial,
         advice="give the same rows in each file, or --partial to fit to the rows that all of them have",
     )
-    report = fit(predictions, replace(options, pool=merge_method or "mean"))
+    report = _fitted(predictions, replace(options, pool=merge_method or "mean"))
     names = ", ".join(path_of(file).name for file in files)
     return report, _overlay(report, report.options.pool, f"{names} by {labels.name}")
+
+
+def _fitted(predictions: Predictions, options: Options) -> FitReport:
+    return fit_auto(predictions, options) if options.method == "auto" else fit(predictions, options)
 
 
 def _is_config(source: ConfigSource) -> bool:
@@ -124,7 +138,7 @@ def _fit_run(
     """Fit the predictions in a config's ``output_dir``, for the config's merge method."""
     config, run_dir, data = loaded.config, loaded.config.output_dir, loaded.config.data
     method, advice = config.ensemble.method, "fit the weighted mean by --set ensemble.method=mean"
-    if options.method != "stacking" and method not in POOLS:
+    if options.method not in ("stacking", "auto") and method not in POOLS:
         if method == "stacking":
             advice += ", or this method's coefficients by --method stacking"
         raise ConfigError(f"ensemble.method: weights cannot be fitted for {method}; {advice}")
@@ -152,7 +166,7 @@ def _fit_run(
         members={name: predictions.members[name] for name in names},
         activations={name: predictions.activations[name] for name in names},
     )
-    if method == "logit_mean" and predictions.activation == "softmax":
+    if options.method != "auto" and method == "logit_mean" and predictions.activation == "softmax":
         raise ConfigError(f"ensemble.method: logit_mean is not for labels that exclude each other; {advice}")
     rows = predictions.ids, predictions.labels, predictions.activation
     if labels is not None:
@@ -166,7 +180,9 @@ def _fit_run(
             predictions = predictions.with_truth(*read_truth_of(data, *rows))
     columns = _submitted_columns(loaded) if options.metric == QUADRATIC_KAPPA else {}
     numbers = next(filter(None, (_numbers(column, config.labels) for column in columns.values())), ())
-    report = fit(predictions, replace(options, pool=POOLS.get(method, "mean"), numbers=numbers))
+    report = _fitted(predictions, replace(options, pool=POOLS.get(method, "mean"), numbers=numbers))
+    if report.candidates and POOLS.get(method) != report.options.pool:
+        method = report.options.pool
     overlay = _overlay(report, method, f"the predictions in {run_dir.name}", columns if numbers else None)
     return report, loaded.redactor(overlay)
 
@@ -270,13 +286,15 @@ def check_output(output: Path, may_replace: bool, sources: Sequence[Path], label
 def verdicts(report: FitReport) -> Iterator[str]:
     """Yield sentences that compare the fit with equal weights, with the best member, and without each member."""
     metric, equal = report.options.metric.replace("_", " "), report.over_equal
+    if report.chosen is not None:
+        yield from _comparison(report, report.chosen)
     yield (
         f"Held-out {metric} {_number(report.score, equal)}: {plural(report.rows, 'row')}, each predicted by a fit "
         f"to the other folds ({report.options.folds} folds; in brackets 95 % intervals).{_by_fold(report)}"
     )
-    as_well = "" if equal.excludes_zero else " Equal weights do as well."
+    as_well = "" if equal.excludes_zero or report.candidates else " Equal weights do as well."
     yield f"{_against('equal weights', report.equal, equal)}{as_well}"
-    if equal.high < 0:
+    if equal.high < 0 and not report.candidates:
         yield "Keep equal weights: the fitted weights do worse."
     if len(report.members) > 1:
         yield _against(f"the best member, {report.best_member}", report.best, report.over_best)
@@ -285,7 +303,9 @@ def verdicts(report: FitReport) -> Iterator[str]:
         if gain is None or gain.low > 0:
             continue
         without = f"without it {difference(gain, 'worse', 'better')}"
-        if gain == Interval(0.0, 0.0, 0.0):
+        if member.is_left_out:
+            yield f"{member.name} is left out, because it does harm: {without}."
+        elif gain == Interval(0.0, 0.0, 0.0):
             yield f"{member.name} does not help: its weight is 0, whichever rows are held out."
         elif gain.value > 0:
             yield f"{member.name} is not shown to help: {without}, which may be noise."
@@ -307,6 +327,26 @@ def verdicts(report: FitReport) -> Iterator[str]:
         )
     if report.rows_decided:
         yield f"Rules decide {plural(report.rows_decided, 'further row')}, which say nothing about the members."
+
+
+def _comparison(report: FitReport, chosen: Candidate) -> Iterator[str]:
+    """Yield which way to merge is fitted, and why; and whether it, or the best one, is worse by log loss."""
+    metric, ways = report.options.metric.replace("_", " "), report.candidates
+    best = max(ways, key=lambda way: way.behind.value)
+    why = "it is the best on held-out rows, and none that is simpler is as good"
+    if chosen is not best:
+        why = (
+            f"it has the fewest numbers to fit ({chosen.numbers:,}) of those that are not worse by more than noise "
+            f"than the best on held-out rows, {best.options.title}"
+        )
+    yield f"Of {plural(len(ways), 'way')} to merge, {chosen.options.title} is fitted: {why}."
+    if report.options.metric == LOG_LOSS:
+        return
+    for way in dict.fromkeys((best, chosen)):
+        behind = way.log_loss_behind
+        if behind is not None and behind.high < 0:
+            rank = "wins" if way is best else "is as good by"
+            yield f"{way.options.title} {rank} {metric}, and loses the log loss: {difference(behind)}."
 
 
 def _by_fold(report: FitReport) -> str:

@@ -52,7 +52,8 @@ _OPTIONS: dict[str, Any] = {
     "id_column": Annotated[str | None, option("--id-column", "NAME")],
     "metric": Annotated[str, option("--metric", "NAME")],
     "method": Annotated[
-        Literal["simplex", "greedy", "stacking"] | None, option("--method", show_default=False)
+        Literal["equal", "best_member", "simplex", "greedy", "stacking", "auto"] | None,
+        option("--method", show_default=False),
     ],
     "calibration": Annotated[Literal["none", "temperature", "vector"], option("--calibration")],
     "merge_method": Annotated[Literal["mean", "geometric_mean"] | None, option("--merge-method")],

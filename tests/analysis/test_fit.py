@@ -476,7 +476,10 @@ def test_what_cannot_be_fitted_is_refused_in_a_sentence(change: Any, options: Op
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"method": "foo"}, "method: 'foo' is unknown; the methods here are simplex, greedy, stacking"),
+        (
+            {"method": "foo"},
+            "method: 'foo' is unknown; the methods here are equal, best_member, simplex, greedy, stacking, auto",
+        ),
         ({"calibration": "temperatur"}, "calibration: 'temperatur' is unknown; did you mean temperature?"),
         ({"pool": "median"}, "merge_method: 'median' is unknown; did you mean mean?"),
         ({"folds": 2.5}, "folds: give a whole number of at least 2, not '2.5'"),

@@ -478,3 +478,30 @@ def test_predictions_of_a_run_that_is_not_complete_are_not_fitted(files: Project
     done = files.ensemble("fit", "config.yaml")
     assert done.returncode == 2
     assert "no complete predictions of three" in done.stderr
+
+
+def test_a_run_merges_by_what_auto_wrote(files: Project) -> None:
+    """Also below a merge method that has no weights to fit."""
+    files.write_config(config(method="power_mean", power=2))
+    assert files.ensemble("run", "config.yaml", "--set", "report=false", "-q").returncode == 0
+    done = files.ensemble("fit", "config.yaml", "--method", "auto")
+    assert done.returncode == 0, done.stderr
+    overlay = yaml.safe_load((files.folder / "weights.yaml").read_text())
+    method = overlay["ensemble"]["method"]
+    assert method in ("mean", "geometric_mean", "stacking")
+    (said,) = [line for line in done.stdout.splitlines() if line.startswith("Of 14 ways to merge, ")]
+    assert said.startswith("Of 14 ways to merge, stacking") is (method == "stacking")
+    before = files.run_json("out")["scores"]["ensemble"]["log_loss"]
+    again = files.ensemble("run", "config.yaml", "weights.yaml", "--set", "report=false")
+    assert again.returncode == 0, again.stderr
+    loss = files.run_json("out")["scores"]["ensemble"]["log_loss"]
+    assert loss < before
+    assert loss == pytest.approx(overlay["fitted_on"]["value"], abs=0.02)
+
+
+def test_a_merge_method_beside_auto_is_refused(files: Project) -> None:
+    sources = ("one.csv", "two.csv", "--labels", "truth.csv")
+    done = files.ensemble("fit", *sources, "--method", "auto", "--merge-method", "mean")
+    assert done.returncode == 2
+    assert "--method auto: compares both merge methods; leave --merge-method out" in done.stderr
+    assert not (files.folder / "weights.yaml").exists()

@@ -11,6 +11,8 @@ from ensemble.config import CalibrationConfig
 
 
 def view(report: FitReport) -> Iterator[str | Table]:
+    if report.candidates:
+        yield _comparison(report)
     rows = [
         [
             member.name,
@@ -26,6 +28,26 @@ def view(report: FitReport) -> Iterator[str | Table]:
     yield Table(["member", how, "weight", f"{metric} alone", "without it"], rows)
     yield from verdicts(report)
     yield from (f"! {remark}" for remark in report.remarks)
+
+
+def _comparison(report: FitReport) -> Table:
+    """Return the ways to merge, each against the best one; with the log loss if another metric decides."""
+    metric = report.options.metric.replace("_", " ")
+    headers = ["way to merge", "numbers", metric, "against the best", "", ""]
+    if report.candidates[0].log_loss is not None and metric != "log loss":
+        headers[4] = "log loss"
+    rows = [
+        [
+            way.options.title,
+            f"{way.numbers:,}",
+            f"{way.score:.4f}",
+            difference(way.behind),
+            f"{way.log_loss:.4f}" if headers[4] else "",
+            "fitted" if way is report.chosen else "",
+        ]
+        for way in report.candidates
+    ]
+    return Table(headers, rows)
 
 
 def _calibration(calibration: CalibrationConfig | None) -> str:

@@ -6,9 +6,10 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from scipy.stats import zscore
 from sklearn.metrics import cohen_kappa_score
 
-from ensemble.analysis.report.sections.agreement import compare_pair
+from ensemble.analysis.report.sections.agreement import compare_pair, effective_members
 from ensemble.common.protocol import Activation
 from ensemble.merging.methods.base import Values
 
@@ -88,3 +89,15 @@ def test_a_pair_that_shares_no_row_has_nothing_to_compare() -> None:
     assert pair.rows == pair.decisions == 0
     assert np.isnan([pair.difference, pair.kappa, pair.correlation]).all()
     assert np.isnan(compare_pair(second[:9], second[:9], "softmax").kappa), "one decision alone"
+
+
+@pytest.mark.parametrize(("members", "shared"), [(2, 0.0), (3, 1.0), (5, 0.3)])
+def test_effective_members_are_those_whose_mean_varies_as_much(members: int, shared: float) -> None:
+    chooser = np.random.default_rng(0)
+    errors = shared * chooser.normal(size=40_000) + chooser.normal(size=(members, 40_000))
+    errors = zscore(errors, axis=1)
+    pairs = np.asarray(np.corrcoef(errors))[np.triu_indices(members, 1)]
+    found = effective_members(members, float(pairs.mean()))
+    assert found == pytest.approx(1 / errors.mean(axis=0).var(), rel=1e-9)
+    assert 1 < found < members + 0.1
+    assert effective_members(2, -1.0) == np.inf

@@ -217,6 +217,10 @@ def test_agreement_says_who_is_right_where_two_differ(made: Made) -> None:
     differ = int((first != second).sum())
     assert re.search(rf" m0 / m1 0\.\d\d {differ:,} .* {one:,} {other:,} {differ - one - other:,} m0$", text)
     assert "errors correlate at" in text
+    errors = np.array([(values - np.eye(values.shape[1])[truth]).ravel() for values in members.values()])
+    correlation = np.asarray(np.corrcoef(errors))[0, 1]
+    count = f"{2 / (1 + correlation):.1f}"
+    assert f"Together the 2 members count as {count} members with independent errors." in text
 
 
 @pytest.mark.long

@@ -119,14 +119,30 @@ def _sentences(predictions: Predictions, pairs: Mapping[tuple[str, str], Pair]) 
         subject, meaning = "errors", "they fail apart often enough for a mean of the two to gain."
         if correlations[closest] > 0.9:
             meaning = "they fail together, so a mean of the two gains little over either."
+    effective = []
+    if predictions.truth is not None and len(correlations) == len(pairs):
+        mean, members = float(np.mean([*correlations.values()])), len(predictions.members)
+        count = number(effective_members(members, mean), 1)
+        effective = [f"Together the {members} members count as {count} members with independent errors."]
     high, low = number(correlations[closest], 2), number(correlations[furthest], 2)
     if len(correlations) == 1:
-        return [*lines, f"Their {subject} correlate at {high}: {meaning}"]
+        return [*lines, f"Their {subject} correlate at {high}: {meaning}", *effective]
     return [
         *lines,
         f"The {subject} of {' and '.join(closest)} are most alike (correlation {high}): {meaning}",
         f"Those of {' and '.join(furthest)} are least alike ({low}).",
+        *effective,
     ]
+
+
+def effective_members(members: int, correlation: float) -> float:
+    """Return how many members with independent errors have a mean that varies as the mean of these members does.
+
+    ``correlation`` is the mean over pairs. The result is the sample size over the design effect (L. Kish, "Survey
+    Sampling", 1965, section 5.4), and infinite if the errors cancel.
+    """
+    effect = 1 + (members - 1) * correlation
+    return members / effect if effect > 0 else float("inf")
 
 
 def compare_pair(first: Values, second: Values, activation: Activation, truth: Truth | None = None) -> Pair:
