@@ -210,6 +210,12 @@ Method = Annotated[str, _WORD, MustBe("the name of a merge method, such as mean"
 TaskType = Annotated[str, _WORD, MustBe("the name of a kind of member, such as seq_cls")]
 Name = Annotated[str, AfterValidator(_member_name), MustBe(_NAME)]
 Source = Annotated[str, _WORD, BeforeValidator(_source), MustBe("the path of a folder or a name on the hub")]
+Sources = Annotated[
+    tuple[Source, ...],
+    BeforeValidator(as_tuple),
+    Len(1),
+    MustBe("a list of folders or names on the hub", list),
+]
 Label = Annotated[str, BeforeValidator(as_label), _WORD, MustBe("text (true, false and 0.5 only in quotes)")]
 Labels = Annotated[tuple[Label, ...], BeforeValidator(as_tuple), MustBe("a list of one or more labels", list)]
 LabelPair = Annotated[tuple[Label, Label], BeforeValidator(as_tuple), MustBe("a list of two labels")]

@@ -80,8 +80,8 @@ def member_fingerprint(
     return Fingerprint(settings=_settings(prepared, member, None), content=content, rows=rows)
 
 
-def view_fingerprints(prepared: Prepared, member: MemberPlan, whole: Fingerprint) -> list[Fingerprint]:
-    """Return the fingerprint of a member's work in each of its views, from that without views.
+def view_fingerprints(prepared: Prepared, member: MemberPlan, files: FileDigests) -> list[Fingerprint]:
+    """Return the fingerprint of a member's work in each of its views.
 
     That of a view that changes nothing equals that of the member without views.
     """
@@ -89,7 +89,11 @@ def view_fingerprints(prepared: Prepared, member: MemberPlan, whole: Fingerprint
     for number, view in enumerate(member.model.counted_views):
         columns = prepared.view_columns[member.name][number]
         rows = prepared.table.digest(columns, file_cells(prepared, member.name, view))
-        fingerprints.append(replace(whole, settings=_settings(prepared, member, view), rows=rows))
+        # ``whole`` is of the adapters of all views.
+        kind = member_kind(member.model.as_view(view))
+        content = kind.content(prepared.inspected[member.name], files)
+        settings = _settings(prepared, member, view)
+        fingerprints.append(Fingerprint(settings=settings, content=content, rows=rows))
     return fingerprints
 
 

@@ -70,7 +70,7 @@ def member_views(kinds: Mapping[str, MemberKind[Any, Any]], problems: Problems) 
             title, swap, reads = name, dict[str, str](), kind.reads()
             if view is not None:
                 key = f"{key}.views[{model.views.index(view)}]"
-                template_place = key if view.changes else template_place
+                template_place = key if "prompt_template" in view.changes else template_place
                 title, swap = f"{name} (view {view.name})", view.columns
                 reads = member_kind(model.as_view(view)).reads()
             columns = reads.columns

@@ -181,7 +181,7 @@ def _work_of_member(prepared: Prepared, rundir: RunDir, member: MemberPlan, file
     table, name, model = prepared.table, member.name, member.model
     keeps_bad_rows = prepared.config.on_bad_row == "uniform"
     fingerprint = member_fingerprint(prepared, member, files)
-    of_views = view_fingerprints(prepared, member, fingerprint)
+    of_views = view_fingerprints(prepared, member, files)
     if of_views:
         fingerprint = mean_fingerprint(member, fingerprint, of_views)
     work = find_work(rundir, name, fingerprint, table.rows, keeps_bad_rows)

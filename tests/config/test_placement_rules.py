@@ -10,6 +10,8 @@ from tests.config.examples import Load, Problems, small
 
 EIGHT_BITS = {"load_in_8bit": True}
 OFFLOADED = {"load_in_8bit": True, "llm_int8_enable_fp32_cpu_offload": True}
+# Two adapters that take turns.
+TURNS = [{"name": "x", "adapter_name_or_path": "x"}, {"name": "y", "adapter_name_or_path": "y"}]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,51 @@ OFFLOADED = {"load_in_8bit": True, "llm_int8_enable_fp32_cpu_offload": True}
             "models[0].torch_compile (line ",
             "drop attn_implementation, or this",
         ),
+        (
+            {"adapters": {"average": ["x", "y"]}, "adapter_name_or_path": "x"},
+            "models[0].adapters (line ",
+            "adapter_name_or_path is given as well; keep one of the two",
+        ),
+        (
+            {"views": [{"name": "v", "adapters": {"average": ["x", "y"]}, "adapter_name_or_path": "x"}]},
+            "models[0].views[0].adapters (line ",
+            "adapter_name_or_path is given as well; keep one of the two",
+        ),
+        (
+            {"adapters": {"average": ["x"]}},
+            "models[0].adapters.average (line ",
+            "needs two adapters or more; name a single one with adapter_name_or_path",
+        ),
+        (
+            {"adapters": {"average": ["x", "y", "x"]}},
+            "models[0].adapters.average[2] (line ",
+            "the same adapter twice; name it once",
+        ),
+        (
+            {"adapters": {"average": ["x", "y"], "combination_type": "svd"}},
+            "models[0].adapters.combination_type (line ",
+            "must be one of cat, linear, not 'svd'",
+        ),
+        (
+            {"merge_adapter": True, "views": TURNS},
+            "models[0].merge_adapter (line ",
+            "taken out again; drop this",
+        ),
+        (
+            {"torch_compile": True, "views": TURNS},
+            "models[0].torch_compile (line ",
+            "have several; drop this",
+        ),
+        (
+            {"offload_folder": "disk", "views": TURNS},
+            "models[0].views (line ",
+            "or merge the adapter into a checkpoint first",
+        ),
+        (
+            {"offload_folder": "disk", "adapters": {"average": ["x", "y"]}},
+            "models[0].adapters (line ",
+            "or merge the adapter into a checkpoint first",
+        ),
         ({"gguf_file": "x.gguf", "offload_folder": "d"}, "models[0].gguf_file (line ", "drop offload_folder"),
     ],
 )
@@ -89,6 +136,9 @@ def test_keys_that_exclude_each_other(keys: dict[str, Any], start: str, end: str
         {"quantization_config": OFFLOADED, "offload_folder": "disk", "max_memory": {"cpu": "1GB"}},
         {"quantization_config": EIGHT_BITS, "device_map": {"model": 0, "score": 1}},
         {"adapter_name_or_path": "x", "merge_adapter": True},
+        {"adapters": {"average": ["x", "y"]}, "merge_adapter": True},
+        {"views": TURNS, "adapter_name_or_path": "z", "quantization_config": EIGHT_BITS},
+        {"views": TURNS[:1], "merge_adapter": True, "torch_compile": True},
         {"adapter_name_or_path": "x", "quantization_config": EIGHT_BITS, "gguf_file": None},
     ],
 )

@@ -55,7 +55,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
 }
 # Tested by themselves, because they need files: the adapter's, a GGUF file, the hub's cache, a compiler.
 NUMBERS_WITH_FILES = {
-    *("model_name_or_path", "adapter_name_or_path", "merge_adapter", "gguf_file", "revision"),
+    *("model_name_or_path", "adapter_name_or_path", "adapters", "merge_adapter", "gguf_file", "revision"),
     "torch_compile",
 }
 HARMLESS: dict[str, dict[str, Any]] = {
@@ -97,7 +97,9 @@ SPELT_OUT: dict[str, list[dict[str, Any]]] = {
 # Tested by itself, because a quantization must be there to have defaults; the hub's cache.
 SPELT_OUT_ELSEWHERE = {"quantization_config", "revision"}
 # They have no value that they would have anyway.
-ALWAYS_GIVEN = {"model_name_or_path", "adapter_name_or_path", "gguf_file", "prompt_template", "truncation"}
+ALWAYS_GIVEN = {
+    *("model_name_or_path", "adapter_name_or_path", "adapters", "gguf_file", "prompt_template", "truncation"),
+}
 # Their usual value is the tokenizer's, and its files count.
 TOKENIZERS_OWN = {"truncation_side"}
 HARMLESS_OF_RUN: dict[str, dict[str, Any]] = {
@@ -429,6 +431,13 @@ def test_adapters(make: Make, project: Project) -> None:
     assert first(make({"adapter_name_or_path": str(moved)})).changed_from(before) == ("weights",)
     make_adapter(adapter, project.models / "llama", len(LABELS), seed=2)
     assert first(make(model)).changed_from(before) == ("weights",)
+    both = [str(adapter), str(moved)]
+    mean = first(make({"adapters": {"average": both}}))
+    assert mean.changed_from(before) == ("settings", "weights")
+    assert first(make({"adapters": {"average": both, "combination_type": "cat"}})) == mean
+    linear = first(make({"adapters": {"average": both, "combination_type": "linear"}}))
+    assert linear.changed_from(mean) == ("settings",)
+    assert first(make({"adapters": {"average": both[::-1]}})).changed_from(mean) == ("weights",)
     _change_gguf_files(make, project, adapter)
 
 

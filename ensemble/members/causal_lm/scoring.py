@@ -182,6 +182,9 @@ class LabelScorer(Classifier):
         rows = np.arange(len(encoded.lengths))
         return np.where(begins_with(encoded, rows, self._shared), len(self._shared), 0)
 
+    def forget(self) -> None:
+        self._prefix = self._chunk = None
+
     def try_prefix(self, encoded: Encoded, tolerance: float) -> None:
         """Take the shortcut of shared prefixes if rows keep their numbers."""
         ids = np.resize(np.concatenate(encoded.inputs["input_ids"]), 2 * _MIN_TOKENS)
@@ -202,7 +205,7 @@ class LabelScorer(Classifier):
                 raise
         if not is_same:
             self.taken.discard(Shortcut.SHARED_PREFIX)
-        self._prefix = self._chunk = None
+        self.forget()
         self.shared_tokens = 0
 
     def _find_shared(self, encoded: Encoded) -> None:

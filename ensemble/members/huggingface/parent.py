@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
@@ -31,6 +31,7 @@ from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_leng
 from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSettings
 from ensemble.members.huggingface.spec import (
     CAPPED_BLOCKS,
+    AdapterSource,
     CheckpointSettings,
     ModelSettings,
     choose_compute_dtype,
@@ -53,6 +54,7 @@ _MEMBER_KEYS = (
 # The fingerprint takes these keys as they are, and the effect of the others, so that writing a default into the
 # config changes nothing.
 _VERBATIM_KEYS = ("allow_tf32", "merge_adapter", "gguf_file", "trust_remote_code")
+_ADAPTER_KEYS = ("adapter_name_or_path", "adapters")
 _VERBATIM_TEXT_KEYS = ("prompt_template", "add_special_tokens", "truncation_side")
 # Keys that change loading and memory, but no prediction.
 _KEYS_WITHOUT_EFFECT = (
@@ -94,12 +96,13 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             device_map=model.device_map if isinstance(model.device_map, dict) else None,
             max_memory=model.max_memory,
             offload_folder=model.offload_folder,
-            may_offload=is_plain and model.adapter_name_or_path is None,
+            may_offload=is_plain and not model.used_adapters,
         )
 
     def sources(self) -> tuple[str, ...]:
-        names = (self.settings.model_name_or_path, self.settings.adapter_name_or_path)
-        return tuple(name for name in names if name is not None)
+        model = self.settings
+        adapters = (name for adapter in model.used_adapters for name in adapter.names)
+        return tuple(dict.fromkeys((model.model_name_or_path, *adapters)))
 
     def hub_files(self, inspected: C) -> tuple[HubFile, ...]:
         model = self.settings
@@ -107,9 +110,9 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         commit = hub_commit(model.model_name_or_path, inspected.folder)
         if commit:
             files.append(HubFile(model.model_name_or_path, model.gguf_file or "config.json", commit))
-        adapter = model.adapter_name_or_path
-        if adapter is not None and not Path(adapter).is_dir():
-            files.append(HubFile(adapter, "adapter_config.json", None))
+        for name in self.sources()[1:]:
+            if not Path(name).is_dir():
+                files.append(HubFile(name, "adapter_config.json", None))
         return tuple(files)
 
     def question(self) -> Question | None:
@@ -144,8 +147,8 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             yield package, ".quantization_config"
         elif stored_package is not None:
             yield stored_package, ", a quantized checkpoint,"
-        if model.adapter_name_or_path is not None:
-            yield "peft", ".adapter_name_or_path"
+        if model.used_adapters:
+            yield "peft", f".{model.adapter_key}"
         if model.gguf_file is not None:
             yield "gguf", ".gguf_file"
 
@@ -167,6 +170,8 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             fingerprint["compute_dtype"] = compute_dtype
         if model.torch_compile:  # left out otherwise, so that shards from before this key stay valid
             fingerprint["torch_compile"] = True
+        if model.adapter is not None and model.adapter.combination_type:  # the same
+            fingerprint["adapters"] = model.adapter.combination_type
         return fingerprint
 
     def predicted_by(self) -> dict[str, object]:
@@ -195,7 +200,7 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
                 "int8, threshold 0": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
                 "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
             }
-            if on_gpu and assigned.capability is not None and model.adapter_name_or_path is None:
+            if on_gpu and assigned.capability is not None and not model.used_adapters:
                 for method, least in DYNAMIC_METHODS.items():
                     if assigned.capability >= least:
                         quantized[method] = {"quant_method": method}
@@ -249,6 +254,7 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         return {
             **{key: getattr(model, key) for key in keys if hasattr(model, key)},
             "auto_class": self.auto_class,
+            "view_adapters": tuple(map(_for_worker, model.view_adapters)),
             # The commit that was checked: a branch on the hub may have moved since.
             "revision": hub_commit(model.model_name_or_path, inspected.folder) or model.revision,
             "label_order": inspected.label_order,
@@ -280,17 +286,24 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         return allocator if model.quantization_config is None else {**allocator, _NO_LOADING_THREADS: "1"}
 
     def content(self, inspected: C, files: FileDigests) -> Mapping[str, str]:
-        """Return the digest of the weights, including the adapter's."""
+        """Return the digest of the weights, including those of the adapters of all views."""
         model, folder = self.settings, inspected.folder
-        weights = [
+        weights: list[object] = [
             hub_commit(model.model_name_or_path, folder)
             or weights_digest(folder, model.model_kwargs, model.gguf_file, model.trust_remote_code, files)
         ]
-        name = model.adapter_name_or_path
-        if name is not None:
-            adapter = find_file(name, "adapter_config.json").parent
-            weights.append(hub_commit(name, adapter) or weights_digest(adapter, {}, None, False, files))
+        if model.switches_adapters:
+            weights.append([self._adapter_digests(adapter, files) for adapter in model.view_adapters])
+        else:
+            weights += self._adapter_digests(model.view_adapters[0], files)
         return {"weights": digest_of(weights)}
+
+    def _adapter_digests(self, adapter: AdapterSource | None, files: FileDigests) -> list[str]:
+        digests = []
+        for name in () if adapter is None else adapter.names:
+            folder = find_file(name, "adapter_config.json").parent
+            digests.append(hub_commit(name, folder) or weights_digest(folder, {}, None, False, files))
+        return digests
 
 
 class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
@@ -313,7 +326,7 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         """Yield this member and each view with other settings, after the prefix that names it in sentences."""
         yield "", self
         for number, view in enumerate(self.settings.views or ()):
-            if view.changes:
+            if "prompt_template" in view.changes:
                 yield f"views[{number}]: ", type(self)(self.settings.as_view(view))
 
     def cut_problems(self, inspected: Checkpoint | None) -> Iterator[str]:
@@ -373,6 +386,19 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
             fingerprint["truncation"] = model.truncation.model_dump()
         return fingerprint
 
+    def predicted_by(self) -> dict[str, object]:
+        # Adapters that are not set are left out, so that digests from before their keys stay equal.
+        keys = super().predicted_by()
+        if keys["adapters"] is None:
+            del keys["adapters"]
+        views = keys["views"]
+        if isinstance(views, list | tuple):
+            keys["views"] = [
+                {key: value for key, value in view.items() if value is not None or key not in _ADAPTER_KEYS}
+                for view in views
+            ]
+        return keys
+
     def worker_settings(
         self, inspected: Checkpoint, assigned: Assigned, offload_folder: Path | None
     ) -> Mapping[str, Any]:
@@ -403,6 +429,17 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         if without_fetching(model.tokenizer_kwargs) or model.gguf_file or model.trust_remote_code:
             return None
         return own_max_length(inspected.folder) if Path(model.model_name_or_path).is_dir() else None
+
+
+def _for_worker(adapter: AdapterSource | None) -> AdapterSource | None:
+    """Return an adapter by paths with a slash: in lists Ray replaces only those by a node's."""
+    if adapter is None:
+        return None
+    names = (
+        name if "/" in name or not Path(name).is_dir() else str(Path(name).absolute())
+        for name in adapter.names
+    )
+    return replace(adapter, names=tuple(names))
 
 
 def allocator_environment(

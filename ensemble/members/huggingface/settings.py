@@ -24,11 +24,13 @@ from ensemble.config.values import (
     Settings,
     Share,
     Source,
+    Sources,
     SplitSize,
     Text,
     as_tuple,
 )
 from ensemble.members.huggingface.checkpoint.quantization_methods import DYNAMIC_METHODS, method_of
+from ensemble.members.huggingface.spec import AdapterSource
 
 COMMIT: Final = r"[0-9a-fA-F]{40}"
 _PICKLE_ADVICE: Final = "drop this; the model's own key allow_pickle says whether pickles may be read"
@@ -100,7 +102,29 @@ class HuggingFaceSettings(MemberConfig):
         ).split()
         if self.torch_compile:
             keys.append("torch_compile")
+        if getattr(self, "adapters", None) is not None:
+            keys.append("adapters")
         return sha256(repr([getattr(self, key, None) for key in keys]).encode()).hexdigest()[:16]
+
+    @property
+    def adapter(self) -> AdapterSource | None:
+        """Return the member's own adapter, which views without an adapter use, too."""
+        return None if self.adapter_name_or_path is None else AdapterSource((self.adapter_name_or_path,))
+
+    @property
+    def view_adapters(self) -> tuple[AdapterSource | None, ...]:
+        """Return the adapter of each view, None for the base alone; a member without views has one."""
+        return tuple(self.as_view(view).adapter for view in self.counted_views) or (self.adapter,)
+
+    @property
+    def used_adapters(self) -> tuple[AdapterSource, ...]:
+        """Return the adapters of all views, each once."""
+        return tuple(dict.fromkeys(adapter for adapter in self.view_adapters if adapter is not None))
+
+    @property
+    def switches_adapters(self) -> bool:
+        """Return whether some of its views have other adapters than others."""
+        return len(set(self.view_adapters)) > 1
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         yield from super().broken_rules(labels)
@@ -154,22 +178,27 @@ class HuggingFaceSettings(MemberConfig):
                 f"{bits} and offload go together only with llm_int8_enable_fp32_cpu_offload: true, which keeps the "
                 "offloaded layers in float32",
             )
-        if self.merge_adapter and self.adapter_name_or_path is None:
+        if self.merge_adapter and not self.used_adapters:
             yield ("merge_adapter",), "there is no adapter to merge; add adapter_name_or_path"
+        elif self.merge_adapter and self.switches_adapters:
+            yield (
+                ("merge_adapter",),
+                "the views' adapters take turns, and a merged one could not be taken out again; drop this",
+            )
         elif self.merge_adapter and is_quantized:
             yield (
                 ("merge_adapter",),
                 "quantized weights cannot take an adapter in without rounding it away; leave it unmerged, or drop "
                 "quantization_config",
             )
-        if self.adapter_name_or_path is not None and self._offloads:
+        if self.used_adapters and self._offloads:
             yield (
-                ("adapter_name_or_path",),
+                (self.adapter_key,),
                 "an adapter needs its base on the devices themselves, not offloaded; quantize it, give it more "
                 "GPUs, or merge the adapter into a checkpoint first",
             )
         method = method_of(self.quantization_config)
-        if method in DYNAMIC_METHODS and (self._offloads or self.adapter_name_or_path is not None):
+        if method in DYNAMIC_METHODS and (self._offloads or self.used_adapters):
             yield (
                 ("quantization_config",),
                 f"{method} goes neither with an adapter nor with offload; take load_in_4bit or load_in_8bit",
@@ -195,11 +224,18 @@ class HuggingFaceSettings(MemberConfig):
                 "layers that accelerate places, or over several GPUs, are not compiled; drop num_gpus, device_map, "
                 "max_memory and offload_folder, or this",
             )
+        if self.switches_adapters:
+            yield ("torch_compile",), "compiled code keeps one adapter, and the views have several; drop this"
         if self.attn_implementation == "flex_attention":
             yield (
                 ("torch_compile",),
                 "flex_attention compiles itself, for each size anew; drop attn_implementation, or this",
             )
+
+    @property
+    def adapter_key(self) -> str:
+        """Return the key that names an adapter."""
+        return "adapter_name_or_path" if self.adapter_name_or_path is not None else "views"
 
     @property
     def _device_by_layer(self) -> dict[str, Any]:
@@ -243,16 +279,59 @@ class TruncationConfig(StrictConfig):
             )
 
 
+class AveragedAdapters(StrictConfig):
+    """Adapters of one base, such as those of several folds, that become a single adapter."""
+
+    average: Sources = Field(examples=[["models/fold0", "models/fold1"]])  # two LoRA adapters or more
+    # cat: the mean of what they add to the weights, exactly; linear: the mean of their matrices A and that of their
+    # matrices B, which is another model and needs equal ranks
+    combination_type: Literal["cat", "linear"] = "cat"
+
+    @property
+    def source(self) -> AdapterSource:
+        return AdapterSource(self.average, self.combination_type)
+
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        if len(self.average) == 1:
+            yield (
+                ("average",),
+                "a mean needs two adapters or more; name a single one with adapter_name_or_path",
+            )
+        for number, name in enumerate(self.average):
+            if name in self.average[:number]:
+                yield ("average", number), "the same adapter twice; name it once"
+
+
+_TWO_KINDS_OF_ADAPTER: Final = "adapter_name_or_path is given as well; keep one of the two"
+
+
 class TextView(ViewConfig):
-    """A view of each row for a member that reads text: with other columns or another template."""
+    """A view of each row for a member that reads text: with other columns, another template or another adapter."""
 
     prompt_template: Text | None = None  # instead of the member's own prompt_template or text_column
+    adapter_name_or_path: Source | None = None  # instead of the member's own adapter, on the same base
+    adapters: AveragedAdapters | None = (
+        None  # several that are averaged into one, instead of the member's own
+    )
+
+    older_keys: ClassVar[Mapping[str, str]] = {
+        **ViewConfig.older_keys,
+        "adapter_name_or_path": "adapter adapter_path lora lora_path peft peft_model",
+    }
 
     @property
     def changes(self) -> dict[str, Any]:
-        if self.prompt_template is None:
-            return {}
-        return {"prompt_template": self.prompt_template, "text_column": None}
+        changes: dict[str, Any] = {}
+        if self.prompt_template is not None:
+            changes |= {"prompt_template": self.prompt_template, "text_column": None}
+        if self.adapter_name_or_path is not None or self.adapters is not None:
+            changes |= {"adapter_name_or_path": self.adapter_name_or_path, "adapters": self.adapters}
+        return changes
+
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        yield from super().broken_rules(labels)
+        if self.adapters is not None and self.adapter_name_or_path is not None:
+            yield ("adapters",), _TWO_KINDS_OF_ADAPTER
 
 
 TextViews = Annotated[tuple[TextView, ...], BeforeValidator(as_tuple), MustBe("a list of views", list)]
@@ -261,6 +340,7 @@ TextViews = Annotated[tuple[TextView, ...], BeforeValidator(as_tuple), MustBe("a
 class TextSettings(HuggingFaceSettings, ReaderConfig):
     """Set how a member reads a row's text; exactly one of ``prompt_template`` and ``text_column`` is set."""
 
+    adapters: AveragedAdapters | None = None  # several adapters that are averaged into one
     prompt_template: Text | None = None  # Jinja, over the row's columns
     text_column: Column | Columns | None = None  # fed as it stands; two columns are a pair of sentences
     max_length: Count | None = None  # tokens; a longer row is cut; None: the checkpoint's own limit
@@ -276,11 +356,23 @@ class TextSettings(HuggingFaceSettings, ReaderConfig):
 
     older_keys: ClassVar[Mapping[str, str]] = {
         **HuggingFaceSettings.older_keys,
+        "adapter_name_or_path": "adapter adapter_path lora lora_path peft peft_model",
         "max_length": "max_len max_seq_len max_seq_length model_max_length",
         "prompt_template": "template prompt",
         "text_column": "text column input_column",
     }
-    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("prompt_template", "text_column"),)
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("prompt_template", "text_column"),
+        ("adapter_name_or_path", "adapters"),
+    )
+
+    @property
+    def adapter(self) -> AdapterSource | None:
+        return super().adapter if self.adapters is None else self.adapters.source
+
+    @property
+    def adapter_key(self) -> str:
+        return super().adapter_key if self.adapters is None else "adapters"
 
     @property
     def text_columns(self) -> tuple[str, ...]:
@@ -313,6 +405,8 @@ class TextSettings(HuggingFaceSettings, ReaderConfig):
             yield (), "prompt_template or text_column is required, for example text_column: text"
         elif self.prompt_template is not None and self.text_column is not None:
             yield ("prompt_template",), "give either prompt_template or text_column, not both"
+        if self.adapters is not None and self.adapter_name_or_path is not None:
+            yield ("adapters",), _TWO_KINDS_OF_ADAPTER
         if self.truncation is not None:
             if self.text_column is not None and self.prompt_template is None:
                 yield (

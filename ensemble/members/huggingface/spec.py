@@ -37,6 +37,24 @@ _FETCH_KEYS = (
 ).split()
 
 
+@dataclass(frozen=True)
+class AdapterSource:
+    """Name an adapter, or several adapters that become one.
+
+    Attributes:
+        names: folders, or names on the hub.
+        combination_type: how peft's ``add_weighted_adapter`` calls the way that several are averaged, "cat" or
+            "linear"; empty for a single adapter.
+    """
+
+    names: tuple[str, ...]
+    combination_type: str = ""
+
+    def __str__(self) -> str:
+        names = ", ".join(self.names)
+        return f"mean ({self.combination_type}) of {names}" if self.combination_type else names
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
     """State how to load a checkpoint, whatever it reads, and how large its batches may be.
@@ -47,6 +65,7 @@ class CheckpointSettings:
 
     Attributes:
         auto_class: the class of transformers that loads the checkpoint.
+        view_adapters: the adapter of each view, None for the base alone; a member without views has one.
         label_order: ``label_order[j]`` is the model's output column for the config's label ``j``.
         batch_size, token_budget: None: the worker chooses.
         dtype, attn_implementation: the parent's decisions; "auto" and None where files did not tell it enough.
@@ -61,7 +80,7 @@ class CheckpointSettings:
     revision: str | None
     trust_remote_code: bool
     allow_pickle: bool
-    adapter_name_or_path: str | None
+    view_adapters: tuple[AdapterSource | None, ...]
     merge_adapter: bool
     gguf_file: str | None
     label_order: tuple[int, ...]
@@ -97,7 +116,16 @@ class CheckpointSpec(CheckpointSettings, CommonSpec):
         Raises:
             TypeError: the settings are not those of this class.
         """
-        return cls(**vars(common), **with_tuples(settings))
+        adapters = tuple(
+            AdapterSource(**with_tuples(adapter)) if isinstance(adapter, Mapping) else adapter
+            for adapter in settings["view_adapters"]
+        )
+        return cls(**vars(common), **{**with_tuples(settings), "view_adapters": adapters})
+
+    @property
+    def used_adapters(self) -> tuple[AdapterSource, ...]:
+        """Return the adapters of all views, each once."""
+        return tuple(dict.fromkeys(adapter for adapter in self.view_adapters if adapter is not None))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,8 @@ def member(where: Path, folder: Path, texts: list[str], **keys: Any) -> CausalMe
     places = publish(where, {"text": texts})
     plain = worker_spec(folder, labels=LABELS, **places)
     common = CommonSpec(**{field.name: getattr(plain, field.name) for field in fields(CommonSpec)})
-    made = CausalMember(CausalSpec.of(common, settings), PublishedTable(Path(common.table_path)))
+    views = [dict[str, str]() for _ in parent.settings.counted_views]
+    made = CausalMember(CausalSpec.of(common, settings), PublishedTable(Path(common.table_path), views))
     made.load()
     return made
 
@@ -165,6 +166,34 @@ def test_an_adapter_of_a_language_model(whole: list[str], merge: bool, tmp_path:
         merge_adapter=merge,
     )
     np.testing.assert_allclose(predict(made, len(texts)).values, expected, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft on transformers 5
+def test_adapters_of_views_and_what_all_prompts_begin_with(tmp_path: Path) -> None:
+    """The keys and values of a prompt's beginning are those of one adapter."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    folder, texts = make_language_model(tmp_path / "base", "llama"), make_texts(6, longest=9)
+    instruction = " ".join(make_texts(8, seed=7, longest=8))
+    adapters = [make_adapter(tmp_path / f"a{n}", folder, 0, seed=n, r=2 + n) for n in range(2)]
+    views = [{"name": adapter.name, "adapter_name_or_path": str(adapter)} for adapter in adapters]
+    made = member(
+        *(tmp_path, folder, texts),
+        label_tokens=SEVERAL,
+        prompt_template=f"{instruction} {TEMPLATE}",
+        views=[*views, {"name": "base"}],
+        max_length=2048,
+    )
+    prompts, verbalizers = [f"{instruction} {text} " for text in texts], list(SEVERAL.values())
+    for view in (0, 1, 2):
+        prediction = made.predict(np.arange(len(texts)) + view * len(texts), lambda *_: None)
+        assert prediction.counters.shared_tokens > 0
+        plain = AutoModelForCausalLM.from_pretrained(folder)
+        if view < 2:
+            plain = peft.PeftModel.from_pretrained(plain, str(adapters[view]))
+        expected, _ = label_reference(folder, prompts, verbalizers, max_length=2048, model=plain)
+        np.testing.assert_allclose(prediction.values, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("by", ["tokens", "bytes"])

@@ -15,9 +15,12 @@ from ensemble.common.text import gib, nearest
 from ensemble.members.base import Inspection
 from ensemble.members.huggingface.checkpoint.adapter_files import (
     Adapter,
+    average_problems,
     inspect_adapter,
     is_head,
     other_base,
+    shared_base_problems,
+    uses_base_head,
 )
 from ensemble.members.huggingface.checkpoint.cross_encoder import read_cross_encoder
 from ensemble.members.huggingface.checkpoint.description import (
@@ -42,7 +45,7 @@ from ensemble.members.huggingface.checkpoint.weight_files import (
     weight_problems,
 )
 from ensemble.members.huggingface.settings import HuggingFaceSettings
-from ensemble.members.huggingface.spec import CLASSIFIER
+from ensemble.members.huggingface.spec import CLASSIFIER, AdapterSource
 
 if TYPE_CHECKING:
     from ensemble.common.protocol import Activation
@@ -68,7 +71,7 @@ class CheckpointFiles:
     Attributes:
         architecture: the class that it was saved as; empty: not stored.
         tensors: empty where they are not known yet, on the hub or in a GGUF file.
-        adapter: the member's.
+        adapters: of the member's views, also those that are averaged; None: the base alone.
         described: what transformers says of it.
     """
 
@@ -76,9 +79,14 @@ class CheckpointFiles:
     folder: Path
     architecture: str
     tensors: Sequence[Tensor]
-    adapter: Adapter | None
+    adapters: tuple[Adapter | None, ...]
     described: Description
     warnings: tuple[str, ...]
+
+    @property
+    def uses_own_head(self) -> bool:
+        """Return whether the checkpoint's own head is used in some view."""
+        return uses_base_head(self.adapters)
 
     def checkpoint(
         self,
@@ -135,17 +143,19 @@ def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFi
         problems += small_file_problems(folder)
     if not problems:
         problems += description_problems(name_or_path, model, folder, config, auto_class, described)
-    adapter: Adapter | None = None
-    if model.adapter_name_or_path is not None:
+    adapters: list[Adapter | None] = []
+    for source in dict.fromkeys(model.view_adapters):
         try:
-            adapter = inspect_adapter(model.adapter_name_or_path, model.allow_pickle)
+            adapters += [None] if source is None else _inspect_source(source, model.allow_pickle)
         except CheckpointError as error:
             problems += error.problems
+    if model.switches_adapters:
+        problems += shared_base_problems(adapters)
     tensors: Sequence[Tensor] = ()
     # The hub's cache may lack some of the weights.
     if not problems and gguf_file is None and is_local:
         tensors = read_tensors(folder) or ()
-        uses_own_head = adapter is None or adapter.brings_head is False
+        uses_own_head = uses_base_head(adapters)
         problems += weight_contradictions(name_or_path, config, described, tensors, uses_own_head)
     if problems:
         raise CheckpointError(problems)
@@ -155,13 +165,27 @@ def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFi
             f"{name_or_path}: transformers could not be asked what it is ({described.failure}); its worker checks "
             "it before the first chunk"
         )
-    trained_on = "" if adapter is None else other_base(adapter, name_or_path)
-    if adapter is not None and trained_on:
-        warnings.append(
-            f"adapter {adapter.name} says that it was trained on {trained_on}, and runs on {name_or_path} here; if "
-            "that is another model of the same shape, its probabilities mean nothing"
-        )
-    return CheckpointFiles(config, folder, architecture, tensors, adapter, described, tuple(warnings))
+    for adapter in adapters:
+        trained_on = "" if adapter is None else other_base(adapter, name_or_path)
+        if adapter is not None and trained_on:
+            warnings.append(
+                f"adapter {adapter.name} says that it was trained on {trained_on}, and runs on {name_or_path} "
+                "here; if that is another model of the same shape, its probabilities mean nothing"
+            )
+    return CheckpointFiles(config, folder, architecture, tensors, tuple(adapters), described, tuple(warnings))
+
+
+def _inspect_source(source: AdapterSource, allow_pickle: bool) -> list[Adapter]:
+    """Inspect an adapter, or several that have a mean.
+
+    Raises:
+        CheckpointError: a file is missing or broken, the kind cannot be run, or they have no mean.
+    """
+    adapters = [inspect_adapter(name, allow_pickle) for name in source.names]
+    problems = [*average_problems(adapters, source.combination_type)] if len(adapters) > 1 else []
+    if problems:
+        raise CheckpointError(problems)
+    return adapters
 
 
 def inspect_checkpoint(
@@ -184,9 +208,9 @@ def inspect_checkpoint(
     """
     files = read_checkpoint(model, auto_class)
     name_or_path, gguf_file = model.model_name_or_path, model.gguf_file
-    config, adapter, architecture, tensors = files.config, files.adapter, files.architecture, files.tensors
+    config, architecture, tensors = files.config, files.architecture, files.tensors
     names, where = label_names(config, name_or_path), name_or_path
-    uses_own_head = adapter is None or adapter.brings_head is False
+    uses_own_head = files.uses_own_head
     warnings: list[str] = []
     encoder = read_cross_encoder(name_or_path, files.folder, config, len(names), model.revision, problem_type)
     if uses_own_head and gguf_file is not None:
@@ -196,7 +220,14 @@ def inspect_checkpoint(
         )
     if uses_own_head and ("ForCausalLM" in architecture or "ForMaskedLM" in architecture):
         if tensors and not any(is_head(tensor.name) for tensor in tensors):
-            other = "and it has no adapter" if adapter is None else f"nor has its adapter {adapter.name}"
+            headless = next(
+                adapter for adapter in files.adapters if adapter is None or not adapter.brings_head
+            )
+            other = "and it has no adapter"
+            if headless is not None:
+                other = f"nor has its adapter {headless.name}"
+            elif model.switches_adapters:
+                other = "and some of its views have no adapter"
             raise CheckpointError(
                 f"{name_or_path} ({architecture}) has no classification head, {other}; name a checkpoint that "
                 "was trained for sequence classification, or its adapter (adapter_name_or_path); a language model "
@@ -206,10 +237,17 @@ def inspect_checkpoint(
             f"{name_or_path} was saved as {architecture}, which has no classification head; "
             "it will be refused unless its weights hold one"
         )
-    if adapter is not None and not uses_own_head:
-        # An adapter stores no names, but its head decides how many labels there are; the base's names count if they
-        # are as many.  The head of an adapter on the hub is compared by the worker.
+    # An adapter stores no names, but its head decides how many labels there are; the base's names count if they are
+    # as many.  The head of an adapter on the hub is compared by the worker.
+    for adapter in files.adapters:
+        if adapter is None or adapter.brings_head is False:
+            continue
         rows = len(labels) if adapter.head_rows is None else adapter.head_rows
+        if rows != len(names) and uses_own_head:
+            raise CheckpointError(
+                f"adapter {adapter.name} has a head for {rows} labels, and {name_or_path}, whose own head other "
+                f"views use, one for {len(names)}; make one of them a member of its own"
+            )
         if rows != len(names):
             names, where = [f"LABEL_{index}" for index in range(rows)], adapter.name
     activation = activation_of(problem_type or config.get("problem_type"), len(names))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -10,27 +12,34 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from ensemble.common.text import plural
 from ensemble.members.huggingface.checkpoint.adapter_files import WEIGHTS
-from ensemble.members.huggingface.spec import CheckpointSpec
+from ensemble.members.huggingface.spec import AdapterSource, CheckpointSpec
 
 _PICKLE = "adapter_model.bin"
-_PREFIX = "base_model.model."
-_NAME = "default"
+PREFIX = "base_model.model."
+_HEADS = ("classifier", "score")
 
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """Hold an adapter's config, of peft, and the names of the tensors in its weights' file."""
+    """Hold an adapter's config, of peft, and the names of the tensors in its weights' file.
 
+    ``title`` is its name in sentences, ``path`` its weights' file, ``content`` its tensors if they are in no file.
+    """
+
+    title: str
     folder: Path
+    path: Path
     config: Any
     tensors: frozenset[str]
+    content: Mapping[str, torch.Tensor] | None = None
 
     def whole_modules(self) -> list[str]:
         """Return the modules that were trained as a whole, by their names within the base."""
-        names = [name.removeprefix(_PREFIX) for name in self.tensors if ".lora_" not in name]
+        names = [name.removeprefix(PREFIX) for name in self.tensors if ".lora_" not in name]
         return sorted({name.rpartition(".")[0] for name in names})
 
 
@@ -61,36 +70,117 @@ def open_adapter(name_or_path: str, allow_pickle: bool = False) -> AdapterFiles:
     except (SafetensorError, UnpicklingError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path} is cut short or broken ({reason}); copy it again") from error
-    return AdapterFiles(folder, config, names)
+    return AdapterFiles(name_or_path, folder, path, config, names)
 
 
-def attach_adapter(
-    base: Any, adapter: AdapterFiles, missing: Sequence[str], spec: CheckpointSpec, notes: list[str]
-) -> Any:
-    """Return the base with the adapter in its layers, still of transformers' class and in the base's type.
+class ViewAdapters:
+    """Switch a model to the adapter of a view; the model is still of transformers' class.
 
     Args:
-        missing: parameters that the base's checkpoint does not have; the adapter must have them.
+        model: of peft, with all adapters.
+        names: peft's name of each view's adapter; None: the base alone.
+    """
+
+    def __init__(self, model: Any, names: Sequence[str | None]) -> None:
+        self._tuner = model.base_model
+        self._names = names
+        self._current: str | None = None
+        self._switch_to(names[0])
+
+    def use(self, view: int) -> bool:
+        """Let the model compute with the adapter of a view, and return whether it was another one before."""
+        is_other = self._names[view] != self._current
+        if is_other:
+            self._switch_to(self._names[view])
+        return is_other
+
+    def _switch_to(self, name: str | None) -> None:
+        if name is None:
+            self._tuner.disable_adapter_layers()
+        else:
+            # Heads first: a module that this adapter did not train is then the base's own again.
+            self._tuner.enable_adapter_layers()
+            self._tuner.set_adapter(name, inference_mode=True)
+        self._current = name
+
+
+def attach_adapters(
+    base: Any,
+    adapters: Mapping[AdapterSource, AdapterFiles],
+    missing: Sequence[str],
+    spec: CheckpointSpec,
+    notes: list[str],
+) -> tuple[Any, ViewAdapters | None]:
+    """Return the base with adapters in its layers, still of transformers' class and in the base's type.
+
+    Args:
+        missing: parameters that the base's checkpoint does not have; each adapter must have them.
+
+    Returns:
+        and what switches between the adapters of views; None: all have the same adapter.
+    """
+    # All as long as each other: peft looks for names that contain an adapter's.
+    names = {source: f"adapter{number:03}" for number, source in enumerate(adapters)}
+    model: Any = None
+    for source, adapter in adapters.items():
+        model = _attach(base, model, names[source], adapter, spec)
+        random = [parameter for parameter in missing if PREFIX + parameter not in adapter.tensors]
+        if random:
+            raise ValueError(
+                f"neither {spec.model_name_or_path} nor its adapter {adapter.title} has weights for "
+                f"{some(random)}; they would be random. Name an adapter that was trained with its head (task "
+                "type SEQ_CLS), or a base that has one"
+            )
+    for key, parameter in model.named_parameters():
+        # On a quantized base peft makes its layers in float32, whatever the base computes in.
+        is_of_adapter = any(f".{name}." in f"{key}." for name in names.values())
+        if is_of_adapter and parameter.is_floating_point() and parameter.dtype != base.dtype:
+            parameter.data = parameter.data.to(base.dtype)
+    how = "merged into the weights" if spec.merge_adapter else "unmerged"
+    for source, adapter in adapters.items():
+        config = adapter.config
+        adapted = sum(_has_lora(module, names[source]) for module in base.modules())
+        rank = f"rank {config.r}, over {plural(adapted, 'module')}, " if adapted else ""
+        kind = config.peft_type.value.replace("LORA", "LoRA")
+        notes.append(f"{kind} adapter {adapter.title}, {rank}{how}")
+    if spec.merge_adapter:
+        return model.merge_and_unload(safe_merge=True), None  # which refuses weights that come out as NaN
+    by_view = [None if source is None else names[source] for source in spec.view_adapters]
+    switch = ViewAdapters(model, by_view)
+    return model.get_base_model(), switch if len(set(by_view)) > 1 else None
+
+
+def _attach(base: Any, model: Any, name: str, adapter: AdapterFiles, spec: CheckpointSpec) -> Any:
+    """Return a model of peft with one more adapter, and check that each of its weights is the file's.
+
+    Args:
+        model: with the adapters before this one; None: it is the first.
+        name: that peft gets for it.
     """
     from peft import PeftModel, get_peft_model_state_dict
 
-    name, config = spec.adapter_name_or_path, adapter.config
-    is_not_for = f"adapter {name} is not for {spec.model_name_or_path}"
+    title, config = adapter.title, adapter.config
+    is_not_for = f"adapter {title} is not for {spec.model_name_or_path}"
     trained_on = f"it was trained on {config.base_model_name_or_path}"
-    if str(getattr(config.task_type, "value", config.task_type)) != "SEQ_CLS":
-        config.task_type = None  # peft's classes for other tasks expect a base of that task
+    if str(getattr(config.task_type, "value", config.task_type)) == "SEQ_CLS":
+        # What peft's class for this task does. It would do so to further adapters, too, which may have no head.
+        config.modules_to_save = [*dict.fromkeys([*(config.modules_to_save or ()), *_HEADS])]
+    config.task_type = None  # peft's classes for tasks expect a base, and further adapters, of that task
+    config.inference_mode = True
+    options = {
+        "autocast_adapter_dtype": False,  # otherwise half-precision adapters would become float32
+        "torch_device": "cpu",  # to read the file; each tensor then goes where its layer is
+    }
     try:
-        model = PeftModel.from_pretrained(
-            base,
-            str(adapter.folder),
-            adapter_name=_NAME,
-            config=config,
-            autocast_adapter_dtype=False,  # otherwise half-precision adapters would become float32
-            torch_device="cpu",  # to read the file; each tensor then goes where its layer is
-        )
+        with _folder_of(adapter) as folder:
+            if model is None:
+                model = PeftModel.from_pretrained(base, folder, adapter_name=name, config=config, **options)
+            else:
+                model.add_adapter(name, config)  # otherwise it would be made by the config in the folder
+                model.load_adapter(folder, adapter_name=name, **options)
     except KeyError as error:  # peft looks up every parameter of a module that was trained as a whole
         raise ValueError(
-            f"adapter {name} has no weights for {error.args[0]}, which its config says it was trained with; copy "
+            f"adapter {title} has no weights for {error.args[0]}, which its config says it was trained with; copy "
             "it again"
         ) from error
     except (RuntimeError, ValueError) as error:
@@ -98,40 +188,41 @@ def attach_adapter(
         lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
         if isinstance(error, RuntimeError) and not lines:
             raise
-        reason = lines[0] if lines else str(error)
+        reason = lines[0] if lines else str(error).partition("\n")[0]
         raise ValueError(f"{is_not_for}: {reason.rstrip('.')}; {trained_on}") from error
 
     # Every tensor of the file must be in the model now, and every one of the adapter in the file; peft only warns.
-    expected = set(get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False))
+    expected = set(get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False))
     # An embedding may be saved whole beside its adapter, under the base's name or the one that peft gave it.
     of_model = set(model.state_dict())
     of_base = {key.replace(".base_layer.", ".") for key in of_model}
     lost = _comparable(adapter.tensors - expected - of_model - of_base)
     if lost:
         raise ValueError(f"{is_not_for}, which has no place for {some(lost)}; {trained_on}")
+    of_base_too = _comparable(adapter.tensors - expected)
+    if of_base_too and len(set(spec.view_adapters)) > 1:
+        raise ValueError(
+            f"adapter {title} brings {some(of_base_too)} of the base, which other views use, too; make it a member "
+            "of its own"
+        )
     absent = _comparable(expected - adapter.tensors)
     if absent:
         raise ValueError(
-            f"adapter {name} has no weights for {some(absent)}; they would be random. Copy it again, or name the "
+            f"adapter {title} has no weights for {some(absent)}; they would be random. Copy it again, or name the "
             "base that it was trained on"
         )
-    random = [parameter for parameter in missing if _PREFIX + parameter not in adapter.tensors]
-    if random:
-        raise ValueError(
-            f"neither {spec.model_name_or_path} nor its adapter {name} has weights for {some(random)}; they would "
-            "be random. Name an adapter that was trained with its head (task type SEQ_CLS), or a base that has one"
-        )
+    return model
 
-    for key, parameter in model.named_parameters():
-        # On a quantized base peft makes its layers in float32, whatever the base computes in.
-        if f".{_NAME}" in key and parameter.is_floating_point() and parameter.dtype != base.dtype:
-            parameter.data = parameter.data.to(base.dtype)
-    adapted = sum(map(_has_lora, base.modules()))
-    rank = f"rank {config.r}, over {plural(adapted, 'module')}, " if adapted else ""
-    how = "merged into the weights" if spec.merge_adapter else "unmerged"
-    notes.append(f"{config.peft_type.value.replace('LORA', 'LoRA')} adapter {name}, {rank}{how}")
-    # safe_merge refuses weights that come out as NaN.
-    return model.merge_and_unload(safe_merge=True) if spec.merge_adapter else model.get_base_model()
+
+@contextlib.contextmanager
+def _folder_of(adapter: AdapterFiles) -> Iterator[str]:
+    """Yield a folder from which peft can read an adapter's weights."""
+    if adapter.content is None:
+        yield str(adapter.folder)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(dict(adapter.content), Path(folder) / WEIGHTS)
+        yield folder
 
 
 def some(names: Sequence[str]) -> str:
@@ -139,10 +230,10 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _has_lora(module: Any) -> bool:
-    return any(_NAME in (getattr(module, key, None) or ()) for key in ("lora_A", "lora_embedding_A"))
+def _has_lora(module: Any, name: str) -> bool:
+    return any(name in (getattr(module, key, None) or ()) for key in ("lora_A", "lora_embedding_A"))
 
 
 def _comparable(names: Iterable[str]) -> list[str]:
     # transformers fuses a mixture's experts and renames them, and peft follows: those are not compared.
-    return sorted(name.removeprefix(_PREFIX) for name in names if ".experts." not in name)
+    return sorted(name.removeprefix(PREFIX) for name in names if ".experts." not in name)

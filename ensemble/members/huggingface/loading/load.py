@@ -10,6 +10,7 @@ import torch
 from ensemble.common.python_process import keep_freed_memory
 from ensemble.members.batch_size import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
 from ensemble.members.footprint import RESERVE_SHARE, coarse_room
+from ensemble.members.huggingface.loading.adapter import ViewAdapters
 from ensemble.members.huggingface.loading.describe import learnt_positions
 from ensemble.members.huggingface.loading.first_allocation import (
     fill_each_gpu,
@@ -34,6 +35,7 @@ class Loaded:
         memory: None: not known, or the user set the size of batches.
         max_room_bytes: the largest ``memory.available_bytes`` of other workers that this one can take over.
         tokenizer, pad_token_id, max_length: of a model that reads text.
+        adapters: of its views; None: all have the same one, or none.
     """
 
     model: Any
@@ -47,6 +49,7 @@ class Loaded:
     tokenizer: Any = None
     pad_token_id: int = 0
     max_length: int = 0
+    adapters: ViewAdapters | None = None
 
     @property
     def attn_implementation(self) -> str:
@@ -93,7 +96,7 @@ def load_on_devices(spec: CheckpointSpec) -> Loaded:
     least = capability(on_gpu)
     set_tf32(spec, least, notes)
     choose_kernels(least)
-    model = load_model(spec, least, notes)
+    model, adapters = load_model(spec, least, notes)
     check_copies(model, notes)
     if on_gpu:
         fuse_norms(model)
@@ -109,6 +112,7 @@ def load_on_devices(spec: CheckpointSpec) -> Loaded:
     memory, max_room_bytes = _memory_limit(spec, model, on_gpu)
     return Loaded(
         model=model,
+        adapters=adapters,
         token_budget=spec.token_budget or (GPU_TOKEN_BUDGET if on_gpu else CPU_TOKEN_BUDGET),
         memory=memory,
         max_room_bytes=max_room_bytes,

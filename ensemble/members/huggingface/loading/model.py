@@ -22,7 +22,14 @@ from ensemble.members.huggingface.checkpoint.quantization_methods import (
     compute_dtype_of,
     method_of,
 )
-from ensemble.members.huggingface.loading.adapter import AdapterFiles, attach_adapter, open_adapter, some
+from ensemble.members.huggingface.loading.adapter import (
+    AdapterFiles,
+    ViewAdapters,
+    attach_adapters,
+    open_adapter,
+    some,
+)
+from ensemble.members.huggingface.loading.average import average_adapters
 from ensemble.members.huggingface.loading.capped_attention import register_capped_blocks
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys, is_unused
 from ensemble.members.huggingface.loading.device_map import check_placement, input_device, placement_options
@@ -36,6 +43,7 @@ from ensemble.members.huggingface.spec import (
     IMAGE_CLASSIFIER,
     LANGUAGE_MODEL,
     WITH_LABELS,
+    AdapterSource,
     CheckpointSpec,
     cap_problem,
     choose_attention,
@@ -57,8 +65,14 @@ _ABOUT_ATTENTION = re.compile(
 )
 
 
-def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str]) -> Any:
-    """Load the model with its adapter onto the devices this process can see."""
+def load_model(
+    spec: CheckpointSpec, least: Capability | None, notes: list[str]
+) -> tuple[Any, ViewAdapters | None]:
+    """Load the model with its adapters onto the devices this process can see.
+
+    Returns:
+        and what switches between the adapters of views; None: all have the same adapter, or none.
+    """
     name, on_gpu = spec.model_name_or_path, least is not None
     gguf: dict[str, Any] = {} if spec.gguf_file is None else {"gguf_file": spec.gguf_file}
     problem = capability_problem(spec.quantization_config, least)
@@ -70,11 +84,10 @@ def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str])
     options: dict[str, Any] = {**placement_options(spec, on_gpu), **spec.model_kwargs, **gguf}
     if spec.quantization_config is not None:
         options["quantization_config"] = quantization_config(spec.quantization_config, dtype)
-    adapter: AdapterFiles | None = None
-    if spec.adapter_name_or_path is not None:
-        adapter = open_adapter(spec.adapter_name_or_path, spec.allow_pickle)
+    adapters = {source: _open_source(source, spec) for source in spec.used_adapters}
+    if adapters:
         # Keys of model_kwargs that belong to the config are in it now.
-        options["config"], unused = _config_for(adapter, spec, gguf)
+        options["config"], unused = _config_for(adapters.values(), spec, gguf)
         for key in spec.model_kwargs.keys() - unused.keys():
             del options[key]
     # Newer releases keep GGUF weights packed if they find kernels on the hub; adapters have no layers for those.
@@ -100,7 +113,7 @@ def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str])
     model, info = _with_attention(spec, attention, options, notes)
     check_placement(model, spec, on_gpu, notes)
     _run_first_hooks(model)
-    if adapter is None and info["mismatched_keys"]:
+    if not adapters and info["mismatched_keys"]:
         key, stored, expected = next(iter(info["mismatched_keys"]))
         raise ValueError(
             f"{name}: its config.json does not fit its weights: {key} is {list(stored)} in the file and "
@@ -112,23 +125,31 @@ def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str])
     missing = [key for key in missing if not is_unused(spec, key)]
     if quantizer is not None and quantizer.pre_quantized:
         _set_compute_dtype(model, spec, least, notes)
-    if adapter is not None:
-        return attach_adapter(model, adapter, missing, spec, notes)
-    if missing:
+    if missing and None in spec.view_adapters:
         trained = _TRAINED.get(spec.auto_class, "that was trained for this")
         raise ValueError(
             f"{name} has no weights for {some(missing)}; they would be random. Name a checkpoint {trained}, or its "
             "adapter"
         )
-    return model
+    if not adapters:
+        return model, None
+    return attach_adapters(model, adapters, missing, spec, notes)
+
+
+def _open_source(source: AdapterSource, spec: CheckpointSpec) -> AdapterFiles:
+    """Return the files of an adapter, or the mean of several."""
+    files = [open_adapter(name, spec.allow_pickle) for name in source.names]
+    if not source.combination_type:
+        return files[0]
+    return average_adapters(str(source), files, source.combination_type)
 
 
 def _config_for(
-    adapter: AdapterFiles, spec: CheckpointSpec, gguf: dict[str, Any]
+    adapters: Iterable[AdapterFiles], spec: CheckpointSpec, gguf: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the config of an adapter's base, and the arguments of ``model_kwargs`` that are no part of it.
+    """Return the config of the base of adapters, and the arguments of ``model_kwargs`` that are no part of it.
 
-    It has the adapter's number of labels, and leaves the adapter's head out of the base's quantization.
+    It has the adapters' number of labels, and leaves their heads out of the base's quantization.
     """
     config, unused = _from_pretrained(
         AutoConfig, spec, return_unused_kwargs=True, **gguf, **spec.model_kwargs
@@ -136,7 +157,7 @@ def _config_for(
     if spec.auto_class in WITH_LABELS:
         config.num_labels = len(spec.label_order)
     stored = getattr(config, "quantization_config", None)
-    heads = adapter.whole_modules()
+    heads = sorted({module for adapter in adapters for module in adapter.whole_modules()})
     if isinstance(stored, dict) and method_of(stored) == BITSANDBYTES and heads:
         config.quantization_config = _keep_whole(stored, heads)
     return config, unused

@@ -23,6 +23,7 @@ from ensemble.members.huggingface.memory.sizes import Dtype, activation, cuda_co
 from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSettings
 from ensemble.members.huggingface.spec import (
     DEFAULT_MAX_LENGTH,
+    AdapterSource,
     cap_problem,
     choose_attention,
     choose_compute_dtype,
@@ -189,8 +190,7 @@ def checkpoint_memory(
     max_length = model.max_length or own_max_length(folder) or DEFAULT_MAX_LENGTH
     if architecture is not None and architecture.max_positions is not None:
         max_length = min(max_length, architecture.max_positions)
-    adapter = model.adapter_name_or_path
-    adapter_files = Path(adapter).glob("adapter_model.*") if adapter is not None else ()
+    adapters = model.used_adapters
     has_own_head = head is not None or vocabulary_positions > 0
     return CheckpointMemory(
         settings=model,
@@ -199,12 +199,27 @@ def checkpoint_memory(
         tensors=whole_tensors(model, folder),
         architecture=architecture,
         max_length=max_length,
-        adapter_bytes=sum(file.stat().st_size for file in adapter_files),
-        lora=(0, 0) if adapter is None or model.merge_adapter else widest_lora(Path(adapter)),
+        adapter_bytes=sum(map(_adapter_bytes, adapters)),
+        lora=(0, 0) if model.merge_adapter else max(map(_widest_lora, adapters), default=(0, 0)),
         pools_last_token=has_own_head or not checkpoint.described.scores_every_position,
         vocabulary_positions=vocabulary_positions,
         head=head,
     )
+
+
+def _adapter_bytes(adapter: AdapterSource) -> int:
+    """Return the bytes of an adapter's file, or of what its worker makes of several; 0: not here."""
+    sizes = [
+        sum(file.stat().st_size for file in Path(name).glob("adapter_model.*")) for name in adapter.names
+    ]
+    return max(sizes) if adapter.combination_type == "linear" else sum(sizes)
+
+
+def _widest_lora(adapter: AdapterSource) -> tuple[int, int]:
+    """Return the outputs and the rank of the widest layer with LoRA; zeros: there is none, or no file to read."""
+    widest = [widest_lora(Path(name)) for name in adapter.names]
+    outputs, rank = max(widest)
+    return outputs, sum(rank for _, rank in widest) if adapter.combination_type == "cat" else rank
 
 
 def whole_tensors(model: HuggingFaceSettings, folder: Path) -> tuple[Tensor, ...] | None:

@@ -89,6 +89,9 @@ class Scorer(ABC, Generic[E]):
         """Return how many of each row's first tokens a pass without a mask can skip, [rows]."""
         return np.zeros_like(encoded.lengths)
 
+    def forget(self) -> None:
+        """Drop what was computed with other weights than the model has now."""
+
     @abstractmethod
     def logits(self, encoded: E, rows: Integers, with_mask: bool = False) -> torch.Tensor:
         """Return logits of rows as a batch, float32 [batch, labels], on the device where the pass ends.

@@ -267,7 +267,11 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         )
 
     def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
-        prompt = self._prompts[self._table.view_of(rows)]
+        view = self._table.view_of(rows)
+        adapters = self._loaded.adapters
+        if adapters is not None and adapters.use(view):
+            self._classifier.forget()
+        prompt = self._prompts[view]
         encoded = prompt.encode(self._table.take(rows), lambda: report(0))
         prediction = self._score(self._classifier, encoded, report)
         counters = replace(

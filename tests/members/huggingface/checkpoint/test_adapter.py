@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,6 +77,91 @@ def test_an_adapter_that_names_another_base_is_pointed_at(tmp_path: Path) -> Non
     assert inspect(other, adapter).warnings == (), "a copy may well be called more than the original"
     (warning,) = inspect(base := other.rename(tmp_path / "gemma"), adapter).warnings
     assert f"says that it was trained on {tmp_path / 'llama-3-8b'}, and runs on {base} here" in warning
+
+
+def inspect_views(base: Path, *views: dict[str, object], **keys: Any) -> Checkpoint:
+    named = [{"name": f"v{number}", **view} for number, view in enumerate(views)]
+    return inspect_folder(base, LABELS, PLAIN, views=named, **keys)
+
+
+def test_adapters_of_views_have_the_same_labels(llama: Path, lora: Path, tmp_path: Path) -> None:
+    other = make_adapter(tmp_path / "other", llama, 3, seed=1, r=2)
+    checkpoint = inspect_views(
+        llama, {"adapter_name_or_path": str(lora)}, {"adapter_name_or_path": str(other)}
+    )
+    assert checkpoint.label_order == (0, 1, 2)
+    five = make_adapter(tmp_path / "five", llama, 5)
+    with pytest.raises(
+        CheckpointError, match=r"lora has a head for 3 labels and adapter .*five one for 5; views"
+    ):
+        inspect_views(llama, {"adapter_name_or_path": str(lora)}, {"adapter_name_or_path": str(five)})
+    with pytest.raises(
+        CheckpointError, match=r"has no classification head, and some of its views have no adapter"
+    ):
+        inspect_views(llama, {"adapter_name_or_path": str(lora)}, {})
+    base = make_checkpoint(tmp_path / "base", "llama", ["x", "y"])
+    with pytest.raises(
+        CheckpointError, match=r"lora has a head for 3 labels, and .*base, whose own head other views"
+    ):
+        inspect_views(base, {"adapter_name_or_path": str(lora)}, {})
+    # The member's own adapter is that of views without any.
+    assert inspect_views(llama, {}, {"adapter_name_or_path": str(other)}, adapter_name_or_path=str(lora))
+    checkpoint = inspect_views(
+        llama, {"adapter_name_or_path": "none here", "weight": 0.0}, {}, **{"adapter_name_or_path": str(lora)}
+    )
+    assert checkpoint.label_order == (0, 1, 2), "a view without a weight is not computed"
+
+
+def test_adapters_that_cannot_take_turns(llama: Path, lora: Path, tmp_path: Path) -> None:
+    def changed(name: str, **keys: object) -> Path:
+        folder = Path(shutil.copytree(lora, tmp_path / name))
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+        return folder
+
+    beside = make_adapter(tmp_path / "beside", llama, 3, task_type=None, target_modules=["q_proj", "score"])
+    cases = {
+        changed(
+            "biased", bias="all"
+        ): r"biased was trained with bias: all, which changes the base that the other",
+        changed(
+            "pissa", init_lora_weights="pissa_niter_4"
+        ): r"pissa was trained with init_lora_weights: pissa_niter",
+        changed("ia3", peft_type="IA3"): r"lora is a LORA and adapter .*ia3 a IA3; a model takes one kind",
+        beside: r"lora was trained with the whole of score, to which adapter .*beside adds; peft cannot",
+    }
+    for adapter, message in cases.items():
+        with pytest.raises(CheckpointError, match=message):
+            inspect_views(llama, {"adapter_name_or_path": str(lora)}, {"adapter_name_or_path": str(adapter)})
+
+
+def test_adapters_that_are_averaged(llama: Path, lora: Path, tmp_path: Path) -> None:
+    def inspect_mean(*adapters: Path, combination_type: str = "cat") -> Checkpoint:
+        mean = {"average": [*map(str, adapters)], "combination_type": combination_type}
+        return inspect_folder(llama, LABELS, PLAIN, adapters=mean)
+
+    other = make_adapter(tmp_path / "other", llama, 3, seed=1, r=2)
+    assert inspect_mean(lora, other).label_order == (0, 1, 2)
+    rank = (
+        r"adapters\.average: .*lora_A\.weight is \[4, 128\] in .* and \[2, 128\] in .*other; combination_type"
+    )
+    with pytest.raises(CheckpointError, match=rank):
+        inspect_mean(lora, other, combination_type="linear")
+    five = make_adapter(tmp_path / "five", llama, 5)
+    with pytest.raises(
+        CheckpointError, match=r"score\.weight is \[3, 64\] in .* and \[5, 64\] in .*five; take"
+    ):
+        inspect_mean(lora, five)
+    wider = make_base(tmp_path / "wider", "llama", width=32)
+    with pytest.raises(CheckpointError, match=r"is \[4, 128\] in .*lora and \[4, 64\] in .*of one base"):
+        inspect_mean(lora, make_adapter(tmp_path / "of wider", wider, 3))
+    headless = make_adapter(tmp_path / "headless", llama, 0)
+    with pytest.raises(
+        CheckpointError, match=r"lora has score\.weight, which .*headless lacks; .*modules_to_save"
+    ):
+        inspect_mean(lora, headless)
+    with pytest.raises(CheckpointError, match="dora has use_dora, and only plain LoRA can be averaged"):
+        inspect_mean(lora, make_adapter(tmp_path / "dora", llama, 3, use_dora=True))
 
 
 @pytest.mark.parametrize("architecture", ["bert", "roberta", "gpt2", "gemma3", "deberta-v2"])

@@ -13,7 +13,7 @@ import pytest
 
 from ensemble.common.protocol import CommonSpec, Event, Start, WorkerSpec
 from ensemble.data.published_table import PublishedTable
-from ensemble.members.huggingface.spec import ModelSettings, ModelSpec
+from ensemble.members.huggingface.spec import AdapterSource, ModelSettings, ModelSpec
 from ensemble.members.seq_cls.parent import SequenceClassification
 from ensemble.worker.channel import HeartbeatThread
 from ensemble.worker.session import Session
@@ -33,7 +33,6 @@ def worker_spec(folder: Path, **changes: Any) -> ModelSpec:
         "revision": None,
         "trust_remote_code": False,
         "allow_pickle": False,
-        "adapter_name_or_path": None,
         "merge_adapter": False,
         "gguf_file": None,
         "label_order": (0, 1, 2),
@@ -68,6 +67,8 @@ def worker_spec(folder: Path, **changes: Any) -> ModelSpec:
         "shards_dir": "",
     }
     found["labels"] = tuple(LABELS)
+    adapter = changes.pop("adapter_name_or_path", None)
+    found["view_adapters"] = (None if adapter is None else AdapterSource((adapter,)),)
     keys = ("dtype", "attn_implementation", "max_length")
     found["asked"] = tuple(key for key in keys if changes.get(key, found[key]) not in (None, "auto"))
     return ModelSpec(**{**found, **changes})

@@ -1,0 +1,130 @@
+"""Average LoRA adapters of one base into a single adapter, so that one pass takes the place of several.
+
+peft's ``add_weighted_adapter`` does the same to loaded adapters, but refuses those with heads of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import pad
+
+from ensemble.members.huggingface.checkpoint.adapter_files import average_problems, inspect_adapter
+from ensemble.members.huggingface.loading.adapter import PREFIX, AdapterFiles
+
+# A layer's second matrix, by the first.
+_SECOND = {"lora_A": "lora_B", "lora_embedding_A": "lora_embedding_B"}
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Hold what an adapter has for a layer: A, [rank, inputs], B, [outputs, rank], and the factor of B A x."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+
+def average_adapters(title: str, adapters: Sequence[AdapterFiles], combination_type: str) -> AdapterFiles:
+    """Return the mean of adapters as one adapter in memory, with the mean of modules that were trained as a whole.
+
+    A layer adds s B A x, with its adapter's scaling s.  With "cat" the new layer adds the mean of this over all K
+    adapters: [B1 ... BK] times the rows s1 A1 / K ... sK AK.  With "linear" it adds the product of the means of
+    sqrt(s) B and sqrt(s) A, as peft's "linear" does with weights of 1 / K**2.  An adapter without the layer counts
+    as zero.
+
+    Args:
+        title: the new adapter's name in sentences.
+
+    Raises:
+        ValueError: they have no mean.
+    """
+    contents = [_read(adapter) for adapter in adapters]
+    inspected = [
+        replace(
+            inspect_adapter(str(adapter.folder), allow_pickle=True),
+            name=adapter.title,
+            shapes={name.removeprefix(PREFIX): tuple(tensor.shape) for name, tensor in content.items()},
+        )
+        for adapter, content in zip(adapters, contents, strict=True)
+    ]
+    problems = [*average_problems(inspected, combination_type)]
+    if problems:
+        raise ValueError("; ".join(problems))
+    tensors: dict[str, torch.Tensor] = {}
+    layers: dict[str, tuple[str, str]] = {}
+    for name in dict.fromkeys(name for content in contents for name in content):
+        module, _, matrix = name.removesuffix(".weight").rpartition(".")
+        if matrix in _SECOND:
+            second = f"{module}.{_SECOND[matrix]}{name.removeprefix(f'{module}.{matrix}')}"
+            parts = [
+                _Layer(content[name], content[second], _scaling(adapter.config, module, len(content[name])))
+                for adapter, content in zip(adapters, contents, strict=True)
+                if name in content
+            ]
+            tensors[name], tensors[second] = _mean_layer(parts, len(adapters), combination_type)
+            layers[module.removeprefix(PREFIX)] = (name, second)
+        elif ".lora_" not in name:
+            tensors[name] = torch.stack([content[name] for content in contents]).mean(0)
+    rank = max(len(tensors[name]) for name, _ in layers.values())
+    for name, second in layers.values():
+        missing = rank - len(tensors[name])
+        tensors[name] = pad(tensors[name], (0, 0, 0, missing)).contiguous()
+        tensors[second] = pad(tensors[second], (0, missing)).contiguous()
+    config = _config(adapters, rank, [*layers])
+    first = adapters[0]
+    return AdapterFiles(title, first.folder, first.path, config, frozenset(tensors), tensors)
+
+
+def _read(adapter: AdapterFiles) -> dict[str, torch.Tensor]:
+    """Return an adapter's tensors in float32."""
+    if adapter.path.suffix == ".safetensors":
+        content = load_file(adapter.path)
+    else:
+        content = torch.load(adapter.path, map_location="cpu", weights_only=True)
+    return {name: tensor.float() for name, tensor in content.items()}
+
+
+def _mean_layer(
+    parts: Sequence[_Layer], adapters: int, combination_type: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A and B of the mean layer, whose scaling is 1; ``adapters`` counts those without the layer, too."""
+    if combination_type == "cat":
+        a = torch.cat([part.a * (part.scaling / adapters) for part in parts], dim=0)
+        return a, torch.cat([part.b for part in parts], dim=1)
+    a = torch.stack([part.a * (math.sqrt(part.scaling) / adapters) for part in parts]).sum(0)
+    return a, torch.stack([part.b * (math.sqrt(part.scaling) / adapters) for part in parts]).sum(0)
+
+
+def _scaling(config: Any, module: str, rank: int) -> float:
+    """Return the factor of a layer's product, as peft's LoraLayer.update_layer sets it."""
+    from peft.utils.other import get_pattern_key
+
+    patterns = config.alpha_pattern or {}
+    alpha = float(patterns.get(get_pattern_key([*patterns], module.removeprefix(PREFIX)), config.lora_alpha))
+    return alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
+
+
+def _config(adapters: Sequence[AdapterFiles], rank: int, modules: list[str]) -> Any:
+    """Return the config of an adapter whose layers, of these modules, have a scaling of 1."""
+    from peft import LoraConfig
+
+    first = adapters[0].config
+    whole = [module for adapter in adapters for module in adapter.config.modules_to_save or ()]
+    return LoraConfig(
+        r=rank,
+        lora_alpha=rank,
+        use_rslora=False,
+        bias="none",
+        target_modules=modules,
+        modules_to_save=[*dict.fromkeys(whole)] or None,
+        fan_in_fan_out=first.fan_in_fan_out,
+        task_type=first.task_type,
+        base_model_name_or_path=first.base_model_name_or_path,
+        inference_mode=True,
+    )
