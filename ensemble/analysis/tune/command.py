@@ -34,7 +34,7 @@ TOLERANCE = 0.02
 _MARKER = ".tune.json"  # no member has such a name
 # Keys of a config that trials do not take.
 _NOT_TAKEN = {"ensemble", "rules", "submission", "output_dir", "report", "retries", "on_member_failure"}
-_NOT_TAKEN |= {"time_limit", "tuned_on"}
+_NOT_TAKEN |= {"time_limit", "tuned_on", "copy_to"}
 
 
 def tune(
