@@ -120,6 +120,7 @@ HARMLESS_OF_RUN: dict[str, dict[str, Any]] = {
     "submission": {"submission": None},
     "launcher": {"launcher": "local"},
     "output_dir": {"output_dir": "elsewhere"},
+    "copy_to": {"copy_to": "s3://bucket/elsewhere"},
     "devices": {"devices": None},
     "max_workers_per_gpu": {"max_workers_per_gpu": 2},
     "cpu_workers": {"cpu_workers": 2},
