@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.metrics import cohen_kappa_score
 from sklearn.naive_bayes import MultinomialNB
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
@@ -44,7 +46,7 @@ def test_no_config_goes_untested() -> None:
     assert {path.name for path in (ROOT / "configs").glob("*.yaml")} == {
         *("demo.yaml", "kaggle.yaml"),
         *("csv.yaml", "python.yaml", "onnx.yaml", "mixed.yaml", "causal_lm.yaml"),
-        *("pooled.yaml", "views.yaml", "image.yaml", "lora.yaml", "vllm.yaml"),
+        *("pooled.yaml", "views.yaml", "image.yaml", "lora.yaml", "vllm.yaml", "jury.yaml"),
     }
 
 
@@ -296,6 +298,63 @@ def test_a_language_model_in_vllm(project: Project, nvml_sim: NvmlSim) -> None:
     assert done.returncode == 2
     assert "qwen" in done.stderr
     assert "14.0 GiB" in done.stderr
+
+
+@pytest.mark.long
+def test_a_jury_of_three_judges_in_both_orders(project: Project) -> None:
+    """With tiny stand-ins for the models of the hub; the report's figures once more by pandas and scikit-learn."""
+    path = ROOT / "configs" / "jury.yaml"
+    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    chat = "<bos>{% for one in messages %}[{{ one.role }}] {{ one.content }}<eos>{% endfor %}[assistant] "
+    judges = {"qwen": "qwen2", "smollm2": "llama", "tinyllama": "llama"}
+    sets = []
+    for seed, (name, architecture) in enumerate(judges.items()):
+        folder = make_language_model(project.folder / name, architecture, seed=seed)
+        (folder / "chat_template.jinja").write_text(chat, encoding="utf-8")
+        sets += ["--set", f"models.{name}.model_name_or_path={folder}"]
+    header, *rows = read_demo("pairs.csv")[:61]
+    project.write_csv("people.csv", header, rows)
+    sets += ["--set", "data.path=people.csv"]
+    done = project.ensemble("run", str(path), *sets)
+    assert done.returncode == 0, done.stderr
+    table = pd.read_csv(ROOT / "demo" / "pairs.csv", index_col="id", nrows=60)
+    columns = ["prompt", "response_a", "response_b"]
+    texts = table[columns].map(json.loads).map(" ".join)
+    swapped = texts.rename(columns={"response_a": "response_b", "response_b": "response_a"})
+    predictions = project.folder / "runs/jury/predictions"
+    tokens = config["defaults"]["label_tokens"]
+    template = config["defaults"]["prompt_template"]
+    for column in columns:
+        template = template.replace(f"{{{{ {column} | fromjson | join(' ') }}}}", f"{{{column}}}")
+    page = re.sub(r"<[^>]*>", " ", (project.folder / "runs/jury/report.html").read_text(encoding="utf-8"))
+    page = " ".join(page.replace("\N{NO-BREAK SPACE}", " ").split())
+    errors, truth = [], np.eye(3)[[LABELS.index(label) for label in table["label"]]]
+    for name in judges:
+        mean, as_is, turned = (
+            pd.read_csv(predictions / f"{file}.csv", index_col="id")[LABELS]
+            for file in (name, f"{name}@as_is", f"{name}@swapped")
+        )
+        np.testing.assert_allclose(mean, (as_is + turned) / 2, atol=1e-12)
+        for found, cells in ((as_is, texts), (turned[[LABELS[1], LABELS[0], LABELS[2]]], swapped)):
+            prompts = [
+                f"<bos>[user] {template.format(**row)}<eos>[assistant] " for _, row in cells[:5].iterrows()
+            ]
+            expected, _ = label_reference(
+                project.folder / name, prompts, [*tokens.values()], add_special_tokens=False
+            )
+            np.testing.assert_allclose(found[:5], expected, atol=3e-5)
+        bias = 100 * (as_is.idxmax(axis=1) != turned.idxmax(axis=1)).mean()
+        assert f"{name} as_is / swapped {bias:.1f} % (" in page
+        kappa = cohen_kappa_score(table["label"], mean.idxmax(axis=1))
+        assert re.search(rf"{name} {kappa:.4f} \(".replace("-", "\N{MINUS SIGN}"), page)
+        errors.append((mean.to_numpy() - truth).ravel())
+    votes = 9 / np.asarray(np.corrcoef(errors)).sum()
+    assert f"Together the 3 members count as {votes:.1f} members with independent errors." in page
+    # Where people judged: weights by what they said.
+    done = project.ensemble("fit", str(path), *sets, "--method", "auto")
+    assert done.returncode == 0, done.stderr
+    weights = yaml.safe_load((project.folder / "weights.yaml").read_text(encoding="utf-8"))
+    assert [model["name"] for model in weights["models"]] == [*judges]
 
 
 def test_a_backbone_with_a_head_of_its_own(project: Project) -> None:

@@ -396,12 +396,20 @@ def blend_fitter(
     truth, kind, pool = sample.required_truth, _kind(sample), options.pool
     if options.method == "stacking":
         return partial(fit_stacking, members, truth, kind, options.seed)
+    numbers = range(len(members))
     if options.method == "equal":
-        return lambda left_out: WeightedBlend(_equal_weights(len(members), left_out), pool, kind)
+        return lambda left_out: WeightedBlend(
+            np.array([float(number != left_out) for number in numbers]), pool, kind
+        )
     if options.method == "best_member":
         values = [metric.value(truth, member, sample.activation) for member in members]
         scores = values if metric.greater_is_better else [-value for value in values]
-        return lambda left_out: WeightedBlend(_weight_of_best(scores, left_out), pool, kind)
+
+        def best(left_out: int | None) -> Blend:
+            allowed = [number for number in numbers if number != left_out]
+            return WeightedBlend(np.eye(len(members))[max(allowed, key=lambda n: scores[n])], pool, kind)
+
+        return best
     if options.method == "simplex":
         loss = (mean_loss if pool == "mean" else geometric_loss)(members, truth, kind)
         start = minimize_on_simplex(loss, len(members))
@@ -416,21 +424,6 @@ def blend_fitter(
         return value if metric.greater_is_better else -value
 
     return partial(fit_greedy, [taken(values, rows) for values in members], score, pool, kind)
-
-
-def _equal_weights(members: int, left_out: int | None) -> Values:
-    weights = np.ones(members)
-    if left_out is not None:
-        weights[left_out] = 0.0
-    return weights
-
-
-def _weight_of_best(scores: Sequence[float], left_out: int | None) -> Values:
-    """Return a weight of 1 for the member with the highest score, except ``left_out``, and 0 for all others."""
-    allowed = [number for number in range(len(scores)) if number != left_out]
-    weights = np.zeros(len(scores))
-    weights[max(allowed, key=lambda number: scores[number])] = 1.0
-    return weights
 
 
 def _cross_validated(

@@ -25,6 +25,7 @@ from ensemble.merging.scoring import Resamples, Values, hits, row_losses
 
 ECE_BINS: Final = 15
 _ROUNDING = 1e-12
+_ONE_LABEL = "the truth and the predictions hold one and the same label in all of them"
 _KINDS = {"softmax": "exclusive labels", "sigmoid": "labels that are not exclusive", "none": "regression"}
 MetricKind: TypeAlias = Literal["mean", "sums", "ranks", "bins"]
 METRIC_KINDS: Final[Mapping[MetricKind, str]] = {
@@ -206,6 +207,13 @@ def _quadratic_kappa(sums: Values, count: Values, is_exclusive: bool) -> Values:
     return np.asarray(1 - observed / np.where(expected > _ROUNDING, expected, np.nan))
 
 
+def _cohen_kappa(sums: Values, count: Values, is_exclusive: bool) -> Values:
+    """Return the agreement with the truth beyond chance (Cohen 1960): (observed - chance) / (1 - chance)."""
+    same, true, predicted = np.split(sums / np.asarray(count)[..., None], 3, axis=-1)
+    chance = (true * predicted).sum(axis=-1)
+    return np.asarray((same.sum(axis=-1) - chance) / np.where(chance < 1 - _ROUNDING, 1 - chance, np.nan))
+
+
 def _calibration_gaps(rows: Rows) -> Values:
     """Return right minus probability in 15 bins of the likeliest label's probability, or of each label's own."""
     if rows.is_exclusive:
@@ -292,12 +300,15 @@ METRICS: Final[Mapping[str, Metric]] = {
         Metric("brier", "mean", _brier, greater_is_better=False),
         Metric("ece", "bins", _calibration_gaps, _calibration_error, greater_is_better=False),
         Metric(
+            "cohen_kappa", "sums", _label_counts, _cohen_kappa, takes=("softmax",), why_undefined=_ONE_LABEL
+        ),
+        Metric(
             "quadratic_kappa",
             "sums",
             _label_moments,
             _quadratic_kappa,
             takes=("softmax",),
-            why_undefined="the truth and the predictions hold one and the same label in all of them",
+            why_undefined=_ONE_LABEL,
         ),
         _map(3),
         Metric("rmse", "sums", _squared_errors, _rmse, greater_is_better=False, takes=("none", "sigmoid")),

@@ -84,6 +84,7 @@ def of_exclusive(name: str, truth: _Array, values: _Array) -> float:
         "log_loss": lambda: sk.log_loss(truth, values, labels=list(labels)),
         "accuracy": lambda: sk.accuracy_score(truth, predicted),
         "macro_f1": lambda: sk.f1_score(truth, predicted, average="macro"),
+        "cohen_kappa": lambda: sk.cohen_kappa_score(truth, predicted),
         "quadratic_kappa": lambda: sk.cohen_kappa_score(
             truth, predicted, weights="quadratic", labels=list(labels)
         ),
@@ -91,7 +92,10 @@ def of_exclusive(name: str, truth: _Array, values: _Array) -> float:
     return float(references[name]())
 
 
-EXCLUSIVE = ["log_loss", "accuracy", "macro_f1", "auc", "brier", "ece", "quadratic_kappa", "map@2", "map@7"]
+EXCLUSIVE = [
+    *("log_loss", "accuracy", "macro_f1", "auc", "brier", "ece"),
+    *("cohen_kappa", "quadratic_kappa", "map@2", "map@7"),
+]
 
 
 @pytest.mark.parametrize("name", EXCLUSIVE)
@@ -170,6 +174,7 @@ def test_rows_that_do_not_quite_sum_to_one_and_certainty_that_is_wrong() -> None
             "auc: not defined for these 3 rows: each label needs rows that have it and rows that lack it",
         ),
         ("auc", [1, 1, 0], "auc: not defined for these 3 rows: each label needs rows that have it"),
+        ("cohen_kappa", [1, 1, 1], "the truth and the predictions hold one and the same label"),
         ("quadratic_kappa", [1, 1, 1], "the truth and the predictions hold one and the same label"),
         ("log_loss", [], "log_loss: there are no rows to score"),
     ],
@@ -207,7 +212,7 @@ def test_names() -> None:
         assert advice in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["log_loss", "accuracy", "macro_f1", "auc", "quadratic_kappa", "brier"])
+@pytest.mark.parametrize("name", ["log_loss", "accuracy", "macro_f1", "auc", "cohen_kappa", "brier"])
 def test_intervals_are_those_of_scipy(name: str) -> None:
     truth, values = softmax_rows(150, 3)
     own = METRICS[name]

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pytest
-from sklearn.metrics import accuracy_score, log_loss
+from sklearn.metrics import accuracy_score, cohen_kappa_score, log_loss
 
 from ensemble.analysis.report.base import ReportData, Section
 from ensemble.analysis.report.page import write_report
@@ -215,11 +215,16 @@ def test_agreement_says_who_is_right_where_two_differ(made: Made) -> None:
     assert f"m0 and m1 agree on {100 * (first == second).mean():.1f} % of rows" in text
     one, other = ((first == truth) & (second != truth)).sum(), ((first != truth) & (second == truth)).sum()
     differ = int((first != second).sum())
-    assert re.search(rf" m0 / m1 0\.\d\d {differ:,} .* {one:,} {other:,} {differ - one - other:,} m0$", text)
+    assert re.search(rf" m0 / m1 0\.\d\d {differ:,} .* {one:,} {other:,} {differ - one - other:,} m0 ", text)
     assert "errors correlate at" in text
+    merged = np.mean([*members.values()], axis=0)
     errors = np.array([(values - np.eye(values.shape[1])[truth]).ravel() for values in members.values()])
     correlation = np.asarray(np.corrcoef(errors))[0, 1]
     count = f"{2 / (1 + correlation):.1f}"
+    kappas = [cohen_kappa_score(truth, values.argmax(axis=1)) for values in (*members.values(), merged)]
+    said = re.search(r"with the true labels m0 (\S+) \(.*?\) m1 (\S+) \(.*?\) ensemble (\S+) \(", text)
+    assert said is not None
+    assert [*said.groups()] == [f"{kappa:.4f}" for kappa in kappas]
     assert f"Together the 2 members count as {count} members with independent errors." in text
 
 

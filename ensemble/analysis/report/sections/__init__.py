@@ -15,6 +15,7 @@ SECTIONS: Registry[Section] = Registry(
         # The results.
         "scores": ".scores:Scores",
         "agreement": ".agreement:Agreement",
+        "views": ".views:Views",
         "calibration": ".calibration:Calibration",
         "rows": ".rows:RowsToRead",
         # How it ran.

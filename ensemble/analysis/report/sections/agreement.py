@@ -13,8 +13,21 @@ from markupsafe import Markup
 from scipy.special import bdtr
 
 from ensemble.analysis.calibration import one_hot
+from ensemble.analysis.metrics import METRICS
 from ensemble.analysis.predictions import Predictions
-from ensemble.analysis.report.base import ReportData, Section, html, notes, number, paragraphs, percent, table
+from ensemble.analysis.report.base import (
+    ENSEMBLE,
+    NOTHING,
+    ReportData,
+    Section,
+    html,
+    notes,
+    number,
+    paragraphs,
+    percent,
+    table,
+    with_interval,
+)
 from ensemble.common.protocol import Activation
 from ensemble.data.table import Truth
 from ensemble.merging.methods.base import Values
@@ -62,7 +75,7 @@ class Agreement(Section):
         predictions = data.predictions
         if len(predictions.members) < 2:
             text = "<p>{{ name }} is the only member: there is none to compare it with.</p>"
-            return html(text, name=next(iter(predictions.members)))
+            return html(text, name=next(iter(predictions.members))) + _with_truth(data)
         pairs = {
             (first, second): compare_pair(values, others, predictions.activation, predictions.truth)
             for (first, values), (second, others) in combinations(predictions.members.items(), 2)
@@ -80,7 +93,23 @@ class Agreement(Section):
             paragraphs(_sentences(predictions, pairs))
             + table(headers, rows, left=(0, 8))
             + notes([remark] if len(pairs) > _MAX_PAIRS else [])
+            + _with_truth(data)
         )
+
+
+def _with_truth(data: ReportData) -> Markup:
+    """Return a table of the agreement of each member, and of the ensemble, with the true labels beyond chance."""
+    predictions = data.predictions
+    if predictions.truth is None or predictions.activation != "softmax":
+        return Markup()
+    values_of = dict(predictions.members)
+    if predictions.ensemble is not None:
+        values_of[ENSEMBLE] = predictions.ensemble
+    rows = []
+    for name, values in values_of.items():
+        kappa = data.score(METRICS["cohen_kappa"], values)
+        rows.append([name, NOTHING if kappa is None else with_interval("cohen_kappa", kappa)])
+    return table(["", "Cohen's kappa with the true labels"], rows)
 
 
 def _cells(names: tuple[str, str], pair: Pair, predictions: Predictions) -> list[str]:

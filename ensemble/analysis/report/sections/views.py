@@ -1,0 +1,71 @@
+"""Show how often a member's verdict changes with the view; for two answers in both orders, its position bias."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import ClassVar
+
+import numpy as np
+from markupsafe import Markup
+
+from ensemble.analysis.metrics import METRICS, Bootstrap, Interval
+from ensemble.analysis.report.base import (
+    ReportData,
+    Section,
+    notes,
+    paragraphs,
+    percent,
+    table,
+    with_interval,
+)
+from ensemble.data.predictions_csv import demand_as_written, read_predictions
+from ensemble.merging.methods.base import Values
+from ensemble.pipeline.run_dir import RunDir
+
+_REMARK = (
+    "If a view swaps two answers, this is the member's position bias: how often their order changes the verdict. "
+    "In brackets 95 % intervals (bootstrap over rows)."
+)
+
+
+class Views(Section):
+    title: ClassVar[str] = "Views of the same rows"
+
+    def html(self, data: ReportData) -> Markup | None:
+        changes = {
+            (name, first, second): verdict_changes(views[first], views[second])
+            for name, views in _values_of_views(data).items()
+            for first, second in combinations(views, 2)
+        }
+        if not changes:
+            return None
+        order = sorted(changes, key=lambda names: -changes[names].value)
+        (name, first, second), share = order[0], percent(changes[order[0]].value)
+        line = f"{name} gives another verdict in {share} of rows if it sees {second} in place of {first}."
+        rows = [
+            [names[0], " / ".join(names[1:]), with_interval("accuracy", changes[names])] for names in order
+        ]
+        cells = table(["member", "views", "another verdict"], rows, left=(0, 1))
+        return paragraphs([line]) + cells + notes([_REMARK])
+
+
+def _values_of_views(data: ReportData) -> dict[str, dict[str, Values]]:
+    """Return what each view gives, float64 [rows, labels], by member, of members with exclusive labels."""
+    values: dict[str, dict[str, Values]] = {}
+    for member in data.report.members:
+        if data.predictions.activations.get(member.name) == "softmax":
+            values[member.name] = {}
+            for view in member.views:
+                path = RunDir(data.run_dir).predictions(f"{member.name}@{view}")
+                demand_as_written(path)
+                file = read_predictions(path, labels=data.predictions.labels)
+                values[member.name][view], _ = file.join(data.predictions.ids, may_lack=True)
+    return values
+
+
+def verdict_changes(first: Values, second: Values) -> Interval:
+    """Return the share of rows with another likeliest label, of the rows that both views have."""
+    is_in_both = ~np.isnan(first[:, 0] + second[:, 0])
+    bootstrap = Bootstrap(first[is_in_both].argmax(axis=1), "softmax")
+    same = bootstrap.score(METRICS["accuracy"], second[is_in_both]).interval
+    return Interval(1 - same.value, 1 - same.high, 1 - same.low)
