@@ -505,6 +505,16 @@ def test_an_adapter_on_the_hub_stands_for_a_commit(make: Make, project: Project,
     before = first(make(model))
     (snapshot / "adapter_model.safetensors").write_bytes(b"weights")
     assert first(make(model)) == before
+    two = {"views": [{"name": "hub"}, {"name": "base", "adapter_name_or_path": "people/other"}]}
+    commit_to(hub_cache, "people/other", "1" * 40, [config])
+    both = first(make({**model, **two}))
+    kind = member_kind(make({**model, **two}).config.models[0])
+    hub_files = [file.folder for file in kind.hub_files(make({**model, **two}).inspected["llama"])]
+    assert hub_files == ["people/adapter", "people/other"]
+    assert kind.sources()[1:] == ("people/adapter", "people/other")
+    commit_to(hub_cache, "people/other", "2" * 40, [config])
+    assert first(make({**model, **two})).changed_from(both) == ("weights",)
+    assert first(make(model)) == before
     commit_to(hub_cache, "people/adapter", "2" * 40, [config])
     assert first(make(model)).changed_from(before) == ("weights",)
 

@@ -172,6 +172,7 @@ def write_members_of_every_kind(project: Project) -> list[dict[str, Any]]:
     for name in ("gemma", "llama"):
         shutil.copytree(project.models / name, models / name)
     make_adapter(models / "adapter", make_base(models / "base", "llama"), 3)
+    make_adapter(folder / "fold1", models / "base", 3, seed=1)
     make_backbone(models / "backbone", "bert")
     save_head(models / "head.safetensors", linear())
     make_image_checkpoint(models / "eyes", "vit", LABELS)
@@ -190,6 +191,11 @@ def write_members_of_every_kind(project: Project) -> list[dict[str, Any]]:
             "name": "lora",
             "model_name_or_path": "models/base",
             "adapter_name_or_path": "models/adapter",
+            "views": [
+                {"name": "own"},
+                {"name": "fold1", "adapter_name_or_path": "fold1"},
+                {"name": "mean", "adapters": {"average": ["fold1", "models/adapter"]}},
+            ],
             **of_base,
             **text,
         },

@@ -100,9 +100,11 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         )
 
     def sources(self) -> tuple[str, ...]:
-        model = self.settings
-        adapters = (name for adapter in model.used_adapters for name in adapter.names)
-        return tuple(dict.fromkeys((model.model_name_or_path, *adapters)))
+        return tuple(dict.fromkeys((self.settings.model_name_or_path, *self._adapter_names())))
+
+    def _adapter_names(self) -> Iterator[str]:
+        for adapter in self.settings.used_adapters:
+            yield from adapter.names
 
     def hub_files(self, inspected: C) -> tuple[HubFile, ...]:
         model = self.settings
@@ -110,9 +112,8 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         commit = hub_commit(model.model_name_or_path, inspected.folder)
         if commit:
             files.append(HubFile(model.model_name_or_path, model.gguf_file or "config.json", commit))
-        for name in self.sources()[1:]:
-            if not Path(name).is_dir():
-                files.append(HubFile(name, "adapter_config.json", None))
+        names = dict.fromkeys(self._adapter_names())
+        files += [HubFile(name, "adapter_config.json", None) for name in names if not Path(name).is_dir()]
         return tuple(files)
 
     def question(self) -> Question | None:
