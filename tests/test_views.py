@@ -348,8 +348,14 @@ def test_a_view_for_the_closest_calls_of_the_views_before_it(pairs: Project) -> 
     np.testing.assert_allclose(
         values(pairs), np.where(selected[:, None], (plain + 3 * swapped) / 4, plain), atol=2e-5
     )
+    settings = pairs.run_json()["members"][0]["settings"]
     run(pairs, AS_IS, {**SWAPPED, "weight": 3.0, "when": {"margin_below": float(limits[1])}})
     assert (pairs.folder / "runs/first/predictions/gemma.csv").read_bytes() == before
+    run(pairs, AS_IS, {**SWAPPED, "weight": 3.0})
+    (member,) = pairs.run_json()["members"]
+    assert member["rows"] == ROWS - computed_before
+    assert member["settings"] == settings, "as in run directories from before this key"
+    np.testing.assert_allclose(values(pairs), (plain + 3 * swapped) / 4, atol=2e-5)
 
 
 def between(numbers: _Values, count: int) -> float:
