@@ -208,6 +208,7 @@ class PretendedRun:
     def on_finished(self, state: MemberState) -> None:
         self._on_finished(state)
 
+    def on_views_done(self, state: MemberState) -> None: ...
     def on_ended(self, state: MemberState) -> None: ...
 
 

@@ -303,3 +303,186 @@ def test_a_language_model_reads_each_view_by_its_own_prompt(pairs: Project) -> N
     swapped, _ = label_reference(folder, [f"{b} or {a} " for a, b in cells(pairs)], texts, 128)
     short, _ = label_reference(folder, [f"{a} " for a, _ in cells(pairs)], texts, 128)
     np.testing.assert_allclose(values(pairs), ((swapped + short) / 2)[:, [1, 0, 2]], atol=2e-5)
+
+
+def margins(values: _Values) -> _Values:
+    ordered = np.sort(values, axis=1)
+    return np.asarray(ordered[:, -1] - ordered[:, -2])
+
+
+def part(project: Project, name: str) -> dict[str, list[float]]:
+    """The rows of a view that may lack some, by id."""
+    _, rows = project.read(f"runs/first/predictions/{name}.csv")
+    assert [row[0] for row in rows] == [
+        row_id for row_id in project.ids if row_id in {row[0] for row in rows}
+    ]
+    return {row[0]: [float(cell) for cell in row[1:]] for row in rows}
+
+
+def test_a_view_for_the_closest_calls_of_the_views_before_it(pairs: Project) -> None:
+    """The model is loaded once, and what another rule asks for is computed, nothing else."""
+    plain = by_hand(pairs, [f"one {a} other {b}" for a, b in cells(pairs)])
+    swapped = by_hand(pairs, [f"one {b} other {a}" for a, b in cells(pairs)])[:, [1, 0, 2]]
+    limits = np.quantile(margins(plain), [0.3, 0.6])
+    computed_before = 0
+    for limit in limits.tolist():
+        said = run(pairs, AS_IS, {**SWAPPED, "weight": 3.0, "when": {"margin_below": limit}})
+        selected = margins(plain) < limit
+        rows = int(selected.sum())
+        expected = np.where(selected[:, None], (plain + 3 * swapped) / 4, plain)
+        np.testing.assert_allclose(values(pairs), expected, atol=2e-5)
+        found = part(pairs, "gemma@swapped")
+        assert list(found) == [pairs.ids[row] for row in np.flatnonzero(selected)]
+        np.testing.assert_allclose(list(found.values()), swapped[selected], atol=2e-5)
+        (member,) = pairs.run_json()["members"]
+        assert [worker["rows"] for worker in member["workers"]] == [
+            (0 if computed_before else ROWS) + rows - computed_before
+        ]
+        assert member["view_cascades"]["swapped"]["rows"] == member["views"]["swapped"]["rows"] == rows
+        assert f"view swapped: `when` selected {rows} of 40 rows" in said
+        computed_before = rows
+    before = (pairs.folder / "runs/first/predictions/gemma.csv").read_bytes()
+    run(pairs, AS_IS, {**SWAPPED, "weight": 3.0, "when": {"margin_below": float(limits[0])}})
+    assert pairs.run_json()["members"][0]["rows"] == 0
+    selected = margins(plain) < limits[0]
+    np.testing.assert_allclose(
+        values(pairs), np.where(selected[:, None], (plain + 3 * swapped) / 4, plain), atol=2e-5
+    )
+    settings = pairs.run_json()["members"][0]["settings"]
+    run(pairs, AS_IS, {**SWAPPED, "weight": 3.0, "when": {"margin_below": float(limits[1])}})
+    assert (pairs.folder / "runs/first/predictions/gemma.csv").read_bytes() == before
+    run(pairs, AS_IS, {**SWAPPED, "weight": 3.0})
+    (member,) = pairs.run_json()["members"]
+    assert member["rows"] == ROWS - computed_before
+    assert member["settings"] == settings, "as in run directories from before this key"
+    np.testing.assert_allclose(values(pairs), (plain + 3 * swapped) / 4, atol=2e-5)
+
+
+def between(numbers: _Values, count: int) -> float:
+    """A limit below which there are so many of the numbers, and none near it."""
+    ordered = np.sort(numbers)
+    return float(ordered[count - 1 : count + 1].mean())
+
+
+def both_ways(project: Project, name: str) -> tuple[_Values, _Values]:
+    """What a model gives for the rows as they are and swapped, by plain transformers."""
+    order = [(GEMMA_LABELS if name == "gemma" else LABELS).index(label) for label in LABELS]
+    found = [
+        reference(project.models / name, [f"one {x} other {y}" for x, y in pairs_of_texts], 128)[:, order]
+        for pairs_of_texts in (cells(project), [(b, a) for a, b in cells(project)])
+    ]
+    return found[0], found[1][:, [1, 0, 2]]
+
+
+def run_two(project: Project, *whens: dict[str, Any], **changes: Any) -> str:
+    """gemma and llama with weights 0.6 and 0.4, each of whose second views has ``when``."""
+    config = project.config(submission=None, defaults={"max_length": 128, "prompt_template": TEMPLATE})
+    for model, when in zip(config["models"], whens, strict=False):
+        model["views"] = [AS_IS, {**SWAPPED, "when": when}]
+    project.write_config({**config, **changes})
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return " ".join(done.stdout.split())
+
+
+def demand_swapped(project: Project, name: str, selected: npt.NDArray[np.bool_]) -> _Values:
+    """Rows of the member are the mean of both views where these are selected, otherwise of the first; return it."""
+    as_is, swapped = both_ways(project, name)
+    expected = np.where(selected[:, None], (as_is + swapped) / 2, as_is)
+    assert list(part(project, f"{name}@swapped")) == [project.ids[row] for row in np.flatnonzero(selected)]
+    np.testing.assert_allclose(values(project, name), expected, atol=2e-5)
+    return expected
+
+
+@pytest.mark.long
+def test_members_before_it_decide_as_well(pairs: Project) -> None:
+    """By the mean of their views, where they have these, and of the member's own ones."""
+    as_is, _ = both_ways(pairs, "llama")
+    limit = between(margins(both_ways(pairs, "gemma")[0]), 12)
+    selected = margins(both_ways(pairs, "gemma")[0]) < limit
+    gemma = np.where(selected[:, None], sum(both_ways(pairs, "gemma")) / 2, both_ways(pairs, "gemma")[0])
+    together = margins(0.6 * gemma + 0.4 * as_is)
+    run_two(pairs, {"margin_below": limit}, {"margin_below": between(together, 15)})
+    demand_swapped(pairs, "gemma", selected)
+    demand_swapped(pairs, "llama", together < between(together, 15))
+    before = pairs.folder.joinpath("runs/first/ensemble.csv").read_bytes()
+    run_two(pairs, {"margin_below": limit}, {"margin_below": between(together, 15)})
+    assert [member["rows"] for member in pairs.run_json()["members"]] == [0, 0]
+    assert pairs.folder.joinpath("runs/first/ensemble.csv").read_bytes() == before
+
+
+@pytest.mark.long
+def test_rows_that_depend_on_the_time_decide_nothing(pairs: Project) -> None:
+    """With time for all: llama goes by gemma's first view, whatever gemma has of its second one by then."""
+    gemma, llama = both_ways(pairs, "gemma")[0], both_ways(pairs, "llama")[0]
+    together = margins(0.6 * gemma + 0.4 * llama)
+    limit = between(together, 15)
+    changes = {"time_limit": "3h"}
+    said = run_two(pairs, {"share": "as_time_allows"}, {"margin_below": limit}, **changes)
+    demand_swapped(pairs, "gemma", np.ones(ROWS, dtype=np.bool_))
+    demand_swapped(pairs, "llama", together < limit)
+    assert "gemma: view swapped: there was time for 40 of 40 rows, the closest calls first (100.0 %)" in said
+    assert "llama: view swapped: `when` selected 15 of 40 rows (37.5 %)" in said
+    said = " ".join(pairs.ensemble("status", "runs/first").stdout.split())
+    assert "80" in said
+    plan = " ".join(pairs.ensemble("plan", "config.yaml").stdout.split())
+    assert "view swapped runs on as many rows as there is time for" in plan
+    assert "38% of the rows, by the predictions of 40 rows in runs/first" in plan
+    done = pairs.ensemble("rehearse", "config.yaml", "--sample-rows", "20")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rehearsed = " ".join(done.stdout.split())
+    assert (
+        "gemma@swapped: `when` is expected to select 100 % of the rows (as far as time_limit allows"
+        in rehearsed
+    )
+    assert "llama@swapped: `when` is expected to select" in rehearsed
+
+
+@pytest.mark.parametrize(
+    ("views", "changes", "said"),
+    [
+        (
+            [{**AS_IS, "when": {"share": 0.5}}, SWAPPED],
+            {},
+            "models[0].views[0].when (line 16): needs a view before this one, or a member with a weight above 0",
+        ),
+        (
+            [{**AS_IS, "weight": 0}, {**SWAPPED, "when": {"share": 0.5}}],
+            {},
+            "models[0].views[1].when (line",
+        ),
+        (
+            [AS_IS, {**SWAPPED, "when": {"share": "as_time_allows"}}],
+            {},
+            "share: as_time_allows needs time_limit; set it, or a share such as 0.3",
+        ),
+        (
+            [
+                AS_IS,
+                {**SWAPPED, "when": {"share": "as_time_allows"}},
+                {"name": "c", "prompt_template": SHORT},
+            ],
+            {"time_limit": "1h"},
+            "comes after a view with share: as_time_allows; list that view last",
+        ),
+        (
+            [AS_IS, {**SWAPPED, "when": {"margin_below": "as_time_allows"}}],
+            {"time_limit": "1h"},
+            "must be one of {margin_below: m} with m above 0",
+        ),
+        (
+            [AS_IS, {**SWAPPED, "when": {"entropy_above": 1.1}}],
+            {},
+            "models[0].views[1].when.entropy_above: no row of 3 labels has an entropy above 1.099 nats",
+        ),
+        (
+            [AS_IS, {**SWAPPED, "when": {"margin_below": 0.3}}],
+            {"problem_type": "regression"},
+            "models[0].views[1].when: gemma gives raw values (regression), and a margin is one of probabilities",
+        ),
+    ],
+)
+def test_views_whose_rules_decide_nothing(
+    pairs: Project, views: list[dict[str, Any]], changes: dict[str, Any], said: str
+) -> None:
+    assert said in run(pairs, *views, code=2, **changes)

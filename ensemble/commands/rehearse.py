@@ -11,7 +11,7 @@ import resource
 import shutil
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from ensemble.pipeline.cascade import expected_shares
 from ensemble.pipeline.prepare import for_rows, prepare
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.run import Display, run_prepared
+from ensemble.pipeline.run_dir import work_of_view
 from ensemble.pipeline.run_report import MemberReport, RunReport, measured_speeds
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import STANDBY_HOST_BYTES, MemberPlan, Plan
@@ -228,6 +229,16 @@ def with_speeds(plan: Plan, speeds: Mapping[str, Speed]) -> Plan:
     return replace(plan, members=members)
 
 
+def with_shares(plan: Plan, shares: Mapping[str, float]) -> Plan:
+    """Return the plan with other expected shares of members and views with ``when``, by their works."""
+    members = []
+    for member in plan.members:
+        views = {view: shares[work_of_view(member.model, view)] for view in member.undecided_views}
+        share = shares.get(member.name, member.expected_share)
+        members.append(replace(member, expected_share=share, undecided_views=views))
+    return replace(plan, members=tuple(members))
+
+
 def forecast_seconds(plan: Plan, fraction: float = 1.0) -> float:
     """Return the seconds from the first worker's start until each member has done this fraction of its rows."""
     jobs = [replace(job, compute_seconds=job.compute_seconds * fraction) for job in plan.jobs]
@@ -241,6 +252,18 @@ def reached_fraction(plan: Plan, seconds_left: float) -> float:
     return max(0, reached - 1) / 1000
 
 
+def share_in_time(
+    plan: Plan, shares: Mapping[str, float], timed: Collection[str], seconds_left: float
+) -> float:
+    """Return the share of the rows that works with ``share: as_time_allows`` compute within this time."""
+    steps = range(1001)
+
+    def seconds_of(step: int) -> float:
+        return forecast_seconds(with_shares(plan, {**shares, **dict.fromkeys(timed, step / 1000)}))
+
+    return max(0, bisect_right(steps, seconds_left, key=seconds_of) - 1) / 1000
+
+
 def _sample(
     prepared: Prepared, loaded: LoadedConfig, table: InputTable, size: int, output_dir: Path
 ) -> Prepared:
@@ -248,7 +271,7 @@ def _sample(
     config = loaded.config
     models = tuple(
         # A member of weight 0 would not be merged; few rows of a member with ``when`` give no steady speed.
-        model.model_copy(update={"weight": 1.0, "when": None})
+        model.without_when().model_copy(update={"weight": 1.0})
         for model in config.models
         if member_kind(model).needs_worker
     )
@@ -271,14 +294,8 @@ def _forecast(
     speeds = measured_speeds(report, [gpu.name for gpu in whole.plan.gpus], computed_as)
     sample_dir = sample.config.output_dir
     shares = expected_shares(config, whole.inspected, {}, sample_dir, "of the sample")
-    plan = with_speeds(whole.plan, speeds)
-    plan = replace(
-        plan,
-        members=tuple(
-            replace(member, expected_share=shares[member.name].share) if member.name in shares else member
-            for member in plan.members
-        ),
-    )
+    expected = {work: share.share for work, share in shares.items()}
+    plan = with_shares(with_speeds(whole.plan, speeds), expected)
     csv_bytes = round((sample_dir / "ensemble.csv").stat().st_size * rows / sample.table.rows)
     # What the forecast leaves out: gaps between workers, folders, the merge; less what standby saves.
     besides = wall_seconds - forecast_seconds(with_speeds(sample.plan, speeds))
@@ -286,7 +303,10 @@ def _forecast(
     kept, reached = 0.0, None
     if limit is not None:
         kept = reserve_seconds(0.0, len(config.models), limit)
-        reached = reached_fraction(plan, limit - kept - before_seconds - besides)
+        seconds_left = limit - kept - before_seconds - besides
+        reached = reached_fraction(plan, seconds_left)
+        timed = [work for work, share in shares.items() if share.is_timed]
+        expected |= dict.fromkeys(timed, share_in_time(plan, expected, timed, seconds_left))
 
     reports = {member.name: member for member in report.members}
     working = [member for member in plan.members if member.needs_worker]
@@ -313,8 +333,8 @@ def _forecast(
         disk_free_bytes=free_bytes(config.output_dir) or 0,
         output_dir=config.output_dir.absolute(),
         assumed=tuple(
-            f"{name}: `when` is expected to select {100 * share.share:.0f} % of the rows ({share.why})"
-            for name, share in shares.items()
+            f"{work}: `when` is expected to select {100 * expected[work]:.0f} % of the rows ({share.why})"
+            for work, share in shares.items()
         ),
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from ensemble.common.errors import DataError
 from ensemble.common.files import read_json
 from ensemble.common.shards import shard_rows
+from ensemble.pipeline.ending import rows_in_views
 from ensemble.pipeline.fingerprint import Fingerprint
 from ensemble.pipeline.run_dir import RunDir, holder
 from ensemble.pipeline.run_report import RunReport
@@ -74,8 +75,7 @@ class RunStatus:
             name, fingerprint, progress = member.name, str(member.fingerprint), member.progress
             manifest = Fingerprint.from_dict(read_json(rundir.manifest(name)).get("fingerprint"))
             is_current = manifest is not None and manifest.digest == fingerprint
-            rows = report.rows if member.cascade is None else member.cascade.rows
-            rows *= max(1, len(member.views))
+            rows = rows_in_views(report, member)
             if is_current and rundir.predictions(name).is_file():
                 # Predictions that were made elsewhere may lack rows.
                 state, done = "done", rows if member.replicas else report.merged_rows.get(name, rows)

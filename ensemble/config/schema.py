@@ -70,6 +70,7 @@ from ensemble.config.values import (
     foreign_labels,
     mapping_or_text,
     same_label_problems,
+    takes_time_left,
     weight_numbers,
 )
 
@@ -204,9 +205,27 @@ class MemberConfig(StrictConfig):
         return any(weight_numbers(self.weight))
 
     @property
+    def all_views(self) -> tuple["ViewConfig", ...]:
+        """Return the views of each row; empty for a member without views."""
+        return ()
+
+    @property
     def counted_views(self) -> tuple["ViewConfig", ...]:
         """Return the views of each row without those of weight 0; empty for a member without views."""
-        return ()
+        return tuple(view for view in self.all_views if view.weight > 0)
+
+    @property
+    def views_with_when(self) -> dict[int, Mapping[str, float | str]]:
+        """Return the ``when`` of each counted view that has one, by the view's number."""
+        views = enumerate(self.counted_views)
+        return {number: view.when for number, view in views if view.when is not None}
+
+    def without_when(self) -> Self:
+        """Return the settings of the same member for all rows, in all views."""
+        changes: dict[str, Any] = {"when": None}
+        if self.counted_views:
+            changes["views"] = tuple(view.model_copy(update={"when": None}) for view in self.counted_views)
+        return self.model_copy(update=changes)
 
     def as_view(self, view: "ViewConfig") -> Self:
         """Return the settings for one of the views, without any views."""
@@ -243,6 +262,8 @@ class ViewConfig(StrictConfig):
     name: Name = Field(examples=["swapped"])  # part of a file name, so unique in upper and lower case
     weight: Number = 1.0  # in the mean, relative to the member's other views; 0: not computed
     swap: SwapConfig | None = None  # None: the columns stay in their places
+    # Only rows for which the mean of the views before it, and of the members listed before, is unsure; None: all.
+    when: When | None = Field(default=None, examples=[{"share": "as_time_allows"}])
 
     older_keys: ClassVar[Mapping[str, str]] = {"swap": "swap_columns"}
 
@@ -281,14 +302,19 @@ class ReaderConfig(MemberConfig):
     )
 
     @property
-    def counted_views(self) -> tuple[ViewConfig, ...]:
-        return tuple(view for view in self.views or () if view.weight > 0)
+    def all_views(self) -> tuple[ViewConfig, ...]:
+        return self.views or ()
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         yield from super().broken_rules(labels)
-        yield from same_name_problems("views", [view.name for view in self.views or ()])
+        yield from same_name_problems("views", [view.name for view in self.all_views])
         if self.views and not self.counted_views:
             yield ("views",), "all weights are 0; one view must have a weight above 0"
+        is_time_taken = False
+        for number, view in enumerate(self.all_views):
+            if is_time_taken and view.weight > 0 and not takes_time_left(view.when):
+                yield ("views", number), "comes after a view with share: as_time_allows; list that view last"
+            is_time_taken |= takes_time_left(view.when) and view.weight > 0
 
 
 class EnsembleConfig(StrictConfig):
@@ -520,7 +546,7 @@ class RunConfig(StrictConfig):
 
     def deciders(self, index: int) -> tuple[str, ...]:
         """Return the members whose mean selects the rows of the member ``index``, which has ``when``."""
-        return tuple(member.name for member in self.models[:index] if member.has_weight)
+        return tuple(member.name for member in deciding_members(self.models[:index]))
 
     @field_validator("labels")
     @classmethod
@@ -542,12 +568,18 @@ class RunConfig(StrictConfig):
             (loc[1:], sentence)
             for loc, sentence in same_name_problems("models", [member.name for member in models])
         ]
+        sentence = "needs a member with a weight above 0 listed before this one, whose mean selects the rows"
+        of_view = (
+            "needs a view before this one, or a member with a weight above 0, whose mean selects the rows"
+        )
         for index, member in enumerate(models):
-            if member.when and not any(earlier.has_weight for earlier in models[:index]):
-                sentence = (
-                    "needs a member with a weight above 0 listed before this one, whose mean selects the rows"
-                )
+            if deciding_members(models[:index]):
+                continue
+            if member.when:
                 problems.append(((index, "when"), sentence))
+            elif 0 in member.views_with_when:
+                number = member.all_views.index(member.counted_views[0])
+                problems.append(((index, "views", number, "when"), of_view))
         if problems:
             raise KeyProblems(problems)
         return models
@@ -566,8 +598,20 @@ class RunConfig(StrictConfig):
         if self.data.id_column in self.labels:
             index = self.labels.index(self.data.id_column)
             yield ("labels", index), "the same as data.id_column; predictions hold both columns"
+        if self.time_limit is None:
+            yield from self._unlimited()
         problems = [*self._broken_weights()]
         yield from problems or self._broken_sums()
+
+    def _unlimited(self) -> Iterator[Problem]:
+        """Yield each ``as_time_allows`` of a run without a time limit."""
+        sentence = "share: as_time_allows needs time_limit; set it, or a share such as 0.3"
+        for index, member in enumerate(self.models):
+            if takes_time_left(member.when):
+                yield ("models", index, "when"), sentence
+            for number, view in enumerate(member.all_views):
+                if takes_time_left(view.when) and view.weight > 0:
+                    yield ("models", index, "views", number, "when"), sentence
 
     def _broken_weights(self) -> Iterator[Problem]:
         """Yield weights that lack a number for a label or length bin."""
@@ -600,6 +644,11 @@ class RunConfig(StrictConfig):
                 where += f" in length bin {number + 1} of {bins}"
             yield ("models",), f"the weights{where} are all 0; at least one must be more"
             return
+
+
+def deciding_members(members: Sequence[MemberConfig]) -> list[MemberConfig]:
+    """Return the members that select rows of later ones: those whose own rows do not depend on the time."""
+    return [member for member in members if member.has_weight and not takes_time_left(member.when)]
 
 
 def same_name_problems(key: str, names: Sequence[str]) -> Iterator[Problem]:

@@ -33,6 +33,7 @@ MAX_NAME_CHARACTERS: Final = 100
 MAX_COUNT: Final = 2**31 - 1
 MAX_SEED: Final = 2**32 - 1
 MAX_BYTES: Final = 2**63 - 1
+AS_TIME_ALLOWS: Final = "as_time_allows"
 GPU_NUMBER: Final = "0|[1-9][0-9]{0,5}"
 
 
@@ -149,10 +150,19 @@ def _seconds(value: object) -> float:
     return seconds
 
 
-def _share_in_range(rule: dict[str, float]) -> dict[str, float]:
-    if any(name != "entropy_above" and not 0 < number <= 1 for name, number in rule.items()):
-        raise ValueError
+def _rule_in_range(rule: dict[str, float | str]) -> dict[str, float | str]:
+    for name, number in rule.items():
+        if isinstance(number, str):
+            if name != "share":
+                raise ValueError
+        elif name != "entropy_above" and not 0 < number <= 1:
+            raise ValueError
     return rule
+
+
+def takes_time_left(when: Mapping[str, object] | None) -> bool:
+    """Return whether a ``when`` asks for as many rows as there is time for."""
+    return when is not None and AS_TIME_ALLOWS in when.values()
 
 
 def _device(key: object) -> int | str:
@@ -185,8 +195,8 @@ _NAME = (
     "first; not 'ensemble', nor a device of Windows such as 'con')"
 )
 _ONE_RULE = (
-    "one of {margin_below: m} with m above 0 and up to 1, {entropy_above: e} with e in nats, at least 0, and "
-    "{share: s} with s above 0 and up to 1"
+    "one of {margin_below: m} with m above 0 and up to 1, {entropy_above: e} with e in nats, at least 0, "
+    f"{{share: s}} with s above 0 and up to 1, and {{share: {AS_TIME_ALLOWS}}}"
 )
 
 Sha256 = Annotated[
@@ -267,9 +277,12 @@ Weight = Annotated[
     MustBe("a number of at least 0, or one for each label or each of ensemble.length_bins", object),
 ]
 When = Annotated[
-    dict[Annotated[str, StringConstraints(pattern="^(margin_below|entropy_above|share)$")], Number],
+    dict[
+        Annotated[str, StringConstraints(pattern="^(margin_below|entropy_above|share)$")],
+        Number | Literal["as_time_allows"],
+    ],
     Len(1, 1),
-    AfterValidator(_share_in_range),
+    AfterValidator(_rule_in_range),
     MustBe(_ONE_RULE),
 ]
 LengthBins = Annotated[

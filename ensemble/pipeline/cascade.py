@@ -1,11 +1,12 @@
-"""Select the rows of members with ``when``, and expect a share of the table for the plan.
+"""Select the rows of members and views with ``when``, and expect a share of the table for the plan.
 
 The rules are in ``planning.cascade``; this module applies them to the members' predictions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,11 @@ import numpy.typing as npt
 
 from ensemble.common.errors import DataError, EnsembleError
 from ensemble.common.protocol import Activation
+from ensemble.common.shards import bad_rows_in
 from ensemble.common.text import plural, shown_path
 from ensemble.config import MemberConfig, RunConfig
+from ensemble.config.schema import deciding_members
+from ensemble.config.values import takes_time_left
 from ensemble.data.predictions_csv import PredictionFile, demand_as_written, read_predictions
 from ensemble.members.base import Inspection
 from ensemble.merging.blocks import weights_by_bin, weights_of_rows
@@ -22,78 +26,190 @@ from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods.weighted_mean import scaled, weighted_mean
 from ensemble.pipeline.fingerprint import changed_members, changed_sentence
 from ensemble.pipeline.prepared import Prepared
-from ensemble.pipeline.resume import MemberWork, values_of
-from ensemble.pipeline.run_dir import RunDir
-from ensemble.planning.cascade import ExpectedShare, doubts, select_rows
-from ensemble.planning.plan import MemberPlan, Plan, with_rows, without_done
+from ensemble.pipeline.resume import MemberWork, mean_of_views, values_of
+from ensemble.pipeline.run_dir import RunDir, member_of_work, work_of_view
+from ensemble.planning.cascade import ExpectedShare, When, doubts, select_rows
+from ensemble.planning.plan import MemberPlan, Plan, with_rows, with_view, without_done
 
 _Rows = npt.NDArray[np.bool_]
 _Values = npt.NDArray[np.float64]
 
 
+@dataclass(frozen=True)
+class _Decider:
+    """Name the works whose mean counts as a member's values where rows are selected: its own, or some views'."""
+
+    model: MemberConfig
+    works: tuple[str, ...]
+    weights: tuple[float, ...] = (1.0,)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """Say for which work, a member's or a view's, ``when`` selects rows, and who decides."""
+
+    work: str
+    member: str
+    when: When
+    deciders: tuple[_Decider, ...]
+
+
+def _rules(config: RunConfig) -> Iterator[_Rule]:
+    """Yield the rules in the order of members and views: those before decide about those behind.
+
+    Rows of which there are as many as there was time for decide nothing: a member that has them in its last views
+    decides by its other views.
+    """
+    for number, model in enumerate(config.models):
+        before = tuple(_decider(earlier) for earlier in deciding_members(config.models[:number]))
+        if model.when is not None:
+            yield _Rule(model.name, model.name, model.when, before)
+        for view, when in model.views_with_when.items():
+            deciders = before
+            if view:
+                own = model if model.has_weight else model.model_copy(update={"weight": 1.0})
+                deciders = (*before, _views_before(own, view))
+            yield _Rule(work_of_view(model, view), model.name, when, deciders)
+
+
+def _decider(model: MemberConfig) -> _Decider:
+    timed = [view for view, when in model.views_with_when.items() if takes_time_left(when)]
+    return _views_before(model, min(timed)) if timed else _Decider(model, (model.name,))
+
+
+def _views_before(model: MemberConfig, stop: int) -> _Decider:
+    numbers = [number for number in range(stop) if not takes_time_left(model.views_with_when.get(number))]
+    weights = tuple(model.counted_views[number].weight for number in numbers)
+    return _Decider(model, tuple(work_of_view(model, number) for number in numbers), weights)
+
+
 class Cascades:
-    """Select the rows of each member with ``when``, once the members that it waits for have ended."""
+    """Select the rows of each member or view with ``when``, once all that it waits for has ended.
+
+    Works are named as their predictions are: those of a view ``member@view``.
+    """
 
     def __init__(self, prepared: Prepared, rundir: RunDir, works: Mapping[str, MemberWork]) -> None:
         self._prepared = prepared
         self._rundir = rundir
         self._works = works
-        # The rows that a member computes, bool [rows], and how unsure each row is, [rows].
+        self._rules = {rule.work: rule for rule in _rules(prepared.config)}
+        # The rows that a work is to have, bool [rows], and how unsure each row is, [rows].
         self._selections: dict[str, tuple[_Rows, _Values]] = {}
         self._left_out: set[str] = set()
-        self._has_when = {model.name for model in prepared.config.models if model.when is not None}
-        self._ended = {name for name, work in works.items() if work.is_complete}
-        self._select()
+        self._ended: set[str] = set()
 
-    def rows_of(self, member: str) -> _Rows | None:
-        """Return the rows that the member is to have: none before they are selected; None without ``when``."""
-        if member not in self._has_when:
-            return None
-        if member not in self._selections:
-            return np.zeros(self._prepared.table.rows, dtype=np.bool_)
-        return self._selections[member][0]
+    def begin(self) -> None:
+        """Select the rows that follow from what earlier runs have done, once the works are looked up."""
+        self._parts = {part.member: part for work in self._works.values() for part in (work, *work.views)}
+        self.end(*(name for name, work in self._works.items() if work.is_complete))
 
-    def is_selected(self, member: str) -> bool:
-        return member in self._selections
+    def own_rows_of(self, work: str) -> _Rows | None:
+        """Return the rows of a work with ``when``: none before they are selected; None without ``when``."""
+        if work in self._selections:
+            return self._selections[work][0]
+        return np.zeros(self._prepared.table.rows, dtype=np.bool_) if work in self._rules else None
+
+    def rows_of(self, work: str) -> _Rows | None:
+        """Return the rows that a work is to have, by its own ``when`` or its member's; None: all."""
+        rows = self.own_rows_of(work)
+        return self.own_rows_of(member_of_work(work)) if rows is None else rows
+
+    def is_selected(self, work: str) -> bool:
+        return work in self._selections
 
     def planned(self, plan: Plan, member: MemberPlan) -> MemberPlan:
         """Return a member with the chunks that are left to do of its selected rows."""
-        member = with_rows(plan, member, *self._selections[member.name])
-        return without_done(member, self._works[member.name].has_rows, is_timed=False)
+        is_timed = self._prepared.config.time_limit is not None and not member.waits_for
+        if member.waits_for:
+            if not self.is_selected(member.name):
+                return replace(member, chunks=(), order=member.order[:0])
+            member = with_rows(plan, member, *self._selections[member.name])
+        member = without_done(member, self._works[member.name].has_rows, is_timed)
+        return self.with_selected_views(plan, member)
 
-    def end(self, member: str, is_left_out: bool = False) -> list[str]:
-        """Note that a member has ended or failed, and return the members whose rows are selected by that."""
-        (self._left_out if is_left_out else self._ended).add(member)
+    def with_selected_views(self, plan: Plan, member: MemberPlan) -> MemberPlan:
+        """Return a member with the chunks that are left to do of views whose rows have been selected."""
+        is_done = self._works[member.name].has_rows
+        for view in member.undecided_views:
+            selection = self._selections.get(work_of_view(member.model, view))
+            if selection is not None:
+                member = with_view(plan, member, view, *selection, is_done)
+        return member
+
+    def end(self, *works: str, is_left_out: bool = False) -> list[str]:
+        """Note that works have ended or failed, and return those whose rows are selected by that."""
+        (self._left_out if is_left_out else self._ended).update(works)
         return self._select()
+
+    def keep_computed(self, member: str) -> None:
+        """Take away the rows of a member and its views that there was no time for."""
+        timed = {work for work, rule in self._rules.items() if takes_time_left(rule.when)}
+        parts = [part.member for part in self._works[member].parts if {part.member, member} & timed]
+        computed = {part: ~np.isnan(self._values_of(part)[:, 0]) for part in parts}
+        if member in timed:
+            computed[member] = np.any([*computed.values()], axis=0)
+        for work, rows in computed.items():
+            self._selections[work] = rows, np.zeros(len(rows))
 
     def _select(self) -> list[str]:
         selected = []
-        for number, model in enumerate(self._prepared.config.models):
-            if model.when is None or model.name in self._selections:
+        for rule in self._rules.values():
+            if rule.work in self._selections or (
+                rule.work != rule.member and self._is_undecided(rule.member)
+            ):
                 continue
-            deciders = set(self._prepared.config.deciders(number)) - self._left_out
-            undecided = self._has_when - self._selections.keys()
-            if deciders <= self._ended - undecided:
-                self._selections[model.name] = self._selection_of(model.when, deciders)
-                selected.append(model.name)
+            deciders = [decider for decider in rule.deciders if decider.model.name not in self._left_out]
+            if all(self._has_ended(work) for decider in deciders for work in decider.works):
+                self._selections[rule.work] = self._selection_of(rule, deciders)
+                selected.append(rule.work)
         return selected
 
-    def _selection_of(self, when: Mapping[str, float], deciders: Collection[str]) -> tuple[_Rows, _Values]:
-        ((rule, _),) = when.items()
+    def _is_undecided(self, work: str) -> bool:
+        return work in self._rules and work not in self._selections
+
+    def _has_ended(self, work: str) -> bool:
+        """Return whether a work has all rows that it is to have."""
+        member = member_of_work(work)
+        if self._is_undecided(work) or self._is_undecided(member):
+            return False
+        if work in self._ended or member == work:
+            return work in self._ended
+        is_missing, rows = ~self._parts[work].is_done, self.rows_of(work)
+        return not (is_missing if rows is None else is_missing & rows).any()
+
+    def _selection_of(self, rule: _Rule, deciders: Sequence[_Decider]) -> tuple[_Rows, _Values]:
+        ((kind, _),) = rule.when.items()
         config, table = self._prepared.config, self._prepared.table
-        models = [model for model in config.models if model.name in deciders]
-        values = [values_of(self._rundir, self._works[model.name], len(config.labels)) for model in models]
+        models = [decider.model for decider in deciders]
+        values = [
+            mean_of_views([self._values_of(work) for work in decider.works], decider.weights)
+            for decider in deciders
+        ]
         is_present = np.array([~np.isnan(member_values[:, 0]) for member_values in values])
-        for present, model in zip(is_present, models, strict=True):
-            rows = self.rows_of(model.name)
-            if rows is not None:
-                present &= rows
         activations = [self._prepared.inspected[model.name].activation for model in models]
         mean = np.full((table.rows, len(config.labels)), np.nan)
         if models:
             mean = _calibrated_mean(config, models, activations, values, is_present, table.text_bytes)
-        doubt = doubts(rule, mean, is_exclusive=set(activations) <= {"softmax"})
-        return select_rows(when, doubt), doubt
+        doubt = doubts(kind, mean, is_exclusive=set(activations) <= {"softmax"})
+        of_member = self.rows_of(rule.member) if rule.work != rule.member else None
+        if of_member is None:
+            return select_rows(rule.when, doubt), doubt
+        selected = np.zeros(table.rows, dtype=np.bool_)
+        selected[of_member] = select_rows(rule.when, doubt[of_member])
+        return selected, doubt
+
+    def _values_of(self, work: str) -> _Values:
+        """Return the values of a work that has ended, [rows, labels], NaN in rows that it is not to have."""
+        part, rows = self._parts[work], self.rows_of(work)
+        values = values_of(self._rundir, part, len(self._prepared.config.labels))
+        if not part.is_complete and self._prepared.config.on_bad_row == "uniform":
+            bad_rows = bad_rows_in(part.shards_dir, len(values))
+            bad = [row for row in bad_rows if np.isnan(values[row, 0])]
+            values[bad] = self._prepared.even_value(member_of_work(work))
+        if rows is not None:
+            values[~rows] = np.nan
+        return values
 
 
 def expected_shares(
@@ -114,11 +230,13 @@ def expected_shares(
             otherwise they are left out.
     """
     place = place or f"in {shown_path(folder)}"
+    rules = [*_rules(config)]
     deciders = {
-        name
-        for number, model in enumerate(config.models)
-        if model.when is not None and "share" not in model.when
-        for name in config.deciders(number)
+        work
+        for rule in rules
+        if "share" not in rule.when
+        for decider in rule.deciders
+        for work in decider.works
     }
     files = dict(values)
     try:
@@ -126,51 +244,50 @@ def expected_shares(
     except EnsembleError:
         if is_named:
             raise
-    return {
-        model.name: _expected_share(config, model.when, config.models[:number], inspected, files, place)
-        for number, model in enumerate(config.models)
-        if model.when is not None
-    }
+    return {rule.work: _expected_share(config, rule, inspected, files, place) for rule in rules}
 
 
 def _expected_share(
     config: RunConfig,
-    when: Mapping[str, float],
-    models: Sequence[MemberConfig],
+    rule: _Rule,
     inspected: Mapping[str, Inspection],
     files: Mapping[str, PredictionFile],
     place: str,
 ) -> ExpectedShare:
-    """Estimate the share of a member with ``when`` by the predictions of the models before it."""
-    ((rule, limit),) = when.items()
-    if rule == "share":
+    """Estimate the share of a member or view with ``when`` by the predictions of the works before it."""
+    ((kind, limit),) = rule.when.items()
+    if isinstance(limit, str):
+        return ExpectedShare(0.0, "as far as time_limit allows", is_timed=True)
+    if kind == "share":
         return ExpectedShare(limit, "as when says")
-    models = [model for model in models if model.has_weight]
+    models = [decider.model for decider in rule.deciders]
     if any(isinstance(model.weight, tuple) for model in models):
         return ExpectedShare(1.0, "all are assumed: weights by length bin are not looked up")
-    missing = [model.name for model in models if model.name not in files or model.name not in inspected]
+    works = [work for decider in rule.deciders for work in decider.works]
+    missing = [work for work in works if work not in files or member_of_work(work) not in inspected]
     if missing:
         why = f"all are assumed, as there are no predictions of {' and '.join(missing)} {place}"
         return ExpectedShare(1.0, why)
-    ids = max((files[model.name].ids for model in models), key=len)
+    ids = max((files[work].ids for work in works), key=len)
+    joined = {work: files[work].join(ids, may_lack=True, may_have_others=True)[0] for work in works}
     values = [
-        files[model.name].join(ids, may_lack=True, may_have_others=True)[0].copy(order="F")
-        for model in models
+        mean_of_views([joined[work].copy(order="F") for work in decider.works], decider.weights)
+        for decider in rule.deciders
     ]
     activations = [inspected[model.name].activation for model in models]
     is_present = np.array([~np.isnan(member_values).any(axis=1) for member_values in values])
     mean = _calibrated_mean(config, models, activations, values, is_present, np.zeros(len(ids), np.int64))
-    selected = select_rows(when, doubts(rule, mean, set(activations) == {"softmax"}))
+    selected = select_rows(rule.when, doubts(kind, mean, set(activations) == {"softmax"}))
     return ExpectedShare(float(selected.mean()), f"by the predictions of {plural(len(ids), 'row')} {place}")
 
 
-def _prediction_files(config: RunConfig, members: Iterable[str], folder: Path) -> dict[str, PredictionFile]:
-    """Return the predictions of members in a run's directory; a DataError says that they are not by this config."""
+def _prediction_files(config: RunConfig, works: Iterable[str], folder: Path) -> dict[str, PredictionFile]:
+    """Return the predictions of works in a run's directory; a DataError says that they are not by this config."""
     rundir = RunDir(folder)
-    paths = {name: rundir.predictions(name) for name in members if rundir.predictions(name).exists()}
+    paths = {name: rundir.predictions(name) for name in works if rundir.predictions(name).exists()}
     for path in paths.values():
         demand_as_written(path)
-    changed = changed_members(config, paths, folder) if paths else {}
+    changed = changed_members(config, {*map(member_of_work, paths)}, folder) if paths else {}
     if changed:
         raise DataError(
             f"--predictions-from: {folder}: {changed_sentence(changed)}; run the config there with these settings "

@@ -13,7 +13,7 @@ from ensemble.common.files import unreadable, unwritable_reason
 from ensemble.common.host import usable_cpus
 from ensemble.common.packages import installed_versions
 from ensemble.common.text import gib, plural
-from ensemble.config import LoadedConfig, RunConfig, TuningConfig
+from ensemble.config import LoadedConfig, MemberConfig, RunConfig, TuningConfig
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.table import InputTable
 from ensemble.members.base import Inspection, MemberKind
@@ -22,6 +22,7 @@ from ensemble.merging.methods.base import Members
 from ensemble.merging.rules import RowRules
 from ensemble.pipeline.prepared import is_exclusive, merged_activation
 from ensemble.pipeline.run_dir import RunDir
+from ensemble.planning.cascade import When
 from ensemble.planning.plan import Plan
 
 # The most by which the probabilities of a rule may miss a sum of 1.
@@ -122,22 +123,31 @@ def member_problems(config: RunConfig, kinds: Kinds, inspected: Mapping[str, Ins
 def _when_problems(
     config: RunConfig, index: int, inspected: Mapping[str, Inspection], raw: Sequence[str]
 ) -> Iterator[str]:
-    """Yield problems of a member's ``when`` with the values of the members before it."""
-    when, labels = config.models[index].when, len(config.labels)
-    if when is None:
-        return
-    raw_before = [model.name for model in config.models[:index] if model.name in raw]
-    if raw_before:
-        names = ", ".join(raw_before)
-        yield f"models[{index}].when: {names} gives raw values (regression), and a margin is one of probabilities"
-        return
-    deciders = {inspected[name].activation for name in config.deciders(index) if name in inspected}
-    highest = math.log(labels) if deciders == {"softmax"} else labels * math.log(2)
-    if deciders and when.get("entropy_above", -1.0) >= highest:
-        yield (
-            f"models[{index}].when.entropy_above: no row of {plural(labels, 'label')} has an entropy above "
-            f"{highest:.4g} nats; give a smaller number"
-        )
+    """Yield problems of each ``when`` of a member with the values of the members and views before it."""
+    model, labels = config.models[index], len(config.labels)
+    rules: dict[str, tuple[When, Sequence[MemberConfig]]] = {}
+    if model.when is not None:
+        rules[f"models[{index}].when"] = model.when, config.models[:index]
+    for number, view in enumerate(model.all_views):
+        if view.when is not None and view.weight > 0:
+            rules[f"models[{index}].views[{number}].when"] = view.when, config.models[: index + 1]
+    for place, (when, before) in rules.items():
+        raw_before = [earlier.name for earlier in before if earlier.name in raw]
+        if raw_before:
+            yield (
+                f"{place}: {', '.join(raw_before)} gives raw values (regression), and a margin is one of "
+                "probabilities"
+            )
+            continue
+        names = [earlier.name for earlier in before if earlier.has_weight or earlier is model]
+        deciders = {inspected[name].activation for name in names if name in inspected}
+        highest = math.log(labels) if deciders == {"softmax"} else labels * math.log(2)
+        limit = when.get("entropy_above", -1.0)
+        if deciders and not isinstance(limit, str) and limit >= highest:
+            yield (
+                f"{place}.entropy_above: no row of {plural(labels, 'label')} has an entropy above "
+                f"{highest:.4g} nats; give a smaller number"
+            )
 
 
 def place_problems(loaded: LoadedConfig, kinds: Kinds) -> Iterator[str]:

@@ -74,6 +74,13 @@ def rows_of(report: RunReport, member: MemberReport) -> int:
     return report.rows if member.cascade is None else member.cascade.rows
 
 
+def rows_in_views(report: RunReport, member: MemberReport) -> int:
+    """Return how many rows a member is to have in all of its views, as far as that is known."""
+    rows = rows_of(report, member)
+    cascades = [member.view_cascades.get(view) for view in member.views]
+    return sum(rows if cascade is None else cascade.rows for cascade in cascades) if cascades else rows
+
+
 def _reached_text(report: RunReport, member: MemberReport) -> str:
     """Return how many rows a member has at the end of the time limit, and how many were lost."""
     if member.cascade is not None and not member.cascade.is_selected:

@@ -107,7 +107,10 @@ def mean_fingerprint(member: MemberPlan, whole: Fingerprint, views: Sequence[Fin
     """Return the fingerprint of the mean over a member's views, from that without views and theirs."""
     weights = [view.weight for view in member.model.counted_views]
     parts = [[view.settings, view.rows, weight] for view, weight in zip(views, weights, strict=True)]
-    return replace(whole, settings=digest_of({"mean of views": parts}))
+    settings: dict[str, object] = {"mean of views": parts}
+    if member.model.views_with_when:  # a mean of other views than that of all of them
+        settings["when"] = True
+    return replace(whole, settings=digest_of(settings))
 
 
 def settings_digests(config: RunConfig, model: MemberConfig) -> dict[str, str]:

@@ -50,7 +50,7 @@ from ensemble.pipeline.checks import (
 )
 from ensemble.pipeline.member_views import MemberView, first_texts, member_views
 from ensemble.pipeline.prepared import Prepared, is_exclusive, merged_activation
-from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.run_dir import RunDir, work_of_view
 from ensemble.pipeline.run_report import RunReport, measured_speeds
 from ensemble.planning.cascade import ExpectedShare
 from ensemble.planning.forecast import Speed
@@ -443,6 +443,7 @@ def _member_facts(
             if name in inspected:
                 memory = kind.memory(inspected[name], lengths, len(config.labels))
         is_limited = name in shares and model.when is not None
+        expected = {view: shares.get(work_of_view(model, view)) for view in model.views_with_when}
         facts[name] = MemberFacts(
             name=name,
             request=kind.request(),
@@ -450,6 +451,7 @@ def _member_facts(
             memory=memory,
             needs_worker=kind.needs_worker,
             expected_share=shares[name].share if is_limited else 1.0,
+            view_shares={view: share.share for view, share in expected.items() if share is not None},
         )
     return facts
 

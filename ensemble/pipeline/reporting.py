@@ -13,11 +13,11 @@ from ensemble.common.clock import boot_seconds
 from ensemble.common.gpus import Device
 from ensemble.common.host import cpu_name
 from ensemble.common.version import __version__
-from ensemble.config import MemberConfig
 from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.results import Results, predictions_title
 from ensemble.pipeline.resume import MemberWork
+from ensemble.pipeline.run_dir import work_of_view
 from ensemble.pipeline.run_report import (
     CascadeReport,
     Computation,
@@ -31,6 +31,7 @@ from ensemble.pipeline.run_report import (
     ViewReport,
     WorkerReport,
 )
+from ensemble.planning.cascade import When
 from ensemble.planning.forecast import calibrated
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.device_pool import DevicePool
@@ -57,7 +58,7 @@ class RunState:
     node_changes: Sequence[NodeChange] = ()
     left_out: Sequence[Failure] = ()
     explanation: str = ""
-    cascades: Cascades | None = None
+    cascades: Cascades = field(init=False)
 
     def report(self, status: Status) -> RunReport:
         prepared, results = self.prepared, self.results
@@ -160,7 +161,7 @@ class RunState:
         bad_rows = work.bad_rows_of_views(state.bad_rows)
         view_rows: Sequence[int | None] = results.view_rows.get(name, (None,) * len(views))
         if work.is_complete:
-            view_rows = (int(work.is_done.sum()),) * len(views)
+            view_rows = tuple(self._rows_to_have(part) for part in work.views)
         return MemberReport(
             name=name,
             phase=state.phase,
@@ -193,25 +194,33 @@ class RunState:
             faults=tuple(state.faults),
             failure=state.failure,
             workers=workers,
-            cascade=self._cascade(model),
+            cascade=None if model.when is None else self._cascade(model.when, name),
             activation=self.prepared.inspected[name].activation,
             views={
                 view.name: ViewReport(view.weight, rows) for view, rows in zip(views, view_rows, strict=True)
+            },
+            view_cascades={
+                views[number].name: self._cascade(when, work_of_view(model, number))
+                for number, when in model.views_with_when.items()
             },
             partial_rows=results.partial_rows.get(name, 0),
             computed=self.computation(state),
             computed_before=work.computed_before,
         )
 
-    def _cascade(self, model: MemberConfig) -> CascadeReport | None:
-        if model.when is None or self.cascades is None:
-            return None
-        rows = self.cascades.rows_of(model.name)
+    def _rows_to_have(self, part: MemberWork) -> int:
+        """Return how many rows of a complete view count."""
+        rows = self.cascades.own_rows_of(part.member)
+        return int((part.is_done if rows is None else part.is_done & rows).sum())
+
+    def _cascade(self, when: When, work: str) -> CascadeReport:
+        """Return what ``when`` selected for a member or view."""
+        rows = self.cascades.rows_of(work)
         return CascadeReport(
-            when=dict(model.when),
+            when={**when},
             rows=0 if rows is None else int(rows.sum()),
-            is_selected=self.cascades.is_selected(model.name),
-            comparison=self.results.comparisons.get(model.name),
+            is_selected=self.cascades.is_selected(work),
+            comparison=self.results.comparisons.get(work),
         )
 
 
@@ -271,7 +280,7 @@ def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float |
         if whole_seconds is None:
             return None
         startup = 0.0 if state.running else state.plan.job.startup_seconds
-        compute_seconds = whole_seconds * (1.0 - state.fraction) * state.plan.expected_share
+        compute_seconds = whole_seconds * state.work_left * state.plan.expected_share
         jobs.append(replace(state.plan.job, startup_seconds=startup, compute_seconds=compute_seconds))
     return round(prepared.plan.seconds_of(jobs), 3)
 

@@ -7,7 +7,7 @@ how, and which files get the merged rows.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
@@ -32,6 +32,7 @@ from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members
 from ensemble.merging.row_checks import RowCheck
 from ensemble.merging.scoring import CascadeComparison, CascadeScoring, Gain, Resamples, Score, Scoring
+from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.prepare import given_predictions
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.resume import MemberWork, demand_unchanged, mean_of_views, values_of, write_manifest
@@ -79,21 +80,18 @@ class Results:
 
 
 class ResultWriter:
-    """Write a run's results, and their counts and scores into ``results``.
-
-    ``rows_of`` returns the rows that a member is to have, bool [rows]; None: all.
-    """
+    """Write a run's results, and their counts and scores into ``results``."""
 
     def __init__(
         self, prepared: Prepared, rundir: RunDir, works: Mapping[str, MemberWork], results: Results
     ) -> None:
-        self.rows_of: Callable[[str], npt.NDArray[np.bool_] | None] = lambda name: None
         self._prepared = prepared
         self._config = prepared.config
         self._rundir = rundir
         self._works = works
         self._labels = prepared.config.labels
         self._resamples = Resamples(prepared.table.rows)
+        self.cascades = Cascades(prepared, rundir, works)
         self.results = results
 
     def write_predictions(self, state: MemberState, computed: Computation | None = None) -> None:
@@ -113,16 +111,19 @@ class ResultWriter:
                     self._complete(part, self._values_in_shards(name, part), computed)
         if not work.is_complete:
             work.bad_rows = work.bad_rows_of_views(state.bad_rows)
-            views = [values_of(self._rundir, view, len(self._labels)) for view in work.views]
+            views = [self._values_of_view(view) for view in work.views]
             mean = mean_of_views(views, [view.weight for view in state.plan.model.counted_views])
             # From an earlier run, a view can have more rows than its member is to have now.
-            mean[np.isnan(views).any(axis=(0, 2))] = np.nan
+            for part, values in zip(work.views, views, strict=True):
+                if self.cascades.own_rows_of(part.member) is None:
+                    mean[np.isnan(values).any(axis=1)] = np.nan
             self._complete(work, mean, computed)
         self.results.files[predictions_title(name)] = self._rundir.predictions(name)
 
     def _values_in_shards(self, member: str, work: MemberWork) -> _Values:
         """Return the values of a work that is done, [rows, labels]; NaN in rows that it need not have."""
-        values, selected = values_of(self._rundir, work, len(self._labels)), self.rows_of(member)
+        values = values_of(self._rundir, work, len(self._labels))
+        selected = self.cascades.rows_of(work.member)
         values[list(work.bad_rows)] = self._prepared.even_value(member)
         is_missing = np.isnan(values).any(axis=1)
         if selected is not None:
@@ -134,6 +135,14 @@ class ResultWriter:
                 f"{plural(len(missing), 'row')} missing in its shards in {work.shards_dir} ({shown}): some "
                 "were removed or changed; run the same command again"
             )
+        return values
+
+    def _values_of_view(self, view: MemberWork) -> _Values:
+        """Return the values of a view, [rows, labels]; NaN in rows that its ``when`` leaves out."""
+        values = values_of(self._rundir, view, len(self._labels))
+        rows = self.cascades.own_rows_of(view.member)
+        if rows is not None:
+            values[~rows] = np.nan
         return values
 
     def write_given(self, member: MemberPlan) -> None:
@@ -257,7 +266,7 @@ class ResultWriter:
             for state, values, activation in zip(members, values_of_members, activations, strict=True):
                 name, model, work = state.plan.name, state.plan.model, self._works[state.plan.name]
                 source = self._rundir.predictions(name) if work.is_complete else work.shards_dir
-                has_all_rows = work.is_complete and work.is_done.all() and self.rows_of(name) is None
+                has_all_rows = work.is_complete and work.is_done.all() and self.cascades.rows_of(name) is None
                 check = RowCheck(str(source), activation, table.ids, may_lack_rows=not has_all_rows)
                 calibrate = calibrator(model.calibration, activation, self._labels)
                 scoring, ruled = self._scoring(), None if rules is None else self._scoring()
@@ -275,7 +284,7 @@ class ResultWriter:
                 CascadeScoring(truth, self._prepared.activation, self._resamples),
             )
             for number, name in enumerate(names)
-            if truth is not None and method.gives_probabilities and self.rows_of(name) is not None
+            if truth is not None and method.gives_probabilities and self.cascades.rows_of(name) is not None
         }
         for start, values in merge_blocks(method, open_members, table.ids, table.text_bytes, without, rules):
             all_values[start : start + len(values)] = values
@@ -287,20 +296,26 @@ class ResultWriter:
 
     def _values_to_merge(self, state: MemberState) -> _Values:
         """Return the values of the rows that a member is to have, [rows, labels]; NaN in the others."""
-        name, work, selected = state.plan.name, self._works[state.plan.name], self.rows_of(state.plan.name)
+        name = state.plan.name
+        work, selected = self._works[name], self.cascades.rows_of(name)
         if work.is_complete:
             values = values_of(self._rundir, work, len(self._labels))
             is_merged = None if selected is None else selected[work.is_done]
             has_others = is_merged is not None and not is_merged.all()
             write_bits(self._rundir.merged_rows(name), is_merged if has_others else None)
         else:
-            parts = [values_of(self._rundir, part, len(self._labels)) for part in work.parts]
+            parts = [self._values_of_view(part) for part in work.parts]
             if self._config.on_bad_row == "uniform":
                 for view, of_view in enumerate(parts):
                     of_view[list(work.rows_of_view(state.bad_rows, view))] = self._prepared.even_value(name)
             if work.views:
                 is_present = np.array([~np.isnan(of_view[:, 0]) for of_view in parts])
-                is_partial = is_present.any(axis=0) & ~is_present.all(axis=0)
+                is_missing = ~is_present
+                for part, missing in zip(work.views, is_missing, strict=True):
+                    rows = self.cascades.own_rows_of(part.member)
+                    if rows is not None:
+                        missing &= rows
+                is_partial = is_present.any(axis=0) & is_missing.any(axis=0)
                 self.results.view_rows[name] = tuple(is_present.sum(axis=1).tolist())
                 self.results.partial_rows[name] = int(is_partial.sum())
             values = mean_of_views(parts, [view.weight for view in state.plan.model.counted_views])

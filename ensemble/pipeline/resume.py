@@ -48,7 +48,7 @@ from ensemble.pipeline.fingerprint import (
 )
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.reuse import EarlierWork, write_row_file, write_shards
-from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.run_dir import RunDir, work_of_view
 from ensemble.pipeline.run_report import Computation, MemberReport, RunReport, WorkerReport, computations_of
 from ensemble.planning.plan import CpuChoice, MemberPlan, Plan
 from ensemble.scheduling.batches import BatchRecord
@@ -184,12 +184,15 @@ def _work_of_member(prepared: Prepared, rundir: RunDir, member: MemberPlan, file
     of_views = view_fingerprints(prepared, member, files)
     if of_views:
         fingerprint = mean_fingerprint(member, fingerprint, of_views)
-    work = find_work(rundir, name, fingerprint, table.rows, keeps_bad_rows)
+    # Which rows views with ``when`` have follows from what others have predicted: their mean is always made again.
+    is_final = not model.views_with_when
+    work = find_work(rundir, name, fingerprint, table.rows, keeps_bad_rows, is_final=is_final)
     work.settings = settings_digests(prepared.config, model)
     for number, (view, of_view) in enumerate(zip(model.counted_views, of_views, strict=True)):
         folder = work.shards_dir / f"{view.name}.{of_view.digest[:16]}"
-        # Names of members have no "@".
-        view_work = find_work(rundir, f"{name}@{view.name}", of_view, table.rows, keeps_bad_rows, folder)
+        view_work = find_work(
+            rundir, work_of_view(model, number), of_view, table.rows, keeps_bad_rows, folder
+        )
         columns = prepared.view_columns[name][number]
         view_work.row_digests = table.row_digests(columns, file_cells(prepared, name, view))
         work.views += (view_work,)
@@ -241,11 +244,13 @@ def find_work(
     rows: int,
     keeps_bad_rows: bool,
     folder: Path | None = None,
+    is_final: bool = True,
 ) -> MemberWork:
     """Return the work of a member from files with its name: complete predictions of all rows, or else shards.
 
     Shards whose content does not match their names are removed. With ``keeps_bad_rows``, rows that could not be
     computed count as done; otherwise they run again. ``folder`` is that of the shards, if not the usual one.
+    Predictions that are not ``is_final`` do not count.
     """
     folder = folder or rundir.shards_dir(member, fingerprint.digest)
     work = MemberWork(member, fingerprint, folder, is_done=np.zeros(rows, dtype=np.bool_))
@@ -260,7 +265,7 @@ def find_work(
         work.why_again = f"{changed} changed since its predictions were made"
     elif not is_as_written(rundir.predictions(member)):
         work.why_again = f"{rundir.predictions(member)} has been changed"
-    elif manifest.get("present") is None and (keeps_bad_rows or not bad_rows):
+    elif is_final and manifest.get("present") is None and (keeps_bad_rows or not bad_rows):
         work.is_complete, work.bad_rows, work.is_done[:] = True, bad_rows, True
         work.computed_before = computations_of(manifest)
         return work

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from ensemble.common.clock import Watch, boot_seconds
-from ensemble.common.errors import RESUMES, EnsembleError, Interrupted, WriteError
+from ensemble.common.errors import RESUMES, EnsembleError, Interrupted, MergeError, WriteError
 from ensemble.common.extensions import call_hooks
 from ensemble.common.files import atomic_path, file_state, remove_temporary_files, sync_directory, write_text
 from ensemble.common.gpus import Device
@@ -25,7 +25,6 @@ from ensemble.common.shards import CACHE_FOLDER, ORDER_FILE
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
 from ensemble.members.registry import member_kind
-from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.remote import copy_results, result_addresses
@@ -44,14 +43,15 @@ from ensemble.pipeline.resume import (
     write_bad_rows,
 )
 from ensemble.pipeline.reuse import demand_reusable
-from ensemble.pipeline.run_dir import RunDir, hold, log, logging_to
+from ensemble.pipeline.run_dir import RunDir, hold, log, logging_to, member_of_work, work_of_view
 from ensemble.pipeline.run_report import MERGED, RunReport
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.pipeline.wait_for_gpus import held_texts, wait_for_gpu_memory
-from ensemble.planning.plan import MemberPlan, without_done
+from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.deadline import Deadline, reserve_seconds, time_limit_text
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.launchers.base import MemberFiles, WorkerStart
+from ensemble.scheduling.records import Failure
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
 from ensemble.scheduling.state import MemberState
@@ -163,6 +163,7 @@ class _Run(RunState):
         self.say = display.say
         self._signals = signals
         self._writer = ResultWriter(prepared, rundir, self.works, self.results)
+        self.cascades = self._writer.cascades
         # Measures how long workers take, without the time in which this process did not run.
         self._watch = Watch(MAX_TURN_SECONDS)
         self._seconds_before_workers = 0.0
@@ -174,6 +175,7 @@ class _Run(RunState):
         try:
             self.works.update(find_works(self.prepared, rundir, self.say))
             self._write_predictions_without_workers()
+            self.cascades.begin()
             self._take_over_cpu_choices()
             self._plan_what_is_left()
             works = self.works.values()
@@ -207,14 +209,16 @@ class _Run(RunState):
             self._remove_work()
         return self._add_page(self.report(self.status))
 
+    @property
+    def _working_members(self) -> list[MemberPlan]:
+        return [state.plan for state in self.members if state.has_work]
+
     def _publish_work(self) -> None:
         rundir = self._rundir
         needs_ids = any(member_kind(model).reads().ids for model in self._config.models)
         with atomic_path(rundir.table) as temporary:
             self.prepared.table.publish(temporary, needs_ids)
-        for member in self.prepared.plan.members:
-            if not member.chunks and not member.waits_for:
-                continue
+        for member in self._working_members:
             work = self.works[member.name]
             work.make_shards_dir()
             with atomic_path(work.shards_dir / ORDER_FILE) as temporary, temporary.open("wb") as file:
@@ -271,9 +275,6 @@ class _Run(RunState):
     def _plan_what_is_left(self) -> None:
         """Reduce the plan to the chunks that are left to do."""
         plan = self.prepared.plan
-        if self.cascades is None and any(member.waits_for for member in plan.members):
-            self.cascades = Cascades(self.prepared, self._rundir, self.works)
-            self._writer.rows_of = self.cascades.rows_of
         members = tuple(self._what_is_left(member) for member in plan.members)
         self.prepared = replace(self.prepared, plan=replace(plan, members=members))
         self.members = [self._new_state(member, self.works[member.name]) for member in members]
@@ -286,11 +287,7 @@ class _Run(RunState):
         work = self.works[member.name]
         if not member.needs_worker:  # its file may lack rows
             return replace(member, waits_for=(), order=member.order[work.is_done[member.order]])
-        if self.cascades is None or not member.waits_for:
-            return without_done(member, work.has_rows, self._config.time_limit is not None)
-        if self.cascades.is_selected(member.name):
-            return self.cascades.planned(self.prepared.plan, member)
-        return replace(member, chunks=(), order=member.order[:0])
+        return self.cascades.planned(self.prepared.plan, member)
 
     def _write_first_submission(self) -> float:
         """Write a submission of the rows so far, and return the seconds to reserve for the last one."""
@@ -319,8 +316,7 @@ class _Run(RunState):
         """Run the scheduler until all members have ended."""
         config, display, prepared = self._config, self._display, self.prepared
         launcher = prepared.launcher
-        working = [member for member in prepared.plan.members if member.chunks or member.waits_for]
-        launcher.begin({member.name: self._files_of(member) for member in working})
+        launcher.begin({member.name: self._files_of(member) for member in self._working_members})
         prepared.table.forget_columns()  # the workers have them now
         gpus = [gpu for gpu in prepared.plan.gpus if not gpu.is_held]
         self.pool = DevicePool(
@@ -405,17 +401,26 @@ class _Run(RunState):
         shutil.rmtree(self.works[state.plan.name].shards_dir / CACHE_FOLDER, ignore_errors=True)
         self._writer.write_predictions(state, self.computation(state))
 
+    def on_views_done(self, state: MemberState) -> None:
+        """Select rows of a member's next view, unless that waits for other members, too."""
+        views = range(min(state.plan.undecided_views))
+        self._begin_selected(self.cascades.end(*(work_of_view(state.plan.model, view) for view in views)))
+
     def on_ended(self, state: MemberState) -> None:
-        """Begin members with ``when`` whose rows can be selected now that a member has finished or failed."""
-        if self.cascades is None:
-            return
+        """Begin members and views whose rows can be selected now that a member has finished or failed."""
         failure, may_go_on = state.failure, self._config.on_member_failure == "continue"
         if failure is not None and not failure.is_dropped and not may_go_on:
             return  # members that wait for it go on in a later run, which has its rows
-        selected = self.cascades.end(state.plan.name, is_left_out=failure is not None)
-        for waiting in self.members:
-            if waiting.plan.name in selected and waiting.is_undecided:
-                waiting.begin(self.cascades.planned(self.prepared.plan, waiting.plan))
+        self._begin_selected(self.cascades.end(state.plan.name, is_left_out=failure is not None))
+
+    def _begin_selected(self, works: Collection[str]) -> None:
+        """Queue the chunks of members and views whose rows have been selected."""
+        members = {member_of_work(work) for work in works}
+        for state in self.members:
+            if state.plan.name in members and state.is_undecided:
+                state.begin(self.cascades.planned(self.prepared.plan, state.plan))
+            elif state.plan.name in members and state.failure is None:
+                state.extend(self.cascades.with_selected_views(self.prepared.plan, state.plan))
 
     def on_change(self, members: Sequence[MemberState]) -> None:
         """Show the members, and write the report if it is due."""
@@ -431,6 +436,7 @@ class _Run(RunState):
 
     def _merge(self) -> None:
         """Merge the members, unless one has failed that the run may not go on without."""
+        self._end_early()
         good = [state for state in self.members if state.failure is None]
         failures = [state.failure for state in self.members if state.failure is not None]
         may_go_on = self._config.on_member_failure == "continue"
@@ -447,6 +453,20 @@ class _Run(RunState):
         # The shards of a member whose CSV was not written in time must stay.
         is_unfinished = is_timed and not all(self.works[state.plan.name].is_complete for state in good)
         self.status = "time_limit" if is_unfinished else "complete"
+
+    def _end_early(self) -> None:
+        """Complete the members that lack nothing but rows of which they have as many as there was time for."""
+        for state in self.members:
+            # Bad rows would fail the member; so it stays unfinished, as at any end of the time.
+            is_bad = state.bad_rows and self._config.on_bad_row != "uniform"
+            if is_bad or not state.may_end_early:
+                continue
+            self.cascades.keep_computed(state.plan.name)
+            state.end_early()
+            try:
+                self.on_finished(state)
+            except MergeError as error:
+                state.fail(Failure(state.plan.name, str(error)))
 
     def _check_outcome(self, reserve: float) -> None:
         """Warn if the table has changed, and explain where the time went if the limit left none to compute rows."""

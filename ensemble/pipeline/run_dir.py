@@ -36,6 +36,7 @@ from ensemble.common.files import TEMPORARY, cannot_write, create_empty, open_lo
 from ensemble.common.redact import RedactingFormatter, Redactor
 from ensemble.common.shards import read_shard
 from ensemble.common.version import __version__
+from ensemble.config import MemberConfig
 
 log = logging.getLogger("ensemble")
 # The beginnings of files that only runs write: logs, reports, manifests and files of rows.
@@ -44,6 +45,16 @@ _MADE_BY_RUNS = re.compile(
     rb'|\{\s*"status": "\w+",\s*"pid": \d+,\s*"versions": \{\s*"ensemble": "'
     rb'|\{\s*"fingerprint": \{\s*"scheme": \d+,\s*"settings": "[0-9a-f]{64}"'
 )
+
+
+def work_of_view(model: MemberConfig, view: int) -> str:
+    """Return the name of a view's predictions, from the view's number; names of members have no "@"."""
+    return f"{model.name}@{model.counted_views[view].name}"
+
+
+def member_of_work(work: str) -> str:
+    """Return the member whose predictions, or a view's, have this name."""
+    return work.partition("@")[0]
 
 
 class RunDir:

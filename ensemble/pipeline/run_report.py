@@ -91,9 +91,12 @@ class ProgressReport:
 
 @dataclass(frozen=True)
 class CascadeReport:
-    """Report a member with ``when``, and compare the ensemble with and without it if the truth is known."""
+    """Report a member or view with ``when``; compare the ensemble with and without a member if the truth is known.
 
-    when: dict[str, float]
+    ``rows`` is how many were selected, for ``share: as_time_allows`` how many there was time for at the end.
+    """
+
+    when: dict[str, float | str]
     rows: int
     is_selected: bool
     comparison: CascadeComparison | None
@@ -145,6 +148,7 @@ class MemberReport:
         partial_rows: how many rows lack some of their views, and are the mean of the others.
         lost_rows: at least so many were computed and not kept, because the time limit ended their chunk.
         settings: a digest of each key that the probabilities may depend on.
+        view_cascades: of its views with ``when``, by their names.
         computed: what this run computed rows with; None if it computed none.
         computed_before: what earlier runs computed rows with, the oldest first.
     """
@@ -175,6 +179,7 @@ class MemberReport:
     activation: Activation | None = None
     calibration: dict[str, Any] = field(default_factory=dict)
     views: dict[str, ViewReport] = field(default_factory=dict)
+    view_cascades: dict[str, CascadeReport] = field(default_factory=dict)
     partial_rows: int = 0
     lost_rows: int = 0
     settings: dict[str, str] = field(default_factory=dict)

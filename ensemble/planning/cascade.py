@@ -1,6 +1,6 @@
-"""Select the rows that a member with ``when`` computes. PURE.
+"""Select the rows that a member or view with ``when`` computes. PURE.
 
-A row is selected where the mean of the members before is unsure.  That depends on these members' values alone:
+A row is selected where the mean of the members and views before is unsure.  That depends on their values alone:
 neither chunks nor time nor an earlier run change it.
 """
 
@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+When: TypeAlias = Mapping[str, float | str]
 Doubts = npt.NDArray[np.float64]
 # A share of rows, such as 0.07 of 100, is a little more or less than a whole number.
 _ROUNDING = 1e-9
@@ -20,19 +22,22 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class ExpectedShare:
-    """Hold the share of the rows that a member with ``when`` is expected to compute, and why, in words."""
+    """Hold the share of the rows that a member or view with ``when`` is expected to compute, and why, in words."""
 
     share: float
     why: str
+    is_timed: bool = False  # it is as many as there is time for
 
 
-def when_text(when: Mapping[str, float]) -> str:
+def when_text(when: When, before: str = "members") -> str:
     """Return the rule in words: only where the members before it have ..."""
     ((rule, number),) = when.items()
+    if isinstance(number, str):
+        return f"on as many rows as there is time for, first where the {before} before it are least certain"
     if rule == "share":
-        return f"only on the {100 * number:g} % of the rows of which the members before it are least certain"
+        return f"only on the {100 * number:g} % of the rows of which the {before} before it are least certain"
     limit = f"a margin below {number:g}" if rule == "margin_below" else f"an entropy above {number:g} nats"
-    return f"only on rows where the mean of the members before it has {limit}"
+    return f"only on rows where the mean of the {before} before it has {limit}"
 
 
 def margins(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -72,13 +77,15 @@ def doubts(rule: str, mean: npt.NDArray[np.float64], is_exclusive: bool) -> Doub
     return np.where(np.isnan(doubt), np.inf, doubt)
 
 
-def select_rows(when: Mapping[str, float], doubt: Doubts) -> npt.NDArray[np.bool_]:
+def select_rows(when: When, doubt: Doubts) -> npt.NDArray[np.bool_]:
     """Return which rows are computed, bool [rows].
 
     Rows that no member has are always selected. If rows are equally certain, ``share`` takes those that come first
-    in the table.
+    in the table. ``share: as_time_allows`` takes all rows: the time limit decides how many of them are computed.
     """
     ((rule, number),) = when.items()
+    if isinstance(number, str):
+        return np.ones(len(doubt), dtype=np.bool_)
     if rule == "share":
         selected = np.isinf(doubt)
         row_count = math.ceil(number * len(doubt) - _ROUNDING)

@@ -137,17 +137,19 @@ def in_views(
 def what_is_left(
     chunks: Sequence[Chunk], order: npt.NDArray[np.int64], is_done: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]:
-    """Return the order with the rows that are done at its end, and the chunks of the others.
+    """Return the chunks' order with the rows that are done at its end, and the chunks of the others.
 
     A chunk of which nothing is done keeps its rows and its index. ``is_done`` is by row number, numbered through
     the views.
     """
-    numbers = count(len(chunks))  # that no chunk has yet
-    rows_left: list[npt.NDArray[np.int64]] = []
+    numbers = count(1 + max((chunk.index for chunk in chunks), default=-1))  # that no chunk has yet
+    rows_left: list[npt.NDArray[np.int64]] = [order[:0]]
+    rows_done: list[npt.NDArray[np.int64]] = []
     chunks_left: list[Chunk] = []
     start = 0
     for chunk in chunks:
         rows = order[chunk.start : chunk.stop]
+        rows_done.append(rows[is_done[rows]])
         rows = rows[~is_done[rows]]
         if len(rows):
             stop = start + len(rows)
@@ -157,4 +159,4 @@ def what_is_left(
             chunks_left.append(replace(chunk, start=start, stop=stop))
             rows_left.append(rows)
             start = stop
-    return np.concatenate([*rows_left, order[is_done[order]]]), tuple(chunks_left)
+    return np.concatenate([*rows_left, *rows_done]), tuple(chunks_left)

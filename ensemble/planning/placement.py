@@ -27,6 +27,7 @@ class MemberFacts:
         lengths: bytes of text per row, int64 [rows].
         memory: None if nothing is known of it.
         expected_share: the share of the rows that it will probably compute; less than 1 with ``when``.
+        view_shares: the share of these rows that a view with ``when`` will probably compute, by the view's number.
     """
 
     name: str
@@ -35,6 +36,7 @@ class MemberFacts:
     memory: MemoryEstimate | None = None
     needs_worker: bool = True
     expected_share: float = 1.0
+    view_shares: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from ensemble.common.gpus import Device
 from ensemble.common.host import available_memory_bytes, threads_of, total_memory_bytes, usable_cpus
 from ensemble.common.text import gib, plural
 from ensemble.config import MemberConfig, RunConfig
+from ensemble.config.values import takes_time_left
 from ensemble.members.base import ResourceRequest
 from ensemble.planning.chunks import (
     BYTES_PER_TOKEN,
@@ -65,6 +66,8 @@ class MemberPlan:
         order: row numbers, longest text first, int64 [rows], numbered through the views (``chunks.in_views``).
         waits_for: the members with a weight before it, if it has ``when``.
         expected_share: the share of the rows that the forecast counts.
+        undecided_views: views with ``when`` whose rows are not selected yet, by number, with the share of the
+            member's rows that the forecast counts.
         cpu_threads: threads of a worker on a CPU; None: by its share of the cores.
     """
 
@@ -82,6 +85,7 @@ class MemberPlan:
     table_rows: int = 0
     waits_for: tuple[str, ...] = ()
     expected_share: float = 1.0
+    undecided_views: Mapping[int, float] = field(default_factory=dict)
     cpu_threads: int | None = None
 
     @property
@@ -97,8 +101,22 @@ class MemberPlan:
         return max(1, len(self.model.counted_views))
 
     @property
+    def undecided_work(self) -> float:
+        """Return the share of the member's work in views whose rows are not selected yet, if they had all rows."""
+        return len(self.undecided_views) / self.views
+
+    @property
+    def unexpected_work(self) -> float:
+        """Return the share of the member's work that views are expected not to select."""
+        return sum(1.0 - share for share in self.undecided_views.values()) / self.views
+
+    @property
     def needs_worker(self) -> bool:
         return self.replicas > 0
+
+    def takes_time_left(self, view: int) -> bool:
+        """Return whether a view has as many rows as there is time for."""
+        return takes_time_left(self.model.when) or takes_time_left(self.model.views_with_when.get(view))
 
     @property
     def slowdown(self) -> float:
@@ -114,7 +132,7 @@ class MemberPlan:
     def job(self) -> Job:
         return Job(
             startup_seconds=self.speed.startup_seconds,
-            compute_seconds=self.whole_seconds * self.expected_share,
+            compute_seconds=self.whole_seconds * self.expected_share * (1.0 - self.unexpected_work),
             gpus=self.gpus,
             replicas=self.replicas,
             devices=self.placement.devices,
@@ -251,6 +269,7 @@ def make_plan(
             table_rows=table_rows,
             waits_for=() if model.when is None else config.deciders(index),
             expected_share=of_member.expected_share,
+            undecided_views={view: of_member.view_shares.get(view, 1.0) for view in model.views_with_when},
         )
         members.append(member)
     plan = Plan(
@@ -346,11 +365,13 @@ def _with_flash_attention(
 def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: bool) -> MemberPlan:
     """Return the member with the chunks of the rows that are not done; ``is_done`` is bool [rows].
 
-    Under a time limit the chunks are in the order of dispatch. The longest rows come first: they show in the first
-    minute whether memory suffices and how fast the member is. The others follow from the shortest up, because that
-    covers the most rows. A view begins when all rows of the view before it are dispatched.
+    Views whose rows are not selected have no chunks yet; ``with_view`` adds them. Under a time limit the chunks are
+    in the order of dispatch. The longest rows come first: they show in the first minute whether memory suffices and
+    how fast the member is. The others follow from the shortest up, because that covers the most rows. A view begins
+    when all rows of the view before it are dispatched.
     """
-    order, chunks = what_is_left(member.chunks, member.order, is_done)
+    chunks = tuple(chunk for chunk in member.chunks if chunk.view not in member.undecided_views)
+    order, chunks = what_is_left(chunks, member.order, is_done)
     if is_timed:
         chunks = chunks[:1] + tuple(sorted(chunks[1:], key=lambda chunk: (chunk.view, -chunk.start)))
     return replace(member, chunks=chunks, order=order)
@@ -363,16 +384,58 @@ def with_rows(
 
     Under a time limit the closest calls come first.  ``is_selected`` and ``doubt`` are of the table's rows, [rows].
     """
-    rows = np.flatnonzero(is_selected)
+    rows, chunks, work = _cut_selected(plan, member, np.flatnonzero(is_selected), doubt)
+    order, chunks = in_views(rows, chunks, member.views, member.table_rows)
+    work *= member.views
+    return replace(member, order=order, chunks=chunks, work=work, expected_share=1.0, waits_for=())
+
+
+def with_view(
+    plan: Plan,
+    member: MemberPlan,
+    view: int,
+    is_selected: npt.NDArray[np.bool_],
+    doubt: npt.NDArray[np.float64],
+    is_done: npt.NDArray[np.bool_],
+) -> MemberPlan:
+    """Return a member with the chunks that are left to do of a view with ``when``, once its rows are selected.
+
+    Under a time limit the closest calls come first.  ``is_selected`` and ``doubt`` are of the table's rows, [rows];
+    ``is_done`` is of the rows numbered through the views.
+    """
+    rows, chunks, work = _cut_selected(plan, member, np.flatnonzero(is_selected), doubt)
+    order, chunks = what_is_left(chunks, rows + view * member.table_rows, is_done)
+    index = 1 + max((chunk.index for chunk in member.chunks), default=-1)
+    added = [
+        replace(
+            chunk,
+            index=index + chunk.index,
+            start=len(member.order) + chunk.start,
+            stop=len(member.order) + chunk.stop,
+            cost=chunk.cost * work / member.work,
+            view=view,
+        )
+        for chunk in chunks
+    ]
+    return replace(
+        member,
+        order=np.concatenate([member.order, order]),
+        chunks=tuple(sorted((*member.chunks, *added), key=lambda chunk: chunk.view)),
+        undecided_views={other: share for other, share in member.undecided_views.items() if other != view},
+    )
+
+
+def _cut_selected(
+    plan: Plan, member: MemberPlan, rows: npt.NDArray[np.int64], doubt: npt.NDArray[np.float64]
+) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...], float]:
+    """Return selected rows of the table in their order, their chunks, and their work in one view."""
     facts = plan.facts[member.name]
     lengths, computed = facts.lengths[rows], _computed_lengths(facts)[rows]
     if plan.config.time_limit is None:
         order, chunks = cut_chunks(computed, lengths)
     else:
         order, chunks = cut_closest_first(computed, lengths, doubt[rows])
-    order, chunks = in_views(rows[order], chunks, member.views, member.table_rows)
-    work = _work_of(computed, member.views)
-    return replace(member, order=order, chunks=chunks, work=work, expected_share=1.0, waits_for=())
+    return rows[order], chunks, _work_of(computed, 1)
 
 
 def _computed_lengths(facts: MemberFacts) -> npt.NDArray[np.int64]:

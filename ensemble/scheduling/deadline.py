@@ -31,7 +31,7 @@ _BISECTIONS = 40
 class Rank(NamedTuple):
     """Order members' chunks under a time limit: those of the smallest rank come first."""
 
-    is_later_view: bool = False
+    turn: int = 0  # of ``MemberState.turn``
     is_beyond_goal: bool = False  # the member has reached the goal of all members
 
 
@@ -138,7 +138,8 @@ class Deadline:
         """Return the ranks of the members that may have a chunk, by name.
 
         Members are kept equally far in their first views; those whose first view is done, in all of their work.
-        Members with weight 0 come only once all others have ended.
+        Rows of which there are to be as many as there is time for come after all other rows, and members with
+        weight 0 only once all others have ended.
         """
         active = [state for state in members if state.failure is None and not state.is_undecided]
         weighted = [state for state in active if state.plan.model.has_weight]
@@ -148,13 +149,13 @@ class Deadline:
         measured = {state.plan.name: state.speed_meter.seconds_per_cost or 0.0 for state in active}
         seconds = calibrated(guessed, measured)
         ranks = {}
-        for is_later_view in (False, True):
+        for turn in range(3):
             # Others' first views that are left need devices that a later view cannot use.
-            group = [state for state in active if not (is_later_view and state.chunks.has_first_view)]
+            group = [state for state in active if state.turn >= turn]
             shares = []
             for state in group:
                 # All rows come in the first view before any comes in the next.
-                views = 1 if is_later_view else state.plan.views
+                views = 1 if turn else state.plan.views
                 share = Share(
                     name=state.plan.name,
                     fraction_done=min(1.0, round(state.fraction * views, 6)),
@@ -165,8 +166,8 @@ class Deadline:
                 shares.append(share)
             goal = goals(shares, self.workers, self.seconds_left)
             for state, share in zip(group, shares, strict=True):
-                if state.chunks.pending and state.chunks.has_first_view != is_later_view:
-                    ranks[share.name] = Rank(is_later_view, share.fraction_done >= goal[share.name])
+                if state.chunks.pending and state.turn == turn:
+                    ranks[share.name] = Rank(turn, share.fraction_done >= goal[share.name])
         return ranks
 
     def may_start(self, state: MemberState, members: Sequence[MemberState]) -> bool:

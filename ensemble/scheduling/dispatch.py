@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -68,6 +69,17 @@ class Dispatcher:
             return None
         return state.take(*fitting)
 
+    def may_wait(self, worker: RunningWorker) -> bool:
+        """Return whether a worker without a chunk keeps its model loaded, for rows that are about to be selected.
+
+        Other workers of the member compute the last chunks before that, and no other member needs its devices.
+        """
+        state = worker.state
+        if state.failure is not None or worker.fault is not None or state.chunks.pending:
+            return False
+        is_soon = state.plan.undecided_views and state.chunks.in_hand
+        return bool(is_soon) and not self._is_needed_by_others(worker)
+
     def _candidates(self) -> Iterator[tuple[Rank, MemberState, set[str]]]:
         """Yield members of which a worker may start, with the devices reserved for members before them."""
         if self.deadline is None:
@@ -101,15 +113,15 @@ class Dispatcher:
         # Shares are rounded, such as thirds.
         return sum(shares) + state.plan.cpu_share <= self.pool.hosts + 1e-6
 
-    def _is_needed_by_others(self, worker: RunningWorker, rank: Rank) -> bool:
-        """Return whether another member with a smaller rank could use this worker's devices."""
-        assert self.deadline is not None
+    def _is_needed_by_others(self, worker: RunningWorker, rank: Rank | None = None) -> bool:
+        """Return whether another member, with a smaller rank, could use this worker's devices."""
+        seconds_left = math.inf if self.deadline is None else self.deadline.seconds_left
         uuids = {device.uuid for device in worker.devices}
         for other_rank, state, reserved in self._candidates():
-            if other_rank >= rank:
+            if rank is not None and other_rank >= rank:
                 return False
             # A member whose start would use up most of the time stops no worker.
-            takes_most = 2 * state.startup_seconds >= self.deadline.seconds_left
+            takes_most = 2 * state.startup_seconds >= seconds_left
             if state is worker.state or takes_most:
                 continue
             if uuids & ({*state.plan.placement.devices} - reserved) or not (uuids or state.plan.gpus):

@@ -108,6 +108,9 @@ class Scheduler:
                     self._check(worker)
                 self._check_finishing()
                 self._settle_all()
+                for worker in self._workers:
+                    if worker.is_idle:
+                        self._dispatch(worker)
                 changes = self._launcher.changes()
                 if changes is not None:
                     self._apply_changes(changes)
@@ -243,9 +246,11 @@ class Scheduler:
             self._dispatch(worker)
 
     def _dispatch(self, worker: RunningWorker) -> None:
-        """Send a worker its next chunk, or a Stop if there is none."""
+        """Send a worker its next chunk, or a Stop if there is none and none may come soon."""
         chunk = self._dispatcher.next_chunk(worker)
         now = self._clock()
+        if chunk is None and self._dispatcher.may_wait(worker):
+            return
         if chunk is None:
             worker.is_stopping = True
             worker.record.computed_to = round(self._elapsed(), 3)
@@ -311,7 +316,10 @@ class Scheduler:
             for worker in self._workers:
                 if worker.state is state and worker.exit_by is None:
                     self._terminate(worker)
-        elif state.finished and state.finished_at is None:
+            return
+        if state.waits_for_selection:
+            self._run.on_views_done(state)
+        if state.finished and state.finished_at is None:
             state.finish()
             self._retry.member_finished(state)
             if state.failure is None:

@@ -29,16 +29,17 @@ class ChunkQueue:
         pending: in the order of dispatch.
         in_hand: chunks that workers compute, by number; ``progress`` has the latest progress of each.
         numbers: yields numbers that no chunk of the member has yet.
-        done_cost, reused_cost: shares of the member's work that this run and earlier runs have done.
+        done_cost: the share of the member's work that this run has done.
+        reused_cost: the share that this run need not do.
     """
 
-    def __init__(self, chunks: Iterable[Chunk]) -> None:
+    def __init__(self, chunks: Iterable[Chunk], undecided_work: float = 0.0) -> None:
         self.pending = deque(chunks)
         self.in_hand: dict[int, Chunk] = {}
         self.progress: dict[int, Progress] = {}
         self.numbers = count(1 + max((chunk.index for chunk in self.pending), default=-1))
         self.done_cost = 0.0
-        self.reused_cost = 1.0 - sum(chunk.cost for chunk in self.pending)
+        self.reused_cost = 1.0 - undecided_work - sum(chunk.cost for chunk in self.pending)
 
     def take(self, chunk: Chunk, start: int | None = None) -> Chunk:
         """Move a pending chunk, or its rows from ``start`` on, to ``in_hand``."""
@@ -60,9 +61,9 @@ class ChunkQueue:
         self.progress.pop(chunk.index, None)
 
     @property
-    def has_first_view(self) -> bool:
-        """Return whether rows in the first view are pending; a member without views has only this view."""
-        return bool(self.pending) and self.pending[0].view == 0
+    def left(self) -> list[Chunk]:
+        """Return the chunks that are not done."""
+        return [*self.pending, *self.in_hand.values()]
 
 
 class SpeedMeter:
@@ -167,9 +168,29 @@ class MemberState:
     def begin(self, plan: MemberPlan) -> None:
         """Queue the chunks of a plan."""
         self.plan = plan
-        self.chunks = ChunkQueue(plan.chunks if self.failure is None else ())
+        chunks = plan.chunks if self.failure is None else ()
+        self.chunks = ChunkQueue(chunks, plan.undecided_work)
         self.rows = len(plan.order)
         self.reused_rows = self.rows - sum(chunk.rows for chunk in plan.chunks)
+
+    def extend(self, plan: MemberPlan) -> None:
+        """Queue the chunks that ``with_view`` has added to the member's plan."""
+        new_rows = len(plan.order) - len(self.plan.order)
+        added = [chunk for chunk in plan.chunks if chunk.start >= len(self.plan.order)]
+        decided_work = self.plan.undecided_work - plan.undecided_work
+        self.plan = plan
+        self.rows += new_rows
+        self.reused_rows += new_rows - sum(chunk.rows for chunk in added)
+        self.chunks.reused_cost += decided_work - sum(chunk.cost for chunk in added)
+        self.chunks.put_back(*(replace(chunk, index=next(self.chunks.numbers)) for chunk in added))
+
+    def end_early(self) -> None:
+        """Drop the rows for which there was no time."""
+        self.plan = replace(self.plan, undecided_views={})
+        self.rows -= sum(chunk.rows for chunk in self.chunks.left)
+        done_cost, self.chunks = self.chunks.done_cost, ChunkQueue(())
+        self.chunks.done_cost, self.chunks.reused_cost = done_cost, 1.0 - done_cost
+        self.finish()
 
     def take(self, chunk: Chunk, start: int | None = None) -> Chunk:
         """Take a pending chunk, or its rows from ``start`` on, for a worker."""
@@ -259,14 +280,47 @@ class MemberState:
         return bool(self.plan.waits_for)
 
     @property
+    def has_undecided_rows(self) -> bool:
+        """Return whether rows of the member or of one of its views are still to be selected."""
+        return self.is_undecided or bool(self.plan.undecided_views)
+
+    @property
+    def waits_for_selection(self) -> bool:
+        """Return whether all chunks before a view whose rows are not selected yet are done."""
+        if self.is_undecided or not self.plan.undecided_views:
+            return False
+        view, pending = min(self.plan.undecided_views), self.chunks.pending
+        are_dispatched = not pending or pending[0].view >= view
+        return are_dispatched and all(chunk.view >= view for chunk in self.chunks.in_hand.values())
+
+    @property
+    def may_end_early(self) -> bool:
+        """Return whether the member lacks nothing but rows of which it has as many as there was time for."""
+        if self.failure is not None or self.finished or self.is_undecided:
+            return False
+        views = {*self.plan.undecided_views, *(chunk.view for chunk in self.chunks.left)}
+        return all(self.plan.takes_time_left(view) for view in views)
+
+    @property
     def finished(self) -> bool:
-        is_work_left = self.is_undecided or self.chunks.pending or self.chunks.in_hand
+        is_work_left = self.has_undecided_rows or self.chunks.pending or self.chunks.in_hand
         return self.failure is None and not is_work_left
 
     @property
     def has_work(self) -> bool:
         """Return whether chunks are pending, or rows are still to be selected."""
-        return bool(self.chunks.pending) or (self.is_undecided and self.failure is None)
+        return bool(self.chunks.pending) or (self.has_undecided_rows and self.failure is None)
+
+    @property
+    def turn(self) -> int:
+        """Return when the next chunk is due under a time limit: 0 first views, 1 later views, 2 what has time left.
+
+        A member without views has only a first view.
+        """
+        if not self.chunks.pending:
+            return 2
+        view = self.chunks.pending[0].view
+        return 2 if self.plan.takes_time_left(view) else min(view, 1)
 
     @property
     def max_replicas(self) -> int:
@@ -281,10 +335,10 @@ class MemberState:
     def command_of(self, chunk: Chunk, devices: Sequence[Device] = ()) -> Predict:
         """Return the command to compute a chunk on these devices.
 
-        The command contains the rows of a member with ``when``, because they are selected during the run.
+        The command contains the rows of a member or view with ``when``, which are selected during the run.
         """
         numbers = None
-        if self.plan.model.when is not None:
+        if self.plan.model.when is not None or chunk.view in self.plan.model.views_with_when:
             order = self.plan.order[chunk.start : chunk.stop].astype("<i4")
             numbers = base64.b64encode(order.tobytes()).decode("ascii")
         return Predict(chunk.index, chunk.start, chunk.stop, numbers, self.batches.choice(devices))
@@ -349,10 +403,15 @@ class MemberState:
         return max(end - self.predicting_since, 1e-9)
 
     @property
+    def work_left(self) -> float:
+        """Return the share of the member's work that is expected to be left."""
+        return max(0.0, 1.0 - self.fraction - self.plan.unexpected_work)
+
+    @property
     def seconds_left(self) -> float:
         """Return how long the member still needs at the speed so far; 0 before it has done anything."""
         computed = self.computed_cost
-        return self.predicting_seconds * (1 - self.fraction) / computed if computed else 0.0
+        return self.predicting_seconds * self.work_left / computed if computed else 0.0
 
     @property
     def phase(self) -> Phase:
@@ -386,6 +445,9 @@ class RunHooks(Protocol):
 
     def on_rooms(self, state: MemberState) -> None:
         """Keep how much memory a member's batches may take, which has changed."""
+
+    def on_views_done(self, state: MemberState) -> None:
+        """Select rows of a view whose earlier views are done; called again until they are selected."""
 
     def on_ended(self, state: MemberState) -> None:
         """Start members that wait for a member that has failed or has complete predictions."""

@@ -53,6 +53,12 @@ class RunningWorker:
     def is_ready(self) -> bool:
         return self.record.ready is not None
 
+    @property
+    def is_idle(self) -> bool:
+        """Return whether the worker has loaded the model and waits for a chunk."""
+        is_ending = self.is_stopping or self.exit_by is not None or self.fault is not None
+        return self.is_ready and self.chunk is None and not is_ending
+
     def drop(self, chunk: Chunk) -> None:
         self.state.chunks.drop(chunk)
         self.chunk = None

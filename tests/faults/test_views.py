@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ensemble.analysis.predictions import read_run
 from tests.checkpoints import WORDS
 from tests.faults.chunky import ROWS, chunky_config, results, word
 from tests.faults.forked.runs import ForkedRuns
 from tests.faults.inject import Fault, Injected, token_ids
 from tests.faults.steps import Step, Verdict
 from tests.project import Project
+from tests.sampling import one_in
 
 BAD = 6
 # A word that is in no row shows the second view.
@@ -128,3 +130,124 @@ def test_the_time_is_over_in_the_second_view(chunky: Project, forked: ForkedRuns
     assert results(chunky, "runs/timed").keys() == expected.keys()
     _, rows = chunky.read("runs/timed/predictions/llama.csv")
     np.testing.assert_allclose(np.array([row[1:] for row in rows], dtype=float), values(chunky), atol=1e-5)
+
+
+def with_when(project: Project, when: dict[str, Any], **changes: Any) -> None:
+    config = chunky_config(project, **changes)
+    views = [VIEWS[0], {**VIEWS[1], "when": when}]
+    config["models"][0] |= {"views": views, "prompt_template": "on {{ text }}"}
+    project.write_config(config)
+
+
+def closest(project: Project, rows: int, name: str = "llama@first") -> list[int]:
+    """Row numbers, the closest call first."""
+    ordered = np.sort(values(project, name), axis=1)
+    return [int(row) for row in np.argsort(ordered[:, -1] - ordered[:, -2], kind="stable")[:rows]]
+
+
+def rows_of_second(project: Project, output_dir: str = "runs/first") -> list[int]:
+    _, rows = project.read(f"{output_dir}/predictions/llama@second.csv")
+    return [project.ids.index(row[0]) for row in rows]
+
+
+@pytest.mark.fault(12)
+@pytest.mark.parametrize("limit", one_in(2, [{"time_limit": "1h"}, {}]), ids=["limited", "free"])
+def test_killed_in_a_view_with_when_and_resumed_with_other_replicas(
+    chunky: Project, forked: ForkedRuns, tmp_path: Path, limit: dict[str, str]
+) -> None:
+    """Undisturbed it loads its model once; a worker that dies in that view is replaced."""
+    with_when(chunky, {"share": 0.5}, **limit)
+    assert forked.run(chunky.folder) == 0, forked.printed
+    assert shards(forked) == ["first"] * 4 + ["second"] * 2
+    (member,) = chunky.run_json()["members"]
+    assert [worker["rows"] for worker in member["workers"]] == [ROWS + ROWS // 2]
+    assert rows_of_second(chunky) == sorted(closest(chunky, ROWS // 2))
+    names = ["ensemble.csv", "submission.csv", "predictions/llama.csv", "predictions/llama@second.csv"]
+    expected = results(chunky, names=names)
+
+    def kill(step: Step) -> Verdict:
+        is_second = "rename" in step.call and "/second." in step.paths[-1] and step.paths[-1].endswith(".csv")
+        return Verdict.KILL if is_second and shards(forked).count("second") == 1 else Verdict.GO
+
+    # In the first chunk: the closest calls, or the first of the longest rows.
+    row = closest(chunky, 1)[0] if limit else sorted(closest(chunky, ROWS // 2))[1]
+    faults = Injected(tmp_path, Fault("kill", in_second_view(chunky, row), times=1))
+    assert forked.run(chunky.folder, "--fresh", judge=kill, faults=faults) == -9
+    assert len(faults.pids()) == 1
+    assert forked.run(chunky.folder, "--set", "models.llama.replicas=2") == 0, forked.printed
+    assert results(chunky, names=names) == expected
+    (member,) = chunky.run_json()["members"]
+    assert ROWS <= member["reused_rows"] < ROWS + ROWS // 2
+    assert member["reused_rows"] + member["rows"] == ROWS + ROWS // 2
+    assert forked.run(chunky.folder) == 0, forked.printed
+    assert chunky.run_json()["members"][0]["rows"] == 0
+    assert results(chunky, names=names) == expected
+
+
+@pytest.mark.long
+@pytest.mark.fault(26)
+def test_as_many_rows_as_there_is_time_for(chunky: Project, forked: ForkedRuns, tmp_path: Path) -> None:
+    """The closest chunk is computed, the others would take for ever; the run is complete, another goes on."""
+    write_config(chunky)
+    assert forked.run(chunky.folder) == 0, forked.printed
+    expected, first, second = results(chunky), values(chunky, "llama@first"), values(chunky, "llama@second")
+    near = sorted(closest(chunky, 4))
+    slow = Injected(
+        tmp_path,
+        *(
+            Fault("sleep", in_second_view(chunky, row), seconds=10_000)
+            for row in range(1, ROWS)
+            if row not in near
+        ),
+    )
+    for limit in itertools.takewhile(lambda seconds: seconds <= 256, (8 * 2**power for power in range(6))):
+        with_when(chunky, {"share": "as_time_allows"}, output_dir="runs/timed", time_limit=limit)
+        code = forked.run(chunky.folder, faults=slow)
+        assert code in (0, 4), forked.printed
+        if code == 0 and rows_of_second(chunky, "runs/timed"):
+            break
+    assert chunky.run_json("runs/timed")["status"] == "complete"
+    assert rows_of_second(chunky, "runs/timed") == near
+    (member,) = chunky.run_json("runs/timed")["members"]
+    assert {name: view["rows"] for name, view in member["views"].items()} == {"first": ROWS, "second": 4}
+    assert "view second: there was time for 4 of 16 rows, the closest calls first (25.0 %)" in forked.printed
+    _, rows = chunky.read("runs/timed/predictions/llama.csv")
+    mean = np.array(first)
+    mean[near] = (first[near] + 3 * second[near]) / 4
+    np.testing.assert_allclose(np.array([row[1:] for row in rows], dtype=float), mean, atol=1e-5)
+    predictions = read_run(chunky.folder / "runs/timed")
+    np.testing.assert_allclose(predictions.members["llama"], mean, atol=1e-5)
+
+    with_when(chunky, {"share": "as_time_allows"}, output_dir="runs/timed", time_limit="1h")
+    assert forked.run(chunky.folder) == 0, forked.printed
+    assert chunky.run_json("runs/timed")["members"][0]["rows"] == ROWS - 4
+    found = results(chunky, "runs/timed")
+    assert found.keys() == expected.keys()
+    _, rows = chunky.read("runs/timed/predictions/llama.csv")
+    np.testing.assert_allclose(np.array([row[1:] for row in rows], dtype=float), values(chunky), atol=1e-5)
+
+
+@pytest.mark.long
+def test_a_member_for_as_many_rows_as_there_is_time_for(
+    chunky: Project, forked: ForkedRuns, tmp_path: Path
+) -> None:
+    """It decides nothing for members behind it, and the merge takes its rows where it has them."""
+    model = chunky_config(chunky)["models"][0]
+    first = {**model, "name": "first", "prompt_template": "on {{ text }}", "text_column": None}
+    late = {**first, "name": "late", "prompt_template": f"on {MARK} {{{{ text }}}}"}
+    late["when"] = {"share": "as_time_allows"}
+    chunky.write_config(chunky_config(chunky, models=[first]))
+    assert forked.run(chunky.folder) == 0, forked.printed
+    near = sorted(closest(chunky, 4, "first"))
+    far = (row for row in range(1, ROWS) if row not in near)
+    slow = Injected(tmp_path, *(Fault("sleep", in_second_view(chunky, row), seconds=10_000) for row in far))
+    for limit in itertools.takewhile(lambda seconds: seconds <= 256, (16 * 2**power for power in range(5))):
+        chunky.write_config(chunky_config(chunky, models=[first, late], time_limit=limit))
+        assert forked.run(chunky.folder, faults=slow) in (0, 4), forked.printed
+        if chunky.run_json()["merged_rows"].get("late"):
+            break
+    assert chunky.run_json()["status"] == "complete"
+    assert chunky.run_json()["merged_rows"] == {"first": ROWS, "late": 4}
+    assert "late: there was time for 4 of 16 rows, the closest calls first (25.0 %)" in forked.printed
+    _, rows = chunky.read("runs/first/predictions/late.csv")
+    assert [chunky.ids.index(row[0]) for row in rows] == near

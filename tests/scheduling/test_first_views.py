@@ -16,7 +16,7 @@ from ensemble.common.gpus import Device
 from ensemble.common.protocol import Closed, Command, Load, Predict, Ready, Started, Stop
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import Speed
-from ensemble.planning.plan import MemberPlan, make_plan, without_done
+from ensemble.planning.plan import MemberPlan, Plan, make_plan, with_view, without_done
 from ensemble.scheduling.deadline import SAFETY, Deadline
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
@@ -52,6 +52,7 @@ class Simulated:
     devices: tuple[int, ...] | None = None
     replicas: int | None = None
     gpus: int = 1  # of a replica
+    when: dict[str, Any] | None = None  # of its last view
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,21 @@ class SimulatedLauncher(Launcher):
         self.given.append(Given(member, chunk, devices, seconds, self.limit - self.now, waiting, running))
 
 
+class SelectingRun(PretendedRun):
+    """Selects all rows of a view with ``when``, once the views before it are done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan: Plan | None = None
+
+    def on_views_done(self, state: MemberState) -> None:
+        assert self.plan is not None
+        rows, view = state.plan.table_rows, min(state.plan.undecided_views)
+        nothing = np.zeros(rows * state.plan.views, dtype=np.bool_)
+        every, doubt = np.ones(rows, dtype=np.bool_), np.arange(rows, dtype=np.float64)
+        state.extend(with_view(self.plan, state.plan, view, every, doubt, nothing))
+
+
 @dataclass
 class Outcome:
     """Of a simulated run: its members, which chunk was given when, and how often each member was loaded."""
@@ -169,7 +185,8 @@ def simulate(
         keys.append({"replicas": one.replicas or "auto", "num_gpus": min(one.gpus, len(devices))})
         if one.views > 1:
             prompt = {"text_column": None, "prompt_template": "{{ text }}"}
-            keys[-1] |= {**prompt, "views": VIEWS[: one.views]}
+            keys[-1] |= {**prompt, "views": [dict(view) for view in VIEWS[: one.views]]}
+            keys[-1]["views"][-1] |= {} if one.when is None else {"when": one.when}
     lengths = np.full(rows, 2000, dtype=np.int64)
     known = {f"m{number}": facts(lengths, **one) for number, one in enumerate(keys)}
     speeds = {f"m{number}": Speed(one.startup_seconds, 0.0, False, True) for number, one in enumerate(how)}
@@ -190,7 +207,8 @@ def simulate(
     launcher = SimulatedLauncher(how, limit)
     plans = [placed(member, one) for member, one in zip(plan.members, how, strict=True)]
     launcher.members += [MemberState(member, clock=launcher) for member in plans]
-    run = PretendedRun()
+    run = SelectingRun()
+    run.plan = plan
     pool = DevicePool(devices, 1, 60.0, launcher, run.say, launcher)
     deadline = Deadline(limit, max(1, len(devices)), launcher)
     rules = Rules(2, "fail", 1e9, standby=False)
@@ -334,3 +352,55 @@ def test_no_second_view_comes_before_a_first_that_could_be_computed_there(
         assert left_idle(how, outcome, gpus(devices)) == []
     if limit == 2000.0 and sum(one.views * one.seconds for one in how) < 1000.0:
         assert all(one.finished for one in outcome.members), "time enough, for all loads as well"
+
+
+def order_of(outcome: Outcome) -> list[tuple[int, int]]:
+    """Member and view of what was given, one after the other."""
+    given = [(one.member, one.chunk.view) for one in outcome.given]
+    return [now for before, now in zip([None, *given], given, strict=False) if now != before]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_workers_wait_for_the_last_chunk_before_a_view_with_when(devices: int) -> None:
+    """Instead of loading the model again; its rows come the closest first, and take the speed that is known."""
+    outcome = simulate([Simulated(views=2, when={"share": 1.0})], 10_000.0, gpus(devices))
+    (state,) = outcome.members
+    assert outcome.loads == {0: devices}
+    assert order_of(outcome) == [(0, 0), (0, 1)]
+    assert state.finished
+    assert state.fraction == pytest.approx(1.0)
+    assert (state.rows, state.rows_done) == (800, 800)
+    assert sum(one.chunk.cost for one in outcome.given) == pytest.approx(1.0)
+    used = {one.devices for one in outcome.given if one.chunk.view}
+    assert len(used) == devices
+    numbers = [one.chunk.index for one in outcome.given]
+    assert len({*numbers}) == len(numbers)
+    (first, *_) = (one.chunk for one in outcome.given if one.chunk.view)
+    rows = state.plan.order[first.start : first.stop] - state.plan.table_rows
+    assert sorted(rows) == list(range(400 - len(rows), 400)), "of which the doubt is largest"
+
+
+def test_no_worker_waits_on_a_device_that_another_member_needs() -> None:
+    how = [Simulated(views=2, when={"share": 1.0}), Simulated(startup_seconds=1.0)]
+    outcome = simulate(how, 10_000.0, gpus(1))
+    assert order_of(outcome)[-1] == (0, 1)
+    assert all(state.finished for state in outcome.members)
+
+
+def test_what_is_to_have_the_time_that_is_left_comes_after_all_else() -> None:
+    timed = {"share": "as_time_allows"}
+    how = [Simulated(views=2, when=timed), Simulated(views=2), Simulated(views=3, when=timed)]
+    outcome = simulate(how, 10_000.0, gpus(1))
+    later = [given for given in order_of(outcome) if given[1]]
+    assert {*later[:-2]} == {(1, 1), (2, 1)}
+    assert {*later[-2:]} == {(0, 1), (2, 2)}
+    assert all(state.finished for state in outcome.members)
+    outcome = simulate(how, 700.0, gpus(1))
+    assert outcome.fractions(0) == pytest.approx([1.0, 1.0, 1.0])
+    assert [state.may_end_early for state in outcome.members] == [True, False, True]
+    for state in outcome.members[::2]:
+        rows = state.rows
+        state.end_early()
+        assert state.finished
+        assert state.fraction == 1.0
+        assert state.rows_done <= state.rows < rows

@@ -238,10 +238,10 @@ class MemberTrials:
         overrides = [f"models.{self._index}.{key}={json.dumps(value)}" for key, value in keys.items()]
         config = load(loaded.sources, [*loaded.overrides, *overrides], texts=loaded.texts).config
         model = config.models[self._index]
-        changes: dict[str, Any] = {"weight": 1.0, "when": None}
+        changes: dict[str, Any] = {"weight": 1.0}
         if self._on_gpu and not is_whole and getattr(model, "replicas", 1) == "auto":
             changes["replicas"] = 1  # more would only load the same weights again
-        model = model.model_copy(update=changes)
+        model = model.without_when().model_copy(update=changes)
         kind = member_kind(model)
         inspected = kind.inspect(OutputColumns(config.data.id_column, config.labels, config.data.path.parent))
         problems = [*kind.problems(inspected)]

@@ -10,6 +10,7 @@ from ensemble.common.gpus import device_names
 from ensemble.common.host import threads_of
 from ensemble.common.text import duration, gib, plural, shown_path
 from ensemble.pipeline.prepared import Prepared
+from ensemble.pipeline.run_dir import work_of_view
 from ensemble.pipeline.wait_for_gpus import held_texts
 from ensemble.planning.cascade import when_text
 from ensemble.planning.placement import Fit
@@ -174,14 +175,23 @@ def _sentence(prepared: Prepared, member: MemberPlan) -> str:
         labels = plural(len(prepared.config.labels), "label")
         facts.append(f"rows of up to {plural(needed.width, 'token')}, {labels} each")
     facts.append(chunks_text(member))
-    expected = prepared.shares.get(member.name)
-    if expected is not None and member.model.when is not None:
-        facts.append(f"runs {when_text(member.model.when)}: {expected.share:.0%} of the rows, {expected.why}")
+    if member.model.when is not None:
+        facts.append(_expected(prepared, member.name, when_text(member.model.when)))
+    for view, when in member.model.views_with_when.items():
+        rule = when_text(when, "views and members")
+        text = _expected(prepared, work_of_view(member.model, view), rule)
+        facts.append(f"view {member.model.counted_views[view].name} {text}")
     if seconds is not None:
         saved = (member.whole_seconds - member.job.compute_seconds) / member.replicas
         less = f", {duration(saved)} less than for all rows" if saved else ""
         facts.append(f"about {duration(seconds)}{less}")
     return f"{member.name}: {'; '.join(filter(None, facts))}"
+
+
+def _expected(prepared: Prepared, work: str, rule: str) -> str:
+    """Return which rows a member or view with ``when`` computes, and how many are expected."""
+    expected = prepared.shares[work]
+    return f"runs {rule}: {expected.share:.0%} of the rows, {expected.why}"
 
 
 def chunks_text(member: MemberPlan) -> str:

@@ -10,10 +10,11 @@ from ensemble.cli.layout import Table
 from ensemble.common.gpus import Device
 from ensemble.common.text import duration, listed, plural, rate, shown_path, were
 from ensemble.config.schema import RuleConfig
+from ensemble.config.values import takes_time_left
 from ensemble.merging.scoring import Interval
-from ensemble.pipeline.ending import answer_texts, failure_text, gain_text, rows_of
+from ensemble.pipeline.ending import answer_texts, failure_text, gain_text, rows_in_views, rows_of
 from ensemble.pipeline.results import ENSEMBLE_ROW
-from ensemble.pipeline.run_report import MemberReport, NodeReport, RunReport
+from ensemble.pipeline.run_report import CascadeReport, MemberReport, NodeReport, RunReport
 from ensemble.scheduling.device_pool import TelemetryCurve
 
 _HEADERS = "member,rows,seconds,tokens/s,rows/s,real tokens,peak memory,log loss,accuracy,RMSE".split(",")
@@ -74,9 +75,10 @@ def _cells(report: RunReport, member: MemberReport) -> list[str]:
         # The merge may find more rows than a worker had time to report.
         return [f"{max(rows, merged_rows or 0):,}", "unfinished", *[""] * 4]
     if not workers:
-        rows = rows_of(report, member) if merged_rows is None else merged_rows
-        origin = "reused" if member.replicas else "given"
-        return [f"{rows * max(1, len(member.views)):,}", origin, *[""] * 4]
+        rows = rows_in_views(report, member)
+        if merged_rows is not None and not member.view_cascades:
+            rows = merged_rows * max(1, len(member.views))
+        return [f"{rows:,}", "reused" if member.replicas else "given", *[""] * 4]
     seconds = member.progress.seconds or 0.0
     where, peak_bytes = " GPU", max(worker.peak_gpu_memory_bytes or 0 for worker in workers)
     if not peak_bytes:
@@ -188,17 +190,22 @@ def _notes(report: RunReport, member: MemberReport) -> Iterator[str]:
             f"{were(count)} averaged over the others ({rows_of_views} rows)"
         )
     if member.cascade is not None:
-        yield _cascade_text(report, member)
+        yield _cascade_text(report, member, member.cascade, report.rows)
+    for title, cascade in member.view_cascades.items():
+        yield f"view {title}: {_cascade_text(report, member, cascade, rows_of(report, member), 'views')}"
 
 
-def _cascade_text(report: RunReport, member: MemberReport) -> str:
-    """Return which rows ``when`` selected, and what they gained."""
-    cascade = member.cascade
-    if cascade is None or not cascade.is_selected:
-        return "`when` has not selected its rows yet: the members before it have not ended"
-    text = f"`when` selected {cascade.rows:,} of {plural(report.rows, 'row')}"
-    if report.rows:
-        text += f" ({100 * cascade.rows / report.rows:.1f} %)"
+def _cascade_text(
+    report: RunReport, member: MemberReport, cascade: CascadeReport, rows: int, before: str = "members"
+) -> str:
+    """Return which of so many rows ``when`` selected, and what they gained."""
+    if not cascade.is_selected:
+        return f"`when` has not selected its rows yet: the {before} before it have not ended"
+    text = f"`when` selected {cascade.rows:,} of {plural(rows, 'row')}"
+    if takes_time_left(cascade.when):
+        text = f"there was time for {cascade.rows:,} of {plural(rows, 'row')}, the closest calls first"
+    if rows:
+        text += f" ({100 * cascade.rows / rows:.1f} %)"
     comparison = cascade.comparison
     if comparison is None:
         return text

@@ -36,6 +36,9 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
         if member.model.when is not None:
             before = ", ".join(other.name for other in members[:place])
             yield f"{member.name}: runs {when_text(member.model.when)} ({before})"
+        for number, when in member.model.views_with_when.items():
+            title = member.model.counted_views[number].name
+            yield f"{member.name} (view {title}): runs {when_text(when, 'views and members')}"
         first_prompt = prepared.previews.get(member.name, "")
         if first_prompt:
             yield f"{member.name}: {_prompt_text(first_prompt)}"
