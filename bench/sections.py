@@ -72,6 +72,7 @@ SECTIONS: Sequence[Section] = (
         {"rows": 2000, "members": 2, "labels": 3},
     ),
     Section("prefix", "A beginning that all prompts share", "bench.prefix", {"rows": 500}, {"rows": 20}),
+    Section("labels", "Labels of several tokens", "bench.labels", {"rows": 200}, {"rows": 10}),
     Section(
         "scale",
         "64 nodes of 8 GPUs, pretended",

@@ -187,6 +187,24 @@ def _config(transformers: Any, architecture: str, common: dict[str, Any], width:
         )
     if architecture == "llama":
         return transformers.LlamaConfig(**decoder, **common)
+    if architecture == "qwen3":
+        return transformers.Qwen3Config(**decoder, **common)
+    if architecture == "mistral":
+        return transformers.MistralConfig(**decoder, **common, sliding_window=16)
+    if architecture == "gemma3_text":  # every sixth layer, here the last one, sees all tokens
+        return transformers.Gemma3TextConfig(
+            **decoder,
+            **common,
+            query_pre_attn_scalar=width // 4,
+            sliding_window=16,
+            layer_types=[*["sliding_attention"] * (layers - 1), "full_attention"],
+        )
+    if architecture == "lfm2":  # convolutions beside attention
+        return transformers.Lfm2Config(
+            **decoder, **common, layer_types=["conv", *["full_attention"] * (layers - 1)]
+        )
+    if architecture == "mamba":
+        return transformers.MambaConfig(hidden_size=width, num_hidden_layers=layers, **common)
     if architecture == "granite":  # its logits are divided
         return transformers.GraniteConfig(**decoder, **common, logits_scaling=3.0)
     if architecture == "cohere":  # its logits are multiplied, and its head is the embeddings

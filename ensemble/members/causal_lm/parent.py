@@ -135,12 +135,22 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
         memory = checkpoint_memory(self.settings, inspected, lengths, labels, vocabulary_positions=positions)
         # Counts all text of the template, although only the text before the first column is shared.
         fixed_tokens = len(self._text_ids(inspected.folder)[-1]) if ids else len(self.fixed_text().encode())
-        return replace(memory, shared_tokens=min(memory.max_length, fixed_tokens))
+        return replace(
+            memory,
+            shared_tokens=min(memory.max_length, fixed_tokens),
+            keeps_prompts=positions > 1 and not self.settings.torch_compile,
+        )
 
     def fingerprint(self, inspected: Checkpoint, assigned: Assigned) -> Mapping[str, object]:
         texts = dict(sorted(self.settings.label_tokens.items()))
         keys = self.settings.model_dump(include=_KEYS)
-        return {**super().fingerprint(inspected, assigned), "label_tokens": texts, **keys}
+        fingerprint = {**super().fingerprint(inspected, assigned), "label_tokens": texts, **keys}
+        ids = self._label_ids(inspected.folder)
+        is_single = self.settings.single_token or (bool(ids) and max(map(len, ids.values())) == 1)
+        if not is_single:
+            # Numbers from before labels ran behind their prompt's keys and values differ by rounding.
+            fingerprint["keeps_prompts"] = True
+        return fingerprint
 
     def worker_settings(
         self, inspected: Checkpoint, assigned: Assigned, offload_folder: Path | None

@@ -118,7 +118,7 @@ class CausalMember(TextMember[CausalSpec]):
 
     def _take_shortcuts(self, tolerance: float) -> None:
         assert isinstance(self._classifier, LabelScorer)
-        self._classifier.try_prefix(self._warmup, tolerance)
+        self._classifier.try_kept(self._warmup, tolerance)
 
     def _more_counters(self, logits: torch.Tensor) -> Counters:
         assert isinstance(self._classifier, LabelScorer)

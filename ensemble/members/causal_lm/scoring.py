@@ -4,7 +4,8 @@ The model's own forward pass computes the logits, with any change it makes to th
 positions that tell a label's probability go through the head over the vocabulary: a hook cuts its input.
 
 The keys and values of tokens that all prompts begin with, such as an instruction and examples, are computed once.
-The numbers equal those of whole rows but for rounding, as matrix products have other shapes.
+So are those of a row's prompt where labels have several tokens: their tokens run behind these keys and values.  The
+numbers equal those of whole rows but for rounding, as matrix products have other shapes.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache
 
 from ensemble.common.torch_errors import Verdict, classify
 from ensemble.members.huggingface.scoring.classifier import Classifier, last_token_only, on_device, padded
 from ensemble.members.huggingface.scoring.encode import Encoded
 from ensemble.members.huggingface.scoring.forward import Shortcut
+from ensemble.members.huggingface.scoring.key_values import KeysAndValues, LayerBehind, padding_first
 
 # Fewer tokens or rows are not worth a separate pass.
 _MIN_TOKENS, _MIN_ROWS = 32, 4
@@ -47,34 +49,36 @@ def paths(label_ids: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], l
     return result
 
 
-class _SharedLayer(DynamicLayer):  # type: ignore[misc]  # of a library without types
-    """Put a layer's keys and values of the prefix, [1, heads, tokens, width], before those of a batch's rows.
-
-    The rows' own keys and values are not kept, so that only one layer's are joined at a time.
-    """
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.keys, self.values = layer.keys, layer.values
-        self.dtype, self.device = layer.keys.dtype, layer.keys.device
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = len(key_states)
-        return (
-            torch.cat([self.keys.expand(rows, -1, -1, -1), key_states], dim=-2),
-            torch.cat([self.values.expand(rows, -1, -1, -1), value_states], dim=-2),
-        )
-
-
 @dataclass(frozen=True)
 class Prefix:
     """Hold the tokens of a prefix, int64 [tokens], with the model's keys and values."""
 
     tokens: npt.NDArray[np.int64]
-    layers: list[_SharedLayer]
+    layers: list[KeysAndValues]
+
+
+@dataclass(frozen=True)
+class RowPath:
+    """Hold tokens that follow the prompt of a batch's row, by its place, and the labels that they tell."""
+
+    row: int
+    tokens: tuple[int, ...]
+    labels: Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Hold a forward pass over paths.
+
+    Attributes:
+        places: the positions of each path that are read, int64 [paths, k].
+        first_token: the number of the label's token that the first of them tells.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    places: torch.Tensor
+    paths: Sequence[RowPath]
+    first_token: int
 
 
 def begins_with(
@@ -115,6 +119,7 @@ class LabelScorer(Classifier):
         super().__init__(model, pad_token_id)
         self._label_ids = label_ids
         self._paths = paths(label_ids)
+        self._has_tokens_behind = any(tokens for tokens, _ in self._paths)
         self._divisors = torch.tensor(divisors)
         self._first_tokens = sorted({ids[0] for ids in label_ids})
         self.possible -= {Shortcut.LAST_TOKEN}
@@ -122,58 +127,165 @@ class LabelScorer(Classifier):
         self._prefix: Prefix | None = None
         self._chunk: Encoded | None = None  # the one that ``_shared`` belongs to
         self._shared = _NO_TOKENS  # that its rows begin with
+        self._keeps_prompts = True  # whether the chunk's rows leave room for the keys and values of a prompt
         self.shared_tokens = 0  # tokens of rows that no pass had to compute, padding not counted
 
     def logits(self, encoded: Encoded, rows: npt.NDArray[np.int64], with_mask: bool = False) -> torch.Tensor:
-        """Run forward passes over rows as a batch, one for each path.
+        """Run forward passes over rows as a batch: their prompts, and behind them the paths.
+
+        Where keys and values are not kept, the prompt is computed again before each path.
 
         Returns:
             float32 [batch, labels + 1]: the labels' log-probabilities, divided; and the logarithm of the
             probability of first tokens that belong to no label.
         """
         self._find_shared(encoded)
-        columns: dict[int, torch.Tensor] = {}
+        row_paths = [RowPath(row, *path) for path in self._paths for row in range(len(rows))]
         try:
             with self._spread.forward_pass(), torch.inference_mode():
                 # Passes with a mask may be float32, while the prefix was computed in another type.
                 prefix = None if with_mask else self._prefix_of(encoded, rows)
-                batches = [self._batch(encoded, rows, tokens, with_mask, prefix) for tokens, _ in self._paths]
-                for (_, labels), (inputs, positions) in zip(self._paths, batches, strict=True):
-                    scores = self._label_scores(self._read(inputs, positions, prefix), labels)
-                    columns = scores | columns  # other first tokens are those of the first path
+                is_kept = Shortcut.KEPT_PROMPT in self.taken and self._keeps_prompts
+                if is_kept and self._has_tokens_behind:
+                    scores = self._scores_behind_prompts(encoded, rows, row_paths, with_mask, prefix)
+                else:
+                    scores = self._scores_of_whole_rows(encoded, rows, row_paths, with_mask, prefix)
         except torch.OutOfMemoryError:
             if len(rows) == 1 or self._prefix is None:
                 # The prefix takes memory, too: this chunk's rows run whole.
                 self._prefix, self._shared = None, _NO_TOKENS
+            self._keeps_prompts = self._keeps_prompts and len(rows) > 1
             raise
         if prefix is not None:
             self.shared_tokens += len(rows) * len(prefix.tokens)
-        return torch.stack([columns[column] for column in sorted(columns)], dim=1)
+        return scores
 
-    def _read(
-        self, inputs: dict[str, torch.Tensor], positions: torch.Tensor, prefix: Prefix | None
+    def _scores_of_whole_rows(
+        self,
+        encoded: Encoded,
+        rows: npt.NDArray[np.int64],
+        row_paths: Sequence[RowPath],
+        with_mask: bool,
+        prefix: Prefix | None,
     ) -> torch.Tensor:
-        """Return the vocabulary's logits at these positions of each row, float32 [rows, k, vocabulary]."""
+        """Return what ``logits`` does, by passes over prompts with a path behind each."""
+        scores = self._no_scores(len(rows))
+        layers = None if prefix is None else [LayerBehind([layer]) for layer in prefix.layers]
+        passes = [
+            self._whole(encoded, rows, some, with_mask, prefix) for some in _parts(row_paths, len(rows))
+        ]
+        for number, one_pass in enumerate(passes):
+            logits = self._read(one_pass, None if layers is None else Cache(layers=layers))
+            self._add(scores, logits, one_pass, with_others=number == 0)
+        return self._divided(scores)
+
+    def _scores_behind_prompts(
+        self,
+        encoded: Encoded,
+        rows: npt.NDArray[np.int64],
+        row_paths: Sequence[RowPath],
+        with_mask: bool,
+        prefix: Prefix | None,
+    ) -> torch.Tensor:
+        """Return what ``logits`` does, by one pass over the prompts, and one over paths for each path of a row."""
+        scores = self._no_scores(len(rows))
+        labels = range(len(self._label_ids))
+        prompts = [RowPath(row, (), labels) for row in range(len(rows))]
+        prompt_pass = self._whole(encoded, rows, prompts, with_mask, prefix)
+        lengths = encoded.lengths[rows] - (0 if prefix is None else len(prefix.tokens))
+        # A pass has no more rows than the prompts' own, and so takes no more memory.
+        behind = [
+            self._behind(lengths, some, 0 if prefix is None else len(prefix.tokens))
+            for some in _parts([path for path in row_paths if path.tokens], len(rows))
+        ]
+        if prefix is None:
+            cache = DynamicCache()
+            self._add(scores, self._read(prompt_pass, cache), prompt_pass, with_others=True)
+            kept = [(layer.keys, layer.values) for layer in cache.layers]
+        else:
+            layers = [LayerBehind([layer], keeps=True) for layer in prefix.layers]
+            self._add(scores, self._read(prompt_pass, Cache(layers=layers)), prompt_pass, with_others=True)
+            kept = [layer.computed for layer in layers if layer.computed is not None]
+        for one_pass, order in behind:
+            cache = Cache(layers=self._layers(kept, one_pass.paths, order, prefix))
+            self._add(scores, self._read(one_pass, cache), one_pass)
+        return self._divided(scores)
+
+    def _layers(
+        self,
+        kept: Sequence[KeysAndValues],
+        some: Sequence[RowPath],
+        order: npt.NDArray[np.int64] | None,
+        prefix: Prefix | None,
+    ) -> list[LayerBehind]:
+        """Return the layers of a cache with the prefix, and the prompt of each path's row behind it."""
+        path_rows = np.array([path.row for path in some], dtype=np.int64)
+        # Of a model on several GPUs, each has its own copy.
+        rows_on: dict[torch.device, torch.Tensor] = {}
+        order_on: dict[torch.device, torch.Tensor | None] = {}
+        is_whole_batch = np.array_equal(path_rows, np.arange(len(kept[0][0])))
+        layers = []
+        for index, (keys, values) in enumerate(kept):
+            device = keys.device
+            if device not in rows_on:
+                rows_on[device] = on_device(path_rows, device)
+                order_on[device] = None if order is None else on_device(order, device)
+            earlier = [] if prefix is None else [prefix.layers[index]]
+            if is_whole_batch:
+                earlier.append((keys, values))
+            else:
+                earlier.append((keys[rows_on[device]], values[rows_on[device]]))
+            layers.append(LayerBehind(earlier, order_on[device]))
+        return layers
+
+    def _read(self, one_pass: _Pass, cache: Cache | None) -> torch.Tensor:
+        """Return the vocabulary's logits at a pass's places, float32 [paths, k, vocabulary]."""
         # The last layer's parts can compute one position of each row.
-        is_single = positions.shape[1] == 1 and Shortcut.LAST_TOKEN_LAYER in self.taken
+        is_single = one_pass.places.shape[1] == 1 and Shortcut.LAST_TOKEN_LAYER in self.taken
         parts = self._last_token_parts if is_single else []
-        cache = {} if prefix is None else {"past_key_values": Cache(layers=list(prefix.layers))}
+        options = {} if cache is None else {"past_key_values": cache}
         head = self._model.get_output_embeddings()
-        with last_token_only(parts, positions[:, 0]), _head_at(head, positions):
-            logits: torch.Tensor = self._model(**inputs, **cache, use_cache=prefix is not None).logits
+        with last_token_only(parts, one_pass.places[:, 0]), _head_at(head, one_pass.places):
+            logits: torch.Tensor = self._model(
+                **one_pass.inputs, **options, use_cache=cache is not None
+            ).logits
         return logits.float()
 
-    def _label_scores(self, logits: torch.Tensor, labels: Sequence[int]) -> dict[int, torch.Tensor]:
-        """Return the scores of a path's labels, and of other first tokens, by column of ``logits``."""
+    def _no_scores(self, rows: int) -> torch.Tensor:
+        return torch.zeros((rows, len(self._label_ids) + 1), device=self.last_device)
+
+    def _divided(self, scores: torch.Tensor) -> torch.Tensor:
+        divisors = torch.cat([self._divisors, torch.ones(1)])
+        return scores / divisors.to(scores.device)
+
+    def _add(
+        self, scores: torch.Tensor, logits: torch.Tensor, one_pass: _Pass, with_others: bool = False
+    ) -> None:
+        """Add the log-probabilities of the labels' tokens that a pass tells, and ``with_others`` that of others."""
+        first, last = one_pass.first_token, one_pass.first_token + logits.shape[1]
+        entries = [
+            (place, path.row, label, self._label_ids[label][first:last])
+            for place, path in enumerate(one_pass.paths)
+            for label in path.labels
+            if len(self._label_ids[label]) > first
+        ]
+        tokens = np.zeros((len(entries), logits.shape[1]), dtype=np.int64)
+        is_token = np.zeros(tokens.shape, dtype=bool)
+        for number, (*_, ids) in enumerate(entries):
+            tokens[number, : len(ids)] = ids
+            is_token[number, : len(ids)] = True
+        device = logits.device
+        places, rows, labels = (
+            on_device(np.array(column, dtype=np.int64), device)
+            for column in list(zip(*entries, strict=True))[:3]
+        )
         total = logits.logsumexp(-1)
-        scores = {}
-        for label in labels:
-            tokens = enumerate(self._label_ids[label])
-            log_probabilities = [logits[:, index, token] - total[:, index] for index, token in tokens]
-            scores[label] = torch.stack(log_probabilities).sum(0) / self._divisors[label]
-        mass = (logits[:, 0, self._first_tokens] - total[:, :1]).exp().sum(-1)
-        scores[len(self._label_ids)] = torch.log1p(-mass.clamp(max=1 - 1e-7))
-        return scores
+        positions = torch.arange(logits.shape[1], device=device)
+        of_tokens = logits[places[:, None], positions, on_device(tokens, device)] - total[places]
+        scores[rows, labels] += of_tokens.where(on_device(is_token, device), 0).sum(-1)
+        if with_others:
+            mass = (logits[:, 0, self._first_tokens] - total[:, :1]).exp().sum(-1)
+            scores[:, -1] = torch.log1p(-mass.clamp(max=1 - 1e-7))
 
     def skipped_tokens(self, encoded: Encoded) -> npt.NDArray[np.int64]:
         self._find_shared(encoded)
@@ -185,33 +297,46 @@ class LabelScorer(Classifier):
     def forget(self) -> None:
         self._prefix = self._chunk = None
 
-    def try_prefix(self, encoded: Encoded, tolerance: float) -> None:
-        """Take the shortcut of shared prefixes if rows keep their numbers."""
+    def try_kept(self, encoded: Encoded, tolerance: float) -> None:
+        """Take the shortcuts that keep keys and values, of a shared prefix and of prompts, if numbers stay."""
         ids = np.resize(np.concatenate(encoded.inputs["input_ids"]), 2 * _MIN_TOKENS)
         # Different ends, of different lengths.
         rows = [np.concatenate([ids[:_MIN_TOKENS], ids[start:]]) for start in (33, 40, 50, 60)]
         trial = Encoded({"input_ids": rows}, np.array([len(row) for row in rows]), truncated_rows=0)
-        batch = np.arange(len(rows))
-        expected = self.logits(trial, batch).cpu().double()
-        self.taken.add(Shortcut.SHARED_PREFIX)
+        expected = self._trial_scores(trial)
+        self._try(Shortcut.SHARED_PREFIX, trial, expected, tolerance)
+        if self._has_tokens_behind:
+            self._try(Shortcut.KEPT_PROMPT, trial, expected, tolerance)
+        self.forget()
+        self.shared_tokens = 0
+
+    def _trial_scores(self, trial: Encoded) -> torch.Tensor:
+        """Return the scores of texts, with what is kept of their prefix and without, float64 on the host."""
+        batch = np.arange(len(trial.lengths))
+        # A pass with a mask shares no prefix.
+        masks = (False, True) if self._has_tokens_behind else (False,)
+        scores = [self.logits(trial, batch, with_mask) for with_mask in masks]
+        return torch.cat(scores).cpu().double()
+
+    def _try(self, shortcut: Shortcut, trial: Encoded, expected: torch.Tensor, tolerance: float) -> None:
+        self.taken.add(shortcut)
         self._chunk = None
         is_same = False
         try:
-            difference = (self.logits(trial, batch).cpu().double() - expected).abs().max()
+            difference = (self._trial_scores(trial) - expected).abs().max()
             is_close = bool(difference <= tolerance * max(1.0, float(expected.abs().max())))
-            is_same = self._prefix is not None and is_close
+            is_same = is_close and (shortcut is not Shortcut.SHARED_PREFIX or self._prefix is not None)
         except Exception as error:  # a model whose layers keep other states than keys and values
             if classify(error) is Verdict.SUSPECT:
                 raise
         if not is_same:
-            self.taken.discard(Shortcut.SHARED_PREFIX)
-        self.forget()
-        self.shared_tokens = 0
+            self.taken.discard(shortcut)
 
     def _find_shared(self, encoded: Encoded) -> None:
         """Find the tokens that a chunk's rows begin with, once; none if prefixes are not shared."""
         if encoded is not self._chunk:
             self._chunk = encoded
+            self._keeps_prompts = True
             self._shared = shared_tokens(encoded) if Shortcut.SHARED_PREFIX in self.taken else _NO_TOKENS
 
     def _prefix_of(self, encoded: Encoded, rows: npt.NDArray[np.int64]) -> Prefix | None:
@@ -225,40 +350,75 @@ class LabelScorer(Classifier):
             first_position = on_device(np.zeros((1, 1), dtype=np.int64), self.last_device)
             with _head_at(self._model.get_output_embeddings(), first_position):
                 self._model(input_ids=inputs, past_key_values=cache, use_cache=True)
-            self._prefix = Prefix(self._shared, [_SharedLayer(layer) for layer in cache.layers])
+            self._prefix = Prefix(self._shared, [(layer.keys, layer.values) for layer in cache.layers])
         return self._prefix
 
-    def _batch(
+    def _whole(
         self,
         encoded: Encoded,
         rows: npt.NDArray[np.int64],
-        path: tuple[int, ...],
+        some: Sequence[RowPath],
         with_mask: bool,
         prefix: Prefix | None,
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Return the model's inputs with the path's tokens after each row, and the positions to read, [rows, k].
+    ) -> _Pass:
+        """Return a pass over the prompts of paths with their tokens, which reads from the prompt's last token on.
 
-        Neither includes the prefix; only the attention mask does.
+        Neither inputs nor places include the prefix; only the attention mask does.
         """
         skipped = 0 if prefix is None else len(prefix.tokens)
-        path_tokens = np.array(path, dtype=np.int64)
+        path_rows = rows[[path.row for path in some]]
         ids = encoded.inputs["input_ids"]
-        extended = Encoded(
-            inputs={
-                "input_ids": [np.concatenate([ids[row][skipped:], path_tokens]) for row in rows.tolist()]
-            },
-            lengths=encoded.lengths[rows] - skipped + len(path_tokens),
-            truncated_rows=0,
+        arrays = self._padded(
+            [
+                np.concatenate([ids[row][skipped:], np.array(path.tokens, dtype=np.int64)])
+                for row, path in zip(path_rows.tolist(), some, strict=True)
+            ]
         )
-        arrays = padded(extended, np.arange(len(rows)), self._pad_token_id)
         if Shortcut.NO_MASK in self.taken and not with_mask:
             del arrays["attention_mask"]
         elif skipped:
-            seen = np.ones((len(rows), skipped), dtype=np.int64)
+            seen = np.ones((len(some), skipped), dtype=np.int64)
             arrays["attention_mask"] = np.concatenate([seen, arrays["attention_mask"]], axis=1)
+        tokens = max(len(path.tokens) for path in some)
+        places = encoded.lengths[path_rows, None] - skipped - 1 + np.arange(tokens + 1)
+        return self._pass(arrays, places, some, first_token=0)
+
+    def _behind(
+        self, lengths: npt.NDArray[np.int64], some: Sequence[RowPath], prefix_tokens: int
+    ) -> tuple[_Pass, npt.NDArray[np.int64] | None]:
+        """Return a pass over the tokens of paths alone, and the order of its keys and values (``padding_first``).
+
+        Args:
+            lengths: of the batch's prompts, without the prefix, int64 [rows].
+        """
+        arrays = self._padded([np.array(path.tokens, dtype=np.int64) for path in some])
+        earlier = prefix_tokens + lengths[[path.row for path in some]]
+        earlier_tokens = prefix_tokens + int(lengths.max())
+        tokens = arrays["input_ids"].shape[1]
+        seen = np.arange(earlier_tokens) >= earlier_tokens - earlier[:, None]
+        arrays["attention_mask"] = np.concatenate([seen.astype(np.int64), arrays["attention_mask"]], axis=1)
+        arrays["position_ids"] = earlier[:, None] + np.arange(tokens)
+        places = np.broadcast_to(np.arange(tokens), arrays["input_ids"].shape).copy()
+        return self._pass(arrays, places, some, first_token=1), padding_first(earlier, earlier_tokens, tokens)
+
+    def _padded(self, ids: list[npt.NDArray[np.int64]]) -> dict[str, npt.NDArray[np.int64]]:
+        lengths = np.array([len(row) for row in ids], dtype=np.int64)
+        encoded = Encoded({"input_ids": ids}, lengths, truncated_rows=0)
+        return padded(encoded, np.arange(len(ids)), self._pad_token_id)
+
+    def _pass(
+        self,
+        arrays: dict[str, npt.NDArray[np.int64]],
+        places: npt.NDArray[np.int64],
+        some: Sequence[RowPath],
+        first_token: int,
+    ) -> _Pass:
         inputs = {name: on_device(array, self._device) for name, array in arrays.items()}
-        positions = encoded.lengths[rows, None] - skipped - 1 + np.arange(len(path_tokens) + 1)
-        return inputs, on_device(positions, self.last_device)
+        return _Pass(inputs, on_device(places, self.last_device), some, first_token)
+
+
+def _parts(items: Sequence[RowPath], size: int) -> list[Sequence[RowPath]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 @contextlib.contextmanager

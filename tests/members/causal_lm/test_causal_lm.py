@@ -258,6 +258,119 @@ def test_what_all_prompts_begin_with_is_computed_once_and_changes_nothing(
     assert found.counters.batches < 0.6 * len(texts)
 
 
+# Of several tokens and similar probabilities; "food" is a path of one token and the beginning of another.
+BEHIND = {"good": "plants or food", "bad": "food or plants", "so so": "food or"}
+
+
+@pytest.mark.parametrize(
+    "architecture", one_in(2, ["gemma2", "gemma3_text", "qwen3", "mistral", "llama", "gpt2"])
+)
+@pytest.mark.parametrize("begins_alike", one_in(2, [True, False]))
+def test_labels_of_several_tokens_run_behind_the_keys_and_values_of_their_prompt(
+    architecture: str, begins_alike: bool, tmp_path: Path
+) -> None:
+    """Rows of other lengths than the window, here of 16 tokens, whose padding must not stand within it."""
+    import torch
+
+    from ensemble.members.huggingface.scoring.forward import Shortcut
+
+    options: dict[str, Any] = {"n_positions": 300} if architecture == "gpt2" else {}
+    folder = make_language_model(tmp_path / "model", architecture, **options)
+    texts = make_texts(24, longest=40)
+    examples = " ".join(" ".join(make_texts(40, seed=9)).split()[:28]) + " " if begins_alike else ""
+    keys = {"label_tokens": BEHIND, "length_normalize": "tokens"}
+    made = member(tmp_path, folder, texts, **keys, prompt_template=examples + "{{ text }} ")
+    divisors = [float(len(ids)) for ids in made._label_ids]
+    prompts = [f"{examples}{text} " for text in texts]
+    expected, others = label_reference(folder, prompts, list(BEHIND.values()), divisors=divisors)
+    assert expected.max(axis=1).std() > 0.02, "the checkpoint must tell rows apart"
+    assert Shortcut.KEPT_PROMPT in made._classifier.taken
+    widths: list[int] = []
+    model = made._classifier._model
+    hook = model.register_forward_pre_hook(
+        lambda _, __, inputs: widths.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    found = predict(made, len(texts))
+    hook.remove()
+    np.testing.assert_allclose(found.values, expected, atol=2e-5)
+    assert found.counters.other_mass / len(texts) == pytest.approx(others, abs=1e-5)
+    assert bool(found.counters.shared_tokens) == begins_alike
+    behind = max(map(len, made._label_ids)) - 1
+    passes = found.counters.batches
+    assert sum(width <= behind for width in widths) == 2 * passes, "a pass for each of two paths"
+    assert sum(width > behind for width in widths) == passes + begins_alike, "and one for the prompts"
+    with made._classifier._spread.forward_pass(), torch.inference_mode():  # as the float32 retry does it
+        encoded = made._prompts[0].encode(made._table.take(np.arange(5)))
+        scores = made._classifier.logits(encoded, np.arange(5), with_mask=True)
+    np.testing.assert_allclose(made._values(scores), expected[:5], atol=2e-5)
+
+
+@pytest.mark.parametrize("architecture", ["lfm2", "mamba"])
+def test_a_model_without_keys_and_values_computes_the_prompt_before_each_label(
+    architecture: str, tmp_path: Path
+) -> None:
+    from ensemble.members.huggingface.scoring.forward import Shortcut
+
+    folder, texts = make_language_model(tmp_path / "model", architecture), make_texts(8, longest=25)
+    expected, _ = label_reference(folder, [text + " " for text in texts], list(BEHIND.values()))
+    made = member(tmp_path, folder, texts, label_tokens=BEHIND)
+    assert Shortcut.KEPT_PROMPT not in made._classifier.taken
+    np.testing.assert_allclose(predict(made, len(texts)).values, expected, atol=3e-5)
+
+
+def test_a_row_runs_whole_where_memory_is_too_short_for_its_keys_and_values(tmp_path: Path) -> None:
+    from tests.oom.limit import AllocatorLimit
+
+    folder, texts = make_language_model(tmp_path / "model", "llama"), make_texts(3, longest=20)
+    expected, _ = label_reference(folder, [text + " " for text in texts], list(BEHIND.values()))
+    made = member(tmp_path, folder, texts, label_tokens=BEHIND, batch_size=1)
+    with AllocatorLimit(fail_at=frozenset({1})) as limit:  # the first label's pass
+        found = predict(made, len(texts))
+    assert limit.refused == 1
+    assert not found.bad_rows
+    assert not made._classifier._keeps_prompts  # type: ignore[attr-defined]
+    np.testing.assert_allclose(found.values, expected, atol=3e-5)
+
+
+def test_shards_from_before_labels_ran_behind_their_prompt_are_not_mixed_with_new_ones(
+    tmp_path: Path,
+) -> None:
+    folder = make_language_model(tmp_path, "llama")
+
+    def fingerprint(**keys: Any) -> dict[str, object]:
+        parent = kind(folder, **keys)
+        inspected = parent.inspect(OutputColumns("id", LABELS))
+        return dict(parent.fingerprint(inspected, Assigned(gpus=0)))
+
+    assert "keeps_prompts" not in fingerprint(), "labels of one token give the bytes of before"
+    assert fingerprint(label_tokens=BEHIND)["keeps_prompts"] is True
+
+
+def test_the_plan_knows_keys_and_values_of_a_batch_whose_labels_have_several_tokens(tmp_path: Path) -> None:
+    folder, texts = make_language_model(tmp_path, "llama"), make_texts(20)
+
+    def per_token(**keys: Any) -> float:
+        parent = kind(folder, **keys)
+        estimate = parent.memory(parent.inspect(OutputColumns("id", LABELS)), np.array([400]), 3)
+        assert isinstance(estimate, CheckpointMemory)
+        whole = replace(estimate, keeps_prompts=False).footprint(0, None)
+        footprint = estimate.footprint(0, None)
+        assert footprint is not None
+        assert whole is not None
+        return (footprint.activation.bytes(1000, 100) - whole.activation.bytes(1000, 100)) / 1000
+
+    assert per_token() == 0
+    layers: list[Any] = []
+    made = member(tmp_path, folder, texts, label_tokens=BEHIND)
+    made._classifier._model.register_forward_hook(
+        lambda _, __, output: layers.append(output.past_key_values.layers)
+    )
+    predict(made, 1)
+    tokens = layers[0][0].keys.shape[-2]
+    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers[0]) / tokens
+    assert per_token(label_tokens=BEHIND) == pytest.approx(kept, rel=0.01)
+
+
 def test_rows_run_whole_where_memory_is_too_short_for_what_they_share(tmp_path: Path) -> None:
     from tests.oom.limit import AllocatorLimit
 
@@ -495,7 +608,7 @@ def test_the_plan_knows_keys_and_values_of_what_prompts_begin_with(tmp_path: Pat
     made = member(tmp_path, folder, texts, prompt_template=examples + " {{ text }} ")
     assert predict(made, len(texts)).counters.shared_tokens
     prefix = made._classifier._prefix  # type: ignore[attr-defined]
-    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in prefix.layers)
+    held = sum(keys.nbytes + values.nbytes for keys, values in prefix.layers)
     assert held == len(prefix.tokens) * 3 * 2 * 2 * 16 * 4, (
         "3 layers, keys and values, 2 heads of 16, float32"
     )

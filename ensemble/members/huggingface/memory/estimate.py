@@ -52,7 +52,7 @@ class CheckpointMemory(MemoryEstimate):
         lora: outputs and rank of the widest layer with unmerged LoRA; zeros: none.
         pools_last_token: False where logits are computed at every position.
         has_flash_attention: whether flash-attention 2 was seen to work on these devices.
-        vocabulary_positions, shared_tokens: see ``sizes.activation``.
+        vocabulary_positions, shared_tokens, keeps_prompts: see ``sizes.activation``.
         head: tensors of a separate head, which is computed in float32; None: the checkpoint has the head.
     """
 
@@ -68,6 +68,7 @@ class CheckpointMemory(MemoryEstimate):
     has_flash_attention: bool = False
     vocabulary_positions: int = 0
     shared_tokens: int = 0
+    keeps_prompts: bool = False
     head: Sequence[Tensor] | None = None
 
     def footprint(
@@ -122,6 +123,7 @@ class CheckpointMemory(MemoryEstimate):
                 pools_last_token=self.pools_last_token,
                 vocabulary_positions=self.vocabulary_positions,
                 shared_tokens=self.shared_tokens,
+                keeps_prompts=self.keeps_prompts,
                 width=width,
                 lora=self.lora,
             ),

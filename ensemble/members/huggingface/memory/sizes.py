@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from ensemble.members.footprint import Activation, Capability, Stage, Weights
@@ -162,6 +163,7 @@ def activation(
     pools_last_token: bool = True,
     vocabulary_positions: int = 0,
     shared_tokens: int = 0,
+    keeps_prompts: bool = False,
     width: int = QUERIES_PER_BLOCK,
     lora: tuple[int, int] = (0, 0),
 ) -> Activation:
@@ -176,6 +178,7 @@ def activation(
         pools_last_token: whether the head sees only one position of each row.
         vocabulary_positions: the positions of a row that go through a head over the vocabulary; 0: another head.
         shared_tokens: the first tokens of all rows, whose keys and values are kept from batch to batch.
+        keeps_prompts: whether all layers keep the keys and values of a batch while its labels are computed.
         lora: outputs and rank of the widest layer with unmerged LoRA; zeros: none.
         width: tokens of the longest row; only capped_blocks, of shorter rows than a block, needs less.
     """
@@ -218,7 +221,10 @@ def activation(
         # In addition, the logits' exponentials.
         row = vocabulary_positions * a.vocabulary * (size + 4 + (4 if size == 2 else 0))
         stages.append(Stage(states, mask, row))
-    fixed = 2 * shared_tokens * a.layers * a.kv_heads * a.head_dim * size
+    kept_by_token = 2 * a.layers * a.kv_heads * a.head_dim * size
+    if keeps_prompts:
+        stages = [replace(stage, bytes_per_token=stage.bytes_per_token + kept_by_token) for stage in stages]
+    fixed = shared_tokens * kept_by_token
     if bits == 4 or (a.quant_method == "bitsandbytes" and a.quant_bits == 4):
         # The largest linear layer's weight, which bitsandbytes unpacks from 4 bits for every product.
         fixed += a.largest_weight * _compute_bytes(size, quantization or a.quantization)

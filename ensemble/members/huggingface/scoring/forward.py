@@ -64,6 +64,7 @@ class Shortcut(Enum):
     LAST_TOKEN_LAYER = "the last layer computes only the last token, too"
     READY_MASK = "the host makes an encoder's mask, so that no pass asks the device whether there is padding"
     SHARED_PREFIX = "tokens that all rows begin with are computed once, if the kind of member supports this"
+    KEPT_PROMPT = "labels run behind the keys and values of their prompt, if the kind of member supports this"
 
 
 class Scorer(ABC, Generic[E]):

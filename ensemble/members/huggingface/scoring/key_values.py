@@ -1,0 +1,81 @@
+"""Keep keys and values of tokens that are computed already, and put them before those of a pass.
+
+A layer's keys and values are [rows, heads, tokens, numbers of a head].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers.cache_utils import DynamicLayer
+
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+
+
+class LayerBehind(DynamicLayer):  # type: ignore[misc]  # of a library without types
+    """Put a layer's earlier keys and values before those of a pass.
+
+    Nothing joined is kept, so that only one layer's keys and values are joined at a time.
+
+    Args:
+        earlier: parts of the same tokens for all rows, with one row, or with a row for each row of the pass.
+        order: where each of the joined tokens is taken from, int64 [rows, tokens]; None: they stay.
+        keeps: whether ``computed`` holds the pass's own keys and values afterwards.
+    """
+
+    def __init__(
+        self, earlier: Sequence[KeysAndValues], order: torch.Tensor | None = None, keeps: bool = False
+    ) -> None:
+        super().__init__()
+        self._earlier = earlier
+        self._order = order
+        self._keeps = keeps
+        self._length = sum(keys.shape[-2] for keys, _ in earlier)
+        self.dtype, self.device = earlier[0][0].dtype, earlier[0][0].device
+        self.is_initialized = True
+        self.computed: KeysAndValues | None = None
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> KeysAndValues:
+        if self._keeps:
+            self.computed = key_states, value_states
+        keys = self._joined([keys for keys, _ in self._earlier], key_states)
+        return keys, self._joined([values for _, values in self._earlier], value_states)
+
+    def _joined(self, earlier: Sequence[torch.Tensor], states: torch.Tensor) -> torch.Tensor:
+        parts = [part.expand(len(states), -1, -1, -1) for part in earlier]
+        joined = torch.cat([*parts, states], dim=-2)
+        if self._order is None:
+            return joined
+        return joined.take_along_dim(self._order[:, None, :, None], dim=-2)
+
+
+def padding_first(
+    lengths: npt.NDArray[np.int64], earlier_tokens: int, tokens: int
+) -> npt.NDArray[np.int64] | None:
+    """Return the order in which each row's padding comes before its earlier tokens; None if no row has any.
+
+    Attention within a window counts places of keys, so no padding may stand between two tokens of a row.
+
+    Args:
+        lengths: each row's earlier tokens without padding, int64 [rows].
+        earlier_tokens: those of the longest row, to which the others are padded.
+        tokens: of the pass; they stay at the end.
+
+    Returns:
+        int64 [rows, earlier_tokens + tokens]; padding is taken from the first token, and a mask has to hide it.
+    """
+    padding = earlier_tokens - lengths
+    if not padding.any():
+        return None
+    earlier = np.maximum(np.arange(earlier_tokens) - padding[:, None], 0)
+    behind = np.arange(earlier_tokens, earlier_tokens + tokens)
+    return np.concatenate([earlier, np.broadcast_to(behind, (len(lengths), tokens))], axis=1)
