@@ -17,6 +17,7 @@ from ensemble.common.text import plural, shown_path
 from ensemble.config import MemberConfig, RunConfig
 from ensemble.data.predictions_csv import PredictionFile, demand_as_written, read_predictions
 from ensemble.members.base import Inspection
+from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.blocks import weights_by_bin, weights_of_rows
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods.weighted_mean import scaled, weighted_mean
@@ -80,7 +81,7 @@ class Cascades:
 
     def _selection_of(self, when: Mapping[str, float], deciders: Collection[str]) -> tuple[_Rows, _Values]:
         ((rule, _),) = when.items()
-        config, table = self._prepared.config, self._prepared.table
+        config, table, allowed = self._prepared.config, self._prepared.table, self._prepared.allowed_labels
         models = [model for model in config.models if model.name in deciders]
         values = [values_of(self._rundir, self._works[model.name], len(config.labels)) for model in models]
         is_present = np.array([~np.isnan(member_values[:, 0]) for member_values in values])
@@ -91,7 +92,9 @@ class Cascades:
         activations = [self._prepared.inspected[model.name].activation for model in models]
         mean = np.full((table.rows, len(config.labels)), np.nan)
         if models:
-            mean = _calibrated_mean(config, models, activations, values, is_present, table.text_bytes)
+            mean = _calibrated_mean(
+                config, models, activations, values, is_present, table.text_bytes, allowed
+            )
         doubt = doubts(rule, mean, is_exclusive=set(activations) <= {"softmax"})
         return select_rows(when, doubt), doubt
 
@@ -141,7 +144,7 @@ def _expected_share(
     files: Mapping[str, PredictionFile],
     place: str,
 ) -> ExpectedShare:
-    """Estimate the share of a member with ``when`` by the predictions of the models before it."""
+    """Estimate the share of a member with ``when`` by the models' predictions, with all labels possible."""
     ((rule, limit),) = when.items()
     if rule == "share":
         return ExpectedShare(limit, "as when says")
@@ -186,15 +189,18 @@ def _calibrated_mean(
     values: Sequence[_Values],
     is_present: _Rows,
     text_bytes: npt.NDArray[np.int64],
+    allowed: AllowedLabels | None = None,
 ) -> _Values:
-    """Return the weighted mean of members, [rows, labels], after calibration, which changes ``values``.
+    """Return the weighted mean of members, [rows, labels], after calibration and ``allowed``.
 
-    These are NaN where ``is_present``, bool [members, rows], is False.
+    ``values``, which these change, are NaN where ``is_present``, bool [members, rows], is False.
     """
     for model, activation, member_values in zip(models, activations, values, strict=True):
         calibrate = calibrator(model.calibration, activation, config.labels)
         if calibrate is not None:
             calibrate(member_values)
+        if allowed is not None:
+            allowed.apply(0, member_values, activation == "softmax")
     edges = config.ensemble.length_bins or ()
     weights = weights_by_bin([model.weight for model in models], config.labels, len(edges) + 1)
     weights = weights_of_rows(weights, edges, text_bytes)
