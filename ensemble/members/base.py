@@ -54,6 +54,7 @@ class Reads:
         any_type: whether the columns may hold values of any type, not only text.
         files: the column that names files; their content counts as the content of the rows.
         row_bytes: the work of a row in bytes of text, where its cells do not tell.
+        choices: the column with a list of texts for each row, whose positions are the labels.
     """
 
     columns: tuple[str, ...] = ()
@@ -62,6 +63,7 @@ class Reads:
     ids: bool = False
     files: FileCells | None = None
     row_bytes: int | None = None
+    choices: str | None = None
 
 
 @dataclass(frozen=True)

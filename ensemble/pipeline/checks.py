@@ -12,10 +12,10 @@ from ensemble.common.errors import ConfigError, EnsembleError
 from ensemble.common.files import unreadable, unwritable_reason
 from ensemble.common.host import usable_cpus
 from ensemble.common.packages import installed_versions
-from ensemble.common.text import gib, plural
+from ensemble.common.text import gib, plural, quoted
 from ensemble.config import LoadedConfig, MemberConfig, RunConfig, TuningConfig
 from ensemble.config.schema import AllowedLabelsTable
-from ensemble.data.json_cells import TemplateProblem
+from ensemble.data.json_cells import TemplateProblem, parse_json_cell
 from ensemble.data.table import InputTable, row_text
 from ensemble.members.base import Inspection, MemberKind
 from ensemble.merging.allowed_labels import AllowedLabels
@@ -104,6 +104,7 @@ def member_problems(config: RunConfig, kinds: Kinds, inspected: Mapping[str, Ins
         if name in raw and config.models[index].calibration is not None:
             yield f"models[{index}].calibration: {_RAW}"
         yield from _when_problems(config, index, inspected, raw)
+    yield from _choices_problems(kinds)
     if raw and len(raw) < len(inspected):
         keys = {kind.activation_key for name, kind in kinds.items() if name in raw and kind.activation_key}
         remedy = f", or set {' and '.join(sorted(keys))}" if keys else ""
@@ -122,6 +123,52 @@ def member_problems(config: RunConfig, kinds: Kinds, inspected: Mapping[str, Ins
         weights = tuple(model.weight for model in config.models)
         members = Members(tuple(inspected), activations, config.labels, weights)
         yield from merge_method(config.ensemble, members).problems()
+
+
+def _choices_problems(kinds: Kinds) -> Iterator[str]:
+    """Yield members whose labels are not the positions of the same choices as those of the others."""
+    columns = {name: kind.reads().choices for name, kind in kinds.items() if kind.needs_worker}
+    named = [(name, column) for name, column in columns.items() if column is not None]
+    if not named:
+        return
+    first, expected = named[0]
+    for index, name in enumerate(kinds):
+        column = columns.get(name, expected)
+        if column is None:
+            yield (
+                f"models[{index}] ({name}): its labels mean the same in all rows, and those of {first} are "
+                "positions in a row's choices; only members with choices and csv members merge with it"
+            )
+        elif column != expected:
+            yield (
+                f"models[{index}].choices: {column!r}, and {first} has {expected!r}; positions mean the same only "
+                "in one column"
+            )
+
+
+def choice_problem(table: InputTable, column: str, labels: int) -> str:
+    """Return what is wrong with the choices of the first such row; empty if every row has two to ``labels``.
+
+    Raises:
+        TemplateProblem: a cell is not JSON.
+    """
+    for number, cells in enumerate(table.python_rows([column])):
+        place = f"row {number + 1:,} (id {quoted(table.ids[number].as_py())})"
+        try:
+            choices = parse_json_cell(cells[column])
+        except TemplateProblem as error:
+            return f"{place}: {quoted(column)} holds a JSON list of texts, and this is {error}"
+        if not isinstance(choices, list) or not all(isinstance(text, str) and text for text in choices):
+            return f"{place}: {quoted(column)} must hold a JSON list of texts, none of them empty"
+        if len(choices) < 2:
+            count = "one choice" if choices else "no choices"
+            return f"{place} has {count} in {quoted(column)}; a row needs two or more to choose from"
+        if len(choices) > labels:
+            return (
+                f"{place} has {len(choices)} choices in {quoted(column)}, and labels has "
+                f'{plural(labels, "position")}; let it go from "0" to the most that any row has'
+            )
+    return ""
 
 
 def _when_problems(

@@ -31,6 +31,7 @@ class MemberView:
     columns: tuple[str, ...]
     any_type: bool
     template: PromptTemplate | None
+    choices: str | None = None
 
     @property
     def table_columns(self) -> tuple[str, ...]:
@@ -43,7 +44,10 @@ class MemberView:
 
     @property
     def text_columns(self) -> tuple[str, ...]:
-        return self.table_columns if self.template is None and not self.any_type else ()
+        if self.template is not None or self.any_type:
+            return ()
+        lists = self.swap.get(self.choices, self.choices) if self.choices is not None else None
+        return tuple(name for name in self.table_columns if name != lists)
 
     @property
     def json_columns(self) -> tuple[str, ...]:
@@ -81,6 +85,8 @@ def member_views(kinds: Mapping[str, MemberKind[Any, Any]], problems: Problems) 
                 if template is None:
                     continue
                 columns = template.columns
+            if reads.choices is not None:
+                columns = tuple(dict.fromkeys([*columns, reads.choices]))
             if swap and not set(swap) & set(columns):
                 read = ", ".join(columns) or "no column"
                 problems.add([f"{key}.swap.columns: the member reads neither of them; it reads {read}"])
@@ -94,6 +100,7 @@ def member_views(kinds: Mapping[str, MemberKind[Any, Any]], problems: Problems) 
                 columns=columns,
                 any_type=reads.any_type,
                 template=template,
+                choices=reads.choices,
             )
 
 

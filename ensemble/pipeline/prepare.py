@@ -44,6 +44,7 @@ from ensemble.pipeline.cascade import expected_shares
 from ensemble.pipeline.checks import (
     Kinds,
     Problems,
+    choice_problem,
     member_problems,
     place_problems,
     rule_key,
@@ -134,6 +135,7 @@ def prepare(
                 table = table.only(needs.columns)
             values, warnings = _read_predictions(config, members, table, problems)
             warnings += _look_for_files(members, table, problems)
+            _look_at_choices(config, members, table, problems)
         problems.add(member_problems(config, members.kinds, members.inspected))
         problems.add(rule_problems(loaded, members.inspected))
         shares: dict[str, ExpectedShare] = {}
@@ -382,6 +384,17 @@ def _look_for_files(members: _Members, table: InputTable, problems: Problems) ->
             similar = "" if path is None else similar_file(path)
             problems.add([f"{text}; {place}: {reason}{similar}; {cells.advice}"], DataError)
     return warnings
+
+
+def _look_at_choices(config: RunConfig, members: _Members, table: InputTable, problems: Problems) -> None:
+    """Collect a row of each column of choices that has none or one, or more than there are labels."""
+    looked_at: set[str] = set()
+    for view in members.views:
+        column = None if view.choices is None else view.swap.get(view.choices, view.choices)
+        if column is not None and column not in looked_at:
+            looked_at.add(column)
+            problem = choice_problem(table, column, len(config.labels))
+            problems.add([f"{view.key}.choices: {problem}"] if problem else [], DataError)
 
 
 def _file_states(kinds: Iterable[MemberKind[Any, Any]]) -> dict[str, FileState]:

@@ -55,6 +55,102 @@ def test_a_run_with_a_language_model_and_a_classifier(project: Project) -> None:
         assert project.run_json()["members"][0]["reused_rows"] == reused, change
 
 
+POSITIONS = ["0", "1", "2", "3"]
+
+
+def chooser(project: Project, name: str = "judge", **keys: Any) -> dict[str, Any]:
+    return member(project, name=name, label_tokens=None, choices="answers", **keys)
+
+
+def write_choices(project: Project, choices: list[Any], truth: list[int] | None = None) -> None:
+    header, rows = ["id", "text", "answers"], []
+    for number, of_row in enumerate(choices):
+        rows.append(
+            [f"r{number}", project.texts[number], of_row if isinstance(of_row, str) else json.dumps(of_row)]
+        )
+        if truth is not None:
+            rows[-1].append(str(truth[number]))
+    project.write_csv("test.csv", header if truth is None else [*header, "right"], rows)
+
+
+def test_a_run_over_choices_of_each_row_and_a_csv_member(project: Project) -> None:
+    folder = make_language_model(project.folder / "language model", "llama", pad=None)
+    project.write_table(20)
+    parts = ["plants or food", "plants", "a person", "food", "body group"]
+    choices = [[parts[(row + place) % 5] for place in range(2 + row % 3)] for row in range(20)]
+    truth = [row % 2 for row in range(20)]
+    write_choices(project, choices, truth)
+    project.write_csv(
+        "other.csv", ["id", *POSITIONS], [[f"r{row}", "0.5", "0.5", "0", "0"] for row in range(20)]
+    )
+    models = [chooser(project), {"name": "other", "task_type": "csv", "path": "other.csv"}]
+    data = {"path": "test.csv", "label_column": "right"}
+    project.write_config(
+        project.config(models=models, labels=POSITIONS, data=data, submission=None, defaults=None)
+    )
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    _, rows = project.read("runs/first/predictions/judge.csv")
+    found = {row[0]: [float(cell) for cell in row[1:]] for row in rows}
+    for number, of_row in enumerate(choices):
+        expected, _ = label_reference(folder, [f"{project.texts[number]} "], of_row, 128)
+        np.testing.assert_allclose(found[f"r{number}"][: len(of_row)], expected[0], atol=3e-5)
+        assert found[f"r{number}"][len(of_row) :] == [0.0] * (4 - len(of_row))
+    _, merged = project.read("runs/first/ensemble.csv")
+    np.testing.assert_allclose([float(merged[1][1])], [(found["r1"][0] + 0.5) / 2], atol=1e-6)
+    right = np.mean([np.argmax(found[f"r{row}"]) == truth[row] for row in range(20)])
+    assert f"{right:.1%}" in done.stdout or f"{right:.4f}" in done.stdout
+    again = project.ensemble("run", "config.yaml")
+    assert again.returncode == 0, again.stderr
+    assert project.run_json()["members"][0]["reused_rows"] == 20
+
+
+def test_mistakes_in_choices_are_named_with_their_row(project: Project) -> None:
+    make_language_model(project.folder / "language model", "llama")
+    project.write_table(3)
+    good = ["plants", "food"]
+
+    def problems(choices: list[Any], models: list[dict[str, Any]], labels: Any = POSITIONS) -> str:
+        write_choices(project, choices)
+        data = {"path": "test.csv"}
+        project.write_config(
+            project.config(models=models, labels=labels, data=data, submission=None, defaults=None)
+        )
+        done = project.ensemble("validate", "config.yaml")
+        assert done.returncode == 2, done.stdout
+        return " ".join(done.stderr.split())
+
+    ours = [chooser(project)]
+    needs = "in 'answers'; a row needs two or more to choose from"
+    assert f"models[0].choices: row 2 (id 'r1') has one choice {needs}" in problems([good, ["a"], good], ours)
+    assert f"row 3 (id 'r2') has no choices {needs}" in problems([good, good, []], ours)
+    assert f"row 1 (id 'r0') has no choices {needs}" in problems(["", good, good], ours)
+    found = problems([good, good, ["a", "b", "c", "d", "e"]], ours)
+    assert "row 3 (id 'r2') has 5 choices in 'answers', and labels has 4 positions; let it go from" in found
+    found = problems([good, [1, 2], good], ours)
+    assert "row 2 (id 'r1'): 'answers' must hold a JSON list of texts, none of them empty" in found
+    assert "row 2 (id 'r1'): 'answers' holds a JSON list" in problems([good, "[plants", good], ours)
+    found = problems([good] * 3, ours, ["a", "b"])
+    assert (
+        'labels must be the positions of choices: "0", "1" and so on, to the most that any row has' in found
+    )
+    both = [chooser(project) | {"label_tokens": dict.fromkeys(POSITIONS, "x"), "single_token": True}]
+    found = problems([good] * 3, both)
+    assert "choices has the texts of each row; keep one of the two" in found
+    assert "is about label_tokens; choices may have any number of tokens" in found
+    neither = member(project, label_tokens=None)
+    assert "label_tokens or choices is required, for example" in problems([good] * 3, [neither])
+    tokens = dict(zip(POSITIONS, ("plants", "food", "a", "b"), strict=True))
+    found = problems([good] * 3, [*ours, member(project, name="fixed", label_tokens=tokens)])
+    assert (
+        "models[1] (fixed): its labels mean the same in all rows, and those of judge are positions in a"
+        in found
+    )
+    assert "only members with choices and csv members merge with it" in found
+    found = problems([good] * 3, [*ours, chooser(project, name="second") | {"choices": "text"}])
+    assert "models[1].choices: 'text', and judge has 'answers'; positions mean the same only in one" in found
+
+
 @pytest.mark.long
 def test_how_many_prompts_were_cut_is_told(project: Project) -> None:
     """At one end, and field by field before the words that must stay."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 Encode = Callable[[str], Sequence[int]]
+# Positions of a row that go through the vocabulary at a time where labels are choices of any length.
+CHOICE_POSITIONS = 32
 # A label's text is tokenized behind one of these: alone it would get the space that some tokenizers put before the
 # first word of a text.  The first anchor that does not merge with the text decides.
 _ANCHORS = (":", "\n", "")

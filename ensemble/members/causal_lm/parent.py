@@ -14,8 +14,8 @@ import numpy.typing as npt
 from ensemble.common.errors import CheckpointError
 from ensemble.common.files import read_json
 from ensemble.config import MemberConfig
-from ensemble.members.base import Assigned, Draft, OutputColumns
-from ensemble.members.causal_lm.label_tokens import label_ids, token_problems
+from ensemble.members.base import Assigned, Draft, OutputColumns, Reads
+from ensemble.members.causal_lm.label_tokens import CHOICE_POSITIONS, label_ids, token_problems
 from ensemble.members.causal_lm.settings import CausalSettings
 from ensemble.members.footprint import MemoryEstimate
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
@@ -74,6 +74,9 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
             guess="what the model would say for each label; and let the prompt end with the question",
         )
 
+    def reads(self) -> Reads:
+        return replace(super().reads(), choices=self.settings.choices)
+
     def inspect(self, columns: OutputColumns) -> Checkpoint:
         model = self.settings
         name = model.model_name_or_path
@@ -130,8 +133,10 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
     ) -> MemoryEstimate | None:
         ids = self._label_ids(inspected.folder)
         # Where the tokenizer cannot be read, each byte of a text may be a token.
-        texts = self.settings.label_tokens.values()
-        positions = max(map(len, ids.values())) if ids else max(len(text.encode()) for text in texts)
+        positions = CHOICE_POSITIONS
+        if self.settings.choices is None:
+            texts = self.settings.label_tokens.values()
+            positions = max(map(len, ids.values())) if ids else max(len(text.encode()) for text in texts)
         memory = checkpoint_memory(self.settings, inspected, lengths, labels, vocabulary_positions=positions)
         # Counts all text of the template, although only the text before the first column is shared.
         fixed_tokens = len(self._text_ids(inspected.folder)[-1]) if ids else len(self.fixed_text().encode())
@@ -145,6 +150,8 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
         texts = dict(sorted(self.settings.label_tokens.items()))
         keys = self.settings.model_dump(include=_KEYS)
         fingerprint = {**super().fingerprint(inspected, assigned), "label_tokens": texts, **keys}
+        if self.settings.choices is not None:
+            fingerprint["choices"] = self.settings.choices
         ids = self._label_ids(inspected.folder)
         is_single = self.settings.single_token or (bool(ids) and max(map(len, ids.values())) == 1)
         if not is_single:
@@ -152,8 +159,14 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
             fingerprint["keeps_prompts"] = True
         return fingerprint
 
+    def predicted_by(self) -> dict[str, object]:
+        values = super().predicted_by()
+        if self.settings.choices is None:  # so that members from before this key have not changed
+            del values["choices"]
+        return values
+
     def worker_settings(
         self, inspected: Checkpoint, assigned: Assigned, offload_folder: Path | None
     ) -> Mapping[str, Any]:
-        keys = self.settings.model_dump(include={"label_tokens", "single_token", *_KEYS})
+        keys = self.settings.model_dump(include={"label_tokens", "choices", "single_token", *_KEYS})
         return {**super().worker_settings(inspected, assigned, offload_folder), **keys}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,11 +12,12 @@ import numpy.typing as npt
 import torch
 
 from ensemble.common.protocol import Counters
-from ensemble.members.causal_lm.label_tokens import label_ids, token_problems
-from ensemble.members.causal_lm.scoring import LabelScorer
+from ensemble.data.json_cells import parse_json_cell, replace_lone_surrogates
+from ensemble.members.causal_lm.label_tokens import CHOICE_POSITIONS, label_ids, token_problems
+from ensemble.members.causal_lm.scoring import EncodedChoices, LabelScorer, LabelTexts
 from ensemble.members.huggingface.loading.load import Loaded
 from ensemble.members.huggingface.scoring.classifier import probabilities
-from ensemble.members.huggingface.scoring.encode import Prompt, Text
+from ensemble.members.huggingface.scoring.encode import Encoded, Prompt, Text
 from ensemble.members.huggingface.scoring.member import TextMember
 from ensemble.members.huggingface.scoring.truncation import Arrays
 from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec, too_much_text
@@ -23,6 +25,10 @@ from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec, too_muc
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 # A placeholder for a message, which templates leave unchanged.
 _MARK = "MESSAGE7f3a"
+# Texts for the first passes of a model whose labels are each row's choices.
+_CHOICES_OF_WARMUP: tuple[str, ...] = (" one two three", " four five six")
+# Choices whose tokens are kept, as many rows may have the same ones; and prompts that leave them more room.
+_KEPT_CHOICES, _KEPT_PROMPTS = 1 << 16, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +36,7 @@ class CausalSpec(ModelSpec):
     """Add the keys of ``CausalSettings`` to those of a text model."""
 
     label_tokens: dict[str, str]
+    choices: str | None
     single_token: bool
     length_normalize: str
     apply_chat_template: bool
@@ -43,22 +50,105 @@ class CausalMember(TextMember[CausalSpec]):
 
     @cached_property
     def _label_ids(self) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of the labels' texts; with choices, of texts for first passes."""
         spec = self._spec
-        ids = {label: label_ids(self._encode, spec.label_tokens[label]) for label in spec.labels}
-        special = {getattr(self._tokenizer, f"{name}_id"): name for name in reversed(_SPECIAL)}
-        special.pop(None, None)
-        problems = list(token_problems(ids, special, spec.single_token))
+        if spec.choices is not None:
+            return tuple(label_ids(self._token_ids, text) for text in _CHOICES_OF_WARMUP)
+        ids = {label: label_ids(self._token_ids, spec.label_tokens[label]) for label in spec.labels}
+        problems = list(token_problems(ids, self._special_tokens, spec.single_token))
         if problems:
             raise ValueError("; ".join(problems))
         return tuple(ids.values())
 
-    def _encode(self, text: str) -> list[int]:
+    @cached_property
+    def _special_tokens(self) -> dict[int, str]:
+        names = {getattr(self._tokenizer, f"{name}_id"): name for name in reversed(_SPECIAL)}
+        names.pop(None, None)
+        return names
+
+    def _encode(self, view: int, rows: Sequence[Mapping[str, object]], step: Callable[[], None]) -> Encoded:
+        encoded = super()._encode(view, rows, step)
+        if self._spec.choices is None:
+            return encoded
+        texts: list[LabelTexts | None] = [None] * len(rows)
+        problems = dict(encoded.problems)
+        shorter: dict[int, Encoded] = {}
+        for number, row in enumerate(rows):
+            try:
+                if number not in problems:
+                    texts[number] = of_row = self._texts_of_choices(row[self._spec.choices])
+                    # The model reads all tokens of a choice but its last after the prompt.
+                    room = self._max_length - max(map(len, of_row.ids)) + 1
+                    if encoded.lengths[number] > room:
+                        shorter[number] = self._shorter(view, row, room)
+            except ValueError as error:
+                problems[number] = str(error)
+        inputs = {name: list(arrays) for name, arrays in encoded.inputs.items()}
+        lengths = encoded.lengths.copy()
+        for number, prompt in shorter.items():
+            lengths[number] = prompt.lengths[0]
+            for name, (array,) in prompt.inputs.items():
+                inputs[name][number] = array
+        lengths[list(problems)] = 0
+        number_of_row: dict[object, int] = {}
+        first = np.arange(len(rows))
+        for number, array in enumerate(inputs.get("input_ids", [])):
+            if number not in problems:
+                first[number] = number_of_row.setdefault((array.tobytes(), texts[number]), number)
+        return EncodedChoices(
+            inputs=inputs,
+            lengths=lengths,
+            truncated_rows=encoded.truncated_rows
+            + sum(int(encoded.lengths[number] < self._max_length) for number in shorter),
+            cut_tokens=encoded.cut_tokens + int((encoded.lengths - lengths)[list(shorter)].sum()),
+            problems=dict(sorted(problems.items())),
+            first=first,
+            texts=texts,
+        )
+
+    def _shorter(self, view: int, row: Mapping[str, object], tokens: int) -> Encoded:
+        """Return a row's prompt of at most so many tokens; raises ValueError if it has none."""
+        if tokens <= 0:
+            raise ValueError(
+                f"choices: the longest text leaves no room for a prompt within max_length {self._max_length}"
+            )
+        encoded = self._prompt_of(view, tokens).encode([row])
+        if encoded.problems:
+            raise ValueError(encoded.problems[0])
+        return encoded
+
+    def _texts_of_choices(self, cell: object) -> LabelTexts:
+        """Return the tokens of a row's choices; raises ValueError for what the parent has refused, too."""
+        choices = parse_json_cell(cell)
+        most = len(self._spec.labels)
+        if not isinstance(choices, list) or not 2 <= len(choices) <= most:
+            raise ValueError(f"choices: must be a list of 2 to {most} texts")
+        choice_texts = [replace_lone_surrogates(str(text)) for text in choices]
+        ids = tuple(self._choice_ids(text) for text in choice_texts)
+        for number, tokens in enumerate(ids):
+            problem = next(token_problems({str(number): tokens}, self._special_tokens, False), None)
+            if problem is not None:
+                raise ValueError(f"choices.{problem.removeprefix('label_tokens.')}")
+        return LabelTexts(ids, self._divisors(ids, choice_texts))
+
+    @cached_property
+    def _choice_ids(self) -> Callable[[str], tuple[int, ...]]:
+        return lru_cache(maxsize=_KEPT_CHOICES)(lambda text: label_ids(self._token_ids, text))
+
+    @cached_property
+    def _prompt_of(self) -> Callable[[int, int], Prompt]:
+        """Return a view's prompt of fewer tokens than those of most rows, given their number."""
+        return lru_cache(maxsize=_KEPT_PROMPTS)(
+            lambda view, tokens: self._new_prompt(self._view_specs()[view], tokens)
+        )
+
+    def _token_ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
     def _make_prompt(self, spec: CausalSpec) -> Prompt:
-        # The model reads all tokens of a label but its last after the prompt.
-        label_length = max(map(len, self._label_ids))
+        # The model reads all tokens of a label but its last after the prompt; choices differ from row to row.
+        label_length = 1 if spec.choices is not None else max(map(len, self._label_ids))
         prompt_tokens = self._max_length - (label_length - 1)
         if prompt_tokens <= 0:
             raise ValueError(
@@ -67,39 +157,49 @@ class CausalMember(TextMember[CausalSpec]):
             )
         if not spec.apply_chat_template and spec.add_special_tokens:
             last_token = self._tokenizer("a", verbose=False)["input_ids"][-1]
-            if last_token != self._encode("a")[-1]:
+            if last_token != self._token_ids("a")[-1]:
                 raise ValueError(
                     f"the tokenizer of {spec.model_name_or_path} ends each text with "
                     f"{self._tokenizer.convert_ids_to_tokens(last_token)}, behind which no label can follow; set "
                     "add_special_tokens: false, or in tokenizer_kwargs add_eos_token: false"
                 )
-        prompt_class = ChatPrompt if spec.apply_chat_template else Prompt
-        prompt = prompt_class(spec, self._tokenizer, prompt_tokens)
+        prompt = self._new_prompt(spec, prompt_tokens)
         fixed_tokens = prompt.fixed_tokens()
         if fixed_tokens > prompt_tokens:
             raise ValueError(too_much_text(fixed_tokens, prompt_tokens, ()))
         return prompt
 
+    def _new_prompt(self, spec: CausalSpec, tokens: int) -> Prompt:
+        prompt_class = ChatPrompt if spec.apply_chat_template else Prompt
+        return prompt_class(spec, self._tokenizer, tokens)
+
     def _make_classifier(self, loaded: Loaded) -> LabelScorer:
-        spec = self._spec
-        if spec.length_normalize == "tokens":
-            divisors = [float(len(ids)) for ids in self._label_ids]
-        elif spec.length_normalize == "bytes":
-            divisors = [float(len(spec.label_tokens[label].encode())) for label in spec.labels]
-        else:
-            divisors = [1.0] * len(self._label_ids)
-        return LabelScorer(loaded.model, loaded.pad_token_id, self._label_ids, divisors)
+        spec, ids, positions = self._spec, self._label_ids, CHOICE_POSITIONS
+        label_texts = _CHOICES_OF_WARMUP
+        if spec.choices is None:
+            label_texts = tuple(spec.label_tokens[label] for label in spec.labels)
+            positions = max(map(len, ids))
+        texts = LabelTexts(ids, self._divisors(ids, label_texts))
+        return LabelScorer(loaded.model, loaded.pad_token_id, texts, len(spec.labels), positions)
+
+    def _divisors(self, ids: Sequence[tuple[int, ...]], texts: Sequence[str]) -> tuple[float, ...]:
+        if self._spec.length_normalize == "tokens":
+            return tuple(float(len(tokens)) for tokens in ids)
+        if self._spec.length_normalize == "bytes":
+            return tuple(float(len(text.encode())) for text in texts)
+        return (1.0,) * len(ids)
 
     def _notes(self) -> list[str]:
         spec = self._spec
-        labels = [
-            (spec.label_tokens[label], ids) for label, ids in zip(spec.labels, self._label_ids, strict=True)
-        ]
+        labels: list[tuple[str, tuple[int, ...]]] = []
+        if spec.choices is None:
+            label_texts = (spec.label_tokens[label] for label in spec.labels)
+            labels = list(zip(label_texts, self._label_ids, strict=True))
         texts = [self._prompts[0].whole(text) for text in self._first_texts if isinstance(text, str)]
         joined = 0
         for text in texts:
-            prompt_ids = self._encode(text)
-            joined += any(self._encode(text + label) != [*prompt_ids, *ids] for label, ids in labels)
+            prompt_ids = self._token_ids(text)
+            joined += any(self._token_ids(text + label) != [*prompt_ids, *ids] for label, ids in labels)
         notes = []
         if spec.apply_chat_template and "strftime_now" in str(self._tokenizer.chat_template):
             notes.append(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,12 @@ from ensemble.common.torch_errors import Verdict, classify
 from ensemble.members.huggingface.scoring.classifier import Classifier, last_token_only, on_device, padded
 from ensemble.members.huggingface.scoring.encode import Encoded
 from ensemble.members.huggingface.scoring.forward import Shortcut
-from ensemble.members.huggingface.scoring.key_values import KeysAndValues, LayerBehind, padding_first
+from ensemble.members.huggingface.scoring.key_values import (
+    KeysAndValues,
+    LayerBehind,
+    padding_first,
+    reordered,
+)
 
 # Fewer tokens or rows are not worth a separate pass.
 _MIN_TOKENS, _MIN_ROWS = 32, 4
@@ -64,6 +70,25 @@ class RowPath:
     row: int
     tokens: tuple[int, ...]
     labels: Sequence[int]
+
+
+@dataclass(frozen=True)
+class LabelTexts:
+    """Hold the tokens of a row's labels, by their numbers, and what divides their log-probabilities."""
+
+    ids: Sequence[tuple[int, ...]]
+    divisors: Sequence[float]
+
+    @cached_property
+    def paths(self) -> list[tuple[tuple[int, ...], list[int]]]:
+        return paths(self.ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedChoices(Encoded):
+    """Add to rows the texts that each has for its labels; a row with a problem has None."""
+
+    texts: Sequence[LabelTexts | None]
 
 
 @dataclass(frozen=True)
@@ -110,18 +135,17 @@ def shared_tokens(encoded: Encoded) -> npt.NDArray[np.int64]:
 class LabelScorer(Classifier):
     """Score labels with a loaded language model; a row's labels get the same scores in any batch.
 
-    ``label_ids`` are the tokens of each label; ``divisors`` divide each label's log-probability.
+    Args:
+        texts: of the labels of all rows that are not ``EncodedChoices``.
+        labels: how many columns these have.
+        positions: of a row that may go through the vocabulary at a time, unless a single path has more.
     """
 
-    def __init__(
-        self, model: Any, pad_token_id: int, label_ids: Sequence[tuple[int, ...]], divisors: Sequence[float]
-    ) -> None:
+    def __init__(self, model: Any, pad_token_id: int, texts: LabelTexts, labels: int, positions: int) -> None:
         super().__init__(model, pad_token_id)
-        self._label_ids = label_ids
-        self._paths = paths(label_ids)
-        self._has_tokens_behind = any(tokens for tokens, _ in self._paths)
-        self._divisors = torch.tensor(divisors)
-        self._first_tokens = sorted({ids[0] for ids in label_ids})
+        self._texts = texts
+        self._labels = labels
+        self._positions = positions
         self.possible -= {Shortcut.LAST_TOKEN}
         self.taken = {Shortcut.LAST_TOKEN}  # nothing else goes through the head
         self._prefix: Prefix | None = None
@@ -140,16 +164,15 @@ class LabelScorer(Classifier):
             probability of first tokens that belong to no label.
         """
         self._find_shared(encoded)
-        row_paths = [RowPath(row, *path) for path in self._paths for row in range(len(rows))]
+        texts = self._texts_of(encoded, rows)
         try:
             with self._spread.forward_pass(), torch.inference_mode():
                 # Passes with a mask may be float32, while the prefix was computed in another type.
                 prefix = None if with_mask else self._prefix_of(encoded, rows)
                 is_kept = Shortcut.KEPT_PROMPT in self.taken and self._keeps_prompts
-                if is_kept and self._has_tokens_behind:
-                    scores = self._scores_behind_prompts(encoded, rows, row_paths, with_mask, prefix)
-                else:
-                    scores = self._scores_of_whole_rows(encoded, rows, row_paths, with_mask, prefix)
+                is_kept = is_kept and any(len(ids) > 1 for row in texts for ids in row.ids)
+                compute = self._behind_prompts if is_kept else self._whole_rows
+                scores = self._finished(compute(encoded, rows, texts, with_mask, prefix), texts)
         except torch.OutOfMemoryError:
             if len(rows) == 1 or self._prefix is None:
                 # The prefix takes memory, too: this chunk's rows run whole.
@@ -160,56 +183,74 @@ class LabelScorer(Classifier):
             self.shared_tokens += len(rows) * len(prefix.tokens)
         return scores
 
-    def _scores_of_whole_rows(
-        self,
-        encoded: Encoded,
-        rows: npt.NDArray[np.int64],
-        row_paths: Sequence[RowPath],
-        with_mask: bool,
-        prefix: Prefix | None,
-    ) -> torch.Tensor:
-        """Return what ``logits`` does, by passes over prompts with a path behind each."""
-        scores = self._no_scores(len(rows))
-        layers = None if prefix is None else [LayerBehind([layer]) for layer in prefix.layers]
-        passes = [
-            self._whole(encoded, rows, some, with_mask, prefix) for some in _parts(row_paths, len(rows))
-        ]
-        for number, one_pass in enumerate(passes):
-            logits = self._read(one_pass, None if layers is None else Cache(layers=layers))
-            self._add(scores, logits, one_pass, with_others=number == 0)
-        return self._divided(scores)
+    def _texts_of(self, encoded: Encoded, rows: npt.NDArray[np.int64]) -> list[LabelTexts]:
+        if not isinstance(encoded, EncodedChoices):
+            return [self._texts] * len(rows)
+        of_rows = [encoded.texts[row] for row in rows.tolist()]
+        return [
+            texts for texts in of_rows if texts is not None
+        ]  # all of them: rows with a problem have no tokens
 
-    def _scores_behind_prompts(
+    def _whole_rows(
         self,
         encoded: Encoded,
         rows: npt.NDArray[np.int64],
-        row_paths: Sequence[RowPath],
+        texts: Sequence[LabelTexts],
         with_mask: bool,
         prefix: Prefix | None,
     ) -> torch.Tensor:
-        """Return what ``logits`` does, by one pass over the prompts, and one over paths for each path of a row."""
-        scores = self._no_scores(len(rows))
-        labels = range(len(self._label_ids))
-        prompts = [RowPath(row, (), labels) for row in range(len(rows))]
+        """Return the sums of labels' log-probabilities, by passes over prompts with a path behind each."""
+        scores = self._no_scores(encoded, len(rows))
+        layers = None if prefix is None else [LayerBehind([layer]) for layer in prefix.layers]
+        parts = self._parts(_row_paths(texts), len(rows), 1)
+        passes = [self._whole(encoded, rows, some, with_mask, prefix) for some in parts]
+        for one_pass in passes:
+            logits = self._read(one_pass, None if layers is None else Cache(layers=layers))
+            self._add(scores, logits, one_pass, texts)
+        return scores
+
+    def _behind_prompts(
+        self,
+        encoded: Encoded,
+        rows: npt.NDArray[np.int64],
+        texts: Sequence[LabelTexts],
+        with_mask: bool,
+        prefix: Prefix | None,
+    ) -> torch.Tensor:
+        """Return what ``_whole_rows`` does, by a pass over the prompts, and passes over the paths alone."""
+        scores = self._no_scores(encoded, len(rows))
+        prompts = [RowPath(row, (), range(len(of_row.ids))) for row, of_row in enumerate(texts)]
         prompt_pass = self._whole(encoded, rows, prompts, with_mask, prefix)
-        lengths = encoded.lengths[rows] - (0 if prefix is None else len(prefix.tokens))
+        prefix_tokens = 0 if prefix is None else len(prefix.tokens)
+        lengths = encoded.lengths[rows] - prefix_tokens
         # A pass has no more rows than the prompts' own, and so takes no more memory.
-        behind = [
-            self._behind(lengths, some, 0 if prefix is None else len(prefix.tokens))
-            for some in _parts([path for path in row_paths if path.tokens], len(rows))
-        ]
+        parts = self._parts([path for path in _row_paths(texts) if path.tokens], len(rows), 0)
+        behind = [self._behind(lengths, some, prefix_tokens) for some in parts]
         if prefix is None:
             cache = DynamicCache()
-            self._add(scores, self._read(prompt_pass, cache), prompt_pass, with_others=True)
+            self._add(scores, self._read(prompt_pass, cache), prompt_pass, texts)
+            # Once for all passes; behind a prefix it is another order for each layer's joined tokens.
+            self._move_padding(cache, padding_first(lengths, int(lengths.max()), 0))
             kept = [(layer.keys, layer.values) for layer in cache.layers]
         else:
             layers = [LayerBehind([layer], keeps=True) for layer in prefix.layers]
-            self._add(scores, self._read(prompt_pass, Cache(layers=layers)), prompt_pass, with_others=True)
+            self._add(scores, self._read(prompt_pass, Cache(layers=layers)), prompt_pass, texts)
             kept = [layer.computed for layer in layers if layer.computed is not None]
         for one_pass, order in behind:
             cache = Cache(layers=self._layers(kept, one_pass.paths, order, prefix))
-            self._add(scores, self._read(one_pass, cache), one_pass)
-        return self._divided(scores)
+            self._add(scores, self._read(one_pass, cache), one_pass, texts)
+        return scores
+
+    def _move_padding(self, cache: Cache, order: npt.NDArray[np.int64] | None) -> None:
+        if order is None:
+            return
+        order_on: dict[torch.device, torch.Tensor] = {}
+        for layer in cache.layers:
+            device = layer.keys.device
+            if device not in order_on:
+                order_on[device] = on_device(order, device)
+            layer.keys = reordered(layer.keys, order_on[device])
+            layer.values = reordered(layer.values, order_on[device])
 
     def _layers(
         self,
@@ -251,41 +292,54 @@ class LabelScorer(Classifier):
             ).logits
         return logits.float()
 
-    def _no_scores(self, rows: int) -> torch.Tensor:
-        return torch.zeros((rows, len(self._label_ids) + 1), device=self.last_device)
+    def _no_scores(self, encoded: Encoded, rows: int) -> torch.Tensor:
+        labels = self._labels if isinstance(encoded, EncodedChoices) else len(self._texts.ids)
+        return torch.zeros((rows, labels + 1), device=self.last_device)
 
-    def _divided(self, scores: torch.Tensor) -> torch.Tensor:
-        divisors = torch.cat([self._divisors, torch.ones(1)])
-        return scores / divisors.to(scores.device)
+    def _finished(self, scores: torch.Tensor, texts: Sequence[LabelTexts]) -> torch.Tensor:
+        """Return the scores divided; labels that a row does not have get the lowest number, whose softmax is 0."""
+        divisors = np.ones(tuple(scores.shape), dtype=np.float32)
+        is_missing = np.ones(divisors.shape, dtype=bool)
+        is_missing[:, -1] = False
+        for row, of_row in enumerate(texts):
+            divisors[row, : len(of_row.ids)] = of_row.divisors
+            is_missing[row, : len(of_row.ids)] = False
+        scores = scores / on_device(divisors, scores.device)
+        if not is_missing.any():
+            return scores
+        return scores.masked_fill(on_device(is_missing, scores.device), torch.finfo(scores.dtype).min)
 
     def _add(
-        self, scores: torch.Tensor, logits: torch.Tensor, one_pass: _Pass, with_others: bool = False
+        self, scores: torch.Tensor, logits: torch.Tensor, one_pass: _Pass, texts: Sequence[LabelTexts]
     ) -> None:
-        """Add the log-probabilities of the labels' tokens that a pass tells, and ``with_others`` that of others."""
+        """Add the log-probabilities of the labels' tokens that a pass tells, and that of other first tokens."""
         first, last = one_pass.first_token, one_pass.first_token + logits.shape[1]
         entries = [
-            (place, path.row, label, self._label_ids[label][first:last])
+            (place, path.row, label, texts[path.row].ids[label][first:last])
             for place, path in enumerate(one_pass.paths)
             for label in path.labels
-            if len(self._label_ids[label]) > first
+            if len(texts[path.row].ids[label]) > first
         ]
-        tokens = np.zeros((len(entries), logits.shape[1]), dtype=np.int64)
-        is_token = np.zeros(tokens.shape, dtype=bool)
-        for number, (*_, ids) in enumerate(entries):
-            tokens[number, : len(ids)] = ids
-            is_token[number, : len(ids)] = True
         device = logits.device
+        tokens, is_token = _rectangle([ids for *_, ids in entries])
         places, rows, labels = (
-            on_device(np.array(column, dtype=np.int64), device)
-            for column in list(zip(*entries, strict=True))[:3]
+            on_device(np.array(numbers, dtype=np.int64), device)
+            for numbers in list(zip(*entries, strict=True))[:3]
         )
         total = logits.logsumexp(-1)
-        positions = torch.arange(logits.shape[1], device=device)
-        of_tokens = logits[places[:, None], positions, on_device(tokens, device)] - total[places]
+        positions = torch.arange(tokens.shape[1], device=device)
+        of_tokens = logits[places[:, None], positions, on_device(tokens, device)]
+        of_tokens = of_tokens - total[places, : tokens.shape[1]]
         scores[rows, labels] += of_tokens.where(on_device(is_token, device), 0).sum(-1)
-        if with_others:
-            mass = (logits[:, 0, self._first_tokens] - total[:, :1]).exp().sum(-1)
-            scores[:, -1] = torch.log1p(-mass.clamp(max=1 - 1e-7))
+        if first == 0:
+            # Paths of the same row tell the same of its first token.
+            batch_rows = [path.row for path in one_pass.paths]
+            firsts = [sorted({ids[0] for ids in texts[row].ids}) for row in batch_rows]
+            tokens, is_token = _rectangle(firsts)
+            of_firsts = logits[:, 0].gather(1, on_device(tokens, device)) - total[:, :1]
+            mass = of_firsts.exp().where(on_device(is_token, device), 0).sum(-1)
+            others = torch.log1p(-mass.clamp(max=1 - 1e-7))
+            scores[on_device(np.array(batch_rows, dtype=np.int64), device), -1] = others
 
     def skipped_tokens(self, encoded: Encoded) -> npt.NDArray[np.int64]:
         self._find_shared(encoded)
@@ -305,7 +359,7 @@ class LabelScorer(Classifier):
         trial = Encoded({"input_ids": rows}, np.array([len(row) for row in rows]), truncated_rows=0)
         expected = self._trial_scores(trial)
         self._try(Shortcut.SHARED_PREFIX, trial, expected, tolerance)
-        if self._has_tokens_behind:
+        if any(len(ids) > 1 for ids in self._texts.ids):
             self._try(Shortcut.KEPT_PROMPT, trial, expected, tolerance)
         self.forget()
         self.shared_tokens = 0
@@ -314,7 +368,7 @@ class LabelScorer(Classifier):
         """Return the scores of texts, with what is kept of their prefix and without, float64 on the host."""
         batch = np.arange(len(trial.lengths))
         # A pass with a mask shares no prefix.
-        masks = (False, True) if self._has_tokens_behind else (False,)
+        masks = (False, True) if any(len(ids) > 1 for ids in self._texts.ids) else (False,)
         scores = [self.logits(trial, batch, with_mask) for with_mask in masks]
         return torch.cat(scores).cpu().double()
 
@@ -381,6 +435,8 @@ class LabelScorer(Classifier):
             arrays["attention_mask"] = np.concatenate([seen, arrays["attention_mask"]], axis=1)
         tokens = max(len(path.tokens) for path in some)
         places = encoded.lengths[path_rows, None] - skipped - 1 + np.arange(tokens + 1)
+        # Places behind a shorter path are read for nothing.
+        places = np.minimum(places, arrays["input_ids"].shape[1] - 1)
         return self._pass(arrays, places, some, first_token=0)
 
     def _behind(
@@ -399,7 +455,8 @@ class LabelScorer(Classifier):
         arrays["attention_mask"] = np.concatenate([seen.astype(np.int64), arrays["attention_mask"]], axis=1)
         arrays["position_ids"] = earlier[:, None] + np.arange(tokens)
         places = np.broadcast_to(np.arange(tokens), arrays["input_ids"].shape).copy()
-        return self._pass(arrays, places, some, first_token=1), padding_first(earlier, earlier_tokens, tokens)
+        order = padding_first(earlier, earlier_tokens, tokens) if prefix_tokens else None
+        return self._pass(arrays, places, some, first_token=1), order
 
     def _padded(self, ids: list[npt.NDArray[np.int64]]) -> dict[str, npt.NDArray[np.int64]]:
         lengths = np.array([len(row) for row in ids], dtype=np.int64)
@@ -416,9 +473,46 @@ class LabelScorer(Classifier):
         inputs = {name: on_device(array, self._device) for name, array in arrays.items()}
         return _Pass(inputs, on_device(places, self.last_device), some, first_token)
 
+    def _parts(self, row_paths: Sequence[RowPath], rows: int, before: int) -> list[list[RowPath]]:
+        """Cut paths, the longest first, into passes of at most ``rows`` rows, and of so many positions.
 
-def _parts(items: Sequence[RowPath], size: int) -> list[Sequence[RowPath]]:
-    return [items[start : start + size] for start in range(0, len(items), size)]
+        Args:
+            before: positions that are read before a path's own.
+        """
+        parts: list[list[RowPath]] = []
+        width = 0
+        for path in row_paths:
+            is_full = parts and (
+                len(parts[-1]) == rows or (len(parts[-1]) + 1) * width > rows * self._positions
+            )
+            if not parts or is_full:
+                parts.append([])
+                width = len(path.tokens) + before
+            width = max(width, len(path.tokens) + before)
+            parts[-1].append(path)
+        return parts
+
+
+def _row_paths(texts: Sequence[LabelTexts]) -> list[RowPath]:
+    """Return the paths of a batch's rows: the first of each row, then the second, and so on."""
+    count = max(len(of_row.paths) for of_row in texts)
+    return [
+        RowPath(row, *of_row.paths[number])
+        for number in range(count)
+        for row, of_row in enumerate(texts)
+        if number < len(of_row.paths)
+    ]
+
+
+def _rectangle(
+    rows: Sequence[Sequence[int]],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Return rows of tokens, padded to the longest, and where tokens stand."""
+    lengths = np.array([len(row) for row in rows])
+    is_token = np.arange(lengths.max()) < lengths[:, None]
+    tokens = np.zeros(is_token.shape, dtype=np.int64)
+    tokens[is_token] = np.concatenate([np.array(row, dtype=np.int64) for row in rows])
+    return tokens, is_token
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, StringConstraints
 
 from ensemble.common.text import listed
 from ensemble.config.document import Problem, place
-from ensemble.config.values import MustBe, Text, as_label, foreign_label
+from ensemble.config.values import Column, MustBe, Text, as_label, foreign_label
 from ensemble.members.huggingface.settings import TextSettings
 
 Verbalizer = Annotated[
@@ -22,8 +22,10 @@ class CausalSettings(TextSettings):
     """A language model that says which label's text comes next, by the probabilities of its tokens."""
 
     task_type: Literal["causal_lm"] = "causal_lm"
-    # The text of each label that follows the prompt, with the space before it where there is one.
-    label_tokens: LabelTokens = Field(examples=["{pos: ' good', neg: ' bad'}"])
+    # The text of each label that follows the prompt, with the space before it where there is one; or choices.
+    label_tokens: LabelTokens = Field(default_factory=dict, examples=["{pos: ' good', neg: ' bad'}"])
+    # Column with a JSON list of each row's own texts; the labels are their positions: "0", "1" and so on.
+    choices: Column | None = None
     single_token: bool = False  # demands that each label's text is one token
     # What a text's log-probability is divided by: nothing, its number of tokens, or its length in UTF-8 bytes.
     length_normalize: Literal["none", "tokens", "bytes"] = "none"
@@ -33,9 +35,13 @@ class CausalSettings(TextSettings):
     # Where a long prompt is cut; its end asks for the label.
     truncation_side: Literal["left", "right"] = "left"
 
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (
+        *TextSettings.alternatives,
+        ("label_tokens", "choices"),
+    )
     older_keys: ClassVar[Mapping[str, str]] = {
         **TextSettings.older_keys,
-        "label_tokens": "verbalizer verbalizers label_words label_texts choices",
+        "label_tokens": "verbalizer verbalizers label_words label_texts",
         "length_normalize": "length_normalization normalize_length acc_norm",
         "apply_chat_template": "chat chat_template use_chat_template",
         "system_instruction": "system system_prompt system_message",
@@ -53,6 +59,15 @@ class CausalSettings(TextSettings):
                 "would cut the end of the prompt, which asks for the label; leave it out, or say with truncation "
                 "which columns may be cut",
             )
+        if self.choices is not None:
+            yield from self._broken_choices(labels)
+            return
+        if not self.label_tokens:
+            yield (
+                (),
+                "label_tokens or choices is required, for example label_tokens: {pos: ' good', neg: ' bad'}",
+            )
+            return
         if len(labels) == 1:
             yield ("label_tokens",), "there must be two labels or more to choose from"
         label_by_text: dict[str, str] = {}
@@ -65,3 +80,14 @@ class CausalSettings(TextSettings):
         missing = [label for label in labels if label not in self.label_tokens]
         if missing:
             yield ("label_tokens",), f"has no text for {listed(missing)}; each label needs one"
+
+    def _broken_choices(self, labels: Sequence[str]) -> Iterator[Problem]:
+        if self.label_tokens:
+            yield ("label_tokens",), "choices has the texts of each row; keep one of the two"
+        if self.single_token:
+            yield ("single_token",), "is about label_tokens; choices may have any number of tokens"
+        if labels and tuple(labels) != tuple(map(str, range(len(labels)))):
+            yield (
+                ("choices",),
+                'labels must be the positions of choices: "0", "1" and so on, to the most that any row has',
+            )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,16 +57,22 @@ def kind(folder: Path, **keys: Any) -> CausalLanguageModel:
     return CausalLanguageModel(CausalSettings(**given))
 
 
-def member(where: Path, folder: Path, texts: list[str], **keys: Any) -> CausalMember:
+def member(
+    where: Path,
+    folder: Path,
+    texts: list[str] | Mapping[str, Any],
+    labels: Any = LABELS,
+    **keys: Any,
+) -> CausalMember:
     """The child side, made of what the parent side tells it, and loaded."""
     from ensemble.members.causal_lm.predictor import CausalMember
 
     parent = kind(folder, **keys)
-    inspected = parent.inspect(OutputColumns("id", LABELS))
+    inspected = parent.inspect(OutputColumns("id", labels))
     settings = parent.worker_settings(inspected, Assigned(gpus=0, dtype=parent.settings.dtype), None)
     where = Path(tempfile.mkdtemp(dir=where))
-    places = publish(where, {"text": texts})
-    plain = worker_spec(folder, labels=LABELS, **places)
+    places = publish(where, {"text": texts} if isinstance(texts, list) else dict(texts))
+    plain = worker_spec(folder, labels=labels, **places)
     common = CommonSpec(**{field.name: getattr(plain, field.name) for field in fields(CommonSpec)})
     views = [dict[str, str]() for _ in parent.settings.counted_views]
     made = CausalMember(CausalSpec.of(common, settings), PublishedTable(Path(common.table_path), views))
@@ -637,3 +645,75 @@ def test_the_plan_knows_the_vocabularys_logits(tmp_path: Path) -> None:
     assert needed(256_000) == pytest.approx(10 * 256_000 * 8, rel=0.05)
     assert needed(256_000, label_tokens=UNEVEN) == pytest.approx(5 * 10 * 256_000 * 8, rel=0.05)
     assert needed(400) < 0.5 * needed(256_000)  # attention, of which torch before 2.9 copies the shared keys
+
+
+def choice_rows(rows: int) -> tuple[list[str], list[list[str]]]:
+    """Texts, and two to four choices for each; the fourth row repeats the third with other choices."""
+    texts = make_texts(rows, longest=25)
+    texts[3] = texts[2]
+    parts = ["plants or food", "plants", "a person who works", "food", "mind body group", "plants any"]
+    choices = [[parts[(row + 2 * place) % 6] for place in range(2 + row % 3)] for row in range(rows)]
+    return texts, choices
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "lfm2"])
+@pytest.mark.parametrize("normalize", one_in(2, ["none", "tokens"]))
+def test_choices_of_each_row_equal_plain_transformers(
+    architecture: str, normalize: str, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    folder = make_language_model(tmp_path / "model", architecture)
+    texts, choices = choice_rows(14)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    limit = 40
+    expected = np.zeros((len(texts), 4))
+    others = 0.0
+    for row, (text, of_row) in enumerate(zip(texts, choices, strict=True)):
+        divisors = [float(len(tokenizer(one, add_special_tokens=False)["input_ids"])) for one in of_row]
+        values, other = label_reference(
+            folder,
+            [text + " "],
+            of_row,
+            max_length=limit,
+            divisors=divisors if normalize == "tokens" else [],
+        )
+        expected[row, : len(of_row)] = values[0]
+        others += other
+    for batching in ({}, {"batch_size": 5}):
+        made = member(
+            tmp_path,
+            folder,
+            {"text": texts, "answers": [json.dumps(of_row) for of_row in choices]},
+            labels=("0", "1", "2", "3"),
+            label_tokens={},
+            choices="answers",
+            length_normalize=normalize,
+            max_length=limit,
+            **batching,
+        )
+        found = predict(made, len(texts))
+        np.testing.assert_allclose(found.values, expected, atol=3e-5)
+        assert (found.values[expected == 0] == 0).all(), "choices that a row does not have"
+        assert found.counters.other_mass == pytest.approx(others, abs=1e-4)
+        assert not found.bad_rows
+        assert found.counters.truncated_rows > 0
+        assert not found.counters.recomputed_rows
+    assert len({tuple(row) for row in found.values[2:4]}) == 2, "the same text with other choices"
+
+
+def test_a_long_choice_runs_in_passes_of_fewer_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ensemble.members.causal_lm import predictor
+
+    monkeypatch.setattr(predictor, "CHOICE_POSITIONS", 4)
+    folder = make_language_model(tmp_path / "model", "llama")
+    texts, choices = choice_rows(6)
+    columns = {"text": texts, "answers": choices}
+    made = member(tmp_path, folder, columns, labels=("0", "1", "2", "3"), label_tokens={}, choices="answers")
+    sizes: list[int] = []
+    made._classifier._model.get_output_embeddings().register_forward_hook(
+        lambda _, __, output: sizes.append(output.shape[0] * output.shape[1])
+    )
+    found = predict(made, 6)
+    assert max(sizes) <= 6 * 4
+    assert found.values[0].sum() == pytest.approx(1)

@@ -55,7 +55,13 @@ class LayerBehind(DynamicLayer):  # type: ignore[misc]  # of a library without t
         joined = torch.cat([*parts, states], dim=-2)
         if self._order is None:
             return joined
-        return joined.take_along_dim(self._order[:, None, :, None], dim=-2)
+        return reordered(joined, self._order)
+
+
+def reordered(states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Return a layer's keys or values with each row's tokens in this order, int64 [rows, tokens]."""
+    _, heads, _, width = states.shape
+    return states.gather(-2, order[:, None, :, None].expand(-1, heads, -1, width))
 
 
 def padding_first(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Generic, TypeVar
@@ -188,12 +188,14 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
 
     def _make_prompts(self) -> list[Prompt]:
         """Return the prompt of each view of the rows."""
+        return [self._make_prompt(spec) for spec in self._view_specs()]
+
+    def _view_specs(self) -> list[S]:
         spec = self._spec
-        specs = [
+        return [
             spec if template is None else replace(spec, prompt_template=template, text_columns=())
             for template in spec.view_templates or (None,)
         ]
-        return [self._make_prompt(view) for view in specs]
 
     def _make_prompt(self, spec: S) -> Prompt:
         return Prompt(spec, self._tokenizer, self._max_length)
@@ -271,13 +273,16 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         adapters = self._loaded.adapters
         if adapters is not None and adapters.use(view):
             self._classifier.forget()
-        prompt = self._prompts[view]
-        encoded = prompt.encode(self._table.take(rows), lambda: report(0))
+        encoded = self._encode(view, self._table.take(rows), lambda: report(0))
         prediction = self._score(self._classifier, encoded, report)
         counters = replace(
             prediction.counters, truncated_rows=encoded.truncated_rows, cut_tokens=encoded.cut_tokens
         )
         return replace(prediction, counters=counters)
+
+    def _encode(self, view: int, rows: Sequence[Mapping[str, object]], step: Callable[[], None]) -> Encoded:
+        """Return token ids of rows as a view shows them; ``step`` is called now and then."""
+        return self._prompts[view].encode(rows, step)
 
     def _too_large(self, encoded: Encoded, row: int, in_float32: str) -> str:
         return (
