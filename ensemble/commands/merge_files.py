@@ -171,8 +171,8 @@ def _config(
         documents.append(overlay)
     kinds = {"csv": KINDS.load("csv").Settings}
     document, checked = check_documents(documents, os.environ, overrides, SettingsByName(METHODS), kinds)
-    outermost = (loc for loc in document.lines if not _applies(loc) and (len(loc) < 2 or _applies(loc[:-1])))
-    problems = [f"{document.where(loc)}: {_NO_SUCH_KEY}" for loc in outermost]
+    foreign = [loc for loc in document.lines if not _applies(loc)]
+    problems = [f"{document.where(loc)}: {_NO_SUCH_KEY}" for loc in foreign if loc[:-1] not in foreign]
     if problems:
         raise ConfigError([*dict.fromkeys(problems)])
     return checked

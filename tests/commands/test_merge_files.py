@@ -272,6 +272,7 @@ def test_what_is_wrong_is_said_in_a_sentence_each(frames: dict[str, pd.DataFrame
         "output_dir=x",
         "models.a.path=b.csv",
         "models.a.id_column=x",
+        "data.label_column=x",
     ):
         (problem,) = refused(both, out, overrides=[override])
         assert problem.startswith(f"--set {override}: ")
