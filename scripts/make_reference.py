@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from ensemble.config.schema import (  # noqa: E402
+    AllowedLabelsTable,
     AnswerColumnConfig,
     AnswerConfig,
     CalibrationConfig,
@@ -82,6 +83,7 @@ def page() -> str:
     for title, model in (
         ("The run", RunConfig),
         ("`data`", DataConfig),
+        ("`data.allowed_labels` of another table", AllowedLabelsTable),
         ("`ensemble`", EnsembleConfig),
         ("`rules`: each of them", RuleConfig),
         ("`submission`", SubmissionConfig),

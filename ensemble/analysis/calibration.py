@@ -24,6 +24,7 @@ from ensemble.merging.calibration import calibrator, features
 from ensemble.merging.methods.base import Values
 
 Kind: TypeAlias = Literal["softmax", "sigmoid"]
+Flags: TypeAlias = npt.NDArray[np.bool_] | None
 
 # A member at the upper end knows nothing of these labels, one at the lower end is right in every row.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
@@ -31,16 +32,17 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 MAX_ROWS: Final = 100_000
 
 
-def fit_temperature(values: Values, truth: Truth, kind: Kind) -> float:
+def fit_temperature(values: Values, truth: Truth, kind: Kind, possible: Flags = None) -> float:
     """Return the temperature with the least log loss; 1 if none changes anything.
 
-    The truth is label numbers, int64 [rows], or like the values probabilities, float64 [rows, labels].
+    The truth is label numbers, int64 [rows], or like the values probabilities, float64 [rows, labels]. Labels that
+    are not ``possible``, bool [rows, labels], are 0 after the calibration; None: all are possible.
     """
-    logs, targets = _logs_and_targets(values, truth, kind)
+    logs, targets, offsets = _logs_and_targets(values, truth, kind, possible)
     rows = logs.shape[1]
 
     def loss(inverse: Values) -> tuple[float, Values]:
-        value, slopes = loss_of_scores(inverse * logs, targets, kind)
+        value, slopes = loss_of_scores(inverse * logs + offsets, targets, kind)
         return value / rows, np.array([(slopes * logs).sum() / rows])
 
     bounds = [(1 / MAX_TEMPERATURE, 1 / MIN_TEMPERATURE)]
@@ -49,18 +51,20 @@ def fit_temperature(values: Values, truth: Truth, kind: Kind) -> float:
     return float(1 / best.x[0])
 
 
-def fit_vector_scaling(values: Values, truth: Truth, kind: Kind) -> tuple[Values, Values]:
+def fit_vector_scaling(
+    values: Values, truth: Truth, kind: Kind, possible: Flags = None
+) -> tuple[Values, Values]:
     """Return the scale and the bias of each label with the least log loss, float64 [labels] each.
 
     A normal prior, which counts as one row, takes all scales to be 1 and all biases 0 give or take 1. It decides
     what the rows do not, such as the bias of a label that no row has. Arguments are as for ``fit_temperature``.
     """
-    logs, targets = _logs_and_targets(values, truth, kind)
+    logs, targets, offsets = _logs_and_targets(values, truth, kind, possible)
     labels, rows = logs.shape
     start = np.repeat([1.0, 0.0], labels)
 
     def loss(parameters: Values) -> tuple[float, Values]:
-        scores = parameters[:labels, None] * logs + parameters[labels:, None]
+        scores = parameters[:labels, None] * logs + parameters[labels:, None] + offsets
         value, slopes = loss_of_scores(scores, targets, kind)
         distance = parameters - start
         gradient = np.concatenate([(slopes * logs).sum(axis=1), slopes.sum(axis=1)]) + distance
@@ -107,8 +111,21 @@ def sampled_rows(rows: int, most: int, seed: int = 0) -> npt.NDArray[np.int64]:
     return np.random.default_rng(seed).permutation(rows)[:most]
 
 
-def _logs_and_targets(values: Values, truth: Truth, kind: Kind) -> tuple[Values, Values]:
+def _logs_and_targets(
+    values: Values, truth: Truth, kind: Kind, possible: Flags
+) -> tuple[Values, Values, Values | float]:
+    """Return a sample's features, its truth, and what to add to scores, float64 [labels, rows] each.
+
+    A label that is impossible in a row has no feature there, and a score that makes its probability 0. Where a true
+    label is impossible, the calibration cannot help, and all labels of the row count as possible.
+    """
     rows = sampled_rows(len(values), MAX_ROWS)
     logs = features(values[rows], kind).T
     targets = one_hot(truth[rows], values.shape[1]).T
-    return np.ascontiguousarray(logs), np.ascontiguousarray(targets)
+    offsets: Values | float = 0.0
+    if possible is not None:
+        is_impossible = ~possible[rows].T
+        is_impossible[:, (is_impossible & (targets > 0)).any(axis=0)] = False
+        offsets = np.where(is_impossible, -1e5, 0.0)  # far below all scores that a temperature gives
+        logs = np.where(is_impossible, 0.0, logs)
+    return np.ascontiguousarray(logs), np.ascontiguousarray(targets), offsets

@@ -44,6 +44,7 @@ Method: TypeAlias = Literal["equal", "best_member", "simplex", "greedy", "stacki
 CalibrationMethod: TypeAlias = Literal["none", "temperature", "vector"]
 Rows: TypeAlias = npt.NDArray[np.int64]
 Blend: TypeAlias = WeightedBlend | StackingFit
+Calibrations: TypeAlias = dict[str, CalibrationConfig | None]
 
 LOG_LOSS: Final = "log_loss"
 QUADRATIC_KAPPA: Final = "quadratic_kappa"
@@ -204,7 +205,7 @@ def fit_sample(
     fold_of = folds(sample.required_truth, options.folds, options.seed)
     scorer = HeldOutScorer(sample, metric, fold_of)
     calibrations = fit_calibrations(sample, options)
-    blend = blend_fitter([*sample.calibrated(calibrations).members.values()], sample, options, metric)(None)
+    blend = blend_fitter(values_to_merge(sample, calibrations, options), sample, options, metric)(None)
     numbers = (options.numbers or numbers_of(sample.labels)) if options.metric == QUADRATIC_KAPPA else ()
     held_out, answers, best_members = _cross_validated(sample, options, metric, fold_of, numbers, equal_pool)
     merged, equal, best, *without = map(scorer.score, held_out)
@@ -226,7 +227,7 @@ def fit_sample(
             alone=metric.value(sample.required_truth, values, sample.activation),
             gain=scorer.gain(merged, without[number]) if without else None,
         )
-        for number, (name, values) in enumerate(sample.members.items())
+        for number, (name, values) in enumerate(sample.masked().members.items())
     )
     interval = merged.interval
     return FitReport(
@@ -275,6 +276,13 @@ def usable_rows(predictions: Predictions, is_stacked: bool) -> tuple[Predictions
         for values in sample.members.values():  # copies of the run's
             sample.rules.apply(0, values, predictions.activation == "softmax")
     return sample, int(is_decided.sum())
+
+
+def values_to_merge(sample: Predictions, calibrations: Calibrations, options: Options) -> list[Values]:
+    """Return members as they are merged: calibrated, and with 0 for impossible labels, except for stacking."""
+    calibrated = sample.calibrated(calibrations)
+    merged = calibrated if options.method == "stacking" else calibrated.masked()
+    return [*merged.members.values()]
 
 
 def _kind(sample: Predictions) -> Kind:
@@ -364,9 +372,10 @@ def fitted_numbers(sample: Predictions, options: Options) -> int:
     return numbers
 
 
-def fit_calibrations(sample: Predictions, options: Options) -> dict[str, CalibrationConfig | None]:
+def fit_calibrations(sample: Predictions, options: Options) -> Calibrations:
     """Return the calibration of each member that is best for these rows."""
-    calibrations: dict[str, CalibrationConfig | None] = {}
+    calibrations: Calibrations = {}
+    possible = None if sample.allowed is None else sample.allowed.flags
     for name, values in sample.members.items():
         activation, truth = sample.activations[name], sample.required_truth
         if options.calibration == "none" or activation == "none":
@@ -375,12 +384,12 @@ def fit_calibrations(sample: Predictions, options: Options) -> dict[str, Calibra
         if activation != _kind(sample):
             truth = one_hot(truth, values.shape[1])
         if options.calibration == "temperature":
-            settings = CalibrationConfig(temperature=fit_temperature(values, truth, activation))
+            settings = CalibrationConfig(temperature=fit_temperature(values, truth, activation, possible))
         else:
-            scale, bias = (numbers.tolist() for numbers in fit_vector_scaling(values, truth, activation))
+            scale, bias = fit_vector_scaling(values, truth, activation, possible)
             settings = CalibrationConfig(
-                scale=dict(zip(sample.labels, scale, strict=True)),
-                bias=dict(zip(sample.labels, bias, strict=True)),
+                scale=dict(zip(sample.labels, scale.tolist(), strict=True)),
+                bias=dict(zip(sample.labels, bias.tolist(), strict=True)),
             )
         calibrations[name] = settings
     return calibrations
@@ -451,12 +460,12 @@ def _cross_validated(
         others, scored = sample.taken(np.flatnonzero(fold_of != fold)), sample.taken(is_scored)
         scores = [
             metric.value(others.required_truth, values, sample.activation)
-            for values in others.members.values()
+            for values in others.masked().members.values()
         ]
         best_members.append(int(np.argmax(scores) if metric.greater_is_better else np.argmin(scores)))
         calibrations = fit_calibrations(others, options)
-        raw = [*scored.members.values()]
-        members, ready = ([*part.calibrated(calibrations).members.values()] for part in (others, scored))
+        raw = [*scored.masked().members.values()]
+        members, ready = (values_to_merge(part, calibrations, options) for part in (others, scored))
         method = blend_fitter(members, others, options, metric)
         blend = method(None)
         best[is_scored] = raw[best_members[-1]]
@@ -468,7 +477,10 @@ def _cross_validated(
         for number, values in enumerate(without):
             has_weight = isinstance(blend, StackingFit) or blend.weights[number] > 0
             values[is_scored] = method(number).merge(ready) if has_weight else merged[is_scored]
-    return [merged, equal, best, *without], answers, best_members
+    held_out = [merged, equal, best, *without]
+    for values in held_out:
+        sample.mask(values, sample.activation)
+    return held_out, answers, best_members
 
 
 def folds(truth: Truth, count: int, seed: int) -> Rows:

@@ -33,6 +33,7 @@ from ensemble.analysis.fit import (
     folds,
     problems_of,
     usable_rows,
+    values_to_merge,
 )
 from ensemble.analysis.metrics import Metric, find_metric
 from ensemble.analysis.predictions import Predictions
@@ -163,9 +164,11 @@ def _held_out(
             if not of_calibration:
                 continue
             calibrations = fit_calibrations(others, of_calibration[0])
-            members, ready = ([*part.calibrated(calibrations).members.values()] for part in (others, scored))
             for way in of_calibration:
+                members, ready = (values_to_merge(part, calibrations, way) for part in (others, scored))
                 held_out[way][is_scored] = blend_fitter(members, others, way, metric)(None).merge(ready)
+    for values in held_out.values():
+        sample.mask(values, sample.activation)
     return held_out
 
 

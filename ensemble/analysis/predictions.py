@@ -19,6 +19,7 @@ import pyarrow as pa
 from ensemble.analysis.calibration import calibrated
 from ensemble.common.errors import ConfigError, DataError, EnsembleError
 from ensemble.common.protocol import Activation
+from ensemble.common.shards import file_sha256
 from ensemble.common.text import nearest_or_all, plural, quoted
 from ensemble.config.check import data_config
 from ensemble.config.document import Document
@@ -35,6 +36,7 @@ from ensemble.data.predictions_csv import (
     read_predictions,
 )
 from ensemble.data.table import TableNeeds, Truth, read_table
+from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.methods.base import Values
 from ensemble.merging.row_checks import RowCheck
 from ensemble.merging.rules import RowRules
@@ -63,6 +65,7 @@ class Predictions:
         truth: of exclusive labels ("softmax") each row's label by number, int64 [rows], or how likely each label
             is, float64 [rows, labels], rows that sum to 1; of the others float64 [rows, labels]; None if unknown.
         ensemble: the merged values of a run, [rows, labels]; None for files, and if a run has merged nothing.
+        allowed: the labels that are possible in each row, as a run merged them; None: all, as for files.
         rules: the rules that a run applied to them, with their rows; None for files, and for a run without rules.
         remarks: sentences for the user: which rows are left out, why there is no truth.
     """
@@ -74,6 +77,7 @@ class Predictions:
     truth: Truth | None = None
     ensemble: Values | None = None
     remarks: tuple[str, ...] = ()
+    allowed: AllowedLabels | None = None
     rules: RowRules | None = None
 
     @property
@@ -106,6 +110,7 @@ class Predictions:
             members={name: taken(values, rows) for name, values in self.members.items()},
             truth=None if self.truth is None else self.truth[rows],
             ensemble=None if self.ensemble is None else taken(self.ensemble, rows),
+            allowed=None if self.allowed is None else self.allowed.taken(rows),
             rules=None if self.rules is None else self.rules.taken(rows),
         )
 
@@ -115,6 +120,20 @@ class Predictions:
             name: calibrated(values, settings[name], self.activations[name], self.labels)
             for name, values in self.members.items()
         }
+        return replace(self, members=members)
+
+    def mask(self, values: Values, activation: Activation) -> None:
+        """Set the labels that are impossible in a row to 0, in place; values are [rows, labels]."""
+        if self.allowed is not None:
+            self.allowed.apply(0, values, activation == "softmax")
+
+    def masked(self) -> Predictions:
+        """Return the same with 0 for labels that are impossible in a row, of the members' values."""
+        if self.allowed is None:
+            return self
+        members = {name: values.copy(order="F") for name, values in self.members.items()}
+        for name, values in members.items():
+            self.mask(values, self.activations[name])
         return replace(self, members=members)
 
 
@@ -308,10 +327,10 @@ def _truth_columns(
 
 
 def as_merged(predictions: Predictions, report: RunReport) -> Predictions:
-    """Return the predictions of a run after the calibrations of its config."""
+    """Return the predictions of a run after the calibrations and the allowed labels of its config."""
     return predictions.calibrated(
         {member.name: CalibrationConfig.model_validate(member.calibration) for member in report.members}
-    )
+    ).masked()
 
 
 def read_run(run_dir: Path, with_truth: bool = True, label_column: str | None = None) -> Predictions:
@@ -362,6 +381,12 @@ def read_run(run_dir: Path, with_truth: bool = True, label_column: str | None = 
         ensemble = whole.values
     refuse_repeated_ids(whole.path, whole.ids)
     members = _joined(files, whole.ids, activations, True, str(whole.path), _ADVICE, _ADVICE)
+    allowed: AllowedLabels | None = None
+    if report.allowed_labels is not None and ensemble is not None:
+        flags = read_bits(rundir.allowed_labels, len(labels), len(whole.ids))
+        if flags is None or file_sha256(rundir.allowed_labels) != report.allowed_labels.sha256:
+            raise DataError(f"{rundir.allowed_labels}: is not what the run wrote; run the config again")
+        allowed = AllowedLabels(flags.T, report.allowed_labels.source)
     rules: RowRules | None = None
     if report.rules and ensemble is not None:
         is_for = read_bits(rundir.rule_rows, len(report.rules), len(whole.ids))
@@ -376,6 +401,7 @@ def read_run(run_dir: Path, with_truth: bool = True, label_column: str | None = 
         activations=activations,
         ensemble=ensemble,
         remarks=tuple(remarks),
+        allowed=allowed,
         rules=rules,
     )
     if not with_truth:

@@ -161,6 +161,11 @@ def _fit_run(
         raise DataError(
             f"{run_dir}: its run has other rules than the config; run the config again (this only merges), then fit"
         )
+    source = "column None" if predictions.allowed is None else predictions.allowed.source
+    if source != loaded.redactor(f"column {data.allowed_labels}"):
+        raise DataError(
+            f"{run_dir}: its run has other data.allowed_labels than the config; run the config again, then fit"
+        )
     predictions = replace(
         predictions,
         members={name: predictions.members[name] for name in names},

@@ -254,7 +254,9 @@ def validate(
             broken_rules += [((*loc, *inner), sentence) for inner, sentence in reason.problems]
         elif detail["type"] in ("missing", "extra_forbidden") and isinstance(loc[-1], str):
             owner = _owner(model, loc)
-            sentences[loc] = _unknown_key(loc[-1], [owner])
+            *outer, key = loc
+            loc = (*_existing(tuple(outer), values), key)
+            sentences[loc] = _unknown_key(str(key), [owner])
             if detail["type"] == "missing":
                 examples = owner.model_fields[loc[-1]].examples if loc[-1] in owner.model_fields else None
                 sentences[loc] = f"required, for example {loc[-1]}: {examples[0] if examples else '...'}"

@@ -120,6 +120,23 @@ class StrictConfig(BaseModel):
         return self
 
 
+class AllowedLabelsTable(StrictConfig):
+    """Another table, which lists the labels that are possible in all rows with the same key."""
+
+    path: File = Field(examples=["questions.csv"])  # in any format of data.path
+    key: Column = Field(examples=["question_id"])  # column of both tables; in this one each key stands once
+    column: Column = Field(examples=["labels"])  # its column with JSON lists of labels
+
+    def __str__(self) -> str:
+        return f"{self.column} of {self.path}"
+
+
+ColumnOrTable = Annotated[
+    Annotated[Column, Tag("text")] | Annotated[AllowedLabelsTable, Tag("mapping")],
+    Discriminator(mapping_or_text),
+]
+
+
 class DataConfig(StrictConfig):
     """The table to predict. A relative path starts at the working directory."""
 
@@ -129,6 +146,8 @@ class DataConfig(StrictConfig):
     label_column: Column | None = None  # the true labels, for metrics
     # Or one column per label with its true probability, such as 0 or 1; a mapping if their names differ.
     label_columns: Labels | LabelMap | None = None
+    # Column with a JSON list of the labels that are possible in a row, others get 0; or that of another table.
+    allowed_labels: ColumnOrTable | None = None
 
     older_keys: ClassVar[Mapping[str, str]] = {
         "path": "file csv input input_path test",

@@ -182,6 +182,13 @@ class InputTable:
         table = self._columns.select(columns)
         return _python_rows(table if numbers is None else table.take(pa.array(numbers)))
 
+    def texts(self, column: str) -> pa.ChunkedArray:
+        """Return the cells of a column as large strings, [rows]; nulls stay."""
+        chunks = [
+            pc.cast(cell_texts(chunk), pa.large_string()) for chunk in self._columns.column(column).chunks
+        ]
+        return pa.chunked_array(chunks, pa.large_string())
+
     def types(self, columns: Collection[str]) -> dict[str, str]:
         """Return in a word what columns hold, by column; names that are no column are left out."""
         types: dict[str, str] = {}
@@ -269,7 +276,8 @@ def read_table(path: Path, needs: TableNeeds) -> InputTable:
     return InputTable(contents.columns, contents.ids, truth, null_texts, null_turns)
 
 
-def _row(index: int, ids: pa.ChunkedArray | None) -> str:
+def row_text(index: int, ids: pa.ChunkedArray | None) -> str:
+    """Return a row's number, from 1, and its id if it has one, for a message."""
     name = None if ids is None else ids[index].as_py()
     return f"row {index + 1:,}" + ("" if name is None else f" (id {quoted(name)})")
 
@@ -311,7 +319,7 @@ def _label_problems(
     for row in rows:
         label = contents.labels[row].as_py()
         value = f"{quoted(label)}{did_you_mean(label, needs.labels)}" if label else "has no label"
-        shown.append(f"{_row(row, contents.ids)}: {value}")
+        shown.append(f"{row_text(row, contents.ids)}: {value}")
     count = plural(unknown, "row")
     where = f"{path}: label column {quoted(str(needs.label_column))}: {count} without a known label"
     yield f"{where}; {'; '.join(shown)}; the labels are {listed(needs.labels)}"
@@ -347,7 +355,7 @@ def _probabilities(
     for row in rows[:_SHOWN].tolist():
         cells = [column[row].as_py() for column in columns.values()]
         texts = [quoted("" if cell is None else str(cell)) for cell in cells]
-        shown.append(f"{_row(row, contents.ids)}: {', '.join(texts)}")
+        shown.append(f"{row_text(row, contents.ids)}: {', '.join(texts)}")
     where = f"{path}: label columns {listed(needs.label_columns)}"
     return values, [f"{where}: {plural(len(rows), 'row')} {problem}; {'; '.join(shown)}"]
 
@@ -378,7 +386,7 @@ def _type_problems(path: Path, needs: TableNeeds, contents: Contents) -> Iterato
         elif is_json_field(field):
             nested, rows = _first(pc.match_substring_regex(column, r"^[\[{]"))
             if nested:
-                place = f"{plural(nested, 'row')}, first {_row(rows[0], contents.ids)}"
+                place = f"{plural(nested, 'row')}, first {row_text(rows[0], contents.ids)}"
                 yield f"{path}: column {quoted(name)} holds lists or objects in {place}; {advice}"
 
 
@@ -406,7 +414,7 @@ def _cell_facts(
             except TemplateProblem as problem:
                 broken += 1
                 if broken <= _SHOWN:
-                    shown += f"; {_row(row, contents.ids)}: {problem}"
+                    shown += f"; {row_text(row, contents.ids)}: {problem}"
                 continue
             if isinstance(cell, str):  # most need not be parsed again
                 cell = json.loads(cell) if "null" in cell else None

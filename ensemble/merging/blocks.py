@@ -11,13 +11,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.config.values import AnyWeight
+from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.calibration import Calibrator
 from ensemble.merging.methods.base import Block, MergeMethod
 from ensemble.merging.row_checks import RowCheck
 from ensemble.merging.scoring import CascadeScoring, Scoring
 
 # Changes a block of the table's rows in place: its first row, and float64 [rows, labels].
-Rules: TypeAlias = Callable[[int, npt.NDArray[np.float64]], None]
+BlockChange: TypeAlias = Callable[[int, npt.NDArray[np.float64]], None]
 # The size of a block: large enough that Python takes little of the time, small enough for a core's cache.
 _MAX_ROWS = 32_768
 _MIN_ROWS = 256
@@ -39,6 +40,8 @@ class MergedMember:
     Attributes:
         values: float64 [rows, labels], in the table's order, each column contiguous.
         scoring: scores the calibrated values, if the truth is known, of a member that has all rows.
+        allowed: the labels that are possible in each row; all others get 0 after calibration. None: all.
+        takes_impossible: whether what is merged keeps its values of impossible labels; scores never do.
         rules: change the member's values before ``ruled`` scores them; see ``RowRules.apply``.
         ruled: scores what the member alone gives with the rules.
     """
@@ -49,17 +52,24 @@ class MergedMember:
     check: RowCheck
     scoring: Scoring | None
     calibrate: Calibrator | None = None
-    rules: Rules | None = None
+    allowed: AllowedLabels | None = None
+    takes_impossible: bool = False
+    rules: BlockChange | None = None
     ruled: Scoring | None = None
 
     def read(self, start: int, values: npt.NDArray[np.float64], is_present: npt.NDArray[np.bool_]) -> None:
         """Fill a block's ``values`` and ``is_present`` with the rows from ``start`` on."""
         values[:] = self.values[start : start + len(values)]
         is_present[:] = self.check.look(start, values)
-        if self.calibrate is not None and not self.check.has_found_any:
+        if self.check.has_found_any:
+            return
+        if self.calibrate is not None:
             self.calibrate(values)
-        has_all = self.check.reached == start + len(values) and not self.check.has_found_any
-        if self.scoring is not None and has_all:
+        if self.allowed is not None:
+            if self.takes_impossible:
+                values = values.copy(order="K")
+            self.allowed.apply(start, values, self.check.activation == "softmax")
+        if self.scoring is not None and self.check.reached == start + len(values):
             self.scoring.add(start, values)
             if self.rules is not None and self.ruled is not None:
                 values = values.copy(order="K")
@@ -79,7 +89,7 @@ def merge_blocks(
     ids: pa.ChunkedArray,
     text_bytes: npt.NDArray[np.int64],
     comparing: Mapping[int, Without] | None = None,
-    rules: Rules | None = None,
+    rules: BlockChange | None = None,
 ) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
     """Yield the first row of each block of the table and its merged values, float64 [rows of the block, labels].
 

@@ -38,7 +38,7 @@ class RowCheck:
     ) -> None:
         self._advice = advice
         self._source = source
-        self._activation = activation
+        self.activation = activation
         self._ids = ids
         self._may_lack_rows = may_lack_rows
         self._bad: dict[str, tuple[int, int]] = {}  # count and first row, by what is wrong
@@ -59,9 +59,9 @@ class RowCheck:
             is_present = np.asarray(~np.isnan(values).all(axis=1))
         self.reached += int(is_present.sum())
         wrong = {_NOT_FINITE: is_odd & is_present if self._may_lack_rows else is_odd}
-        if self._activation != "none":  # comparing NaN is False
+        if self.activation != "none":  # comparing NaN is False
             wrong[_OUTSIDE] = (np.minimum.reduce(columns) < 0) | (np.maximum.reduce(columns) > 1)
-        if self._activation == "softmax":
+        if self.activation == "softmax":
             wrong[_OTHER_SUMS] = np.abs(sums - 1) > SUM_TOLERANCE
         for problem, is_wrong in wrong.items():
             rows = np.flatnonzero(is_wrong)

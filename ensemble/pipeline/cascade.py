@@ -21,6 +21,7 @@ from ensemble.config.schema import deciding_members
 from ensemble.config.values import takes_time_left
 from ensemble.data.predictions_csv import PredictionFile, demand_as_written, read_predictions
 from ensemble.members.base import Inspection
+from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.blocks import weights_by_bin, weights_of_rows
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods.weighted_mean import scaled, weighted_mean
@@ -180,7 +181,7 @@ class Cascades:
 
     def _selection_of(self, rule: _Rule, deciders: Sequence[_Decider]) -> tuple[_Rows, _Values]:
         ((kind, _),) = rule.when.items()
-        config, table = self._prepared.config, self._prepared.table
+        config, table, allowed = self._prepared.config, self._prepared.table, self._prepared.allowed_labels
         models = [decider.model for decider in deciders]
         values = [
             mean_of_views([self._values_of(work) for work in decider.works], decider.weights)
@@ -190,7 +191,9 @@ class Cascades:
         activations = [self._prepared.inspected[model.name].activation for model in models]
         mean = np.full((table.rows, len(config.labels)), np.nan)
         if models:
-            mean = _calibrated_mean(config, models, activations, values, is_present, table.text_bytes)
+            mean = _calibrated_mean(
+                config, models, activations, values, is_present, table.text_bytes, allowed
+            )
         doubt = doubts(kind, mean, is_exclusive=set(activations) <= {"softmax"})
         of_member = self.rows_of(rule.member) if rule.work != rule.member else None
         if of_member is None:
@@ -254,7 +257,7 @@ def _expected_share(
     files: Mapping[str, PredictionFile],
     place: str,
 ) -> ExpectedShare:
-    """Estimate the share of a member or view with ``when`` by the predictions of the works before it."""
+    """Estimate the share of a member or view with ``when`` by the works before it, with all labels possible."""
     ((kind, limit),) = rule.when.items()
     if isinstance(limit, str):
         return ExpectedShare(0.0, "as far as time_limit allows", is_timed=True)
@@ -303,15 +306,18 @@ def _calibrated_mean(
     values: Sequence[_Values],
     is_present: _Rows,
     text_bytes: npt.NDArray[np.int64],
+    allowed: AllowedLabels | None = None,
 ) -> _Values:
-    """Return the weighted mean of members, [rows, labels], after calibration, which changes ``values``.
+    """Return the weighted mean of members, [rows, labels], after calibration and ``allowed``.
 
-    These are NaN where ``is_present``, bool [members, rows], is False.
+    ``values``, which these change, are NaN where ``is_present``, bool [members, rows], is False.
     """
     for model, activation, member_values in zip(models, activations, values, strict=True):
         calibrate = calibrator(model.calibration, activation, config.labels)
         if calibrate is not None:
             calibrate(member_values)
+        if allowed is not None:
+            allowed.apply(0, member_values, activation == "softmax")
     edges = config.ensemble.length_bins or ()
     weights = weights_by_bin([model.weight for model in models], config.labels, len(edges) + 1)
     weights = weights_of_rows(weights, edges, text_bytes)

@@ -14,9 +14,11 @@ from ensemble.common.host import usable_cpus
 from ensemble.common.packages import installed_versions
 from ensemble.common.text import gib, plural
 from ensemble.config import LoadedConfig, MemberConfig, RunConfig, TuningConfig
+from ensemble.config.schema import AllowedLabelsTable
 from ensemble.data.json_cells import TemplateProblem
-from ensemble.data.table import InputTable
+from ensemble.data.table import InputTable, row_text
 from ensemble.members.base import Inspection, MemberKind
+from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.methods import merge_method
 from ensemble.merging.methods.base import Members
 from ensemble.merging.rules import RowRules
@@ -109,6 +111,8 @@ def member_problems(config: RunConfig, kinds: Kinds, inspected: Mapping[str, Ins
             f"models: {', '.join(raw)} gives raw values (regression), the others probabilities; their mean means "
             f"nothing: run them separately{remedy}"
         )
+    if raw and config.data.allowed_labels is not None:
+        yield f"data.allowed_labels: {_RAW}"
     if raw and config.on_bad_row == "uniform":
         yield f"on_bad_row: uniform {_RAW}"
     if raw and config.time_limit is not None and config.fill == "uniform":
@@ -163,6 +167,8 @@ def place_problems(loaded: LoadedConfig, kinds: Kinds) -> Iterator[str]:
         for index, kind in enumerate(kinds.values()):
             folders[f"models[{index}].offload_folder"] = kind.request().offload_folder
     target = None
+    if isinstance(config.data.allowed_labels, AllowedLabelsTable):
+        inputs.append(config.data.allowed_labels.path)
     if config.submission is not None:
         inputs.append(config.submission.sample)
         target = config.submission.path
@@ -181,6 +187,7 @@ def run_warnings(
     loaded: LoadedConfig,
     inspected: Mapping[str, Inspection],
     table: InputTable,
+    allowed: AllowedLabels | None,
     rules: RowRules | None,
     devices: Sequence[str],
 ) -> Iterator[str]:
@@ -192,6 +199,12 @@ def run_warnings(
         for number, rows in enumerate(rules.rows):
             if not rows.any():
                 yield f"{rule_key(loaded, number)}: is true for no row of the table"
+    if allowed is not None and table.truth is not None:
+        impossible = allowed.impossible_truths(table.truth)
+        if len(impossible):
+            first = row_text(int(impossible[0]), table.ids)
+            rows = f"{plural(len(impossible), 'row')} whose true label is impossible, the first is {first}"
+            yield f"data.allowed_labels: {rows}; no prediction can be right there"
     if {inspection.activation for inspection in inspected.values()} >= {"softmax", "sigmoid"}:
         yield (
             "models: some give exclusive labels (softmax), some independent ones (sigmoid); their mean is neither"

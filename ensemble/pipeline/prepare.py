@@ -23,6 +23,8 @@ from ensemble.common.host import cpu_products
 from ensemble.common.packages import unsupported
 from ensemble.common.text import plural, quoted, similar_file
 from ensemble.config import LoadedConfig, RunConfig
+from ensemble.config.schema import AllowedLabelsTable
+from ensemble.data.allowed_labels import allowed_by_key, allowed_in_column
 from ensemble.data.answers import Answer
 from ensemble.data.conditions import compile_condition, rows_that_meet
 from ensemble.data.predictions_csv import PredictionFile
@@ -33,6 +35,7 @@ from ensemble.data.template import PromptTemplate
 from ensemble.members.base import ExternalPredictions, Inspection, MemberKind, OutputColumns
 from ensemble.members.questions import ask
 from ensemble.members.registry import member_kind
+from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.blocks import block_spans
 from ensemble.merging.row_checks import RowCheck
 from ensemble.merging.rules import RowRules
@@ -115,15 +118,19 @@ def prepare(
             with problems.at():
                 devices, gpus = _find_devices(config, launcher)
         previews: dict[str, str] = {}
+        allowed: AllowedLabels | None = None
         rules: RowRules | None = None
         values: dict[str, PredictionFile] = {}
         warnings: list[str] = []
         if table is not None:
             previews = first_texts(members.views, table, problems)
+            if config.data.allowed_labels is not None:
+                with problems.at("data.allowed_labels"):
+                    allowed = _read_allowed_labels(config, table)
             if conditions and len(conditions) == len(config.rules or ()):
                 with problems.at():
                     rules = _find_rule_rows(loaded, table, conditions, members.inspected, problems)
-            if conditions or answers:
+            if conditions or answers or allowed is not None:
                 table = table.only(needs.columns)
             values, warnings = _read_predictions(config, members, table, problems)
             warnings += _look_for_files(members, table, problems)
@@ -174,13 +181,14 @@ def prepare(
             ),
             *warnings,
             *worker_warnings(plan),
-            *run_warnings(loaded, members.inspected, table, rules, names),
+            *run_warnings(loaded, members.inspected, table, allowed, rules, names),
         ),
         previews=previews,
         file_states=members.file_states,
         table_state=table_state,
         needs=needs,
         shares=shares,
+        allowed_labels=allowed,
         rules=rules,
         view_columns={
             name: tuple(view.table_columns for view in members.views if view.member == name)
@@ -223,15 +231,31 @@ def _read_table(
     conditions: Mapping[int, PromptTemplate],
     answers: Mapping[str, Answer],
 ) -> InputTable:
-    """Read the table with the columns of the rules' conditions and of the answers' formats."""
+    """Read the table with the columns of conditions, formats of answers and allowed labels."""
     also = {name: rule_key(loaded, number) for number, rule in conditions.items() for name in rule.columns}
     for column, answer in answers.items():
         also |= dict.fromkeys(answer.columns, answer_key(loaded, column))
     templates = chain(conditions.values(), (answer.template for answer in answers.values()))
     of_templates = (template.json_columns for template in templates if template is not None)
-    json_columns = chain(needs.json_columns, *of_templates)
+    json_columns = [*needs.json_columns, *chain(*of_templates)]
+    allowed = loaded.config.data.allowed_labels
+    if isinstance(allowed, AllowedLabelsTable):
+        also[allowed.key] = "data.allowed_labels.key"
+    elif allowed is not None:
+        also[allowed] = "data.allowed_labels"
+        json_columns.append(allowed)
     needs = replace(needs, also=also, json_columns=tuple(dict.fromkeys(json_columns)))
     return read_table(loaded.config.data.path, needs)
+
+
+def _read_allowed_labels(config: RunConfig, table: InputTable) -> AllowedLabels:
+    """Return the labels that are possible in each row, of a config that names where they stand."""
+    path, allowed = config.data.path, config.data.allowed_labels
+    if isinstance(allowed, AllowedLabelsTable):
+        flags = allowed_by_key(table, allowed.key, allowed.path, allowed.column, config.labels, path)
+    else:
+        flags = allowed_in_column(path, table, str(allowed), config.labels)
+    return AllowedLabels(flags, source=f"column {allowed}")
 
 
 def _table_needs(config: RunConfig, members: _Members) -> TableNeeds:
@@ -382,7 +406,7 @@ def nodes_of(config: RunConfig, inspected: Mapping[str, Any], launcher: Launcher
 
 
 def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Prepared:
-    """Return the same run with other rows of the same columns, without submission and rules.
+    """Return the same run with other rows of the same columns, without submission, allowed labels and rules.
 
     ``loaded`` may lack members of ``prepared``, and differ from it in what changes neither members nor devices.
     """
@@ -390,7 +414,8 @@ def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Pre
     plan = _plan(loaded.config, facts, prepared.plan.gpus, prepared.inventory.hosts, prepared.launcher)
     if plan.problems:
         raise DeviceError(plan.problems)
-    return replace(prepared, loaded=loaded, table=table, plan=plan, sample=None, previews={}, rules=None)
+    prepared = replace(prepared, sample=None, previews={}, allowed_labels=None, rules=None)
+    return replace(prepared, loaded=loaded, table=table, plan=plan)
 
 
 def given_predictions(

@@ -14,6 +14,7 @@ from ensemble.data.row_files import FileCells
 from ensemble.data.submission import Sample
 from ensemble.data.table import InputTable, TableNeeds, Truth
 from ensemble.members.base import Inspection
+from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.rules import RowRules
 from ensemble.planning.cascade import ExpectedShare
 from ensemble.planning.plan import Plan
@@ -32,6 +33,7 @@ class Prepared:
         file_states: of the members' files, by absolute path, from before anything was read of them.
         table_state: of the table's file, from before it was read.
         needs: what is read of the table.
+        allowed_labels: that are possible in each row; None: all.
         shares: the share of the rows that each member with ``when`` is expected to compute, by name.
         files: the column that names files, by name of the members that read files.
         nodes: of the cluster; none on one machine.
@@ -52,6 +54,7 @@ class Prepared:
     table_state: FileState | None
     needs: TableNeeds
     shares: Mapping[str, ExpectedShare] = field(default_factory=dict)
+    allowed_labels: AllowedLabels | None = None
     rules: RowRules | None = None
     view_columns: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     files: Mapping[str, FileCells] = field(default_factory=dict)

@@ -36,7 +36,8 @@ def page_digest(report: RunReport) -> str:
         (member.name, member.weight, member.status, member.fingerprint, member.bad_rows, member.failure)
         for member in report.members
     ]
-    results = report.status, report.rows, report.merged_rows, report.filled_rows, report.scores, report.rules
+    merge = report.rules if report.allowed_labels is None else (report.rules, report.allowed_labels)
+    results = report.status, report.rows, report.merged_rows, report.filled_rows, report.scores, merge
     config = report.config, report.overrides, report.ensemble, report.versions.get("ensemble")
     has_table = bool(report.table) and Path(report.table).exists()
     return hashlib.sha256(repr((members, results, config, has_table)).encode()).hexdigest()

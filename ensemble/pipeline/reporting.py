@@ -97,6 +97,7 @@ class RunState:
             on_bad_row=prepared.config.on_bad_row,
             explanation=self.explanation,
             ensemble=prepared.config.ensemble.model_dump(mode="json", exclude_none=True),
+            allowed_labels=results.allowed_labels,
             rules=self._rules(),
             warnings=tuple(prepared.warnings),
             files={title: str(files[title].absolute()) for title in dict.fromkeys([*predictions, *files])},

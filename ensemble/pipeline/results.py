@@ -31,6 +31,7 @@ from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members
 from ensemble.merging.row_checks import RowCheck
+from ensemble.merging.rules import RowRules
 from ensemble.merging.scoring import CascadeComparison, CascadeScoring, Gain, Resamples, Score, Scoring
 from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.prepare import given_predictions
@@ -38,7 +39,7 @@ from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.resume import MemberWork, demand_unchanged, mean_of_views, values_of, write_manifest
 from ensemble.pipeline.reuse import write_bits
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.run_report import Computation
+from ensemble.pipeline.run_report import AllowedLabelsReport, Computation
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.state import MemberState
 
@@ -77,6 +78,7 @@ class Results:
     partial_rows: dict[str, int] = field(default_factory=dict)
     answers: dict[str, dict[str, float]] = field(default_factory=dict)
     fitted_on: FittingConfig | None = None
+    allowed_labels: AllowedLabelsReport | None = None
 
 
 class ResultWriter:
@@ -178,6 +180,10 @@ class ResultWriter:
         results.comparisons, results.view_rows, results.partial_rows = {}, {}, {}
         rules = prepared.rules
         write_bits(self._rundir.rule_rows, None if rules is None else rules.rows)
+        allowed, path = prepared.allowed_labels, self._rundir.allowed_labels
+        write_bits(path, None if allowed is None else allowed.flags.T)
+        if allowed is not None:
+            results.allowed_labels = AllowedLabelsReport(allowed.source, allowed.text, file_sha256(path))
         merged: Sequence[MergedMember] = ()
         scoring: Scoring | None = None
         gives_probabilities = METHODS.load(config.ensemble.method).gives_probabilities
@@ -258,7 +264,7 @@ class ResultWriter:
         names = tuple(state.plan.name for state in members)
         values_of_members = [self._values_to_merge(state) for state in members]
         activations = tuple(self._prepared.inspected[name].activation for name in names)
-        rules = None if self._prepared.rules is None else self._apply_rules
+        rules = None if self._prepared.rules is None else self._change_merged
         merged: list[MergedMember] = []
 
         def open_members() -> list[MergedMember]:
@@ -269,9 +275,19 @@ class ResultWriter:
                 has_all_rows = work.is_complete and work.is_done.all() and self.cascades.rows_of(name) is None
                 check = RowCheck(str(source), activation, table.ids, may_lack_rows=not has_all_rows)
                 calibrate = calibrator(model.calibration, activation, self._labels)
-                scoring, ruled = self._scoring(), None if rules is None else self._scoring()
                 merged.append(
-                    MergedMember(name, model.weight, values, check, scoring, calibrate, rules, ruled)
+                    MergedMember(
+                        name=name,
+                        weight=model.weight,
+                        values=values,
+                        check=check,
+                        scoring=self._scoring(),
+                        calibrate=calibrate,
+                        allowed=self._prepared.allowed_labels,
+                        takes_impossible=method.takes_impossible,
+                        rules=rules,
+                        ruled=None if rules is None else self._scoring(),
+                    )
                 )
             return merged
 
@@ -286,7 +302,8 @@ class ResultWriter:
             for number, name in enumerate(names)
             if truth is not None and method.gives_probabilities and self.cascades.rows_of(name) is not None
         }
-        for start, values in merge_blocks(method, open_members, table.ids, table.text_bytes, without, rules):
+        blocks = merge_blocks(method, open_members, table.ids, table.text_bytes, without, self._change_merged)
+        for start, values in blocks:
             all_values[start : start + len(values)] = values
         for number, ensemble in without.items():
             comparison = ensemble.scoring.result()
@@ -323,12 +340,17 @@ class ResultWriter:
             values[~selected] = np.nan
         return values
 
-    def _apply_rules(self, start: int, values: _Values, only: npt.NDArray[np.bool_] | None = None) -> None:
-        """Change a block's rows by the config's rules, in place."""
-        rules = self._prepared.rules
+    def _change_merged(self, start: int, values: _Values, only: npt.NDArray[np.bool_] | None = None) -> None:
+        """Change a block's merged rows by the config's allowed labels and rules, in place."""
+        method = METHODS.load(self._config.ensemble.method)
+        exclusive = RowRules.are_exclusive(self._prepared.activation, method)
+        allowed, rules = self._prepared.allowed_labels, self._prepared.rules
+        if allowed is not None:
+            allowed.apply(start, values, exclusive, only)
         if rules is not None:
-            method = METHODS.load(self._config.ensemble.method)
-            rules.apply(start, values, rules.are_exclusive(self._prepared.activation, method), only)
+            rules.apply(start, values, exclusive, only)
+        if allowed is not None and rules is not None:
+            allowed.apply(start, values, exclusive, only)
 
     def _fill(self, all_values: _Values) -> int:
         """Fill in the rows that hold NaN, and return how many; without a time limit they are an error."""
@@ -347,7 +369,7 @@ class ResultWriter:
             sample_values = sample.values(table.ids)
         even = self._prepared.even_value(self._config.models[0].name)
         filled = fill_rows(all_values, self._config.fill, sample_values, even)
-        self._apply_rules(0, all_values, is_empty)
+        self._change_merged(0, all_values, is_empty)
         return filled
 
 

@@ -69,6 +69,7 @@ class RunDir:
         self.submission = root / "submission.csv"
         self.report_page = root / "report.html"
         self.rule_rows = self.predictions_dir / "rules.bits"
+        self.allowed_labels = self.predictions_dir / "allowed_labels.bits"
         self.logs_dir = root / "logs"
         self.run_log = self.logs_dir / "run.log"
         self.report_log = self.logs_dir / "report.log"

@@ -216,6 +216,15 @@ class NodeReport:
     why_lost: str = ""
 
 
+@dataclass(frozen=True)
+class AllowedLabelsReport:
+    """Report where the possible labels of rows come from, in words how many they are, and their file's SHA-256."""
+
+    source: str
+    text: str
+    sha256: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
     """Hold the content of run.json: seconds, bytes and counts; no text is a secret.
@@ -229,6 +238,7 @@ class RunReport:
         answers: scores of the answers by the submission's column and by metric.
         gain: of the ensemble over its best member; None if there is none.
         explanation: a sentence about where the time went, if a time limit left none to compute rows.
+        allowed_labels: once they have been applied; None: all labels are possible in each row.
         rules: in the config's order, once they have been applied.
         files: results by what they are: the members' in the config's order, then the others.
         config: the YAML as it was written; for several files, or with ``${CONFIG_DIR}``, all in one, with the
@@ -264,6 +274,7 @@ class RunReport:
     answers: dict[str, dict[str, float]] = field(default_factory=dict)
     explanation: str = ""
     ensemble: dict[str, Any] = field(default_factory=dict)
+    allowed_labels: AllowedLabelsReport | None = None
     rules: tuple[RuleReport, ...] = ()
     warnings: tuple[str, ...] = ()
     files: dict[str, str] = field(default_factory=dict)

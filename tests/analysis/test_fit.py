@@ -21,6 +21,7 @@ from ensemble.analysis.weights_file import verdicts
 from ensemble.cli.views.fit import view
 from ensemble.common.errors import ConfigError, EnsembleError
 from ensemble.config.schema import RuleConfig
+from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.rules import RowRules
 from ensemble.merging.scoring import Interval, row_losses
 from tests.sampling import one_in
@@ -510,3 +511,96 @@ def test_regression_is_fitted_by_its_own_metric() -> None:
 
 def test_as_few_rows_as_the_threshold_says_are_enough() -> None:
     assert fit(predictions(MIN_ROWS_PER_NUMBER), Options()).rows == MIN_ROWS_PER_NUMBER
+
+
+def with_allowed(found: Predictions, seed: int = 5) -> Predictions:
+    """The same predictions of rows that can have some labels only, the true one among them."""
+    flags = np.random.default_rng(seed).random((found.rows, len(LABELS))) < 0.4
+    flags[np.arange(found.rows), np.asarray(found.truth)] = True
+    return replace(found, allowed=AllowedLabels(flags, "column c"))
+
+
+def conditional(values: Any, found: Predictions) -> Any:
+    """A member's probabilities, given that the label is one of the possible ones."""
+    assert found.allowed is not None
+    kept = np.where(found.allowed.flags, values, 0)
+    return kept / kept.sum(axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("pool", ["geometric_mean", "mean"])
+def test_weights_are_best_for_what_is_possible_in_a_row(pool: Pool) -> None:
+    found = with_allowed(predictions(noise=(1.0, 1.2)))
+    report = fit(found, Options(pool=pool))
+    parts = [conditional(values, found) for values in found.members.values()]
+    truth = np.asarray(found.truth)
+    for member, part in zip(report.members, parts, strict=True):
+        assert member.alone == pytest.approx(log_loss(truth, part), rel=1e-9)
+
+    def loss(weight: float) -> float:
+        if pool == "mean":
+            return float(log_loss(truth, weight * parts[0] + (1 - weight) * parts[1]))
+        logs = [np.log(np.where(part > 0, part, 1)) for part in parts]
+        product = np.exp(weight * logs[0] + (1 - weight) * logs[1])
+        return float(log_loss(truth, conditional(product, found)))
+
+    (weight, _) = weights_of(report)
+    assert loss(weight) - min(map(loss, np.linspace(0, 1, 201))) < 1e-7
+    assert report.equal == pytest.approx(loss(0.5), rel=1e-9)
+    assert abs(report.score - loss(weight)) < 0.01
+    without = replace(found, allowed=None)
+    assert weights_of(fit(without, Options(pool=pool)))[0] != pytest.approx(weight, abs=1e-4)
+
+
+@pytest.mark.parametrize("sharpness", [0.25, 1.8])
+def test_calibrations_are_best_for_what_is_possible_in_a_row(sharpness: float) -> None:
+    """A temperature of 1/4 would be another one if it had to take the mass of impossible labels away, too."""
+    found = with_allowed(predictions(noise=(1.0, 1.2), sharpness=sharpness))
+    truth, values = np.asarray(found.truth), found.members["m0"]
+
+    def loss(parameters: Any, by_label: bool) -> float:
+        factors, biases = (parameters[:3], parameters[3:]) if by_label else (1 / parameters, np.zeros(1))
+        scores = softmax(factors * np.log(np.maximum(values, np.finfo(float).eps)) + biases, axis=1)
+        error = log_loss(truth, conditional(scores, found))
+        # Vector scaling has a prior, which counts as one row.
+        prior = ((factors - 1) ** 2).sum() + (biases**2).sum()
+        return float(error + by_label * prior / 2 / found.rows)
+
+    calibration = fit(found, Options(calibration="temperature")).members[0].calibration
+    assert calibration is not None
+    best = minimize(loss, [1.0], args=(False,), method="Nelder-Mead", options={"xatol": 1e-6, "fatol": 1e-12})
+    assert calibration.temperature == pytest.approx(best.x[0], rel=1e-3)
+    calibration = fit(found, Options(calibration="vector")).members[0].calibration
+    assert calibration is not None
+    fitted = np.array([*calibration.scale.values(), *calibration.bias.values()])
+    best = minimize(loss, fitted, args=(True,), method="Nelder-Mead", options={"maxiter": 400})
+    assert loss(fitted, True) - best.fun < 1e-6
+
+
+@pytest.mark.long
+def test_stacking_sees_all_that_members_say_and_is_scored_by_what_is_possible() -> None:
+    found = with_allowed(predictions())
+    options = Options(method="stacking")
+    plain, report = fit(replace(found, allowed=None), options), fit(found, options)
+    assert plain.stacking is not None
+    assert report.stacking is not None
+    np.testing.assert_array_equal(report.stacking.coefficients, plain.stacking.coefficients)
+    merged = report.stacking.merge([*found.members.values()])
+    in_sample = log_loss(np.asarray(found.truth), conditional(merged, found))
+    assert report.score == pytest.approx(in_sample, abs=0.01)
+    assert report.score < plain.score - 0.05
+    equal = sum(conditional(values, found) for values in found.members.values()) / 2
+    assert report.equal == pytest.approx(log_loss(np.asarray(found.truth), equal), rel=1e-9)
+
+
+def test_rows_whose_true_label_is_impossible_do_not_bend_a_calibration() -> None:
+    found = with_allowed(predictions(noise=(1.0, 1.2), sharpness=1.8))
+    assert found.allowed is not None
+    flags = found.allowed.flags.copy()
+    flags[:20] = np.eye(len(LABELS), dtype=bool)[(np.asarray(found.truth)[:20] + 1) % len(LABELS)]
+    bent = replace(found, allowed=AllowedLabels(flags, "column c"))
+    for options in (Options(calibration="temperature"), Options(calibration="vector")):
+        first, second = fit(found, options).members[0].calibration, fit(bent, options).members[0].calibration
+        assert first is not None
+        assert second is not None
+        assert second.temperature == pytest.approx(first.temperature, rel=0.05)
+        assert all(abs(second.bias[label] - first.bias[label]) < 0.1 for label in first.bias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -514,3 +515,25 @@ def test_what_cannot_be_tuned_is_said_at_once(project: Project) -> None:
         "one reason, said once"
     )
     assert "written" not in done.stdout
+
+
+@pytest.mark.long
+def test_agreement_is_that_of_the_possible_labels(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    project.write_table(rows=24)
+    header, rows = project.read("test.csv")
+    lists = [LABELS[:2], LABELS[1:], LABELS]
+    possible = [lists[number % 3] for number in range(len(rows))]
+    cells = [[*row, json.dumps(names)] for row, names in zip(rows, possible, strict=True)]
+    project.write_csv("test.csv", [*header, "possible"], cells)
+    config = project.config(data={"path": "test.csv", "allowed_labels": "possible"})
+    project.write_config({**config, "models": config["models"][:1], "submission": None})
+    monkeypatch.chdir(project.folder)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (member,) = ensemble.tune("config.yaml", rows=24, quiet=True).members
+    by_name = {trial.name: trial for trial in member.trials}
+    found = [by_name[name].values for name in ("float32", "nf4")]
+    flags = np.array([[name in names for name in LABELS] for names in possible])
+    kept = [np.where(flags, values, 0) for values in found if values is not None]
+    first, second = (values / values.sum(axis=1, keepdims=True) for values in kept)
+    assert by_name["nf4"].mean == pytest.approx(np.abs(first - second).max(axis=1).mean(), rel=1e-9)
+    assert by_name["nf4"].mean > 0

@@ -86,6 +86,8 @@ class ReportData:
         is_exclusive = rules.are_exclusive(predictions.activation, self.method)
         for values in ruled.values():
             rules.apply(0, values, is_exclusive, np.asarray(~np.isnan(values).any(axis=1)))
+            if predictions.allowed is not None:
+                predictions.allowed.apply(0, values, is_exclusive)
         return ruled
 
     @cached_property

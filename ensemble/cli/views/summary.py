@@ -41,6 +41,8 @@ def view(report: RunReport) -> Iterator[str | Table]:
     yield _poor(report)
     for member in report.members:
         yield from (f"{member.name}: {note}" for note in _notes(report, member))
+    if report.allowed_labels is not None:
+        yield report.allowed_labels.text
     for number, rule in enumerate(report.rules):
         yield rule_text(number, rule.config, rule.rows, report.rows)
     if report.idle_gaps:

@@ -48,6 +48,8 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
             if prompt:
                 yield f"{title}: {_difference_text(prompt, first_prompt)}"
                 first_prompt = first_prompt or prompt
+    if prepared.allowed_labels is not None:
+        yield prepared.allowed_labels.text
     if prepared.rules is not None:
         for number, (rule, rows) in enumerate(zip(prepared.rules.rules, prepared.rules.rows, strict=True)):
             yield rule_text(number, rule, int(rows.sum()), table.rows)

@@ -76,6 +76,8 @@ class MergeMethod(ABC):
         takes_raw_values: whether members may give raw values (regression).
         gives_probabilities: whether results are of the members' sort: probabilities, or raw values; False for
             shares of votes, ranks and the like, which have no log loss and which ``rules`` do not scale.
+        takes_impossible: whether members keep what they give to labels that are impossible in a row
+            (``data.allowed_labels``); False: they have 0 there. Merged values always have 0.
         fit_options: the options that ``fit CONFIG`` needs for this method; empty if it fits the method's weights.
     """
 
@@ -83,6 +85,7 @@ class MergeMethod(ABC):
     needs_first_pass: ClassVar[bool] = False
     takes_raw_values: ClassVar[bool] = True
     gives_probabilities: ClassVar[bool] = True
+    takes_impossible: ClassVar[bool] = False
     fit_options: ClassVar[str] = "--set ensemble.method=mean"
 
     def __init__(self, settings: EnsembleConfig, members: Members) -> None:

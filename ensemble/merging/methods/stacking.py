@@ -18,7 +18,8 @@ also to 1 - epsilon. ``coefficients`` has for each member
     m: {neg: {neg: 0.7, pos: -0.1}}       by label and the member's label: c(m, neg, neg) and c(m, neg, pos)
 
 and ``intercept`` a number by label, 0 for labels that are not named. Both replace weights, which must be left out
-or 1. In rows that a member lacks, its x(j) is the mean over the other members that have a coefficient for j.
+or 1. In rows that a member lacks, its x(j) is the mean over the other members that have a coefficient for j. Labels
+that are impossible in a row (``data.allowed_labels``) are 0 in the result alone, as ln 0 would outweigh all else.
 
 D. H. Wolpert, "Stacked generalization", Neural Networks 5 (1992), 241-259.
 """
@@ -58,6 +59,7 @@ class Stacking(MergeMethod):
 
     Settings = StackingSettings
     settings: StackingSettings
+    takes_impossible = True
     fit_options = "--method stacking"
 
     def __init__(self, settings: EnsembleConfig, members: Members) -> None:

@@ -64,10 +64,12 @@ def _facts(report: RunReport) -> dict[str, str]:
     if report.driver_version is not None:
         devices.append(f"driver {report.driver_version}")
     rules = [f"{rule.config.action} in {plural(rule.rows, 'row')}" for rule in report.rules]
+    allowed = report.allowed_labels
     tuned = report.tuned_on
     return {
         "members": ", ".join(member.name for member in report.members),
         "merge": "; ".join([str(report.ensemble.get("method", "")), *rules]),
+        "labels": "" if allowed is None else allowed.text,
         "devices": "; ".join(devices),
         "versions": _versions(report.versions),
         "tuned": f"on {tuned['date']}, {', '.join(tuned['devices'])}" if tuned else "",
