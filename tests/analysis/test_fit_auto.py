@@ -20,10 +20,12 @@ from ensemble.analysis.weights_file import verdicts
 from ensemble.cli.views.fit import view
 from ensemble.common.errors import ConfigError, DataError
 from tests.analysis.test_fit import (
+    conditional,
     demand_normal,
     multi_label,
     predictions,
     weights_of,
+    with_allowed,
     with_rules,
 )
 from tests.sampling import one_in
@@ -231,3 +233,13 @@ def test_what_auto_chooses_by_itself_is_refused() -> None:
     constant = replace(predictions(300), truth=np.zeros(300, np.int64))
     with pytest.raises(DataError, match="the truth is 'a' in every row"):
         fit_auto(constant, AUTO_OPTIONS)
+
+
+def test_all_ways_are_held_against_what_is_possible_in_a_row() -> None:
+    found = with_allowed(predictions(240))
+    report = fit_auto(found, AUTO_OPTIONS)
+    ways = by_title(report)
+    mean = np.mean([conditional(values, found) for values in found.members.values()], axis=0)
+    assert ways["equal (mean)"].score == pytest.approx(log_loss(np.asarray(found.truth), mean), abs=1e-9)
+    for title in ("simplex (geometric_mean, temperature)", "greedy (mean)", "stacking"):
+        assert ways[title].score == pytest.approx(fit(found, ways[title].options).score, abs=1e-9)
