@@ -134,6 +134,23 @@ def test_a_number_by_thresholds_as_in_aes_2(project: Project) -> None:
     assert score["quadratic_kappa"] == pytest.approx(kappa, abs=1e-12)
 
 
+def test_answers_as_parquet_are_typed(project: Project) -> None:
+    columns: dict[str, Any] = {"score": {"answer": {"expected": [1, 2, 4]}}, "best": {"answer": {"top": 2}}}
+    values = write(project, ["a", "b", "c"], "score", columns["score"])
+    sample = pd.read_csv(project.folder / "sample.csv", dtype=str)
+    sample.assign(best="").to_csv(project.folder / "sample.csv", index=False)
+    config = yaml.safe_load((project.folder / "config.yaml").read_text(encoding="utf-8"))
+    config["submission"] |= {"path": "submission.parquet", "columns": columns}
+    project.write_config(config)
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    frame = pd.read_parquet(project.folder / "submission.parquet").set_index("id").sort_index()
+    assert frame["score"].dtype == np.int64
+    assert frame["score"].isin([1, 2, 4]).all()
+    first = frame["best"].str.split(" ").str[0]
+    pd.testing.assert_series_equal(first, values.idxmax(axis=1), check_names=False, check_dtype=False)
+
+
 def test_the_example_of_the_docs(project: Project) -> None:
     section = (
         (ROOT / "docs" / "merging.md").read_text(encoding="utf-8").split("### Answers in the submission")[1]
