@@ -118,7 +118,9 @@ def test_mistakes_are_named(folds: Project) -> None:
     said = run(folds, *views, command="validate", code=2)
     assert "models[0] (lora): fold9: no such folder; did you mean fold" in said
     said = run(folds, *views[:2], command="validate", code=2)
-    assert "adapter fold0 has a head for 3 labels and adapter five one for 5" in said
+    assert (
+        "different numbers of labels (that of fold0 has 3, that of five has 5); make a member of each" in said
+    )
     said = run(folds, views[0], {"name": "t", "prompt_template": "{{ c }}"}, code=2)
     assert "models[0].views[1].prompt_template" in said
     said = run(folds, views[0], prompt_template="{{ c }}", code=2)

@@ -86,7 +86,7 @@ TURNS = [{"name": "x", "adapter_name_or_path": "x"}, {"name": "y", "adapter_name
         (
             {"adapters": {"average": ["x"]}},
             "models[0].adapters.average (line ",
-            "needs two adapters or more; name a single one with adapter_name_or_path",
+            "needs two adapters; name a single one with adapter_name_or_path",
         ),
         (
             {"adapters": {"average": ["x", "y", "x"]}},
@@ -101,7 +101,7 @@ TURNS = [{"name": "x", "adapter_name_or_path": "x"}, {"name": "y", "adapter_name
         (
             {"merge_adapter": True, "views": TURNS},
             "models[0].merge_adapter (line ",
-            "taken out again; drop this",
+            "those of other views; drop this",
         ),
         (
             {"torch_compile": True, "views": TURNS},

@@ -181,10 +181,7 @@ class HuggingFaceSettings(MemberConfig):
         if self.merge_adapter and not self.used_adapters:
             yield ("merge_adapter",), "there is no adapter to merge; add adapter_name_or_path"
         elif self.merge_adapter and self.switches_adapters:
-            yield (
-                ("merge_adapter",),
-                "the views' adapters take turns, and a merged one could not be taken out again; drop this",
-            )
+            yield ("merge_adapter",), "a merged adapter cannot give way to those of other views; drop this"
         elif self.merge_adapter and is_quantized:
             yield (
                 ("merge_adapter",),
@@ -234,8 +231,9 @@ class HuggingFaceSettings(MemberConfig):
 
     @property
     def adapter_key(self) -> str:
-        """Return the key that names an adapter."""
-        return "adapter_name_or_path" if self.adapter_name_or_path is not None else "views"
+        """Return the key that names an adapter, of several the first."""
+        keys = ("adapter_name_or_path", "adapters", "views")
+        return next(key for key in keys if getattr(self, key, None) is not None)
 
     @property
     def _device_by_layer(self) -> dict[str, Any]:
@@ -287,16 +285,9 @@ class AveragedAdapters(StrictConfig):
     # matrices B, which is another model and needs equal ranks
     combination_type: Literal["cat", "linear"] = "cat"
 
-    @property
-    def source(self) -> AdapterSource:
-        return AdapterSource(self.average, self.combination_type)
-
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         if len(self.average) == 1:
-            yield (
-                ("average",),
-                "a mean needs two adapters or more; name a single one with adapter_name_or_path",
-            )
+            yield ("average",), "a mean needs two adapters; name a single one with adapter_name_or_path"
         for number, name in enumerate(self.average):
             if name in self.average[:number]:
                 yield ("average", number), "the same adapter twice; name it once"
@@ -310,14 +301,7 @@ class TextView(ViewConfig):
 
     prompt_template: Text | None = None  # instead of the member's own prompt_template or text_column
     adapter_name_or_path: Source | None = None  # instead of the member's own adapter, on the same base
-    adapters: AveragedAdapters | None = (
-        None  # several that are averaged into one, instead of the member's own
-    )
-
-    older_keys: ClassVar[Mapping[str, str]] = {
-        **ViewConfig.older_keys,
-        "adapter_name_or_path": "adapter adapter_path lora lora_path peft peft_model",
-    }
+    adapters: AveragedAdapters | None = None  # instead of it, several that are averaged into one
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -368,11 +352,9 @@ class TextSettings(HuggingFaceSettings, ReaderConfig):
 
     @property
     def adapter(self) -> AdapterSource | None:
-        return super().adapter if self.adapters is None else self.adapters.source
-
-    @property
-    def adapter_key(self) -> str:
-        return super().adapter_key if self.adapters is None else "adapters"
+        if self.adapters is None:
+            return super().adapter
+        return AdapterSource(self.adapters.average, self.adapters.combination_type)
 
     @property
     def text_columns(self) -> tuple[str, ...]:

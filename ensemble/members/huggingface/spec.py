@@ -122,11 +122,6 @@ class CheckpointSpec(CheckpointSettings, CommonSpec):
         )
         return cls(**vars(common), **{**with_tuples(settings), "view_adapters": adapters})
 
-    @property
-    def used_adapters(self) -> tuple[AdapterSource, ...]:
-        """Return the adapters of all views, each once."""
-        return tuple(dict.fromkeys(adapter for adapter in self.view_adapters if adapter is not None))
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(CheckpointSettings):

@@ -19,10 +19,6 @@ _PICKLE = "adapter_model.bin"
 _UNSUPPORTED_TYPES = (
     "PROMPT_TUNING MULTITASK_PROMPT_TUNING P_TUNING PREFIX_TUNING ADAPTION_PROMPT CPT CARTRIDGE XLORA"
 ).split()
-# Values of init_lora_weights.
-_CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Settings of adapters that are not a product of two matrices added to a layer.
-_NOT_AVERAGED = ("use_dora", "use_qalora", "use_bdlora", "target_parameters", "arrow_config")
 _HEAD = re.compile(r"(.+\.)?(score|classifier|classification_head|logits_proj)(\.\w+)*\.(weight|bias)")
 # The last layer of a head, whose rows are the labels.
 _LAST_LAYER = re.compile(
@@ -36,31 +32,18 @@ class Adapter:
 
     Attributes:
         base: the model that it was trained on, by its own account.
-        kind: peft's, such as LORA.
-        changes_base: the setting by which it changes the base's own weights; empty: there is none.
+        config: the content of its ``adapter_config.json``.
         brings_head: None where its weights are not known yet (on the hub, pickled).
         head_rows: the labels of its head; None: it has no head, or its weights are not known yet.
-        not_averaged: the setting for which no mean with other adapters is known; empty: there is none.
         shapes: of its tensors, by their names within the base; empty where they are not known yet.
     """
 
     name: str
     base: str | None
-    kind: str
-    changes_base: str
+    config: Mapping[str, Any] = field(repr=False)
     brings_head: bool | None
     head_rows: int | None
-    not_averaged: str
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
-
-    def modules(self, is_whole: bool) -> set[str]:
-        """Return the modules that were trained as a whole, or those that it adds to, by their names in the base."""
-        parts = (name.partition(".lora_") for name in self.shapes)
-        return {
-            module if lora else module.rpartition(".")[0]
-            for module, lora, _ in parts
-            if bool(lora) is not is_whole
-        }
 
 
 def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
@@ -104,31 +87,7 @@ def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
     shapes = {tensor.name.removeprefix("base_model.model."): tensor.shape for tensor in tensors}
     base = config.get("base_model_name_or_path")
     brings_head = any(map(is_head, shapes)) if shapes else None
-    return Adapter(
-        name=name_or_path,
-        base=str(base) if base else None,
-        kind=str(kind).upper(),
-        changes_base=_changes_base(config),
-        brings_head=brings_head,
-        head_rows=_head_rows(shapes),
-        not_averaged=_not_averaged(config),
-        shapes=shapes,
-    )
-
-
-def _changes_base(config: Mapping[str, Any]) -> str:
-    """Return the setting by which loading this adapter changes the base's own weights; empty: there is none."""
-    bias, init = config.get("bias") or "none", config.get("init_lora_weights")
-    if bias != "none":
-        return f"bias: {bias}"
-    # peft subtracts such an adapter's first values from the base, or makes the base anew (tuners/lora/layer.py).
-    if isinstance(init, str) and init.lower().startswith(_CHANGING_STARTS):
-        return f"init_lora_weights: {init}"
-    return "layer_replication" if config.get("layer_replication") else ""
-
-
-def _not_averaged(config: Mapping[str, Any]) -> str:
-    return next((key for key in _NOT_AVERAGED if config.get(key)), "")
+    return Adapter(name_or_path, str(base) if base else None, config, brings_head, _head_rows(shapes), shapes)
 
 
 def widest_lora(folder: Path) -> tuple[int, int]:

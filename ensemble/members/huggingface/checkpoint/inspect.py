@@ -47,7 +47,7 @@ from ensemble.members.huggingface.checkpoint.weight_files import (
     weight_problems,
 )
 from ensemble.members.huggingface.settings import HuggingFaceSettings
-from ensemble.members.huggingface.spec import CLASSIFIER, AdapterSource
+from ensemble.members.huggingface.spec import CLASSIFIER
 
 if TYPE_CHECKING:
     from ensemble.common.protocol import Activation
@@ -84,11 +84,6 @@ class CheckpointFiles:
     adapters: tuple[Adapter | None, ...]
     described: Description
     warnings: tuple[str, ...]
-
-    @property
-    def uses_own_head(self) -> bool:
-        """Return whether the checkpoint's own head is used in some view."""
-        return uses_base_head(self.adapters)
 
     def checkpoint(
         self,
@@ -147,18 +142,24 @@ def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFi
         problems += description_problems(name_or_path, model, folder, config, auto_class, described)
     adapters: list[Adapter | None] = []
     for source in dict.fromkeys(model.view_adapters):
+        if source is None:
+            adapters.append(None)
+            continue
         try:
-            adapters += [None] if source is None else _inspect_source(source, model.allow_pickle)
+            averaged = [inspect_adapter(name, model.allow_pickle) for name in source.names]
         except CheckpointError as error:
             problems += error.problems
+            continue
+        adapters += averaged
+        if source.combination_type:
+            problems += average_problems(averaged, source.combination_type)
     if model.switches_adapters:
         problems += shared_base_problems(adapters)
     tensors: Sequence[Tensor] = ()
     # The hub's cache may lack some of the weights.
     if not problems and gguf_file is None and is_local:
         tensors = read_tensors(folder) or ()
-        uses_own_head = uses_base_head(adapters)
-        problems += weight_contradictions(name_or_path, config, described, tensors, uses_own_head)
+        problems += weight_contradictions(name_or_path, config, described, tensors, uses_base_head(adapters))
     if problems:
         raise CheckpointError(problems)
     warnings = [*release_warning(name_or_path, config, described)]
@@ -175,19 +176,6 @@ def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFi
                 "here; if that is another model of the same shape, its probabilities mean nothing"
             )
     return CheckpointFiles(config, folder, architecture, tensors, tuple(adapters), described, tuple(warnings))
-
-
-def _inspect_source(source: AdapterSource, allow_pickle: bool) -> list[Adapter]:
-    """Inspect an adapter, or several that have a mean.
-
-    Raises:
-        CheckpointError: a file is missing or broken, the kind cannot be run, or they have no mean.
-    """
-    adapters = [inspect_adapter(name, allow_pickle) for name in source.names]
-    problems = [*average_problems(adapters, source.combination_type)] if len(adapters) > 1 else []
-    if problems:
-        raise CheckpointError(problems)
-    return adapters
 
 
 def inspect_checkpoint(
@@ -212,7 +200,7 @@ def inspect_checkpoint(
     name_or_path, gguf_file = model.model_name_or_path, model.gguf_file
     config, architecture, tensors = files.config, files.architecture, files.tensors
     names, where = label_names(config, name_or_path), name_or_path
-    uses_own_head = files.uses_own_head
+    uses_own_head = uses_base_head(files.adapters)
     warnings: list[str] = []
     encoder = read_cross_encoder(name_or_path, files.folder, config, len(names), model.revision, problem_type)
     if uses_own_head and gguf_file is not None:
@@ -222,14 +210,10 @@ def inspect_checkpoint(
         )
     if uses_own_head and ("ForCausalLM" in architecture or "ForMaskedLM" in architecture):
         if tensors and not any(is_head(tensor.name) for tensor in tensors):
-            headless = next(
-                adapter for adapter in files.adapters if adapter is None or not adapter.brings_head
-            )
-            other = "and it has no adapter"
-            if headless is not None:
-                other = f"nor has its adapter {headless.name}"
-            elif model.switches_adapters:
-                other = "and some of its views have no adapter"
+            others = [
+                f"nor has its adapter {adapter.name}" for adapter in files.adapters if adapter is not None
+            ]
+            other = "and it has no adapter" if None in files.adapters else others[0]
             raise CheckpointError(
                 f"{name_or_path} ({architecture}) has no classification head, {other}; name a checkpoint that "
                 "was trained for sequence classification, or its adapter (adapter_name_or_path); a language model "
@@ -241,17 +225,18 @@ def inspect_checkpoint(
         )
     # An adapter stores no names, but its head decides how many labels there are; the base's names count if they are
     # as many.  The head of an adapter on the hub is compared by the worker.
+    rows_of_heads = {name_or_path: len(names)} if uses_own_head else {}
     for adapter in files.adapters:
-        if adapter is None or adapter.brings_head is False:
-            continue
-        rows = len(labels) if adapter.head_rows is None else adapter.head_rows
-        if rows != len(names) and uses_own_head:
-            raise CheckpointError(
-                f"adapter {adapter.name} has a head for {rows} labels, and {name_or_path}, whose own head other "
-                f"views use, one for {len(names)}; make one of them a member of its own"
-            )
-        if rows != len(names):
-            names, where = [f"LABEL_{index}" for index in range(rows)], adapter.name
+        if adapter is not None and adapter.brings_head is not False:
+            rows_of_heads[adapter.name] = len(labels) if adapter.head_rows is None else adapter.head_rows
+    if len(set(rows_of_heads.values())) > 1:
+        heads = ", ".join(f"that of {head} has {rows}" for head, rows in rows_of_heads.items())
+        raise CheckpointError(
+            f"its views use heads of different numbers of labels ({heads}); make a member of each"
+        )
+    first, rows = next(iter(rows_of_heads.items()))
+    if rows != len(names):
+        names, where = [f"LABEL_{index}" for index in range(rows)], first
     activation = activation_of(problem_type or config.get("problem_type"), len(names))
     if encoder is not None:
         warnings += encoder.warnings

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from ensemble.members.huggingface.checkpoint.adapter_files import Adapter
 
+# Starts of init_lora_weights: peft then subtracts the adapter's first values from the base, or makes the base anew
+# (tuners/lora/layer.py).
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Settings of adapters that are more than a product of two matrices added to a layer.
+_NOT_PLAIN = ("use_dora", "use_qalora", "use_bdlora", "target_parameters", "arrow_config")
 # How the names of a plain LoRA's tensors end.
 _MATRICES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
 
@@ -17,47 +23,28 @@ def uses_base_head(adapters: Sequence[Adapter | None]) -> bool:
 
 def shared_base_problems(adapters: Sequence[Adapter | None]) -> Iterator[str]:
     """Yield why adapters cannot take turns on one base; None: the base alone."""
-    present = [adapter for adapter in adapters if adapter is not None]
-    for adapter in present:
-        if adapter.changes_base:
+    for adapter in adapters:
+        setting = "" if adapter is None else _changes_base(adapter.config)
+        if adapter is not None and setting:
             yield (
-                f"adapter {adapter.name} was trained with {adapter.changes_base}, which changes the base that the "
-                "other views use; make it a member of its own"
-            )
-        if adapter.kind != present[0].kind:
-            yield (
-                f"adapter {present[0].name} is a {present[0].kind} and adapter {adapter.name} a {adapter.kind}; a "
-                "model takes one kind, so make one of them a member of its own"
-            )
-    for adapter in present:
-        for other in present:
-            both = sorted(adapter.modules(is_whole=True) & other.modules(is_whole=False))
-            if both:
-                yield (
-                    f"adapter {adapter.name} was trained with the whole of {both[0]}, to which adapter "
-                    f"{other.name} adds; peft cannot hold both, so make one of them a member of its own"
-                )
-    with_heads = [adapter for adapter in present if adapter.head_rows is not None]
-    for adapter in with_heads[1:]:
-        if adapter.head_rows != with_heads[0].head_rows:
-            yield (
-                f"adapter {with_heads[0].name} has a head for {with_heads[0].head_rows} labels and adapter "
-                f"{adapter.name} one for {adapter.head_rows}; views predict the same labels, so make one of them a "
-                "member of its own"
+                f"adapter {adapter.name} was trained with {setting}, which changes the base that the other views "
+                "use; make it a member of its own"
             )
 
 
 def average_problems(adapters: Sequence[Adapter], combination_type: str) -> Iterator[str]:
     """Yield why these adapters have no mean; those whose weights are not known yet are checked by the worker."""
     for adapter in adapters:
-        setting = adapter.changes_base or adapter.not_averaged
-        if adapter.kind != "LORA":
-            setting = f"peft_type: {adapter.kind}"
-        strange = [name for name in adapter.shapes if ".lora_" in name and not name.endswith(_MATRICES)]
-        if setting or strange:
+        config = adapter.config
+        kind = str(config["peft_type"])
+        reasons = [f"peft_type: {kind}"] if kind.upper() != "LORA" else []
+        reasons += [key for key in _NOT_PLAIN if config.get(key)]
+        reasons += [name for name in adapter.shapes if ".lora_" in name and not name.endswith(_MATRICES)]
+        reason = _changes_base(config) or next(iter(reasons), "")
+        if reason:
             yield (
-                f"adapters.average: {adapter.name} has {setting or strange[0]}, and only plain LoRA can be "
-                "averaged; make a view of each adapter"
+                f"adapters.average: {adapter.name} has {reason}, and only plain LoRA can be averaged; make a "
+                "view of each adapter"
             )
     with_shapes = [adapter for adapter in adapters if adapter.shapes]
     for adapter in with_shapes[1:]:
@@ -67,23 +54,27 @@ def average_problems(adapters: Sequence[Adapter], combination_type: str) -> Iter
 def _difference(first: Adapter, second: Adapter, combination_type: str) -> Iterator[str]:
     """Yield the first difference for which two adapters have no mean."""
     for name in sorted({*first.shapes, *second.shapes}):
-        shape, other = first.shapes.get(name), second.shapes.get(name)
-        if shape == other or (".lora_" in name and (shape is None or other is None)):
+        shape, other = first.shapes.get(name, ()), second.shapes.get(name, ())
+        is_lora = ".lora_" in name
+        if shape == other or (
+            is_lora and not (shape and other)
+        ):  # a layer that one of them lacks counts as zero
             continue
-        if shape is None or other is None:
-            holder, lacking = (first, second) if other is None else (second, first)
-            yield (
-                f"adapters.average: {holder.name} has {name}, which {lacking.name} lacks; average adapters "
-                "that were trained with the same modules_to_save"
-            )
-            return
         rank_axis = int(name.endswith((".lora_B.weight", ".lora_embedding_B")))
-        is_rank = ".lora_" in name and shape[1 - rank_axis] == other[1 - rank_axis]
+        is_rank = is_lora and shape[1 - rank_axis] == other[1 - rank_axis]
         if is_rank and combination_type == "cat":
             continue
-        sizes = f"{name} is {list(shape)} in {first.name} and {list(other)} in {second.name}"
-        advice = "take adapters of one base with heads of the same labels"
+        advice = "take adapters of one base that were trained with the same modules_to_save and labels"
         if is_rank:
             advice = "combination_type: linear needs equal ranks, so take cat"
-        yield f"adapters.average: {sizes}; {advice}"
+        sizes = [f"{list(size)} in" if size else "not in" for size in (shape, other)]
+        yield f"adapters.average: {name} is {sizes[0]} {first.name} and {sizes[1]} {second.name}; {advice}"
         return
+
+
+def _changes_base(config: Mapping[str, Any]) -> str:
+    """Return the setting by which loading an adapter changes the base's own weights; empty: there is none."""
+    for key, values in (("bias", ("all", "lora_only")), ("init_lora_weights", _CHANGES_BASE)):
+        if str(config.get(key)).lower().startswith(values):
+            return f"{key}: {config[key]}"
+    return "layer_replication" if config.get("layer_replication") else ""

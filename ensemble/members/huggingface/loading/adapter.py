@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -27,12 +26,11 @@ _HEADS = ("classifier", "score")
 class AdapterFiles:
     """Hold an adapter's config, of peft, and the names of the tensors in its weights' file.
 
-    ``title`` is its name in sentences, ``path`` its weights' file, ``content`` its tensors if they are in no file.
+    ``title`` is its name in sentences, ``content`` its tensors if they are in no file.
     """
 
     title: str
     folder: Path
-    path: Path
     config: Any
     tensors: frozenset[str]
     content: Mapping[str, torch.Tensor] | None = None
@@ -70,7 +68,7 @@ def open_adapter(name_or_path: str, allow_pickle: bool = False) -> AdapterFiles:
     except (SafetensorError, UnpicklingError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path} is cut short or broken ({reason}); copy it again") from error
-    return AdapterFiles(name_or_path, folder, path, config, names)
+    return AdapterFiles(name_or_path, folder, config, names)
 
 
 class ViewAdapters:
@@ -84,24 +82,21 @@ class ViewAdapters:
     def __init__(self, model: Any, names: Sequence[str | None]) -> None:
         self._tuner = model.base_model
         self._names = names
-        self._current: str | None = None
-        self._switch_to(names[0])
+        self._current: str | None = ""
+        self.use(0)
 
     def use(self, view: int) -> bool:
-        """Let the model compute with the adapter of a view, and return whether it was another one before."""
-        is_other = self._names[view] != self._current
-        if is_other:
-            self._switch_to(self._names[view])
-        return is_other
-
-    def _switch_to(self, name: str | None) -> None:
+        """Let the model compute with the adapter of a view, and return whether it had another one before."""
+        name = self._names[view]
+        if name == self._current:
+            return False
         if name is None:
             self._tuner.disable_adapter_layers()
         else:
-            # Heads first: a module that this adapter did not train is then the base's own again.
             self._tuner.enable_adapter_layers()
             self._tuner.set_adapter(name, inference_mode=True)
         self._current = name
+        return True
 
 
 def attach_adapters(
@@ -172,7 +167,11 @@ def _attach(base: Any, model: Any, name: str, adapter: AdapterFiles, spec: Check
         "torch_device": "cpu",  # to read the file; each tensor then goes where its layer is
     }
     try:
-        with _folder_of(adapter) as folder:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = str(adapter.folder)
+            if adapter.content is not None:  # peft reads adapters from folders only
+                folder = scratch
+                save_file(dict(adapter.content), Path(folder) / WEIGHTS)
             if model is None:
                 model = PeftModel.from_pretrained(base, folder, adapter_name=name, config=config, **options)
             else:
@@ -188,7 +187,7 @@ def _attach(base: Any, model: Any, name: str, adapter: AdapterFiles, spec: Check
         lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
         if isinstance(error, RuntimeError) and not lines:
             raise
-        reason = lines[0] if lines else str(error).partition("\n")[0]
+        reason = lines[0] if lines else " ".join(str(error).split())[:200]
         raise ValueError(f"{is_not_for}: {reason.rstrip('.')}; {trained_on}") from error
 
     # Every tensor of the file must be in the model now, and every one of the adapter in the file; peft only warns.
@@ -212,17 +211,6 @@ def _attach(base: Any, model: Any, name: str, adapter: AdapterFiles, spec: Check
             "base that it was trained on"
         )
     return model
-
-
-@contextlib.contextmanager
-def _folder_of(adapter: AdapterFiles) -> Iterator[str]:
-    """Yield a folder from which peft can read an adapter's weights."""
-    if adapter.content is None:
-        yield str(adapter.folder)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        save_file(dict(adapter.content), Path(folder) / WEIGHTS)
-        yield folder
 
 
 def some(names: Sequence[str]) -> str:

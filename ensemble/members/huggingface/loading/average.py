@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import load_file
 from torch.nn.functional import pad
 
-from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapter
+from ensemble.members.huggingface.checkpoint.adapter_files import WEIGHTS, inspect_adapter
 from ensemble.members.huggingface.checkpoint.several_adapters import average_problems
 from ensemble.members.huggingface.loading.adapter import PREFIX, AdapterFiles
 
@@ -22,13 +22,8 @@ from ensemble.members.huggingface.loading.adapter import PREFIX, AdapterFiles
 _SECOND = {"lora_A": "lora_B", "lora_embedding_A": "lora_embedding_B"}
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """Hold what an adapter has for a layer: A, [rank, inputs], B, [outputs, rank], and the factor of B A x."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    scaling: float
+# A layer's matrices A, [rank, inputs], and B, [outputs, rank], and the factor of B A x.
+_Layer: TypeAlias = tuple[torch.Tensor, torch.Tensor, float]
 
 
 def average_adapters(title: str, adapters: Sequence[AdapterFiles], combination_type: str) -> AdapterFiles:
@@ -46,14 +41,7 @@ def average_adapters(title: str, adapters: Sequence[AdapterFiles], combination_t
         ValueError: they have no mean.
     """
     contents = [_read(adapter) for adapter in adapters]
-    inspected = [
-        replace(
-            inspect_adapter(str(adapter.folder), allow_pickle=True),
-            name=adapter.title,
-            shapes={name.removeprefix(PREFIX): tuple(tensor.shape) for name, tensor in content.items()},
-        )
-        for adapter, content in zip(adapters, contents, strict=True)
-    ]
+    inspected = [replace(inspect_adapter(str(adapter.folder)), name=adapter.title) for adapter in adapters]
     problems = [*average_problems(inspected, combination_type)]
     if problems:
         raise ValueError("; ".join(problems))
@@ -64,7 +52,7 @@ def average_adapters(title: str, adapters: Sequence[AdapterFiles], combination_t
         if matrix in _SECOND:
             second = f"{module}.{_SECOND[matrix]}{name.removeprefix(f'{module}.{matrix}')}"
             parts = [
-                _Layer(content[name], content[second], _scaling(adapter.config, module, len(content[name])))
+                (content[name], content[second], _scaling(adapter.config, module, len(content[name])))
                 for adapter, content in zip(adapters, contents, strict=True)
                 if name in content
             ]
@@ -77,18 +65,16 @@ def average_adapters(title: str, adapters: Sequence[AdapterFiles], combination_t
         missing = rank - len(tensors[name])
         tensors[name] = pad(tensors[name], (0, 0, 0, missing)).contiguous()
         tensors[second] = pad(tensors[second], (0, missing)).contiguous()
-    config = _config(adapters, rank, [*layers])
-    first = adapters[0]
-    return AdapterFiles(title, first.folder, first.path, config, frozenset(tensors), tensors)
+    config = _config(adapters[0].config, rank, [*layers])
+    return AdapterFiles(title, adapters[0].folder, config, frozenset(tensors), tensors)
 
 
 def _read(adapter: AdapterFiles) -> dict[str, torch.Tensor]:
     """Return an adapter's tensors in float32."""
-    if adapter.path.suffix == ".safetensors":
-        content = load_file(adapter.path)
-    else:
-        content = torch.load(adapter.path, map_location="cpu", weights_only=True)
-    return {name: tensor.float() for name, tensor in content.items()}
+    path = adapter.folder / WEIGHTS
+    if not path.is_file():
+        raise ValueError(f"adapters.average: {adapter.title} has no {WEIGHTS}; save it again as safetensors")
+    return {name: tensor.float() for name, tensor in load_file(path).items()}
 
 
 def _mean_layer(
@@ -96,10 +82,10 @@ def _mean_layer(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return A and B of the mean layer, whose scaling is 1; ``adapters`` counts those without the layer, too."""
     if combination_type == "cat":
-        a = torch.cat([part.a * (part.scaling / adapters) for part in parts], dim=0)
-        return a, torch.cat([part.b for part in parts], dim=1)
-    a = torch.stack([part.a * (math.sqrt(part.scaling) / adapters) for part in parts]).sum(0)
-    return a, torch.stack([part.b * (math.sqrt(part.scaling) / adapters) for part in parts]).sum(0)
+        matrix_a = torch.cat([a * (scaling / adapters) for a, _, scaling in parts], dim=0)
+        return matrix_a, torch.cat([b for _, b, _ in parts], dim=1)
+    matrix_a = torch.stack([a * (math.sqrt(scaling) / adapters) for a, _, scaling in parts]).sum(0)
+    return matrix_a, torch.stack([b * (math.sqrt(scaling) / adapters) for _, b, scaling in parts]).sum(0)
 
 
 def _scaling(config: Any, module: str, rank: int) -> float:
@@ -111,19 +97,17 @@ def _scaling(config: Any, module: str, rank: int) -> float:
     return alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
 
 
-def _config(adapters: Sequence[AdapterFiles], rank: int, modules: list[str]) -> Any:
+def _config(first: Any, rank: int, modules: list[str]) -> Any:
     """Return the config of an adapter whose layers, of these modules, have a scaling of 1."""
     from peft import LoraConfig
 
-    first = adapters[0].config
-    whole = [module for adapter in adapters for module in adapter.config.modules_to_save or ()]
     return LoraConfig(
         r=rank,
         lora_alpha=rank,
         use_rslora=False,
         bias="none",
         target_modules=modules,
-        modules_to_save=[*dict.fromkeys(whole)] or None,
+        modules_to_save=first.modules_to_save,
         fan_in_fan_out=first.fan_in_fan_out,
         task_type=first.task_type,
         base_model_name_or_path=first.base_model_name_or_path,

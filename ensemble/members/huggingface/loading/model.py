@@ -84,7 +84,8 @@ def load_model(
     options: dict[str, Any] = {**placement_options(spec, on_gpu), **spec.model_kwargs, **gguf}
     if spec.quantization_config is not None:
         options["quantization_config"] = quantization_config(spec.quantization_config, dtype)
-    adapters = {source: _open_source(source, spec) for source in spec.used_adapters}
+    sources = dict.fromkeys(spec.view_adapters)
+    adapters = {source: _open_source(source, spec) for source in sources if source is not None}
     if adapters:
         # Keys of model_kwargs that belong to the config are in it now.
         options["config"], unused = _config_for(adapters.values(), spec, gguf)

@@ -92,17 +92,13 @@ def test_adapters_of_views_have_the_same_labels(llama: Path, lora: Path, tmp_pat
     assert checkpoint.label_order == (0, 1, 2)
     five = make_adapter(tmp_path / "five", llama, 5)
     with pytest.raises(
-        CheckpointError, match=r"lora has a head for 3 labels and adapter .*five one for 5; views"
+        CheckpointError, match=r"different numbers of labels \(that of .*lora has 3, that of .*five has 5\)"
     ):
         inspect_views(llama, {"adapter_name_or_path": str(lora)}, {"adapter_name_or_path": str(five)})
-    with pytest.raises(
-        CheckpointError, match=r"has no classification head, and some of its views have no adapter"
-    ):
+    with pytest.raises(CheckpointError, match=r"has no classification head, and it has no adapter"):
         inspect_views(llama, {"adapter_name_or_path": str(lora)}, {})
     base = make_checkpoint(tmp_path / "base", "llama", ["x", "y"])
-    with pytest.raises(
-        CheckpointError, match=r"lora has a head for 3 labels, and .*base, whose own head other views"
-    ):
+    with pytest.raises(CheckpointError, match=r"that of .*base has 2, that of .*lora has 3"):
         inspect_views(base, {"adapter_name_or_path": str(lora)}, {})
     # The member's own adapter is that of views without any.
     assert inspect_views(llama, {}, {"adapter_name_or_path": str(other)}, adapter_name_or_path=str(lora))
@@ -119,7 +115,6 @@ def test_adapters_that_cannot_take_turns(llama: Path, lora: Path, tmp_path: Path
         path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
         return folder
 
-    beside = make_adapter(tmp_path / "beside", llama, 3, task_type=None, target_modules=["q_proj", "score"])
     cases = {
         changed(
             "biased", bias="all"
@@ -127,8 +122,6 @@ def test_adapters_that_cannot_take_turns(llama: Path, lora: Path, tmp_path: Path
         changed(
             "pissa", init_lora_weights="pissa_niter_4"
         ): r"pissa was trained with init_lora_weights: pissa_niter",
-        changed("ia3", peft_type="IA3"): r"lora is a LORA and adapter .*ia3 a IA3; a model takes one kind",
-        beside: r"lora was trained with the whole of score, to which adapter .*beside adds; peft cannot",
     }
     for adapter, message in cases.items():
         with pytest.raises(CheckpointError, match=message):
@@ -157,7 +150,7 @@ def test_adapters_that_are_averaged(llama: Path, lora: Path, tmp_path: Path) -> 
         inspect_mean(lora, make_adapter(tmp_path / "of wider", wider, 3))
     headless = make_adapter(tmp_path / "headless", llama, 0)
     with pytest.raises(
-        CheckpointError, match=r"lora has score\.weight, which .*headless lacks; .*modules_to_save"
+        CheckpointError, match=r"score\.weight is \[3, 64\] in .*lora and not in .*headless; take"
     ):
         inspect_mean(lora, headless)
     with pytest.raises(CheckpointError, match="dora has use_dora, and only plain LoRA can be averaged"):

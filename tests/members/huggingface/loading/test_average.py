@@ -155,7 +155,11 @@ def test_adapters_without_a_mean(tmp_path: Path) -> None:
             "linear",
             "is .* in .*first and .* in .*rank; combination_type: linear needs equal ranks",
         ),
-        "headed": ({"task_type": "SEQ_CLS"}, "cat", r"headed has score\.weight, which .*first lacks"),
+        "headed": (
+            {"task_type": "SEQ_CLS"},
+            "cat",
+            r"score\.weight is not in .* and \[3, 64\] in .*headed; take",
+        ),
     }
     for name, (settings, combination_type, message) in cases.items():
         other = make_adapter(tmp_path / name, base, 3, **{**HEADLESS, **settings})

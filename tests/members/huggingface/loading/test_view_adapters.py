@@ -28,7 +28,7 @@ from tests.members.huggingface.scoring.test_predict import LABELS, worker_spec
 from tests.sampling import one_in
 from tests.worker.test_session import publish
 
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft on transformers 5
@@ -67,6 +67,16 @@ def predict(made: Any, view: int) -> Values:
 
 def make_adapters(where: Path, base: Path, settings: Sequence[dict[str, Any]]) -> list[Path]:
     return [make_adapter(where / f"a{n}", base, 3, seed=n, **keys) for n, keys in enumerate(settings)]
+
+
+def make_adapter_of(config: Any, base: Path, folder: Path) -> Path:
+    """An adapter of another kind than LoRA, without a head."""
+    from transformers import AutoModelForSequenceClassification
+
+    peft.get_peft_model(AutoModelForSequenceClassification.from_pretrained(base), config).save_pretrained(
+        folder
+    )
+    return folder
 
 
 @pytest.mark.parametrize("order", one_in(3, ["0123", "3210", "2031"]))
@@ -153,6 +163,14 @@ def test_a_second_adapter_that_does_not_fit(tmp_path: Path) -> None:
         ValueError, match=r"adapter .*bert (is not for .*base: .*it was trained|has no weights)"
     ):
         member(worker_spec(base), [*adapters, bert], tmp_path)
+    ia3 = make_adapter_of(
+        peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), base, tmp_path / "ia3"
+    )
+    with pytest.raises(ValueError, match=r"ia3 is not for .*base: Cannot combine adapters with"):
+        member(worker_spec(base), [*adapters, ia3], tmp_path)
+    beside = {"task_type": None, "target_modules": ["q_proj", "score"]}
+    with pytest.raises(ValueError, match=r"a1 is not for .*base: Target module ModulesToSaveWrapper"):
+        member(worker_spec(base), make_adapters(tmp_path / "beside", base, [{}, beside]), tmp_path)
     five = make_adapter(tmp_path / "five", base, 5)
     with pytest.raises(ValueError, match=r"five is not for .*base: size mismatch for .*score"):
         member(worker_spec(base), [*adapters, five], tmp_path)
