@@ -93,6 +93,13 @@ def test_each_adapter_has_its_predictions_and_is_computed_again_when_it_changes(
     np.testing.assert_allclose(values(folds, "lora@fold1"), parts[1], atol=2e-5)
     np.testing.assert_allclose(values(folds), np.mean(parts, axis=0), atol=2e-5)
 
+    run(folds, views[0], {**views[1], "when": {"margin_below": 0.4}})
+    ordered = np.sort(parts[0], axis=1)
+    is_close = ordered[:, -1] - ordered[:, -2] < 0.4
+    assert 0 < is_close.sum() < ROWS
+    expected = np.where(is_close[:, None], (parts[0] + parts[1]) / 2, parts[0])
+    np.testing.assert_allclose(values(folds), expected, atol=2e-5)
+
     run(folds, {**views[0], "adapter_name_or_path": "fold1"}, {**views[1], "adapter_name_or_path": "fold0"})
     assert computed(folds) == 0, "adapters that change places"
     np.testing.assert_allclose(values(folds, "lora@fold0"), parts[1], atol=2e-5)
