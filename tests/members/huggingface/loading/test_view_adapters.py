@@ -134,6 +134,7 @@ def test_on_a_base_of_four_bits(dtype: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute")  # peft's
 def test_an_adapter_that_was_left_beside_the_base_is_not_used(tmp_path: Path) -> None:
     """transformers loads it and makes it active."""
+    pytest.importorskip("peft.utils.transformers_weight_conversion", reason="transformers asks for it")
     base = make_base(tmp_path / "base", "llama")
     adapters = make_adapters(tmp_path, base, [{}, {"r": 2}, {}])
     plain = [adapter_reference(base, adapter, TEXTS, 3) for adapter in adapters]
