@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import combinations
 from typing import ClassVar
 
@@ -33,9 +34,9 @@ class Views(Section):
 
     def html(self, data: ReportData) -> Markup | None:
         changes = {
-            (name, first, second): verdict_changes(views[first], views[second])
+            (name, *pair): share
             for name, views in _values_of_views(data).items()
-            for first, second in combinations(views, 2)
+            for pair, share in verdict_changes(views).items()
         }
         if not changes:
             return None
@@ -63,9 +64,13 @@ def _values_of_views(data: ReportData) -> dict[str, dict[str, Values]]:
     return values
 
 
-def verdict_changes(first: Values, second: Values) -> Interval:
-    """Return the share of rows with another likeliest label, of the rows that both views have."""
-    is_in_both = ~np.isnan(first[:, 0] + second[:, 0])
-    bootstrap = Bootstrap(first[is_in_both].argmax(axis=1), "softmax")
-    same = bootstrap.score(METRICS["accuracy"], second[is_in_both]).interval
-    return Interval(1 - same.value, 1 - same.high, 1 - same.low)
+def verdict_changes(views: Mapping[str, Values]) -> dict[tuple[str, str], Interval]:
+    """Return the share of common rows with another likeliest label, by each pair of views that have such rows."""
+    changes = {}
+    for first, second in combinations(views, 2):
+        is_in_both = ~np.isnan(views[first][:, 0] + views[second][:, 0])
+        if is_in_both.any():
+            bootstrap = Bootstrap(views[first][is_in_both].argmax(axis=1), "softmax")
+            same = bootstrap.score(METRICS["accuracy"], views[second][is_in_both]).interval
+            changes[first, second] = Interval(1 - same.value, 1 - same.high, 1 - same.low)
+    return changes
