@@ -65,7 +65,7 @@ class MemberView:
     def shown(self, row: Mapping[str, object]) -> dict[str, object]:
         """Return a row of the table as this view shows it, with its first choice."""
         cells = {name: row[self.swap.get(name, name)] for name in self.columns}
-        if self.choices is not None and self.one_choice:
+        if self.one_choice and self.choices is not None:
             with contextlib.suppress(TemplateProblem, StopIteration):  # of which another check tells
                 cells = next(choice_rows(cells, self.choices))
         return cells
@@ -91,6 +91,10 @@ def member_views(kinds: Mapping[str, MemberKind[Any, Any]], problems: Problems) 
                 if template is None:
                     continue
                 columns = template.columns
+            if reads.one_choice and reads.choices not in columns:
+                read = ", ".join(columns) or "no column"
+                text = f"no prompt would hold a choice, as only {read} is read; read {reads.choices!r}, too"
+                problems.add([f"{key}.choices: {text}"])
             if reads.choices is not None:
                 columns = tuple(dict.fromkeys([*columns, reads.choices]))
             if swap and not set(swap) & set(columns):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ensemble.common.errors import CheckpointError
 from ensemble.config import MemberConfig
-from ensemble.data.json_cells import TemplateProblem
 from ensemble.members.base import Assigned, Draft, OutputColumns, Reads
 from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapter
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
@@ -71,30 +69,9 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
         )
 
     def reads(self) -> Reads:
-        return replace(super().reads(), choices=self.settings.choices, one_choice=True)
-
-    def problems(self, inspected: Checkpoint | None) -> Iterator[str]:
-        yield from super().problems(inspected)
-        choices = self.settings.choices
-        for key, view in self._views():
-            columns = view.columns_read()
-            if choices is not None and columns is not None and choices not in columns:
-                yield (
-                    f"{key}choices: no prompt would hold a choice, as only {', '.join(columns) or 'no column'} is "
-                    f"read; read {choices!r}, too, in whose place each choice stands"
-                )
-
-    def columns_read(self) -> tuple[str, ...] | None:
-        """Return the columns that a prompt shows; None if the template is wrong, which its own check reports."""
-        template = self.settings.prompt_template
-        if template is None:
-            return self.settings.text_columns
-        # Imported late because Jinja2 slows the start down.
-        from ensemble.data.template import compile_template
-
-        with contextlib.suppress(TemplateProblem):
-            return compile_template(template).columns
-        return None
+        return replace(
+            super().reads(), choices=self.settings.choices, one_choice=self.settings.choices is not None
+        )
 
     def inspect(self, columns: OutputColumns) -> Checkpoint:
         model = self.settings
