@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 _EXCERPT_CHARACTERS = 60
@@ -42,6 +43,19 @@ def parse_json_cell(text: object) -> object:
         detail = json_detail(error)
     excerpt = text if len(text) <= _EXCERPT_CHARACTERS else text[:_EXCERPT_CHARACTERS] + "..."
     raise TemplateProblem(f"not valid JSON ({detail}): {excerpt!r}")
+
+
+def choice_rows(row: Mapping[str, object], column: str) -> Iterator[dict[str, object]]:
+    """Yield the row once for each text of its list in a column, with the text in the list's place.
+
+    Raises:
+        TemplateProblem: the cell holds no list.
+    """
+    choices = parse_json_cell(row[column])
+    if not isinstance(choices, list):
+        raise TemplateProblem(f"{column!r} holds no JSON list")
+    for text in choices:
+        yield {**row, column: text}
 
 
 def json_detail(error: ValueError | RecursionError) -> str:

@@ -55,6 +55,7 @@ class Reads:
         files: the column that names files; their content counts as the content of the rows.
         row_bytes: the work of a row in bytes of text, where its cells do not tell.
         choices: the column with a list of texts for each row, whose positions are the labels.
+        one_choice: whether the member reads each row once for each choice, with the choice in the list's place.
     """
 
     columns: tuple[str, ...] = ()
@@ -64,6 +65,7 @@ class Reads:
     files: FileCells | None = None
     row_bytes: int | None = None
     choices: str | None = None
+    one_choice: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ensemble.common.errors import DataError
-from ensemble.data.json_cells import TemplateProblem
+from ensemble.data.json_cells import TemplateProblem, choice_rows
 from ensemble.data.table import InputTable
 from ensemble.data.template import PromptTemplate, compile_template
 from ensemble.members.base import MemberKind
@@ -32,6 +33,7 @@ class MemberView:
     any_type: bool
     template: PromptTemplate | None
     choices: str | None = None
+    one_choice: bool = False
 
     @property
     def table_columns(self) -> tuple[str, ...]:
@@ -61,8 +63,12 @@ class MemberView:
         return f"{self.key} ({self.member})" if self.template is None else self.template_key
 
     def shown(self, row: Mapping[str, object]) -> dict[str, object]:
-        """Return a row of the table as this view shows it."""
-        return {name: row[self.swap.get(name, name)] for name in self.columns}
+        """Return a row of the table as this view shows it, with its first choice."""
+        cells = {name: row[self.swap.get(name, name)] for name in self.columns}
+        if self.one_choice and self.choices is not None:
+            with contextlib.suppress(TemplateProblem, StopIteration):  # of which another check tells
+                cells = next(choice_rows(cells, self.choices))
+        return cells
 
 
 def member_views(kinds: Mapping[str, MemberKind[Any, Any]], problems: Problems) -> Iterator[MemberView]:
@@ -85,6 +91,10 @@ def member_views(kinds: Mapping[str, MemberKind[Any, Any]], problems: Problems) 
                 if template is None:
                     continue
                 columns = template.columns
+            if reads.one_choice and reads.choices not in columns:
+                read = ", ".join(columns) or "no column"
+                text = f"no prompt would hold a choice, as only {read} is read; read {reads.choices!r}, too"
+                problems.add([f"{key}.choices: {text}"])
             if reads.choices is not None:
                 columns = tuple(dict.fromkeys([*columns, reads.choices]))
             if swap and not set(swap) & set(columns):
@@ -101,6 +111,7 @@ def member_views(kinds: Mapping[str, MemberKind[Any, Any]], problems: Problems) 
                 any_type=reads.any_type,
                 template=template,
                 choices=reads.choices,
+                one_choice=reads.one_choice,
             )
 
 

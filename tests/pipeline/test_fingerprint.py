@@ -53,10 +53,11 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "model_kwargs": {"model_kwargs": {"attention_dropout": 0.5}},
     "tokenizer_kwargs": {"tokenizer_kwargs": {"use_fast": False}},
 }
-# Tested by themselves, because they need files: the adapter's, a GGUF file, the hub's cache, a compiler.
+# Tested by themselves, because they need files: the adapter's, a GGUF file, the hub's cache, a compiler; and a head
+# of one output (test_choice_members.py).
 NUMBERS_WITH_FILES = {
     *("model_name_or_path", "adapter_name_or_path", "adapters", "merge_adapter", "gguf_file", "revision"),
-    "torch_compile",
+    *("torch_compile", "choices"),
 }
 HARMLESS: dict[str, dict[str, Any]] = {
     "name": {"name": "other"},
@@ -99,6 +100,7 @@ SPELT_OUT_ELSEWHERE = {"quantization_config", "revision"}
 # They have no value that they would have anyway.
 ALWAYS_GIVEN = {
     *("model_name_or_path", "adapter_name_or_path", "adapters", "gguf_file", "prompt_template", "truncation"),
+    "choices",
 }
 # Their usual value is the tokenizer's, and its files count.
 TOKENIZERS_OWN = {"truncation_side"}

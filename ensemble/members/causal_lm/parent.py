@@ -159,12 +159,6 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
             fingerprint["keeps_prompts"] = True
         return fingerprint
 
-    def predicted_by(self) -> dict[str, object]:
-        values = super().predicted_by()
-        if self.settings.choices is None:  # so that members from before this key have not changed
-            del values["choices"]
-        return values
-
     def worker_settings(
         self, inspected: Checkpoint, assigned: Assigned, offload_folder: Path | None
     ) -> Mapping[str, Any]:

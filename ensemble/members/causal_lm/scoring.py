@@ -11,9 +11,10 @@ numbers equal those of whole rows but for rounding, as matrix products have othe
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -230,7 +231,12 @@ class LabelScorer(Classifier):
             cache = DynamicCache()
             self._add(scores, self._read(prompt_pass, cache), prompt_pass, texts)
             # Once for all passes; behind a prefix it is another order for each layer's joined tokens.
-            self._move_padding(cache, padding_first(lengths, int(lengths.max()), 0))
+            order = padding_first(lengths, int(lengths.max()), 0)
+            if order is not None:
+                order_on = functools.cache(partial(on_device, order))
+                for layer in cache.layers:
+                    layer.keys = reordered(layer.keys, order_on(layer.keys.device))
+                    layer.values = reordered(layer.values, order_on(layer.values.device))
             kept = [(layer.keys, layer.values) for layer in cache.layers]
         else:
             layers = [LayerBehind([layer], keeps=True) for layer in prefix.layers]
@@ -240,17 +246,6 @@ class LabelScorer(Classifier):
             cache = Cache(layers=self._layers(kept, one_pass.paths, order, prefix))
             self._add(scores, self._read(one_pass, cache), one_pass, texts)
         return scores
-
-    def _move_padding(self, cache: Cache, order: npt.NDArray[np.int64] | None) -> None:
-        if order is None:
-            return
-        order_on: dict[torch.device, torch.Tensor] = {}
-        for layer in cache.layers:
-            device = layer.keys.device
-            if device not in order_on:
-                order_on[device] = on_device(order, device)
-            layer.keys = reordered(layer.keys, order_on[device])
-            layer.values = reordered(layer.values, order_on[device])
 
     def _layers(
         self,
@@ -262,21 +257,18 @@ class LabelScorer(Classifier):
         """Return the layers of a cache with the prefix, and the prompt of each path's row behind it."""
         path_rows = np.array([path.row for path in some], dtype=np.int64)
         # Of a model on several GPUs, each has its own copy.
-        rows_on: dict[torch.device, torch.Tensor] = {}
-        order_on: dict[torch.device, torch.Tensor | None] = {}
+        rows_on = functools.cache(partial(on_device, path_rows))
+        order_on = functools.cache(lambda device: None if order is None else on_device(order, device))
         is_whole_batch = np.array_equal(path_rows, np.arange(len(kept[0][0])))
         layers = []
         for index, (keys, values) in enumerate(kept):
             device = keys.device
-            if device not in rows_on:
-                rows_on[device] = on_device(path_rows, device)
-                order_on[device] = None if order is None else on_device(order, device)
             earlier = [] if prefix is None else [prefix.layers[index]]
             if is_whole_batch:
                 earlier.append((keys, values))
             else:
-                earlier.append((keys[rows_on[device]], values[rows_on[device]]))
-            layers.append(LayerBehind(earlier, order_on[device]))
+                earlier.append((keys[rows_on(device)], values[rows_on(device)]))
+            layers.append(LayerBehind(earlier, order_on(device)))
         return layers
 
     def _read(self, one_pass: _Pass, cache: Cache | None) -> torch.Tensor:

@@ -86,8 +86,4 @@ class CausalSettings(TextSettings):
             yield ("label_tokens",), "choices has the texts of each row; keep one of the two"
         if self.single_token:
             yield ("single_token",), "is about label_tokens; choices may have any number of tokens"
-        if labels and tuple(labels) != tuple(map(str, range(len(labels)))):
-            yield (
-                ("choices",),
-                'labels must be the positions of choices: "0", "1" and so on, to the most that any row has',
-            )
+        yield from self.label_problems(labels)

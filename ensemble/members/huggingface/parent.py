@@ -388,7 +388,7 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         return fingerprint
 
     def predicted_by(self) -> dict[str, object]:
-        # Adapters that are not set are left out, so that digests from before their keys stay equal.
+        # Adapters and choices that are not set are left out, so that digests from before their keys stay equal.
         keys = super().predicted_by()
         if keys["adapters"] is None:
             del keys["adapters"]
@@ -398,6 +398,8 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
                 {key: value for key, value in view.items() if value is not None or key not in _ADAPTER_KEYS}
                 for view in views
             ]
+        if keys.get("choices") is None:
+            keys.pop("choices", None)
         return keys
 
     def worker_settings(

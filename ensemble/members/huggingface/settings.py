@@ -363,6 +363,15 @@ class TextSettings(HuggingFaceSettings, ReaderConfig):
             return ()
         return (self.text_column,) if isinstance(self.text_column, str) else tuple(self.text_column)
 
+    @staticmethod
+    def label_problems(labels: Sequence[str]) -> Iterator[Problem]:
+        """Yield that the labels are not positions, as a kind with ``choices`` needs them."""
+        if labels and tuple(labels) != tuple(map(str, range(len(labels)))):
+            yield (
+                ("choices",),
+                'labels must be the positions of choices: "0", "1" and so on, to the most that any row has',
+            )
+
     def truncation_problems(self) -> Iterator[str]:
         """Yield fields that the template does not read."""
         if self.truncation is None or self.prompt_template is None:

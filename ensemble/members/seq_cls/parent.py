@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ensemble.common.errors import CheckpointError
 from ensemble.config import MemberConfig
-from ensemble.members.base import Draft, OutputColumns
+from ensemble.members.base import Assigned, Draft, OutputColumns, Reads
 from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapter
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
 from ensemble.members.huggingface.checkpoint.inspect import (
@@ -66,6 +68,27 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
             max_length=row_limit(config, path.parent),
         )
 
+    def reads(self) -> Reads:
+        return replace(
+            super().reads(), choices=self.settings.choices, one_choice=self.settings.choices is not None
+        )
+
     def inspect(self, columns: OutputColumns) -> Checkpoint:
         model = self.settings
+        if model.choices is not None:
+            # The problem says that the config has one label, and names it.
+            checkpoint = inspect_checkpoint(model, ["a score for each choice"], {}, "regression")
+            return replace(checkpoint, activation="softmax")
         return inspect_checkpoint(model, columns.labels, model.label_map, model.problem_type)
+
+    def fingerprint(self, inspected: Checkpoint, assigned: Assigned) -> Mapping[str, object]:
+        fingerprint = super().fingerprint(inspected, assigned)
+        if self.settings.choices is None:  # so that shards from before this key stay valid
+            return fingerprint
+        return {**fingerprint, "choices": self.settings.choices}
+
+    def worker_settings(
+        self, inspected: Checkpoint, assigned: Assigned, offload_folder: Path | None
+    ) -> Mapping[str, Any]:
+        settings = super().worker_settings(inspected, assigned, offload_folder)
+        return {**settings, "choices": self.settings.choices}

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ensemble.config.document import Problem
-from ensemble.config.values import LabelMap, ProblemType, same_label_problems
+from ensemble.config.values import Column, LabelMap, ProblemType, same_label_problems
 from ensemble.members.huggingface.settings import TextSettings
 
 
@@ -18,6 +18,9 @@ class SequenceClassifierSettings(TextSettings):
     task_type: Literal["seq_cls"] = "seq_cls"
     problem_type: ProblemType | None = None  # how logits become probabilities; None: the checkpoint's own
     label_map: LabelMap = Field(default_factory=dict)  # the checkpoint's label -> the config's
+    # Column with a JSON list of each row's own texts; the labels are their positions: "0", "1" and so on. Each text
+    # is read in the list's place, by a head of one output, and softmax is taken over the row's texts.
+    choices: Column | None = None
 
     older_keys: ClassVar[Mapping[str, str]] = {
         **TextSettings.older_keys,
@@ -26,4 +29,13 @@ class SequenceClassifierSettings(TextSettings):
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         yield from super().broken_rules(labels)
-        yield from same_label_problems("label_map", self.label_map, labels)
+        if self.choices is None:
+            yield from same_label_problems("label_map", self.label_map, labels)
+            return
+        yield from self.label_problems(labels)
+        for key in ("label_map", "problem_type"):
+            if getattr(self, key):
+                yield (
+                    (key,),
+                    "choices are scored by a head of one output, and softmax is taken over them; drop this",
+                )

@@ -84,7 +84,8 @@ def start(spec: ModelSpec) -> Start:
 def predictor(spec: ModelSpec) -> SequenceClassifier:
     from ensemble.members.seq_cls import predictor
 
-    return predictor.SequenceClassifier(spec, PublishedTable(Path(spec.table_path)))
+    whole = predictor.ClassifierSpec(**vars(spec))
+    return predictor.SequenceClassifier(whole, PublishedTable(Path(spec.table_path)))
 
 
 def make_session(spec: ModelSpec, send: Callable[[Event], None] = lambda event: None) -> Session:
