@@ -49,13 +49,15 @@ SETTINGS: list[dict[str, Any]] = [
 
 def member(spec: ModelSpec, adapters: Sequence[Path | None], where: Path) -> Any:
     """A worker's predictor, loaded, with a view for each adapter; None: the base alone."""
-    from ensemble.members.seq_cls.predictor import SequenceClassifier
+    from ensemble.members.seq_cls.predictor import ClassifierSpec, SequenceClassifier
 
     sources = tuple(None if adapter is None else AdapterSource((str(adapter),)) for adapter in adapters)
     views = len(sources)
     places: dict[str, Any] = publish(Path(tempfile.mkdtemp(dir=where)), {"text": TEXTS})
     spec = replace(spec, **places, view_adapters=sources, view_templates=(None,) * views)
-    made = SequenceClassifier(spec, PublishedTable(Path(spec.table_path), [{}] * views))
+    made = SequenceClassifier(
+        ClassifierSpec(**vars(spec)), PublishedTable(Path(spec.table_path), [{}] * views)
+    )
     made.load()
     return made
 
