@@ -48,8 +48,7 @@ class SequenceClassifier(TextMember[ClassifierSpec]):
         def report_share(rows: int, tokens: int = 0, padded_tokens: int = 0) -> None:
             report(int(rows * share), tokens, padded_tokens)
 
-        encoded = self._encode(self._table.view_of(rows), read, lambda: report(0))
-        scored = self._score(self._classifier, encoded, report_share)
+        scored = self._predict(self._table.view_of(rows), read, report_share)
         row_of = np.repeat(np.arange(len(rows)), counts)
         for choice, reason in scored.bad_rows.items():
             bad_rows.setdefault(int(row_of[choice]), reason)
@@ -57,12 +56,7 @@ class SequenceClassifier(TextMember[ClassifierSpec]):
         scores = np.full((len(rows), len(self._spec.labels)), -np.inf)
         first_of_row = np.cumsum(counts) - counts
         scores[row_of, np.arange(len(read)) - first_of_row[row_of]] = scored.values[:, 0]
-        counters = replace(
-            scored.counters,
-            rows=len(rows) - len(bad_rows),
-            truncated_rows=encoded.truncated_rows,
-            cut_tokens=encoded.cut_tokens,
-        )
+        counters = replace(scored.counters, rows=len(rows) - len(bad_rows))
         return replace(scored, values=softmax(scores), bad_rows=bad_rows, counters=counters)
 
     def _values(self, logits: torch.Tensor) -> npt.NDArray[np.float64]:

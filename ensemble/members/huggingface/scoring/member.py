@@ -269,11 +269,14 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         )
 
     def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
-        view = self._table.view_of(rows)
+        return self._predict(self._table.view_of(rows), self._table.take(rows), report)
+
+    def _predict(self, view: int, rows: Sequence[Mapping[str, object]], report: Report) -> Prediction:
+        """Predict rows as a view shows them."""
         adapters = self._loaded.adapters
         if adapters is not None and adapters.use(view):
             self._classifier.forget()
-        encoded = self._encode(view, self._table.take(rows), lambda: report(0))
+        encoded = self._encode(view, rows, lambda: report(0))
         prediction = self._score(self._classifier, encoded, report)
         counters = replace(
             prediction.counters, truncated_rows=encoded.truncated_rows, cut_tokens=encoded.cut_tokens
