@@ -13,7 +13,7 @@ import pytest
 from ensemble.members.base import Assigned, OutputColumns
 from ensemble.members.seq_cls.parent import SequenceClassification
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_adapter, make_checkpoint
 from tests.project import Project
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -22,13 +22,19 @@ PARTS = ["plants or food", "plants", "a person", "food", "body group"]
 CHOICES = [[PARTS[(row + place) % 5] for place in range(2 + row % 3)] for row in range(20)]
 
 
-def reference(folder: Path, texts: list[tuple[str, str]], is_pair: bool) -> npt.NDArray[np.float64]:
-    """The probabilities of a row's choices by plain transformers, each text alone."""
+def reference(
+    folder: Path, texts: list[tuple[str, str]], is_pair: bool, adapter: Path | None = None
+) -> npt.NDArray[np.float64]:
+    """The probabilities of a row's choices by plain transformers (and peft), each text alone."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter).eval()
     scores = []
     for text, choice in texts:
         inputs = (text, choice) if is_pair else (f"{text} so {choice}",)
@@ -89,6 +95,29 @@ def test_a_classifier_of_one_output_over_each_rows_choices(
     again = project.ensemble("run", "config.yaml")
     assert again.returncode == 0, again.stderr
     assert project.run_json()["members"][0]["reused_rows"] == 20
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft on transformers 5
+def test_choices_are_scored_by_the_adapter_of_each_view(project: Project) -> None:
+    pytest.importorskip("peft")
+    folder = make_checkpoint(project.folder / "llama", "llama", ["score"])
+    adapters = {
+        f"fold{seed}": make_adapter(project.folder / f"fold{seed}", folder, 1, seed=seed) for seed in (0, 1)
+    }
+    views = [{"name": name, "adapter_name_or_path": str(adapter)} for name, adapter in adapters.items()]
+    project.write_table(20)
+    write(project, [member(project, "llama", prompt_template="{{ text }} so {{ answers }}", views=views)])
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    texts = [(project.texts[3], choice) for choice in CHOICES[3]]
+    by_view = []
+    for name, adapter in adapters.items():
+        _, rows = project.read(f"runs/first/predictions/ranker@{name}.csv")
+        values = [float(cell) for cell in rows[3][1 : 1 + len(texts)]]
+        expected = reference(folder, texts, is_pair=False, adapter=adapter)
+        np.testing.assert_allclose(values, expected, atol=2e-5)
+        by_view.append(expected)
+    assert np.abs(by_view[0] - by_view[1]).max() > 1e-3, "the adapters must matter"
 
 
 def test_mistakes_in_a_classifier_of_choices_are_named(project: Project) -> None:
