@@ -38,6 +38,7 @@ from tests.kaggle import LABELS, lay_out
 from tests.members.pooled_cls.test_pooled_cls import pooled_reference, softmax
 from tests.nvml.sim import GIB, Gpu, Memory, NvmlSim, gpu_uuid
 from tests.project import ROOT, Project, python_path
+from tests.test_winners import CASES
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -48,6 +49,7 @@ def test_no_config_goes_untested() -> None:
         *("csv.yaml", "python.yaml", "onnx.yaml", "mixed.yaml", "causal_lm.yaml"),
         *("pooled.yaml", "views.yaml", "image.yaml", "lora.yaml", "vllm.yaml", "jury.yaml"),
     }
+    assert {path.name for path in (ROOT / "configs" / "winners").glob("*.yaml")} == set(CASES)
 
 
 def read_demo(name: str) -> list[list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ assert SPEC is not None
 assert SPEC.loader is not None
 reference = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(reference)
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 WHOLE: dict[str, Any] = {
     "data": {"path": "t.csv", "label_columns": ["a", 1]},
     "labels": ["a", 1],
@@ -60,7 +61,8 @@ def test_page_and_schema_are_in_step() -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_config_names_the_schema_and_follows_it(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert text.startswith("# yaml-language-server: $schema=../docs/config.schema.json\n")
+    schema = os.path.relpath(reference.SCHEMA, path.parent)
+    assert text.startswith(f"# yaml-language-server: $schema={schema}\n")
     assert is_valid(yaml.safe_load(text))
 
 

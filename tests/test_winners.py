@@ -1,0 +1,434 @@
+"""Every config in configs/winners/ is validated as it stands, and run with tiny models of the same architectures.
+
+Tables have the competition's columns, and folders lie as on Kaggle. GPUs are simulated: workers compute on the CPU,
+also in 4 and 8 bits. Each submission is compared with what pandas makes of the members' predictions.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from scipy.stats import rankdata
+
+from ensemble.members.huggingface.spec import BACKBONE, CLASSIFIER, LANGUAGE_MODEL
+from tests.checkpoints import make_adapter, make_checkpoint, make_texts, make_tokenizer, prime
+from tests.nvml.sim import GIB, Gpu, Memory, NvmlSim, gpu_uuid
+from tests.project import ROOT, Project
+from tests.sampling import one_in
+
+pytestmark = [
+    pytest.mark.usefixtures("warm"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft on transformers 5
+]
+WINNERS = ROOT / "configs" / "winners"
+MAP = "map-charting-student-math-misunderstandings"
+CHAT = "{% for one in messages %}[{{ one.role }}] {{ one.content }}<eos>{% endfor %}[assistant] "
+# As Kaggle has them: name, compute capability, GiB, and how many.
+T4, L4 = ("Tesla T4", (7, 5), 15, 2), ("NVIDIA L4", (8, 9), 22, 4)
+
+
+def make_model(
+    folder: Path,
+    model_type: str,
+    auto_class: str,
+    labels: Sequence[str] = (),
+    words: Sequence[str] = (),
+    seed: int = 0,
+    **settings: Any,
+) -> Path:
+    """A tiny random model.
+
+    Args:
+        labels: of a classifier's outputs.
+        words: that are a token each.
+        settings: of its config.
+    """
+    import torch
+    import transformers
+
+    tokenizer = make_tokenizer(folder, kind="encoder" if model_type == "modernbert" else "decoder")
+    tokenizer.add_tokens(list(words))
+    tokenizer.save_pretrained(folder)
+    numbers = {
+        "vocab_size": len(tokenizer) + 8,  # some classes of tokenizers add a token of their own
+        "pad_token_id": tokenizer.pad_token_id,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.21,
+    }
+    if labels:
+        numbers["id2label"] = dict(enumerate(labels))
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(model_type, **{**numbers, **settings})
+    getattr(transformers, auto_class).from_config(config).save_pretrained(folder)
+    return prime(folder, auto_class)
+
+
+def numbered(count: int) -> list[str]:
+    """What transformers calls the outputs of a head without names."""
+    return [f"LABEL_{number}" for number in range(count)]
+
+
+def write(path: Path, table: pd.DataFrame) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        table.to_parquet(path, index=False)
+    else:
+        table.to_csv(path, index=False)
+
+
+@dataclass
+class Kaggle:
+    """Kaggle's folders, here below ``root``."""
+
+    project: Project
+    root: Path
+
+    def __post_init__(self) -> None:
+        self.input, self.working = self.root / "input", self.root / "working"
+        self.working.mkdir(parents=True)
+
+    def config(self, name: str) -> dict[str, Any]:
+        """Write the config with this folder's paths, and return it."""
+        text = (WINNERS / name).read_text(encoding="utf-8")
+        assert text.count("/kaggle/") >= 5
+        text = text.replace("${CONFIG_DIR}", str(WINNERS)).replace("/kaggle/", f"{self.root}/")
+        (self.project.folder / name).write_text(text, encoding="utf-8")
+        document: dict[str, Any] = yaml.safe_load(text)
+        return document
+
+    def predictions(self, name: str, id_column: str, labels: Sequence[str]) -> pd.DataFrame:
+        """What a member, or one of its views, predicts."""
+        path = self.working / "run" / "predictions" / f"{name}.csv"
+        return pd.read_csv(path, dtype={id_column: str}).set_index(id_column)[list(labels)]
+
+    def submission(self) -> pd.DataFrame:
+        return pd.read_csv(self.working / "submission.csv", dtype=str)
+
+
+def lay_out_lmsys(kaggle: Kaggle) -> None:
+    from safetensors.torch import save_file
+    from torch import nn
+
+    for seed, (name, model_type) in enumerate(
+        [("lmsys-gemma-2-9b-it", "gemma2"), ("lmsys-armorm-llama-3-8b", "llama")]
+    ):
+        folder = make_model(kaggle.input / name, model_type, BACKBONE, seed=seed)
+        head = nn.Sequential(nn.Dropout(), nn.Linear(64, 32), nn.Dropout(), nn.GELU(), nn.Linear(32, 3))
+        save_file(
+            {f"score.{key}": value for key, value in head.state_dict().items()}, folder / "head.safetensors"
+        )
+    texts = make_texts(180, seed=5)
+    rows = []
+    for index in range(30):
+        turns = [[*texts[6 * index + 2 * part :][:2]] for part in range(3)]
+        rows.append([136060 + index, *map(json.dumps, turns)])
+    test = pd.DataFrame(rows, columns=["id", "prompt", "response_a", "response_b"])
+    write(kaggle.input / "lmsys-chatbot-arena" / "test.csv", test)
+    sample = test[["id"]].assign(winner_model_a=1 / 3, winner_model_b=1 / 3, winner_tie=1 / 3)
+    write(kaggle.input / "lmsys-chatbot-arena" / "sample_submission.csv", sample)
+
+
+def expect_lmsys(kaggle: Kaggle, config: Mapping[str, Any]) -> pd.DataFrame:
+    members = [kaggle.predictions(name, "id", config["labels"]) for name in ("gemma2", "llama3")]
+    return sum(members) / 2
+
+
+def lay_out_jigsaw(kaggle: Kaggle) -> None:
+    yes_no = [" Yes", " No"]
+    base = make_model(kaggle.input / "qwen-3/transformers/4b-base/1", "qwen3", LANGUAGE_MODEL, words=yes_no)
+    make_adapter(kaggle.working / "qwen3_lora", base, 0, r=32, lora_alpha=64)
+    make_checkpoint(kaggle.working / "deberta_v3_base", "deberta-v2", numbered(2))
+    tokens: Any = {"cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
+    make_model(kaggle.working / "gte_modernbert_base", "modernbert", BACKBONE, **tokens)
+    texts = make_texts(240, seed=6)
+    rules = ["No advertising", "No legal advice", "Be kind"]
+    columns = [f"{side}_example_{number}" for side in ("positive", "negative") for number in (1, 2)]
+    rows = [
+        [2029 + index, texts[6 * index], rules[index % 3], f"sub{index % 5}", *texts[6 * index + 1 :][:4]]
+        for index in range(40)
+    ]
+    test = pd.DataFrame(rows, columns=["row_id", "body", "rule", "subreddit", *columns])
+    folder = kaggle.input / "jigsaw-agile-community-rules"
+    write(folder / "test.csv", test)
+    write(folder / "sample_submission.csv", test[["row_id"]].assign(rule_violation=0.5))
+
+
+def expect_jigsaw(kaggle: Kaggle, config: Mapping[str, Any]) -> pd.DataFrame:
+    _check_centroids(kaggle)
+    total = 0.0
+    for name, weight in {"qwen3": 0.7, "deberta": 0.5, "gte": 0.3}.items():
+        broke = kaggle.predictions(name, "row_id", ["Yes"])
+        total = total + weight / 1.5 * (rankdata(broke) - 0.5) / len(broke)
+    return pd.DataFrame({"rule_violation": total}, index=broke.index)
+
+
+def _check_centroids(kaggle: Kaggle) -> None:
+    """A few rows of the member gte, each text encoded alone."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = kaggle.working / "gte_modernbert_base"
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+
+    def encode(text: str) -> np.ndarray:
+        with torch.no_grad():
+            states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state
+        unit: np.ndarray = torch.nn.functional.normalize(states[0, 0], dim=-1).numpy()
+        return unit
+
+    test = pd.read_csv(
+        kaggle.input / "jigsaw-agile-community-rules" / "test.csv", dtype=str, keep_default_na=False
+    )
+    same = test[test["rule"] == "Be kind"]
+    found = kaggle.predictions("gte", "row_id", ["Yes"])["Yes"]
+    to_side = {}
+    for side in ("positive", "negative"):
+        examples = [*same[f"{side}_example_1"], *same[f"{side}_example_2"]]
+        mean = np.mean([encode(text) for text in examples], axis=0)
+        centroid = mean / np.linalg.norm(mean)
+        to_side[side] = np.array([np.linalg.norm(encode(text) - centroid) for text in same["body"]])
+    expected = (to_side["negative"] - to_side["positive"] + 2) / 4
+    np.testing.assert_allclose(found[same["row_id"]], expected, atol=1e-5)
+
+
+def lay_out_map(kaggle: Kaggle) -> None:
+    """MAP's tables, with all 65 labels, and the one that prepare_map.py makes of them."""
+    labels = yaml.safe_load((WINNERS / "map_45th.yaml").read_text(encoding="utf-8"))["labels"]
+    misconceptions = sorted({label.partition("Misconception:")[2] for label in labels} - {""})
+    questions = [f"{31772 + number}" for number in range(15)]
+    of_question = {question: misconceptions[number::15] for number, question in enumerate(questions)}
+    texts = iter(make_texts(400, seed=7))
+    rows: list[list[Any]] = []
+    for question in questions:
+        kinds = ["Correct:NA", "Neither:NA", *(f"Misconception:{name}" for name in of_question[question])]
+        for kind in kinds:
+            for is_correct in ("True", "False"):
+                if f"{is_correct}_{kind}" in labels:
+                    category, _, misconception = f"{is_correct}_{kind}".partition(":")
+                    answer = f"\\( {question[-2:]} \\)" if is_correct == "True" else "\\( 0 \\)"
+                    cells = [question, f"What is {question}?", answer, next(texts), category, misconception]
+                    rows.append([len(rows), *cells])
+    columns = ["row_id", "QuestionId", "QuestionText", "MC_Answer", "StudentExplanation"]
+    train = pd.DataFrame(rows, columns=[*columns, "Category", "Misconception"])
+    # One was marked wrongly, as some are.
+    train.loc[len(train)] = [
+        len(train),
+        questions[0],
+        "What is it?",
+        "\\( 0 \\)",
+        "null",
+        "True_Correct",
+        "NA",
+    ]
+    test = train.sample(30, random_state=8)[columns].reset_index(drop=True)
+    test["row_id"] = 36696 + test.index
+    write(kaggle.input / MAP / "train.csv", train)
+    write(kaggle.input / MAP / "test.csv", test)
+    guess = "True_Correct:NA False_Neither:NA False_Misconception:Incomplete"
+    write(
+        kaggle.input / MAP / "sample_submission.csv",
+        test[["row_id"]].assign(**{"Category:Misconception": guess}),
+    )
+    arguments = (WINNERS / "prepare_map.py", kaggle.input / MAP, kaggle.working / "map_test.csv")
+    subprocess.run([sys.executable, *map(str, arguments)], check=True)
+
+
+def are_correct(kaggle: Kaggle) -> np.ndarray:
+    """Whether the students of test.csv are right: a question's answer is made of its number's last two digits."""
+    test = pd.read_csv(kaggle.input / MAP / "test.csv", dtype=str)
+    return np.array([row.MC_Answer == f"\\( {row.QuestionId[-2:]} \\)" for row in test.itertuples()])
+
+
+def best(values: pd.DataFrame, count: int) -> list[list[str]]:
+    """The labels of each row with the most probability, without those that have none."""
+    ordered = (row.sort_values(ascending=False, kind="stable") for _, row in values.iterrows())
+    return [[str(label) for label in row.index[row > 0][:count]] for row in ordered]
+
+
+def lay_out_map_6th(kaggle: Kaggle) -> None:
+    lay_out_map(kaggle)
+    bases = {
+        "qwen3-embedding-8b": (
+            "qwen3",
+            ["qwen3-8b-emb", "qwen3-8B-emb-aug-data", "qwen3_8b_emb_synthetic_data"],
+        ),
+        "qwen2.5-14b-instruct": ("qwen2", ["qwen2.5-14B-IT"]),
+        "qwen3-14b": ("qwen3", ["qwen3-14b-full-data", "qwen3-14b-syhntetic-data", "map-qwen3-14b-3407"]),
+    }
+    seed = 0
+    for name, (model_type, adapters) in bases.items():
+        base = make_model(kaggle.input / name, model_type, LANGUAGE_MODEL, seed=seed)
+        for adapter in adapters:
+            seed += 1
+            make_adapter(kaggle.input / "map-6th" / adapter, base, labels=37, seed=seed)
+
+
+def expect_map_6th(kaggle: Kaggle, config: Mapping[str, Any]) -> pd.DataFrame:
+    names = [f"qwen3_embedding_8b@{view}" for view in ("plain", "augmented", "synthetic")]
+    names += ["qwen25_14b", *(f"qwen3_14b@{view}" for view in ("full_data", "synthetic", "seed_3407"))]
+    members = [kaggle.predictions(name, "row_id", config["labels"]) for name in names]
+    mean = sum(members) / 7
+    prefixes = np.where(are_correct(kaggle), "True_", "False_")
+    cells = [
+        " ".join(prefix + label for label in row) for prefix, row in zip(prefixes, best(mean, 3), strict=True)
+    ]
+    return pd.DataFrame({"Category:Misconception": cells}, index=mean.index)
+
+
+def lay_out_map_45th(kaggle: Kaggle) -> None:
+    lay_out_map(kaggle)
+    adapted = {
+        "hunyuan-7b-instruct-bf16": ("hunyuan_v1_dense", "hunyuan-7b-instruct-map"),
+        "qwen-2-5-map": ("qwen2", "edi-trained-map-qwen/best"),
+        "qwen-3/transformers/14b/1": ("qwen3", "qwen3-14b-lora-map/best"),
+    }
+    for seed, (name, (model_type, adapter)) in enumerate(adapted.items()):
+        base = make_model(kaggle.input / name, model_type, LANGUAGE_MODEL, seed=seed)
+        make_adapter(kaggle.input / adapter, base, labels=65, seed=seed)
+    whole = {"qwen3-4b-map-lora-training": "qwen3", "qwen3-8b-map": "qwen3", "deepseek-math-7b-map": "llama"}
+    for seed, (name, model_type) in enumerate(whole.items(), start=3):
+        make_model(kaggle.input / name, model_type, CLASSIFIER, numbered(65), seed=seed)
+
+
+def expect_map_45th(kaggle: Kaggle, config: Mapping[str, Any]) -> pd.DataFrame:
+    names = [member["name"] for member in config["models"]]
+    is_true = np.array([label.startswith("True_") for label in config["labels"]])
+    is_possible = is_true[None, :] == are_correct(kaggle)[:, None]
+    members = [kaggle.predictions(name, "row_id", config["labels"]).where(is_possible, 0.0) for name in names]
+    mean = sum(member.div(member.sum(axis=1), axis=0) for member in members) / 6
+    return pd.DataFrame({"Category:Misconception": map(" ".join, best(mean, 3))}, index=mean.index)
+
+
+def lay_out_map_9th(kaggle: Kaggle) -> None:
+    lay_out_map(kaggle)
+    from transformers import AutoTokenizer
+
+    tokens = [f"<|label{number}|>" for number in range(65)]
+    for seed, name in enumerate(["qwen2.5-32b-instruct", "deepseek-r1-distill-qwen-32b"]):
+        base = make_model(kaggle.input / name, "qwen2", LANGUAGE_MODEL, words=tokens, seed=seed)
+        (base / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
+        ids = AutoTokenizer.from_pretrained(base).convert_tokens_to_ids(tokens)
+        for fold in range(5):
+            make_adapter(
+                kaggle.input / "map-9th" / name / f"fold{fold}",
+                base,
+                labels=0,
+                seed=10 * seed + fold,
+                modules_to_save=["lm_head"],
+                trainable_token_indices={"embed_tokens": ids},
+            )
+
+
+def expect_map_9th(kaggle: Kaggle, config: Mapping[str, Any]) -> pd.DataFrame:
+    names = [f"{member}@fold{fold}" for member in ("qwen25_32b", "deepseek_r1_32b") for fold in range(5)]
+    mean = sum(kaggle.predictions(name, "row_id", config["labels"]) for name in names) / 10
+    return pd.DataFrame({"Category:Misconception": map(" ".join, best(mean, 3))}, index=mean.index)
+
+
+def lay_out_wsdm(kaggle: Kaggle) -> None:
+    base = make_model(kaggle.input / "qwen2.5-14b-instruct", "qwen2", LANGUAGE_MODEL, words=["A", "B"])
+    (base / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
+    for fold in range(5):
+        make_adapter(kaggle.input / "wsdm-4th" / f"fold{fold}", base, 0, seed=fold)
+    texts = make_texts(120, seed=9)
+    rows = [[f"{index:032x}", *texts[3 * index :][:3]] for index in range(40)]
+    test = pd.DataFrame(rows, columns=["id", "prompt", "response_a", "response_b"])
+    folder = kaggle.input / "wsdm-cup-multilingual-chatbot-arena"
+    write(folder / "test.parquet", test)
+    write(folder / "sample_submission.csv", test[["id"]].assign(winner="model_a"))
+
+
+def expect_wsdm(kaggle: Kaggle, config: Mapping[str, Any]) -> pd.DataFrame:
+    views = [
+        kaggle.predictions(f"qwen25_14b@{view}", "id", config["labels"]) for view in ("as_is", "swapped")
+    ]
+    # There was time for all rows.
+    assert len(views[1]) == len(views[0])
+    mean = sum(views) / 2
+    return pd.DataFrame({"winner": mean.idxmax(axis=1)})
+
+
+@dataclass(frozen=True)
+class Case:
+    """A config, its inputs and the submission that its members' predictions make."""
+
+    lay_out: Callable[[Kaggle], None]
+    expect: Callable[[Kaggle, Mapping[str, Any]], pd.DataFrame]
+    competition: str
+    gpu: tuple[str, tuple[int, int], int, int] = T4
+    sets: tuple[str, ...] = ()
+
+
+CASES = {
+    "lmsys.yaml": Case(lay_out_lmsys, expect_lmsys, "lmsys-chatbot-arena"),
+    "wsdm_4th.yaml": Case(lay_out_wsdm, expect_wsdm, "wsdm-cup-multilingual-chatbot-arena"),
+    "map_6th.yaml": Case(lay_out_map_6th, expect_map_6th, MAP),
+    "map_9th.yaml": Case(lay_out_map_9th, expect_map_9th, MAP, L4),
+    "map_45th.yaml": Case(lay_out_map_45th, expect_map_45th, MAP),
+    "jigsaw_42nd.yaml": Case(
+        # The function asks torch for its GPU, and torch has none here.
+        *(lay_out_jigsaw, expect_jigsaw, "jigsaw-agile-community-rules"),
+        sets=("models.gte.num_gpus=0",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_header_says_whose_it_is_and_what_is_left_out(name: str) -> None:
+    header = (WINNERS / name).read_text(encoding="utf-8").partition("\ndata:")[0]
+    assert "http" in header
+    assert "# Taken over: " in header
+    assert "# Not taken over: " in header
+    assert f"(../configs/winners/{name})" in (ROOT / "docs" / "winners.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", one_in(8, CASES))
+def test_a_winner(name: str, project: Project, nvml_sim: NvmlSim) -> None:
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    case = CASES[name]
+    kaggle = Kaggle(project, project.folder / "kaggle")
+    case.lay_out(kaggle)
+    config = kaggle.config(name)
+    gpu, capability, gib, count = case.gpu
+    nvml_sim.write(
+        [
+            Gpu(gpu_uuid(index), gpu, (0, 1 + index, 0), capability, Memory(gib * GIB))
+            for index in range(count)
+        ]
+    )
+    environment = nvml_sim.environment()
+    done = project.ensemble("validate", name, environment=environment)
+    assert done.returncode == 0, done.stderr
+    done = project.ensemble(
+        "run", name, "--set=report=false", *(f"--set={text}" for text in case.sets), environment=environment
+    )
+    assert done.returncode == 0, done.stderr
+    sample = pd.read_csv(kaggle.input / case.competition / "sample_submission.csv", dtype=str)
+    expected = case.expect(kaggle, config)
+    found = kaggle.submission()
+    assert list(found) == list(sample)
+    assert found.iloc[:, 0].tolist() == sample.iloc[:, 0].tolist()
+    found = found.set_index(found.columns[0])
+    assert found.index.tolist() == expected.index.tolist()
+    assert found.iloc[:, 0].nunique() > 1
+    if isinstance(expected.iloc[0, 0], str):
+        assert found.iloc[:, 0].tolist() == expected.iloc[:, 0].tolist()
+    else:
+        np.testing.assert_allclose(found.astype(float), expected, atol=1e-9)
