@@ -341,6 +341,22 @@ def expect_map_9th(kaggle: Kaggle, config: Mapping[str, Any]) -> pd.DataFrame:
     return pd.DataFrame({"Category:Misconception": map(" ".join, best(mean, 3))}, index=mean.index)
 
 
+def lay_out_map_1st(kaggle: Kaggle) -> None:
+    lay_out_map(kaggle)
+    for seed, name in enumerate(["x_0", "x_1", "x_2", "y_0", "y_1", "y_2"]):
+        model_type = "qwen3" if name.startswith("x") else "glm4"
+        make_model(kaggle.input / "map-1st" / name, model_type, CLASSIFIER, ["LABEL_0"], seed=seed)
+
+
+def expect_map_1st(kaggle: Kaggle, config: Mapping[str, Any]) -> pd.DataFrame:
+    names = [member["name"] for member in config["models"]]
+    mean = sum(kaggle.predictions(name, "row_id", config["labels"]) for name in names) / 6
+    candidates = pd.read_csv(kaggle.working / "map_test.csv")["candidates"].map(json.loads)
+    rows = zip(best(mean, 3), candidates, strict=True)
+    cells = [" ".join(texts[int(label)] for label in row) for row, texts in rows]
+    return pd.DataFrame({"Category:Misconception": cells}, index=mean.index)
+
+
 def lay_out_wsdm(kaggle: Kaggle) -> None:
     base = make_model(kaggle.input / "qwen2.5-14b-instruct", "qwen2", LANGUAGE_MODEL, words=["A", "B"])
     (base / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
@@ -364,6 +380,59 @@ def expect_wsdm(kaggle: Kaggle, config: Mapping[str, Any]) -> pd.DataFrame:
     return pd.DataFrame({"winner": mean.idxmax(axis=1)})
 
 
+def lay_out_eedi(kaggle: Kaggle) -> None:
+    """Eedi's tables, and a stand-in for its retrieval: misconceptions that share words with the question."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    for seed, name in enumerate(["eedi-ranker-14b", "eedi-ranker-32b"]):
+        make_model(kaggle.input / name, "qwen2", CLASSIFIER, ["LABEL_0"], seed=seed)
+    misconceptions = pd.DataFrame({"MisconceptionName": make_texts(120, seed=10)}).rename_axis(
+        "MisconceptionId"
+    )
+    texts = iter(make_texts(100, seed=11))
+    rows = []
+    for question in range(8):
+        cells = [1869 + question, 856, next(texts), 33, "Fractions", "ABCD"[question % 4], next(texts)]
+        rows.append([*cells, *(next(texts) for _ in range(4))])
+    columns = [
+        "QuestionId",
+        "ConstructId",
+        "ConstructName",
+        "SubjectId",
+        "SubjectName",
+        "CorrectAnswer",
+        "QuestionText",
+    ]
+    test = pd.DataFrame(rows, columns=[*columns, *(f"Answer{letter}Text" for letter in "ABCD")])
+    folder = kaggle.input / "eedi-mining-misconceptions-in-mathematics"
+    write(folder / "test.csv", test)
+    write(folder / "misconception_mapping.csv", misconceptions.reset_index())
+    wrong = test.merge(pd.DataFrame({"letter": list("ABCD")}), how="cross").query("letter != CorrectAnswer")
+    wrong["QuestionId_Answer"] = wrong["QuestionId"].astype(str) + "_" + wrong["letter"]
+    wrong["CorrectAnswerText"] = [row[f"Answer{row['CorrectAnswer']}Text"] for _, row in wrong.iterrows()]
+    wrong["WrongAnswerText"] = [row[f"Answer{row['letter']}Text"] for _, row in wrong.iterrows()]
+    names = misconceptions["MisconceptionName"].to_numpy()
+    words = TfidfVectorizer().fit(names)
+    likeness = (
+        words.transform(wrong["QuestionText"] + " " + wrong["WrongAnswerText"]) @ words.transform(names).T
+    )
+    ids = np.argsort(-likeness.toarray(), axis=1, kind="stable")[:, :32]
+    wrong["candidate_ids"] = [json.dumps(row.tolist()) for row in ids]
+    wrong["candidates"] = [json.dumps([names[number] for number in row]) for row in ids]
+    write(kaggle.working / "retrieved.parquet", wrong)
+    sample = wrong[["QuestionId_Answer"]].assign(MisconceptionId=" ".join(map(str, range(25))))
+    write(folder / "sample_submission.csv", sample)
+
+
+def expect_eedi(kaggle: Kaggle, config: Mapping[str, Any]) -> pd.DataFrame:
+    names = [member["name"] for member in config["models"]]
+    mean = sum(kaggle.predictions(name, "QuestionId_Answer", config["labels"]) for name in names) / 2
+    ids = pd.read_parquet(kaggle.working / "retrieved.parquet")["candidate_ids"].map(json.loads)
+    rows = zip(best(mean, 25), ids, strict=True)
+    cells = [" ".join(str(numbers[int(label)]) for label in row) for row, numbers in rows]
+    return pd.DataFrame({"MisconceptionId": cells}, index=mean.index)
+
+
 @dataclass(frozen=True)
 class Case:
     """A config, its inputs and the submission that its members' predictions make."""
@@ -378,6 +447,7 @@ class Case:
 CASES = {
     "lmsys.yaml": Case(lay_out_lmsys, expect_lmsys, "lmsys-chatbot-arena"),
     "wsdm_4th.yaml": Case(lay_out_wsdm, expect_wsdm, "wsdm-cup-multilingual-chatbot-arena"),
+    "map_1st.yaml": Case(lay_out_map_1st, expect_map_1st, MAP, L4),
     "map_6th.yaml": Case(lay_out_map_6th, expect_map_6th, MAP),
     "map_9th.yaml": Case(lay_out_map_9th, expect_map_9th, MAP, L4),
     "map_45th.yaml": Case(lay_out_map_45th, expect_map_45th, MAP),
@@ -386,6 +456,7 @@ CASES = {
         *(lay_out_jigsaw, expect_jigsaw, "jigsaw-agile-community-rules"),
         sets=("models.gte.num_gpus=0",),
     ),
+    "eedi_1st.yaml": Case(lay_out_eedi, expect_eedi, "eedi-mining-misconceptions-in-mathematics"),
 }
 
 
@@ -396,6 +467,40 @@ def test_each_header_says_whose_it_is_and_what_is_left_out(name: str) -> None:
     assert "# Taken over: " in header
     assert "# Not taken over: " in header
     assert f"(../configs/winners/{name})" in (ROOT / "docs" / "winners.md").read_text(encoding="utf-8")
+
+
+def test_what_is_added_to_the_table_of_map(tmp_path: Path) -> None:
+    """By hand; the second question's right answer is the one that is most often marked so."""
+    columns = ["row_id", "QuestionId", "QuestionText", "MC_Answer", "StudentExplanation"]
+    train = [
+        ["0", "7", "1+1?", "2", "count", "True_Correct", "NA"],
+        ["1", "7", "1+1?", "11", "join", "False_Misconception", "Joins"],
+        ["2", "8", "2*3?", "6", "fact", "True_Correct", "NA"],
+        ["3", "8", "2*3?", "6", "NA", "True_Neither", "NA"],
+        ["4", "8", "2*3?", "5", "add", "True_Misconception", "Adds"],
+    ]
+    write(tmp_path / "train.csv", pd.DataFrame(train, columns=[*columns, "Category", "Misconception"]))
+    test = [["5", "7", "1+1?", "11", "null"], ["6", "8", "2*3?", "6", "NA"]]
+    write(tmp_path / "test.csv", pd.DataFrame(test, columns=columns))
+    made = tmp_path / "made.csv"
+    command = [sys.executable, str(WINNERS / "prepare_map.py"), str(tmp_path), str(made)]
+    subprocess.run(command, check=True)
+    first, second = pd.read_csv(made, dtype=str, keep_default_na=False).to_dict("records")
+    assert [second[name] for name in columns] == test[1]
+    assert (first["right_answer"], first["is_correct"]) == ("2", "False")
+    assert (second["right_answer"], second["is_correct"]) == ("6", "True")
+    assert json.loads(first["answers"]) == ["11", "2"]
+    assert (json.loads(first["misconceptions"]), json.loads(second["misconceptions"])) == (
+        ["Joins"],
+        ["Adds"],
+    )
+    assert json.loads(first["family"]) == ["False_Misconception:Joins"]
+    assert json.loads(second["family"]) == ["True_Correct:NA", "True_Misconception:Adds", "True_Neither:NA"]
+    assert sorted(json.loads(first["candidates"])) == sorted(
+        f"{prefix}_{kind}"
+        for prefix in ("True", "False")
+        for kind in ("Correct:NA", "Neither:NA", "Misconception:Joins")
+    )
 
 
 @pytest.mark.parametrize("name", one_in(8, CASES))
