@@ -69,6 +69,7 @@ _MEMBER: Final = {
     "model_name_or_path": "org/gemma",
     "revision": "0123456789" * 4,
     "adapter_name_or_path": None,
+    "adapters": None,
     "merge_adapter": False,
     "gguf_file": None,
     "weight": 0.5,
@@ -89,6 +90,7 @@ _MEMBER: Final = {
         },
     ],
     "task_type": "seq_cls",
+    "choices": None,
     "problem_type": "single_label_classification",
     "label_map": {"LABEL_0": "neg", "1": 2},
     "batch_size": "auto",
@@ -111,7 +113,13 @@ _MEMBER: Final = {
     "tokenizer_kwargs": {"use_fast": True},
 }
 GOOD: Final[dict[str, Any]] = {
-    "data": {"path": "test.csv", "id_column": "id", "label_column": "label", "label_columns": None},
+    "data": {
+        "path": "test.csv",
+        "id_column": "id",
+        "label_column": "label",
+        "label_columns": None,
+        "allowed_labels": {"path": "possible.csv", "key": "t", "column": "labels"},
+    },
     "labels": ["neg", 2],
     "models": [
         _MEMBER,
@@ -133,6 +141,13 @@ GOOD: Final[dict[str, Any]] = {
                 "text_column": ["t", "u"],
                 "max_length": None,
                 "when": {"share": 0.4},
+                "views": [
+                    {"name": "fold0", "adapter_name_or_path": "fold0"},
+                    {
+                        **{"name": "mean", "adapters": {"average": ["fold0", "fold1"]}},
+                        "when": {"share": "as_time_allows"},
+                    },
+                ],
             },
             "weight": [0.5, 0, 1],
         },
@@ -187,8 +202,17 @@ GOOD: Final[dict[str, Any]] = {
         {"when": "{{ t == u }}", "set": {"neg": 0.5, "2": 0.5}},
         {"when": "{{ not t }}", "mask": [2]},
     ],
-    "submission": {"sample": "s.csv", "path": "out.csv", "columns": {"p": "neg"}},
+    "submission": {
+        "sample": "s.csv",
+        "path": "out.csv",
+        "columns": {
+            "p": "neg",
+            "q": {"answer": "label", "names": {"neg": "no"}, "format": "{{ answer }} {{ t }}"},
+            "r": {"answer": {"expected": [1, 2], "thresholds": [1.5]}},
+        },
+    },
     "output_dir": "runs/first",
+    "copy_to": "file:///results/first",
     "limit": 5,
     "seed": 1,
     "devices": [0, "GPU-1"],
@@ -199,7 +223,7 @@ GOOD: Final[dict[str, Any]] = {
     "on_bad_row": "fail",
     "on_member_failure": "continue",
     "time_limit": "8h30m",
-    "fill": "sample",
+    "fill": "uniform",
     "hang_timeout": 90,
     "hash_weights": False,
     "standby": True,

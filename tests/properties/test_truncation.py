@@ -332,6 +332,7 @@ def test_a_chat_and_its_instruction_stay_whole_around_columns_that_are_cut(
     keys: dict[str, Any] = {
         "label_tokens": {},
         "single_token": False,
+        "choices": None,
         "length_normalize": "none",
         "apply_chat_template": True,
     }
