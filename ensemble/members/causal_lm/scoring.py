@@ -188,9 +188,8 @@ class LabelScorer(Classifier):
         if not isinstance(encoded, EncodedChoices):
             return [self._texts] * len(rows)
         of_rows = [encoded.texts[row] for row in rows.tolist()]
-        return [
-            texts for texts in of_rows if texts is not None
-        ]  # all of them: rows with a problem have no tokens
+        # Rows with a problem have no texts, and come into no batch.
+        return [texts for texts in of_rows if texts is not None]
 
     def _whole_rows(
         self,
