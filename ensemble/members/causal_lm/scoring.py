@@ -255,19 +255,15 @@ class LabelScorer(Classifier):
     ) -> list[LayerBehind]:
         """Return the layers of a cache with the prefix, and the prompt of each path's row behind it."""
         path_rows = np.array([path.row for path in some], dtype=np.int64)
-        # Of a model on several GPUs, each has its own copy.
-        rows_on = functools.cache(partial(on_device, path_rows))
-        order_on = functools.cache(lambda device: None if order is None else on_device(order, device))
         is_whole_batch = np.array_equal(path_rows, np.arange(len(kept[0][0])))
+        # Of a model on several GPUs, each has its own copy.
+        rows_on = functools.cache(lambda device: None if is_whole_batch else on_device(path_rows, device))
+        order_on = functools.cache(lambda device: None if order is None else on_device(order, device))
         layers = []
-        for index, (keys, values) in enumerate(kept):
-            device = keys.device
-            earlier = [] if prefix is None else [prefix.layers[index]]
-            if is_whole_batch:
-                earlier.append((keys, values))
-            else:
-                earlier.append((keys[rows_on(device)], values[rows_on(device)]))
-            layers.append(LayerBehind(earlier, order_on(device)))
+        for index, prompts in enumerate(kept):
+            device = prompts[0].device
+            earlier = [prompts] if prefix is None else [prefix.layers[index], prompts]
+            layers.append(LayerBehind(earlier, rows_on(device), order_on(device)))
         return layers
 
     def _read(self, one_pass: _Pass, cache: Cache | None) -> torch.Tensor:

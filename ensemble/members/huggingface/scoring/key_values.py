@@ -22,16 +22,22 @@ class LayerBehind(DynamicLayer):  # type: ignore[misc]  # of a library without t
     Nothing joined is kept, so that only one layer's keys and values are joined at a time.
 
     Args:
-        earlier: parts of the same tokens for all rows, with one row, or with a row for each row of the pass.
+        earlier: parts of tokens, each with one row, the same for all, or with the rows of a batch.
+        rows: the batch's row of each row of the pass, int64 [rows]; None: they are the same rows.
         order: where each of the joined tokens is taken from, int64 [rows, tokens]; None: they stay.
         keeps: whether ``computed`` holds the pass's own keys and values afterwards.
     """
 
     def __init__(
-        self, earlier: Sequence[KeysAndValues], order: torch.Tensor | None = None, keeps: bool = False
+        self,
+        earlier: Sequence[KeysAndValues],
+        rows: torch.Tensor | None = None,
+        order: torch.Tensor | None = None,
+        keeps: bool = False,
     ) -> None:
         super().__init__()
         self._earlier = earlier
+        self._rows = rows
         self._order = order
         self._keeps = keeps
         self._length = sum(keys.shape[-2] for keys, _ in earlier)
@@ -51,6 +57,8 @@ class LayerBehind(DynamicLayer):  # type: ignore[misc]  # of a library without t
         return keys, self._joined([values for _, values in self._earlier], value_states)
 
     def _joined(self, earlier: Sequence[torch.Tensor], states: torch.Tensor) -> torch.Tensor:
+        if self._rows is not None:
+            earlier = [part if len(part) == 1 else part[self._rows] for part in earlier]
         parts = [part.expand(len(states), -1, -1, -1) for part in earlier]
         joined = torch.cat([*parts, states], dim=-2)
         if self._order is None:
