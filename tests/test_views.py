@@ -486,3 +486,24 @@ def test_views_whose_rules_decide_nothing(
     pairs: Project, views: list[dict[str, Any]], changes: dict[str, Any], said: str
 ) -> None:
     assert said in run(pairs, *views, code=2, **changes)
+
+
+@pytest.mark.long
+def test_a_member_all_of_whose_views_depend_on_the_time_decides_nothing(pairs: Project) -> None:
+    """With time for all: the last member goes by the first one alone."""
+    gemma = by_hand(pairs, [f"one {a} other {b}" for a, b in cells(pairs)])
+    limit = between(margins(gemma), 12)
+    config = pairs.config(submission=None, defaults={"max_length": 128, "prompt_template": TEMPLATE})
+    first, second = config["models"]
+    timed = {"share": "as_time_allows"}
+    second["views"] = [{**AS_IS, "when": timed}, {**SWAPPED, "when": timed}]
+    when = {"margin_below": limit}
+    last = {**first, "name": "last", "prompt_template": "{{ a }} {{ b }}", "when": when}
+    config["models"] = [first, second, last]
+    pairs.write_config({**config, "time_limit": "3h"})
+    for _ in range(2):  # the second run expects a share by the predictions of the first
+        done = pairs.ensemble("run", "config.yaml")
+        assert done.returncode == 0, done.stdout + done.stderr
+    demand_swapped(pairs, "llama", np.ones(ROWS, dtype=np.bool_))
+    selected = [pairs.ids[row] for row in np.flatnonzero(margins(gemma) < limit)]
+    assert list(part(pairs, "last")) == selected

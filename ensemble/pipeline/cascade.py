@@ -59,17 +59,19 @@ def _rules(config: RunConfig) -> Iterator[_Rule]:
     """Yield the rules in the order of members and views: those before decide about those behind.
 
     Rows of which there are as many as there was time for decide nothing: a member that has them in its last views
-    decides by its other views.
+    decides by its other views, if there are any.
     """
     for number, model in enumerate(config.models):
-        before = tuple(_decider(earlier) for earlier in deciding_members(config.models[:number]))
+        members = map(_decider, deciding_members(config.models[:number]))
+        before = tuple(decider for decider in members if decider.works)
         if model.when is not None:
             yield _Rule(model.name, model.name, model.when, before)
         for view, when in model.views_with_when.items():
             deciders = before
             if view:
                 own = model if model.has_weight else model.model_copy(update={"weight": 1.0})
-                deciders = (*before, _views_before(own, view))
+                views = _views_before(own, view)
+                deciders = (*before, views) if views.works else before
             yield _Rule(work_of_view(model, view), model.name, when, deciders)
 
 
