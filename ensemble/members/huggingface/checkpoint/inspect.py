@@ -210,10 +210,12 @@ def inspect_checkpoint(
         )
     if uses_own_head and ("ForCausalLM" in architecture or "ForMaskedLM" in architecture):
         if tensors and not any(is_head(tensor.name) for tensor in tensors):
-            others = [
-                f"nor has its adapter {adapter.name}" for adapter in files.adapters if adapter is not None
-            ]
-            other = "and it has no adapter" if None in files.adapters else others[0]
+            names_of_adapters = [adapter.name for adapter in files.adapters if adapter is not None]
+            other = "and it has no adapter"
+            if None not in files.adapters:
+                other = f"nor has its adapter {names_of_adapters[0]}"
+            elif names_of_adapters:
+                other = "and one of its views has no adapter"
             raise CheckpointError(
                 f"{name_or_path} ({architecture}) has no classification head, {other}; name a checkpoint that "
                 "was trained for sequence classification, or its adapter (adapter_name_or_path); a language model "
