@@ -162,7 +162,7 @@ def _fit_run(
             f"{run_dir}: its run has other rules than the config; run the config again (this only merges), then fit"
         )
     source = "column None" if predictions.allowed is None else predictions.allowed.source
-    if source != loaded.redactor(f"column {data.allowed_labels}"):
+    if source != loaded.redactor(f"column {config.possible_labels}"):
         raise DataError(
             f"{run_dir}: its run has other data.allowed_labels than the config; run the config again, then fit"
         )

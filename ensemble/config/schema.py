@@ -563,6 +563,12 @@ class RunConfig(StrictConfig):
         "limit": "max_rows n_rows nrows num_rows",
     }
 
+    @property
+    def possible_labels(self) -> str | AllowedLabelsTable | None:
+        """Return where the labels that are possible in a row stand; a member's ``choices`` say it, too."""
+        columns = [getattr(member, "choices", None) for member in self.models]
+        return self.data.allowed_labels or next(filter(None, columns), None)
+
     def deciders(self, index: int) -> tuple[str, ...]:
         """Return the members whose mean selects the rows of the member ``index``, which has ``when``."""
         return tuple(member.name for member in deciding_members(self.models[:index]))

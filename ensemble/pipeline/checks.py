@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ensemble.common.errors import ConfigError, EnsembleError
+from ensemble.common.errors import ConfigError, DataError, EnsembleError
 from ensemble.common.files import unreadable, unwritable_reason
 from ensemble.common.host import usable_cpus
 from ensemble.common.packages import installed_versions
@@ -146,29 +146,33 @@ def _choices_problems(kinds: Kinds) -> Iterator[str]:
             )
 
 
-def choice_problem(table: InputTable, column: str, labels: int) -> str:
-    """Return what is wrong with the choices of the first such row; empty if every row has two to ``labels``.
+def choice_counts(table: InputTable, column: str, labels: int) -> list[int]:
+    """Return how many choices each row has.
 
     Raises:
-        TemplateProblem: a cell is not JSON.
+        DataError: of the first row that does not have two to ``labels``.
     """
+    counts = []
     for number, cells in enumerate(table.python_rows([column])):
         place = f"row {number + 1:,} (id {quoted(table.ids[number].as_py())})"
         try:
             choices = parse_json_cell(cells[column])
         except TemplateProblem as error:
-            return f"{place}: {quoted(column)} holds a JSON list of texts, and this is {error}"
+            raise DataError(f"{place}: {quoted(column)} must hold a JSON list of texts: {error}") from None
         if not isinstance(choices, list) or not all(isinstance(text, str) and text for text in choices):
-            return f"{place}: {quoted(column)} must hold a JSON list of texts, none of them empty"
+            raise DataError(f"{place}: {quoted(column)} must hold a JSON list of texts, none of them empty")
         if len(choices) < 2:
             count = "one choice" if choices else "no choices"
-            return f"{place} has {count} in {quoted(column)}; a row needs two or more to choose from"
+            raise DataError(
+                f"{place} has {count} in {quoted(column)}; a row needs two or more to choose from"
+            )
         if len(choices) > labels:
-            return (
+            raise DataError(
                 f"{place} has {len(choices)} choices in {quoted(column)}, and labels has "
                 f'{plural(labels, "position")}; let it go from "0" to the most that any row has'
             )
-    return ""
+        counts.append(len(choices))
+    return counts
 
 
 def _when_problems(
@@ -251,7 +255,8 @@ def run_warnings(
         if len(impossible):
             first = row_text(int(impossible[0]), table.ids)
             rows = f"{plural(len(impossible), 'row')} whose true label is impossible, the first is {first}"
-            yield f"data.allowed_labels: {rows}; no prediction can be right there"
+            key = "label_column" if config.data.allowed_labels is None else "allowed_labels"
+            yield f"data.{key}: {rows}; no prediction can be right there"
     if {inspection.activation for inspection in inspected.values()} >= {"softmax", "sigmoid"}:
         yield (
             "models: some give exclusive labels (softmax), some independent ones (sigmoid); their mean is neither"

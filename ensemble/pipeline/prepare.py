@@ -44,7 +44,7 @@ from ensemble.pipeline.cascade import expected_shares
 from ensemble.pipeline.checks import (
     Kinds,
     Problems,
-    choice_problem,
+    choice_counts,
     member_problems,
     place_problems,
     rule_key,
@@ -135,7 +135,8 @@ def prepare(
                 table = table.only(needs.columns)
             values, warnings = _read_predictions(config, members, table, problems)
             warnings += _look_for_files(members, table, problems)
-            _look_at_choices(config, members, table, problems)
+            choices = _read_choices(config, members, table, problems)
+            allowed = allowed or choices
         problems.add(member_problems(config, members.kinds, members.inspected))
         problems.add(rule_problems(loaded, members.inspected))
         shares: dict[str, ExpectedShare] = {}
@@ -386,15 +387,20 @@ def _look_for_files(members: _Members, table: InputTable, problems: Problems) ->
     return warnings
 
 
-def _look_at_choices(config: RunConfig, members: _Members, table: InputTable, problems: Problems) -> None:
-    """Collect a row of each column of choices that has none or one, or more than there are labels."""
-    looked_at: set[str] = set()
+def _read_choices(
+    config: RunConfig, members: _Members, table: InputTable, problems: Problems
+) -> AllowedLabels | None:
+    """Return the positions that each row's choices have; None: no member has choices, or there is a problem."""
+    counts: dict[str, list[int]] = {}
     for view in members.views:
         column = None if view.choices is None else view.swap.get(view.choices, view.choices)
-        if column is not None and column not in looked_at:
-            looked_at.add(column)
-            problem = choice_problem(table, column, len(config.labels))
-            problems.add([f"{view.key}.choices: {problem}"] if problem else [], DataError)
+        if column is not None and column not in counts:
+            with problems.at(f"{view.key}.choices"):
+                counts[column] = choice_counts(table, column, len(config.labels))
+    if not counts:
+        return None
+    most = np.max([*counts.values()], axis=0)
+    return AllowedLabels(np.arange(len(config.labels)) < most[:, None], f"column {config.possible_labels}")
 
 
 def _file_states(kinds: Iterable[MemberKind[Any, Any]]) -> dict[str, FileState]:

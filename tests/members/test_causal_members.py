@@ -80,9 +80,9 @@ def test_a_run_over_choices_of_each_row_and_a_csv_member(project: Project) -> No
     choices = [[parts[(row + place) % 5] for place in range(2 + row % 3)] for row in range(20)]
     truth = [row % 2 for row in range(20)]
     write_choices(project, choices, truth)
-    project.write_csv(
-        "other.csv", ["id", *POSITIONS], [[f"r{row}", "0.5", "0.5", "0", "0"] for row in range(20)]
-    )
+    others = [[f"r{row}", "0.5", "0.5", "0", "0"] for row in range(20)]
+    others[0][1:3] = "0.6", "0.4"
+    project.write_csv("other.csv", ["id", *POSITIONS], others)
     models = [chooser(project), {"name": "other", "task_type": "csv", "path": "other.csv"}]
     data = {"path": "test.csv", "label_column": "right"}
     project.write_config(
@@ -103,6 +103,25 @@ def test_a_run_over_choices_of_each_row_and_a_csv_member(project: Project) -> No
     again = project.ensemble("run", "config.yaml")
     assert again.returncode == 0, again.stderr
     assert project.run_json()["members"][0]["reused_rows"] == 20
+    # A method that gives more than 0 where every member gives 0.
+    project.write_config(
+        project.config(
+            models=models,
+            labels=POSITIONS,
+            data=data,
+            submission=None,
+            defaults=None,
+            ensemble={"method": "rank_mean"},
+        )
+    )
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "2 to 4 of 4 labels possible in a row, by column answers" in done.stdout
+    _, merged = project.read("runs/first/ensemble.csv")
+    for row, of_row in zip(merged, choices, strict=True):
+        assert [float(cell) > 0 for cell in row[1:]] == [place < len(of_row) for place in range(4)]
+    done = project.ensemble("fit", "config.yaml", "--set", "ensemble.method=mean")
+    assert done.returncode == 0, done.stderr
 
 
 def test_mistakes_in_choices_are_named_with_their_row(project: Project) -> None:
@@ -129,7 +148,9 @@ def test_mistakes_in_choices_are_named_with_their_row(project: Project) -> None:
     assert "row 3 (id 'r2') has 5 choices in 'answers', and labels has 4 positions; let it go from" in found
     found = problems([good, [1, 2], good], ours)
     assert "row 2 (id 'r1'): 'answers' must hold a JSON list of texts, none of them empty" in found
-    assert "row 2 (id 'r1'): 'answers' holds a JSON list" in problems([good, "[plants", good], ours)
+    assert "row 2 (id 'r1'): 'answers' must hold a JSON list of texts: not valid JSON" in problems(
+        [good, "[plants", good], ours
+    )
     found = problems([good] * 3, ours, ["a", "b"])
     assert (
         'labels must be the positions of choices: "0", "1" and so on, to the most that any row has' in found
