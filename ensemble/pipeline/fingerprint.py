@@ -89,7 +89,7 @@ def view_fingerprints(prepared: Prepared, member: MemberPlan, files: FileDigests
     for number, view in enumerate(member.model.counted_views):
         columns = prepared.view_columns[member.name][number]
         rows = prepared.table.digest(columns, file_cells(prepared, member.name, view))
-        # ``whole`` is of the adapters of all views.
+        # With the view's own adapter; the member's fingerprint has those of all views.
         kind = member_kind(member.model.as_view(view))
         content = kind.content(prepared.inspected[member.name], files)
         settings = _settings(prepared, member, view)

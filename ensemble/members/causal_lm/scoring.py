@@ -461,7 +461,7 @@ class LabelScorer(Classifier):
         return _Pass(inputs, on_device(places, self.last_device), some, first_token)
 
     def _parts(self, row_paths: Sequence[RowPath], rows: int, before: int) -> list[list[RowPath]]:
-        """Cut paths, the longest first, into passes of at most ``rows`` rows, and of so many positions.
+        """Cut paths into passes of at most ``rows`` rows, and of so many positions.
 
         Args:
             before: positions that are read before a path's own.

@@ -56,9 +56,8 @@ def _difference(first: Adapter, second: Adapter, combination_type: str) -> Itera
     for name in sorted({*first.shapes, *second.shapes}):
         shape, other = first.shapes.get(name, ()), second.shapes.get(name, ())
         is_lora = ".lora_" in name
-        if shape == other or (
-            is_lora and not (shape and other)
-        ):  # a layer that one of them lacks counts as zero
+        # A layer that one of them lacks counts as zero.
+        if shape == other or (is_lora and not (shape and other)):
             continue
         rank_axis = int(name.endswith((".lora_B.weight", ".lora_embedding_B")))
         is_rank = is_lora and shape[1 - rank_axis] == other[1 - rank_axis]
