@@ -102,6 +102,7 @@ def run(
         from ensemble.cli.progress import choose_display, log_shown
         from ensemble.cli.result_objects import Run
         from ensemble.pipeline.ending import raise_unless_complete
+        from ensemble.pipeline.remote import copy_results
         from ensemble.pipeline.run import run as run_config
 
         display = choose_display(stream)
@@ -110,6 +111,9 @@ def run(
                 loaded, display, fresh, _elapsed_seconds(), owns_process=_is_command, reuse=other
             )
         show("summary", report, stream)
+        addresses = copy_results(loaded, report)
+        if addresses and stream is not None:
+            stream.write(f"results copied to {' and '.join(addresses)}\n")
         raise_unless_complete(report)
     return Run(loaded.config.output_dir)
 
