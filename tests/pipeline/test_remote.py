@@ -293,6 +293,18 @@ def test_an_object_that_changes_during_the_run(
     assert len(project.read("runs/first/ensemble.csv")[1]) == 300
 
 
+def test_addresses_on_the_command_line(csv_project: Project, tmp_path: Path) -> None:
+    project, root = csv_project, f"file://{tmp_path}/a folder"
+    (tmp_path / "a folder/day=1").mkdir(parents=True)
+    (project.folder / "mate.csv").rename(tmp_path / "a folder/day=1/mate.csv")
+    done = project.ensemble("merge", f"{root}/day=1/mate.csv", "-o", f"{root}/out/merged.csv")
+    assert done.returncode == 0, done.stderr
+    assert f"{root}/out/merged.csv: 300 rows of" in printed(done)
+    done = project.ensemble("fit", f"b={root}/day=1/mate.csv", "--labels", "test.csv", "-o", f"{root}/w.yaml")
+    assert done.returncode == 2
+    assert f"error: {root}/w.yaml: must be on this machine; name a local path" in printed(done)
+
+
 @pytest.mark.long
 def test_commands_on_files_at_addresses(csv_project: Project, s3: Any) -> None:
     project = csv_project
