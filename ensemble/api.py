@@ -28,7 +28,7 @@ from ensemble.common.files import output_file, settings_file, write_text
 from ensemble.common.packages import demand_supported
 from ensemble.common.python_process import keep_pandas_out, one_thread_for_numpy
 from ensemble.common.redact import RedactedStream, Redactor, guard_output, redacted_errors
-from ensemble.common.remote_files import local_path, written_locally
+from ensemble.common.remote_files import address_of, local_path, written_locally
 from ensemble.common.text import quoted
 
 # What imports numpy or pyarrow is imported when it is used: --help and a typo in a key shall answer at once.
@@ -102,6 +102,7 @@ def run(
         from ensemble.cli.progress import choose_display, log_shown
         from ensemble.cli.result_objects import Run
         from ensemble.pipeline.ending import raise_unless_complete
+        from ensemble.pipeline.remote import copy_results
         from ensemble.pipeline.run import run as run_config
 
         display = choose_display(stream)
@@ -110,6 +111,9 @@ def run(
                 loaded, display, fresh, _elapsed_seconds(), owns_process=_is_command, reuse=other
             )
         show("summary", report, stream)
+        addresses = copy_results(loaded, report)
+        if addresses and stream is not None:
+            stream.write(f"results copied to {' and '.join(addresses)}\n")
         raise_unless_complete(report)
     return Run(loaded.config.output_dir)
 
@@ -577,13 +581,17 @@ def _path(value: object) -> Path:
 
 
 def _optional_path(value: object) -> Path | None:
-    return None if value is None else _path(value)
+    """Return a path, which must be on this machine."""
+    path = None if value is None else _path(value)
+    address = None if path is None else address_of(path)
+    if address is not None:
+        raise ConfigError(f"{address}: must be on this machine; name a local path")
+    return path
 
 
 def _optional_input(value: object) -> Path | None:
     """Return the path of a file to read, or of its copy if the value is an address."""
-    path = _optional_path(value)
-    return None if path is None else local_path(path)
+    return None if value is None else local_path(_path(value))
 
 
 def _texts(overrides: Overrides | None) -> list[str]:

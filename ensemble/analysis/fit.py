@@ -300,6 +300,11 @@ def check(sample: Predictions, options: Options, metric: Metric) -> None:
             "the members give raw values (regression), which have no log loss: use --method greedy --calibration "
             "none, and a metric such as rmse"
         )
+    if sample.activation == "none" and options.metric == LOG_LOSS:
+        raise ConfigError(
+            "the members give raw values (regression), which have no log loss: use another metric, such as "
+            "--metric rmse"
+        )
     fits_more = (
         options.calibration != "none"
         or options.method in ("stacking", "auto")
@@ -472,8 +477,11 @@ def _cross_validated(
         equal[is_scored] = equal_blend.merge(raw)
         merged[is_scored] = blend.merge(ready)
         if numbers:
-            answer = fit_thresholds(blend.merge(members), others.required_truth, numbers, options.seed)
-            answers[is_scored] = answered(answer, merged[is_scored])
+            fitted_to, tried_on = blend.merge(members), merged[is_scored]
+            others.mask(fitted_to, sample.activation)
+            scored.mask(tried_on, sample.activation)
+            answer = fit_thresholds(fitted_to, others.required_truth, numbers, options.seed)
+            answers[is_scored] = answered(answer, tried_on)
         for number, values in enumerate(without):
             has_weight = isinstance(blend, StackingFit) or blend.weights[number] > 0
             values[is_scored] = method(number).merge(ready) if has_weight else merged[is_scored]

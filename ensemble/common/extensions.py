@@ -93,7 +93,7 @@ def call_hooks(group: str, argument: object) -> Iterator[str]:
         try:
             hook: Callable[[object], object] = entry.load()
             hook(argument)
-        except Exception as error:  # somebody else's code may raise anything
+        except (Exception, SystemExit) as error:  # somebody else's code may raise anything
             yield (
                 f"the hook {entry.name} = {entry.value} of the package {owner} failed ({first_line(error)}); the "
                 "run itself is not affected"

@@ -61,7 +61,7 @@ def shown_path(path: Path) -> str:
         return str(path)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return an error's class and the first line of its message."""
     line = str(error).strip().partition("\n")[0].strip()
     return f"{type(error).__name__}: {line}"

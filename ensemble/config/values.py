@@ -235,7 +235,7 @@ File = Annotated[Path, PlainValidator(_path), MustBe("the path of a file")]
 Folder = Annotated[Path, PlainValidator(_path), MustBe("the path of a folder")]
 Address = Annotated[
     str,
-    StringConstraints(pattern=r"^(s3|gs|hf|file)://[^\s]+$"),
+    StringConstraints(pattern=r"^(s3|gs|hf|file)://\S(.*\S)?$"),
     MustBe("an address such as s3://bucket/folder, or of gs://, hf:// or file://"),
 ]
 Count = Annotated[int, Ge(1), Le(MAX_COUNT), MustBe("a whole number of at least 1")]

@@ -56,7 +56,8 @@ class Answer:
             values: float64 [rows, labels].
         """
         if self.numbers:
-            means = values[:, 0] if values.shape[1] == 1 else values @ np.array(self.numbers)
+            # Rounded, because the last bits of a sum depend on how many rows are multiplied at a time.
+            means = values[:, 0] if values.shape[1] == 1 else (values @ np.array(self.numbers)).round(12)
             return np.asarray(np.searchsorted(self.thresholds, means, side="right")[:, None])
         if self.top == 1:
             return np.asarray(values.argmax(axis=1)[:, None])

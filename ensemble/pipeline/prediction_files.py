@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ensemble.common.errors import ConfigError, DataError, EnsembleError
-from ensemble.common.remote_files import local_path
+from ensemble.common.remote_files import address_of, local_path
 from ensemble.common.text import listed, quoted
 from ensemble.config.values import MAX_NAME_CHARACTERS, is_member_name
 from ensemble.data.formats import column_names
@@ -31,7 +31,8 @@ ROWS_ADVICE: Final = "correct the file, or say what its values are with --activa
 def path_of(file: str | os.PathLike[str]) -> Path:
     """Return the path in ``NAME=file`` or ``file``."""
     _, equals, path = str(file).partition("=")
-    return Path(path) if equals and not Path(file).exists() else Path(file)
+    is_named = equals and address_of(file) is None and not Path(file).exists()
+    return Path(path) if is_named else Path(file)
 
 
 def named_files(files: Sequence[str | os.PathLike[str]]) -> dict[str, Path]:

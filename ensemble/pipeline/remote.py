@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ from pydantic import BaseModel
 
 from ensemble.common.errors import ConfigError, EnsembleError
 from ensemble.common.files import is_parquet
-from ensemble.common.remote_files import Copy, address_of, copy_in, copy_out
+from ensemble.common.remote_files import Copy, address_of, copy_in, copy_out, demand_writable
 from ensemble.config import LoadedConfig
 from ensemble.config.document import Loc
 from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.run_report import MERGED, RunReport
 
 
 def with_copies(loaded: LoadedConfig) -> LoadedConfig:
@@ -61,23 +62,41 @@ def _with_local_paths(value: Any, loc: Loc, copied: Callable[[str, Loc], Path]) 
     return value
 
 
-def result_addresses(loaded: LoadedConfig) -> tuple[str, ...]:
-    """Return the addresses to which a run copies results; a trial on the first rows copies none."""
-    folder = loaded.config.copy_to
-    addresses = (folder and f"{folder.rstrip('/')}/run.json", loaded.submission_address)
-    return () if loaded.config.limit is not None else tuple(filter(None, addresses))
+def demand_writable_results(loaded: LoadedConfig) -> None:
+    """Try the addresses to which a run copies results; raise an OutputError that names the key of one."""
+    for key, address in _result_addresses(loaded).items():
+        try:
+            demand_writable(address)
+        except EnsembleError as error:
+            where = loaded.document.where(key)
+            raise type(error)([f"{where}: {problem}" for problem in error.problems]) from error
 
 
-def copy_results(loaded: LoadedConfig, results: Mapping[str, str]) -> None:
-    """Copy a run's results, files by what they are, to the addresses of its config, ``run.json`` last."""
-    rundir = RunDir(loaded.config.output_dir)
+def copy_results(loaded: LoadedConfig, report: RunReport) -> tuple[str, ...]:
+    """Copy what a run has merged to the addresses of its config, ``run.json`` last, and return these."""
+    addresses = _result_addresses(loaded)
+    if not addresses or report.status not in MERGED:
+        return ()
+    rundir, folder = RunDir(loaded.config.output_dir), loaded.config.copy_to
     otherwise = f"the results are complete in {rundir.root}, and the same command copies them again"
-    if loaded.submission_address is not None and "submission" in results:
-        copy_out(Path(results["submission"]), loaded.submission_address, otherwise)
-    if loaded.config.copy_to is None:
-        return
-    files = [*sorted(rundir.predictions_dir.iterdir()), rundir.ensemble, rundir.submission, rundir.config]
-    for path in (*files, rundir.report_page, rundir.run_json):
-        if path.is_file():
-            name = path.relative_to(rundir.root).as_posix()
-            copy_out(path, f"{loaded.config.copy_to.rstrip('/')}/{name}", otherwise)
+    if loaded.submission_address is not None and "submission" in report.files:
+        copy_out(Path(report.files["submission"]), loaded.submission_address, otherwise)
+    if folder is not None:
+        files = [*sorted(rundir.predictions_dir.iterdir()), rundir.ensemble, rundir.submission, rundir.config]
+        for path in (*files, rundir.report_page, rundir.run_json):
+            if path.is_file():
+                name = path.relative_to(rundir.root).as_posix()
+                copy_out(path, f"{folder.rstrip('/')}/{name}", otherwise)
+    return tuple(addresses.values())
+
+
+def _result_addresses(loaded: LoadedConfig) -> dict[Loc, str]:
+    """Return the addresses to which a run copies results, by their keys; a trial on the first rows copies none."""
+    addresses: dict[Loc, str] = {}
+    if loaded.config.limit is not None:
+        return addresses
+    if loaded.config.copy_to is not None:
+        addresses["copy_to",] = f"{loaded.config.copy_to.rstrip('/')}/run.json"
+    if loaded.submission_address is not None:
+        addresses["submission", "path"] = loaded.submission_address
+    return addresses

@@ -20,14 +20,13 @@ from ensemble.common.extensions import call_hooks
 from ensemble.common.files import atomic_path, file_state, remove_temporary_files, sync_directory, write_text
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import CommonSpec, Start, ViewSpec, WorkerSpec
-from ensemble.common.remote_files import demand_writable
 from ensemble.common.shards import CACHE_FOLDER, ORDER_FILE
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
-from ensemble.pipeline.remote import copy_results, result_addresses
+from ensemble.pipeline.remote import demand_writable_results
 from ensemble.pipeline.report_page import write_page
 from ensemble.pipeline.reporting import RunState
 from ensemble.pipeline.results import ResultWriter
@@ -82,18 +81,12 @@ def run(
     began = boot_seconds() - elapsed_seconds
     if reuse is not None:
         demand_reusable(reuse, loaded.config.output_dir)
-    addresses = result_addresses(loaded)
-    for address in addresses:
-        demand_writable(address)
+    demand_writable_results(loaded)
     prepared = replace(prepare(loaded, is_for_run=True), reuse=reuse)
     display.say(f"{shown_path(loaded.config.data.path)}: {plural(prepared.table.rows, 'row')}")
     for remark in prepared.table.remarks:
         display.say(remark)
-    report = run_prepared(prepared, display, fresh, began, owns_process, has_hooks=True)
-    if addresses and report.status in MERGED:
-        copy_results(loaded, report.files)
-        display.say(f"results copied to {' and '.join(addresses)}")
-    return report
+    return run_prepared(prepared, display, fresh, began, owns_process, has_hooks=True)
 
 
 def run_prepared(

@@ -13,12 +13,14 @@ from scipy.stats import gmean
 from sklearn.metrics import log_loss, roc_auc_score
 
 from bench.fit_halves import AUTO, BEST, EQUAL, held_out_halves, is_worse
-from ensemble.analysis.fit import Candidate, FitReport, Options, fit, folds
+from ensemble.analysis.fit import Candidate, FitReport, Options, fit, fit_sample, folds
 from ensemble.analysis.fit_auto import fit_auto
+from ensemble.analysis.metrics import find_metric
 from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.weights_file import verdicts
 from ensemble.cli.views.fit import view
 from ensemble.common.errors import ConfigError, DataError
+from ensemble.merging.allowed_labels import AllowedLabels
 from tests.analysis.test_fit import (
     conditional,
     demand_normal,
@@ -192,6 +194,8 @@ def test_regression_and_a_single_member() -> None:
     members = {f"m{number}": truth + 0.5 * random.normal(size=truth.shape) for number in range(2)}
     ids = pa.chunked_array([pa.array([str(row) for row in range(400)])])
     found = Predictions(ids, ("y",), members, dict.fromkeys(members, "none"), truth)
+    with pytest.raises(ConfigError, match="have no log loss: use another metric, such as --metric rmse"):
+        fit_auto(found, AUTO_OPTIONS)
     report = fit_auto(found, Options("rmse", "auto"))
     assert [way.options.title for way in report.candidates] == [
         "equal (mean)",
@@ -206,6 +210,16 @@ def test_regression_and_a_single_member() -> None:
     titles = [way.options.title for way in report.candidates]
     assert titles == ["equal (mean)", "equal (mean, temperature)", "stacking", "stacking (temperature)"]
     assert report.options.title == "equal (mean, temperature)"
+
+
+def test_thresholds_between_the_labels_that_are_possible() -> None:
+    found = predictions(400)
+    assert found.truth is not None
+    only_true = AllowedLabels(np.eye(len(found.labels), dtype=np.bool_)[found.truth], "column c")
+    found, options = replace(found, allowed=only_true), Options("quadratic_kappa", "stacking")
+    report = fit_sample(found, options, find_metric("quadratic_kappa"), found, 0, equal_pool="mean")
+    assert report.thresholds is not None
+    assert report.score == report.thresholds.score == report.thresholds.halfway == 1.0
 
 
 def test_all_ways_are_compared_on_the_rows_that_no_rule_touches() -> None:

@@ -36,6 +36,12 @@ def test_numbers_are_rounded_halfway_unless_thresholds_say_otherwise() -> None:
     assert cells(Answer(texts=TEXTS, numbers=(0.5, 1.0, 2.5), thresholds=(0.7, 9.0)), VALUES[:1]) == [1.0]
 
 
+def test_an_expected_number_that_equals_a_threshold_gets_the_higher_answer() -> None:
+    values = np.array([[0.7, 0.0, 0.3], [0.1, 0.2, 0.7]])  # 1.6 and 2.6, and in floating point a little less
+    assert (values @ [1, 2, 3] < [1.6, 2.6]).all()
+    assert cells(Answer(texts=TEXTS, numbers=(1.0, 2.0, 3.0), thresholds=(1.6, 2.6)), values) == [2, 3]
+
+
 def test_the_value_of_a_single_label_is_the_expected_number() -> None:
     answer = Answer(texts=("score",), numbers=(1.0, 2.0, 3.0), thresholds=(1.5, 2.5))
     values = np.array([[-7.0], [1.5], [2.4], [9.0]])

@@ -184,6 +184,23 @@ def test_a_trial_copies_nothing(csv_project: Project, tmp_path: Path) -> None:
     assert (done.returncode, files(tmp_path / "out")) == (0, files(csv_project.folder / "runs/first"))
 
 
+def test_a_copy_that_fails_at_the_end(csv_project: Project, tmp_path: Path) -> None:
+    project, target = csv_project, tmp_path / "the copies"
+    (target / "ensemble.csv/in the way").mkdir(parents=True)
+    project.write_config(of_csv(project, "", copy_to=f"file://{target}"))
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 1
+    assert f"error: file://{target}/ensemble.csv: cannot be written (IsADirectoryError" in done.stderr
+    assert "the results are complete in runs/first, and the same command copies them again" in done.stderr
+    assert "merge method: mean" in done.stdout, "the summary is not lost with the copy"
+    (target / "ensemble.csv/in the way").rmdir()
+    (target / "ensemble.csv").rmdir()
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    assert f"results copied to file://{target}/run.json" in done.stdout
+    assert files(target) == files(project.folder / "runs/first")
+
+
 @pytest.mark.long
 def test_what_cannot_be_reached(csv_project: Project, s3: Any) -> None:
     project = csv_project
@@ -208,7 +225,8 @@ def test_what_cannot_be_reached(csv_project: Project, s3: Any) -> None:
         {**of_csv(project, ""), "data": {"path": "s3://bucket/folder"}}
     )
     out = problem(of_csv(project, "", copy_to="s3://no-such-bucket/out"), "run")
-    assert "error: s3://no-such-bucket/out/run.json: cannot be written (FileNotFoundError" in out
+    assert "s3://no-such-bucket/out/run.json: cannot be written (FileNotFoundError" in out
+    assert "error: copy_to (line" in out
     local = problem({**of_csv(project, ""), "output_dir": "s3://bucket/runs"})
     assert "output_dir (line" in local
     assert "a run works in a local folder; name one, and this address as copy_to" in local
@@ -273,6 +291,18 @@ def test_an_object_that_changes_during_the_run(
     assert done.returncode == 0, done.stderr
     assert f"{address} changed since it was copied, and the results are of the copy" in printed(done)
     assert len(project.read("runs/first/ensemble.csv")[1]) == 300
+
+
+def test_addresses_on_the_command_line(csv_project: Project, tmp_path: Path) -> None:
+    project, root = csv_project, f"file://{tmp_path}/a folder"
+    (tmp_path / "a folder/day=1").mkdir(parents=True)
+    (project.folder / "mate.csv").rename(tmp_path / "a folder/day=1/mate.csv")
+    done = project.ensemble("merge", f"{root}/day=1/mate.csv", "-o", f"{root}/out/merged.csv")
+    assert done.returncode == 0, done.stderr
+    assert f"{root}/out/merged.csv: 300 rows of" in printed(done)
+    done = project.ensemble("fit", f"b={root}/day=1/mate.csv", "--labels", "test.csv", "-o", f"{root}/w.yaml")
+    assert done.returncode == 2
+    assert f"error: {root}/w.yaml: must be on this machine; name a local path" in printed(done)
 
 
 @pytest.mark.long

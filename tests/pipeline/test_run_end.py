@@ -87,8 +87,9 @@ def test_a_hook_that_fails_is_a_warning(csv_run: Project, tmp_path: Path) -> Non
         site,
         "bad-hooks",
         GROUP,
-        {"a": "bad_hooks:fail", "b": "bad_hooks:missing", "c": "bad_hooks:show"},
+        {"a": "bad_hooks:fail", "b": "bad_hooks:missing", "c": "bad_hooks:show", "d": "bad_hooks:leave"},
         bad_hooks="def fail(path): raise OSError('no network')\n"
+        "def leave(path): raise SystemExit(7)\n"
         "def show(path): print('STATUS', __import__('json').loads(path.read_text())['status'])\n",
     )
     environment = {"PYTHONPATH": python_path(ROOT, site)}
@@ -97,6 +98,9 @@ def test_a_hook_that_fails_is_a_warning(csv_run: Project, tmp_path: Path) -> Non
     start = "the hook a = bad_hooks:fail of the package bad-hooks failed (OSError: no network)"
     assert start in " ".join(done.stdout.split())
     assert "the hook b = bad_hooks:missing of the package bad-hooks failed (AttributeError" in " ".join(
+        done.stdout.split()
+    )
+    assert "the hook d = bad_hooks:leave of the package bad-hooks failed (SystemExit: 7)" in " ".join(
         done.stdout.split()
     )
     assert "STATUS complete" in done.stdout

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ensemble.cli.layout import Table
 from ensemble.commands.merge_files import Merged
+from ensemble.common.remote_files import address_of
 from ensemble.common.text import plural, shown_path
 from ensemble.config.values import weight_text
 
@@ -16,4 +17,5 @@ def view(merged: Merged) -> Iterator[str | Table]:
     ]
     yield Table(["file", "rows", "weight"], rows)
     yield f"merge method: {merged.method}"
-    yield f"{shown_path(merged.path)}: {plural(merged.rows, 'row')} of {', '.join(merged.labels)}"
+    path = address_of(merged.path) or shown_path(merged.path)
+    yield f"{path}: {plural(merged.rows, 'row')} of {', '.join(merged.labels)}"
