@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
@@ -151,8 +152,11 @@ def _sentences(predictions: Predictions, pairs: Mapping[tuple[str, str], Pair]) 
     effective = []
     if predictions.truth is not None and len(correlations) == len(pairs):
         mean, members = float(np.mean([*correlations.values()])), len(predictions.members)
-        count = number(effective_members(members, mean), 1)
-        effective = [f"Together the {members} members count as {count} members with independent errors."]
+        count = effective_members(members, mean)
+        if math.isfinite(count):
+            effective = [
+                f"Together the {members} members count as {number(count, 1)} members with independent errors."
+            ]
     high, low = number(correlations[closest], 2), number(correlations[furthest], 2)
     if len(correlations) == 1:
         return [*lines, f"Their {subject} correlate at {high}: {meaning}", *effective]
