@@ -352,6 +352,7 @@ def test_shards_from_before_labels_ran_behind_their_prompt_are_not_mixed_with_ne
 
     assert "keeps_prompts" not in fingerprint(), "labels of one token give the bytes of before"
     assert fingerprint(label_tokens=BEHIND)["keeps_prompts"] is True
+    assert "keeps_prompts" not in fingerprint(label_tokens=BEHIND, torch_compile=True)
 
 
 def test_the_plan_knows_keys_and_values_of_a_batch_whose_labels_have_several_tokens(tmp_path: Path) -> None:

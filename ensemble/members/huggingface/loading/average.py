@@ -60,6 +60,8 @@ def average_adapters(title: str, adapters: Sequence[AdapterFiles], combination_t
             layers[module.removeprefix(PREFIX)] = (name, second)
         elif ".lora_" not in name:
             tensors[name] = torch.stack([content[name] for content in contents]).mean(0)
+    if not layers:
+        raise ValueError("adapters.average: none of the adapters has a LoRA layer; nothing can be averaged")
     rank = max(len(tensors[name]) for name, _ in layers.values())
     for name, second in layers.values():
         missing = rank - len(tensors[name])

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from safetensors.numpy import save_file
 
+from ensemble.members.huggingface.checkpoint.adapter_files import WEIGHTS
 from ensemble.members.huggingface.spec import AdapterSource
 from tests.checkpoints import adapter_reference, make_adapter, make_base, make_checkpoint, make_texts
 from tests.members.huggingface.scoring.test_predict import LABELS, compute, worker_spec
@@ -169,3 +171,7 @@ def test_adapters_without_a_mean(tmp_path: Path) -> None:
     kind.write_text(json.dumps({**json.loads(kind.read_text()), "bias": "all"}))
     with pytest.raises(ValueError, match="kind has bias: all, and only plain LoRA"):
         compute(averaged(base, [first, kind.parent]), ROWS)
+    bare = shutil.copytree(first, tmp_path / "bare")
+    save_file({"base_model.model.score.weight": np.zeros((3, 64), np.float32)}, bare / WEIGHTS)
+    with pytest.raises(ValueError, match="none of the adapters has a LoRA layer"):
+        compute(averaged(base, [bare, bare]), ROWS)
