@@ -34,7 +34,9 @@ def state():
         "environment": dict(os.environ), "folder": os.getcwd(), "path": list(sys.path),
         "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
         "mask": signal.pthread_sigmask(signal.SIG_BLOCK, []), "gc": gc.get_threshold(),
-        "finders": list(sys.meta_path), "threads": [one.name for one in threading.enumerate()],
+        # pandas imports dateutil, which up to 2.9 imports six.
+        "finders": [finder for finder in sys.meta_path if type(finder).__name__ != "_SixMetaPathImporter"],
+        "threads": [one.name for one in threading.enumerate()],
         "loggers": [(log.level, log.propagate, list(log.handlers))
                     for log in (logging.getLogger(), logging.getLogger("ensemble"))],
     }

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from tests.checkpoints import label_reference
-from tests.members.causal_lm import test_causal_lm
 from tests.members.causal_lm.test_causal_lm import member, predict
 from tests.project import ROOT
 
@@ -49,17 +48,15 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_label_scores_of_real_text_agree_with_plain_transformers(
-    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_label_scores_of_real_text_agree_with_plain_transformers(smollm2: Path, tmp_path: Path) -> None:
     with (ROOT / "demo" / "test.csv").open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["label"] in TOPICS]
     examples = "".join(f"Definition: {row['gloss']}\nAnswer: {row['label']}\n\n" for row in rows[100:104])
     texts = [row["gloss"] for row in rows[:ROWS]]
     tokens = {topic: f" {topic}" for topic in TOPICS}
-    monkeypatch.setattr(test_causal_lm, "LABELS", TOPICS)
     template = examples + "Definition: {{ text }}\nAnswer:"
-    made = member(tmp_path, smollm2, texts, gguf_file=FILE, prompt_template=template, label_tokens=tokens)
+    keys = {"gguf_file": FILE, "prompt_template": template, "label_tokens": tokens}
+    made = member(tmp_path, smollm2, texts, TOPICS, **keys)
     found = predict(made, ROWS)
     prompts = [f"{examples}Definition: {text}\nAnswer:" for text in texts]
     expected, others = label_reference(smollm2, prompts, list(tokens.values()), gguf_file=FILE)
