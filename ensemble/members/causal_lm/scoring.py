@@ -84,12 +84,34 @@ class LabelTexts:
     def paths(self) -> list[tuple[tuple[int, ...], list[int]]]:
         return paths(self.ids)
 
+    @cached_property
+    def has_several_tokens(self) -> bool:
+        """Return whether a label has several, so that tokens run behind a prompt."""
+        return any(len(ids) > 1 for ids in self.ids)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedChoices(Encoded):
     """Add to rows the texts that each has for its labels; a row with a problem has None."""
 
     texts: Sequence[LabelTexts | None]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Hold rows that are computed together.
+
+    Attributes:
+        rows: their numbers in ``encoded``, int64 [rows].
+        texts: of each row's labels.
+        prefix: which all of them begin with, and which is computed already; None: there is none.
+    """
+
+    encoded: Encoded
+    rows: npt.NDArray[np.int64]
+    texts: Sequence[LabelTexts]
+    with_mask: bool
+    prefix: Prefix | None
 
 
 @dataclass(frozen=True)
@@ -171,9 +193,9 @@ class LabelScorer(Classifier):
                 # Passes with a mask may be float32, while the prefix was computed in another type.
                 prefix = None if with_mask else self._prefix_of(encoded, rows)
                 is_kept = Shortcut.KEPT_PROMPT in self.taken and self._keeps_prompts
-                is_kept = is_kept and any(len(ids) > 1 for row in texts for ids in row.ids)
+                is_kept = is_kept and any(of_row.has_several_tokens for of_row in texts)
                 compute = self._behind_prompts if is_kept else self._whole_rows
-                scores = self._finished(compute(encoded, rows, texts, with_mask, prefix), texts)
+                scores = self._finished(compute(_Batch(encoded, rows, texts, with_mask, prefix)), texts)
         except torch.OutOfMemoryError:
             if len(rows) == 1 or self._prefix is None:
                 # The prefix takes memory, too: this chunk's rows run whole.
@@ -191,40 +213,26 @@ class LabelScorer(Classifier):
         # Rows with a problem have no texts, and come into no batch.
         return [texts for texts in of_rows if texts is not None]
 
-    def _whole_rows(
-        self,
-        encoded: Encoded,
-        rows: npt.NDArray[np.int64],
-        texts: Sequence[LabelTexts],
-        with_mask: bool,
-        prefix: Prefix | None,
-    ) -> torch.Tensor:
+    def _whole_rows(self, batch: _Batch) -> torch.Tensor:
         """Return the sums of labels' log-probabilities, by passes over prompts with a path behind each."""
-        scores = self._no_scores(encoded, len(rows))
+        scores, prefix = self._no_scores(batch), batch.prefix
         layers = None if prefix is None else [LayerBehind([layer]) for layer in prefix.layers]
-        parts = self._parts(_row_paths(texts), len(rows), 1)
-        passes = [self._whole(encoded, rows, some, with_mask, prefix) for some in parts]
+        parts = self._parts(_row_paths(batch.texts), len(batch.rows), 1)
+        passes = [self._whole(batch, some) for some in parts]
         for one_pass in passes:
             logits = self._read(one_pass, None if layers is None else Cache(layers=layers))
-            self._add(scores, logits, one_pass, texts)
+            self._add(scores, logits, one_pass, batch.texts)
         return scores
 
-    def _behind_prompts(
-        self,
-        encoded: Encoded,
-        rows: npt.NDArray[np.int64],
-        texts: Sequence[LabelTexts],
-        with_mask: bool,
-        prefix: Prefix | None,
-    ) -> torch.Tensor:
+    def _behind_prompts(self, batch: _Batch) -> torch.Tensor:
         """Return what ``_whole_rows`` does, by a pass over the prompts, and passes over the paths alone."""
-        scores = self._no_scores(encoded, len(rows))
+        scores, prefix, texts = self._no_scores(batch), batch.prefix, batch.texts
         prompts = [RowPath(row, (), range(len(of_row.ids))) for row, of_row in enumerate(texts)]
-        prompt_pass = self._whole(encoded, rows, prompts, with_mask, prefix)
+        prompt_pass = self._whole(batch, prompts)
         prefix_tokens = 0 if prefix is None else len(prefix.tokens)
-        lengths = encoded.lengths[rows] - prefix_tokens
+        lengths = batch.encoded.lengths[batch.rows] - prefix_tokens
         # A pass has no more rows than the prompts' own, and so takes no more memory.
-        parts = self._parts([path for path in _row_paths(texts) if path.tokens], len(rows), 0)
+        parts = self._parts([path for path in _row_paths(texts) if path.tokens], len(batch.rows), 0)
         behind = [self._behind(lengths, some, prefix_tokens) for some in parts]
         if prefix is None:
             cache = DynamicCache()
@@ -279,9 +287,9 @@ class LabelScorer(Classifier):
             ).logits
         return logits.float()
 
-    def _no_scores(self, encoded: Encoded, rows: int) -> torch.Tensor:
-        labels = self._labels if isinstance(encoded, EncodedChoices) else len(self._texts.ids)
-        return torch.zeros((rows, labels + 1), device=self.last_device)
+    def _no_scores(self, batch: _Batch) -> torch.Tensor:
+        labels = self._labels if isinstance(batch.encoded, EncodedChoices) else len(self._texts.ids)
+        return torch.zeros((len(batch.rows), labels + 1), device=self.last_device)
 
     def _finished(self, scores: torch.Tensor, texts: Sequence[LabelTexts]) -> torch.Tensor:
         """Return the scores divided; labels that a row does not have get the lowest number, whose softmax is 0."""
@@ -346,7 +354,7 @@ class LabelScorer(Classifier):
         trial = Encoded({"input_ids": rows}, np.array([len(row) for row in rows]), truncated_rows=0)
         expected = self._trial_scores(trial)
         self._try(Shortcut.SHARED_PREFIX, trial, expected, tolerance)
-        if any(len(ids) > 1 for ids in self._texts.ids):
+        if self._texts.has_several_tokens:
             self._try(Shortcut.KEPT_PROMPT, trial, expected, tolerance)
         self.forget()
         self.shared_tokens = 0
@@ -355,7 +363,7 @@ class LabelScorer(Classifier):
         """Return the scores of texts, with what is kept of their prefix and without, float64 on the host."""
         batch = np.arange(len(trial.lengths))
         # A pass with a mask shares no prefix.
-        masks = (False, True) if any(len(ids) > 1 for ids in self._texts.ids) else (False,)
+        masks = (False, True) if self._texts.has_several_tokens else (False,)
         scores = [self.logits(trial, batch, with_mask) for with_mask in masks]
         return torch.cat(scores).cpu().double()
 
@@ -394,34 +402,27 @@ class LabelScorer(Classifier):
             self._prefix = Prefix(self._shared, [(layer.keys, layer.values) for layer in cache.layers])
         return self._prefix
 
-    def _whole(
-        self,
-        encoded: Encoded,
-        rows: npt.NDArray[np.int64],
-        some: Sequence[RowPath],
-        with_mask: bool,
-        prefix: Prefix | None,
-    ) -> _Pass:
+    def _whole(self, batch: _Batch, some: Sequence[RowPath]) -> _Pass:
         """Return a pass over the prompts of paths with their tokens, which reads from the prompt's last token on.
 
         Neither inputs nor places include the prefix; only the attention mask does.
         """
-        skipped = 0 if prefix is None else len(prefix.tokens)
-        path_rows = rows[[path.row for path in some]]
-        ids = encoded.inputs["input_ids"]
+        skipped = 0 if batch.prefix is None else len(batch.prefix.tokens)
+        path_rows = batch.rows[[path.row for path in some]]
+        ids = batch.encoded.inputs["input_ids"]
         arrays = self._padded(
             [
                 np.concatenate([ids[row][skipped:], np.array(path.tokens, dtype=np.int64)])
                 for row, path in zip(path_rows.tolist(), some, strict=True)
             ]
         )
-        if Shortcut.NO_MASK in self.taken and not with_mask:
+        if Shortcut.NO_MASK in self.taken and not batch.with_mask:
             del arrays["attention_mask"]
         elif skipped:
             seen = np.ones((len(some), skipped), dtype=np.int64)
             arrays["attention_mask"] = np.concatenate([seen, arrays["attention_mask"]], axis=1)
         tokens = max(len(path.tokens) for path in some)
-        places = encoded.lengths[path_rows, None] - skipped - 1 + np.arange(tokens + 1)
+        places = batch.encoded.lengths[path_rows, None] - skipped - 1 + np.arange(tokens + 1)
         # Places behind a shorter path are read for nothing.
         places = np.minimum(places, arrays["input_ids"].shape[1] - 1)
         return self._pass(arrays, places, some, first_token=0)
