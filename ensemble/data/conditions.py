@@ -6,9 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.common.errors import DataError
-from ensemble.common.text import quoted
 from ensemble.data.json_cells import TemplateProblem
-from ensemble.data.table import InputTable
+from ensemble.data.table import InputTable, row_text
 from ensemble.data.template import PromptTemplate, compile_template
 
 _TRUE, _FALSE = ("true", "1"), ("false", "0", "")
@@ -35,7 +34,7 @@ def rows_that_meet(table: InputTable, condition: PromptTemplate) -> npt.NDArray[
         try:
             is_met[row] = _as_bool(condition.render(cells))
         except TemplateProblem as problem:
-            raise DataError(f"row {row + 1:,} (id {quoted(table.ids[row].as_py())}): {problem}") from None
+            raise DataError(f"{row_text(row, table.ids)}: {problem}") from None
     return is_met
 
 

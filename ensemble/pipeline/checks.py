@@ -154,7 +154,7 @@ def choice_counts(table: InputTable, column: str, labels: int) -> list[int]:
     """
     counts = []
     for number, cells in enumerate(table.python_rows([column])):
-        place = f"row {number + 1:,} (id {quoted(table.ids[number].as_py())})"
+        place = row_text(number, table.ids)
         try:
             choices = parse_json_cell(cells[column])
         except TemplateProblem as error:

@@ -30,7 +30,7 @@ from ensemble.data.conditions import compile_condition, rows_that_meet
 from ensemble.data.predictions_csv import PredictionFile
 from ensemble.data.row_files import FileCells
 from ensemble.data.submission import Sample, read_sample
-from ensemble.data.table import InputTable, TableNeeds, read_table
+from ensemble.data.table import InputTable, TableNeeds, read_table, row_text
 from ensemble.data.template import PromptTemplate
 from ensemble.members.base import ExternalPredictions, Inspection, MemberKind, OutputColumns
 from ensemble.members.questions import ask
@@ -321,7 +321,7 @@ def _find_rule_rows(
         row = int(masked[0])
         raise DataError(
             f"{loaded.document.where(('rules',))}: together they mask every label of {plural(len(masked), 'row')}, "
-            f"the first is row {row + 1:,} (id {quoted(table.ids[row].as_py())}); leave one"
+            f"the first is {row_text(row, table.ids)}; leave one"
         )
     return rules
 
@@ -373,7 +373,7 @@ def _look_for_files(members: _Members, table: InputTable, problems: Problems) ->
         if not missing:
             continue
         number, path = missing[0]
-        place = f"row {number + 1:,} (id {quoted(table.ids[number].as_py())})"
+        place = row_text(number, table.ids)
         reason = f"no such file: {path}"
         if path is None:
             reason = f"its cell in {quoted(cells.column)} is empty"
