@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,8 @@ def with_copies(loaded: LoadedConfig) -> LoadedConfig:
 
     def copied(address: str, loc: Loc) -> Path:
         if address not in copies:
-            try:
+            with _errors_with_key(loaded, loc):
                 copies[address] = copy_in(address)
-            except EnsembleError as error:
-                where = loaded.document.where(loc)
-                raise type(error)([f"{where}: {problem}" for problem in error.problems]) from error
         return copies[address].path
 
     config = _with_local_paths(config, (), copied)
@@ -65,11 +63,18 @@ def _with_local_paths(value: Any, loc: Loc, copied: Callable[[str, Loc], Path]) 
 def demand_writable_results(loaded: LoadedConfig) -> None:
     """Try the addresses to which a run copies results; raise an OutputError that names the key of one."""
     for key, address in _result_addresses(loaded).items():
-        try:
+        with _errors_with_key(loaded, key):
             demand_writable(address)
-        except EnsembleError as error:
-            where = loaded.document.where(key)
-            raise type(error)([f"{where}: {problem}" for problem in error.problems]) from error
+
+
+@contextmanager
+def _errors_with_key(loaded: LoadedConfig, key: Loc) -> Iterator[None]:
+    """Put the place of a key before the problems of an error that is raised inside."""
+    try:
+        yield
+    except EnsembleError as error:
+        where = loaded.document.where(key)
+        raise type(error)([f"{where}: {problem}" for problem in error.problems]) from error
 
 
 def copy_results(loaded: LoadedConfig, report: RunReport) -> tuple[str, ...]:
