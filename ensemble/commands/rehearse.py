@@ -247,21 +247,24 @@ def forecast_seconds(plan: Plan, fraction: float = 1.0) -> float:
 
 def reached_fraction(plan: Plan, seconds_left: float) -> float:
     """Return the fraction of the rows that each member computes within this time: members take turns."""
-    steps = range(1001)
-    reached = bisect_right(steps, seconds_left, key=lambda step: forecast_seconds(plan, step / 1000))
-    return max(0, reached - 1) / 1000
+    return _largest_share(lambda share: forecast_seconds(plan, share), seconds_left)
 
 
 def share_in_time(
     plan: Plan, shares: Mapping[str, float], timed: Collection[str], seconds_left: float
 ) -> float:
     """Return the share of the rows that works with ``share: as_time_allows`` compute within this time."""
-    steps = range(1001)
 
-    def seconds_of(step: int) -> float:
-        return forecast_seconds(with_shares(plan, {**shares, **dict.fromkeys(timed, step / 1000)}))
+    def seconds_of(share: float) -> float:
+        return forecast_seconds(with_shares(plan, {**shares, **dict.fromkeys(timed, share)}))
 
-    return max(0, bisect_right(steps, seconds_left, key=seconds_of) - 1) / 1000
+    return _largest_share(seconds_of, seconds_left)
+
+
+def _largest_share(seconds_of: Callable[[float], float], seconds_left: float) -> float:
+    """Return the largest share, in steps of a thousandth, that takes no more than this time; 0 if none does."""
+    steps = bisect_right(range(1001), seconds_left, key=lambda step: seconds_of(step / 1000))
+    return max(0, steps - 1) / 1000
 
 
 def _sample(

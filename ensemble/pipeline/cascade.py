@@ -5,7 +5,7 @@ The rules are in ``planning.cascade``; this module applies them to the members' 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,6 +43,10 @@ class _Decider:
     model: MemberConfig
     works: tuple[str, ...]
     weights: tuple[float, ...] = (1.0,)
+
+    def mean(self, values_of: Callable[[str], _Values]) -> _Values:
+        """Return the mean of the works, [rows, labels]; ``values_of`` gives an array of its own for each."""
+        return mean_of_views([values_of(work) for work in self.works], self.weights)
 
 
 @dataclass(frozen=True)
@@ -185,10 +189,7 @@ class Cascades:
         ((kind, _),) = rule.when.items()
         config, table, allowed = self._prepared.config, self._prepared.table, self._prepared.allowed_labels
         models = [decider.model for decider in deciders]
-        values = [
-            mean_of_views([self._values_of(work) for work in decider.works], decider.weights)
-            for decider in deciders
-        ]
+        values = [decider.mean(self._values_of) for decider in deciders]
         is_present = np.array([~np.isnan(member_values[:, 0]) for member_values in values])
         activations = [self._prepared.inspected[model.name].activation for model in models]
         mean = np.full((table.rows, len(config.labels)), np.nan)
@@ -278,10 +279,7 @@ def _expected_share(
         return ExpectedShare(1.0, why)
     ids = max((files[work].ids for work in works), key=len)
     joined = {work: files[work].join(ids, may_lack=True, may_have_others=True)[0] for work in works}
-    values = [
-        mean_of_views([joined[work].copy(order="F") for work in decider.works], decider.weights)
-        for decider in rule.deciders
-    ]
+    values = [decider.mean(lambda work: joined[work].copy(order="F")) for decider in rule.deciders]
     activations = [inspected[model.name].activation for model in models]
     is_present = np.array([~np.isnan(member_values).any(axis=1) for member_values in values])
     mean = _calibrated_mean(config, models, activations, values, is_present, np.zeros(len(ids), np.int64))
