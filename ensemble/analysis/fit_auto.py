@@ -116,7 +116,9 @@ def compare_candidates(
     held_out = _held_out(ways, sample, metric, fold_of)
     scores = _scores(held_out, sample, metric, fold_of)
     log_losses: dict[Options, tuple[float, Interval]] = {}
-    if sample.activation != "none":
+    if options.metric == LOG_LOSS:
+        log_losses = scores
+    elif sample.activation != "none":
         log_losses = _scores(held_out, sample, find_metric(LOG_LOSS), fold_of)
     candidates = tuple(
         Candidate(
