@@ -22,11 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from ensemble.config.schema import (  # noqa: E402
-    AllowedLabelsTable,
     AnswerColumnConfig,
     AnswerConfig,
     CalibrationConfig,
-    DataConfig,
     EnsembleConfig,
     FittingConfig,
     MemberConfig,
@@ -35,6 +33,8 @@ from ensemble.config.schema import (  # noqa: E402
     SubmissionConfig,
     TuningConfig,
 )
+from ensemble.config.table import AllowedLabelsTable, DataConfig  # noqa: E402
+from ensemble.config.training import TrainingConfig  # noqa: E402
 from ensemble.config.values import MustBe  # noqa: E402
 from ensemble.members.registry import KINDS  # noqa: E402
 from ensemble.merging.methods import METHODS  # noqa: E402
@@ -84,6 +84,7 @@ def page() -> str:
         ("The run", RunConfig),
         ("`data`", DataConfig),
         ("`data.allowed_labels` of another table", AllowedLabelsTable),
+        ("`training`", TrainingConfig),
         ("`ensemble`", EnsembleConfig),
         ("`rules`: each of them", RuleConfig),
         ("`submission`", SubmissionConfig),
@@ -169,7 +170,7 @@ def comments(model: type[BaseModel]) -> dict[str, str]:
                 if name in one.model_fields:
                     found[name] = text
                 else:
-                    before = text
+                    before = f"{before} {text}".strip()
             elif token.type == tokenize.NAME and token.line.startswith(f"    {token.string}:"):
                 if before and token.string in one.model_fields:
                     found[token.string] = before[0].lower() + before[1:].rstrip(".")

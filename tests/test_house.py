@@ -11,14 +11,14 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "ensemble"
-MAX_ROOT_ENTRIES = 15
+MAX_ROOT_ENTRIES = 16
 HEAVY = ("torch", "transformers", "accelerate", "pandas", "sklearn", "scipy", "matplotlib")
 OF_ANALYSIS = {"pandas", "sklearn", "scipy", "matplotlib"}
 # The rooms that a run needs.
 ROAD = {"common", "config", "data", "members", "planning", "scheduling", "merging", "pipeline"}
 # What each room may use beside itself; the file api.py counts as a room.  "child" is the child side of members,
-# which is whatever needs torch; "predictor" is all that it and the worker know of each other.  The parent's rooms
-# never use any of the last three.
+# which is whatever needs torch; "predictor" is all that it and the worker know of each other; "trainer" is the
+# child side of trainings.  The parent's rooms never use any of the last four.
 ROOMS = {
     "common": set[str](),
     "config": {"common"},
@@ -29,12 +29,14 @@ ROOMS = {
     "merging": {"common", "config", "data"},
     "pipeline": {"common", "config", "data", "members", "planning", "scheduling", "merging"},
     "commands": ROAD,
+    "training": ROAD | {"commands"},
     "analysis": ROAD | {"commands"},
-    "api": ROAD | {"commands", "analysis", "cli"},
-    "cli": ROAD - {"data"} | {"commands", "analysis", "api"},
+    "api": ROAD | {"commands", "analysis", "training", "cli"},
+    "cli": ROAD - {"data"} | {"commands", "analysis", "training", "api"},
     "worker": {"common", "data", "predictor"},
     "predictor": {"common", "data"},
     "child": {"common", "data", "members", "predictor"},
+    "trainer": {"common", "data", "members", "predictor", "child"},
 }
 # What the parent's rooms may use of members: the interface of kinds, and where they are found by name.  ``doctor``
 # may ask after the hub, too.
@@ -64,6 +66,8 @@ def room_of(parts: tuple[str, ...]) -> str:
     """The room of a module, by its parts below the package, such as ``("worker", "channel")``."""
     if parts == ("members", "predictor"):
         return "predictor"
+    if parts[:2] == ("training", "child"):
+        return "trainer"
     return "child" if parts[0] == "members" and CHILD_SIDE_OF_MEMBERS & set(parts) else parts[0]
 
 
@@ -76,7 +80,12 @@ def modules() -> Iterator[tuple[Path, str]]:
 
 def test_the_root_shows_the_rooms_and_nothing_else() -> None:
     entries = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py")}
-    assert entries == {"__init__.py", "__main__.py", "api.py", *ROOMS} - {"api", "child", "predictor"}
+    assert entries == {"__init__.py", "__main__.py", "api.py", *ROOMS} - {
+        "api",
+        "child",
+        "predictor",
+        "trainer",
+    }
     assert len(entries) <= MAX_ROOT_ENTRIES
 
 
@@ -129,10 +138,11 @@ def test_only_the_child_side_of_members_imports_torch_or_transformers() -> None:
     # A program of its own: whether torch works on a device.
     program = PACKAGE / "worker" / "probe.py"
     for path, room in modules():
-        if room != "child" and path != program:
+        if room not in ("child", "trainer") and path != program:
             # The Python API gives frames, when it is asked for one.
             heavy = {*HEAVY} - ({"pandas"} if path == PACKAGE / "cli/result_objects.py" else set())
             heavy -= OF_ANALYSIS if room == "analysis" else set()
+            heavy -= {"sklearn"} if room == "training" else set()  # which divides rows into folds
             assert {name.split(".")[0] for name in imports(path)}.isdisjoint(heavy), path
 
 

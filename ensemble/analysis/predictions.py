@@ -24,7 +24,8 @@ from ensemble.common.text import nearest_or_all, plural, quoted
 from ensemble.config.check import data_config
 from ensemble.config.document import Document
 from ensemble.config.overlays import apply_overrides, expand
-from ensemble.config.schema import CalibrationConfig, DataConfig
+from ensemble.config.schema import CalibrationConfig
+from ensemble.config.table import DataConfig
 from ensemble.config.yamlfile import parse
 from ensemble.data.formats import column_names
 from ensemble.data.ids import ID_COLUMN, all_ids, match_ids, refuse_repeated_ids

@@ -9,17 +9,17 @@ from __future__ import annotations
 from ensemble.config.load import ConfigSource, LoadedConfig, MappingConfig, load_config, mapping_config
 from ensemble.config.schema import (
     CalibrationConfig,
-    DataConfig,
     EnsembleConfig,
     FittingConfig,
     MemberConfig,
     ReaderConfig,
     RunConfig,
-    StrictConfig,
     SubmissionConfig,
     TuningConfig,
     ViewConfig,
 )
+from ensemble.config.strict import StrictConfig
+from ensemble.config.table import DataConfig
 
 __all__ = [
     "CalibrationConfig",

@@ -24,12 +24,12 @@ from ensemble.config.document import Document, KeyProblems, Loc, Problem
 from ensemble.config.overlays import apply_overrides, drop_stale_fit, expand, merge_documents
 from ensemble.config.schema import (
     MERGE_KEYS,
-    DataConfig,
     EnsembleConfig,
     MemberConfig,
     RunConfig,
-    StrictConfig,
 )
+from ensemble.config.strict import StrictConfig
+from ensemble.config.table import DataConfig
 from ensemble.config.values import Labels
 
 M = TypeVar("M", bound=StrictConfig)

@@ -16,7 +16,7 @@ from ensemble.config.document import NOT_TEXT, Document, Loc, one_line, place, s
 from ensemble.config.yamlfile import MAX_DEPTH, VARIABLE, Unreadable, build_data
 
 # The mappings at the top level that are merged key by key.
-SECTIONS: Final = ("data", "ensemble", "submission", "defaults")
+SECTIONS: Final = ("data", "ensemble", "training", "submission", "defaults")
 
 
 def merge_documents(documents: Sequence[Document]) -> Document:

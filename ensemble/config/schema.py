@@ -11,24 +11,23 @@ from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     SerializeAsAny,
     Tag,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from ensemble.common.text import listed, plural
 from ensemble.config.document import KeyProblems, Problem, place
+from ensemble.config.strict import StrictConfig
+from ensemble.config.table import AllowedLabelsTable, DataConfig
+from ensemble.config.training import TrainConfig, TrainingConfig
 from ensemble.config.values import (
     Address,
     AnyWeight,
-    Column,
     Columns,
     Count,
     DeviceList,
@@ -40,7 +39,6 @@ from ensemble.config.values import (
     Folder,
     HangTimeout,
     Label,
-    LabelMap,
     LabelPair,
     Labels,
     LabelTexts,
@@ -69,125 +67,9 @@ from ensemble.config.values import (
     foreign_label,
     foreign_labels,
     mapping_or_text,
-    same_label_problems,
     takes_time_left,
     weight_numbers,
 )
-
-
-class StrictConfig(BaseModel):
-    """A mapping of known keys; the base class also for mappings in the keys of a kind or a merge method."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        hide_input_in_errors=True,  # a value may come from an environment variable
-        protected_namespaces=(),
-        defer_build=True,  # at first use: with its search for plugins, pydantic would slow down --help
-    )
-
-    # By key, what people type instead out of habit, separated by spaces; only what is not similar to the key.
-    older_keys: ClassVar[Mapping[str, str]] = {}
-    gone_keys: ClassVar[Mapping[str, str]] = {}  # earlier releases had them; what to do instead
-    # Pairs of keys of which one excludes the other: a model's own key replaces the other one of the defaults, and a
-    # later file's key that of an earlier file.
-    alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
-
-    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
-        """Yield a place below this mapping and a sentence without a value for each broken rule between keys.
-
-        ``labels`` are the config's; empty if they are unknown.
-        """
-        return iter(())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, values: Any) -> Any:
-        """Take a null for a missing key; an unknown key stays, to be refused."""
-        if not isinstance(values, dict):
-            return values
-        return {
-            key: value for key, value in values.items() if value is not None or key not in cls.model_fields
-        }
-
-    @model_validator(mode="after")
-    def _check_rules(self, info: ValidationInfo) -> Self:
-        # In one validator, because pydantic stops after the first validator that fails.
-        problems = [*self.broken_rules(info.context or ())]
-        if problems:
-            raise KeyProblems(problems)
-        return self
-
-
-class AllowedLabelsTable(StrictConfig):
-    """Another table, which lists the labels that are possible in all rows with the same key."""
-
-    path: File = Field(examples=["questions.csv"])  # in any format of data.path
-    key: Column = Field(examples=["question_id"])  # column of both tables; in this one each key stands once
-    column: Column = Field(examples=["labels"])  # its column with JSON lists of labels
-
-    def __str__(self) -> str:
-        return f"{self.column} of {self.path}"
-
-
-ColumnOrTable = Annotated[
-    Annotated[Column, Tag("text")] | Annotated[AllowedLabelsTable, Tag("mapping")],
-    Discriminator(mapping_or_text),
-]
-
-
-class DataConfig(StrictConfig):
-    """The table to predict. A relative path starts at the working directory."""
-
-    # A CSV, TSV, Parquet or JSON lines file, gzipped or not, or the address of one, such as s3://bucket/test.csv.
-    path: File = Field(examples=["test.csv"])
-    id_column: Column = "id"  # column of the ids, which are kept byte for byte
-    label_column: Column | None = None  # the true labels, for metrics
-    # Or one column per label with its true probability, such as 0 or 1; a mapping if their names differ.
-    label_columns: Labels | LabelMap | None = None
-    # Column with a JSON list of the labels that are possible in a row, others get 0; or that of another table.
-    allowed_labels: ColumnOrTable | None = None
-
-    older_keys: ClassVar[Mapping[str, str]] = {
-        "path": "file csv input input_path test",
-        "id_column": "id id_col",
-        "label_column": "label label_col target target_column",
-        "label_columns": "label_cols targets target_columns",
-    }
-    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("label_column", "label_columns"),)
-
-    def truth_columns(self, labels: Sequence[str]) -> tuple[str, ...]:
-        """Return the column of ``label_columns`` for each of the config's labels; empty if there are none."""
-        if not self.label_columns:
-            return ()
-        if not isinstance(self.label_columns, dict):
-            return tuple(labels)
-        column_by_label = {label: column for column, label in self.label_columns.items()}
-        return tuple(column_by_label.get(label, label) for label in labels)
-
-    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
-        if self.label_column is not None and len(labels) == 1:
-            yield (
-                ("label_column",),
-                "holds one of several labels, but there is a single label here; name the column of its numbers "
-                "with label_columns: {column: label}",
-            )
-        if self.label_columns is None:
-            return
-        if self.label_column is not None:
-            yield ("label_columns",), "data.label_column is given as well; keep one of the two"
-        if isinstance(self.label_columns, dict):
-            columns: dict[Any, str] = self.label_columns
-            advice = ""
-        else:
-            columns = dict(enumerate(self.label_columns))
-            advice = " (of a column with another name: {column: label})"
-        problems = [*same_label_problems("label_columns", columns, labels, advice)]
-        yield from problems
-        if not problems and len(columns) < len(labels):
-            yield ("label_columns",), "has no column for some of the labels; name one for each"
-
 
 # Keys of a member that matter only at the merge; its predictions do not depend on them.
 MERGE_KEYS: Final = ("weight", "calibration", "when")
@@ -197,8 +79,8 @@ class CalibrationConfig(StrictConfig):
     """A calibration of a member's probabilities before the merge, as ``fit`` finds it."""
 
     temperature: Temperature = 1.0  # above 1 the member is less sure, below 1 more sure
-    scale: Factors = {}  # by label: factor of its log probability; 1 if left out
-    bias: Factors = {}  # by label: added to the log probability; 0 if left out
+    scale: Factors = Field(default_factory=dict)  # by label: factor of its log probability; 1 if left out
+    bias: Factors = Field(default_factory=dict)  # by label: added to the log probability; 0 if left out
 
     older_keys: ClassVar[Mapping[str, str]] = {"temperature": "t temp", "scale": "w", "bias": "b"}
 
@@ -217,6 +99,11 @@ class MemberConfig(StrictConfig):
     calibration: CalibrationConfig | None = None  # correction of its probabilities at the merge
     # Only rows for which the weighted mean of the members listed before it is unsure; left out: all rows.
     when: When | None = Field(default=None, examples=[{"margin_below": 0.3}])
+
+    @property
+    def training(self) -> TrainConfig | None:
+        """Return how the member is trained; None: its files are there already."""
+        return None
 
     @property
     def has_weight(self) -> bool:
@@ -420,7 +307,8 @@ class AnswerColumnConfig(StrictConfig):
         | Annotated[AnswerConfig, Tag("mapping")],
         Discriminator(mapping_or_text),
     ] = Field(examples=["label"])
-    names: LabelTexts = {}  # by label, what the submission calls it; the label itself if left out
+    # By label, what the submission calls it; the label itself if left out.
+    names: LabelTexts = Field(default_factory=dict)
     # A Jinja template for each label or number, {{ answer }}, with the row's columns around it.
     format: Text | None = Field(default=None, examples=['"{{ prefix }}_{{ answer }}"'])
 
@@ -526,6 +414,7 @@ class RunConfig(StrictConfig):
     # The members; common keys can stand under defaults.
     models: Models = Field(examples=["[{name: a, model_name_or_path: models/a, text_column: text}]"])
     ensemble: Ensemble = Field(default_factory=EnsembleConfig)  # how probabilities are merged
+    training: TrainingConfig | None = None  # of the members with train; None: they learn the run's own table
     rules: RuleList | None = None  # values for rows that meet a condition, instead of the merged ones
     submission: SubmissionConfig | None = None  # left out: no submission is written
     output_dir: Folder = Field(examples=["runs/first"])  # folder for all files of the run
@@ -619,7 +508,31 @@ class RunConfig(StrictConfig):
             raise ValueError("sample has answers, not probabilities; choose uniform or prior")
         return fill
 
+    @property
+    def trained_members(self) -> tuple[MemberConfig, ...]:
+        """Return the members that are trained."""
+        return tuple(member for member in self.models if member.training is not None)
+
+    @property
+    def training_data(self) -> DataConfig:
+        """Return the table that members are trained on."""
+        given = None if self.training is None else self.training.data
+        return given or self.data
+
+    def _broken_training(self) -> Iterator[Problem]:
+        """Yield that there is nobody to train, or nothing to learn."""
+        if self.training is not None and not self.trained_members:
+            yield ("training",), "no member has train; give it to one, or drop this"
+        if not self.trained_members:
+            return
+        data = self.training_data
+        has_labels = data.label_column is not None or data.label_columns is not None
+        if not has_labels and (self.training is None or self.training.labels is None):
+            where = "data" if self.training is None or self.training.data is None else "training.data"
+            yield (*where.split("."),), "has no label_column, which the members with train learn"
+
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        yield from self._broken_training()
         if self.data.id_column in self.labels:
             index = self.labels.index(self.data.id_column)
             yield ("labels", index), "the same as data.id_column; predictions hold both columns"

@@ -294,7 +294,7 @@ class MemberKind(ABC, Generic[S, I]):
     def predicted_by(self) -> dict[str, object]:
         """Return the config's keys and values that its predictions may depend on; keys of devices are left out."""
         device_keys = {field.name for field in fields(ResourceRequest)}
-        left_out: dict[str, Any] = dict.fromkeys(("name", *MERGE_KEYS, *device_keys), True)
+        left_out: dict[str, Any] = dict.fromkeys(("name", "train", *MERGE_KEYS, *device_keys), True)
         left_out["views"] = {"__all__": {"when"}}
         return self.settings.model_dump(exclude=left_out)
 

@@ -14,7 +14,7 @@ from ensemble.common.host import usable_cpus
 from ensemble.common.packages import installed_versions
 from ensemble.common.text import gib, plural, quoted
 from ensemble.config import LoadedConfig, MemberConfig, RunConfig, TuningConfig
-from ensemble.config.schema import AllowedLabelsTable
+from ensemble.config.table import AllowedLabelsTable
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell
 from ensemble.data.table import InputTable, row_text
 from ensemble.members.base import Inspection, MemberKind

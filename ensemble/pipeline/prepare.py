@@ -23,7 +23,7 @@ from ensemble.common.host import cpu_products
 from ensemble.common.packages import unsupported
 from ensemble.common.text import plural, quoted, similar_file
 from ensemble.config import LoadedConfig, RunConfig
-from ensemble.config.schema import AllowedLabelsTable
+from ensemble.config.table import AllowedLabelsTable
 from ensemble.data.allowed_labels import allowed_by_key, allowed_in_column
 from ensemble.data.answers import Answer
 from ensemble.data.conditions import compile_condition, rows_that_meet

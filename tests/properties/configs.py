@@ -68,6 +68,7 @@ _MEMBER: Final = {
     "name": "gemma2",
     "model_name_or_path": "org/gemma",
     "revision": "0123456789" * 4,
+    "train": None,
     "adapter_name_or_path": None,
     "adapters": None,
     "merge_adapter": False,
@@ -121,6 +122,17 @@ GOOD: Final[dict[str, Any]] = {
         "allowed_labels": {"path": "possible.csv", "key": "t", "column": "labels"},
     },
     "labels": ["neg", 2],
+    "training": {
+        "data": {"path": "train.csv", "label_column": "label"},
+        "folds": {"n_splits": 3, "column": None, "group_column": "t", "seed": 1},
+        "extra": [
+            {
+                **{"path": "more.csv", "weight": 0.5, "label_column": "l"},
+                **{"label_columns": None, "labels": None},
+            }
+        ],
+        "labels": "teacher.csv",
+    },
     "models": [
         _MEMBER,
         {
@@ -141,6 +153,20 @@ GOOD: Final[dict[str, Any]] = {
                 "text_column": ["t", "u"],
                 "max_length": None,
                 "when": {"share": 0.4},
+                "train": {
+                    "command": None,
+                    "base_model": "b",
+                    "num_gpus": 1,
+                    "method": "lora",
+                    "predict_with": "average",
+                    "training_arguments": {"learning_rate": 1e-4},
+                    "lora_config": {"r": 8},
+                    "effective_batch_size": 32,
+                    "per_device_train_batch_size": 4,
+                    "early_stopping": {"share": 0.2, "patience": 2},
+                    "C": 0.5,
+                    "pooling_mode": "cls",
+                },
                 "views": [
                     {"name": "fold0", "adapter_name_or_path": "fold0"},
                     {

@@ -39,6 +39,7 @@ class CausalSettings(TextSettings):
         *TextSettings.alternatives,
         ("label_tokens", "choices"),
     )
+    training_methods: ClassVar[tuple[str, ...]] = ("full", "lora", "qlora")
     older_keys: ClassVar[Mapping[str, str]] = {
         **TextSettings.older_keys,
         "label_tokens": "verbalizer verbalizers label_words label_texts",

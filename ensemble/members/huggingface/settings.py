@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from ensemble.config import MemberConfig, ReaderConfig, StrictConfig, ViewConfig
 from ensemble.config.document import Problem
+from ensemble.config.training import TrainConfig
 from ensemble.config.values import (
     Column,
     Columns,
@@ -32,6 +33,8 @@ from ensemble.config.values import (
 from ensemble.members.huggingface.checkpoint.quantization_methods import DYNAMIC_METHODS, method_of
 from ensemble.members.huggingface.spec import AdapterSource
 
+# Stands for the checkpoint of a member that a command of the user trains.
+TO_BE_TRAINED: Final = "(to be trained)"
 COMMIT: Final = r"[0-9a-fA-F]{40}"
 _PICKLE_ADVICE: Final = "drop this; the model's own key allow_pickle says whether pickles may be read"
 _KERNEL_ADVICE: Final = "runs compiled code from the hub; it needs trust_remote_code: true"
@@ -52,6 +55,7 @@ class HuggingFaceSettings(MemberConfig):
     """A member's checkpoint, how it is loaded, and what it may take of the machine."""
 
     model_name_or_path: Source = Field(examples=["models/gemma-2-9b"])  # a folder, or a name on the hub
+    train: TrainConfig | None = None  # trains the member; then model_name_or_path may be left out
     revision: Text | None = None  # the hub's branch, tag or commit; a commit with trust_remote_code
     adapter_name_or_path: Source | None = None  # a LoRA adapter of peft, a folder or a name on the hub
     merge_adapter: bool = False  # into the weights; False: computed beside them, as in training
@@ -94,6 +98,22 @@ class HuggingFaceSettings(MemberConfig):
         "quantized_cache": "each load quantizes; drop it, or save a 4-bit checkpoint once (docs/members.md)",
     }
 
+    # What train.method may be for this kind; none: it is trained by a command only.
+    training_methods: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def training(self) -> TrainConfig | None:
+        return self.train
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_what_is_trained(cls, values: Any) -> Any:
+        """Take ``train.base_model`` for a ``model_name_or_path`` that is left out."""
+        train = values.get("train") if isinstance(values, dict) else None
+        if not isinstance(train, dict) or values.get("model_name_or_path") is not None:
+            return values
+        return {**values, "model_name_or_path": train.get("base_model") or TO_BE_TRAINED}
+
     @property
     def computed_as(self) -> str:
         keys = (
@@ -128,9 +148,20 @@ class HuggingFaceSettings(MemberConfig):
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         yield from super().broken_rules(labels)
+        yield from self._broken_training()
         yield from self._broken_trust()
         yield from self._broken_placement()
         yield from self._broken_weights()
+
+    def _broken_training(self) -> Iterator[Problem]:
+        """Find a training that this kind does not have."""
+        if self.train is None or self.train.command is not None:
+            return
+        if not self.training_methods:
+            yield ("train",), "this kind of member is trained by a command only; give train.command"
+        elif self.train.method not in self.training_methods:
+            methods = ", ".join(self.training_methods)
+            yield ("train", "method"), f"this kind of member has {methods}; choose one, or give a command"
 
     def _broken_trust(self) -> Iterator[Problem]:
         """Find keys that let files of the checkpoint run code, including those that bypass the keys for it."""

@@ -22,6 +22,7 @@ class SequenceClassifierSettings(TextSettings):
     # is read in the list's place, by a head of one output, and softmax is taken over the row's texts.
     choices: Column | None = None
 
+    training_methods: ClassVar[tuple[str, ...]] = ("full", "lora", "qlora", "head")
     older_keys: ClassVar[Mapping[str, str]] = {
         **TextSettings.older_keys,
         "label_map": "label_mapping id2label label2id",

@@ -1,0 +1,177 @@
+"""Define the keys of trainings: their table, their folds, and how a member is trained."""
+
+# No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, ClassVar, Final, Literal
+
+from annotated_types import Ge, Le, Len
+from pydantic import BeforeValidator, Field
+
+from ensemble.config.document import Problem
+from ensemble.config.strict import StrictConfig
+from ensemble.config.table import DataConfig
+from ensemble.config.values import (
+    Column,
+    Count,
+    Devices,
+    File,
+    LabelMap,
+    Labels,
+    MustBe,
+    Part,
+    Seed,
+    Settings,
+    Share,
+    Source,
+    Text,
+    as_tuple,
+)
+
+DEFAULT_FOLDS: Final = 5
+# What a command of the user may hold in braces: files and numbers of the training that it is for.
+PLACEHOLDERS: Final = ("train", "fold", "out")
+
+Folds = Annotated[int, Ge(2), Le(1000), MustBe("a whole number from 2 to 1000")]
+Command = Annotated[
+    tuple[Text, ...],
+    BeforeValidator(as_tuple),
+    Len(1),
+    MustBe('a list of a program and its arguments, such as [python, train.py, --train, "{train}"]', list),
+]
+
+
+class FoldsConfig(StrictConfig):
+    """Divide the training table's rows into folds: give ``n_splits``, or the ``column`` that holds them."""
+
+    n_splits: Folds | None = None  # stratified by the true label; None: 5, unless column is given
+    column: Column | None = None  # its values are the folds, numbered from 0 in sorted order
+    group_column: Column | None = None  # rows with the same cell are in the same fold
+    seed: Seed = 0  # of the division
+
+    older_keys: ClassVar[Mapping[str, str]] = {
+        "n_splits": "n_folds folds num_folds k splits",
+        "group_column": "groups group group_col",
+        "column": "fold fold_column fold_col",
+    }
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("n_splits", "column"),)
+
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        if self.column is not None and self.n_splits is not None:
+            yield ("column",), "n_splits is given as well; keep one of the two"
+
+    @property
+    def splits(self) -> int | None:
+        """Return the number of folds; None where a column tells."""
+        return None if self.column is not None else self.n_splits or DEFAULT_FOLDS
+
+
+class ExtraTable(StrictConfig):
+    """Another table, whose rows join the training part of every fold and are never predicted."""
+
+    path: File = Field(examples=["synthetic.csv"])  # in any format of data.path, with the same columns
+    weight: Share = 1.0  # of each of its rows in the loss; rows of training.data have 1
+    label_column: Column | None = None  # the true labels; None: as in training.data
+    label_columns: Labels | LabelMap | None = None  # or the column of each label's probability
+    labels: File | None = None  # or a CSV of probabilities by id, such as ensemble.csv of another run
+
+    older_keys: ClassVar[Mapping[str, str]] = {"path": "file csv", "weight": "sample_weight"}
+
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        names = [key for key in ("label_column", "label_columns", "labels") if getattr(self, key) is not None]
+        if len(names) > 1:
+            yield (names[1],), f"{names[0]} is given as well; keep one of them"
+
+
+Extra = Annotated[tuple[ExtraTable, ...], BeforeValidator(as_tuple), MustBe("a list of tables", list)]
+
+
+class TrainingConfig(StrictConfig):
+    """Set what members with ``train`` are trained on; each fold is predicted by a model that has not seen it."""
+
+    data: DataConfig | None = None  # the labelled table; None: the run's own
+    folds: FoldsConfig = FoldsConfig()  # which rows are held out together
+    extra: Extra | None = None  # further tables for training only
+    # A CSV of probabilities by id, such as ensemble.csv of another run, to learn instead of the true labels.
+    labels: File | None = Field(default=None, examples=["runs/teacher/ensemble.csv"])
+
+
+class EarlyStopping(StrictConfig):
+    """End a training when the loss on a slice of its own part no longer falls; the held-out fold has no say."""
+
+    share: Part = 0.1  # of the training part's rows (or groups), which are then not trained on
+    patience: Count = 1  # epochs without a lower loss
+
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        if self.share > 0.5:
+            yield ("share",), "must be at most 0.5; the other rows are left to train on"
+
+
+class TrainConfig(StrictConfig):
+    """Set how a member is trained: by a ``command``, or from a ``base_model`` by transformers' Trainer and peft."""
+
+    # A program, run once for each fold; {train} is the file of its rows, {fold} its number, {out} the folder that
+    # gets the checkpoint or adapter.
+    command: Command | None = Field(
+        default=None, examples=['[python, train.py, --train, "{train}", --fold, "{fold}", --out, "{out}"]']
+    )
+    num_gpus: Devices | None = None  # for each training; 0: the CPU; None: one if there is any GPU
+    # What is trained: a folder, or a name on the hub.
+    base_model: Source | None = Field(default=None, examples=["models/deberta-v3-base"])
+    # full: all weights; lora: a LoRA adapter; qlora: the same on 4-bit weights; head: a logistic regression on
+    # pooled features
+    method: Literal["full", "lora", "qlora", "head"] = "full"
+    # folds: the mean of the folds' models; average: one adapter, the mean of theirs; refit: a model of all rows
+    predict_with: Literal["folds", "average", "refit"] = "folds"
+    # The Trainer's own keys, such as {learning_rate: 2.0e-5, num_train_epochs: 3}
+    training_arguments: Settings = Field(default_factory=dict)
+    # peft's own keys of LoraConfig, such as {r: 16, lora_alpha: 32}
+    lora_config: Settings = Field(default_factory=dict)
+    effective_batch_size: Count = 16  # rows in each step of the optimizer
+    # Rows at a time on the device; auto: as many as fit, found by a trial on GPUs, 8 on a CPU.
+    per_device_train_batch_size: Count | Literal["auto"] = "auto"
+    early_stopping: EarlyStopping | None = None  # None: all epochs
+    C: Share = 1.0  # of method head: the inverse strength of the regularization of LogisticRegression
+    pooling_mode: Literal["mean", "cls", "lasttoken"] = "mean"  # of method head, as in pooled_cls
+
+    older_keys: ClassVar[Mapping[str, str]] = {
+        "command": "cmd script run",
+        "base_model": "model_name_or_path model base pretrained",
+        "num_gpus": "gpus n_gpus",
+        "training_arguments: {learning_rate: 2.0e-5}": "learning_rate lr",
+        "training_arguments: {num_train_epochs: 3}": "num_train_epochs epochs num_epochs",
+        "training_arguments": "trainer args training_args",
+        "lora_config: {r: 16}": "r lora_r lora_alpha target_modules",
+        "lora_config": "lora peft peft_config",
+        "effective_batch_size": "batch_size train_batch_size total_batch_size",
+    }
+    gone_keys: ClassVar[Mapping[str, str]] = {
+        "gradient_accumulation_steps": "it follows from effective_batch_size and per_device_train_batch_size",
+    }
+
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        if (self.command is None) == (self.base_model is None):
+            yield (), "give one of command and base_model"
+            return
+        if self.command is not None:
+            yield from self._broken_command()
+        size = self.per_device_train_batch_size
+        if isinstance(size, int) and size > self.effective_batch_size:
+            yield (
+                ("per_device_train_batch_size",),
+                f"more than effective_batch_size, {self.effective_batch_size:,}; set that, too",
+            )
+        if self.lora_config and self.method not in ("lora", "qlora"):
+            yield ("lora_config",), "needs method: lora or qlora"
+        if self.predict_with == "average" and self.command is None and self.method not in ("lora", "qlora"):
+            yield ("predict_with",), "average is of adapters; choose method: lora or qlora, or folds or refit"
+
+    def _broken_command(self) -> Iterator[Problem]:
+        """Find a command without the folder to write to, and keys that are of the built-in way only."""
+        text = " ".join(self.command or ())
+        for name in ("train", "out"):
+            if f"{{{name}}}" not in text:
+                yield ("command",), f"does not say {{{name}}}, which stands for a path; pass it on"
+        built_in = set(type(self).model_fields) - {"command", "num_gpus", "predict_with"}
+        for key in sorted(built_in & self.model_fields_set):
+            yield (key,), "is for training from a base_model; the command decides it here"

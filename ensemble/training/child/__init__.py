@@ -1,0 +1,1 @@
+"""Provide what runs in the processes of trainings."""

@@ -1,0 +1,66 @@
+"""Name the files of trainings below a run's ``output_dir``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Part:
+    """Name the rows of a training: those outside a fold, or all of them (``fold`` is None)."""
+
+    fold: int | None
+
+    @property
+    def name(self) -> str:
+        return "all" if self.fold is None else f"fold-{self.fold}"
+
+    @property
+    def text(self) -> str:
+        return "all rows" if self.fold is None else f"fold {self.fold}"
+
+
+@dataclass(frozen=True)
+class TrainingDir:
+    """Name the files of all trainings of a run."""
+
+    output_dir: Path
+
+    @property
+    def root(self) -> Path:
+        return self.output_dir / "training"
+
+    @property
+    def folds(self) -> Path:
+        """Return the CSV with the id and the fold of each row of the training table."""
+        return self.root / "folds.csv"
+
+    @property
+    def oof_run(self) -> Path:
+        """Return the ``output_dir`` of the run that predicts each row by models that have not seen it."""
+        return self.root / "oof"
+
+    def train_file(self, part: Part, suffix: str) -> Path:
+        """Return the file with the rows to train on, such as ``training/data/fold-0.csv``."""
+        return self.root / "data" / f"{part.name}{suffix}"
+
+    def checkpoint(self, member: str, part: Part) -> Path:
+        """Return the folder of a finished checkpoint or adapter."""
+        return self.root / "models" / member / part.name
+
+    def unfinished(self, member: str, part: Part) -> Path:
+        """Return the folder that a training writes to, which becomes ``checkpoint`` when it has ended well."""
+        return self.root / "models" / member / f"{part.name}.unfinished"
+
+    def seal(self, member: str, part: Part) -> Path:
+        """Return the file that says what a finished checkpoint was made of, and what its files hold."""
+        return self.root / "models" / member / f"{part.name}.json"
+
+    def trained_rows(self, member: str) -> Path:
+        """Return the file with the digest and the fold of each row that the member was trained on."""
+        return self.root / "models" / member / "rows.bin"
+
+    def oof(self, member: str) -> Path:
+        """Return the CSV with the member's out-of-fold predictions."""
+        return self.output_dir / "oof" / f"{member}.csv"
