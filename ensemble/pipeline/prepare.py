@@ -34,7 +34,7 @@ from ensemble.data.table import InputTable, TableNeeds, read_table, row_text
 from ensemble.data.template import PromptTemplate
 from ensemble.members.base import ExternalPredictions, Inspection, MemberKind, OutputColumns
 from ensemble.members.questions import ask
-from ensemble.members.registry import member_kind
+from ensemble.members.registry import kind_for_checks
 from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.blocks import block_spans
 from ensemble.merging.row_checks import RowCheck
@@ -204,7 +204,7 @@ def prepare(
 
 def _inspect_members(config: RunConfig, problems: Problems) -> _Members:
     """Look at each member's views and files."""
-    kinds = {model.name: member_kind(model) for model in config.models}
+    kinds = {model.name: kind_for_checks(model) for model in config.models}
     views = tuple(member_views(kinds, problems))
     columns: dict[str, tuple[str, ...]] = {}
     files: dict[str, FileCells] = {}
@@ -417,7 +417,7 @@ def _file_states(kinds: Iterable[MemberKind[Any, Any]]) -> dict[str, FileState]:
 
 def nodes_of(config: RunConfig, inspected: Mapping[str, Any], launcher: Launcher) -> tuple[Node, ...]:
     """Return the nodes of a launcher's cluster, with what they lack of the members that need a worker."""
-    kinds = {model.name: member_kind(model) for model in config.models}
+    kinds = {model.name: kind_for_checks(model) for model in config.models}
     kinds = {name: kind for name, kind in kinds.items() if kind.needs_worker}
     sources = {name: kind.sources() for name, kind in kinds.items()}
     hub_files = {name: kind.hub_files(inspected[name]) for name, kind in kinds.items() if name in inspected}
@@ -457,14 +457,14 @@ def needed_packages(config: RunConfig, inspected: Mapping[str, Inspection]) -> d
     """Return the packages of extras that the config needs, and the first key that needs each."""
     needed: dict[str, str] = {}
     for index, model in enumerate(config.models):
-        for package, key in member_kind(model).packages(inspected.get(model.name)):
+        for package, key in kind_for_checks(model).packages(inspected.get(model.name)):
             needed.setdefault(package, f"models[{index}]{key}")
     return needed
 
 
 def may_use_gpus(config: RunConfig) -> list[bool]:
     """Return for each member that needs a worker whether it may run on a GPU."""
-    kinds = map(member_kind, config.models)
+    kinds = map(kind_for_checks, config.models)
     return [kind.request().num_gpus != 0 for kind in kinds if kind.needs_worker]
 
 
@@ -478,7 +478,7 @@ def _member_facts(
     """Return what the planner must know of each member; without the table, it plans devices only."""
     facts = {}
     for model in config.models:
-        name, kind = model.name, member_kind(model)
+        name, kind = model.name, kind_for_checks(model)
         lengths, memory = np.zeros(1, dtype=np.int64), None
         if table is not None:
             lengths = table.text_lengths(columns[name])
