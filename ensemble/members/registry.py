@@ -10,6 +10,7 @@ from typing import Any
 from ensemble.common.extensions import Registry
 from ensemble.config import MemberConfig
 from ensemble.members.base import MemberKind
+from ensemble.members.several_checkpoints import SeveralCheckpoints
 
 KINDS: Registry[MemberKind[Any, Any]] = Registry(
     group="ensemble.member_kinds",
@@ -29,4 +30,5 @@ KINDS: Registry[MemberKind[Any, Any]] = Registry(
 
 def member_kind(settings: MemberConfig) -> MemberKind[Any, Any]:
     """Return a member of the kind that its settings name."""
-    return KINDS.load(settings.task_type)(settings)
+    kind = KINDS.load(settings.task_type)
+    return SeveralCheckpoints(kind, settings) if settings.view_checkpoints else kind(settings)
