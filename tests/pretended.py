@@ -195,7 +195,9 @@ class PretendedRun:
     def __init__(self, on_finished: Callable[[MemberState], None] = lambda state: None) -> None:
         self._on_finished = on_finished
 
-    def worker_start(self, member: MemberPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
+    def worker_start(
+        self, member: MemberPlan, replica: int, devices: Sequence[Device], checkpoint: int
+    ) -> WorkerStart:
         return WorkerStart(Start(SPEC), tuple(devices), {}, Path(member.name))
 
     def say(self, text: str) -> None: ...

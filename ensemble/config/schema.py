@@ -138,6 +138,23 @@ class MemberConfig(StrictConfig):
         return self.model_copy(update={**view.changes, "views": None})
 
     @property
+    def view_checkpoints(self) -> tuple[int, ...]:
+        """Return the number of each counted view's checkpoint; empty if all views have the member's own.
+
+        A worker loads a single checkpoint, and computes only views of this checkpoint.
+        """
+        return ()
+
+    @property
+    def checkpoint_keys(self) -> tuple[str, ...]:
+        """Return, by the numbers of ``view_checkpoints``, the key that names each checkpoint."""
+        return ()
+
+    def with_checkpoint(self, number: int) -> Self:
+        """Return the settings for workers with one of the checkpoints; views keep their numbers."""
+        return self
+
+    @property
     def computed_as(self) -> str:
         """Return a digest of the settings that decide how long a row takes; settings may be secrets."""
         values = [value for key, value in self if key not in ("name", "views", *MERGE_KEYS)]

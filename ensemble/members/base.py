@@ -44,6 +44,10 @@ class Inspection:
     summary: str
     warnings: tuple[str, ...]
 
+    def of_checkpoint(self, number: int) -> Inspection:
+        """Return what is known of one of the member's checkpoints; most members have a single one."""
+        return self
+
 
 @dataclass(frozen=True)
 class Reads:
@@ -104,6 +108,7 @@ class Assigned:
         attention: for its workers; None where only they can see the architecture.
         capability: that the plan is for; None: the CPU, or not known.
         footprint: None: not known.
+        checkpoints: the same for each of the member's checkpoints, if it has several.
     """
 
     gpus: int
@@ -111,6 +116,11 @@ class Assigned:
     attention: str | None = None
     capability: Capability | None = None
     footprint: Footprint | None = None
+    checkpoints: tuple[Assigned, ...] = ()
+
+    def of_checkpoint(self, number: int) -> Assigned:
+        """Return what is decided for workers with one of the member's checkpoints."""
+        return self.checkpoints[number] if self.checkpoints else self
 
 
 @dataclass(frozen=True)
@@ -224,6 +234,10 @@ class MemberKind(ABC, Generic[S, I]):
         """
         return None
 
+    def of_checkpoint(self, number: int) -> MemberKind[Any, Any]:
+        """Return the member as its workers with one of its checkpoints know it; see ``view_checkpoints``."""
+        return self
+
     @property
     def may_lack_rows(self) -> bool:
         """Return whether the member is complete with predictions for only some of the table's rows."""
@@ -251,6 +265,11 @@ class MemberKind(ABC, Generic[S, I]):
     def question(self) -> Question | None:
         """Return what ``inspect`` asks a process, which is asked about all members at once; None: nothing."""
         return None
+
+    def questions(self) -> tuple[Question, ...]:
+        """Return all that ``inspect`` asks."""
+        question = self.question()
+        return () if question is None else (question,)
 
     @abstractmethod
     def inspect(self, columns: OutputColumns) -> I:

@@ -216,8 +216,7 @@ def _inspect_members(config: RunConfig, problems: Problems) -> _Members:
             files[name] = replace(cells, folder=cells.folder or config.data.path.parent)
     file_states = _file_states(kinds.values())  # before anything is read of the files
     inspected: dict[str, Inspection] = {}
-    questions = (kind.question() for kind in kinds.values())
-    ask([question for question in questions if question is not None])
+    ask([*chain.from_iterable(kind.questions() for kind in kinds.values())])
     for index, (name, kind) in enumerate(kinds.items()):
         with problems.at(f"models[{index}] ({name})"):
             inspected[name] = kind.inspect(_outputs(config))

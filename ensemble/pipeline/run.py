@@ -353,13 +353,16 @@ class _Run(RunState):
         folder = str((cells.folder or Path()).absolute())
         return MemberFiles(spec, sources, folder, partial(self.prepared.table.row_files, cells))
 
-    def worker_start(self, member: MemberPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
+    def worker_start(
+        self, member: MemberPlan, replica: int, devices: Sequence[Device], checkpoint: int
+    ) -> WorkerStart:
         """Return how to start one of a member's workers."""
         offload_folder = member.request.offload_folder
         if offload_folder is not None:
             # Each worker has its own: transformers names files after parameters, which are alike in every model.
             offload_folder = offload_folder / f"{member.name}-{replica}-{os.getpid()}"
-        spec = worker_spec(self.prepared, self._rundir, member, self.works[member.name], offload_folder)
+        work = self.works[member.name]
+        spec = worker_spec(self.prepared, self._rundir, member, work, offload_folder, checkpoint)
         return WorkerStart(
             command=Start(spec),
             devices=tuple(devices),
@@ -492,16 +495,18 @@ def worker_spec(
     member: MemberPlan,
     work: MemberWork,
     offload_folder: Path | None = None,
+    checkpoint: int = 0,
 ) -> WorkerSpec:
-    """Return what a worker must know of its member."""
+    """Return what a worker with one of the member's checkpoints must know."""
     config, inspected, shards_dir = prepared.config, prepared.inspected[member.name], work.shards_dir
+    assigned = member.placement.of_checkpoint(checkpoint)
     # The worker's share of a GPU that several share, without the memory that CUDA takes.
     memory_limit = None
     if member.gpus and config.max_workers_per_gpu > 1:
         gpus = [gpu for gpu in prepared.plan.gpus if gpu.uuid in member.placement.devices]
         free = min(gpu.total_bytes - gpu.used_bytes for gpu in gpus)
         memory_limit = free * member.placement.places // config.max_workers_per_gpu
-        footprint = member.placement.footprint
+        footprint = assigned.footprint
         if footprint is not None:
             memory_limit -= footprint.context_bytes
     common = CommonSpec(
@@ -519,8 +524,8 @@ def worker_spec(
             for of_view, view in zip(work.views, member.model.counted_views, strict=True)
         ),
     )
-    kind = member_kind(member.model)
-    settings = kind.worker_settings(inspected, member.placement, offload_folder)
+    kind = member_kind(member.model).of_checkpoint(checkpoint)
+    settings = kind.worker_settings(inspected.of_checkpoint(checkpoint), assigned, offload_folder)
     return WorkerSpec(common, kind.child, dict(settings))
 
 

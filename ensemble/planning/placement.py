@@ -124,14 +124,13 @@ class _Placing:
             placement = self._on_gpus(gpus, footprint)
         if placement.gpus and placement.capability is None:
             placement = replace(placement, capability=capability)
-        footprint = placement.footprint
-        if footprint is not None:
-            return replace(placement, dtype=footprint.dtype, attention=footprint.attention)
-        if memory is None:
-            return placement
-        dtype = memory.dtype(placement.gpus, placement.capability)
-        attention = memory.attention(dtype, placement.gpus, placement.capability)
-        return replace(placement, dtype=dtype, attention=attention)
+        placement = _with_types(placement, memory)
+        checkpoints = []
+        for of_checkpoint in () if memory is None else memory.of_checkpoints():
+            on_gpu = placement.capability if placement.gpus else None
+            footprint = of_checkpoint.footprint(placement.gpus, on_gpu)
+            checkpoints.append(_with_types(replace(placement, footprint=footprint), of_checkpoint))
+        return replace(placement, checkpoints=tuple(checkpoints))
 
     def _request_problem(self, gpus: int) -> str:
         """Return why the member's keys cannot be followed, or an empty text."""
@@ -403,6 +402,18 @@ def asked_tokens(request: ResourceRequest, footprint: Footprint) -> int | None:
     if request.batch_size is not None:
         return request.batch_size * footprint.width
     return request.max_num_batched_tokens
+
+
+def _with_types(placement: Placement, memory: MemoryEstimate | None) -> Placement:
+    """Return a placement with the type of the weights and the attention, as far as files tell."""
+    footprint = placement.footprint
+    if footprint is not None:
+        return replace(placement, dtype=footprint.dtype, attention=footprint.attention)
+    if memory is None:
+        return placement
+    dtype = memory.dtype(placement.gpus, placement.capability)
+    attention = memory.attention(dtype, placement.gpus, placement.capability)
+    return replace(placement, dtype=dtype, attention=attention)
 
 
 def _lowest_capability(devices: Sequence[Device]) -> Capability | None:

@@ -69,6 +69,7 @@ class MemberPlan:
         undecided_views: views with ``when`` whose rows are not selected yet, by number, with the share of the
             member's rows that the forecast counts.
         cpu_threads: threads of a worker on a CPU; None: by its share of the cores.
+        checkpoints: the number of each view's checkpoint, of which a worker has one; empty: all views share one.
     """
 
     index: int
@@ -87,6 +88,7 @@ class MemberPlan:
     expected_share: float = 1.0
     undecided_views: Mapping[int, float] = field(default_factory=dict)
     cpu_threads: int | None = None
+    checkpoints: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -114,6 +116,10 @@ class MemberPlan:
     def needs_worker(self) -> bool:
         return self.replicas > 0
 
+    def checkpoint_of(self, view: int) -> int:
+        """Return the number of the checkpoint that computes a view."""
+        return self.checkpoints[view] if self.checkpoints else 0
+
     def takes_time_left(self, view: int) -> bool:
         """Return whether a view has as many rows as there is time for."""
         return takes_time_left(self.model.when) or takes_time_left(self.model.views_with_when.get(view))
@@ -130,8 +136,9 @@ class MemberPlan:
 
     @property
     def job(self) -> Job:
+        starts = math.ceil(len(set(self.checkpoints)) / max(1, self.replicas)) or 1  # one behind the other
         return Job(
-            startup_seconds=self.speed.startup_seconds,
+            startup_seconds=starts * self.speed.startup_seconds,
             compute_seconds=self.whole_seconds * self.expected_share * (1.0 - self.unexpected_work),
             gpus=self.gpus,
             replicas=self.replicas,
@@ -270,6 +277,7 @@ def make_plan(
             waits_for=() if model.when is None else config.deciders(index),
             expected_share=of_member.expected_share,
             undecided_views={view: of_member.view_shares.get(view, 1.0) for view in model.views_with_when},
+            checkpoints=model.view_checkpoints,
         )
         members.append(member)
     plan = Plan(

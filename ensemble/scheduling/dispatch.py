@@ -58,12 +58,13 @@ class Dispatcher:
     def next_chunk(self, worker: RunningWorker) -> Chunk | None:
         """Take the next chunk for this worker; None if the worker should stop."""
         state = worker.state
-        if not state.chunks.pending or state.failure is not None or worker.fault is not None:
+        first = next(state.pending_for(worker.checkpoint), None)
+        if first is None or state.failure is not None or worker.fault is not None:
             return None
         if self.deadline is None:
-            return state.take(state.chunks.pending[0])
+            return state.take(first)
         rank = self.deadline.ranks(self.members).get(state.plan.name)
-        fitting = self.deadline.first_fitting(state, self.members)
+        fitting = self.deadline.first_fitting(state, self.members, worker.checkpoint)
         # A worker that no other member needs goes on, so that its device is not idle.
         if rank is None or fitting is None or (rank != FIRST and self._is_needed_by_others(worker, rank)):
             return None
@@ -77,8 +78,22 @@ class Dispatcher:
         state = worker.state
         if state.failure is not None or worker.fault is not None or state.chunks.pending:
             return False
-        is_soon = state.plan.undecided_views and state.chunks.in_hand
-        return bool(is_soon) and not self._is_needed_by_others(worker)
+        next_view = min(state.plan.undecided_views, default=None)
+        if next_view is None or state.plan.checkpoint_of(next_view) != worker.checkpoint:
+            return False
+        return bool(state.chunks.in_hand) and not self._is_needed_by_others(worker)
+
+    def _misses_worker(self, state: MemberState) -> bool:
+        """Return whether a worker is missing of those that start before later members' workers.
+
+        Once it is known how long a start takes, no checkpoint gets a second worker so.
+        """
+        if state.missing_first_workers <= 0:
+            return False
+        if len(set(state.plan.checkpoints)) < 2 or not state.speed_meter.startup_seconds:
+            return True
+        checkpoint = self.standbys.next_checkpoint(state, self.workers)
+        return all(worker.state is not state or worker.checkpoint != checkpoint for worker in self.workers)
 
     def _candidates(self) -> Iterator[tuple[Rank, MemberState, set[str]]]:
         """Yield members of which a worker may start, with the devices reserved for members before them."""
@@ -91,11 +106,10 @@ class Dispatcher:
             members = [
                 state
                 for state in self.members
-                if ranks.get(state.plan.name) == rank
-                and (self.deadline is None or self.deadline.may_start(state, self.members))
+                if ranks.get(state.plan.name) == rank and self._may_start(state)
             ]
             for state in members:
-                if state.missing_first_workers > 0:
+                if self._misses_worker(state):
                     yield rank, state, reserved
                 if not state.running:
                     reserved |= {*state.plan.placement.devices} or {"cpu"}
@@ -105,6 +119,12 @@ class Dispatcher:
                 is_worth_it = 0 < 2 * startup < state.seconds_left
                 if 0 < state.running < state.max_replicas and is_worth_it:
                     yield rank, state, reserved
+
+    def _may_start(self, state: MemberState) -> bool:
+        if self.deadline is None:
+            return True
+        checkpoint = self.standbys.next_checkpoint(state, self.workers)
+        return self.deadline.may_start(state, self.members, checkpoint)
 
     def _has_cpu_room(self, state: MemberState) -> bool:
         shares = [worker.state.plan.cpu_share for worker in self.workers if not worker.devices]

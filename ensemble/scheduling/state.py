@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Literal, Protocol, TypeAlias
@@ -317,10 +317,10 @@ class MemberState:
 
         A member without views has only a first view.
         """
-        if not self.chunks.pending:
-            return 2
-        view = self.chunks.pending[0].view
-        return 2 if self.plan.takes_time_left(view) else min(view, 1)
+        return self._turn_of(self.chunks.pending[0]) if self.chunks.pending else 2
+
+    def _turn_of(self, chunk: Chunk) -> int:
+        return 2 if self.plan.takes_time_left(chunk.view) else min(chunk.view, 1)
 
     @property
     def max_replicas(self) -> int:
@@ -331,6 +331,21 @@ class MemberState:
     def missing_first_workers(self) -> int:
         """Return how many workers are missing of those that start before later members' workers."""
         return min(self.plan.first_replicas, self.max_replicas) - self.running
+
+    def next_checkpoint(self, workers: Counter[int], is_timed: bool) -> int:
+        """Return the checkpoint for a new worker: of those with chunks that are due, one with the fewest workers.
+
+        Under a time limit the first view is due before the others.  ``workers`` counts them by checkpoint.
+        """
+        if not self.plan.checkpoints:
+            return 0
+        due = [chunk for chunk in self.chunks.pending if not is_timed or self._turn_of(chunk) == self.turn]
+        checkpoints = dict.fromkeys(self.plan.checkpoint_of(chunk.view) for chunk in due)
+        return min(checkpoints, key=workers.__getitem__, default=0)
+
+    def pending_for(self, checkpoint: int) -> Iterator[Chunk]:
+        """Yield the pending chunks that workers with this checkpoint compute."""
+        return (chunk for chunk in self.chunks.pending if self.plan.checkpoint_of(chunk.view) == checkpoint)
 
     def command_of(self, chunk: Chunk, devices: Sequence[Device] = ()) -> Predict:
         """Return the command to compute a chunk on these devices.
@@ -431,7 +446,9 @@ class MemberState:
 class RunHooks(Protocol):
     """Define what the scheduler needs from its run."""
 
-    def worker_start(self, member: MemberPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
+    def worker_start(
+        self, member: MemberPlan, replica: int, devices: Sequence[Device], checkpoint: int
+    ) -> WorkerStart:
         """Return how to start a worker; raises OSError if its files cannot be made."""
 
     def say(self, text: str) -> None:

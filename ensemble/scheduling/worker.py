@@ -23,6 +23,7 @@ class RunningWorker:
 
     Attributes:
         devices: those that it sees; they are leased when it is told to load.
+        checkpoint: the number of the one that it loads; it computes only views of this checkpoint.
         failed: its own event that it cannot go on.
         fault: what the parent process has noticed.
         exit_by: when it is killed unless it has exited.
@@ -35,6 +36,7 @@ class RunningWorker:
     handle: Handle
     record: WorkerRecord
     devices: tuple[Device, ...]
+    checkpoint: int = 0
     chunk: Chunk | None = None
     is_stopping: bool = False
     failed: Failed | None = None

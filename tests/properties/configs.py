@@ -169,6 +169,7 @@ GOOD: Final[dict[str, Any]] = {
                 },
                 "views": [
                     {"name": "fold0", "adapter_name_or_path": "fold0"},
+                    {"name": "whole", "model_name_or_path": "org/fold2", "revision": "main"},
                     {
                         **{"name": "mean", "adapters": {"average": ["fold0", "fold1"]}},
                         "when": {"share": "as_time_allows"},

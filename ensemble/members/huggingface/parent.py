@@ -54,7 +54,8 @@ _MEMBER_KEYS = (
 # The fingerprint takes these keys as they are, and the effect of the others, so that writing a default into the
 # config changes nothing.
 _VERBATIM_KEYS = ("allow_tf32", "merge_adapter", "gguf_file", "trust_remote_code")
-_ADAPTER_KEYS = ("adapter_name_or_path", "adapters")
+# Keys of a view that came later than views.
+_VIEW_KEYS = ("model_name_or_path", "revision", "head", "adapter_name_or_path", "adapters")
 _VERBATIM_TEXT_KEYS = ("prompt_template", "add_special_tokens", "truncation_side")
 # Keys that change loading and memory, but no prediction.
 _KEYS_WITHOUT_EFFECT = (
@@ -388,14 +389,14 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         return fingerprint
 
     def predicted_by(self) -> dict[str, object]:
-        # Adapters and choices that are not set are left out, so that digests from before their keys stay equal.
+        # Keys that are not set are left out, so that digests from before their keys stay equal.
         keys = super().predicted_by()
         if keys["adapters"] is None:
             del keys["adapters"]
         views = keys["views"]
         if isinstance(views, list | tuple):
             keys["views"] = [
-                {key: value for key, value in view.items() if value is not None or key not in _ADAPTER_KEYS}
+                {key: value for key, value in view.items() if value is not None or key not in _VIEW_KEYS}
                 for view in views
             ]
         if keys.get("choices") is None:
