@@ -69,6 +69,8 @@ class MemberPlan:
         undecided_views: views with ``when`` whose rows are not selected yet, by number, with the share of the
             member's rows that the forecast counts.
         cpu_threads: threads of a worker on a CPU; None: by its share of the cores.
+        row_names: what its rows are called if they are no rows of a table, such as "fold 0" of trainings.  Each is
+            a chunk of its own, and the member fails with the first that cannot be done.
     """
 
     index: int
@@ -87,6 +89,7 @@ class MemberPlan:
     expected_share: float = 1.0
     undecided_views: Mapping[int, float] = field(default_factory=dict)
     cpu_threads: int | None = None
+    row_names: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
