@@ -70,6 +70,8 @@ class MemberPlan:
             member's rows that the forecast counts.
         cpu_threads: threads of a worker on a CPU; None: by its share of the cores.
         checkpoints: the number of each view's checkpoint, of which a worker has one; empty: all views share one.
+        row_names: what its rows are called if they are no rows of a table, such as "fold 0" of trainings.  Each is
+            a chunk of its own, and the member fails with the first that cannot be done.
     """
 
     index: int
@@ -89,6 +91,7 @@ class MemberPlan:
     undecided_views: Mapping[int, float] = field(default_factory=dict)
     cpu_threads: int | None = None
     checkpoints: tuple[int, ...] = ()
+    row_names: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

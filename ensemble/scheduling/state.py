@@ -360,11 +360,20 @@ class MemberState:
 
     def row_text(self, row: int) -> str:
         """Return a row's name for messages: its number in the table, and its view."""
+        if self.plan.row_names:
+            return self.plan.row_names[row]
         views = self.plan.model.counted_views
         if not views:
             return f"{row + 1:,}"
         view, table_row = divmod(row, self.plan.table_rows)
         return f"{table_row + 1:,} (view {views[view].name})"
+
+    @property
+    def in_hand_texts(self) -> list[str]:
+        """Return the names of the rows that workers compute, where these have names, and how far they are."""
+        if not self.plan.row_names:
+            return []
+        return [self.plan.row_names[chunk.start] for chunk in self.chunks.in_hand.values()]
 
     @property
     def is_loaded(self) -> bool:
