@@ -38,7 +38,7 @@ from tests.kaggle import LABELS, lay_out
 from tests.members.pooled_cls.test_pooled_cls import pooled_reference, softmax
 from tests.nvml.sim import GIB, Gpu, Memory, NvmlSim, gpu_uuid
 from tests.project import ROOT, Project, python_path
-from tests.test_winners import CASES
+from tests.test_winners import CASES, OVERLAYS
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -50,7 +50,7 @@ def test_no_config_goes_untested() -> None:
         *("pooled.yaml", "views.yaml", "image.yaml", "lora.yaml", "vllm.yaml", "jury.yaml"),
         *("train_demo.yaml", "train_command.yaml"),  # tests/training
     }
-    assert {path.name for path in (ROOT / "configs" / "winners").glob("*.yaml")} == set(CASES)
+    assert {path.name for path in (ROOT / "configs" / "winners").glob("*.yaml")} == {*CASES, *OVERLAYS}
 
 
 def read_demo(name: str) -> list[list[str]]:
