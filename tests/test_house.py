@@ -46,7 +46,7 @@ OF_MEMBERS = {
     "commands": {"base", "registry", "huggingface"},
     "cli": {"base"},
 }
-CHILD_SIDE_OF_MEMBERS = {"child", "predictor", "loading", "scoring"}
+CHILD_SIDE_OF_MEMBERS = {"child", "predictor", "loading", "scoring", "training"}
 
 
 @cache

@@ -50,6 +50,7 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
     Settings: ClassVar[type[MemberConfig]] = CausalSettings
     child: ClassVar[str] = f"{CHILD}:ensemble.members.causal_lm.predictor.CausalMember"
     auto_class: ClassVar[str] = LANGUAGE_MODEL
+    examples: ClassVar[str] = "ensemble.members.causal_lm.training:LabelTextExamples"
 
     @classmethod
     def draft(cls, source: str, id_column: str) -> Draft | None:

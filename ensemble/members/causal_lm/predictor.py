@@ -60,6 +60,11 @@ class CausalMember(TextMember[CausalSpec]):
             raise ValueError("; ".join(problems))
         return tuple(ids.values())
 
+    def label_ids(self, encoded: Encoded, row: int) -> Sequence[tuple[int, ...]]:
+        """Return the tokens of each label of a row that ``encode`` has encoded."""
+        texts = encoded.texts[row] if isinstance(encoded, EncodedChoices) else None
+        return self._label_ids if texts is None else texts.ids
+
     @cached_property
     def _special_tokens(self) -> dict[int, str]:
         names = {getattr(self._tokenizer, f"{name}_id"): name for name in reversed(_SPECIAL)}

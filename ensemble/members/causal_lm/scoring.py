@@ -281,7 +281,7 @@ class LabelScorer(Classifier):
         parts = self._last_token_parts if is_single else []
         options = {} if cache is None else {"past_key_values": cache}
         head = self._model.get_output_embeddings()
-        with last_token_only(parts, one_pass.places[:, 0]), _head_at(head, one_pass.places):
+        with last_token_only(parts, one_pass.places[:, 0]), head_at(head, one_pass.places):
             logits: torch.Tensor = self._model(
                 **one_pass.inputs, **options, use_cache=cache is not None
             ).logits
@@ -397,7 +397,7 @@ class LabelScorer(Classifier):
             cache = DynamicCache()
             inputs = on_device(self._shared[None], self._device)
             first_position = on_device(np.zeros((1, 1), dtype=np.int64), self.last_device)
-            with _head_at(self._model.get_output_embeddings(), first_position):
+            with head_at(self._model.get_output_embeddings(), first_position):
                 self._model(input_ids=inputs, past_key_values=cache, use_cache=True)
             self._prefix = Prefix(self._shared, [(layer.keys, layer.values) for layer in cache.layers])
         return self._prefix
@@ -504,7 +504,7 @@ def _rectangle(
 
 
 @contextlib.contextmanager
-def _head_at(head: nn.Module, positions: torch.Tensor) -> Iterator[None]:
+def head_at(head: nn.Module, positions: torch.Tensor) -> Iterator[None]:
     """Let the head over the vocabulary see only these positions of each row, int64 [rows, k]."""
 
     def take(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -309,7 +309,9 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
 
 
 class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
-    """Describe a checkpoint that reads text."""
+    """Describe a checkpoint that reads text; ``examples`` is the class of what it learns from rows, if trained."""
+
+    examples: ClassVar[str] = "ensemble.members.huggingface.training.examples:ClassifierExamples"
 
     def reads(self) -> Reads:
         return Reads(self.settings.text_columns, self.settings.prompt_template)
@@ -416,6 +418,34 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
             "view_templates": tuple(view.changes.get("prompt_template") for view in model.counted_views),
         }
         return asdict(ModelSettings(**settings))
+
+    def training_settings(self, labels: Sequence[str]) -> Mapping[str, Any]:
+        """Return what the process that trains the member from ``train.base_model`` must know, as JSON values.
+
+        The rows are those of the member without views.
+
+        Raises:
+            CheckpointError: the base model has no ``config.json``.
+        """
+        model = self.settings
+        assert model.train is not None
+        assert model.train.base_model is not None
+        folder = find_file(model.train.base_model, "config.json", model.revision).parent
+        of_base = {
+            "model_name_or_path": model.train.base_model,
+            "adapter_name_or_path": None,
+            "adapters": None,
+            "views": None,
+        }
+        base = type(self)(model.model_copy(update=of_base))
+        inspected = Checkpoint("none", tuple(range(len(labels))), "", (), folder=folder)
+        assigned = Assigned(gpus=0, dtype=model.dtype, attention=model.attn_implementation)
+        return {
+            "predictor": self.child.partition(":")[2],
+            "examples": self.examples,
+            "problem_type": getattr(model, "problem_type", None),
+            "member": base.worker_settings(inspected, assigned, None),
+        }
 
     def content(self, inspected: Checkpoint, files: FileDigests) -> Mapping[str, str]:
         """Return the digests of the weights, including the adapter's, and of the tokenizer."""

@@ -69,16 +69,20 @@ def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
             f"the tokenizer of {spec.model_name_or_path} knows {tokens} tokens, its model only {embeddings}; "
             "they do not belong together"
         )
-    # A checkpoint without a pad token is padded with eos: the mask decides, not the id.
-    pad_ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     limit = max_length(spec, tokenizer, learnt_positions(loaded.model), notes)
     return replace(
         loaded,
         notes=tuple(notes),
         tokenizer=tokenizer,
-        pad_token_id=next(int(token_id) for token_id in pad_ids if token_id is not None),
+        pad_token_id=pad_token_id_of(tokenizer),
         max_length=limit,
     )
+
+
+def pad_token_id_of(tokenizer: Any) -> int:
+    """Return the id that batches are padded with: eos where a checkpoint has no pad token, as the mask decides."""
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(int(token_id) for token_id in ids if token_id is not None)
 
 
 def load_on_devices(spec: CheckpointSpec) -> Loaded:

@@ -98,7 +98,7 @@ def load_model(
         options["quantization_config"] = gguf_config(dequantize=True)
     attention = spec.attn_implementation
     if attention is None:  # the plan could not read the architecture
-        is_capped = is_soft_capped(_from_pretrained(AutoConfig, spec, **gguf).to_dict())
+        is_capped = is_soft_capped(from_pretrained(AutoConfig, spec, **gguf).to_dict())
         attention = choose_attention(is_capped, supports_sdpa=True, flash_suits=False)
     if attention == CAPPED_BLOCKS:
         register_capped_blocks()
@@ -111,7 +111,7 @@ def load_model(
         "use_safetensors": None if spec.allow_pickle else True,
         "output_loading_info": True,
     }
-    model, info = _with_attention(spec, attention, options, notes)
+    model, info = load_with_attention(spec, attention, options, notes)
     check_placement(model, spec, on_gpu, notes)
     _run_first_hooks(model)
     if not adapters and info["mismatched_keys"]:
@@ -152,9 +152,7 @@ def _config_for(
 
     It has the adapters' number of labels, and leaves their heads out of the base's quantization.
     """
-    config, unused = _from_pretrained(
-        AutoConfig, spec, return_unused_kwargs=True, **gguf, **spec.model_kwargs
-    )
+    config, unused = from_pretrained(AutoConfig, spec, return_unused_kwargs=True, **gguf, **spec.model_kwargs)
     if spec.auto_class in WITH_LABELS:
         config.num_labels = len(spec.label_order)
     stored = getattr(config, "quantization_config", None)
@@ -164,13 +162,13 @@ def _config_for(
     return config, unused
 
 
-def _with_attention(
+def load_with_attention(
     spec: CheckpointSpec, attention: str, options: dict[str, Any], notes: list[str]
 ) -> tuple[Any, Any]:
     """Return the model with this attention, or with eager if it has no other, and how loading went."""
     auto_class = getattr(transformers, spec.auto_class)
     try:
-        model, info = _from_pretrained(auto_class, spec, attn_implementation=attention, **options)
+        model, info = from_pretrained(auto_class, spec, attn_implementation=attention, **options)
     except (ImportError, ValueError) as error:
         if not _ABOUT_ATTENTION.search(str(error)):
             raise
@@ -184,7 +182,7 @@ def _with_attention(
         if attention == "eager":
             raise
         # The parent's choice may not exist, such as for code that the checkpoint brings along.
-        model, info = _from_pretrained(auto_class, spec, attn_implementation="eager", **options)
+        model, info = from_pretrained(auto_class, spec, attn_implementation="eager", **options)
         if hasattr(model.config.get_text_config(), "num_attention_heads"):  # convolutions have none at all
             notes.append(f"eager attention, as this model has no {attention}")
     # Some releases of transformers silently leave out the cap on a model's scores.
@@ -260,7 +258,7 @@ def _set_compute_dtype(model: Any, spec: CheckpointSpec, least: Capability | Non
         notes.append(f"4-bit layers compute in {name}: {stored_dtype}, as the checkpoint says, {reason}")
 
 
-def _from_pretrained(auto_class: Any, spec: CheckpointSpec, **options: Any) -> Any:
+def from_pretrained(auto_class: Any, spec: CheckpointSpec, **options: Any) -> Any:
     """Load the checkpoint by one of transformers' auto classes."""
     name = spec.model_name_or_path
     try:

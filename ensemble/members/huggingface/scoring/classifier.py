@@ -43,6 +43,7 @@ class Classifier(Scorer[Encoded]):
             isinstance(model, GenericForSequenceClassification)
             and type(model).forward is GenericForSequenceClassification.forward
         )
+        self._is_generic = is_generic
         # Models with an encoder and a decoder pool at eos, and use the pad id for shifting.
         is_encoder_decoder = getattr(model.config, "is_encoder_decoder", False)
         # Whether a decoder's own forward finds the last token by the pad id (GPT-2, OPT, Falcon, Bloom, ...).  Base
@@ -96,6 +97,18 @@ class Classifier(Scorer[Encoded]):
                 hidden = getattr(model, model.base_model_prefix)(**inputs, use_cache=False).last_hidden_state
             last_logits: torch.Tensor = model.score(hidden[_positions(hidden, last)])
             return last_logits.float()
+
+    def for_own_head(
+        self, encoded: Encoded, rows: npt.NDArray[np.int64]
+    ) -> tuple[dict[str, npt.NDArray[np.int64]], int]:
+        """Return a batch for the model's own forward pass, head included, and its pad id.
+
+        With this id in the model's config the head reads each row's last token.
+        """
+        pad_token_id = self._pad_token_id
+        if self._searches_pad_token or self._is_generic:
+            pad_token_id = unused_token(encoded, rows, self._vocabulary)
+        return padded(encoded, rows, pad_token_id, self._pad_left), pad_token_id
 
     def _inputs(self, arrays: dict[str, npt.NDArray[np.int64]], with_mask: bool) -> dict[str, torch.Tensor]:
         """Return a batch on the device where a pass begins; ``arrays`` are those of ``padded``."""

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -186,6 +186,21 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             self._warmup_texts.append((cut[0], cut[1]) if is_pair else cut[0])
         self._warmup = self._prompts[0].encode_texts(self._warmup_texts)
 
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+    def encode(self, rows: Sequence[Mapping[str, object]], positions: int | None) -> Encoded:
+        """Return the token ids that a model with so many learnt positions gets to see of rows."""
+        self._set_max_length(max_length(self._spec, self._tokenizer, positions, []))
+        return self._encode(0, rows, lambda: None)
+
+    def _set_max_length(self, tokens: int) -> None:
+        if tokens != self._max_length:
+            self._max_length = tokens
+            self._prompts = self._make_prompts()
+            self._warmup = self._prompts[0].encode_texts(self._warmup_texts)
+
     def _make_prompts(self) -> list[Prompt]:
         """Return the prompt of each view of the rows."""
         return [self._make_prompt(spec) for spec in self._view_specs()]
@@ -213,10 +228,7 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
     def load(self) -> Ready:
         spec = self._spec
         loaded = load(spec, self._tokenizer)
-        if loaded.max_length != self._max_length:
-            self._max_length = loaded.max_length
-            self._prompts = self._make_prompts()
-            self._warmup = self._prompts[0].encode_texts(self._warmup_texts)
+        self._set_max_length(loaded.max_length)
         self._classifier = self._make_classifier(loaded)
         if spec.torch_compile:
             # The hooks of LAST_TOKEN_LAYER are new in each pass, and compiled code would keep the first pass's

@@ -1,0 +1,131 @@
+"""Define what a classifier learns from rows: micro-batches of token ids, and their loss."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from ensemble.members.huggingface.loading.load import pad_token_id_of
+from ensemble.members.huggingface.scoring.batching import make_batches
+from ensemble.members.huggingface.scoring.classifier import Classifier
+from ensemble.members.huggingface.scoring.encode import Encoded
+from ensemble.members.huggingface.training.trainee import Trainee
+
+Rows = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Hold sequences that go through the model at a time.
+
+    Attributes:
+        inputs: of the model's forward pass, int64 [sequences, width].
+        labels: for ``Examples.loss``.
+        reads: what ``Examples.reading`` needs: the batch's pad id, or the positions whose logits are read.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    labels: dict[str, torch.Tensor]
+    reads: torch.Tensor
+
+
+class Examples(ABC):
+    """Hold the encoded rows of a training; a row is one sequence or several.
+
+    A kind's class is made of the member, rows that its ``encode`` has encoded, the rows' targets (probabilities by
+    the config's labels, or the numbers of a regression, float64 [rows, labels]), the rows' weights in the loss
+    (float64 [rows]) and the model.
+
+    Args:
+        encoded: the sequences.
+        sequences_of_row: their numbers, for each row.
+    """
+
+    def __init__(self, encoded: Encoded, sequences_of_row: list[list[int]]) -> None:
+        self._encoded = encoded
+        self._sequences_of_row = sequences_of_row
+        longest = [max(encoded.lengths[numbers].tolist()) for numbers in sequences_of_row]
+        self.lengths: Rows = np.array(longest, dtype=np.int64)  # tokens of each row's longest sequence
+
+    @abstractmethod
+    def batch(self, sequences: Rows) -> MicroBatch:
+        """Return these sequences, padded to the longest."""
+
+    @abstractmethod
+    def reading(self, batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model's forward pass reads the right positions of a batch."""
+
+    @abstractmethod
+    def loss(self, outputs: Any, labels: dict[str, torch.Tensor], num_items_in_batch: int) -> torch.Tensor:
+        """Return the sum of the rows' losses, times their weights, by the rows of the effective batch."""
+
+    def micro_batches(self, rows: Rows, token_budget: int) -> list[Rows]:
+        """Cut the sequences of rows into micro-batches of at most so many tokens, padding included."""
+        sequences = np.array([number for row in rows.tolist() for number in self._sequences_of_row[row]])
+        return [sequences[batch] for batch in make_batches(self._encoded.lengths[sequences], token_budget)]
+
+    def tokens(self, rows: Rows, token_budget: int) -> tuple[int, int]:
+        """Return the tokens of a step with these rows, without and with padding."""
+        parts = [self._encoded.lengths[part] for part in self.micro_batches(rows, token_budget)]
+        padded_tokens = sum(len(part) * int(part.max()) for part in parts)
+        return sum(int(part.sum()) for part in parts), padded_tokens
+
+
+class ClassifierExamples(Examples):
+    """Learn the outputs of a classification head.
+
+    The loss is that of transformers' own heads: softmax cross-entropy, the mean of the labels' binary
+    cross-entropies where labels do not exclude each other, the mean squared error for a regression.
+    """
+
+    def __init__(
+        self, member: Any, encoded: Encoded, targets: Numbers, weights: Numbers, trainee: Trainee
+    ) -> None:
+        super().__init__(encoded, [[row] for row in range(len(targets))])
+        pad_token_id = pad_token_id_of(member.tokenizer)
+        self._config = trainee.base.config
+        if self._config.pad_token_id is None:  # users of the checkpoint run it in batches, too
+            self._config.pad_token_id = pad_token_id
+        self._classifier = Classifier(trainee.base, pad_token_id)
+        self._activation = trainee.activation
+        self._targets = torch.from_numpy(targets[:, trainee.label_order])
+        self._weights = torch.from_numpy(weights)
+
+    def batch(self, sequences: Rows) -> MicroBatch:
+        arrays, pad_token_id = self._classifier.for_own_head(self._encoded, sequences)
+        inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        labels = {"targets": self._targets[sequences], "weights": self._weights[sequences]}
+        return MicroBatch(inputs, labels, torch.tensor(pad_token_id))
+
+    @contextlib.contextmanager
+    def reading(self, batch: MicroBatch) -> Iterator[None]:
+        configs = (self._config, self._config.get_text_config())
+        stored = [config.pad_token_id for config in configs]
+        for config in configs:
+            config.pad_token_id = int(batch.reads)
+        try:
+            yield
+        finally:
+            for config, pad_token_id in zip(configs, stored, strict=True):
+                config.pad_token_id = pad_token_id
+
+    def loss(self, outputs: Any, labels: dict[str, torch.Tensor], num_items_in_batch: int) -> torch.Tensor:
+        logits = outputs.logits.float()
+        targets = labels["targets"].to(logits.device, logits.dtype)
+        if self._activation == "softmax":
+            losses = -(targets * logits.log_softmax(-1)).sum(-1)
+        elif self._activation == "sigmoid":
+            losses = functional.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(-1)
+        else:
+            losses = functional.mse_loss(logits, targets, reduction="none").mean(-1)
+        weights = labels["weights"].to(losses.device, losses.dtype)
+        return torch.dot(losses, weights) / num_items_in_batch
