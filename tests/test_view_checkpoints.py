@@ -68,7 +68,7 @@ def rows_of_workers(project: Project) -> list[int]:
 
 
 def test_each_view_has_the_predictions_of_its_checkpoint_alone(folds: Project) -> None:
-    views = [
+    views: list[dict[str, Any]] = [
         {"name": "fold0"},
         {"name": "fold1", "model_name_or_path": "fold1", "weight": 3.0},
         {"name": "swapped", "swap": SWAP},

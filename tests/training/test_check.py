@@ -85,10 +85,8 @@ def test_keys_that_the_installed_libraries_do_not_know(bases: Path, tmp_path: Pa
         lora_config=lora,
     )
     owned, *others = found
-    assert owned.startswith(
-        "models[0].train.training_arguments.auto_find_batch_size: is not a key to set here: it "
-    )
-    assert "start again at step 0" in owned
+    assert owned.startswith("models[0].train.training_arguments.auto_find_batch_size: is not set here: it ")
+    assert "begin again at step 0" in owned
     assert others == [
         "models[0].train.training_arguments.learning_rat: the installed TrainingArguments has no such key (did you "
         "mean 'learning_rate'?)",

@@ -245,7 +245,12 @@ def test_a_child_side_without_a_table_gets_its_rows_by_number(monkeypatch: pytes
     )
     events: list[Event] = []
     heartbeat = Heartbeat(events.append, lambda: None)
-    commands = [Start(WorkerSpec(common, module.__name__, {})), Load(), Predict(4, 2, 3), Stop()]
+    commands: list[Command] = [
+        Start(WorkerSpec(common, module.__name__, {})),
+        Load(),
+        Predict(4, 2, 3),
+        Stop(),
+    ]
     assert serve(commands, events.append, heartbeat, time.monotonic()) == 0
     assert computed == [[2]]
     (done,) = [event for event in events if isinstance(event, ChunkDone)]
