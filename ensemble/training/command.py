@@ -76,8 +76,11 @@ def train(
 
 def raise_unless_trained(report: TrainingReport) -> None:
     """Raise ``MembersFailed`` if trainings have failed."""
-    if report.failures:
-        raise MembersFailed([f"{text}; {RESUMES}" for text in report.failures])
+    failed = [member for member in report.members if member.failure]
+    if failed:
+        raise MembersFailed(
+            [f"member {member.name} failed: {member.failure}; {RESUMES}" for member in failed]
+        )
 
 
 def _train(
@@ -91,7 +94,6 @@ def _train(
 ) -> TrainingReport:
     """Sort out what is trained already, write the tables of the other trainings, and run these."""
     config, files = loaded.config, TrainingDir(loaded.config.output_dir)
-    run = TrainingRun(loaded, display, signals, watched)
     kept: list[Training] = []
     lacking: list[Training] = []
     for model in config.trained_members:
@@ -116,7 +118,7 @@ def _train(
         data.write_part(part, file)
     for training in lacking:
         files.unfinished(training.model.name, training.part).parent.mkdir(parents=True, exist_ok=True)
-    return run.run(lacking, kept)
+    return TrainingRun(loaded, [*kept, *lacking], lacking, display, signals, watched).run()
 
 
 def _parts(train_config: TrainConfig, splits: int, fold: int | None) -> list[Part]:

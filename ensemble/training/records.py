@@ -1,88 +1,88 @@
-"""Define the content of training.json: how far trainings are, and how they ended."""
+"""Define the files that trainings leave beside their checkpoints: a seal for each, and training.json for all."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
-from ensemble.common.errors import DataError
+from ensemble.common.digests import FileDigest
 from ensemble.common.files import write_text
-from ensemble.scheduling.records import FaultRecord, WorkerRecord
+from ensemble.scheduling.records import FaultRecord
 
-# ``time_limit``: some trainings could not end in time; ``waiting`` parts are those.
-Status = Literal["running", "complete", "failed", "interrupted", "time_limit"]
+Document = TypeVar("Document")
 
 
 @dataclass(frozen=True)
-class PartTraining:
-    """Report the training of a member on a part.
+class Seal:
+    """Say what a checkpoint or adapter was made of, and what its files hold.
 
     Attributes:
-        name: "fold-0", or "all".
-        status: "kept" if it was trained before this command began.
-        seconds: of the try that succeeded; None: it is not done.
-        attempts: how often this command has begun it.
-        step, steps: how far it is; None: it does not tell.
-        folder: of the checkpoint or adapter, once it is done.
-        log: of what its command prints.
+        made_of: digests of what the training depends on, by its name, such as "train.command".
+        seconds: of the try that succeeded.
+        attempts: how often the command began the training.
+        devices: UUIDs, or "cpu".
+        progress: the last content of ``progress.json``; empty if the command keeps none.
+        files: by the path within the folder.
+    """
+
+    made_of: dict[str, str]
+    seconds: float
+    attempts: int
+    devices: tuple[str, ...]
+    progress: dict[str, Any]
+    files: dict[str, FileDigest] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    """Report a training; ``name`` is "fold-0" or "all", ``folder`` that of its result, and empty before that.
+
+    The other attributes are those of its seal; ``seconds`` is None before it has ended well.
     """
 
     name: str
-    status: Literal["kept", "done", "training", "waiting"]
+    status: Literal["done", "training", "waiting"]
+    folder: str
     seconds: float | None
     attempts: int
-    step: int | None
-    steps: int | None
-    folder: str
-    log: str
+    devices: tuple[str, ...]
+    progress: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class MemberTrainings:
+class MemberRecord:
     """Report the trainings of a member; ``failure`` says why it has failed, empty: it has not."""
 
     name: str
-    parts: tuple[PartTraining, ...]
+    parts: tuple[PartRecord, ...]
     faults: tuple[FaultRecord, ...] = ()
-    workers: tuple[WorkerRecord, ...] = ()
     failure: str = ""
 
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """Hold the content of training.json; ``written_at`` is in UTC, as ISO 8601, ``seconds`` are of this command."""
+    """Hold the content of training.json; ``seconds`` are of this command, ``written_at`` is in UTC, as ISO 8601."""
 
-    status: Status
-    pid: int
-    written_at: str
+    status: Literal["running", "complete", "time_limit", "failed", "interrupted"]
     seconds: float
-    members: tuple[MemberTrainings, ...]
+    members: tuple[MemberRecord, ...]
+    pid: int = field(default_factory=os.getpid)
+    written_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
-    @classmethod
-    def now(cls, status: Status, seconds: float, members: Sequence[MemberTrainings]) -> TrainingReport:
-        written_at = datetime.now(UTC).isoformat(timespec="seconds")
-        return cls(status, os.getpid(), written_at, round(seconds, 3), tuple(members))
 
-    @property
-    def failures(self) -> tuple[str, ...]:
-        return tuple(
-            f"member {member.name} failed: {member.failure}" for member in self.members if member.failure
-        )
+def write_record(path: Path, record: Seal | TrainingReport) -> None:
+    write_text(path, to_json(record, indent=2).decode() + "\n")
 
-    def write(self, path: Path) -> None:
-        write_text(path, to_json(self, indent=2).decode() + "\n")
 
-    @classmethod
-    def read(cls, path: Path) -> TrainingReport:
-        """Read training.json, or raise a DataError if there is none that this version can read."""
-        try:
-            return TypeAdapter(cls).validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
-            raise DataError(f"{path} cannot be read; train again (ensemble train)") from error
+def read_record(path: Path, kind: type[Document]) -> Document | None:
+    """Return a seal or report; None if there is none that this version can read."""
+    try:
+        return TypeAdapter(kind).validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None

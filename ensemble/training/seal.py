@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-from pydantic_core import to_json
-
-from ensemble.common.digests import FileDigest, FileDigests
+from ensemble.common.digests import FileDigests
 from ensemble.common.errors import CheckpointError
-from ensemble.common.files import file_state, sync_directory, write_text
+from ensemble.common.files import file_state, sync_directory
 from ensemble.common.text import listed, shown_path
 from ensemble.config import MemberConfig
 from ensemble.members.base import OutputColumns
@@ -23,52 +19,22 @@ from ensemble.members.huggingface.settings import TO_BE_TRAINED
 from ensemble.members.questions import ask
 from ensemble.members.registry import member_kind
 from ensemble.training.layout import Part, TrainingDir
+from ensemble.training.records import Seal, read_record, write_record
 
 ADAPTER = "adapter_config.json"
 _CONFIG = "config.json"
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
 
 
-@dataclass(frozen=True)
-class Seal:
-    """Say what a checkpoint or adapter was made of, and what its files hold.
-
-    Attributes:
-        made_of: digests of what the training depends on, by its name: "data", "seed", "train.command".
-        files: by the path within the folder.
-        seconds: of the try that succeeded.
-        attempts: how often the training was begun.
-        devices: the names of its GPUs, or "cpu".
-        progress: the content of ``progress.json``; empty for a command that keeps none.
-    """
-
-    made_of: dict[str, str]
-    files: dict[str, FileDigest]
-    seconds: float
-    attempts: int
-    devices: tuple[str, ...]
-    progress: dict[str, Any]
-
-    def write(self, path: Path) -> None:
-        write_text(path, to_json(self, indent=2).decode() + "\n")
-
-    @classmethod
-    def read(cls, path: Path) -> Seal | None:
-        """Return the seal in a file; None if there is none that can be read."""
-        try:
-            return TypeAdapter(cls).validate_json(path.read_bytes())
-        except (OSError, ValidationError):
-            return None
-
-    def fits(self, folder: Path) -> bool:
-        """Return whether a folder has exactly the sealed files; those that were not touched are not read again."""
-        if {*self.files} != {*_files(folder)}:
+def fits(folder: Path, seal: Seal) -> bool:
+    """Return whether a folder has exactly the sealed files; those that were not touched are not read again."""
+    if {*seal.files} != {*_files(folder)}:
+        return False
+    for name, sealed in seal.files.items():
+        path = folder / name
+        if file_state(path) != sealed.state and FileDigests(whole=True).digest(path) != sealed.digest:
             return False
-        for name, sealed in self.files.items():
-            path = folder / name
-            if file_state(path) != sealed.state and FileDigests(whole=True).digest(path) != sealed.digest:
-                return False
-        return True
+    return True
 
 
 def why_to_train(trainings: TrainingDir, member: str, part: Part, made_of: Mapping[str, str]) -> str | None:
@@ -79,16 +45,16 @@ def why_to_train(trainings: TrainingDir, member: str, part: Part, made_of: Mappi
     Raises:
         CheckpointError: a file cannot be read.
     """
-    seal, folder = Seal.read(trainings.seal(member, part)), trainings.checkpoint(member, part)
+    seal, folder = read_record(trainings.seal(member, part), Seal), trainings.checkpoint(member, part)
     unfinished = trainings.unfinished(member, part)
     if seal is None:
         return ""
     changed = sorted(key for key in {*made_of, *seal.made_of} if made_of.get(key) != seal.made_of.get(key))
     if changed:
         return f"{listed(changed, 5, str)} changed since it was trained"
-    if unfinished.is_dir() and seal.fits(unfinished):
+    if unfinished.is_dir() and fits(unfinished, seal):
         _put_in_place(unfinished, folder)
-    if seal.fits(folder):
+    if fits(folder, seal):
         return None
     return f"the files in {shown_path(folder)} are not those that its training has left"
 
@@ -115,7 +81,7 @@ def seal_training(
     for name in _files(unfinished):
         digests.digest(unfinished / name)
         files[name] = digests.seen[str((unfinished / name).absolute())]
-    replace(seal, files=files).write(trainings.seal(model.name, part))
+    write_record(trainings.seal(model.name, part), replace(seal, files=files))
     _put_in_place(unfinished, trainings.checkpoint(model.name, part))
 
 

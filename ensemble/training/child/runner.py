@@ -23,7 +23,6 @@ from ensemble.common.protocol import CommonSpec, Counters, Ready
 from ensemble.common.python_process import WORKER_MARK, end_marked, python_command
 from ensemble.common.text import gib, shown_path
 from ensemble.members.predictor import Prediction, Predictor, Report
-from ensemble.training.child import command
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -65,7 +64,7 @@ def make_predictor(
 
 
 class Runner(Predictor):
-    """Run commands; ``settings`` are ``jobs`` by row, ``environment`` and ``secrets`` (see ``command.main``)."""
+    """Run commands; ``settings`` are ``jobs`` by row, ``environment`` and ``secrets`` (see ``logged_command``)."""
 
     def __init__(self, common: CommonSpec, settings: Mapping[str, Any]) -> None:
         self._common = common
@@ -114,7 +113,7 @@ class Runner(Predictor):
             "secrets": self._settings["secrets"],
         }
         process = subprocess.Popen(
-            python_command(command.__name__), stdin=subprocess.PIPE, start_new_session=True
+            python_command("ensemble.common.logged_command"), stdin=subprocess.PIPE, start_new_session=True
         )
         assert process.stdin is not None
         with process.stdin, contextlib.suppress(BrokenPipeError):

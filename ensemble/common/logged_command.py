@@ -1,4 +1,4 @@
-"""Run the command of a training: write what it prints to its log, and end all that it started with the worker.
+"""Run a command beneath a worker: write what it prints to a log, and end all that it started with the worker.
 
 This process stands between the worker and the command, in a session of its own.  It keeps secrets out of the log,
 and outlives the worker by the moment that it takes to kill everything that the command has started.
