@@ -77,6 +77,13 @@ class ExtraTable(StrictConfig):
 
     older_keys: ClassVar[Mapping[str, str]] = {"path": "file csv", "weight": "sample_weight"}
 
+    def as_data(self, data: DataConfig) -> DataConfig:
+        """Return the keys of this table; its labels are named as in ``data``, unless it names them itself."""
+        changes: dict[str, object] = {"path": self.path}
+        if self.label_column is not None or self.label_columns is not None or self.labels is not None:
+            changes |= {"label_column": self.label_column, "label_columns": self.label_columns}
+        return data.model_copy(update=changes)
+
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         names = [key for key in ("label_column", "label_columns", "labels") if getattr(self, key) is not None]
         if len(names) > 1:

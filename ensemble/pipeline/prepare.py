@@ -52,7 +52,14 @@ from ensemble.pipeline.checks import (
     run_warnings,
     worker_warnings,
 )
-from ensemble.pipeline.member_views import MemberView, first_texts, member_views
+from ensemble.pipeline.member_views import (
+    MemberView,
+    first_texts,
+    member_columns,
+    member_files,
+    member_views,
+    with_columns,
+)
 from ensemble.pipeline.prepared import Prepared, is_exclusive, merged_activation
 from ensemble.pipeline.run_dir import RunDir, work_of_view
 from ensemble.pipeline.run_report import RunReport, measured_speeds
@@ -206,14 +213,7 @@ def _inspect_members(config: RunConfig, problems: Problems) -> _Members:
     """Look at each member's views and files."""
     kinds = {model.name: kind_for_checks(model) for model in config.models}
     views = tuple(member_views(kinds, problems))
-    columns: dict[str, tuple[str, ...]] = {}
-    files: dict[str, FileCells] = {}
-    for name, kind in kinds.items():
-        of_views = [view.table_columns for view in views if view.member == name]
-        columns[name] = tuple(dict.fromkeys(chain.from_iterable(of_views)))
-        cells = kind.reads().files
-        if cells is not None:
-            files[name] = replace(cells, folder=cells.folder or config.data.path.parent)
+    columns, files = member_columns(views, kinds), member_files(kinds, config.data.path.parent)
     file_states = _file_states(kinds.values())  # before anything is read of the files
     inspected: dict[str, Inspection] = {}
     ask([*chain.from_iterable(kind.questions() for kind in kinds.values())])
@@ -261,20 +261,18 @@ def _read_allowed_labels(config: RunConfig, table: InputTable) -> AllowedLabels:
 
 
 def _table_needs(config: RunConfig, members: _Members) -> TableNeeds:
-    views = members.views
-    return TableNeeds(
+    needs = TableNeeds(
         id_column=config.data.id_column,
         label_column=config.data.label_column,
         label_columns=config.data.truth_columns(config.labels),
         labels=config.labels,
-        columns=tuple(dict.fromkeys(chain.from_iterable(members.columns.values()))),
-        json_columns=tuple(dict.fromkeys(name for view in views for name in view.json_columns)),
-        text_columns=tuple(dict.fromkeys(name for view in views for name in view.text_columns)),
+        columns=(),
+        json_columns=(),
+        text_columns=(),
         limit=config.limit,
         truth_as=merged_activation(members.inspected),
-        # The first view that asks for a column is named.
-        read_by={name: view.reader(name) for view in reversed(views) for name in view.table_columns},
     )
+    return with_columns(needs, members.views)
 
 
 def _read_sample(
