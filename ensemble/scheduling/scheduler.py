@@ -230,6 +230,7 @@ class Scheduler:
             assert chunk is not None
             worker.record.counters += event.counters
             state.complete(chunk, event)
+            self._run.on_chunk_done(state, chunk, event, worker.record.devices)
             worker.drop(chunk)
             # A short line: masking secrets in long lines takes time, and run.json sums up the events.
             counts = f"{event.counters.rows} rows in {event.counters.predict_seconds:.3f} s"
