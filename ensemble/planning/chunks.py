@@ -111,53 +111,31 @@ def _costs_before(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
 
 
 def in_views(
-    order: npt.NDArray[np.int64], chunks: Sequence[Chunk], views: int, table_rows: int
-) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]:
-    """Return rows and chunks in several views: all rows in the first view, then all in the next.
-
-    Rows are numbered through the views: row r of a table of n rows is r + v * n in view v.
-    """
-    if views == 1:
-        return order, tuple(chunks)
-    expanded = []
-    for view in range(views):
-        for chunk in chunks:
-            expanded.append(
-                Chunk(
-                    index=chunk.index + view * len(chunks),
-                    start=chunk.start + view * len(order),
-                    stop=chunk.stop + view * len(order),
-                    cost=chunk.cost / views,
-                    view=view,
-                )
-            )
-    return np.concatenate([order + view * table_rows for view in range(views)]), tuple(expanded)
-
-
-def join_views(
     parts: Sequence[tuple[npt.NDArray[np.int64], Sequence[Chunk], float]], table_rows: int
 ) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...], float]:
-    """Return rows, chunks and work of views that have other rows than others, numbered as by ``in_views``.
+    """Return the rows, the chunks and the work of several views: all of the first view, then all of the next.
 
-    ``parts`` has each view's rows of the table in their order, their chunks and their work.
+    Rows are numbered through the views: row r of a table of n rows is r + v * n in view v. ``parts`` has the rows
+    of each view in their order, their chunks and their work.
     """
+    rows: list[npt.NDArray[np.int64]] = []
     chunks: list[Chunk] = []
     start, total = 0, sum(work for _, _, work in parts)
-    for view, (rows, of_view, work) in enumerate(parts):
+    for view, (of_view, chunks_of_view, work) in enumerate(parts):
         index = len(chunks)
-        for chunk in of_view:
+        for chunk in chunks_of_view:
             chunks.append(
                 Chunk(
                     index=index + chunk.index,
                     start=start + chunk.start,
                     stop=start + chunk.stop,
-                    cost=chunk.cost * work / total,
+                    cost=chunk.cost * (work / total),
                     view=view,
                 )
             )
-        start += len(rows)
-    order = np.concatenate([rows + view * table_rows for view, (rows, _, _) in enumerate(parts)])
-    return order, tuple(chunks), total
+        rows.append(of_view + view * table_rows)
+        start += len(of_view)
+    return np.concatenate(rows), tuple(chunks), total
 
 
 def what_is_left(

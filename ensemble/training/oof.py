@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,11 +44,10 @@ def predict_held_out(
     """
     folder = TrainingDir(loaded.config.output_dir)
     prepared = prepare(_out_of_fold(loaded, time_limit), is_for_run=True)
-    try:
+    with ExitStack() as on_error:
+        on_error.callback(prepared.launcher.close)
         _demand_one_fold(prepared)
-    except DataError:
-        prepared.launcher.close()
-        raise
+        on_error.pop_all()
     report = run_prepared(prepared, display, False, began, owns_process)
     for member in report.members:
         if member.status == "complete":
@@ -57,32 +57,21 @@ def predict_held_out(
 
 def _out_of_fold(loaded: LoadedConfig, time_limit: float | None) -> LoadedConfig:
     """Return the config of the run: the folds' models of trained members, over the training table."""
-    names = [model.name for model in loaded.config.trained_members]
-    trained = with_trained(loaded, by_fold=True)
+    config = loaded.config
     models = tuple(
         model.without_when().model_copy(update={"weight": 1.0, "calibration": None})
-        for model in trained.config.models
-        if model.name in names
+        for model in config.trained_members
     )
-    # The members for tables with rows that they were trained on have other values of these keys.
-    of_members = {model.name: replace(trained.trained[model.name], by_fold=model) for model in models}
+    trained = with_trained(
+        replace(loaded, config=config.model_copy(update={"models": models}), submission_address=None),
+        by_fold=True,
+    )
     keys: dict[str, object] = dict.fromkeys(
         ("submission", "rules", "limit", "training", "fitted_on", "copy_to")
     )
-    keys |= {
-        "data": loaded.config.training_data,
-        "models": models,
-        "ensemble": EnsembleConfig(),
-        "output_dir": TrainingDir(loaded.config.output_dir).oof_run,
-        "time_limit": time_limit,
-        "fill": "uniform",
-    }
-    return replace(
-        trained,
-        config=loaded.config.model_copy(update=keys),
-        submission_address=None,
-        trained=of_members,
-    )
+    keys |= {"data": config.training_data, "ensemble": EnsembleConfig(), "fill": "uniform"}
+    keys |= {"output_dir": TrainingDir(config.output_dir).oof_run, "time_limit": time_limit}
+    return replace(trained, config=trained.config.model_copy(update=keys))
 
 
 def _demand_one_fold(prepared: Prepared) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ensemble.common.errors import CheckpointError, ConfigError, EnsembleError
+from ensemble.common.errors import ConfigError
 from ensemble.config import LoadedConfig, MemberConfig, TrainedMember
 from ensemble.config.check import validate
 from ensemble.config.document import place
@@ -20,43 +20,36 @@ _ADAPTER = "adapter_name_or_path"
 def with_trained(loaded: LoadedConfig, *, may_lack: bool = False, by_fold: bool = False) -> LoadedConfig:
     """Return the config with an ordinary member in place of each one that has ``train``.
 
-    A view of the member is one for each fold, named ``VIEW-fold-0``, ``VIEW-fold-1`` and so on; without views they
-    are ``fold-0``, ``fold-1``. With ``predict_with: average`` or ``refit`` the member has a single model, and the
-    folds' views are used for rows that it was trained on (``LoadedConfig.trained``).
+    Each fold's model is a view of the member, ``fold-0``, ``fold-1`` and so on; of a member with views, each view
+    has these behind its name. With ``predict_with: average`` or ``refit`` the member has a single model, and the
+    folds' views are for rows that it was trained on (``LoadedConfig.trained``).
 
     Args:
         may_lack: members that are not trained stay as they are.
         by_fold: take the folds' models whatever ``predict_with`` says.
 
     Raises:
-        EnsembleError: of exit code 2, with each member and fold that is not trained.
+        ConfigError: names each member and fold that is not trained.
     """
-    config, problems = loaded.config, list[str]()
-    models = list(config.models)
-    trained = dict(loaded.trained)
-    error: type[EnsembleError] = CheckpointError
-    for index, model in enumerate(config.models):
+    models, trained, problems = list(loaded.config.models), dict(loaded.trained), list[str]()
+    for index, model in enumerate(models):
         if model.training is None:
             continue
-        key = f"models[{index}] ({model.name})"
-        missing = missing_parts(loaded, model)
-        if missing:
-            parts = ", ".join(part.text for part in missing)
-            if not may_lack:
-                problems.append(f"{key}: not trained yet: {parts}; run `ensemble train CONFIG` first")
-            continue
-        try:
-            models[index], trained[model.name] = _Lowering(loaded, model, by_fold).members()
-        except ConfigError as not_possible:
-            error = ConfigError
-            problems += [f"{key}: {problem}" for problem in not_possible.problems]
+        missing = ", ".join(part.text for part in missing_parts(loaded, model))
+        if missing and not may_lack:
+            problems.append(f"{model.name}: not trained yet: {missing}; run `ensemble train CONFIG` first")
+        elif not missing:
+            try:
+                models[index], trained[model.name] = _made_of_parts(loaded, model, by_fold)
+            except ConfigError as error:
+                problems += [f"{model.name}, which is trained: {problem}" for problem in error.problems]
     if problems:
-        raise error(problems)
-    return replace(loaded, config=config.model_copy(update={"models": tuple(models)}), trained=trained)
+        raise ConfigError(problems)
+    return replace(loaded, config=loaded.config.model_copy(update={"models": tuple(models)}), trained=trained)
 
 
 def missing_parts(loaded: LoadedConfig, model: MemberConfig) -> list[Part]:
-    """Return the trainings of a member that have not ended yet; the first, if nobody knows the number of folds."""
+    """Return the trainings of a member that have not ended yet; at least the first fold before any has begun."""
     folder, training = TrainingDir(loaded.config.output_dir), loaded.config.training
     rows = folder.trained_rows(model.name)
     splits = fold_count(rows) or (None if training is None else training.folds.splits) or 1
@@ -66,82 +59,57 @@ def missing_parts(loaded: LoadedConfig, model: MemberConfig) -> list[Part]:
     return [part for part in parts if not rows.is_file() or not folder.checkpoint(model.name, part).is_dir()]
 
 
-class _Lowering:
-    """Make the ordinary members that stand for a trained one."""
+def _made_of_parts(
+    loaded: LoadedConfig, model: MemberConfig, by_fold: bool
+) -> tuple[MemberConfig, TrainedMember]:
+    """Return the member for rows that are new, and what is to be known for others."""
+    assert model.training is not None
+    folder, kind = TrainingDir(loaded.config.output_dir), member_kind(model)
+    rows = folder.trained_rows(model.name)
+    parts = [Part(fold) for fold in range(fold_count(rows))]
+    of_folds = [kind.trained_settings(folder.checkpoint(model.name, part)) for part in parts]
+    required = {key for key, field in type(model).model_fields.items() if field.is_required()}
+    # Of all folds, or of the first one what a member cannot be without.
+    keys: dict[str, Any] = {
+        key: value
+        for key, value in of_folds[0].items()
+        if key in required or all(fold.get(key) == value for fold in of_folds)
+    }
+    predict_with = "folds" if by_fold else model.training.predict_with
+    if predict_with == "refit":
+        keys |= kind.trained_settings(folder.checkpoint(model.name, Part(None)))
+    elif predict_with == "average":
+        if not all(_ADAPTER in fold for fold in of_folds):
+            raise ConfigError(
+                "train.predict_with: average is of adapters, and these are whole models; choose folds"
+            )
+        keys["adapters"] = {"average": [fold[_ADAPTER] for fold in of_folds]}
+    # As YAML has them.
+    written = model.model_dump(mode="json", exclude_unset=True, exclude={"train"})
+    views: list[dict[str, Any]] = []
+    folds: dict[str, int | None] = {}
+    for view in written.get("views") or [{}]:
+        name, prefix = view.get("name", predict_with), f"{view['name']}-" if view else ""
+        if predict_with != "folds":
+            views.append({**view, "name": name})
+            folds[name] = None
+        for part, fold in zip(parts, of_folds, strict=True):
+            name = f"{prefix}{part.name}"
+            views.append({**view, **_changes(keys, fold), "name": name})
+            folds[name] = part.fold
+    with_folds = _valid(model, {**written, **keys, "views": views}, loaded.config.labels)
+    is_single = predict_with != "folds"
+    member = _valid(model, {**written, **keys}, loaded.config.labels) if is_single else with_folds
+    return member, TrainedMember(rows=rows, by_fold=with_folds, folds=folds, oof_run=folder.oof_run)
 
-    def __init__(self, loaded: LoadedConfig, model: MemberConfig, by_fold: bool) -> None:
-        assert model.training is not None
-        self._model = model
-        self._labels = loaded.config.labels
-        self._folder = TrainingDir(loaded.config.output_dir)
-        self._predict_with = "folds" if by_fold else model.training.predict_with
-        count = fold_count(self._folder.trained_rows(model.name))
-        self._folds = {fold: self._settings_of(Part(fold)) for fold in range(count)}
 
-    def members(self) -> tuple[MemberConfig, TrainedMember]:
-        """Return the member for rows that are new, and what is to be known for others; raise ConfigError."""
-        whole = self._whole()
-        keys = {**self._shared, **whole}
-        folds: dict[str, int | None] = {}
-        views: list[dict[str, Any]] = []
-        for view in self._views():
-            prefix = f"{view['name']}-" if view else ""
-            if whole:
-                views.append({**view, "name": view.get("name", self._predict_with)})
-                folds[views[-1]["name"]] = None
-            for fold, settings in self._folds.items():
-                own = {key: value for key, value in settings.items() if value != keys.get(key)}
-                views.append({**view, **own, "name": f"{prefix}{Part(fold).name}"})
-                folds[views[-1]["name"]] = fold
-        by_fold = self._valid({**keys, "views": views})
-        member = self._valid(keys) if whole else by_fold
-        return member, TrainedMember(
-            rows=self._folder.trained_rows(self._model.name),
-            by_fold=by_fold,
-            folds=folds,
-            oof_run=self._folder.oof_run,
-        )
+def _changes(keys: Mapping[str, Any], fold: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in fold.items() if keys.get(key) != value}
 
-    @property
-    def _shared(self) -> dict[str, str]:
-        """Return the keys that all folds share; others that a member must have are those of the first fold."""
-        first, fields = self._folds[0], type(self._model).model_fields
-        return {
-            key: value
-            for key, value in first.items()
-            if fields[key].is_required() or all(fold.get(key) == value for fold in self._folds.values())
-        }
 
-    def _whole(self) -> dict[str, Any]:
-        """Return the keys of the single model that predicts new rows; none: each fold's model does."""
-        if self._predict_with == "refit":
-            return dict(self._settings_of(Part(None)))
-        if self._predict_with == "average":
-            adapters = [fold.get(_ADAPTER) for fold in self._folds.values()]
-            if None in adapters:
-                raise ConfigError(
-                    "train.predict_with: average is of adapters, and the folds have whole checkpoints; choose "
-                    "folds or refit"
-                )
-            return {"adapters": {"average": adapters}}
-        return {}
-
-    def _settings_of(self, part: Part) -> Mapping[str, str]:
-        return member_kind(self._model).trained_settings(self._folder.checkpoint(self._model.name, part))
-
-    def _views(self) -> Iterator[dict[str, Any]]:
-        """Yield the member's own views; without views, one that changes nothing."""
-        views: Sequence[dict[str, Any]] = self._values.get("views") or [{}]
-        yield from views
-
-    @property
-    def _values(self) -> dict[str, Any]:
-        """Return the member's keys as YAML has them, those that are set."""
-        return self._model.model_dump(mode="json", exclude_unset=True, exclude={"train"})
-
-    def _valid(self, changes: Mapping[str, Any]) -> MemberConfig:
-        """Return the member with other keys, by all rules of its kind."""
-        member, problems = validate(type(self._model), {**self._values, **changes}, self._labels)
-        if member is None:
-            raise ConfigError([f"{place(loc)}: {sentence}" for loc, sentence in problems])
-        return member
+def _valid(model: MemberConfig, values: dict[str, Any], labels: tuple[str, ...]) -> MemberConfig:
+    """Return the member with these keys, by all rules of its kind."""
+    member, problems = validate(type(model), values, labels)
+    if member is None:
+        raise ConfigError([f"{place(loc)}: {sentence}" for loc, sentence in problems])
+    return member

@@ -15,7 +15,7 @@ import pytest
 
 from ensemble.cli.progress import QuietDisplay
 from ensemble.common.clock import boot_seconds
-from ensemble.common.errors import CheckpointError, DataError
+from ensemble.common.errors import ConfigError, DataError
 from ensemble.pipeline.run_report import RunReport
 from ensemble.training.layout import Part, TrainingDir
 from ensemble.training.oof import predict_held_out
@@ -238,5 +238,5 @@ def test_a_table_that_has_changed_since_and_a_fold_that_lacks(trained: Project, 
     ):
         predict(keys)
     shutil.rmtree(folder.checkpoint("lora", Part(1)))
-    with pytest.raises(CheckpointError, match="not trained yet: fold 1; run `ensemble train CONFIG` first"):
+    with pytest.raises(ConfigError, match="not trained yet: fold 1; run `ensemble train CONFIG` first"):
         predict(keys)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ensemble.common.errors import CheckpointError, ConfigError, DataError
+from ensemble.common.errors import ConfigError, DataError
 from ensemble.data.trained_rows import IN_ALL_FOLDS, TrainedRows, write_trained_rows
 from ensemble.pipeline.held_out import NEW, folds_of
 from ensemble.training.layout import Part
@@ -97,17 +97,17 @@ def test_the_members_own_base_counts(trained: Project, adapters: Path, base: str
 
 def test_what_is_not_trained_is_named(trained: Project, adapters: Path) -> None:
     keys = config(trained, "refit")
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(ConfigError) as error:
         with_trained(loaded(keys))
     assert error.value.problems == (
-        "models[0] (lora): not trained yet: fold 0, fold 1, fold 2, all rows; run `ensemble train CONFIG` first",
+        "lora: not trained yet: fold 0, fold 1, fold 2, all rows; run `ensemble train CONFIG` first",
     )
     finish(keys, adapters, parts=[Part(0), Part(2)])
     assert missing_parts(loaded(keys), loaded(keys).config.models[0]) == [Part(1), Part(None)]
     (member,) = with_trained(loaded(keys), may_lack=True).config.models
     assert member.training is not None
     done = trained_run(trained, keys, code=2)
-    assert "models[0] (lora): not trained yet: fold 1, all rows; run `ensemble train CONFIG` first" in done
+    assert "lora: not trained yet: fold 1, all rows; run `ensemble train CONFIG` first" in done
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_mean_of_whole_checkpoints_is_refused(trained: Project, adapters: Path
     folder = finish(keys, adapters)
     for fold in range(3):
         (folder.checkpoint("lora", Part(fold)) / "adapter_config.json").unlink()
-    with pytest.raises(ConfigError, match="average is of adapters, and the folds have whole checkpoints"):
+    with pytest.raises(ConfigError, match="average is of adapters, and these are whole models"):
         with_trained(loaded(keys))
 
 
