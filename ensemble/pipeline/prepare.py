@@ -58,7 +58,7 @@ from ensemble.pipeline.run_dir import RunDir, work_of_view
 from ensemble.pipeline.run_report import RunReport, measured_speeds
 from ensemble.planning.cascade import ExpectedShare
 from ensemble.planning.forecast import Speed
-from ensemble.planning.placement import MemberFacts, chosen_devices
+from ensemble.planning.placement import MemberFacts, chosen_devices, largest_memory
 from ensemble.planning.plan import Plan, plan_run
 from ensemble.scheduling.launchers.base import Launcher, Node, make_launcher
 
@@ -478,23 +478,26 @@ def _member_facts(
     facts = {}
     for model in config.models:
         name, kind = model.name, kind_for_checks(model)
-        lengths, memory = np.zeros(1, dtype=np.int64), None
+        lengths, memories = np.zeros(1, dtype=np.int64), []
         if table is not None:
             lengths = table.text_lengths(columns[name])
             if kind.reads().row_bytes is not None:
                 lengths = np.full(table.rows, kind.reads().row_bytes, dtype=np.int64)
-            if name in inspected:
-                memory = kind.memory(inspected[name], lengths, len(config.labels))
+            for number in range(1 + max(model.view_checkpoints, default=0)) if name in inspected else ():
+                of_checkpoint = inspected[name].of_checkpoint(number)
+                memory = kind.of_checkpoint(number).memory(of_checkpoint, lengths, len(config.labels))
+                memories += [] if memory is None else [memory]
         is_limited = name in shares and model.when is not None
         expected = {view: shares.get(work_of_view(model, view)) for view in model.views_with_when}
         facts[name] = MemberFacts(
             name=name,
             request=kind.request(),
             lengths=lengths,
-            memory=memory,
+            memory=largest_memory(memories),
             needs_worker=kind.needs_worker,
             expected_share=shares[name].share if is_limited else 1.0,
             view_shares={view: share.share for view, share in expected.items() if share is not None},
+            checkpoints=tuple(memories) if model.view_checkpoints else (),
         )
     return facts
 
