@@ -145,10 +145,9 @@ class MemberConfig(StrictConfig):
         """
         return ()
 
-    @property
-    def checkpoint_keys(self) -> tuple[str, ...]:
-        """Return, by the numbers of ``view_checkpoints``, the key that names each checkpoint."""
-        return ()
+    def checkpoint_key(self, number: int) -> str:
+        """Return the key that names one of the checkpoints."""
+        return ""
 
     def with_checkpoint(self, number: int) -> Self:
         """Return the settings for workers with one of the checkpoints; views keep their numbers."""

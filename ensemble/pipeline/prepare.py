@@ -67,7 +67,7 @@ from ensemble.pipeline.run_dir import RunDir, work_of_view
 from ensemble.pipeline.run_report import RunReport, measured_speeds
 from ensemble.planning.cascade import ExpectedShare
 from ensemble.planning.forecast import Speed
-from ensemble.planning.placement import MemberFacts, chosen_devices
+from ensemble.planning.placement import MemberFacts, chosen_devices, largest_memory
 from ensemble.planning.plan import Plan, plan_run
 from ensemble.scheduling.launchers.base import Launcher, Node, make_launcher
 
@@ -488,13 +488,15 @@ def _member_facts(
     facts = {}
     for model in config.models:
         name, kind = model.name, kind_for_checks(model)
-        lengths, memory = np.zeros(1, dtype=np.int64), None
+        lengths, memories = np.zeros(1, dtype=np.int64), []
         if table is not None:
             lengths = table.text_lengths(columns[name])
             if kind.reads().row_bytes is not None:
                 lengths = np.full(table.rows, kind.reads().row_bytes, dtype=np.int64)
-            if name in inspected:
-                memory = kind.memory(inspected[name], lengths, len(config.labels))
+            for number in range(1 + max(model.view_checkpoints, default=0)) if name in inspected else ():
+                of_checkpoint = inspected[name].of_checkpoint(number)
+                memory = kind.of_checkpoint(number).memory(of_checkpoint, lengths, len(config.labels))
+                memories += [] if memory is None else [memory]
         is_limited = name in shares and model.when is not None
         works = [work_of_view(model, view) for view in range(len(model.counted_views))]
         view_rows = [rows_of_views[work] for work in works if work in rows_of_views]
@@ -503,11 +505,12 @@ def _member_facts(
             name=name,
             request=kind.request(),
             lengths=lengths,
-            memory=memory,
+            memory=largest_memory(memories),
             needs_worker=kind.needs_worker,
             expected_share=shares[name].share if is_limited else 1.0,
             view_shares={view: share.share for view, share in expected.items() if share is not None},
             view_rows=np.array(view_rows) if view_rows else None,
+            checkpoints=tuple(memories) if model.view_checkpoints else (),
         )
     return facts
 
