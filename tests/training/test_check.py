@@ -115,7 +115,7 @@ def test_target_modules_that_the_base_does_not_have(bases: Path, tmp_path: Path)
 
 
 def test_a_base_without_a_class_for_its_task(bases: Path, tmp_path: Path) -> None:
-    (found,) = problems(tmp_path, base_model=str(bases / "mamba"))
+    (found,) = problems(tmp_path, base_model=str(bases / "mamba"), method="lora")
     assert re.fullmatch(
         rf"models\[0\]\.train\.base_model: {bases}/mamba: transformers \S+ has no model of the kind 'mamba' for "
         "this task; task_type: causal_lm runs its MambaForCausalLM, or install a newer release",

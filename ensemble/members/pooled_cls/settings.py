@@ -50,6 +50,7 @@ class PooledSettings(TextSettings):
     head_labels: Labels | None = None  # the labels in the order of the head's outputs; None: that of labels
     # How its outputs become probabilities; None: by softmax, and a single output stays a plain number.
     problem_type: ProblemType | None = None
+    # Ways in which it gets each row, each with a name of its own; left out: every row once, as it is.
     views: PooledViews | None = Field(default=None, examples=["[{name: a}, {name: b, head: b.safetensors}]"])
 
     older_keys: ClassVar[Mapping[str, str]] = {
