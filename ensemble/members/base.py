@@ -353,6 +353,10 @@ class MemberKind(ABC, Generic[S, I]):
         """
         return ()
 
+    def trained_settings(self, folder: Path) -> Mapping[str, str]:
+        """Return the keys with which the member loads what a training has left in ``folder``."""
+        raise NotImplementedError
+
     def predictions(self, ids: pa.ChunkedArray, columns: OutputColumns) -> ExternalPredictions:
         """Return all of its predictions, for kinds without workers; the caller checks that they are probabilities.
 

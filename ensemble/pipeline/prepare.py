@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ensemble.common.errors import CheckpointError, DataError, DeviceError, MergeError
 from ensemble.common.files import FileState, file_state, folder_states
@@ -52,6 +53,7 @@ from ensemble.pipeline.checks import (
     run_warnings,
     worker_warnings,
 )
+from ensemble.pipeline.held_out import HeldOut, held_out
 from ensemble.pipeline.member_views import MemberView, first_texts, member_views
 from ensemble.pipeline.prepared import Prepared, is_exclusive, merged_activation
 from ensemble.pipeline.run_dir import RunDir, work_of_view
@@ -111,6 +113,13 @@ def prepare(
             if file_state(config.data.path) != table_state:  # it is read in several passes
                 path = config.data.path
                 raise DataError(f"{path}: changed while it was read; start again when it is complete")
+        held = HeldOut()
+        if table is not None and loaded.trained:
+            with problems.at():
+                loaded, held = held_out(loaded, table, members.columns, members.files)
+            if loaded.config.models != config.models:
+                config = loaded.config
+                members = _inspect_members(config, problems)
         check_answers(loaded, answers, table, members.inspected, problems)
         sample = _read_sample(config, table, answers, problems)
         devices: Inventory | None = None
@@ -147,7 +156,7 @@ def prepare(
         nodes: tuple[Node, ...] = ()
         if launcher is not None and devices is not None:
             with problems.at():
-                facts = _member_facts(config, members.inspected, members.columns, table, shares)
+                facts = _member_facts(config, members.inspected, members.columns, table, shares, held.rows)
                 plan = _plan(config, facts, gpus, devices.hosts, launcher)
                 if must_fit or table is None:
                     problems.add(plan.problems, DeviceError)
@@ -182,6 +191,7 @@ def prepare(
                 for index, (name, kind) in enumerate(members.kinds.items())
                 for text in kind.warnings(members.inspected[name])
             ),
+            *held.remarks,
             *warnings,
             *worker_warnings(plan),
             *run_warnings(loaded, members.inspected, table, allowed, rules, names),
@@ -199,6 +209,7 @@ def prepare(
         },
         files=members.files,
         nodes=nodes,
+        view_rows=held.rows,
     )
 
 
@@ -428,11 +439,11 @@ def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Pre
 
     ``loaded`` may lack members of ``prepared``, and differ from it in what changes neither members nor devices.
     """
-    facts = _member_facts(loaded.config, prepared.inspected, prepared.columns, table, prepared.shares)
+    facts = _member_facts(loaded.config, prepared.inspected, prepared.columns, table, prepared.shares, {})
     plan = _plan(loaded.config, facts, prepared.plan.gpus, prepared.inventory.hosts, prepared.launcher)
     if plan.problems:
         raise DeviceError(plan.problems)
-    prepared = replace(prepared, sample=None, previews={}, allowed_labels=None, rules=None)
+    prepared = replace(prepared, sample=None, previews={}, allowed_labels=None, rules=None, view_rows={})
     return replace(prepared, loaded=loaded, table=table, plan=plan)
 
 
@@ -473,6 +484,7 @@ def _member_facts(
     columns: Mapping[str, tuple[str, ...]],
     table: InputTable | None,
     shares: Mapping[str, ExpectedShare],
+    rows_of_views: Mapping[str, npt.NDArray[np.bool_]],
 ) -> dict[str, MemberFacts]:
     """Return what the planner must know of each member; without the table, it plans devices only."""
     facts = {}
@@ -486,6 +498,8 @@ def _member_facts(
             if name in inspected:
                 memory = kind.memory(inspected[name], lengths, len(config.labels))
         is_limited = name in shares and model.when is not None
+        works = [work_of_view(model, view) for view in range(len(model.counted_views))]
+        view_rows = [rows_of_views[work] for work in works if work in rows_of_views]
         expected = {view: shares.get(work_of_view(model, view)) for view in model.views_with_when}
         facts[name] = MemberFacts(
             name=name,
@@ -495,6 +509,7 @@ def _member_facts(
             needs_worker=kind.needs_worker,
             expected_share=shares[name].share if is_limited else 1.0,
             view_shares={view: share.share for view, share in expected.items() if share is not None},
+            view_rows=np.array(view_rows) if view_rows else None,
         )
     return facts
 

@@ -134,6 +134,32 @@ def in_views(
     return np.concatenate([order + view * table_rows for view in range(views)]), tuple(expanded)
 
 
+def join_views(
+    parts: Sequence[tuple[npt.NDArray[np.int64], Sequence[Chunk], float]], table_rows: int
+) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...], float]:
+    """Return rows, chunks and work of views that have other rows than others, numbered as by ``in_views``.
+
+    ``parts`` has each view's rows of the table in their order, their chunks and their work.
+    """
+    chunks: list[Chunk] = []
+    start, total = 0, sum(work for _, _, work in parts)
+    for view, (rows, of_view, work) in enumerate(parts):
+        index = len(chunks)
+        for chunk in of_view:
+            chunks.append(
+                Chunk(
+                    index=index + chunk.index,
+                    start=start + chunk.start,
+                    stop=start + chunk.stop,
+                    cost=chunk.cost * work / total,
+                    view=view,
+                )
+            )
+        start += len(rows)
+    order = np.concatenate([rows + view * table_rows for view, (rows, _, _) in enumerate(parts)])
+    return order, tuple(chunks), total
+
+
 def what_is_left(
     chunks: Sequence[Chunk], order: npt.NDArray[np.int64], is_done: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]:

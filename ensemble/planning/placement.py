@@ -28,6 +28,7 @@ class MemberFacts:
         memory: None if nothing is known of it.
         expected_share: the share of the rows that it will probably compute; less than 1 with ``when``.
         view_shares: the share of these rows that a view with ``when`` will probably compute, by the view's number.
+        view_rows: for each view the rows that it may compute at all, bool [views, rows]; None: all.
     """
 
     name: str
@@ -37,6 +38,7 @@ class MemberFacts:
     needs_worker: bool = True
     expected_share: float = 1.0
     view_shares: Mapping[int, float] = field(default_factory=dict)
+    view_rows: npt.NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from ensemble.planning.chunks import (
     cut_chunks,
     cut_closest_first,
     in_views,
+    join_views,
     what_is_left,
 )
 from ensemble.planning.forecast import Job, Speed, guessed_speed, slower_by, total_seconds
@@ -62,7 +63,8 @@ class MemberPlan:
         first_replicas: those that start before any later member; the others join if a GPU or a part of the CPU is
             left over.
         cpu_share: the share of the cores that each replica has on a CPU.
-        work: the bytes of text that max_length leaves of all rows in all views, and what each row costs besides.
+        work: the bytes of text that max_length leaves of all rows in all views, and what each row costs besides;
+            where views may not compute some rows, of the others.
         order: row numbers, longest text first, int64 [rows], numbered through the views (``chunks.in_views``).
         waits_for: the members with a weight before it, if it has ``when``.
         expected_share: the share of the rows that the forecast counts.
@@ -251,13 +253,21 @@ def make_plan(
                 replicas = request.replicas
         computed = _computed_lengths(of_member)
         table_rows, views = len(computed), max(1, len(model.counted_views))
-        order, speed = np.arange(table_rows), _NO_TIME
+        order, speed, work = np.arange(table_rows), _NO_TIME, _work_of(computed, views)
         chunks: tuple[Chunk, ...] = ()
         if needs_worker:
             # Order and cut go by the whole text: another cut would mean other batches, and so other last digits,
             # for little less padding.
-            order, chunks = cut_chunks(computed, of_member.lengths if common is None else common)
-            order, chunks = in_views(order, chunks, views, table_rows)
+            ranked = of_member.lengths if common is None else common
+            if of_member.view_rows is None:
+                order, chunks = cut_chunks(computed, ranked)
+                order, chunks = in_views(order, chunks, views, table_rows)
+            else:
+                parts = []
+                for rows in map(np.flatnonzero, of_member.view_rows):
+                    of_view, chunks = cut_chunks(computed[rows], ranked[rows])
+                    parts.append((rows[of_view], chunks, _work_of(computed[rows], 1)))
+                order, chunks, work = join_views(parts, table_rows)
             guess = guessed_speed(placement.footprint, placement.gpus)
             speed = speeds.get(model.name, _UNMEASURED).or_guess(guess)
         replicas = min(replicas, len(chunks))
@@ -273,7 +283,7 @@ def make_plan(
             first_replicas=replicas,
             cpu_share=cpu_share,
             speed=speed,
-            work=_work_of(computed, views),
+            work=work,
             chunks=chunks,
             order=order,
             table_rows=table_rows,
@@ -395,9 +405,15 @@ def with_rows(
 
     Under a time limit the closest calls come first.  ``is_selected`` and ``doubt`` are of the table's rows, [rows].
     """
-    rows, chunks, work = _cut_selected(plan, member, np.flatnonzero(is_selected), doubt)
-    order, chunks = in_views(rows, chunks, member.views, member.table_rows)
-    work *= member.views
+    view_rows = plan.facts[member.name].view_rows
+    if view_rows is None:
+        rows, chunks, work = _cut_selected(plan, member, np.flatnonzero(is_selected), doubt)
+        order, chunks = in_views(rows, chunks, member.views, member.table_rows)
+        work *= member.views
+    else:
+        selected = map(np.flatnonzero, view_rows & is_selected)
+        parts = [_cut_selected(plan, member, rows, doubt) for rows in selected]
+        order, chunks, work = join_views(parts, member.table_rows)
     return replace(member, order=order, chunks=chunks, work=work, expected_share=1.0, waits_for=())
 
 
@@ -414,6 +430,9 @@ def with_view(
     Under a time limit the closest calls come first.  ``is_selected`` and ``doubt`` are of the table's rows, [rows];
     ``is_done`` is of the rows numbered through the views.
     """
+    view_rows = plan.facts[member.name].view_rows
+    if view_rows is not None:
+        is_selected = is_selected & view_rows[view]
     rows, chunks, work = _cut_selected(plan, member, np.flatnonzero(is_selected), doubt)
     order, chunks = what_is_left(chunks, rows + view * member.table_rows, is_done)
     index = 1 + max((chunk.index for chunk in member.chunks), default=-1)
