@@ -162,16 +162,31 @@ class TrainConfig(StrictConfig):
             return
         if self.command is not None:
             yield from self._broken_command()
+            return
         size = self.per_device_train_batch_size
         if isinstance(size, int) and size > self.effective_batch_size:
             yield (
                 ("per_device_train_batch_size",),
                 f"more than effective_batch_size, {self.effective_batch_size:,}; set that, too",
             )
+        yield from self._broken_head()
         if self.lora_config and self.method not in ("lora", "qlora"):
             yield ("lora_config",), "needs method: lora or qlora"
         if self.predict_with == "average" and self.command is None and self.method not in ("lora", "qlora"):
             yield ("predict_with",), "average is of adapters; choose method: lora or qlora, or folds or refit"
+
+    def _broken_head(self) -> Iterator[Problem]:
+        """Find keys of training by steps beside ``method: head``, and keys of a head beside the other methods."""
+        of_head, is_head = ("C", "pooling_mode"), self.method == "head"
+        of_steps = (
+            "training_arguments",
+            "effective_batch_size",
+            "per_device_train_batch_size",
+            "early_stopping",
+        )
+        for key in of_steps if is_head else of_head:
+            if key in self.model_fields_set:
+                yield (key,), f"is not for method: {self.method}; drop it, or choose another method"
 
     def _broken_command(self) -> Iterator[Problem]:
         """Find a command without the folder to write to, and keys that are of the built-in way only."""
