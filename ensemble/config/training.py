@@ -99,7 +99,7 @@ class TrainingConfig(StrictConfig):
     data: DataConfig | None = None  # the labelled table; None: the run's own
     folds: FoldsConfig = FoldsConfig()  # which rows are held out together
     extra: Extra | None = None  # further tables for training only
-    # A CSV of probabilities by id, such as ensemble.csv of another run, to learn instead of the true labels.
+    # A CSV of probabilities by id, such as ensemble.csv of another run, to learn in place of the true labels.
     labels: File | None = Field(default=None, examples=["runs/teacher/ensemble.csv"])
 
 
@@ -117,8 +117,8 @@ class EarlyStopping(StrictConfig):
 class TrainConfig(StrictConfig):
     """Set how a member is trained: by a ``command``, or from a ``base_model`` by transformers' Trainer and peft."""
 
-    # A program, run once for each fold; {train} is the file of its rows, {fold} its number, {out} the folder that
-    # gets the checkpoint or adapter.
+    # A program, run once for each fold; {train} is the file of the rows to train on, {fold} the number of the fold
+    # that is held out (-1: none), {out} the folder that gets the checkpoint or adapter.
     command: Command | None = Field(
         default=None, examples=['[python, train.py, --train, "{train}", --fold, "{fold}", --out, "{out}"]']
     )
