@@ -97,7 +97,8 @@ def read_labelled_table(
         text_columns=(),
         limit=None,
         truth_as=activation,
-        unequal_sums="; if several labels can be true at once, set problem_type: multi_label_classification",
+        unequal_sums="; set problem_type: multi_label_classification if several labels can be true at once, or "
+        "regression for numbers",
         may_lack_truth=False,
         also=also or {},
     )

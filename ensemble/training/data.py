@@ -320,7 +320,7 @@ def _repeated_texts(data: TrainingData) -> Iterator[str]:
         ),
         (with_labels, "whose text has another label in another row; their models learn both"),
     )
-    for are_such, sentence in sentences:
-        if are_such.any():
-            shown = first_ids(ids.filter(pa.array(are_such)))
-            yield f"{data.division.path}: {plural(int(are_such.sum()), 'row')} (id {shown}) {sentence}"
+    for is_repeated, sentence in sentences:
+        if is_repeated.any():
+            shown = first_ids(ids.filter(pa.array(is_repeated)))
+            yield f"{data.division.path}: {plural(int(is_repeated.sum()), 'row')} (id {shown}) {sentence}"
