@@ -563,7 +563,7 @@ def _preview(
     overrides: Overrides | None,
     predictions_in: Path | None = None,
 ) -> Preview:
-    loaded = _load(config, overrides)
+    loaded = _load(config, overrides, may_lack_trainings=True)
     with redacted_errors(loaded.redactor):
         from ensemble.cli.result_objects import Preview
         from ensemble.pipeline.prepare import prepare
@@ -571,14 +571,20 @@ def _preview(
         return Preview(view, prepare(loaded, view == "validate", predictions_in))
 
 
-def _load(config: object, overrides: Overrides | None) -> LoadedConfig:
+def _load(config: object, overrides: Overrides | None, may_lack_trainings: bool = False) -> LoadedConfig:
+    """Load a config, with an ordinary member in place of each one that has been trained.
+
+    A member that has not been trained is a problem, or stays as it is (``may_lack_trainings``).
+    """
     with imports(), redacted_errors():
         from ensemble.pipeline.load import load
+        from ensemble.training.trained import with_trained
 
         loaded = load(_config_sources(config), _texts(overrides))
         if _is_command:
             guard_output(loaded.redactor)  # now that the config's own secrets are known
-        return loaded
+        with redacted_errors(loaded.redactor):
+            return with_trained(loaded, may_lack=may_lack_trainings)
 
 
 def _listed(value: object) -> Sequence[object]:

@@ -9,7 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.files import read_json
@@ -104,13 +108,23 @@ def file_cells(prepared: Prepared, member: str, view: ViewConfig) -> FileCells |
     return cells and replace(cells, column=view.columns.get(cells.column, cells.column))
 
 
-def mean_fingerprint(member: MemberPlan, whole: Fingerprint, views: Sequence[Fingerprint]) -> Fingerprint:
-    """Return the fingerprint of the mean over a member's views, from that without views and theirs."""
+def mean_fingerprint(
+    member: MemberPlan,
+    whole: Fingerprint,
+    views: Sequence[Fingerprint],
+    rows_of_views: Sequence[npt.NDArray[np.bool_]] = (),
+) -> Fingerprint:
+    """Return the fingerprint of the mean over a member's views, from that without views and theirs.
+
+    ``rows_of_views`` has for each view the rows that it may compute, bool [rows]; none: all.
+    """
     weights = [view.weight for view in member.model.counted_views]
     parts = [[view.settings, view.rows, weight] for view, weight in zip(views, weights, strict=True)]
     settings: dict[str, object] = {"mean of views": parts}
     if member.model.views_with_when:  # a mean of other views than that of all of them
         settings["when"] = True
+    if rows_of_views:
+        settings["rows"] = [sha256(np.packbits(rows).tobytes()).hexdigest() for rows in rows_of_views]
     return replace(whole, settings=digest_of(settings))
 
 

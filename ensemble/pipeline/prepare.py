@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ensemble.common.errors import CheckpointError, DataError, DeviceError, MergeError
 from ensemble.common.files import FileState, file_state, folder_states
@@ -52,6 +53,7 @@ from ensemble.pipeline.checks import (
     run_warnings,
     worker_warnings,
 )
+from ensemble.pipeline.held_out import HeldOut, held_out
 from ensemble.pipeline.member_views import (
     MemberView,
     first_texts,
@@ -65,7 +67,7 @@ from ensemble.pipeline.run_dir import RunDir, work_of_view
 from ensemble.pipeline.run_report import RunReport, measured_speeds
 from ensemble.planning.cascade import ExpectedShare
 from ensemble.planning.forecast import Speed
-from ensemble.planning.placement import MemberFacts, chosen_devices
+from ensemble.planning.placement import MemberFacts, chosen_devices, largest_memory
 from ensemble.planning.plan import Plan, plan_run
 from ensemble.scheduling.launchers.base import Launcher, Node, make_launcher
 
@@ -118,6 +120,13 @@ def prepare(
             if file_state(config.data.path) != table_state:  # it is read in several passes
                 path = config.data.path
                 raise DataError(f"{path}: changed while it was read; start again when it is complete")
+        held = HeldOut()
+        if table is not None and loaded.trained:
+            with problems.at():
+                loaded, held = held_out(loaded, table, members.columns, members.files)
+            if loaded.config.models != config.models:
+                config = loaded.config
+                members = _inspect_members(config, problems)
         check_answers(loaded, answers, table, members.inspected, problems)
         sample = _read_sample(config, table, answers, problems)
         devices: Inventory | None = None
@@ -154,7 +163,7 @@ def prepare(
         nodes: tuple[Node, ...] = ()
         if launcher is not None and devices is not None:
             with problems.at():
-                facts = _member_facts(config, members.inspected, members.columns, table, shares)
+                facts = _member_facts(config, members.inspected, members.columns, table, shares, held.rows)
                 plan = _plan(config, facts, gpus, devices.hosts, launcher)
                 if must_fit or table is None:
                     problems.add(plan.problems, DeviceError)
@@ -189,6 +198,7 @@ def prepare(
                 for index, (name, kind) in enumerate(members.kinds.items())
                 for text in kind.warnings(members.inspected[name])
             ),
+            *held.remarks,
             *warnings,
             *worker_warnings(plan),
             *run_warnings(loaded, members.inspected, table, allowed, rules, names),
@@ -206,6 +216,7 @@ def prepare(
         },
         files=members.files,
         nodes=nodes,
+        view_rows=held.rows,
     )
 
 
@@ -426,11 +437,11 @@ def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Pre
 
     ``loaded`` may lack members of ``prepared``, and differ from it in what changes neither members nor devices.
     """
-    facts = _member_facts(loaded.config, prepared.inspected, prepared.columns, table, prepared.shares)
+    facts = _member_facts(loaded.config, prepared.inspected, prepared.columns, table, prepared.shares, {})
     plan = _plan(loaded.config, facts, prepared.plan.gpus, prepared.inventory.hosts, prepared.launcher)
     if plan.problems:
         raise DeviceError(plan.problems)
-    prepared = replace(prepared, sample=None, previews={}, allowed_labels=None, rules=None)
+    prepared = replace(prepared, sample=None, previews={}, allowed_labels=None, rules=None, view_rows={})
     return replace(prepared, loaded=loaded, table=table, plan=plan)
 
 
@@ -471,28 +482,35 @@ def _member_facts(
     columns: Mapping[str, tuple[str, ...]],
     table: InputTable | None,
     shares: Mapping[str, ExpectedShare],
+    rows_of_views: Mapping[str, npt.NDArray[np.bool_]],
 ) -> dict[str, MemberFacts]:
     """Return what the planner must know of each member; without the table, it plans devices only."""
     facts = {}
     for model in config.models:
         name, kind = model.name, kind_for_checks(model)
-        lengths, memory = np.zeros(1, dtype=np.int64), None
+        lengths, memories = np.zeros(1, dtype=np.int64), []
         if table is not None:
             lengths = table.text_lengths(columns[name])
             if kind.reads().row_bytes is not None:
                 lengths = np.full(table.rows, kind.reads().row_bytes, dtype=np.int64)
-            if name in inspected:
-                memory = kind.memory(inspected[name], lengths, len(config.labels))
+            for number in range(1 + max(model.view_checkpoints, default=0)) if name in inspected else ():
+                of_checkpoint = inspected[name].of_checkpoint(number)
+                memory = kind.of_checkpoint(number).memory(of_checkpoint, lengths, len(config.labels))
+                memories += [] if memory is None else [memory]
         is_limited = name in shares and model.when is not None
+        works = [work_of_view(model, view) for view in range(len(model.counted_views))]
+        view_rows = [rows_of_views[work] for work in works if work in rows_of_views]
         expected = {view: shares.get(work_of_view(model, view)) for view in model.views_with_when}
         facts[name] = MemberFacts(
             name=name,
             request=kind.request(),
             lengths=lengths,
-            memory=memory,
+            memory=largest_memory(memories),
             needs_worker=kind.needs_worker,
             expected_share=shares[name].share if is_limited else 1.0,
             view_shares={view: share.share for view, share in expected.items() if share is not None},
+            view_rows=np.array(view_rows) if view_rows else None,
+            checkpoints=tuple(memories) if model.view_checkpoints else (),
         )
     return facts
 

@@ -342,8 +342,6 @@ class MemberState:
 
         Under a time limit the first view is due before the others.  ``workers`` counts them by checkpoint.
         """
-        if not self.plan.checkpoints:
-            return 0
         due = [chunk for chunk in self.chunks.pending if not is_timed or self._turn_of(chunk) == self.turn]
         checkpoints = dict.fromkeys(self.plan.checkpoint_of(chunk.view) for chunk in due)
         return min(checkpoints, key=workers.__getitem__, default=0)

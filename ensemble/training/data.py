@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.common.errors import ConfigError, DataError
-from ensemble.common.files import FilesChanged, FileState, atomic_path, check_unchanged, file_state
+from ensemble.common.files import FileState, atomic_path, file_state
 from ensemble.common.protocol import Activation
 from ensemble.common.shards import file_sha256
 from ensemble.common.text import listed, plural, quoted
@@ -32,7 +32,7 @@ from ensemble.members.huggingface.checkpoint.labels import activation_of
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.checks import Problems
 from ensemble.pipeline.labelled_table import LabelledTable, read_labelled_table, write_labelled_rows
-from ensemble.pipeline.member_views import member_columns, member_files, member_views
+from ensemble.pipeline.member_views import MemberView, member_columns, member_files, member_views
 from ensemble.training.folds import Rows, RowsToDivide, divide, read_folds, write_folds
 from ensemble.training.layout import Part, TrainingDir
 
@@ -54,7 +54,7 @@ class TrainingData:
         activation: "softmax" if targets sum to 1, "sigmoid" if each is from 0 to 1, "none" for any numbers.
         file_states: of the files that were read, by absolute path.
         sources: the training table and the extra tables, one by one.
-        columns: that a member reads in all of its views, and then those of each view, by the member's name.
+        columns: that a member reads in any of its views, by the member's name.
         files: the column that names files, by name of the members that read files.
         commands: the members that are trained by a command.
         remarks: sentences for the user.
@@ -70,7 +70,7 @@ class TrainingData:
     activation: Activation
     file_states: Mapping[str, FileState]
     sources: tuple[LabelledTable, ...]
-    columns: Mapping[str, tuple[tuple[str, ...], ...]]
+    columns: Mapping[str, tuple[str, ...]]
     files: Mapping[str, FileCells]
     commands: frozenset[str]
     division: RowsToDivide
@@ -102,7 +102,7 @@ class TrainingData:
         hashed = blake2b(repr((self.labels, self.activation)).encode(), digest_size=32)
         if member in self.commands:
             hashed.update("".join(self._file_digests).encode() + rows.tobytes())
-        cells = self.table.row_digests(self.columns[member][0], self.files.get(member))[rows]
+        cells = self.table.row_digests(self.columns[member], self.files.get(member))[rows]
         for array in (cells, *arrays.values()):
             hashed.update(np.ascontiguousarray(array).tobytes())
         return hashed.hexdigest()
@@ -112,12 +112,10 @@ class TrainingData:
         return [file_sha256(source.data.path) for source in self.sources]
 
     def trained_rows(self, member: str) -> TrainedRows:
-        """Return which rows a member's models have seen, by all columns it reads, and by those of each view."""
-        columns = list(dict.fromkeys(self.columns[member]))
-        digests = [self.table.row_digests(names, self.files.get(member)) for names in columns]
+        """Return which rows a member's models have seen: those of the training table, and then the others."""
         folds = np.full(self.table.rows, IN_ALL_FOLDS)
         folds[: self.rows] = self.folds
-        return TrainedRows(np.concatenate(digests), np.tile(folds, len(columns)))
+        return TrainedRows(self.table.row_digests(self.columns[member], self.files.get(member)), folds)
 
     def publish(self, folder: Path) -> Path:
         """Write the table for the built-in way, as ``PublishedTable`` reads it, and return its path."""
@@ -181,41 +179,26 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
         EnsembleError: of exit code 2, with every problem of the tables, their labels and their folds.
     """
     config, problems = loaded.config, Problems()
-    training, data = config.training or TrainingConfig(), config.training_data
-    extras, activation = training.extra or (), _activation(config)
-    paths = [data.path, training.labels, *chain.from_iterable((extra.path, extra.labels) for extra in extras)]
+    training, activation = config.training or TrainingConfig(), _activation(config)
+    extras = training.extra or ()
+    paths = [
+        config.training_data.path,
+        training.labels,
+        *chain(*((extra.path, extra.labels) for extra in extras)),
+    ]
     states = {str(path.absolute()): file_state(path) for path in paths if path is not None}
     kinds = {model.name: member_kind(model) for model in config.models}
     trained = {model.name: model.training for model in config.trained_members}
     views = [view for view in member_views(kinds, problems) if view.member in trained]
-    folds_columns = {"column": training.folds.column, "group_column": training.folds.group_column}
-    also = {name: f"training.folds.{key}" for key, name in folds_columns.items() if name is not None}
-    tables: list[LabelledTable] = []
-    distinct: dict[str, DistinctCells] = {}
-    with problems.at():
-        main = read_labelled_table(data, config, views, activation, training.labels, also)
-        tables.append(main)
-        for key, name in folds_columns.items():
-            with problems.at(f"training.folds.{key}"):
-                if name is not None:
-                    distinct[key] = distinct_cells(data.path, main.table, name)
-    for number, extra in enumerate(extras):
-        with problems.at(loaded.document.where(("training", "extra", number))):
-            table = read_labelled_table(extra.as_data(data), config, views, activation, extra.labels)
-            tables.append(table)
+    tables, distinct = _read_tables(loaded, training, views, activation, problems)
     problems.raise_any()
-    present = {path: state for path, state in states.items() if state is not None}
-    try:
-        check_unchanged(present)
-    except FilesChanged as error:
-        raise DataError(str(error)) from None
     main, *others = tables
     joined = main.table.only(tuple(dict.fromkeys(chain(*(view.table_columns for view in views)))))
     for other in others:
         joined = joined.followed_by(other.table, other.data.path)
     division = RowsToDivide(
         config=training.folds,
-        path=data.path,
+        path=main.data.path,
         ids=main.table.ids,
         labels=config.labels,
         classes=main.classes,
@@ -226,7 +209,6 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
     stored = read_folds(folds_file, division)
     weights = [1.0, *(extra.weight for extra in extras)]
     rows = [table.table.rows for table in tables]
-    columns = member_columns(views, trained)
     result = TrainingData(
         labels=config.labels,
         table=joined,
@@ -236,13 +218,10 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
         targets=np.concatenate([table.targets for table in tables]),
         weights=np.repeat(weights, rows),
         activation=activation,
-        file_states=present,
+        file_states={path: state for path, state in states.items() if state is not None},
         sources=tuple(tables),
-        columns={
-            name: (columns[name], *(view.table_columns for view in views if view.member == name))
-            for name in trained
-        },
-        files=member_files(kinds, data.path.parent),
+        columns=member_columns(views, trained),
+        files=member_files(kinds, main.data.path.parent),
         commands=frozenset(
             name for name, train in trained.items() if train is not None and train.command is not None
         ),
@@ -257,6 +236,33 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
             "what was trained on other rows is trained again"
         )
     return replace(result, remarks=tuple(remarks))
+
+
+def _read_tables(
+    loaded: LoadedConfig,
+    training: TrainingConfig,
+    views: Sequence[MemberView],
+    activation: Activation,
+    problems: Problems,
+) -> tuple[list[LabelledTable], dict[str, DistinctCells]]:
+    """Return the training table and the extra tables, and the cells of the columns that decide folds, by key."""
+    config, data = loaded.config, loaded.config.training_data
+    columns = {"column": training.folds.column, "group_column": training.folds.group_column}
+    also = {name: f"training.folds.{key}" for key, name in columns.items() if name is not None}
+    tables: list[LabelledTable] = []
+    distinct: dict[str, DistinctCells] = {}
+    with problems.at():
+        main = read_labelled_table(data, config, views, activation, training.labels, also)
+        tables.append(main)
+        for key, name in columns.items():
+            with problems.at(f"training.folds.{key}"):
+                if name is not None:
+                    distinct[key] = distinct_cells(data.path, main.table, name)
+    for number, extra in enumerate(training.extra or ()):
+        with problems.at(loaded.document.where(("training", "extra", number))):
+            table = read_labelled_table(extra.as_data(data), config, views, activation, extra.labels)
+            tables.append(table)
+    return tables, distinct
 
 
 def _activation(config: RunConfig) -> Activation:
@@ -300,7 +306,7 @@ def _repeated_texts(data: TrainingData) -> Iterator[str]:
     rows, ids = data.rows, data.table.ids
     is_sure = (data.targets.max(axis=1) == 1) & (data.activation == "softmax")
     in_folds, in_extras, with_labels = (np.zeros(data.table.rows, np.bool_) for _ in range(3))
-    for columns in {columns[0] for columns in data.columns.values() if columns[0]}:
+    for columns in set(data.columns.values()) - {()}:
         digests = data.table.row_digests(columns)
         in_folds[:rows] |= with_another(digests[:rows], data.folds)
         in_extras[:rows] |= find_rows(digests[:rows], digests[rows:]) >= 0

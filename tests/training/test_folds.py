@@ -154,6 +154,7 @@ def test_what_cannot_be_divided_is_refused_in_a_sentence(folder: Path) -> None:
 def test_wrong_fold_and_group_columns_are_refused_in_a_sentence(folder: Path) -> None:
     (text,) = problems(folder, folds={"column": "folds"})
     assert "'folds' (did you mean 'fold'?)" in text
+    assert read(folder, folds={"column": "fold", "group_column": "fold"}).splits == 4
     (text,) = problems(folder, folds={"column": "fold", "group_column": "label"})
     assert "divides 3 groups of 'label' ('neg', 'pos', 'tie')" in text
     table = frame()

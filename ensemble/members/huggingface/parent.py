@@ -28,7 +28,7 @@ from ensemble.members.huggingface.checkpoint.quantization_methods import (
     quantization_warnings,
 )
 from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length, stored_encode
-from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSettings
+from ensemble.members.huggingface.settings import TO_BE_TRAINED, HuggingFaceSettings, TextSettings
 from ensemble.members.huggingface.spec import (
     CAPPED_BLOCKS,
     AdapterSource,
@@ -277,6 +277,16 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
     def _compute_dtype(self, inspected: C, assigned: Assigned) -> str | None:
         capability = assigned.capability if assigned.gpus else None
         return choose_compute_dtype(inspected.quantization, capability, assigned.dtype)
+
+    def trained_settings(self, folder: Path) -> Mapping[str, str]:
+        """Return the keys of a checkpoint, or of an adapter and the base that the member or the adapter names."""
+        adapter_config = folder / "adapter_config.json"
+        if not adapter_config.is_file():
+            return {"model_name_or_path": str(folder)}
+        base = self.settings.model_name_or_path
+        if base == TO_BE_TRAINED:
+            base = str(read_json(adapter_config).get("base_model_name_or_path") or base)
+        return {"model_name_or_path": base, "adapter_name_or_path": str(folder)}
 
     def environment(self) -> Mapping[str, str]:
         model = self.settings

@@ -160,7 +160,9 @@ class HuggingFaceSettings(MemberConfig):
         yield from self._broken_weights()
 
     def _broken_training(self) -> Iterator[Problem]:
-        """Find a training that this kind does not have."""
+        """Find a training that this kind does not have, and adapters beside those that it makes."""
+        if self.train is not None and self.used_adapters:
+            yield (self.adapter_key,), "with train the training makes the member's adapters; drop this"
         if self.train is None or self.train.command is not None:
             return
         if not self.training_methods:
@@ -215,7 +217,7 @@ class HuggingFaceSettings(MemberConfig):
                 f"{bits} and offload go together only with llm_int8_enable_fp32_cpu_offload: true, which keeps the "
                 "offloaded layers in float32",
             )
-        if self.merge_adapter and not self.used_adapters:
+        if self.merge_adapter and not self.used_adapters and self.train is None:
             yield ("merge_adapter",), "there is no adapter to merge; add adapter_name_or_path"
         elif self.merge_adapter and self.switches_adapters:
             yield ("merge_adapter",), "a merged adapter cannot give way to those of other views; drop this"
@@ -404,14 +406,10 @@ class TextSettings(HuggingFaceSettings, ReaderConfig):
         numbers = {load: number for number, load in enumerate(dict.fromkeys(loads))}
         return tuple(numbers[load] for load in loads)
 
-    @property
-    def checkpoint_keys(self) -> tuple[str, ...]:
-        keys: dict[int, str] = {}
-        for view, number in zip(self.counted_views, self.view_checkpoints, strict=True):
-            key = next((key for key in self.loads if key in view.changes), None)
-            place = f"views[{self.all_views.index(view)}].{key}" if key else "model_name_or_path"
-            keys.setdefault(number, place)
-        return tuple(keys.values())
+    def checkpoint_key(self, number: int) -> str:
+        view = self.counted_views[self.view_checkpoints.index(number)]
+        key = next((key for key in self.loads if key in view.changes), None)
+        return "model_name_or_path" if key is None else f"views[{self.all_views.index(view)}].{key}"
 
     def with_checkpoint(self, number: int) -> Self:
         names = [view.name for view in self.counted_views]
