@@ -128,9 +128,10 @@ def train(
     quiet: bool = False,
     verbose: bool = False,
 ) -> TrainingReport:
-    """Train the models of CONFIG that have `train`, each on the rows outside each fold.
+    """Train the models of CONFIG, fold by fold.
 
-    Each training is a process of its own on its own devices. The same command again trains only what lacks.
+    Each training of a model with `train` is a process of its own on its own devices. The same command again trains
+    only what lacks.
 
     Args:
         config, overrides, quiet, verbose: as for ``run``.
