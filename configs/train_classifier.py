@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--base", required=True, help="the checkpoint to start from")
     parser.add_argument("--train", required=True, help="a CSV of the rows to train on")
     parser.add_argument("--out", required=True, help="the folder that gets the trained checkpoint")
-    parser.add_argument("--fold", default="all", help="the fold that is held out; it seeds the training")
+    parser.add_argument("--fold", type=int, default=-1, help="the fold that is held out, for the seed")
     parser.add_argument("--epochs", type=float, default=3)
     options = parser.parse_args()
     table = pd.read_csv(options.train, dtype=str, keep_default_na=False)
@@ -54,7 +54,7 @@ def main() -> None:
         num_train_epochs=options.epochs,
         per_device_train_batch_size=16,
         warmup_steps=10,
-        seed=0 if options.fold == "all" else int(options.fold),
+        seed=options.fold + 1,  # -1: all rows
         save_strategy="no",
         # Otherwise Trainer multiplies the loss of a classifier by the number of processes.
         average_tokens_across_devices=False,

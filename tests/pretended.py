@@ -27,6 +27,7 @@ from ensemble.common.protocol import (
     Stop,
     WorkerSpec,
 )
+from ensemble.planning.chunks import Chunk
 from ensemble.planning.plan import MemberPlan, Plan, make_plan
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.device_pool import DevicePool
@@ -209,6 +210,10 @@ class PretendedRun:
 
     def on_finished(self, state: MemberState) -> None:
         self._on_finished(state)
+
+    def on_chunk_done(
+        self, state: MemberState, chunk: Chunk, done: ChunkDone, devices: Sequence[str]
+    ) -> None: ...
 
     def on_views_done(self, state: MemberState) -> None: ...
     def on_ended(self, state: MemberState) -> None: ...

@@ -145,10 +145,9 @@ class MemberConfig(StrictConfig):
         """
         return ()
 
-    @property
-    def checkpoint_keys(self) -> tuple[str, ...]:
-        """Return, by the numbers of ``view_checkpoints``, the key that names each checkpoint."""
-        return ()
+    def checkpoint_key(self, number: int) -> str:
+        """Return the key that names one of the checkpoints."""
+        return ""
 
     def with_checkpoint(self, number: int) -> Self:
         """Return the settings for workers with one of the checkpoints; views keep their numbers."""
@@ -538,7 +537,9 @@ class RunConfig(StrictConfig):
 
     def _broken_training(self) -> Iterator[Problem]:
         """Yield that there is nobody to train, or nothing to learn."""
-        if self.training is not None and not self.trained_members:
+        # A member whose keys are wrong has a stand-in here, and may well have train.
+        has_stand_in = any(type(member) is MemberConfig for member in self.models)
+        if self.training is not None and not self.trained_members and not has_stand_in:
             yield ("training",), "no member has train; give it to one, or drop this"
         if not self.trained_members:
             return

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar
 
 from ensemble.config import MemberConfig
 from ensemble.config.schema import MERGE_KEYS
@@ -37,16 +37,18 @@ class Inspection:
             numbers.
         label_order: ``label_order[j]`` is the member's output column for the config's label ``j``.
         summary: a few words for ``validate``.
+        checkpoints: the same of each of the member's checkpoints, if its views have their own.
     """
 
     activation: OutputActivation
     label_order: tuple[int, ...]
     summary: str
     warnings: tuple[str, ...]
+    checkpoints: tuple[Self, ...] = field(default=(), kw_only=True)
 
-    def of_checkpoint(self, number: int) -> Inspection:
-        """Return what is known of one of the member's checkpoints; most members have a single one."""
-        return self
+    def of_checkpoint(self, number: int) -> Self:
+        """Return what is known of one of the member's checkpoints."""
+        return self.checkpoints[number] if self.checkpoints else self
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Assigned:
         attention: for its workers; None where only they can see the architecture.
         capability: that the plan is for; None: the CPU, or not known.
         footprint: None: not known.
-        checkpoints: the same for each of the member's checkpoints, if it has several.
+        checkpoints: the same for each of the member's checkpoints, if its views have their own.
     """
 
     gpus: int

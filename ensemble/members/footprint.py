@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ensemble.members.batch_size import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
 
@@ -146,10 +146,6 @@ class MemoryEstimate(ABC):
 
     max_length: int
 
-    def of_checkpoints(self) -> tuple[MemoryEstimate, ...]:
-        """Return the estimate of each of the member's checkpoints, if it has several."""
-        return ()
-
     @abstractmethod
     def footprint(self, gpus: int, capability: Capability | None) -> Footprint | None:
         """Return a replica's memory on ``gpus`` such devices (0: the CPU); None where too little is known."""
@@ -177,39 +173,3 @@ class MemoryEstimate(ABC):
     def with_flash_attention(self) -> MemoryEstimate | None:
         """Return the estimate for devices where flash-attention 2 works; None: it makes no difference."""
         return None
-
-
-@dataclass(frozen=True)
-class LargestMemory(MemoryEstimate):
-    """Estimate the memory of a member with several checkpoints: that of the largest."""
-
-    max_length: int
-    estimates: tuple[MemoryEstimate, ...]
-
-    def of_checkpoints(self) -> tuple[MemoryEstimate, ...]:
-        return self.estimates
-
-    def footprint(self, gpus: int, capability: Capability | None) -> Footprint | None:
-        return self._largest(gpus, capability).footprint(gpus, capability)
-
-    def problem(self, capability: Capability | None) -> str:
-        return next(filter(None, (estimate.problem(capability) for estimate in self.estimates)), "")
-
-    def smaller(self, capability: Capability | None) -> Iterator[tuple[str, Footprint]]:
-        return self._largest(1, capability).smaller(capability)
-
-    def with_flash_attention(self) -> MemoryEstimate | None:
-        changed = [estimate.with_flash_attention() for estimate in self.estimates]
-        if not any(changed):
-            return None
-        estimates = (new or old for new, old in zip(changed, self.estimates, strict=True))
-        return replace(self, estimates=tuple(estimates))
-
-    def _largest(self, gpus: int, capability: Capability | None) -> MemoryEstimate:
-        """Return the estimate with the largest peak; one of which too little is known counts as the largest."""
-
-        def peak_bytes(estimate: MemoryEstimate) -> float:
-            footprint = estimate.footprint(gpus, capability)
-            return math.inf if footprint is None else footprint.peak_bytes(gpus, footprint.width)
-
-        return max(self.estimates, key=peak_bytes)

@@ -54,13 +54,20 @@ from ensemble.pipeline.checks import (
     worker_warnings,
 )
 from ensemble.pipeline.held_out import HeldOut, held_out
-from ensemble.pipeline.member_views import MemberView, first_texts, member_views
+from ensemble.pipeline.member_views import (
+    MemberView,
+    first_texts,
+    member_columns,
+    member_files,
+    member_views,
+    with_columns,
+)
 from ensemble.pipeline.prepared import Prepared, is_exclusive, merged_activation
 from ensemble.pipeline.run_dir import RunDir, work_of_view
 from ensemble.pipeline.run_report import RunReport, measured_speeds
 from ensemble.planning.cascade import ExpectedShare
 from ensemble.planning.forecast import Speed
-from ensemble.planning.placement import MemberFacts, chosen_devices
+from ensemble.planning.placement import MemberFacts, chosen_devices, largest_memory
 from ensemble.planning.plan import Plan, plan_run
 from ensemble.scheduling.launchers.base import Launcher, Node, make_launcher
 
@@ -217,14 +224,7 @@ def _inspect_members(config: RunConfig, problems: Problems) -> _Members:
     """Look at each member's views and files."""
     kinds = {model.name: kind_for_checks(model) for model in config.models}
     views = tuple(member_views(kinds, problems))
-    columns: dict[str, tuple[str, ...]] = {}
-    files: dict[str, FileCells] = {}
-    for name, kind in kinds.items():
-        of_views = [view.table_columns for view in views if view.member == name]
-        columns[name] = tuple(dict.fromkeys(chain.from_iterable(of_views)))
-        cells = kind.reads().files
-        if cells is not None:
-            files[name] = replace(cells, folder=cells.folder or config.data.path.parent)
+    columns, files = member_columns(views, kinds), member_files(kinds, config.data.path.parent)
     file_states = _file_states(kinds.values())  # before anything is read of the files
     inspected: dict[str, Inspection] = {}
     ask([*chain.from_iterable(kind.questions() for kind in kinds.values())])
@@ -272,20 +272,18 @@ def _read_allowed_labels(config: RunConfig, table: InputTable) -> AllowedLabels:
 
 
 def _table_needs(config: RunConfig, members: _Members) -> TableNeeds:
-    views = members.views
-    return TableNeeds(
+    needs = TableNeeds(
         id_column=config.data.id_column,
         label_column=config.data.label_column,
         label_columns=config.data.truth_columns(config.labels),
         labels=config.labels,
-        columns=tuple(dict.fromkeys(chain.from_iterable(members.columns.values()))),
-        json_columns=tuple(dict.fromkeys(name for view in views for name in view.json_columns)),
-        text_columns=tuple(dict.fromkeys(name for view in views for name in view.text_columns)),
+        columns=(),
+        json_columns=(),
+        text_columns=(),
         limit=config.limit,
         truth_as=merged_activation(members.inspected),
-        # The first view that asks for a column is named.
-        read_by={name: view.reader(name) for view in reversed(views) for name in view.table_columns},
     )
+    return with_columns(needs, members.views)
 
 
 def _read_sample(
@@ -490,13 +488,15 @@ def _member_facts(
     facts = {}
     for model in config.models:
         name, kind = model.name, kind_for_checks(model)
-        lengths, memory = np.zeros(1, dtype=np.int64), None
+        lengths, memories = np.zeros(1, dtype=np.int64), []
         if table is not None:
             lengths = table.text_lengths(columns[name])
             if kind.reads().row_bytes is not None:
                 lengths = np.full(table.rows, kind.reads().row_bytes, dtype=np.int64)
-            if name in inspected:
-                memory = kind.memory(inspected[name], lengths, len(config.labels))
+            for number in range(1 + max(model.view_checkpoints, default=0)) if name in inspected else ():
+                of_checkpoint = inspected[name].of_checkpoint(number)
+                memory = kind.of_checkpoint(number).memory(of_checkpoint, lengths, len(config.labels))
+                memories += [] if memory is None else [memory]
         is_limited = name in shares and model.when is not None
         works = [work_of_view(model, view) for view in range(len(model.counted_views))]
         view_rows = [rows_of_views[work] for work in works if work in rows_of_views]
@@ -505,11 +505,12 @@ def _member_facts(
             name=name,
             request=kind.request(),
             lengths=lengths,
-            memory=memory,
+            memory=largest_memory(memories),
             needs_worker=kind.needs_worker,
             expected_share=shares[name].share if is_limited else 1.0,
             view_shares={view: share.share for view, share in expected.items() if share is not None},
             view_rows=np.array(view_rows) if view_rows else None,
+            checkpoints=tuple(memories) if model.view_checkpoints else (),
         )
     return facts
 

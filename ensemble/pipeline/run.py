@@ -19,7 +19,7 @@ from ensemble.common.errors import RESUMES, EnsembleError, Interrupted, MergeErr
 from ensemble.common.extensions import call_hooks
 from ensemble.common.files import atomic_path, file_state, remove_temporary_files, sync_directory, write_text
 from ensemble.common.gpus import Device
-from ensemble.common.protocol import CommonSpec, Start, ViewSpec, WorkerSpec
+from ensemble.common.protocol import ChunkDone, CommonSpec, Start, ViewSpec, WorkerSpec
 from ensemble.common.shards import CACHE_FOLDER, ORDER_FILE
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
@@ -46,6 +46,7 @@ from ensemble.pipeline.run_dir import RunDir, hold, log, logging_to, member_of_w
 from ensemble.pipeline.run_report import MERGED, RunReport
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.pipeline.wait_for_gpus import held_texts, wait_for_gpu_memory
+from ensemble.planning.chunks import Chunk
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.deadline import Deadline, reserve_seconds, time_limit_text
 from ensemble.scheduling.device_pool import DevicePool
@@ -391,6 +392,11 @@ class _Run(RunState):
     def on_rooms(self, state: MemberState) -> None:
         """Write how much memory a member's batches may take, for runs that go on with it."""
         keep_rooms(self.works[state.plan.name].shards_dir, state.batches)
+
+    def on_chunk_done(
+        self, state: MemberState, chunk: Chunk, done: ChunkDone, devices: Sequence[str]
+    ) -> None:
+        """Do nothing: the chunk's shard stands under its final name."""
 
     def on_finished(self, state: MemberState) -> None:
         """Write the predictions of a member that has all of its rows."""

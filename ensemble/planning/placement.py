@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,8 @@ class MemberFacts:
 
     Attributes:
         lengths: bytes of text per row, int64 [rows].
-        memory: None if nothing is known of it.
+        memory: None if nothing is known of it; of several checkpoints, that of the largest.
+        checkpoints: the memory of each checkpoint, if views have their own.
         expected_share: the share of the rows that it will probably compute; less than 1 with ``when``.
         view_shares: the share of these rows that a view with ``when`` will probably compute, by the view's number.
         view_rows: for each view the rows that it may compute at all, bool [views, rows]; None: all.
@@ -39,6 +41,17 @@ class MemberFacts:
     expected_share: float = 1.0
     view_shares: Mapping[int, float] = field(default_factory=dict)
     view_rows: npt.NDArray[np.bool_] | None = None
+    checkpoints: tuple[MemoryEstimate, ...] = ()
+
+
+def largest_memory(memories: Sequence[MemoryEstimate]) -> MemoryEstimate | None:
+    """Return the estimate with the largest peak; one of which too little is known counts as the largest."""
+
+    def peak_bytes(memory: MemoryEstimate) -> float:
+        footprint = memory.footprint(0, None)
+        return math.inf if footprint is None else footprint.peak_bytes(0, footprint.width)
+
+    return max(memories, key=peak_bytes, default=None)
 
 
 @dataclass(frozen=True)
@@ -128,7 +141,7 @@ class _Placing:
             placement = replace(placement, capability=capability)
         placement = _with_types(placement, memory)
         checkpoints = []
-        for of_checkpoint in () if memory is None else memory.of_checkpoints():
+        for of_checkpoint in self.facts.checkpoints:
             on_gpu = placement.capability if placement.gpus else None
             footprint = of_checkpoint.footprint(placement.gpus, on_gpu)
             checkpoints.append(_with_types(replace(placement, footprint=footprint), of_checkpoint))

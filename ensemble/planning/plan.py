@@ -369,7 +369,8 @@ def _with_flash_attention(
         of_member = facts[model.name]
         memory = None if of_member.memory is None else of_member.memory.with_flash_attention()
         if memory is not None:
-            with_flash[model.name] = replace(of_member, memory=memory)
+            checkpoints = (estimate.with_flash_attention() or estimate for estimate in of_member.checkpoints)
+            with_flash[model.name] = replace(of_member, memory=memory, checkpoints=tuple(checkpoints))
             placement = place(config, index, with_flash[model.name], gpus, None)
             would_take_it = would_take_it or placement.attention == "flash_attention_2"
     if would_take_it:

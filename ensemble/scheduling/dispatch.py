@@ -78,21 +78,18 @@ class Dispatcher:
         state = worker.state
         if state.failure is not None or worker.fault is not None or state.chunks.pending:
             return False
-        next_view = min(state.plan.undecided_views, default=None)
-        if next_view is None or state.plan.checkpoint_of(next_view) != worker.checkpoint:
-            return False
-        return bool(state.chunks.in_hand) and not self._is_needed_by_others(worker)
+        view = min(state.plan.undecided_views, default=None)
+        is_soon = view is not None and state.plan.checkpoint_of(view) == worker.checkpoint
+        return is_soon and bool(state.chunks.in_hand) and not self._is_needed_by_others(worker)
 
     def _misses_worker(self, state: MemberState) -> bool:
         """Return whether a worker is missing of those that start before later members' workers.
 
-        Once it is known how long a start takes, no checkpoint gets a second worker so.
+        A checkpoint gets its second worker only where more replicas are worth their start.
         """
-        if state.missing_first_workers <= 0:
-            return False
-        if len(set(state.plan.checkpoints)) < 2 or not state.speed_meter.startup_seconds:
-            return True
-        checkpoint = self.standbys.next_checkpoint(state, self.workers)
+        if not state.plan.checkpoints or state.missing_first_workers <= 0:
+            return state.missing_first_workers > 0
+        checkpoint = self.standbys.next_checkpoint(state)
         return all(worker.state is not state or worker.checkpoint != checkpoint for worker in self.workers)
 
     def _candidates(self) -> Iterator[tuple[Rank, MemberState, set[str]]]:
@@ -106,7 +103,11 @@ class Dispatcher:
             members = [
                 state
                 for state in self.members
-                if ranks.get(state.plan.name) == rank and self._may_start(state)
+                if ranks.get(state.plan.name) == rank
+                and (
+                    self.deadline is None
+                    or self.deadline.may_start(state, self.members, self.standbys.next_checkpoint(state))
+                )
             ]
             for state in members:
                 if self._misses_worker(state):
@@ -119,12 +120,6 @@ class Dispatcher:
                 is_worth_it = 0 < 2 * startup < state.seconds_left
                 if 0 < state.running < state.max_replicas and is_worth_it:
                     yield rank, state, reserved
-
-    def _may_start(self, state: MemberState) -> bool:
-        if self.deadline is None:
-            return True
-        checkpoint = self.standbys.next_checkpoint(state, self.workers)
-        return self.deadline.may_start(state, self.members, checkpoint)
 
     def _has_cpu_room(self, state: MemberState) -> bool:
         shares = [worker.state.plan.cpu_share for worker in self.workers if not worker.devices]

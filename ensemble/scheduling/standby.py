@@ -24,15 +24,27 @@ log = logging.getLogger(__name__)
 
 
 class Standbys:
-    """Keep the standby workers of a run; ``elapsed`` returns the seconds since workers could begin."""
+    """Keep the standby workers of a run.
+
+    Args:
+        elapsed: returns the seconds since workers could begin.
+        running: the scheduler's own list of workers that run.
+        is_timed: whether the run has a time limit.
+    """
 
     def __init__(
-        self, launcher: Launcher, run: RunHooks, elapsed: Callable[[], float], is_timed: bool = False
+        self,
+        launcher: Launcher,
+        run: RunHooks,
+        elapsed: Callable[[], float],
+        running: Sequence[RunningWorker],
+        is_timed: bool,
     ) -> None:
-        self._is_timed = is_timed
         self._launcher = launcher
         self._run = run
         self._elapsed = elapsed
+        self._running = running
+        self._is_timed = is_timed
         self._workers: list[RunningWorker] = []
         self._failed: set[str] = set()  # members
 
@@ -42,9 +54,7 @@ class Standbys:
             if not self._is_well(worker):
                 self._failed.add(worker.state.plan.name)
                 self._close(worker)
-                continue
-            is_of_use = any(worker.state.pending_for(worker.checkpoint))
-            if not is_of_use or self._missing(worker.state, running) < 0:
+            elif not worker.state.chunks.pending or self._missing(worker.state) < 0:
                 self._close(worker)
         # A worker that loads needs the disk and the processor; and until all have computed something it is not
         # known whose devices are free first.
@@ -56,14 +66,13 @@ class Standbys:
         for state in members:
             devices = self._next_devices(state, by_end)
             while devices:
-                checkpoint = self.next_checkpoint(state, running)
                 # Processes that are starting do not have all of their memory yet.
                 starting = sum(worker.record.start_seconds is None for worker in self._workers)
                 available = self._launcher.available_memory(devices)
                 if available is not None and available < (2 + starting) * STANDBY_HOST_BYTES:
                     return
                 try:
-                    self._workers.append(self._start(state, devices, checkpoint))
+                    self._workers.append(self._start(state, devices))
                 except OSError as error:
                     self._failed.add(state.plan.name)
                     log.info("no worker of %s can stand by: %s", state.plan.name, error)
@@ -73,14 +82,14 @@ class Standbys:
         """Return the devices of each of a member's standby workers, in the order of their starts."""
         return (worker.devices for worker in self._workers if worker.state is state)
 
-    def next_checkpoint(self, state: MemberState, running: Sequence[RunningWorker]) -> int:
+    def next_checkpoint(self, state: MemberState) -> int:
         """Return the checkpoint for a member's next worker, beside those that run and stand by."""
-        workers = [worker for worker in (*running, *self._workers) if worker.state is state]
+        if not state.plan.checkpoints:
+            return 0
+        workers = [worker for worker in (*self._running, *self._workers) if worker.state is state]
         return state.next_checkpoint(Counter(worker.checkpoint for worker in workers), self._is_timed)
 
-    def worker_for(
-        self, state: MemberState, devices: tuple[Device, ...], running: Sequence[RunningWorker]
-    ) -> RunningWorker:
+    def worker_for(self, state: MemberState, devices: tuple[Device, ...]) -> RunningWorker:
         """Return a worker of this member that sees these devices: a standby worker, or else a fresh one.
 
         Raises:
@@ -90,7 +99,7 @@ class Standbys:
             if worker.state is state and devices and worker.devices == devices and self._is_well(worker):
                 self._workers.remove(worker)
                 return worker
-        return self._start(state, devices, self.next_checkpoint(state, running))
+        return self._start(state, devices)
 
     def end_all(self) -> None:
         """End all standby workers."""
@@ -104,16 +113,15 @@ class Standbys:
         # Not for the CPU: all of its cores compute, so that a standby would only slow them down.
         count = state.plan.gpus
         is_failed = state.plan.name in self._failed
-        if not count or not state.chunks.pending or is_failed or self._missing(state, by_end) <= 0:
+        if not count or not state.chunks.pending or is_failed or self._missing(state) <= 0:
             return ()
         # In the order of a lease: max_memory and device_map number a member's GPUs.
         numbers = {uuid: number for number, uuid in enumerate(state.plan.placement.devices)}
         taken = {device.uuid for worker in self._workers for device in worker.devices}
         candidates: dict[str, Device] = {}
         for worker in by_end:
-            may_end = worker.state is not state or len(set(state.plan.checkpoints)) > 1
             for device in worker.devices:
-                if may_end and device.uuid in numbers and device.uuid not in taken:
+                if worker.state is not state and device.uuid in numbers and device.uuid not in taken:
                     candidates[device.uuid] = device
         for node in dict.fromkeys(device.node for device in candidates.values()):
             devices = [device for device in candidates.values() if device.node == node][:count]
@@ -121,20 +129,12 @@ class Standbys:
                 return tuple(sorted(devices, key=lambda device: numbers[device.uuid]))
         return ()
 
-    def _missing(self, state: MemberState, running: Sequence[RunningWorker]) -> int:
-        """Return how many of a member's first workers neither run nor stand by.
+    def _missing(self, state: MemberState) -> int:
+        """Return how many of a member's first workers neither run nor stand by."""
+        return state.missing_first_workers - sum(worker.state is state for worker in self._workers)
 
-        Of a member with several checkpoints, workers stand by for those that no worker has.
-        """
-        standing_by = sum(worker.state is state for worker in self._workers)
-        if len(set(state.plan.checkpoints)) < 2:
-            return state.missing_first_workers - standing_by
-        checkpoints = {state.plan.checkpoint_of(chunk.view) for chunk in state.chunks.pending}
-        checkpoints -= {worker.checkpoint for worker in running if worker.state is state}
-        return min(state.plan.first_replicas, len(checkpoints)) - standing_by
-
-    def _start(self, state: MemberState, devices: tuple[Device, ...], checkpoint: int) -> RunningWorker:
-        replica = next(state.replica_numbers)
+    def _start(self, state: MemberState, devices: tuple[Device, ...]) -> RunningWorker:
+        replica, checkpoint = next(state.replica_numbers), self.next_checkpoint(state)
         start = self._run.worker_start(state.plan, replica, devices, checkpoint)
         handle = self._launcher.start(start)
         cpu = f"cpu on {handle.on_node}" if handle.on_node else "cpu"

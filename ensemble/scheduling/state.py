@@ -160,6 +160,7 @@ class MemberState:
         self.predicting_since: float | None = None
         self.paused_at: float | None = None
         self.finished_at: float | None = None
+        self._shares: dict[int, float] = {}
         self._loaded = 0  # number of running workers that have loaded the model
         self.begin(plan)
 
@@ -201,6 +202,10 @@ class MemberState:
             self.predicting_since += now - self.paused_at
         self.paused_at = None
         return self.chunks.take(chunk, start)
+
+    def follow_shares(self, shares: Mapping[int, float]) -> None:
+        """Note which share of each chunk in hand is done, by number, where workers do not count its rows."""
+        self._shares = dict(shares)
 
     def advance(self, progress: Progress) -> None:
         self.chunks.progress[progress.chunk] = progress
@@ -337,8 +342,6 @@ class MemberState:
 
         Under a time limit the first view is due before the others.  ``workers`` counts them by checkpoint.
         """
-        if not self.plan.checkpoints:
-            return 0
         due = [chunk for chunk in self.chunks.pending if not is_timed or self._turn_of(chunk) == self.turn]
         checkpoints = dict.fromkeys(self.plan.checkpoint_of(chunk.view) for chunk in due)
         return min(checkpoints, key=workers.__getitem__, default=0)
@@ -371,9 +374,11 @@ class MemberState:
     @property
     def in_hand_texts(self) -> list[str]:
         """Return the names of the rows that workers compute, where these have names, and how far they are."""
-        if not self.plan.row_names:
-            return []
-        return [self.plan.row_names[chunk.start] for chunk in self.chunks.in_hand.values()]
+        texts = []
+        for chunk in self.chunks.in_hand.values() if self.plan.row_names else ():
+            share = f" ({self._shares[chunk.index]:.0%})" if chunk.index in self._shares else ""
+            texts.append(self.plan.row_names[chunk.start] + share)
+        return texts
 
     @property
     def is_loaded(self) -> bool:
@@ -395,6 +400,9 @@ class MemberState:
         for number, progress in self.chunks.progress.items():
             chunk = self.chunks.in_hand[number]
             cost += chunk.cost * progress.rows / chunk.rows
+        for number, share in self._shares.items():
+            if number in self.chunks.in_hand:
+                cost += self.chunks.in_hand[number].cost * share
         return cost
 
     @property
@@ -471,6 +479,11 @@ class RunHooks(Protocol):
 
     def on_rooms(self, state: MemberState) -> None:
         """Keep how much memory a member's batches may take, which has changed."""
+
+    def on_chunk_done(
+        self, state: MemberState, chunk: Chunk, done: ChunkDone, devices: Sequence[str]
+    ) -> None:
+        """Note that a chunk is done, by a worker on these devices (UUIDs, or "cpu")."""
 
     def on_views_done(self, state: MemberState) -> None:
         """Select rows of a view whose earlier views are done; called again until they are selected."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ensemble.common import packages
+from ensemble.common.errors import ConfigError
 from ensemble.config import LoadedConfig, mapping_config
 from ensemble.pipeline.load import load
 from ensemble.training import check
@@ -33,14 +34,10 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(where: Path, **train: Any) -> LoadedConfig:
-    """A config with a member that is trained as ``train`` says; ``task_type`` in it is the member's."""
-    member = {
-        "name": "m",
-        "task_type": train.pop("task_type", "seq_cls"),
-        "text_column": "text",
-        "train": train,
-    }
-    if member["task_type"] == "causal_lm":
+    """A config with a member that is trained as ``train`` says; ``member`` in it are the member's other keys."""
+    keys = train.pop("member", {})
+    member: dict[str, Any] = {"name": "m", "text_column": "text", "train": train, **keys}
+    if keys.get("task_type") == "causal_lm":
         member["label_tokens"] = {label: f" {label}" for label in LABELS}
     document = {
         "data": {"path": str(where / "test.csv")},
@@ -65,7 +62,10 @@ def problems(where: Path, **train: Any) -> list[str]:
         ("bert", {"method": "head"}),
         ("llama", {"method": "lora", "lora_config": {"r": 4, "target_modules": ["q_proj", "v_proj"]}}),
         ("llama", {"method": "lora", "lora_config": {"target_modules": "all-linear"}}),
-        ("llama", {"method": "qlora", "task_type": "causal_lm", "training_arguments": {"bf16": True}}),
+        (
+            "llama",
+            {"method": "qlora", "member": {"task_type": "causal_lm"}, "training_arguments": {"bf16": True}},
+        ),
     ],
 )
 def test_sound_trainings_have_no_problems(
@@ -115,7 +115,7 @@ def test_target_modules_that_the_base_does_not_have(bases: Path, tmp_path: Path)
 
 
 def test_a_base_without_a_class_for_its_task(bases: Path, tmp_path: Path) -> None:
-    (found,) = problems(tmp_path, base_model=str(bases / "mamba"))
+    (found,) = problems(tmp_path, base_model=str(bases / "mamba"), method="lora")
     assert re.fullmatch(
         rf"models\[0\]\.train\.base_model: {bases}/mamba: transformers \S+ has no model of the kind 'mamba' for "
         "this task; task_type: causal_lm runs its MambaForCausalLM, or install a newer release",
@@ -181,3 +181,31 @@ def test_commands(tmp_path: Path) -> None:
     )
     script.chmod(0o755)
     assert problems(tmp_path, command=[str(script), *places]) == []
+
+
+@pytest.mark.parametrize(
+    ("train", "member", "sentence"),
+    [
+        (
+            {"effective_batch_size": 8},
+            {},
+            "train.effective_batch_size: is not for method: head; drop it, or choose another method",
+        ),
+        (
+            {"method": "full", "C": 2.0},
+            {},
+            "train.C: is not for method: full; drop it, or choose another method",
+        ),
+        (
+            {},
+            {"problem_type": "multi_label_classification"},
+            "train.method: head is a regression of labels that exclude each other; choose full or lora",
+        ),
+    ],
+)
+def test_keys_that_a_head_does_not_have(
+    train: dict[str, Any], member: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(tmp_path, base_model="base", **{"method": "head", **train}, member=member)
+    assert caught.value.problems == (f"models[0].{sentence}",)

@@ -40,7 +40,7 @@ def make_spec(
         "table": publish(where / "data", {"text": list(texts)})["table_path"],
         "labels": list(labels),
         "seed": 0,
-        "settings": json.loads(json.dumps(settings)),
+        "settings": {"member": json.loads(json.dumps(settings))},
         "train": {"C": 1.0, "pooling_mode": "mean", "method": "head", **train},
         "features": str(where / "features"),
     }

@@ -406,14 +406,10 @@ class TextSettings(HuggingFaceSettings, ReaderConfig):
         numbers = {load: number for number, load in enumerate(dict.fromkeys(loads))}
         return tuple(numbers[load] for load in loads)
 
-    @property
-    def checkpoint_keys(self) -> tuple[str, ...]:
-        keys: dict[int, str] = {}
-        for view, number in zip(self.counted_views, self.view_checkpoints, strict=True):
-            key = next((key for key in self.loads if key in view.changes), None)
-            place = f"views[{self.all_views.index(view)}].{key}" if key else "model_name_or_path"
-            keys.setdefault(number, place)
-        return tuple(keys.values())
+    def checkpoint_key(self, number: int) -> str:
+        view = self.counted_views[self.view_checkpoints.index(number)]
+        key = next((key for key in self.loads if key in view.changes), None)
+        return "model_name_or_path" if key is None else f"views[{self.all_views.index(view)}].{key}"
 
     def with_checkpoint(self, number: int) -> Self:
         names = [view.name for view in self.counted_views]

@@ -5,8 +5,9 @@ Pooled values and the head are always float32: they are small, and hand-written 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,16 +25,23 @@ from ensemble.members.huggingface.scoring.forward import Shortcut, compute
 from ensemble.members.huggingface.scoring.member import TextMember
 from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec
 from ensemble.members.pooled_cls.head import LAYER_NORM, LINEAR
+from ensemble.members.predictor import Prediction, Report
+
+Steps: TypeAlias = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PooledSpec(ModelSpec):
-    """Add the head's file, the ``steps`` of ``Head`` and keys of ``PooledSettings`` to those of a text model."""
+    """Add the head's file, the ``steps`` of ``Head`` and keys of ``PooledSettings`` to those of a text model.
+
+    ``view_heads`` has file and steps for each view of the rows; a member without views has none.
+    """
 
     head: str
-    head_steps: tuple[tuple[str, str], ...]
+    head_steps: Steps
     head_layer_norm_eps: float
     pooling_mode: str
+    view_heads: tuple[tuple[str, Steps], ...] = ()
 
 
 class PooledMember(TextMember[PooledSpec]):
@@ -54,15 +62,22 @@ class PooledMember(TextMember[PooledSpec]):
         return replace(ready, parameters=(ready.parameters or 0) + head_parameters, notes=tuple(notes))
 
     def _make_classifier(self, loaded: Loaded) -> PooledClassifier:
-        head = make_head(self._spec, last_device(loaded.model))
-        return PooledClassifier(loaded.model, loaded.pad_token_id, head, self._spec.pooling_mode)
+        spec, device = self._spec, last_device(loaded.model)
+        files = spec.view_heads or ((spec.head, spec.head_steps),)
+        self._heads = [make_head(file, steps, spec.head_layer_norm_eps, device) for file, steps in files]
+        return PooledClassifier(loaded.model, loaded.pad_token_id, self._heads[0], spec.pooling_mode)
+
+    def _predict(self, view: int, rows: Sequence[Mapping[str, object]], report: Report) -> Prediction:
+        assert isinstance(self._classifier, PooledClassifier)
+        self._classifier.head = self._heads[view]
+        return super()._predict(view, rows, report)
 
 
-def make_head(spec: PooledSpec, device: torch.device) -> nn.Sequential:
+def make_head(file: str, steps: Steps, layer_norm_eps: float, device: torch.device) -> nn.Sequential:
     """Build the layers of a head's file with the activations between them, in float32."""
-    tensors = load_file(spec.head)
+    tensors = load_file(file)
     layers: list[nn.Module] = []
-    for kind, name in spec.head_steps:
+    for kind, name in steps:
         if kind not in (LINEAR, LAYER_NORM):
             layers.append(ACT2FN[kind])
             continue
@@ -72,7 +87,7 @@ def make_head(spec: PooledSpec, device: torch.device) -> nn.Sequential:
         if kind == LINEAR:
             layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
         else:
-            layer = nn.LayerNorm(weight.shape[0], eps=spec.head_layer_norm_eps)
+            layer = nn.LayerNorm(weight.shape[0], eps=layer_norm_eps)
         layer.weight = nn.Parameter(weight.float().to(device), requires_grad=False)
         if bias is not None:
             layer.bias = nn.Parameter(bias.float().to(device), requires_grad=False)

@@ -60,8 +60,8 @@ def train(spec: Mapping[str, Any]) -> None:
 
     Args:
         spec: the files ``table`` (published), ``rows`` (npz: rows int64 [n], targets float64 [n, labels], weights
-            float64 [n]), the folders ``out`` and ``features``, ``labels``, ``seed``, ``settings`` of a text model's
-            worker, and ``train`` with ``C`` and ``pooling_mode``.
+            float64 [n]), the folders ``out`` and ``features``, ``labels``, ``seed``, ``settings`` by the
+            kind's ``training_settings``, and ``train`` with ``C`` and ``pooling_mode``.
 
     Raises:
         DataError: no row to train on has one of the labels.
@@ -165,12 +165,12 @@ def _feature_member(spec: Mapping[str, Any], table: PublishedTable) -> FeatureMe
     )
     head = {"head": "", "head_steps": [], "head_layer_norm_eps": 0.0}
     pooling = {"pooling_mode": spec["train"]["pooling_mode"], "auto_class": BACKBONE}
-    return FeatureMember(PooledSpec.of(common, {**spec["settings"], **head, **pooling}), table)
+    return FeatureMember(PooledSpec.of(common, {**spec["settings"]["member"], **head, **pooling}), table)
 
 
 def features_folder(spec: Mapping[str, Any]) -> Path:
     """Return the folder of these features, which is named by all that they depend on."""
-    settings, files = spec["settings"], FileDigests(whole=False)
+    settings, files = spec["settings"]["member"], FileDigests(whole=False)
     name, runs_code = settings["model_name_or_path"], settings["trust_remote_code"]
     folder = find_file(name, "config.json", settings["revision"]).parent
     digests = [

@@ -18,10 +18,10 @@ from torch import nn
 from ensemble.common.text import did_you_mean, listed
 from ensemble.common.torch_errors import one_line
 from ensemble.members.huggingface.loading.describe import answer_questions
+from ensemble.members.huggingface.training.trainee import LORA
 
 # What they say depends on the device, which this process does not use.
 _UNUSED = {"output_dir": "unused", "use_cpu": True}
-_LORA = {"r": 16, "target_modules": "all-linear"}  # unless the user sets them
 _OF_DEVICE = ("bf16", "fp16", "tf32", "bf16_full_eval", "fp16_full_eval")
 
 
@@ -42,22 +42,27 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
     from peft import LoraConfig, get_peft_model
 
     of_lora = [*_argument_problems("lora_config", LoraConfig, lora, {})]
-    if of_lora:
-        return {"problems": [*problems, *of_lora], "trainable": None}
-    config = transformers.AutoConfig.from_pretrained(question["folder"], local_files_only=True)
-    with init_empty_weights():
-        model = getattr(transformers, question["auto_class"]).from_config(config)
-    problems += _missing_targets(model, lora)
     trainable = None
-    if not problems:
+    model = None if of_lora else _without_weights(question["folder"], question["auto_class"])
+    if model is not None:
+        of_lora += _missing_targets(model, lora)
+    if model is not None and not of_lora:
         try:
-            adapted = get_peft_model(
-                model, LoraConfig(**{**_LORA, "task_type": question["peft_task"], **lora})
-            )
-            trainable = adapted.get_nb_trainable_parameters()[0]
+            adapter = LoraConfig(**{**LORA, "task_type": question["peft_task"], **lora})
+            trainable = get_peft_model(model, adapter).get_nb_trainable_parameters()[0]
         except (ValueError, TypeError) as error:
-            problems.append(f"lora_config: peft cannot add this adapter to the base: {one_line(error)}")
-    return {"problems": problems, "trainable": trainable}
+            of_lora.append(f"lora_config: peft cannot add this adapter to the base: {one_line(error)}")
+    return {"problems": [*problems, *of_lora], "trainable": trainable}
+
+
+def _without_weights(folder: str, auto_class: str) -> Any:
+    """Return the base on the meta device; None if it cannot be made, which the check of the base explains."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        with init_empty_weights():
+            return getattr(transformers, auto_class).from_config(config)
+    except Exception:  # any: files of any content
+        return None
 
 
 def _argument_problems(

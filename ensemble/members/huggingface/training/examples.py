@@ -55,6 +55,7 @@ class Examples(ABC):
         self._sequences_of_row = sequences_of_row
         longest = [max(encoded.lengths[numbers].tolist()) for numbers in sequences_of_row]
         self.lengths: Rows = np.array(longest, dtype=np.int64)  # tokens of each row's longest sequence
+        self._equal_lengths = False  # whether a micro-batch must have no padding at all
 
     @abstractmethod
     def batch(self, sequences: Rows) -> MicroBatch:
@@ -71,7 +72,9 @@ class Examples(ABC):
     def micro_batches(self, rows: Rows, token_budget: int) -> list[Rows]:
         """Cut the sequences of rows into micro-batches of at most so many tokens, padding included."""
         sequences = np.array([number for row in rows.tolist() for number in self._sequences_of_row[row]])
-        return [sequences[batch] for batch in make_batches(self._encoded.lengths[sequences], token_budget)]
+        lengths = self._encoded.lengths[sequences]
+        batches = make_batches(lengths, token_budget, equal_lengths=self._equal_lengths)
+        return [sequences[batch] for batch in batches]
 
     def tokens(self, rows: Rows, token_budget: int) -> tuple[int, int]:
         """Return the tokens of a step with these rows, without and with padding."""
@@ -99,6 +102,16 @@ class ClassifierExamples(Examples):
         self._activation = trainee.activation
         self._targets = torch.from_numpy(targets[:, trainee.label_order])
         self._weights = torch.from_numpy(weights)
+        trainee.base.eval()
+        self._equal_lengths = not self._tolerates_padding()
+
+    def _tolerates_padding(self) -> bool:
+        """Return whether the shortest row gets the same outputs alone and padded to the longest one's length."""
+        pair = np.array([self.lengths.argmin(), self.lengths.argmax()])
+        with self.reading(self.batch(pair)):
+            alone = self._classifier.logits(self._encoded, pair[:1])
+            together = self._classifier.logits(self._encoded, pair)[:1]
+        return torch.allclose(alone, together, rtol=0.05, atol=1e-3)
 
     def batch(self, sequences: Rows) -> MicroBatch:
         arrays, pad_token_id = self._classifier.for_own_head(self._encoded, sequences)

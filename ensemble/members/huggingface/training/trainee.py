@@ -108,7 +108,7 @@ def load_trainee(
 
         trained = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if checkpointing:
-        _enable_checkpointing(model)
+        _enable_checkpointing(model, notes)
     if method != "full":
         trained = _with_adapter(trained, spec, lora, absent)
     for parameter in trained.parameters():
@@ -187,9 +187,11 @@ def _reset_head(model: Any, labels: int) -> None:
                 nn.init.zeros_(module.bias)
 
 
-def _enable_checkpointing(model: Any) -> None:
+def _enable_checkpointing(model: Any, notes: list[str]) -> None:
     keys = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5.20
+    if not model.supports_gradient_checkpointing:
+        notes.append(f"no activation checkpointing: {type(model).__name__} has none")
+    elif hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5.20
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=keys)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keys)
