@@ -85,6 +85,7 @@ format: $(VENV)/.dev
 
 demo: $(VENV)/.dev
 	$(BIN)/python scripts/make_demo.py
+	$(BIN)/python scripts/demo_small_tables.py
 	$(BIN)/python scripts/train_pooled_head.py demo/models/llama demo/train.csv demo/heads/llama_mean.safetensors
 	$(BIN)/python scripts/train_adapter.py
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ensemble.commands.rehearse import Rehearsal
     from ensemble.common.protocol import Activation
     from ensemble.config import ConfigSource, LoadedConfig
+    from ensemble.training.records import TrainingReport
 
 FilePath: TypeAlias = str | os.PathLike[str]
 # The path of a YAML file, or a dict in its place.
@@ -116,6 +117,38 @@ def run(
             stream.write(f"results copied to {' and '.join(addresses)}\n")
         raise_unless_complete(report)
     return Run(loaded.config.output_dir)
+
+
+def train(
+    config: ConfigFiles,
+    overrides: Overrides | None = None,
+    *,
+    fold: int | None = None,
+    fresh: bool = False,
+    quiet: bool = False,
+    verbose: bool = False,
+) -> TrainingReport:
+    """Train the models of CONFIG that have `train`, each on the rows outside each fold.
+
+    Each training is a process of its own on its own devices. The same command again trains only what lacks.
+
+    Args:
+        config, overrides, quiet, verbose: as for ``run``.
+        fold: Train this fold only, counted from 0 (default: all folds).
+        fresh: Train again what is trained already.
+    """
+    loaded = _load(config, overrides)
+    with _exclusive_run(loaded, quiet) as stream:
+        from ensemble.cli.progress import choose_display, log_shown
+        from ensemble.training.command import raise_unless_trained
+        from ensemble.training.command import train as train_config
+
+        display = choose_display(stream)
+        with log_shown(display) if verbose else contextlib.nullcontext():
+            result = train_config(loaded, display, fold, fresh, owns_process=_is_command)
+        show("training", result, stream)
+        raise_unless_trained(result)
+    return result
 
 
 def validate(config: ConfigFiles, overrides: Overrides | None = None) -> Preview:
@@ -530,7 +563,7 @@ def _preview(
     overrides: Overrides | None,
     predictions_in: Path | None = None,
 ) -> Preview:
-    loaded = _load(config, overrides)
+    loaded = _load(config, overrides, may_lack_trainings=True)
     with redacted_errors(loaded.redactor):
         from ensemble.cli.result_objects import Preview
         from ensemble.pipeline.prepare import prepare
@@ -538,14 +571,20 @@ def _preview(
         return Preview(view, prepare(loaded, view == "validate", predictions_in))
 
 
-def _load(config: object, overrides: Overrides | None) -> LoadedConfig:
+def _load(config: object, overrides: Overrides | None, may_lack_trainings: bool = False) -> LoadedConfig:
+    """Load a config, with an ordinary member in place of each one that has been trained.
+
+    A member that has not been trained is a problem, or stays as it is (``may_lack_trainings``).
+    """
     with imports(), redacted_errors():
         from ensemble.pipeline.load import load
+        from ensemble.training.trained import with_trained
 
         loaded = load(_config_sources(config), _texts(overrides))
         if _is_command:
             guard_output(loaded.redactor)  # now that the config's own secrets are known
-        return loaded
+        with redacted_errors(loaded.redactor):
+            return with_trained(loaded, may_lack=may_lack_trainings)
 
 
 def _listed(value: object) -> Sequence[object]:

@@ -16,7 +16,7 @@ import math
 import random
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,7 +97,7 @@ class Score:
     accuracy: float
 
 
-def parse_line(line: str) -> Gloss | None:
+def parse_line(line: str, topics: Mapping[str, str] = TOPICS) -> Gloss | None:
     """Read one line of `data.noun`; None for the licence header and for topics left out."""
     if line.startswith("  "):
         return None
@@ -105,7 +105,7 @@ def parse_line(line: str) -> Gloss | None:
     fields = head.split()
     if not separator or len(fields) < 6 or fields[2] != "n":
         raise DemoDataError(f"not a line of data.noun: {line[:60]!r}")
-    topic = TOPICS.get(fields[1])
+    topic = topics.get(fields[1])
     text = definition(gloss)
     if topic is None or not text:
         return None
@@ -120,7 +120,7 @@ def definition(gloss: str) -> str:
     return " ".join(text.split()).strip(" ;")
 
 
-def read_source(path: Path) -> tuple[list[Gloss], str]:
+def read_source(path: Path, topics: Mapping[str, str] = TOPICS) -> tuple[list[Gloss], str]:
     """Return the usable glosses in file order, and the licence notice that the file opens with."""
     if not path.is_file():
         raise DemoDataError(
@@ -133,7 +133,8 @@ def read_source(path: Path) -> tuple[list[Gloss], str]:
     notice = "\n".join(parts[1].rstrip() if len(parts) > 1 else "" for parts in header) + "\n"
     if "WordNet 3.0 Copyright" not in notice or "Title to copyright" not in notice:
         raise DemoDataError(f"{path} does not open with the licence notice of WordNet 3.0")
-    glosses = [gloss for gloss in map(parse_line, lines) if gloss is not None]
+    parsed = (parse_line(line, topics) for line in lines)
+    glosses = [gloss for gloss in parsed if gloss is not None]
     return drop_duplicates(glosses), notice
 
 
@@ -210,6 +211,7 @@ learned from the words of the training synsets, as short texts of their own.
 | `test.csv` | `id` (`n` and the synset's offset in `data.noun`), `gloss`, `label` |
 | `train.csv` | the first {train_table:,} of the training rows, for members that are trained as they start |
 | `sample_submission.csv` | the ids in another order, a column per topic, uniform probabilities |
+| `small/` | tables of eight other topics, which the models never saw: `scripts/demo_small_tables.py` |
 | `pictures/` | `<id>.png`: the glosses of the first {pictures} rows of `test.csv`, drawn, 27 by 27 pixels |
 {members}
 | `heads/llama_mean.safetensors` | a linear head on the mean of llama's hidden states, trained on `train.csv` |

@@ -6,6 +6,7 @@ import json
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +31,8 @@ WORDS = (
 
 
 def answers_of_this_process(module: str, asked: Sequence[Question]) -> list[Answer]:
-    """Answer as the process of ``loading/describe.py`` does."""
-    from ensemble.members.huggingface.loading.describe import describe
-
-    assert module == describe.__module__
+    """Answer as the process of a module such as ``loading/describe.py`` does."""
+    describe = import_module(module).describe
     lines = [json.dumps(describe({"folder": str(one.folder), **one.arguments}), default=str) for one in asked]
     return [Answer(json.loads(line)) for line in lines]
 

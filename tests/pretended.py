@@ -27,6 +27,7 @@ from ensemble.common.protocol import (
     Stop,
     WorkerSpec,
 )
+from ensemble.planning.chunks import Chunk
 from ensemble.planning.plan import MemberPlan, Plan, make_plan
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.device_pool import DevicePool
@@ -195,7 +196,9 @@ class PretendedRun:
     def __init__(self, on_finished: Callable[[MemberState], None] = lambda state: None) -> None:
         self._on_finished = on_finished
 
-    def worker_start(self, member: MemberPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
+    def worker_start(
+        self, member: MemberPlan, replica: int, devices: Sequence[Device], checkpoint: int
+    ) -> WorkerStart:
         return WorkerStart(Start(SPEC), tuple(devices), {}, Path(member.name))
 
     def say(self, text: str) -> None: ...
@@ -207,6 +210,10 @@ class PretendedRun:
 
     def on_finished(self, state: MemberState) -> None:
         self._on_finished(state)
+
+    def on_chunk_done(
+        self, state: MemberState, chunk: Chunk, done: ChunkDone, devices: Sequence[str]
+    ) -> None: ...
 
     def on_views_done(self, state: MemberState) -> None: ...
     def on_ended(self, state: MemberState) -> None: ...

@@ -38,7 +38,7 @@ from tests.kaggle import LABELS, lay_out
 from tests.members.pooled_cls.test_pooled_cls import pooled_reference, softmax
 from tests.nvml.sim import GIB, Gpu, Memory, NvmlSim, gpu_uuid
 from tests.project import ROOT, Project, python_path
-from tests.test_winners import CASES
+from tests.test_winners import CASES, OVERLAYS
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -48,8 +48,9 @@ def test_no_config_goes_untested() -> None:
         *("demo.yaml", "kaggle.yaml"),
         *("csv.yaml", "python.yaml", "onnx.yaml", "mixed.yaml", "causal_lm.yaml"),
         *("pooled.yaml", "views.yaml", "image.yaml", "lora.yaml", "vllm.yaml", "jury.yaml"),
+        *("train_demo.yaml", "train_command.yaml"),  # tests/training
     }
-    assert {path.name for path in (ROOT / "configs" / "winners").glob("*.yaml")} == set(CASES)
+    assert {path.name for path in (ROOT / "configs" / "winners").glob("*.yaml")} == {*CASES, *OVERLAYS}
 
 
 def read_demo(name: str) -> list[list[str]]:

@@ -21,6 +21,7 @@ import yaml
 from scipy.stats import rankdata
 
 from ensemble.members.huggingface.spec import BACKBONE, CLASSIFIER, LANGUAGE_MODEL
+from ensemble.pipeline.load import load
 from tests.checkpoints import make_adapter, make_checkpoint, make_texts, make_tokenizer, prime
 from tests.nvml.sim import GIB, Gpu, Memory, NvmlSim, gpu_uuid
 from tests.project import ROOT, Project
@@ -460,9 +461,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# A file to be read over a config of the same folder.
+OVERLAYS = {"jigsaw_42nd_train.yaml": "jigsaw_42nd.yaml"}
+
+
+@pytest.mark.parametrize("name", [*CASES, *OVERLAYS])
 def test_each_header_says_whose_it_is_and_what_is_left_out(name: str) -> None:
-    header = (WINNERS / name).read_text(encoding="utf-8").partition("\ndata:")[0]
+    header = (WINNERS / name).read_text(encoding="utf-8").partition("\n\n")[0]
     assert "http" in header
     assert "# Taken over: " in header
     assert "# Not taken over: " in header
@@ -501,6 +506,46 @@ def test_what_is_added_to_the_table_of_map(tmp_path: Path) -> None:
         for prefix in ("True", "False")
         for kind in ("Correct:NA", "Neither:NA", "Misconception:Joins")
     )
+
+
+def test_the_labelled_examples_of_jigsaw(tmp_path: Path) -> None:
+    """By hand; `b` stands on both sides of the rule, and `a` twice on the same."""
+    sides = [f"{side}_example_{number}" for side in ("positive", "negative") for number in (1, 2)]
+    columns = ["row_id", "body", "rule", "subreddit", *sides]
+    test = [["7", "x", "Be kind", "r1", "a", "b", "c", "d"], ["8", "y", "Be kind", "r2", "a", "e", "b", "NA"]]
+    write(tmp_path / "test.csv", pd.DataFrame(test, columns=columns))
+    train = [["1", "z", "Be kind", "r1", "p", "q", "r", "s", "1"], ["2", "w", *test[0][2:], "0"]]
+    write(tmp_path / "train.csv", pd.DataFrame(train, columns=[*columns, "rule_violation"]))
+    command = [sys.executable, str(WINNERS / "prepare_jigsaw.py"), str(tmp_path), str(tmp_path)]
+    subprocess.run(command, check=True)
+    made, labelled = (
+        pd.read_csv(tmp_path / f"jigsaw_{name}.csv", dtype=str, keep_default_na=False)
+        for name in ("examples", "train")
+    )
+    assert labelled["label"].tolist() == ["Yes", "No"]
+    assert labelled[columns].to_numpy().tolist() == [row[:-1] for row in train]
+    assert dict(zip(made["body"], made["label"], strict=True)) == {
+        "a": "Yes",
+        "e": "Yes",
+        "c": "No",
+        "d": "No",
+        "NA": "No",
+    }
+    assert made["row_id"].is_unique
+    shown = made.set_index("body")
+    assert shown.loc["a", ["positive_example_1", "negative_example_1"]].tolist() == ["b", "c"]
+    assert shown.loc["c", ["positive_example_1", "negative_example_1"]].tolist() == ["a", "d"]
+
+
+def test_jigsaw_with_its_training() -> None:
+    sources = [WINNERS / "jigsaw_42nd.yaml", WINNERS / "jigsaw_42nd_train.yaml"]
+    config = load(sources).config
+    assert [
+        (member.name, member.training.method) for member in config.trained_members if member.training
+    ] == [
+        ("qwen3", "qlora"),
+        ("deberta", "full"),
+    ]
 
 
 @pytest.mark.parametrize("name", one_in(8, CASES))

@@ -45,6 +45,12 @@ def run(limit: int | None, **options: Any) -> None:
 
 
 @app.command()
+@options_of(api.train)
+def train(**options: Any) -> None:
+    api.train(**options)
+
+
+@app.command()
 def status(
     run_dir: Annotated[Path, argument("RUN_DIR", help="The output_dir of a run.")], as_json: _Json = False
 ) -> None:

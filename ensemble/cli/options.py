@@ -59,6 +59,7 @@ _OPTIONS: dict[str, Any] = {
     "merge_method": Annotated[Literal["mean", "geometric_mean"] | None, option("--merge-method")],
     "weights": Annotated[Path | None, option("--weights", "YAML")],
     "activation": Annotated[Activation | None, option("--activation")],
+    "fold": Annotated[int | None, option("--fold", "N", min=0)],
     "folds": Annotated[int, option("--folds", "N", min=2)],
     "seed": Annotated[int, option("--seed", "N", min=0)],
     "partial": Annotated[bool, option("--partial")],

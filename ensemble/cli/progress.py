@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING
 
 from ensemble.cli.layout import page_width, wrapped
 from ensemble.common.protocol import Ready
-from ensemble.common.text import duration, plural, rate
+from ensemble.common.text import duration, listed, plural, rate
 from ensemble.scheduling.state import MemberState, Phase
 
 # rich takes a tenth of the parent's start-up, and nothing is drawn before the first worker runs.
@@ -80,12 +80,15 @@ class PlainDisplay(QuietDisplay):
             name, phase, now, text = state.plan.name, state.phase, self._clock(), describe(state)
             if phase == "waiting":
                 continue
-            self._say_settings(state)
+            if not state.plan.row_names:
+                self._say_settings(state)
             last_phase, since, last = self._shown.get(name, (None, now, now))
             if phase != last_phase:
                 since = now
                 if phase == "predicting":
                     text = f"predicting {plural(state.rows - state.reused_rows, 'row')}{_nodes_of(state)}"
+                    if state.plan.row_names:
+                        text = f"training {listed(state.in_hand_texts, show=str)}"
             elif phase not in _BUSY or now - last < PLAIN_LINE_SECONDS:
                 continue
             elif phase in _BEFORE:
@@ -133,7 +136,8 @@ class BarDisplay(PlainDisplay):
             self._bars.start()
         for state in members:
             name = state.plan.name
-            self._say_settings(state)
+            if not state.plan.row_names:
+                self._say_settings(state)
             if name not in self._tasks:
                 self._tasks[name] = self._bars.add_task(name, total=1.0, status="")
             status = describe(state, short=True)
@@ -177,6 +181,8 @@ def describe(state: MemberState, short: bool = False) -> str:
         how = "done by an earlier run" if state.plan.needs_worker else "made elsewhere"
         return f"{plural(rows, 'row')}, {how}"
     elapsed, computed = state.predicting_seconds, state.computed_cost
+    if state.plan.row_names:
+        return _trained_text(state, short)
     if state.tokens_done:
         speed = f"{state.tokens_done / elapsed:,.0f} tokens/s"
     else:
@@ -191,6 +197,17 @@ def describe(state: MemberState, short: bool = False) -> str:
     time_left = duration(elapsed * (1 - state.fraction) / computed)
     share = "" if short else f" ({state.fraction:.0%} of the work)"
     return f"{reached}{share}, {speed}, {time_left} left{'' if short else _nodes_of(state)}"
+
+
+def _trained_text(state: MemberState, short: bool) -> str:
+    """Return how many trainings of a member are done, and how far those in progress are."""
+    elapsed, computed = state.predicting_seconds, state.computed_cost
+    reached = f"{state.rows_done:,}/{state.rows:,} trained"
+    if state.phase == "done":
+        return f"{reached}, done in {duration(elapsed)}"
+    time_left = f"{duration(elapsed * (1 - state.fraction) / computed)} left" if computed else ""
+    in_hand = "" if short else listed(state.in_hand_texts, show=str)
+    return ", ".join(filter(None, (reached, in_hand, time_left)))
 
 
 def _nodes_of(state: MemberState) -> str:

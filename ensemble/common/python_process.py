@@ -7,11 +7,15 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
+# An environment variable that says to which worker a process belongs.
+WORKER_MARK: Final = "ENSEMBLE_WORKER"
+# How often to look for processes of a worker: those of one look may have started others before they were killed.
+_LOOKS = 5
 _THREADS = "OPENBLAS_NUM_THREADS"
 # Variables by which users set how long OpenMP's threads spin before they sleep: in turns of a loop (GNU's library),
 # in milliseconds (Intel's and LLVM's), and by a word that all of them know.
@@ -44,12 +48,29 @@ def python_environment() -> dict[str, str]:
     return environment
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Ask Linux for SIGKILL when the parent is gone; on other systems standard input ends."""
+def die_with_parent(parent_pid: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Ask Linux for a signal when the parent is gone; on other systems standard input ends."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, by)  # PR_SET_PDEATHSIG
     if os.getppid() != parent_pid:  # the parent ended before the request
         os._exit(1)
+
+
+def end_marked(mark: str, spared: Collection[int] = ()) -> None:
+    """Kill the processes with this value of ``WORKER_MARK``, in whatever session they are."""
+    entry = f"{WORKER_MARK}={mark}".encode()
+    for _ in range(_LOOKS):
+        marked = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # another user's, or ended
+                if entry in (folder / "environ").read_bytes().split(b"\0"):
+                    marked.append(int(folder.name))
+        marked = [pid for pid in marked if pid not in spared]
+        for pid in marked:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if not marked:
+            return
 
 
 def keep_freed_memory() -> None:

@@ -68,8 +68,8 @@ def classify(error: BaseException) -> Verdict:
         ):
             return Verdict.HOPELESS
         # No Exception: a panic in a library written in Rust, or code of a checkpoint that calls exit(). SystemError
-        # is about the interpreter itself.
-        if isinstance(link, (MemoryError, SystemError)) or not isinstance(link, Exception):
+        # is about the interpreter itself, ChildProcessError about a process that this one has started.
+        if isinstance(link, (MemoryError, SystemError, ChildProcessError)) or not isinstance(link, Exception):
             return Verdict.SUSPECT
         if any(words in text for words in _HOPELESS):
             return Verdict.HOPELESS

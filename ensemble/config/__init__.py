@@ -6,7 +6,14 @@ Nothing here looks at the table, the checkpoints or the GPUs; only ``trust_remot
 
 from __future__ import annotations
 
-from ensemble.config.load import ConfigSource, LoadedConfig, MappingConfig, load_config, mapping_config
+from ensemble.config.load import (
+    ConfigSource,
+    LoadedConfig,
+    MappingConfig,
+    TrainedMember,
+    load_config,
+    mapping_config,
+)
 from ensemble.config.schema import (
     CalibrationConfig,
     EnsembleConfig,
@@ -34,6 +41,7 @@ __all__ = [
     "RunConfig",
     "StrictConfig",
     "SubmissionConfig",
+    "TrainedMember",
     "TuningConfig",
     "ViewConfig",
     "load_config",

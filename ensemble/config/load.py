@@ -16,7 +16,7 @@ from ensemble.common.redact import Redactor
 from ensemble.common.remote_files import Copy
 from ensemble.config.check import Kinds, Methods, check_documents
 from ensemble.config.document import MAPPING, NOT_TEXT, Document, Loc, one_line, place, shown
-from ensemble.config.schema import RunConfig
+from ensemble.config.schema import MemberConfig, RunConfig
 from ensemble.config.yamlfile import MAX_DEPTH, dump, parse, read_text
 
 
@@ -34,6 +34,23 @@ ConfigSource: TypeAlias = Path | MappingConfig
 
 
 @dataclass(frozen=True)
+class TrainedMember:
+    """Say which rows the models of a trained member have seen.
+
+    Attributes:
+        rows: the file of the rows that it was trained on, see ``pipeline.held_out``.
+        by_fold: the member for a table with such rows: each fold's model is a view.
+        folds: by the name of such a view, the fold whose rows its model has not seen; None: it has seen all rows.
+        oof_run: the ``output_dir`` of the run that has predicted these rows.
+    """
+
+    rows: Path
+    by_fold: MemberConfig
+    folds: Mapping[str, int | None]
+    oof_run: Path
+
+
+@dataclass(frozen=True)
 class LoadedConfig:
     """Hold a config and its sources.
 
@@ -46,6 +63,7 @@ class LoadedConfig:
         texts: of the sources.
         copies: of the objects that the config names by their addresses; ``config`` names the copies.
         submission_address: where the submission is copied to at the end; None: nowhere.
+        trained: by name, members of ``config`` that a training has made.
     """
 
     config: RunConfig
@@ -57,6 +75,7 @@ class LoadedConfig:
     document: Document = field(repr=False)
     copies: tuple[Copy, ...] = ()
     submission_address: str | None = None
+    trained: Mapping[str, TrainedMember] = field(default_factory=dict)
 
     @property
     def paths(self) -> tuple[Path, ...]:

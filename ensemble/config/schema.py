@@ -138,6 +138,22 @@ class MemberConfig(StrictConfig):
         return self.model_copy(update={**view.changes, "views": None})
 
     @property
+    def view_checkpoints(self) -> tuple[int, ...]:
+        """Return the number of each counted view's checkpoint; empty if all views have the member's own.
+
+        A worker loads a single checkpoint, and computes only views of this checkpoint.
+        """
+        return ()
+
+    def checkpoint_key(self, number: int) -> str:
+        """Return the key that names one of the checkpoints."""
+        return ""
+
+    def with_checkpoint(self, number: int) -> Self:
+        """Return the settings for workers with one of the checkpoints; views keep their numbers."""
+        return self
+
+    @property
     def computed_as(self) -> str:
         """Return a digest of the settings that decide how long a row takes; settings may be secrets."""
         values = [value for key, value in self if key not in ("name", "views", *MERGE_KEYS)]
@@ -521,7 +537,9 @@ class RunConfig(StrictConfig):
 
     def _broken_training(self) -> Iterator[Problem]:
         """Yield that there is nobody to train, or nothing to learn."""
-        if self.training is not None and not self.trained_members:
+        # A member whose keys are wrong has a stand-in here, and may well have train.
+        has_stand_in = any(type(member) is MemberConfig for member in self.models)
+        if self.training is not None and not self.trained_members and not has_stand_in:
             yield ("training",), "no member has train; give it to one, or drop this"
         if not self.trained_members:
             return

@@ -77,6 +77,13 @@ class ExtraTable(StrictConfig):
 
     older_keys: ClassVar[Mapping[str, str]] = {"path": "file csv", "weight": "sample_weight"}
 
+    def as_data(self, data: DataConfig) -> DataConfig:
+        """Return the keys of this table; its labels are named as in ``data``, unless it names them itself."""
+        changes: dict[str, object] = {"path": self.path}
+        if self.label_column is not None or self.label_columns is not None or self.labels is not None:
+            changes |= {"label_column": self.label_column, "label_columns": self.label_columns}
+        return data.model_copy(update=changes)
+
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         names = [key for key in ("label_column", "label_columns", "labels") if getattr(self, key) is not None]
         if len(names) > 1:
@@ -92,7 +99,7 @@ class TrainingConfig(StrictConfig):
     data: DataConfig | None = None  # the labelled table; None: the run's own
     folds: FoldsConfig = FoldsConfig()  # which rows are held out together
     extra: Extra | None = None  # further tables for training only
-    # A CSV of probabilities by id, such as ensemble.csv of another run, to learn instead of the true labels.
+    # A CSV of probabilities by id, such as ensemble.csv of another run, to learn in place of the true labels.
     labels: File | None = Field(default=None, examples=["runs/teacher/ensemble.csv"])
 
 
@@ -110,8 +117,8 @@ class EarlyStopping(StrictConfig):
 class TrainConfig(StrictConfig):
     """Set how a member is trained: by a ``command``, or from a ``base_model`` by transformers' Trainer and peft."""
 
-    # A program, run once for each fold; {train} is the file of its rows, {fold} its number, {out} the folder that
-    # gets the checkpoint or adapter.
+    # A program, run once for each fold; {train} is the file of the rows to train on, {fold} the number of the fold
+    # that is held out (-1: none), {out} the folder that gets the checkpoint or adapter.
     command: Command | None = Field(
         default=None, examples=['[python, train.py, --train, "{train}", --fold, "{fold}", --out, "{out}"]']
     )
@@ -155,16 +162,31 @@ class TrainConfig(StrictConfig):
             return
         if self.command is not None:
             yield from self._broken_command()
+            return
         size = self.per_device_train_batch_size
         if isinstance(size, int) and size > self.effective_batch_size:
             yield (
                 ("per_device_train_batch_size",),
                 f"more than effective_batch_size, {self.effective_batch_size:,}; set that, too",
             )
+        yield from self._broken_head()
         if self.lora_config and self.method not in ("lora", "qlora"):
             yield ("lora_config",), "needs method: lora or qlora"
         if self.predict_with == "average" and self.command is None and self.method not in ("lora", "qlora"):
             yield ("predict_with",), "average is of adapters; choose method: lora or qlora, or folds or refit"
+
+    def _broken_head(self) -> Iterator[Problem]:
+        """Find keys of training by steps beside ``method: head``, and keys of a head beside the other methods."""
+        of_head, is_head = ("C", "pooling_mode"), self.method == "head"
+        of_steps = (
+            "training_arguments",
+            "effective_batch_size",
+            "per_device_train_batch_size",
+            "early_stopping",
+        )
+        for key in of_steps if is_head else of_head:
+            if key in self.model_fields_set:
+                yield (key,), f"is not for method: {self.method}; drop it, or choose another method"
 
     def _broken_command(self) -> Iterator[Problem]:
         """Find a command without the folder to write to, and keys that are of the built-in way only."""

@@ -21,6 +21,7 @@ import pyarrow.csv as pa_csv
 
 from ensemble.common.errors import DataError
 from ensemble.common.text import error_text, plural, quoted
+from ensemble.data.file_rows import FileRows, is_gzipped, open_output
 from ensemble.data.input_file import (
     Contents,
     Wanted,
@@ -277,16 +278,25 @@ def write_csv(path: Path, header: Sequence[str], columns: Sequence[pa.Array | pa
 
     Text is written as it is, numbers in the shortest form that reads back as the same number, nulls as nothing.
     """
-    table = pa.Table.from_arrays(list(columns), names=list(header))
     with path.open("wb") as stream:
-        stream.write(header_line(header))
-        for batch in table.to_batches(max_chunksize=_WRITE_ROWS):
-            stream.write(csv_lines([csv_cells(column) for column in batch.columns]))
+        _write_lines(stream, pa.Table.from_arrays(list(columns), names=list(header)), ",")
 
 
-def header_line(names: Sequence[str]) -> bytes:
+def copy_csv_rows(source: Path, rows: FileRows, path: Path) -> None:
+    """Write rows of a CSV file with all of its cells, separated and gzipped as it is; see ``FileRows``."""
+    with open_output(path, gzipped=is_gzipped(source)) as stream:
+        _write_lines(stream, rows.joined_to(read_text_csv(source)), delimiter(source))
+
+
+def _write_lines(stream: BinaryIO, table: pa.Table, separator: str) -> None:
+    stream.write(header_line(table.column_names, separator))
+    for batch in table.to_batches(max_chunksize=_WRITE_ROWS):
+        stream.write(csv_lines([csv_cells(column) for column in batch.columns], separator))
+
+
+def header_line(names: Sequence[str], separator: str = ",") -> bytes:
     """Return the first line of a CSV file."""
-    return f"{','.join(map(_quoted, names))}\n".encode()
+    return f"{separator.join(_quoted(name, separator) for name in names)}\n".encode()
 
 
 def csv_cells(column: pa.Array) -> pa.Array:
@@ -297,13 +307,16 @@ def csv_cells(column: pa.Array) -> pa.Array:
     return pc.fill_null(cells, "")
 
 
-def csv_lines(cells: Sequence[pa.Array]) -> bytes | pa.Buffer:
+def csv_lines(cells: Sequence[pa.Array], separator: str = ",") -> bytes | pa.Buffer:
     """Return the text of lines, each ended by ``\\n``, from the results of :func:`csv_cells` by column."""
     if len(cells) > 1:
         batch = pa.record_batch(cells, [str(number) for number in range(len(cells))])
         sink = pa.BufferOutputStream()
         options = pa_csv.WriteOptions(
-            include_header=False, batch_size=max(1, len(batch)), quoting_style="none"
+            include_header=False,
+            batch_size=max(1, len(batch)),
+            delimiter=separator,
+            quoting_style="none",
         )
         try:
             pa_csv.write_csv(batch, sink, options)
@@ -312,10 +325,11 @@ def csv_lines(cells: Sequence[pa.Array]) -> bytes | pa.Buffer:
             pass
     lines = []
     for row in zip(*(column.to_pylist() for column in cells), strict=True):
-        line = ",".join(map(_quoted, row))
+        line = separator.join(_quoted(cell, separator) for cell in row)
         lines.append(line or '""')  # a blank line would not count as a row
     return "".join(f"{line}\n" for line in lines).encode()
 
 
-def _quoted(cell: str) -> str:
-    return '"' + cell.replace('"', '""') + '"' if _MUST_QUOTE.search(cell) else cell
+def _quoted(cell: str, separator: str) -> str:
+    must_quote = separator in cell or _MUST_QUOTE.search(cell)
+    return '"' + cell.replace('"', '""') + '"' if must_quote else cell

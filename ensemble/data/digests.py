@@ -84,3 +84,11 @@ def find_rows(rows: RowDigests, stored: RowDigests) -> npt.NDArray[np.int64]:
     keys = stored[order, 0]
     numbers = order[np.minimum(np.searchsorted(keys, rows[:, 0]), len(keys) - 1)]
     return np.where((stored[numbers] == rows).all(axis=1), numbers, -1)
+
+
+def with_another(rows: RowDigests, values: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Return which rows have the digest of a row with another value, [rows]."""
+    _, numbers = np.unique(rows, axis=0, return_inverse=True)
+    numbers = numbers.reshape(-1)  # numpy 2.0 alone gives [rows, 1]
+    pairs = np.unique(np.stack([numbers, values]), axis=1)
+    return np.asarray((np.bincount(pairs[0]) > 1)[numbers])

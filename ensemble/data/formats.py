@@ -12,10 +12,11 @@ from pathlib import Path
 
 from ensemble.common.errors import DataError
 from ensemble.common.files import PARQUET_EXTENSIONS
-from ensemble.data.csv_file import delimiter, read_csv, read_header
+from ensemble.data.csv_file import copy_csv_rows, delimiter, read_csv, read_header
+from ensemble.data.file_rows import FileRows
 from ensemble.data.input_file import Contents, Wanted, refuse_url
-from ensemble.data.jsonl import read_jsonl
-from ensemble.data.parquet import read_parquet
+from ensemble.data.jsonl import copy_jsonl_rows, read_jsonl
+from ensemble.data.parquet import copy_parquet_rows, read_parquet
 
 
 @dataclass(frozen=True)
@@ -26,22 +27,25 @@ class Format:
         extensions: in lower case.
         gzipped: whether each extension may have .gz behind it.
         header: reads the columns' names alone; without it, ``read`` reads one row for them.
+        copy_rows: writes rows of a file with all of its cells, for programs of the user; without it, there is no
+            training by a command from such a file.
     """
 
     read: Callable[[Path, Wanted], Contents]
     extensions: tuple[str, ...]
     gzipped: bool = False
     header: Callable[[Path], tuple[str, ...]] | None = None
+    copy_rows: Callable[[Path, FileRows, Path], None] | None = None
 
     def __str__(self) -> str:
         return ", ".join(self.extensions) + (" (each also with .gz)" if self.gzipped else "")
 
 
-_CSV = Format(read_csv, (".csv", ".tsv"), gzipped=True, header=read_header)
+_CSV = Format(read_csv, (".csv", ".tsv"), gzipped=True, header=read_header, copy_rows=copy_csv_rows)
 FORMATS = (
     _CSV,
-    Format(read_parquet, PARQUET_EXTENSIONS),
-    Format(read_jsonl, (".jsonl", ".ndjson", ".json"), gzipped=True),
+    Format(read_parquet, PARQUET_EXTENSIONS, copy_rows=copy_parquet_rows),
+    Format(read_jsonl, (".jsonl", ".ndjson", ".json"), gzipped=True, copy_rows=copy_jsonl_rows),
 )
 
 
@@ -56,14 +60,27 @@ def read_contents(path: Path, wanted: Wanted) -> Contents:
     if file_format is not None:
         return file_format.read(path, wanted)
     refuse_url(path)
-    extension = _extension(path)
+    extension = file_extension(path)
     kind = f"of type {extension}" if extension else "without extension"
     raise DataError(f"{path}: cannot read files {kind}; use {', '.join(map(str, FORMATS))}")
 
 
+def copy_rows(source: Path, rows: FileRows, path: Path) -> None:
+    """Write rows of a table's file in its own format, with all of its cells; see ``FileRows``.
+
+    Raises:
+        DataError: the format cannot be written, or a cell of ``rows.others`` does not fit.
+    """
+    file_format = known_format(source)
+    if file_format is None or file_format.copy_rows is None:
+        formats = ", ".join(str(other) for other in FORMATS if other.copy_rows is not None)
+        raise DataError(f"{source}: no rows can be copied from this format; use {formats}")
+    file_format.copy_rows(source, rows, path)
+
+
 def known_format(path: Path) -> Format | None:
     """Return the format of a file by its extension; None if that is unknown."""
-    extension = _extension(path)
+    extension = file_extension(path)
     plain = extension.removesuffix(".gz")
     for file_format in FORMATS:
         if plain in file_format.extensions and (file_format.gzipped or plain == extension):
@@ -89,6 +106,7 @@ def column_names(path: Path) -> tuple[str, ...]:
     return file_format.read(path, Wanted("", None, (), 1)).names
 
 
-def _extension(path: Path) -> str:
+def file_extension(path: Path) -> str:
+    """Return a file's extension in lower case, with .gz and the one before it together."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     return "".join(suffixes[-2:] if suffixes[-1:] == [".gz"] else suffixes[-1:])

@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from ensemble.common.errors import DataError
 from ensemble.common.text import plural, quoted
-from ensemble.data.input_file import JSON_MARK, Contents, Wanted, joined_text, open_input
+from ensemble.data.file_rows import FileRows, is_gzipped, open_output
+from ensemble.data.input_file import JSON_MARK, Contents, Wanted, is_json_field, joined_text, open_input
 from ensemble.data.json_cells import json_detail, refuse_constant, replace_lone_surrogates
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -113,6 +114,30 @@ def read_jsonl(path: Path, wanted: Wanted) -> Contents:
         ),
         problems=tuple(problems),
     )
+
+
+def copy_jsonl_rows(source: Path, rows: FileRows, path: Path) -> None:
+    """Write lines of a file as they are, gzipped as it is; see ``FileRows``."""
+    with open_input(source) as stream:
+        stripped = (line.removeprefix(_BYTE_ORDER_MARK).strip() for line in stream)
+        all_lines = [line for line in stripped if line]
+    lines = [all_lines[row] for row in rows.numbers.tolist()]
+    if rows.others:
+        names = dict.fromkeys(name for _, table in rows.others for name in table.column_names)
+        schema = read_jsonl(source, Wanted("", None, tuple(names), None)).columns.schema
+        for table in rows.others_like(schema):
+            json_names = [column.name for column in schema if is_json_field(column)]
+            for record in table.to_pylist():
+                for name in json_names:
+                    if record.get(name) is not None:
+                        record[name] = json.loads(record[name])
+                lines.append(json.dumps(record, ensure_ascii=False).encode())
+    if rows.added:
+        for number, line in enumerate(lines):
+            added = {name: float(values[number]) for name, values in rows.added.items()}
+            lines[number] = line[:-1] + b", " + json.dumps(added, ensure_ascii=False).encode()[1:]
+    with open_output(path, gzipped=is_gzipped(source)) as file:
+        file.writelines(line + b"\n" for line in lines)
 
 
 def _blocks(path: Path, limit: int | None) -> Iterator[list[dict[str, object]]]:

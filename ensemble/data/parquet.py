@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from ensemble.common.errors import DataError
 from ensemble.common.text import error_text, quoted
+from ensemble.data.file_rows import FileRows
 from ensemble.data.input_file import (
     Contents,
     Wanted,
@@ -56,6 +57,21 @@ def write_parquet(
     with parquet.ParquetWriter(path, first.schema) as writer:
         for table in itertools.chain([first], tables):
             writer.write_table(table)
+
+
+def copy_parquet_rows(source: Path, rows: FileRows, path: Path) -> None:
+    """Write rows of a Parquet file with all of its cells and types; see ``FileRows``.
+
+    Categories become plain values if rows of other files follow, which may have other categories.
+    """
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(source) as file:
+        table = file.read()
+    if rows.others:
+        fields = [field.with_type(_plain_type(field.type)).with_nullable(True) for field in table.schema]
+        table = table.cast(pa.schema(fields, table.schema.metadata))
+    parquet.write_table(rows.joined_to(table), path)
 
 
 def arrow_contents(

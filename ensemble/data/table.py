@@ -23,6 +23,7 @@ from ensemble.common.protocol import Activation
 from ensemble.common.text import did_you_mean, listed, plural, quoted
 from ensemble.data.csv_file import text_as_numbers
 from ensemble.data.digests import RowDigests, row_digests, rows_digest
+from ensemble.data.file_rows import FileRows
 from ensemble.data.formats import read_contents
 from ensemble.data.ids import repeated_ids
 from ensemble.data.input_file import (
@@ -60,6 +61,8 @@ class TableNeeds:
         also: other columns to read, and in a few words what they are for.
         truth_as: what ``label_columns`` have: "softmax" for probabilities that sum to about 1 and are scaled to it,
             "sigmoid" for numbers from 0 to 1, "none" for any numbers.
+        unequal_sums: what to do about probabilities that do not sum to 1, with a semicolon before it.
+        may_lack_truth: whether the run can do without true labels, which messages then say.
     """
 
     id_column: str
@@ -71,6 +74,8 @@ class TableNeeds:
     limit: int | None
     label_columns: tuple[str, ...] = ()
     truth_as: Activation = "softmax"
+    unequal_sums: str = ""
+    may_lack_truth: bool = True
     read_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     also: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -175,6 +180,20 @@ class InputTable:
         """Return a table without labels that has this table's rows by number, repeats allowed, with new ids."""
         return InputTable(self._columns.take(pa.array(numbers)), ids, None, {})
 
+    def followed_by(self, other: InputTable, path: Path) -> InputTable:
+        """Return a table without labels of these rows and then those of ``other``, in this table's types.
+
+        The other table has the same columns, and may have the same ids; ``path`` is its file.
+
+        Raises:
+            DataError: a cell does not fit the type of its column here.
+        """
+        joined = FileRows(np.arange(self.rows), [(path, other._columns)]).joined_to(self._columns)
+        ids = pa.chunked_array([*self.ids.chunks, *pc.cast(other.ids, self.ids.type).chunks], self.ids.type)
+        nulls = {name: count + other.null_texts.get(name, 0) for name, count in self.null_texts.items()}
+        turns = {name: count + other.null_turns.get(name, 0) for name, count in self.null_turns.items()}
+        return InputTable(joined, ids, None, nulls, turns)
+
     def python_rows(
         self, columns: Sequence[str], numbers: npt.NDArray[np.int64] | None = None
     ) -> Iterator[dict[str, object]]:
@@ -250,6 +269,7 @@ def read_table(path: Path, needs: TableNeeds) -> InputTable:
     readers = needs.read_by
     label_key = "label_columns" if needs.label_column is None else "label_column"
     advice = {"label column": f"; for a table without true labels, --set data.{label_key}=null"}
+    advice = advice if needs.may_lack_truth else {}
     missing = [
         missing_column(path, role, name, names, readers.get(name)) + advice.get(role, "")
         for name, role in roles.items()
@@ -351,13 +371,14 @@ def _probabilities(
     rows = np.flatnonzero(is_wrong)
     if not len(rows):
         return values / sums[:, None] if needs.truth_as == "softmax" else values, []
+    advice = needs.unequal_sums if needs.truth_as == "softmax" else ""
     shown = []
     for row in rows[:_SHOWN].tolist():
         cells = [column[row].as_py() for column in columns.values()]
         texts = [quoted("" if cell is None else str(cell)) for cell in cells]
         shown.append(f"{row_text(row, contents.ids)}: {', '.join(texts)}")
     where = f"{path}: label columns {listed(needs.label_columns)}"
-    return values, [f"{where}: {plural(len(rows), 'row')} {problem}; {'; '.join(shown)}"]
+    return values, [f"{where}: {plural(len(rows), 'row')} {problem}; {'; '.join(shown)}{advice}"]
 
 
 def _as_numbers(column: pa.ChunkedArray) -> npt.NDArray[np.float64]:

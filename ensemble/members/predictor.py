@@ -34,7 +34,10 @@ class Child(Protocol):
     def make_predictor(
         self, common: CommonSpec, settings: Mapping[str, Any], table: PublishedTable
     ) -> Predictor:
-        """Do everything that needs no device; ``settings`` are the kind's own, as JSON gives them."""
+        """Do everything that needs no device; ``settings`` are the kind's own, as JSON gives them.
+
+        ``table`` is None where ``common.table_path`` is empty, as it is for trainings alone.
+        """
 
 
 def load_child(kind: str) -> Child:

@@ -10,6 +10,8 @@ from typing import Any
 from ensemble.common.extensions import Registry
 from ensemble.config import MemberConfig
 from ensemble.members.base import MemberKind
+from ensemble.members.several_checkpoints import SeveralCheckpoints
+from ensemble.members.to_be_trained import ToBeTrained
 
 KINDS: Registry[MemberKind[Any, Any]] = Registry(
     group="ensemble.member_kinds",
@@ -29,4 +31,11 @@ KINDS: Registry[MemberKind[Any, Any]] = Registry(
 
 def member_kind(settings: MemberConfig) -> MemberKind[Any, Any]:
     """Return a member of the kind that its settings name."""
-    return KINDS.load(settings.task_type)(settings)
+    kind = KINDS.load(settings.task_type)
+    return SeveralCheckpoints(kind, settings) if settings.view_checkpoints else kind(settings)
+
+
+def kind_for_checks(settings: MemberConfig) -> MemberKind[Any, Any]:
+    """Return the same for the checks of a run, which a member that is not trained yet passes without files."""
+    kind = member_kind(settings)
+    return kind if settings.training is None else ToBeTrained(kind)

@@ -112,15 +112,21 @@ class Cascades:
         self.end(*(name for name, work in self._works.items() if work.is_complete))
 
     def own_rows_of(self, work: str) -> _Rows | None:
-        """Return the rows of a work with ``when``: none before they are selected; None without ``when``."""
+        """Return the rows that a work may have, with ``when`` those that are selected by now; None: all."""
+        allowed = self._prepared.view_rows.get(work)
+        if work not in self._rules:
+            return allowed
+        rows = np.zeros(self._prepared.table.rows, dtype=np.bool_)
         if work in self._selections:
-            return self._selections[work][0]
-        return np.zeros(self._prepared.table.rows, dtype=np.bool_) if work in self._rules else None
+            rows = self._selections[work][0]
+        return rows if allowed is None else rows & allowed
 
     def rows_of(self, work: str) -> _Rows | None:
-        """Return the rows that a work is to have, by its own ``when`` or its member's; None: all."""
-        rows = self.own_rows_of(work)
-        return self.own_rows_of(member_of_work(work)) if rows is None else rows
+        """Return the rows that a work is to have, by its own ``when`` and its member's; None: all."""
+        rows, of_member = self.own_rows_of(work), self.own_rows_of(member_of_work(work))
+        if rows is None or of_member is None:
+            return of_member if rows is None else rows
+        return rows & of_member
 
     def is_selected(self, work: str) -> bool:
         return work in self._selections

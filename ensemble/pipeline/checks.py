@@ -106,7 +106,7 @@ def member_problems(config: RunConfig, kinds: Kinds, inspected: Mapping[str, Ins
         yield from _when_problems(config, index, inspected, raw)
     yield from _choices_problems(kinds)
     if raw and len(raw) < len(inspected):
-        keys = {kind.activation_key for name, kind in kinds.items() if name in raw and kind.activation_key}
+        keys = {kind.of_checkpoint(0).activation_key for name, kind in kinds.items() if name in raw} - {""}
         remedy = f", or set {' and '.join(sorted(keys))}" if keys else ""
         yield (
             f"models: {', '.join(raw)} gives raw values (regression), the others probabilities; their mean means "

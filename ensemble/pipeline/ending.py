@@ -76,9 +76,12 @@ def rows_of(report: RunReport, member: MemberReport) -> int:
 
 def rows_in_views(report: RunReport, member: MemberReport) -> int:
     """Return how many rows a member is to have in all of its views, as far as that is known."""
-    rows = rows_of(report, member)
-    cascades = [member.view_cascades.get(view) for view in member.views]
-    return sum(rows if cascade is None else cascade.rows for cascade in cascades) if cascades else rows
+    rows, counts = rows_of(report, member), list[int]()
+    for name, view in member.views.items():
+        cascade = member.view_cascades.get(name)
+        at_most = rows if view.at_most is None else min(rows, view.at_most)
+        counts.append(at_most if cascade is None else cascade.rows)
+    return sum(counts) if counts else rows
 
 
 def _reached_text(report: RunReport, member: MemberReport) -> str:

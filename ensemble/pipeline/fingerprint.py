@@ -9,13 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.files import read_json
 from ensemble.config import MemberConfig, RunConfig, ViewConfig
 from ensemble.data.row_files import FileCells
-from ensemble.members.base import OutputColumns
+from ensemble.members.base import Assigned, OutputColumns
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.run_dir import RunDir
@@ -89,10 +93,11 @@ def view_fingerprints(prepared: Prepared, member: MemberPlan, files: FileDigests
     for number, view in enumerate(member.model.counted_views):
         columns = prepared.view_columns[member.name][number]
         rows = prepared.table.digest(columns, file_cells(prepared, member.name, view))
-        # With the view's own adapter; the member's fingerprint has those of all views.
+        # With the view's own adapter and checkpoint; the member's fingerprint has those of all views.
         kind = member_kind(member.model.as_view(view))
-        content = kind.content(prepared.inspected[member.name], files)
-        settings = _settings(prepared, member, view)
+        inspected = prepared.inspected[member.name].of_checkpoint(member.checkpoint_of(number))
+        content = kind.content(inspected, files)
+        settings = _settings(prepared, member, number)
         fingerprints.append(Fingerprint(settings=settings, content=content, rows=rows))
     return fingerprints
 
@@ -103,13 +108,23 @@ def file_cells(prepared: Prepared, member: str, view: ViewConfig) -> FileCells |
     return cells and replace(cells, column=view.columns.get(cells.column, cells.column))
 
 
-def mean_fingerprint(member: MemberPlan, whole: Fingerprint, views: Sequence[Fingerprint]) -> Fingerprint:
-    """Return the fingerprint of the mean over a member's views, from that without views and theirs."""
+def mean_fingerprint(
+    member: MemberPlan,
+    whole: Fingerprint,
+    views: Sequence[Fingerprint],
+    rows_of_views: Sequence[npt.NDArray[np.bool_]] = (),
+) -> Fingerprint:
+    """Return the fingerprint of the mean over a member's views, from that without views and theirs.
+
+    ``rows_of_views`` has for each view the rows that it may compute, bool [rows]; none: all.
+    """
     weights = [view.weight for view in member.model.counted_views]
     parts = [[view.settings, view.rows, weight] for view, weight in zip(views, weights, strict=True)]
     settings: dict[str, object] = {"mean of views": parts}
     if member.model.views_with_when:  # a mean of other views than that of all of them
         settings["when"] = True
+    if rows_of_views:
+        settings["rows"] = [sha256(np.packbits(rows).tobytes()).hexdigest() for rows in rows_of_views]
     return replace(whole, settings=digest_of(settings))
 
 
@@ -155,13 +170,17 @@ def changed_sentence(changed: Mapping[str, Sequence[str]]) -> str:
     return f"the settings of {members} have changed since the predictions there were made"
 
 
-def _settings(prepared: Prepared, member: MemberPlan, view: ViewConfig | None) -> str:
+def _settings(prepared: Prepared, member: MemberPlan, number: int | None) -> str:
+    """Return a digest of the settings of a view, by its number, or of the whole member (None)."""
     config, inspected, model = prepared.config, prepared.inspected[member.name], member.model
+    assigned: Assigned = member.placement
     swap = None
-    if view is not None:
+    if number is not None:
+        view, checkpoint = model.counted_views[number], member.checkpoint_of(number)
         model, swap = model.as_view(view), view.swap
+        inspected, assigned = inspected.of_checkpoint(checkpoint), assigned.of_checkpoint(checkpoint)
     settings: dict[str, object] = {
-        **member_kind(model).fingerprint(inspected, member.placement),
+        **member_kind(model).fingerprint(inspected, assigned),
         "task_type": model.task_type,
         "seed": config.seed,
         "csv": [config.data.id_column, *config.labels],

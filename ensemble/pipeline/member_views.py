@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ensemble.common.errors import DataError
 from ensemble.data.json_cells import TemplateProblem, choice_rows
-from ensemble.data.table import InputTable
+from ensemble.data.row_files import FileCells
+from ensemble.data.table import InputTable, TableNeeds
 from ensemble.data.template import PromptTemplate, compile_template
 from ensemble.members.base import MemberKind
 from ensemble.members.registry import member_kind
@@ -113,6 +115,36 @@ def member_views(kinds: Mapping[str, MemberKind[Any, Any]], problems: Problems) 
                 choices=reads.choices,
                 one_choice=reads.one_choice,
             )
+
+
+def member_columns(views: Iterable[MemberView], names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return the table's columns that each member reads in any of its views, by name."""
+    columns: dict[str, dict[str, None]] = {name: {} for name in names}
+    for view in views:
+        columns[view.member].update(dict.fromkeys(view.table_columns))
+    return {name: tuple(of_member) for name, of_member in columns.items()}
+
+
+def member_files(kinds: Mapping[str, MemberKind[Any, Any]], folder: Path) -> dict[str, FileCells]:
+    """Return the column that names files, by name of the members that read files; ``folder`` is the table's."""
+    files = {name: kind.reads().files for name, kind in kinds.items()}
+    return {
+        name: replace(cells, folder=cells.folder or folder)
+        for name, cells in files.items()
+        if cells is not None
+    }
+
+
+def with_columns(needs: TableNeeds, views: Sequence[MemberView]) -> TableNeeds:
+    """Return what is needed of a table together with the columns that views read."""
+    return replace(
+        needs,
+        columns=tuple(dict.fromkeys(name for view in views for name in view.table_columns)),
+        json_columns=tuple(dict.fromkeys(name for view in views for name in view.json_columns)),
+        text_columns=tuple(dict.fromkeys(name for view in views for name in view.text_columns)),
+        # The first view that asks for a column is named.
+        read_by={name: view.reader(name) for view in reversed(views) for name in view.table_columns},
+    )
 
 
 def first_texts(views: Iterable[MemberView], table: InputTable, problems: Problems) -> dict[str, str]:

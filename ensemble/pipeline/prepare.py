@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ensemble.common.errors import CheckpointError, DataError, DeviceError, MergeError
 from ensemble.common.files import FileState, file_state, folder_states
@@ -34,7 +35,7 @@ from ensemble.data.table import InputTable, TableNeeds, read_table, row_text
 from ensemble.data.template import PromptTemplate
 from ensemble.members.base import ExternalPredictions, Inspection, MemberKind, OutputColumns
 from ensemble.members.questions import ask
-from ensemble.members.registry import member_kind
+from ensemble.members.registry import kind_for_checks
 from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.blocks import block_spans
 from ensemble.merging.row_checks import RowCheck
@@ -52,13 +53,21 @@ from ensemble.pipeline.checks import (
     run_warnings,
     worker_warnings,
 )
-from ensemble.pipeline.member_views import MemberView, first_texts, member_views
+from ensemble.pipeline.held_out import HeldOut, held_out
+from ensemble.pipeline.member_views import (
+    MemberView,
+    first_texts,
+    member_columns,
+    member_files,
+    member_views,
+    with_columns,
+)
 from ensemble.pipeline.prepared import Prepared, is_exclusive, merged_activation
 from ensemble.pipeline.run_dir import RunDir, work_of_view
 from ensemble.pipeline.run_report import RunReport, measured_speeds
 from ensemble.planning.cascade import ExpectedShare
 from ensemble.planning.forecast import Speed
-from ensemble.planning.placement import MemberFacts, chosen_devices
+from ensemble.planning.placement import MemberFacts, chosen_devices, largest_memory
 from ensemble.planning.plan import Plan, plan_run
 from ensemble.scheduling.launchers.base import Launcher, Node, make_launcher
 
@@ -111,6 +120,13 @@ def prepare(
             if file_state(config.data.path) != table_state:  # it is read in several passes
                 path = config.data.path
                 raise DataError(f"{path}: changed while it was read; start again when it is complete")
+        held = HeldOut()
+        if table is not None and loaded.trained:
+            with problems.at():
+                loaded, held = held_out(loaded, table, members.columns, members.files)
+            if loaded.config.models != config.models:
+                config = loaded.config
+                members = _inspect_members(config, problems)
         check_answers(loaded, answers, table, members.inspected, problems)
         sample = _read_sample(config, table, answers, problems)
         devices: Inventory | None = None
@@ -147,7 +163,7 @@ def prepare(
         nodes: tuple[Node, ...] = ()
         if launcher is not None and devices is not None:
             with problems.at():
-                facts = _member_facts(config, members.inspected, members.columns, table, shares)
+                facts = _member_facts(config, members.inspected, members.columns, table, shares, held.rows)
                 plan = _plan(config, facts, gpus, devices.hosts, launcher)
                 if must_fit or table is None:
                     problems.add(plan.problems, DeviceError)
@@ -182,6 +198,7 @@ def prepare(
                 for index, (name, kind) in enumerate(members.kinds.items())
                 for text in kind.warnings(members.inspected[name])
             ),
+            *held.remarks,
             *warnings,
             *worker_warnings(plan),
             *run_warnings(loaded, members.inspected, table, allowed, rules, names),
@@ -199,25 +216,18 @@ def prepare(
         },
         files=members.files,
         nodes=nodes,
+        view_rows=held.rows,
     )
 
 
 def _inspect_members(config: RunConfig, problems: Problems) -> _Members:
     """Look at each member's views and files."""
-    kinds = {model.name: member_kind(model) for model in config.models}
+    kinds = {model.name: kind_for_checks(model) for model in config.models}
     views = tuple(member_views(kinds, problems))
-    columns: dict[str, tuple[str, ...]] = {}
-    files: dict[str, FileCells] = {}
-    for name, kind in kinds.items():
-        of_views = [view.table_columns for view in views if view.member == name]
-        columns[name] = tuple(dict.fromkeys(chain.from_iterable(of_views)))
-        cells = kind.reads().files
-        if cells is not None:
-            files[name] = replace(cells, folder=cells.folder or config.data.path.parent)
+    columns, files = member_columns(views, kinds), member_files(kinds, config.data.path.parent)
     file_states = _file_states(kinds.values())  # before anything is read of the files
     inspected: dict[str, Inspection] = {}
-    questions = (kind.question() for kind in kinds.values())
-    ask([question for question in questions if question is not None])
+    ask([*chain.from_iterable(kind.questions() for kind in kinds.values())])
     for index, (name, kind) in enumerate(kinds.items()):
         with problems.at(f"models[{index}] ({name})"):
             inspected[name] = kind.inspect(_outputs(config))
@@ -262,20 +272,18 @@ def _read_allowed_labels(config: RunConfig, table: InputTable) -> AllowedLabels:
 
 
 def _table_needs(config: RunConfig, members: _Members) -> TableNeeds:
-    views = members.views
-    return TableNeeds(
+    needs = TableNeeds(
         id_column=config.data.id_column,
         label_column=config.data.label_column,
         label_columns=config.data.truth_columns(config.labels),
         labels=config.labels,
-        columns=tuple(dict.fromkeys(chain.from_iterable(members.columns.values()))),
-        json_columns=tuple(dict.fromkeys(name for view in views for name in view.json_columns)),
-        text_columns=tuple(dict.fromkeys(name for view in views for name in view.text_columns)),
+        columns=(),
+        json_columns=(),
+        text_columns=(),
         limit=config.limit,
         truth_as=merged_activation(members.inspected),
-        # The first view that asks for a column is named.
-        read_by={name: view.reader(name) for view in reversed(views) for name in view.table_columns},
     )
+    return with_columns(needs, members.views)
 
 
 def _read_sample(
@@ -417,7 +425,7 @@ def _file_states(kinds: Iterable[MemberKind[Any, Any]]) -> dict[str, FileState]:
 
 def nodes_of(config: RunConfig, inspected: Mapping[str, Any], launcher: Launcher) -> tuple[Node, ...]:
     """Return the nodes of a launcher's cluster, with what they lack of the members that need a worker."""
-    kinds = {model.name: member_kind(model) for model in config.models}
+    kinds = {model.name: kind_for_checks(model) for model in config.models}
     kinds = {name: kind for name, kind in kinds.items() if kind.needs_worker}
     sources = {name: kind.sources() for name, kind in kinds.items()}
     hub_files = {name: kind.hub_files(inspected[name]) for name, kind in kinds.items() if name in inspected}
@@ -429,11 +437,11 @@ def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Pre
 
     ``loaded`` may lack members of ``prepared``, and differ from it in what changes neither members nor devices.
     """
-    facts = _member_facts(loaded.config, prepared.inspected, prepared.columns, table, prepared.shares)
+    facts = _member_facts(loaded.config, prepared.inspected, prepared.columns, table, prepared.shares, {})
     plan = _plan(loaded.config, facts, prepared.plan.gpus, prepared.inventory.hosts, prepared.launcher)
     if plan.problems:
         raise DeviceError(plan.problems)
-    prepared = replace(prepared, sample=None, previews={}, allowed_labels=None, rules=None)
+    prepared = replace(prepared, sample=None, previews={}, allowed_labels=None, rules=None, view_rows={})
     return replace(prepared, loaded=loaded, table=table, plan=plan)
 
 
@@ -457,14 +465,14 @@ def needed_packages(config: RunConfig, inspected: Mapping[str, Inspection]) -> d
     """Return the packages of extras that the config needs, and the first key that needs each."""
     needed: dict[str, str] = {}
     for index, model in enumerate(config.models):
-        for package, key in member_kind(model).packages(inspected.get(model.name)):
+        for package, key in kind_for_checks(model).packages(inspected.get(model.name)):
             needed.setdefault(package, f"models[{index}]{key}")
     return needed
 
 
 def may_use_gpus(config: RunConfig) -> list[bool]:
     """Return for each member that needs a worker whether it may run on a GPU."""
-    kinds = map(member_kind, config.models)
+    kinds = map(kind_for_checks, config.models)
     return [kind.request().num_gpus != 0 for kind in kinds if kind.needs_worker]
 
 
@@ -474,28 +482,35 @@ def _member_facts(
     columns: Mapping[str, tuple[str, ...]],
     table: InputTable | None,
     shares: Mapping[str, ExpectedShare],
+    rows_of_views: Mapping[str, npt.NDArray[np.bool_]],
 ) -> dict[str, MemberFacts]:
     """Return what the planner must know of each member; without the table, it plans devices only."""
     facts = {}
     for model in config.models:
-        name, kind = model.name, member_kind(model)
-        lengths, memory = np.zeros(1, dtype=np.int64), None
+        name, kind = model.name, kind_for_checks(model)
+        lengths, memories = np.zeros(1, dtype=np.int64), []
         if table is not None:
             lengths = table.text_lengths(columns[name])
             if kind.reads().row_bytes is not None:
                 lengths = np.full(table.rows, kind.reads().row_bytes, dtype=np.int64)
-            if name in inspected:
-                memory = kind.memory(inspected[name], lengths, len(config.labels))
+            for number in range(1 + max(model.view_checkpoints, default=0)) if name in inspected else ():
+                of_checkpoint = inspected[name].of_checkpoint(number)
+                memory = kind.of_checkpoint(number).memory(of_checkpoint, lengths, len(config.labels))
+                memories += [] if memory is None else [memory]
         is_limited = name in shares and model.when is not None
+        works = [work_of_view(model, view) for view in range(len(model.counted_views))]
+        view_rows = [rows_of_views[work] for work in works if work in rows_of_views]
         expected = {view: shares.get(work_of_view(model, view)) for view in model.views_with_when}
         facts[name] = MemberFacts(
             name=name,
             request=kind.request(),
             lengths=lengths,
-            memory=memory,
+            memory=largest_memory(memories),
             needs_worker=kind.needs_worker,
             expected_share=shares[name].share if is_limited else 1.0,
             view_shares={view: share.share for view, share in expected.items() if share is not None},
+            view_rows=np.array(view_rows) if view_rows else None,
+            checkpoints=tuple(memories) if model.view_checkpoints else (),
         )
     return facts
 

@@ -198,7 +198,8 @@ class RunState:
             cascade=None if model.when is None else self._cascade(model.when, name),
             activation=self.prepared.inspected[name].activation,
             views={
-                view.name: ViewReport(view.weight, rows) for view, rows in zip(views, view_rows, strict=True)
+                view.name: ViewReport(view.weight, rows, self._rows_at_most(work_of_view(model, number)))
+                for number, (view, rows) in enumerate(zip(views, view_rows, strict=True))
             },
             view_cascades={
                 views[number].name: self._cascade(when, work_of_view(model, number))
@@ -213,6 +214,11 @@ class RunState:
         """Return how many rows of a complete view count."""
         rows = self.cascades.own_rows_of(part.member)
         return int((part.is_done if rows is None else part.is_done & rows).sum())
+
+    def _rows_at_most(self, work: str) -> int | None:
+        """Return how many rows a view's model may predict; None: all."""
+        rows = self.prepared.view_rows.get(work)
+        return None if rows is None else int(rows.sum())
 
     def _cascade(self, when: When, work: str) -> CascadeReport:
         """Return what ``when`` selected for a member or view."""

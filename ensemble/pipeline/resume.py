@@ -159,11 +159,13 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
     works = {
         member.name: _work_of_member(prepared, rundir, member, files.for_another()) for member in members
     }
+    reuse = [] if prepared.reuse is None else [prepared.reuse]
+    reuse += dict.fromkeys(trained.oof_run for trained in prepared.loaded.trained.values())
     # Take rows over before any member is completed: its predictions may replace rows that others take over.
     for member_work in works.values():
         for work in (member_work,) if member_work.is_complete else member_work.parts:
             if not work.is_complete:
-                take_over(work, rundir, len(config.labels), config.on_bad_row == "uniform", prepared.reuse)
+                take_over(work, rundir, len(config.labels), config.on_bad_row == "uniform", reuse)
             _say_what_is_kept(work, say)
     if prepared.reuse is not None:
         with_workers = [works[member.name] for member in members if member.needs_worker]
@@ -183,7 +185,9 @@ def _work_of_member(prepared: Prepared, rundir: RunDir, member: MemberPlan, file
     fingerprint = member_fingerprint(prepared, member, files)
     of_views = view_fingerprints(prepared, member, files)
     if of_views:
-        fingerprint = mean_fingerprint(member, fingerprint, of_views)
+        works = [work_of_view(model, number) for number in range(len(of_views))]
+        rows_of_views = [prepared.view_rows[work] for work in works if work in prepared.view_rows]
+        fingerprint = mean_fingerprint(member, fingerprint, of_views, rows_of_views)
     # Which rows views with ``when`` have follows from what others have predicted: their mean is always made again.
     is_final = not model.views_with_when
     work = find_work(rundir, name, fingerprint, table.rows, keeps_bad_rows, is_final=is_final)
@@ -311,17 +315,19 @@ def mean_of_views(
 
 
 def take_over(
-    work: MemberWork, rundir: RunDir, labels: int, keeps_bad_rows: bool, reuse: Path | None = None
+    work: MemberWork, rundir: RunDir, labels: int, keeps_bad_rows: bool, reuse: Sequence[Path] = ()
 ) -> None:
     """Take over rows that other work has computed: for another table, with another name, or in another run.
 
-    The member's earlier predictions are other work, too, if they lack rows or have bad rows.
+    The member's earlier predictions are other work, too, if they lack rows or have bad rows. ``reuse`` has the
+    directories of other runs.
     """
     if work.row_digests is None:
         return
     sources = list(EarlierWork.all_in(rundir))
-    if reuse is not None:
-        sources += EarlierWork.all_in(RunDir(reuse.resolve()), is_other_run=True)
+    for folder in reuse:
+        if folder.resolve() != rundir.root.resolve():
+            sources += EarlierWork.all_in(RunDir(folder.resolve()), is_other_run=True)
     for source in sources:
         if work.is_done.all():
             return

@@ -19,7 +19,7 @@ from ensemble.common.errors import RESUMES, EnsembleError, Interrupted, MergeErr
 from ensemble.common.extensions import call_hooks
 from ensemble.common.files import atomic_path, file_state, remove_temporary_files, sync_directory, write_text
 from ensemble.common.gpus import Device
-from ensemble.common.protocol import CommonSpec, Start, ViewSpec, WorkerSpec
+from ensemble.common.protocol import ChunkDone, CommonSpec, Start, ViewSpec, WorkerSpec
 from ensemble.common.shards import CACHE_FOLDER, ORDER_FILE
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
@@ -46,6 +46,7 @@ from ensemble.pipeline.run_dir import RunDir, hold, log, logging_to, member_of_w
 from ensemble.pipeline.run_report import MERGED, RunReport
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.pipeline.wait_for_gpus import held_texts, wait_for_gpu_memory
+from ensemble.planning.chunks import Chunk
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.deadline import Deadline, reserve_seconds, time_limit_text
 from ensemble.scheduling.device_pool import DevicePool
@@ -353,13 +354,16 @@ class _Run(RunState):
         folder = str((cells.folder or Path()).absolute())
         return MemberFiles(spec, sources, folder, partial(self.prepared.table.row_files, cells))
 
-    def worker_start(self, member: MemberPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
+    def worker_start(
+        self, member: MemberPlan, replica: int, devices: Sequence[Device], checkpoint: int
+    ) -> WorkerStart:
         """Return how to start one of a member's workers."""
         offload_folder = member.request.offload_folder
         if offload_folder is not None:
             # Each worker has its own: transformers names files after parameters, which are alike in every model.
             offload_folder = offload_folder / f"{member.name}-{replica}-{os.getpid()}"
-        spec = worker_spec(self.prepared, self._rundir, member, self.works[member.name], offload_folder)
+        work = self.works[member.name]
+        spec = worker_spec(self.prepared, self._rundir, member, work, offload_folder, checkpoint)
         return WorkerStart(
             command=Start(spec),
             devices=tuple(devices),
@@ -388,6 +392,11 @@ class _Run(RunState):
     def on_rooms(self, state: MemberState) -> None:
         """Write how much memory a member's batches may take, for runs that go on with it."""
         keep_rooms(self.works[state.plan.name].shards_dir, state.batches)
+
+    def on_chunk_done(
+        self, state: MemberState, chunk: Chunk, done: ChunkDone, devices: Sequence[str]
+    ) -> None:
+        """Do nothing: the chunk's shard stands under its final name."""
 
     def on_finished(self, state: MemberState) -> None:
         """Write the predictions of a member that has all of its rows."""
@@ -492,16 +501,18 @@ def worker_spec(
     member: MemberPlan,
     work: MemberWork,
     offload_folder: Path | None = None,
+    checkpoint: int = 0,
 ) -> WorkerSpec:
-    """Return what a worker must know of its member."""
+    """Return what a worker with one of the member's checkpoints must know."""
     config, inspected, shards_dir = prepared.config, prepared.inspected[member.name], work.shards_dir
+    assigned = member.placement.of_checkpoint(checkpoint)
     # The worker's share of a GPU that several share, without the memory that CUDA takes.
     memory_limit = None
     if member.gpus and config.max_workers_per_gpu > 1:
         gpus = [gpu for gpu in prepared.plan.gpus if gpu.uuid in member.placement.devices]
         free = min(gpu.total_bytes - gpu.used_bytes for gpu in gpus)
         memory_limit = free * member.placement.places // config.max_workers_per_gpu
-        footprint = member.placement.footprint
+        footprint = assigned.footprint
         if footprint is not None:
             memory_limit -= footprint.context_bytes
     common = CommonSpec(
@@ -519,8 +530,8 @@ def worker_spec(
             for of_view, view in zip(work.views, member.model.counted_views, strict=True)
         ),
     )
-    kind = member_kind(member.model)
-    settings = kind.worker_settings(inspected, member.placement, offload_folder)
+    kind = member_kind(member.model).of_checkpoint(checkpoint)
+    settings = kind.worker_settings(inspected.of_checkpoint(checkpoint), assigned, offload_folder)
     return WorkerSpec(common, kind.child, dict(settings))
 
 

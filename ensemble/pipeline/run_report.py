@@ -118,10 +118,14 @@ class RuleReport:
 
 @dataclass(frozen=True)
 class ViewReport:
-    """Report a view of a member, and how many rows it has; None before the first merge."""
+    """Report a view of a member, and how many rows it has; None before the first merge.
+
+    ``at_most`` is how many rows its model may predict, as it was trained on the others; None: all.
+    """
 
     weight: float
     rows: int | None
+    at_most: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

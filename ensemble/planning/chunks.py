@@ -111,27 +111,31 @@ def _costs_before(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
 
 
 def in_views(
-    order: npt.NDArray[np.int64], chunks: Sequence[Chunk], views: int, table_rows: int
-) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]:
-    """Return rows and chunks in several views: all rows in the first view, then all in the next.
+    parts: Sequence[tuple[npt.NDArray[np.int64], Sequence[Chunk], float]], table_rows: int
+) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...], float]:
+    """Return the rows, the chunks and the work of several views: all of the first view, then all of the next.
 
-    Rows are numbered through the views: row r of a table of n rows is r + v * n in view v.
+    Rows are numbered through the views: row r of a table of n rows is r + v * n in view v. ``parts`` has the rows
+    of each view in their order, their chunks and their work.
     """
-    if views == 1:
-        return order, tuple(chunks)
-    expanded = []
-    for view in range(views):
-        for chunk in chunks:
-            expanded.append(
+    rows: list[npt.NDArray[np.int64]] = []
+    chunks: list[Chunk] = []
+    start, total = 0, sum(work for _, _, work in parts)
+    for view, (of_view, chunks_of_view, work) in enumerate(parts):
+        index = len(chunks)
+        for chunk in chunks_of_view:
+            chunks.append(
                 Chunk(
-                    index=chunk.index + view * len(chunks),
-                    start=chunk.start + view * len(order),
-                    stop=chunk.stop + view * len(order),
-                    cost=chunk.cost / views,
+                    index=index + chunk.index,
+                    start=start + chunk.start,
+                    stop=start + chunk.stop,
+                    cost=chunk.cost * (work / total),
                     view=view,
                 )
             )
-    return np.concatenate([order + view * table_rows for view in range(views)]), tuple(expanded)
+        rows.append(of_view + view * table_rows)
+        start += len(of_view)
+    return np.concatenate(rows), tuple(chunks), total
 
 
 def what_is_left(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,9 +26,11 @@ class MemberFacts:
 
     Attributes:
         lengths: bytes of text per row, int64 [rows].
-        memory: None if nothing is known of it.
+        memory: None if nothing is known of it; of several checkpoints, that of the largest.
+        checkpoints: the memory of each checkpoint, if views have their own.
         expected_share: the share of the rows that it will probably compute; less than 1 with ``when``.
         view_shares: the share of these rows that a view with ``when`` will probably compute, by the view's number.
+        view_rows: for each view the rows that it may compute at all, bool [views, rows]; None: all.
     """
 
     name: str
@@ -37,6 +40,18 @@ class MemberFacts:
     needs_worker: bool = True
     expected_share: float = 1.0
     view_shares: Mapping[int, float] = field(default_factory=dict)
+    view_rows: npt.NDArray[np.bool_] | None = None
+    checkpoints: tuple[MemoryEstimate, ...] = ()
+
+
+def largest_memory(memories: Sequence[MemoryEstimate]) -> MemoryEstimate | None:
+    """Return the estimate with the largest peak; one of which too little is known counts as the largest."""
+
+    def peak_bytes(memory: MemoryEstimate) -> float:
+        footprint = memory.footprint(0, None)
+        return math.inf if footprint is None else footprint.peak_bytes(0, footprint.width)
+
+    return max(memories, key=peak_bytes, default=None)
 
 
 @dataclass(frozen=True)
@@ -124,14 +139,13 @@ class _Placing:
             placement = self._on_gpus(gpus, footprint)
         if placement.gpus and placement.capability is None:
             placement = replace(placement, capability=capability)
-        footprint = placement.footprint
-        if footprint is not None:
-            return replace(placement, dtype=footprint.dtype, attention=footprint.attention)
-        if memory is None:
-            return placement
-        dtype = memory.dtype(placement.gpus, placement.capability)
-        attention = memory.attention(dtype, placement.gpus, placement.capability)
-        return replace(placement, dtype=dtype, attention=attention)
+        placement = _with_types(placement, memory)
+        checkpoints = []
+        for of_checkpoint in self.facts.checkpoints:
+            on_gpu = placement.capability if placement.gpus else None
+            footprint = of_checkpoint.footprint(placement.gpus, on_gpu)
+            checkpoints.append(_with_types(replace(placement, footprint=footprint), of_checkpoint))
+        return replace(placement, checkpoints=tuple(checkpoints))
 
     def _request_problem(self, gpus: int) -> str:
         """Return why the member's keys cannot be followed, or an empty text."""
@@ -403,6 +417,18 @@ def asked_tokens(request: ResourceRequest, footprint: Footprint) -> int | None:
     if request.batch_size is not None:
         return request.batch_size * footprint.width
     return request.max_num_batched_tokens
+
+
+def _with_types(placement: Placement, memory: MemoryEstimate | None) -> Placement:
+    """Return a placement with the type of the weights and the attention, as far as files tell."""
+    footprint = placement.footprint
+    if footprint is not None:
+        return replace(placement, dtype=footprint.dtype, attention=footprint.attention)
+    if memory is None:
+        return placement
+    dtype = memory.dtype(placement.gpus, placement.capability)
+    attention = memory.attention(dtype, placement.gpus, placement.capability)
+    return replace(placement, dtype=dtype, attention=attention)
 
 
 def _lowest_capability(devices: Sequence[Device]) -> Capability | None:

@@ -10,6 +10,8 @@ import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +40,8 @@ from ensemble.planning.placement import MemberFacts, Placement, asked_tokens, pl
 WORKER_HOST_BYTES = 2 << 30
 # The same of a worker that stands by, without a context.
 STANDBY_HOST_BYTES = 1 << 30
+# Rows of views in their order, their chunks and their work.
+_Cut: TypeAlias = tuple[npt.NDArray[np.int64], tuple[Chunk, ...], float]
 _UNMEASURED = Speed(0.0, 0.0, is_measured=False)
 _NO_TIME = Speed(0.0, 0.0, is_measured=True, is_startup_measured=True)
 
@@ -62,13 +66,17 @@ class MemberPlan:
         first_replicas: those that start before any later member; the others join if a GPU or a part of the CPU is
             left over.
         cpu_share: the share of the cores that each replica has on a CPU.
-        work: the bytes of text that max_length leaves of all rows in all views, and what each row costs besides.
+        work: the bytes of text that max_length leaves of all rows in all views, and what each row costs besides;
+            where views may not compute some rows, of the others.
         order: row numbers, longest text first, int64 [rows], numbered through the views (``chunks.in_views``).
         waits_for: the members with a weight before it, if it has ``when``.
         expected_share: the share of the rows that the forecast counts.
         undecided_views: views with ``when`` whose rows are not selected yet, by number, with the share of the
             member's rows that the forecast counts.
         cpu_threads: threads of a worker on a CPU; None: by its share of the cores.
+        checkpoints: the number of each view's checkpoint, of which a worker has one; empty: all views share one.
+        row_names: what its rows are called if they are no rows of a table, such as "fold 0" of trainings.  Each is
+            a chunk of its own, and the member fails with the first that cannot be done.
     """
 
     index: int
@@ -87,6 +95,8 @@ class MemberPlan:
     expected_share: float = 1.0
     undecided_views: Mapping[int, float] = field(default_factory=dict)
     cpu_threads: int | None = None
+    checkpoints: tuple[int, ...] = ()
+    row_names: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -114,6 +124,10 @@ class MemberPlan:
     def needs_worker(self) -> bool:
         return self.replicas > 0
 
+    def checkpoint_of(self, view: int) -> int:
+        """Return the number of the checkpoint that computes a view."""
+        return self.checkpoints[view] if self.checkpoints else 0
+
     def takes_time_left(self, view: int) -> bool:
         """Return whether a view has as many rows as there is time for."""
         return takes_time_left(self.model.when) or takes_time_left(self.model.views_with_when.get(view))
@@ -130,8 +144,9 @@ class MemberPlan:
 
     @property
     def job(self) -> Job:
+        starts = math.ceil(len(set(self.checkpoints)) / max(1, self.replicas)) or 1  # one behind the other
         return Job(
-            startup_seconds=self.speed.startup_seconds,
+            startup_seconds=starts * self.speed.startup_seconds,
             compute_seconds=self.whole_seconds * self.expected_share * (1.0 - self.unexpected_work),
             gpus=self.gpus,
             replicas=self.replicas,
@@ -241,13 +256,14 @@ def make_plan(
                 replicas = request.replicas
         computed = _computed_lengths(of_member)
         table_rows, views = len(computed), max(1, len(model.counted_views))
-        order, speed = np.arange(table_rows), _NO_TIME
+        order, speed, work = np.arange(table_rows), _NO_TIME, views * _work_of(computed)
         chunks: tuple[Chunk, ...] = ()
         if needs_worker:
             # Order and cut go by the whole text: another cut would mean other batches, and so other last digits,
             # for little less padding.
-            order, chunks = cut_chunks(computed, of_member.lengths if common is None else common)
-            order, chunks = in_views(order, chunks, views, table_rows)
+            ranked = of_member.lengths if common is None else common
+            cut = partial(_cut, computed=computed, ranked=ranked)
+            order, chunks, work = _cut_views(of_member, views, np.ones(table_rows, dtype=np.bool_), cut)
             guess = guessed_speed(placement.footprint, placement.gpus)
             speed = speeds.get(model.name, _UNMEASURED).or_guess(guess)
         replicas = min(replicas, len(chunks))
@@ -263,13 +279,14 @@ def make_plan(
             first_replicas=replicas,
             cpu_share=cpu_share,
             speed=speed,
-            work=_work_of(computed, views),
+            work=work,
             chunks=chunks,
             order=order,
             table_rows=table_rows,
             waits_for=() if model.when is None else config.deciders(index),
             expected_share=of_member.expected_share,
             undecided_views={view: of_member.view_shares.get(view, 1.0) for view in model.views_with_when},
+            checkpoints=model.view_checkpoints,
         )
         members.append(member)
     plan = Plan(
@@ -352,7 +369,8 @@ def _with_flash_attention(
         of_member = facts[model.name]
         memory = None if of_member.memory is None else of_member.memory.with_flash_attention()
         if memory is not None:
-            with_flash[model.name] = replace(of_member, memory=memory)
+            checkpoints = (estimate.with_flash_attention() or estimate for estimate in of_member.checkpoints)
+            with_flash[model.name] = replace(of_member, memory=memory, checkpoints=tuple(checkpoints))
             placement = place(config, index, with_flash[model.name], gpus, None)
             would_take_it = would_take_it or placement.attention == "flash_attention_2"
     if would_take_it:
@@ -384,9 +402,8 @@ def with_rows(
 
     Under a time limit the closest calls come first.  ``is_selected`` and ``doubt`` are of the table's rows, [rows].
     """
-    rows, chunks, work = _cut_selected(plan, member, np.flatnonzero(is_selected), doubt)
-    order, chunks = in_views(rows, chunks, member.views, member.table_rows)
-    work *= member.views
+    facts, cut = plan.facts[member.name], partial(_cut_selected, plan, member, doubt=doubt)
+    order, chunks, work = _cut_views(facts, member.views, is_selected, cut)
     return replace(member, order=order, chunks=chunks, work=work, expected_share=1.0, waits_for=())
 
 
@@ -403,6 +420,9 @@ def with_view(
     Under a time limit the closest calls come first.  ``is_selected`` and ``doubt`` are of the table's rows, [rows];
     ``is_done`` is of the rows numbered through the views.
     """
+    view_rows = plan.facts[member.name].view_rows
+    if view_rows is not None:
+        is_selected = is_selected & view_rows[view]
     rows, chunks, work = _cut_selected(plan, member, np.flatnonzero(is_selected), doubt)
     order, chunks = what_is_left(chunks, rows + view * member.table_rows, is_done)
     index = 1 + max((chunk.index for chunk in member.chunks), default=-1)
@@ -425,17 +445,37 @@ def with_view(
     )
 
 
+def _cut_views(
+    facts: MemberFacts, views: int, is_selected: npt.NDArray[np.bool_], cut: Callable[..., _Cut]
+) -> _Cut:
+    """Return the selected rows, bool [rows], in all views that may compute them; ``cut`` is for a single view."""
+    if facts.view_rows is None:
+        parts = [cut(np.flatnonzero(is_selected))] * views
+    else:
+        parts = [cut(np.flatnonzero(is_selected & rows)) for rows in facts.view_rows]
+    return in_views(parts, len(is_selected))
+
+
 def _cut_selected(
     plan: Plan, member: MemberPlan, rows: npt.NDArray[np.int64], doubt: npt.NDArray[np.float64]
-) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...], float]:
+) -> _Cut:
     """Return selected rows of the table in their order, their chunks, and their work in one view."""
-    facts = plan.facts[member.name]
-    lengths, computed = facts.lengths[rows], _computed_lengths(facts)[rows]
-    if plan.config.time_limit is None:
-        order, chunks = cut_chunks(computed, lengths)
+    facts, is_timed = plan.facts[member.name], plan.config.time_limit is not None
+    return _cut(rows, _computed_lengths(facts), facts.lengths, doubt if is_timed else None)
+
+
+def _cut(
+    rows: npt.NDArray[np.int64],
+    computed: npt.NDArray[np.int64],
+    ranked: npt.NDArray[np.int64],
+    doubt: npt.NDArray[np.float64] | None = None,
+) -> _Cut:
+    """Return rows of the table in their order, their chunks, and their work in one view."""
+    if doubt is None:
+        order, chunks = cut_chunks(computed[rows], ranked[rows])
     else:
-        order, chunks = cut_closest_first(computed, lengths, doubt[rows])
-    return rows[order], chunks, _work_of(computed, 1)
+        order, chunks = cut_closest_first(computed[rows], ranked[rows], doubt[rows])
+    return rows[order], chunks, _work_of(computed[rows])
 
 
 def _computed_lengths(facts: MemberFacts) -> npt.NDArray[np.int64]:
@@ -445,8 +485,8 @@ def _computed_lengths(facts: MemberFacts) -> npt.NDArray[np.int64]:
     return np.minimum(facts.lengths, int(facts.memory.max_length * BYTES_PER_TOKEN))
 
 
-def _work_of(lengths: npt.NDArray[np.int64], views: int) -> float:
-    return views * float(lengths.sum() + ROW_OVERHEAD_BYTES * len(lengths))
+def _work_of(lengths: npt.NDArray[np.int64]) -> float:
+    return float(lengths.sum() + ROW_OVERHEAD_BYTES * len(lengths))
 
 
 def _share_gpus(plan: Plan) -> Plan:

@@ -170,13 +170,13 @@ class Deadline:
                     ranks[share.name] = Rank(turn, share.fraction_done >= goal[share.name])
         return ranks
 
-    def may_start(self, state: MemberState, members: Sequence[MemberState]) -> bool:
-        """Return whether a new worker of this member would get something done in time.
+    def may_start(self, state: MemberState, members: Sequence[MemberState], checkpoint: int = 0) -> bool:
+        """Return whether a new worker of this member, with this checkpoint, would get something done in time.
 
         A run never ends without a try: an earlier run may have measured a slow moment, such as weights that were
         not in the page cache, and a guess may be wrong.  So the member that starts fastest may always start first.
         """
-        if self.first_fitting(state, members, state.startup_seconds) is not None:
+        if self.first_fitting(state, members, checkpoint, state.startup_seconds) is not None:
             return True
         if self.is_over or any(other.running or other.speed_meter.startup_seconds for other in members):
             return False
@@ -184,14 +184,19 @@ class Deadline:
         return state is min(pending, key=lambda other: other.startup_seconds)
 
     def first_fitting(
-        self, state: MemberState, members: Sequence[MemberState], startup_seconds: float = 0.0
+        self,
+        state: MemberState,
+        members: Sequence[MemberState],
+        checkpoint: int = 0,
+        startup_seconds: float = 0.0,
     ) -> tuple[Chunk, int] | None:
         """Return the member's first pending chunk of which rows can be done in time, and where these rows begin.
 
         A chunk's last rows are taken: these are the shortest, and next to those that were done before.
 
         Args:
-            startup_seconds: until the member's worker computes.
+            checkpoint: of the worker that computes them.
+            startup_seconds: until this worker computes.
         """
         left = self.seconds_left - startup_seconds
         if left <= 0:
@@ -203,8 +208,10 @@ class Deadline:
             per_cost = state.plan.whole_seconds
         # Before anything is done, a single row is better than none.
         is_untried = all(other.speed_meter.seconds_per_cost is None for other in members)
-        for chunk in state.chunks.pending:
-            if chunk.view != state.chunks.pending[0].view:
+        view: int | None = None
+        for chunk in state.pending_for(checkpoint):
+            view = chunk.view if view is None else view
+            if chunk.view != view:
                 break
             rows = chunk.rows
             if not state.plan.speed.is_measured:  # a few rows tell how fast the member is

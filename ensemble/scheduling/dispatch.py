@@ -58,12 +58,13 @@ class Dispatcher:
     def next_chunk(self, worker: RunningWorker) -> Chunk | None:
         """Take the next chunk for this worker; None if the worker should stop."""
         state = worker.state
-        if not state.chunks.pending or state.failure is not None or worker.fault is not None:
+        first = next(state.pending_for(worker.checkpoint), None)
+        if first is None or state.failure is not None or worker.fault is not None:
             return None
         if self.deadline is None:
-            return state.take(state.chunks.pending[0])
+            return state.take(first)
         rank = self.deadline.ranks(self.members).get(state.plan.name)
-        fitting = self.deadline.first_fitting(state, self.members)
+        fitting = self.deadline.first_fitting(state, self.members, worker.checkpoint)
         # A worker that no other member needs goes on, so that its device is not idle.
         if rank is None or fitting is None or (rank != FIRST and self._is_needed_by_others(worker, rank)):
             return None
@@ -77,8 +78,19 @@ class Dispatcher:
         state = worker.state
         if state.failure is not None or worker.fault is not None or state.chunks.pending:
             return False
-        is_soon = state.plan.undecided_views and state.chunks.in_hand
-        return bool(is_soon) and not self._is_needed_by_others(worker)
+        view = min(state.plan.undecided_views, default=None)
+        is_soon = view is not None and state.plan.checkpoint_of(view) == worker.checkpoint
+        return is_soon and bool(state.chunks.in_hand) and not self._is_needed_by_others(worker)
+
+    def _misses_worker(self, state: MemberState) -> bool:
+        """Return whether a worker is missing of those that start before later members' workers.
+
+        A checkpoint gets its second worker only where more replicas are worth their start.
+        """
+        if not state.plan.checkpoints or state.missing_first_workers <= 0:
+            return state.missing_first_workers > 0
+        checkpoint = self.standbys.next_checkpoint(state)
+        return all(worker.state is not state or worker.checkpoint != checkpoint for worker in self.workers)
 
     def _candidates(self) -> Iterator[tuple[Rank, MemberState, set[str]]]:
         """Yield members of which a worker may start, with the devices reserved for members before them."""
@@ -92,10 +104,13 @@ class Dispatcher:
                 state
                 for state in self.members
                 if ranks.get(state.plan.name) == rank
-                and (self.deadline is None or self.deadline.may_start(state, self.members))
+                and (
+                    self.deadline is None
+                    or self.deadline.may_start(state, self.members, self.standbys.next_checkpoint(state))
+                )
             ]
             for state in members:
-                if state.missing_first_workers > 0:
+                if self._misses_worker(state):
                     yield rank, state, reserved
                 if not state.running:
                     reserved |= {*state.plan.placement.devices} or {"cpu"}

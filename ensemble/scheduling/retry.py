@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from ensemble.common.text import plural
@@ -101,6 +101,10 @@ class RetryRules:
         state = worker.state
         history, max_retries = self._histories[state.plan.name], self._max_retries(fault)
         worker.drop(chunk)
+        is_named = bool(state.plan.row_names)
+        if is_named:
+            name = state.row_text(int(state.plan.order[chunk.start]))
+            fault = replace(fault, message=f"{name}: {fault.message}")
         may_repeat = False
         why_failed = fault.message if fault.kind == "lasting" else ""
         if fault.kind not in ("lasting", "error"):
@@ -110,6 +114,8 @@ class RetryRules:
             if history.deaths > MAX_DEATHS:
                 times = f"{history.deaths} times while computing"
                 why_failed = f"its workers ended {times}, the last time: {fault.message}"
+        if is_named and not may_repeat:  # others cannot do without it, as they can without a row
+            why_failed = fault.message
         if why_failed:
             self._record(worker, fault, "given up", chunk)
             self.fail(state, why_failed, fault.traceback)
@@ -199,5 +205,9 @@ class RetryRules:
         worker.state.faults.append(record)
         log.warning("%s: %s; %s", worker.name, fault.message, remedy)
         if remedy in _NEXT_STEPS:
-            in_hand = "" if chunk is None else f" with {plural(chunk.rows, 'row')} in hand"
-            self._run.say(f"{name}: {fault.message}{in_hand}; {_NEXT_STEPS[remedy]}")
+            in_hand, next_step = "", _NEXT_STEPS[remedy]
+            if worker.state.plan.row_names:
+                next_step = next_step.replace("they are", "it is")
+            elif chunk is not None:
+                in_hand = f" with {plural(chunk.rows, 'row')} in hand"
+            self._run.say(f"{name}: {fault.message}{in_hand}; {next_step}")

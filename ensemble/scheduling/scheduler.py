@@ -79,7 +79,7 @@ class Scheduler:
         self._began = clock()
         self._workers: list[RunningWorker] = []
         self._retry = RetryRules(rules, run, self._elapsed)
-        self._standbys = Standbys(launcher, run, self._elapsed)
+        self._standbys = Standbys(launcher, run, self._elapsed, self._workers, deadline is not None)
         self._may_stand_by = rules.standby
         self._dispatcher = Dispatcher(members, self._workers, pool, self._standbys, deadline)
         # Calls ``on_finished``, for a single member at a time.
@@ -230,6 +230,7 @@ class Scheduler:
             assert chunk is not None
             worker.record.counters += event.counters
             state.complete(chunk, event)
+            self._run.on_chunk_done(state, chunk, event, worker.record.devices)
             worker.drop(chunk)
             # A short line: masking secrets in long lines takes time, and run.json sums up the events.
             counts = f"{event.counters.rows} rows in {event.counters.predict_seconds:.3f} s"

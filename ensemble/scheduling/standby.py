@@ -8,6 +8,7 @@ fails, or if other devices are free first, a fresh worker takes its place.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from ensemble.common.gpus import Device
@@ -23,12 +24,27 @@ log = logging.getLogger(__name__)
 
 
 class Standbys:
-    """Keep the standby workers of a run; ``elapsed`` returns the seconds since workers could begin."""
+    """Keep the standby workers of a run.
 
-    def __init__(self, launcher: Launcher, run: RunHooks, elapsed: Callable[[], float]) -> None:
+    Args:
+        elapsed: returns the seconds since workers could begin.
+        running: the scheduler's own list of workers that run.
+        is_timed: whether the run has a time limit.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        run: RunHooks,
+        elapsed: Callable[[], float],
+        running: Sequence[RunningWorker],
+        is_timed: bool,
+    ) -> None:
         self._launcher = launcher
         self._run = run
         self._elapsed = elapsed
+        self._running = running
+        self._is_timed = is_timed
         self._workers: list[RunningWorker] = []
         self._failed: set[str] = set()  # members
 
@@ -65,6 +81,13 @@ class Standbys:
     def devices_for(self, state: MemberState) -> Iterator[tuple[Device, ...]]:
         """Return the devices of each of a member's standby workers, in the order of their starts."""
         return (worker.devices for worker in self._workers if worker.state is state)
+
+    def next_checkpoint(self, state: MemberState) -> int:
+        """Return the checkpoint for a member's next worker, beside those that run and stand by."""
+        if not state.plan.checkpoints:
+            return 0
+        workers = [worker for worker in (*self._running, *self._workers) if worker.state is state]
+        return state.next_checkpoint(Counter(worker.checkpoint for worker in workers), self._is_timed)
 
     def worker_for(self, state: MemberState, devices: tuple[Device, ...]) -> RunningWorker:
         """Return a worker of this member that sees these devices: a standby worker, or else a fresh one.
@@ -111,8 +134,8 @@ class Standbys:
         return state.missing_first_workers - sum(worker.state is state for worker in self._workers)
 
     def _start(self, state: MemberState, devices: tuple[Device, ...]) -> RunningWorker:
-        replica = next(state.replica_numbers)
-        start = self._run.worker_start(state.plan, replica, devices)
+        replica, checkpoint = next(state.replica_numbers), self.next_checkpoint(state)
+        start = self._run.worker_start(state.plan, replica, devices, checkpoint)
         handle = self._launcher.start(start)
         cpu = f"cpu on {handle.on_node}" if handle.on_node else "cpu"
         now = round(self._elapsed(), 3)
@@ -126,7 +149,7 @@ class Standbys:
             leased_after_seconds=now,
             node=handle.on_node,
         )
-        worker = RunningWorker(state, handle, record, devices)
+        worker = RunningWorker(state, handle, record, devices, checkpoint)
         log.info("%s started as process %s for %s", worker.name, handle.process, record.devices)
         return worker
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Literal, Protocol, TypeAlias
@@ -160,6 +160,7 @@ class MemberState:
         self.predicting_since: float | None = None
         self.paused_at: float | None = None
         self.finished_at: float | None = None
+        self._shares: dict[int, float] = {}
         self._loaded = 0  # number of running workers that have loaded the model
         self.begin(plan)
 
@@ -201,6 +202,10 @@ class MemberState:
             self.predicting_since += now - self.paused_at
         self.paused_at = None
         return self.chunks.take(chunk, start)
+
+    def follow_shares(self, shares: Mapping[int, float]) -> None:
+        """Note which share of each chunk in hand is done, by number, where workers do not count its rows."""
+        self._shares = dict(shares)
 
     def advance(self, progress: Progress) -> None:
         self.chunks.progress[progress.chunk] = progress
@@ -317,10 +322,10 @@ class MemberState:
 
         A member without views has only a first view.
         """
-        if not self.chunks.pending:
-            return 2
-        view = self.chunks.pending[0].view
-        return 2 if self.plan.takes_time_left(view) else min(view, 1)
+        return self._turn_of(self.chunks.pending[0]) if self.chunks.pending else 2
+
+    def _turn_of(self, chunk: Chunk) -> int:
+        return 2 if self.plan.takes_time_left(chunk.view) else min(chunk.view, 1)
 
     @property
     def max_replicas(self) -> int:
@@ -331,6 +336,19 @@ class MemberState:
     def missing_first_workers(self) -> int:
         """Return how many workers are missing of those that start before later members' workers."""
         return min(self.plan.first_replicas, self.max_replicas) - self.running
+
+    def next_checkpoint(self, workers: Counter[int], is_timed: bool) -> int:
+        """Return the checkpoint for a new worker: of those with chunks that are due, one with the fewest workers.
+
+        Under a time limit the first view is due before the others.  ``workers`` counts them by checkpoint.
+        """
+        due = [chunk for chunk in self.chunks.pending if not is_timed or self._turn_of(chunk) == self.turn]
+        checkpoints = dict.fromkeys(self.plan.checkpoint_of(chunk.view) for chunk in due)
+        return min(checkpoints, key=workers.__getitem__, default=0)
+
+    def pending_for(self, checkpoint: int) -> Iterator[Chunk]:
+        """Yield the pending chunks that workers with this checkpoint compute."""
+        return (chunk for chunk in self.chunks.pending if self.plan.checkpoint_of(chunk.view) == checkpoint)
 
     def command_of(self, chunk: Chunk, devices: Sequence[Device] = ()) -> Predict:
         """Return the command to compute a chunk on these devices.
@@ -345,11 +363,22 @@ class MemberState:
 
     def row_text(self, row: int) -> str:
         """Return a row's name for messages: its number in the table, and its view."""
+        if self.plan.row_names:
+            return self.plan.row_names[row]
         views = self.plan.model.counted_views
         if not views:
             return f"{row + 1:,}"
         view, table_row = divmod(row, self.plan.table_rows)
         return f"{table_row + 1:,} (view {views[view].name})"
+
+    @property
+    def in_hand_texts(self) -> list[str]:
+        """Return the names of the rows that workers compute, where these have names, and how far they are."""
+        texts = []
+        for chunk in self.chunks.in_hand.values() if self.plan.row_names else ():
+            share = f" ({self._shares[chunk.index]:.0%})" if chunk.index in self._shares else ""
+            texts.append(self.plan.row_names[chunk.start] + share)
+        return texts
 
     @property
     def is_loaded(self) -> bool:
@@ -371,6 +400,9 @@ class MemberState:
         for number, progress in self.chunks.progress.items():
             chunk = self.chunks.in_hand[number]
             cost += chunk.cost * progress.rows / chunk.rows
+        for number, share in self._shares.items():
+            if number in self.chunks.in_hand:
+                cost += self.chunks.in_hand[number].cost * share
         return cost
 
     @property
@@ -431,7 +463,9 @@ class MemberState:
 class RunHooks(Protocol):
     """Define what the scheduler needs from its run."""
 
-    def worker_start(self, member: MemberPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
+    def worker_start(
+        self, member: MemberPlan, replica: int, devices: Sequence[Device], checkpoint: int
+    ) -> WorkerStart:
         """Return how to start a worker; raises OSError if its files cannot be made."""
 
     def say(self, text: str) -> None:
@@ -445,6 +479,11 @@ class RunHooks(Protocol):
 
     def on_rooms(self, state: MemberState) -> None:
         """Keep how much memory a member's batches may take, which has changed."""
+
+    def on_chunk_done(
+        self, state: MemberState, chunk: Chunk, done: ChunkDone, devices: Sequence[str]
+    ) -> None:
+        """Note that a chunk is done, by a worker on these devices (UUIDs, or "cpu")."""
 
     def on_views_done(self, state: MemberState) -> None:
         """Select rows of a view whose earlier views are done; called again until they are selected."""

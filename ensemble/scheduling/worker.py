@@ -23,6 +23,7 @@ class RunningWorker:
 
     Attributes:
         devices: those that it sees; they are leased when it is told to load.
+        checkpoint: the number of the one that it loads; it computes only views of this checkpoint.
         failed: its own event that it cannot go on.
         fault: what the parent process has noticed.
         exit_by: when it is killed unless it has exited.
@@ -35,6 +36,7 @@ class RunningWorker:
     handle: Handle
     record: WorkerRecord
     devices: tuple[Device, ...]
+    checkpoint: int = 0
     chunk: Chunk | None = None
     is_stopping: bool = False
     failed: Failed | None = None
@@ -93,6 +95,9 @@ class RunningWorker:
         elif now - self.responded_at > timeout_seconds:
             return f"{worker} has not responded for {timeout_seconds:g} s"
         elif self.chunk is not None and now - self.progressed_at > timeout_seconds:
+            if self.state.plan.row_names:
+                silent = "its command printed nothing and wrote nothing into its folder"
+                return f"{silent} for {timeout_seconds:g} s (hang_timeout)"
             return f"{worker} finished no batch for {timeout_seconds:g} s (hang_timeout); its log shows where"
         return ""
 
@@ -105,7 +110,7 @@ class RunningWorker:
         if self.failed is not None:
             text = self.failed.message
             # These have full sentences; for any other error the type says half of what is wrong.
-            if self.failed.error_type not in ("ValueError", "MemberError"):
+            if self.failed.error_type not in ("ValueError", "MemberError", "ChildProcessError"):
                 text = f"{self.failed.error_type}: {text}"
             return Fault("death" if self.failed.can_retry else "lasting", text, self.failed.traceback)
         text = f"its worker (process {self.record.process}) {exit_.text}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,30 @@ class TrainingDir:
     def seal(self, member: str, part: Part) -> Path:
         """Return the file that says what a finished checkpoint was made of, and what its files hold."""
         return self.root / "models" / member / f"{part.name}.json"
+
+    def remove(self, member: str, part: Part) -> None:
+        """Remove a training, finished or not; its seal first, which nothing is trusted without."""
+        self.seal(member, part).unlink(missing_ok=True)
+        for folder in (self.checkpoint(member, part), self.unfinished(member, part)):
+            if folder.exists():
+                shutil.rmtree(folder)
+
+    def log(self, member: str, part: Part) -> Path:
+        """Return the file with what the commands of a training have printed."""
+        return self.root / "logs" / member / f"{part.name}.log"
+
+    def worker_log(self, member: str, replica: int) -> Path:
+        return self.root / "logs" / member / f"worker-{replica}.log"
+
+    @property
+    def train_log(self) -> Path:
+        """Return the log of ``ensemble train`` itself."""
+        return self.root / "logs" / "train.log"
+
+    @property
+    def records(self) -> Path:
+        """Return the file that says how far trainings are, and how they ended."""
+        return self.root / "training.json"
 
     def trained_rows(self, member: str) -> Path:
         """Return the file with the digest and the fold of each row that the member was trained on."""

@@ -15,10 +15,11 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ensemble.common.files import check_unchanged
 from ensemble.common.protocol import (
+    ChunkDone,
     ChunkFailed,
     Closed,
     Command,
@@ -120,11 +121,15 @@ class Session:
         heartbeat.step()
         making_since = time.monotonic()
         self._write_shard = write_shard
-        self._order: npt.NDArray[np.int64] = np.asarray(np.load(self._common.order_path, mmap_mode="r"))
+        table: Any = None
         with self._unchanged():
-            views = [view.columns for view in self._common.views]
-            table = PublishedTable(Path(self._common.table_path), views)
-            self._table_rows = table.rows
+            if self._common.table_path:
+                self._order: npt.NDArray[np.int64] = np.asarray(
+                    np.load(self._common.order_path, mmap_mode="r")
+                )
+                views = [view.columns for view in self._common.views]
+                table = PublishedTable(Path(self._common.table_path), views)
+                self._table_rows = table.rows
             self.predictor = child.make_predictor(self._common, start.spec.settings, table)
         self._making_seconds = time.monotonic() - making_since
 
@@ -152,16 +157,23 @@ class Session:
         return self.predictor.predict(self._rows(command), report)
 
     def write(self, command: Predict, prediction: Prediction) -> None:
-        """Write a chunk's shard, without the rows that cannot be computed."""
-        done = self._write_shard(self._common, command, self._rows(command), prediction, self._table_rows)
+        """Write a chunk's shard, without the rows that cannot be computed; no shard without a table."""
+        rows = self._rows(command)
+        if self._common.table_path:
+            done = self._write_shard(self._common, command, rows, prediction, self._table_rows)
+        else:
+            counters = replace(prediction.counters, chunks=1, rows=len(rows))
+            done = ChunkDone(command.chunk, shard="", counters=counters)
         seconds = self._heartbeat.clock() - self._chunk_began
         self._send(replace(done, counters=replace(done.counters, predict_seconds=seconds)))
 
     def _rows(self, command: Predict) -> npt.NDArray[np.int64]:
-        if command.rows is None:
+        if command.rows is None and self._common.table_path:
             return self._order[command.start : command.stop]
         import numpy as np
 
+        if command.rows is None:
+            return np.arange(command.start, command.stop)
         return np.frombuffer(base64.b64decode(command.rows), "<i4").astype(np.int64)
 
     def close(self) -> None:

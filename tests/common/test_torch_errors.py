@@ -128,3 +128,7 @@ def test_errors_in_one_line() -> None:
     assert one_line(ValueError("a\n   b\n\nc")) == "a b c"
     assert one_line(KeyError()) == "KeyError()"
     assert len(one_line(ValueError("x" * 10_000))) == 500
+
+
+def test_a_process_beneath_it_that_was_killed_may_fare_better_in_a_fresh_worker() -> None:
+    assert classify(ChildProcessError("its command was killed by signal 9 (SIGKILL)")) is Verdict.SUSPECT

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 
-from ensemble.data.digests import row_digests, truth_sha256
+from ensemble.data.digests import row_digests, truth_sha256, with_another
 from ensemble.data.input_file import JSON_MARK
 from ensemble.data.table import InputTable, read_table
 from tests.data.test_table import needs, write_rows
@@ -169,3 +170,14 @@ def test_the_sha256_of_labelled_rows_is_that_of_plain_lines() -> None:
     soft = hashlib.sha256(b"a\tneg=0.25\tpos=0.75\nb\tneg\tpos\nc\t\n").hexdigest()
     truth = np.array([[0.75, 0.25], [1.0, 1.0], [0.0, 0.0]])
     assert truth_sha256(pa.chunked_array([["a", "b", "c"]]), ("pos", "neg"), truth) == soft
+
+
+def test_rows_with_another_value_elsewhere() -> None:
+    rng = np.random.default_rng(0)
+    digests = rng.integers(0, 4, (200, 2)).astype(np.uint64) + np.uint64(2**63)
+    values = rng.integers(0, 2, 200)
+    texts = ["-".join(map(str, row)) for row in digests.tolist()]
+    expected = pd.Series(values).groupby(texts).transform("nunique") > 1
+    assert with_another(digests, values).tolist() == expected.tolist()
+    assert with_another(digests[:0], values[:0]).tolist() == []
+    assert with_another(digests[:1], values[:1]).tolist() == [False]

@@ -166,6 +166,20 @@ def test_training_rows_of_the_repository_are_none_of_the_test(demo_data: ModuleT
     assert {row["gloss"].casefold() for row in table}.isdisjoint(row["gloss"].casefold() for row in test)
 
 
+def test_small_tables_have_topics_and_glosses_of_their_own(demo_data: ModuleType) -> None:
+    """No model of the demo saw them; scripts/demo_small_tables.py leaves out what occurs under two topics."""
+    train, test, sample = (rows(f"small/{name}.csv") for name in ("train", "test", "sample_submission"))
+    labels = sorted({row["label"] for row in train})
+    assert set(labels).isdisjoint(demo_data.TOPICS.values())
+    assert list(sample[0]) == ["id", *labels]
+    texts = [row["gloss"].casefold() for row in (*train, *test)]
+    assert len(set(texts)) == len(texts) == 1600
+    seen = {row["gloss"].casefold() for name in ("train.csv", "test.csv") for row in rows(name)}
+    assert seen.isdisjoint(texts)
+    assert {row["id"] for row in sample} == {row["id"] for row in test}
+    assert [row["id"] for row in sample] != [row["id"] for row in test]
+
+
 def test_sample_submission_has_the_same_ids_in_another_order(demo_data: ModuleType) -> None:
     table, sample = rows("test.csv"), rows("sample_submission.csv")
     topics = sorted(demo_data.TOPICS.values())

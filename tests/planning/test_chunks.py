@@ -97,7 +97,9 @@ def test_the_splits_of_a_chunk_hold_the_whole(start: int, rows: int, cost: float
 
 def test_what_is_left_of_rows_in_views() -> None:
     """Chunks of two views never join, and each row of each view is in one chunk."""
-    order, chunks = in_views(*cut_chunks(np.full(64, 16_000, dtype=np.int64)), 3, 64)
+    part = (*cut_chunks(np.full(64, 16_000, dtype=np.int64)), 2.0)
+    order, chunks, work = in_views([part] * 3, 64)
+    assert work == 6.0
     assert sorted(order.tolist()) == list(range(3 * 64))
     assert sum(chunk.cost for chunk in chunks) == pytest.approx(1.0)
     assert len({chunk.index for chunk in chunks}) == len(chunks)

@@ -164,11 +164,10 @@ GOOD: Final[dict[str, Any]] = {
                     "effective_batch_size": 32,
                     "per_device_train_batch_size": 4,
                     "early_stopping": {"share": 0.2, "patience": 2},
-                    "C": 0.5,
-                    "pooling_mode": "cls",
                 },
                 "views": [
                     {"name": "fold0", "adapter_name_or_path": "fold0"},
+                    {"name": "whole", "model_name_or_path": "org/fold2", "revision": "main"},
                     {
                         **{"name": "mean", "adapters": {"average": ["fold0", "fold1"]}},
                         "when": {"share": "as_time_allows"},
@@ -176,6 +175,12 @@ GOOD: Final[dict[str, Any]] = {
                 ],
             },
             "weight": [0.5, 0, 1],
+        },
+        {
+            "name": "h",
+            "model_name_or_path": "h",
+            "text_column": "t",
+            "train": {"base_model": "h", "method": "head", "C": 0.5, "pooling_mode": "cls"},
         },
         {
             "name": "c",
@@ -210,6 +215,7 @@ GOOD: Final[dict[str, Any]] = {
             "head_layers": ["dense", "tanh", 3],
             "head_layer_norm_eps": 1e-12,
             "head_labels": [2, "neg"],
+            "views": [{"name": "own"}, {"name": "other", "head": "other.safetensors"}],
         },
         {
             "name": "g",

@@ -9,10 +9,14 @@ import json
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ensemble.data.file_rows import FileRows
+from ensemble.data.formats import copy_rows
 from ensemble.data.table import InputTable, read_table
 from ensemble.data.template import compile_template
 from tests.properties import cells
@@ -35,6 +39,23 @@ def test_what_is_right_is_read_cell_for_cell(folder: Path, data: st.DataObject) 
     lengths = [sum(len(row[column].encode()) for column in asked) for row in by_name]
     assert table.text_lengths(asked).tolist() == lengths
     assert table.null_texts == {column: [row[column] for row in by_name].count("") for column in asked}
+
+
+@tries(120)
+@given(data=st.data())
+def test_rows_that_are_copied_keep_every_cell(folder: Path, data: st.DataObject) -> None:
+    header, rows = data.draw(cells.tables())
+    name, content = data.draw(files(header, rows))
+    (folder / name).write_bytes(content)
+    numbers = sorted(data.draw(st.sets(st.integers(0, len(rows) - 1), min_size=1)))
+    others = [[f"other row {number}", data.draw(cells.text_cells)] for number in range(2)]
+    table = pa.table(dict(zip(["id", "text"], zip(*others, strict=True), strict=True)))
+    for following in ([], [(Path("other.csv"), table)]):
+        copy_rows(folder / name, FileRows(np.array(numbers), following), folder / f"copy-{name}")
+        copied = read_table(folder / f"copy-{name}", needs(*header))
+        found = given_to_workers(copied, folder)
+        assert found[: len(numbers)] == [dict(zip(header, rows[row], strict=True)) for row in numbers]
+    assert [[row["id"], row["text"]] for row in found[len(numbers) :]] == others
 
 
 @tries(100)

@@ -21,6 +21,7 @@ from ensemble.common.protocol import (
     Predict,
     Stop,
 )
+from ensemble.planning.chunks import Chunk
 from ensemble.planning.plan import Plan, make_plan, without_done
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.state import MemberState
@@ -129,6 +130,40 @@ def test_a_row_that_kills_its_worker_is_found_and_the_rest_is_done() -> None:
     assert tries[0, 100] == 3, "once, and two retries"
     assert tries[37, 38] == 2, "no row is blamed for one accident"
     assert sum(tries.values()) < 3 + 2 + 2 * 7
+
+
+def of_trainings(count: int) -> Plan:
+    """A member whose rows are trainings, each a chunk of its own."""
+    plan = one_member(count)
+    chunks = tuple(Chunk(row, row, row + 1, 1 / count) for row in range(count))
+    names = tuple(f"fold {row}" for row in range(count))
+    member = replace(plan.members[0], chunks=chunks, order=np.arange(count), row_names=names)
+    return replace(plan, members=(member,))
+
+
+def test_rows_with_names_are_tried_again_and_then_fail_their_member_by_name() -> None:
+    tries: Counter[int] = Counter()
+
+    def answer(command: Predict) -> Any:
+        tries[command.start] += 1
+        return None if command.start == 1 and tries[1] < 3 else computed(command)
+
+    (state,) = schedule(of_trainings(3), [], answer)
+    assert state.finished
+    assert tries == {0: 1, 1: 3, 2: 1}
+    assert [fault.remedy for fault in state.faults] == ["again", "again"]
+    assert all(fault.message.startswith("fold 1: its worker") for fault in state.faults)
+
+    (state,) = schedule(of_trainings(3), [], lambda command: None)
+    assert state.failure is not None
+    assert state.failure.message.startswith("fold 0: its worker")
+    assert not state.bad_rows, "others can do without a row, but not without a training"
+
+    lasting = Failed("MemberError", "its command ended with exit code 1", "", 0)
+    (state,) = schedule(of_trainings(3), [], lambda command: replace(lasting, chunk=command.chunk))
+    assert state.failure is not None
+    assert state.failure.message == "fold 0: its command ended with exit code 1"
+    assert len(state.workers) == 1
 
 
 def test_an_exception_is_not_tried_again_but_halved_in_the_same_process() -> None:

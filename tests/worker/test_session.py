@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pytest
 
@@ -18,16 +21,21 @@ from ensemble.common.protocol import (
     ChunkFailed,
     Closed,
     Command,
+    CommonSpec,
+    Counters,
     Event,
     Failed,
     Load,
     Predict,
     Progress,
     Ready,
+    Start,
     Started,
     Stop,
+    WorkerSpec,
 )
 from ensemble.members.huggingface.spec import ModelSpec
+from ensemble.members.predictor import Prediction, Predictor, Report
 from ensemble.worker.channel import HeartbeatThread
 from ensemble.worker.session import serve
 from tests.checkpoints import make_checkpoint, make_texts, reference
@@ -209,3 +217,41 @@ def test_a_model_that_cannot_be_loaded_is_not_tried_again(tmp_path: Path) -> Non
     assert [type(event) for event in events] == [Started, Failed]
     assert (events[1].chunk, events[1].can_retry) == (None, False)
     assert events[1].traceback
+
+
+def test_a_child_side_without_a_table_gets_its_rows_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[list[int]] = []
+
+    class Numbers(Predictor):
+        def load(self) -> Ready:
+            return Ready()
+
+        def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
+            computed.append(rows.tolist())
+            return Prediction(np.zeros((len(rows), 2)), counters=Counters(tokens=5))
+
+    module = ModuleType("numbers_without_table")
+    vars(module).update(import_libraries=dict, make_predictor=lambda common, settings, table: Numbers())
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    common = CommonSpec(
+        labels=("a", "b"),
+        activation="none",
+        gpus=0,
+        memory_limit_bytes=None,
+        seed=0,
+        table_path="",
+        order_path="",
+        shards_dir="",
+    )
+    events: list[Event] = []
+    heartbeat = Heartbeat(events.append, lambda: None)
+    commands: list[Command] = [
+        Start(WorkerSpec(common, module.__name__, {})),
+        Load(),
+        Predict(4, 2, 3),
+        Stop(),
+    ]
+    assert serve(commands, events.append, heartbeat, time.monotonic()) == 0
+    assert computed == [[2]]
+    (done,) = [event for event in events if isinstance(event, ChunkDone)]
+    assert (done.chunk, done.shard, done.counters.rows, done.counters.tokens) == (4, "", 1, 5)

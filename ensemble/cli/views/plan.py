@@ -196,8 +196,11 @@ def _expected(prepared: Prepared, work: str, rule: str) -> str:
 
 def chunks_text(member: MemberPlan) -> str:
     """Return how many chunks a member's work is, such as ``6 chunks of 2 views``."""
-    views = len(member.model.counted_views)
-    return plural(len(member.chunks), "chunk") + (f" of {plural(views, 'view')}" if views else "")
+    views, checkpoints = len(member.model.counted_views), len(set(member.checkpoints))
+    of_views = f" of {plural(views, 'view')}" if views else ""
+    if checkpoints > 1:
+        of_views += f" with {checkpoints} checkpoints, of which a worker has one"
+    return plural(len(member.chunks), "chunk") + of_views
 
 
 def _where(prepared: Prepared, member: MemberPlan) -> str:

@@ -78,7 +78,8 @@ def _cells(report: RunReport, member: MemberReport) -> list[str]:
         return [f"{max(rows, merged_rows or 0):,}", "unfinished", *[""] * 4]
     if not workers:
         rows = rows_in_views(report, member)
-        if merged_rows is not None and not member.view_cascades:
+        has_all_rows = all(view.at_most is None for view in member.views.values())
+        if merged_rows is not None and not member.view_cascades and has_all_rows:
             rows = merged_rows * max(1, len(member.views))
         return [f"{rows:,}", "reused" if member.replicas else "given", *[""] * 4]
     seconds = member.progress.seconds or 0.0

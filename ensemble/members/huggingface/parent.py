@@ -28,7 +28,7 @@ from ensemble.members.huggingface.checkpoint.quantization_methods import (
     quantization_warnings,
 )
 from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length, stored_encode
-from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSettings
+from ensemble.members.huggingface.settings import TO_BE_TRAINED, HuggingFaceSettings, TextSettings
 from ensemble.members.huggingface.spec import (
     CAPPED_BLOCKS,
     AdapterSource,
@@ -54,7 +54,8 @@ _MEMBER_KEYS = (
 # The fingerprint takes these keys as they are, and the effect of the others, so that writing a default into the
 # config changes nothing.
 _VERBATIM_KEYS = ("allow_tf32", "merge_adapter", "gguf_file", "trust_remote_code")
-_ADAPTER_KEYS = ("adapter_name_or_path", "adapters")
+# Keys of a view that came later than views.
+_VIEW_KEYS = ("model_name_or_path", "revision", "head", "adapter_name_or_path", "adapters")
 _VERBATIM_TEXT_KEYS = ("prompt_template", "add_special_tokens", "truncation_side")
 # Keys that change loading and memory, but no prediction.
 _KEYS_WITHOUT_EFFECT = (
@@ -277,6 +278,16 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         capability = assigned.capability if assigned.gpus else None
         return choose_compute_dtype(inspected.quantization, capability, assigned.dtype)
 
+    def trained_settings(self, folder: Path) -> Mapping[str, str]:
+        """Return the keys of a checkpoint, or of an adapter and the base that the member or the adapter names."""
+        adapter_config = folder / "adapter_config.json"
+        if not adapter_config.is_file():
+            return {"model_name_or_path": str(folder)}
+        base = self.settings.model_name_or_path
+        if base == TO_BE_TRAINED:
+            base = str(read_json(adapter_config).get("base_model_name_or_path") or base)
+        return {"model_name_or_path": base, "adapter_name_or_path": str(folder)}
+
     def environment(self) -> Mapping[str, str]:
         model = self.settings
         is_asked = "expandable_segments" in model.model_fields_set
@@ -390,14 +401,14 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         return fingerprint
 
     def predicted_by(self) -> dict[str, object]:
-        # Adapters and choices that are not set are left out, so that digests from before their keys stay equal.
+        # Keys that are not set are left out, so that digests from before their keys stay equal.
         keys = super().predicted_by()
         if keys["adapters"] is None:
             del keys["adapters"]
         views = keys["views"]
         if isinstance(views, list | tuple):
             keys["views"] = [
-                {key: value for key, value in view.items() if value is not None or key not in _ADAPTER_KEYS}
+                {key: value for key, value in view.items() if value is not None or key not in _VIEW_KEYS}
                 for view in views
             ]
         if keys.get("choices") is None:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -143,8 +143,14 @@ class HuggingFaceSettings(MemberConfig):
 
     @property
     def switches_adapters(self) -> bool:
-        """Return whether some of its views have other adapters than others."""
-        return len(set(self.view_adapters)) > 1
+        """Return whether views of a checkpoint have other adapters than others of this checkpoint."""
+        checkpoints = self.view_checkpoints or (0,) * len(self.view_adapters)
+        return len(set(zip(checkpoints, self.view_adapters, strict=True))) > len(set(checkpoints))
+
+    @property
+    def loads(self) -> dict[str, Any]:
+        """Return the keys that say what a worker loads, with their values; adapters take turns in a worker."""
+        return {"model_name_or_path": self.model_name_or_path, "revision": self.revision}
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         yield from super().broken_rules(labels)
@@ -154,7 +160,9 @@ class HuggingFaceSettings(MemberConfig):
         yield from self._broken_weights()
 
     def _broken_training(self) -> Iterator[Problem]:
-        """Find a training that this kind does not have."""
+        """Find a training that this kind does not have, and adapters beside those that it makes."""
+        if self.train is not None and self.used_adapters:
+            yield (self.adapter_key,), "with train the training makes the member's adapters; drop this"
         if self.train is None or self.train.command is not None:
             return
         if not self.training_methods:
@@ -209,7 +217,7 @@ class HuggingFaceSettings(MemberConfig):
                 f"{bits} and offload go together only with llm_int8_enable_fp32_cpu_offload: true, which keeps the "
                 "offloaded layers in float32",
             )
-        if self.merge_adapter and not self.used_adapters:
+        if self.merge_adapter and not self.used_adapters and self.train is None:
             yield ("merge_adapter",), "there is no adapter to merge; add adapter_name_or_path"
         elif self.merge_adapter and self.switches_adapters:
             yield ("merge_adapter",), "a merged adapter cannot give way to those of other views; drop this"
@@ -328,9 +336,12 @@ _TWO_KINDS_OF_ADAPTER: Final = "adapter_name_or_path is given as well; keep one 
 
 
 class TextView(ViewConfig):
-    """A view of each row for a member that reads text: with other columns, another template or another adapter."""
+    """A view of each row for a member that reads text: with other columns, template, adapter or checkpoint."""
 
     prompt_template: Text | None = None  # instead of the member's own prompt_template or text_column
+    # Instead of the member's own checkpoint and adapter, in a worker of its own.
+    model_name_or_path: Source | None = Field(default=None, examples=["models/fold0"])
+    revision: Text | None = None  # of this checkpoint
     adapter_name_or_path: Source | None = None  # instead of the member's own adapter, on the same base
     adapters: AveragedAdapters | None = None  # instead of it, several that are averaged into one
 
@@ -339,6 +350,10 @@ class TextView(ViewConfig):
         changes: dict[str, Any] = {}
         if self.prompt_template is not None:
             changes |= {"prompt_template": self.prompt_template, "text_column": None}
+        if self.model_name_or_path is not None:
+            # The member's revision and adapter belong to the member's own checkpoint.
+            changes |= {"model_name_or_path": self.model_name_or_path, "revision": self.revision}
+            changes |= dict.fromkeys(("adapter_name_or_path", "adapters"))
         if self.adapter_name_or_path is not None or self.adapters is not None:
             changes |= {"adapter_name_or_path": self.adapter_name_or_path, "adapters": self.adapters}
         return changes
@@ -347,6 +362,8 @@ class TextView(ViewConfig):
         yield from super().broken_rules(labels)
         if self.adapters is not None and self.adapter_name_or_path is not None:
             yield ("adapters",), _TWO_KINDS_OF_ADAPTER
+        if self.revision is not None and self.model_name_or_path is None:
+            yield ("revision",), "is that of the view's model_name_or_path; name it, too"
 
 
 TextViews = Annotated[tuple[TextView, ...], BeforeValidator(as_tuple), MustBe("a list of views", list)]
@@ -380,6 +397,30 @@ class TextSettings(HuggingFaceSettings, ReaderConfig):
         ("prompt_template", "text_column"),
         ("adapter_name_or_path", "adapters"),
     )
+
+    @property
+    def view_checkpoints(self) -> tuple[int, ...]:
+        loads = [tuple(self.as_view(view).loads.values()) for view in self.counted_views]
+        if set(loads) <= {tuple(self.loads.values())}:
+            return ()
+        numbers = {load: number for number, load in enumerate(dict.fromkeys(loads))}
+        return tuple(numbers[load] for load in loads)
+
+    def checkpoint_key(self, number: int) -> str:
+        view = self.counted_views[self.view_checkpoints.index(number)]
+        key = next((key for key in self.loads if key in view.changes), None)
+        return "model_name_or_path" if key is None else f"views[{self.all_views.index(view)}].{key}"
+
+    def with_checkpoint(self, number: int) -> Self:
+        names = [view.name for view in self.counted_views]
+        checkpoints = dict(zip(names, self.view_checkpoints, strict=True))
+        first = self.counted_views[self.view_checkpoints.index(number)]
+        # Other checkpoints' views are never computed there, and nothing must be loaded for them.
+        stand_in = first.model_copy(update={"prompt_template": None, "swap": None})
+        views = [
+            view if checkpoints.get(view.name, number) == number else stand_in for view in self.all_views
+        ]
+        return self.model_copy(update={**self.as_view(first).loads, "views": tuple(views)})
 
     @property
     def adapter(self) -> AdapterSource | None:
@@ -429,6 +470,11 @@ class TextSettings(HuggingFaceSettings, ReaderConfig):
             yield ("prompt_template",), "give either prompt_template or text_column, not both"
         if self.adapters is not None and self.adapter_name_or_path is not None:
             yield ("adapters",), _TWO_KINDS_OF_ADAPTER
+        for number, view in enumerate(self.all_views):
+            if "model_name_or_path" in view.changes:
+                for loc, sentence in self.as_view(view)._broken_trust():
+                    if loc == ("revision",):
+                        yield ("views", number, *loc), sentence
         if self.truncation is not None:
             if self.text_column is not None and self.prompt_template is None:
                 yield (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,7 +36,15 @@ class PooledClassification(TextCheckpoint[PooledSettings]):
     auto_class: ClassVar[str] = BACKBONE
 
     def sources(self) -> tuple[str, ...]:
-        return (*super().sources(), str(self.settings.head))
+        return (*super().sources(), *dict.fromkeys(str(view.settings.head) for view in self._with_heads()))
+
+    def _with_heads(self) -> Iterator[PooledClassification]:
+        """Yield the member as each of its views knows it, or as it is."""
+        model = self.settings
+        for view in model.counted_views:
+            yield PooledClassification(model.as_view(view))
+        if not model.counted_views:
+            yield self
 
     def inspect(self, columns: OutputColumns) -> Checkpoint:
         model, labels = self.settings, columns.labels
@@ -46,7 +54,8 @@ class PooledClassification(TextCheckpoint[PooledSettings]):
                 f"{model.model_name_or_path} is an encoder with a decoder; pooled_cls runs models that are one of "
                 "the two"
             )
-        self._read_head(files.config, files.described, len(labels))
+        for view in self._with_heads():
+            view._read_head(files.config, files.described, len(labels))
         head_labels = model.head_labels or labels
         label_order = tuple(head_labels.index(label) for label in labels)
         return files.checkpoint(model, activation_of(model.problem_type, len(labels)), label_order)
@@ -91,6 +100,10 @@ class PooledClassification(TextCheckpoint[PooledSettings]):
             **super().worker_settings(inspected, assigned, offload_folder),
             "head": str(model.head),
             "head_steps": self._inspected_head(inspected).steps,
+            "view_heads": [
+                (str(view.settings.head), view._inspected_head(inspected).steps)
+                for view in (self._with_heads() if model.counted_views else ())
+            ],
             "head_layer_norm_eps": model.head_layer_norm_eps,
             "pooling_mode": model.pooling_mode,
         }

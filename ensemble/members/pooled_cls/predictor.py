@@ -5,8 +5,9 @@ Pooled values and the head are always float32: they are small, and hand-written 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,25 +16,32 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ensemble.common.protocol import Ready
+from ensemble.common.protocol import Counters, Ready
 from ensemble.members.huggingface.loading.device_map import last_device
 from ensemble.members.huggingface.loading.load import Loaded
 from ensemble.members.huggingface.scoring.classifier import Classifier, last_token_only, on_device, padded
 from ensemble.members.huggingface.scoring.encode import Encoded
-from ensemble.members.huggingface.scoring.forward import Shortcut
+from ensemble.members.huggingface.scoring.forward import Shortcut, compute
 from ensemble.members.huggingface.scoring.member import TextMember
 from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec
 from ensemble.members.pooled_cls.head import LAYER_NORM, LINEAR
+from ensemble.members.predictor import Prediction, Report
+
+Steps: TypeAlias = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PooledSpec(ModelSpec):
-    """Add the head's file, the ``steps`` of ``Head`` and keys of ``PooledSettings`` to those of a text model."""
+    """Add the head's file, the ``steps`` of ``Head`` and keys of ``PooledSettings`` to those of a text model.
+
+    ``view_heads`` has file and steps for each view of the rows; a member without views has none.
+    """
 
     head: str
-    head_steps: tuple[tuple[str, str], ...]
+    head_steps: Steps
     head_layer_norm_eps: float
     pooling_mode: str
+    view_heads: tuple[tuple[str, Steps], ...] = ()
 
 
 class PooledMember(TextMember[PooledSpec]):
@@ -54,15 +62,22 @@ class PooledMember(TextMember[PooledSpec]):
         return replace(ready, parameters=(ready.parameters or 0) + head_parameters, notes=tuple(notes))
 
     def _make_classifier(self, loaded: Loaded) -> PooledClassifier:
-        head = make_head(self._spec, last_device(loaded.model))
-        return PooledClassifier(loaded.model, loaded.pad_token_id, head, self._spec.pooling_mode)
+        spec, device = self._spec, last_device(loaded.model)
+        files = spec.view_heads or ((spec.head, spec.head_steps),)
+        self._heads = [make_head(file, steps, spec.head_layer_norm_eps, device) for file, steps in files]
+        return PooledClassifier(loaded.model, loaded.pad_token_id, self._heads[0], spec.pooling_mode)
+
+    def _predict(self, view: int, rows: Sequence[Mapping[str, object]], report: Report) -> Prediction:
+        assert isinstance(self._classifier, PooledClassifier)
+        self._classifier.head = self._heads[view]
+        return super()._predict(view, rows, report)
 
 
-def make_head(spec: PooledSpec, device: torch.device) -> nn.Sequential:
+def make_head(file: str, steps: Steps, layer_norm_eps: float, device: torch.device) -> nn.Sequential:
     """Build the layers of a head's file with the activations between them, in float32."""
-    tensors = load_file(spec.head)
+    tensors = load_file(file)
     layers: list[nn.Module] = []
-    for kind, name in spec.head_steps:
+    for kind, name in steps:
         if kind not in (LINEAR, LAYER_NORM):
             layers.append(ACT2FN[kind])
             continue
@@ -72,7 +87,7 @@ def make_head(spec: PooledSpec, device: torch.device) -> nn.Sequential:
         if kind == LINEAR:
             layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
         else:
-            layer = nn.LayerNorm(weight.shape[0], eps=spec.head_layer_norm_eps)
+            layer = nn.LayerNorm(weight.shape[0], eps=layer_norm_eps)
         layer.weight = nn.Parameter(weight.float().to(device), requires_grad=False)
         if bias is not None:
             layer.bias = nn.Parameter(bias.float().to(device), requires_grad=False)
@@ -93,6 +108,19 @@ class PooledClassifier(Classifier):
         self.taken = {Shortcut.LAST_TOKEN}  # the head gets only pooled states
 
     def logits(self, encoded: Encoded, rows: npt.NDArray[np.int64], with_mask: bool = False) -> torch.Tensor:
+        with torch.inference_mode():
+            pooled = self.pooled(encoded, rows, with_mask)
+            head_width = next(parameter.shape[-1] for parameter in self.head.parameters())
+            if pooled.shape[-1] != head_width:
+                raise ValueError(
+                    f"its head is made for {head_width:,} numbers, and the backbone has hidden states of "
+                    f"{pooled.shape[-1]:,}"
+                )
+            logits: torch.Tensor = self.head(pooled.to(self.last_device))
+            return logits.float()
+
+    def pooled(self, encoded: Encoded, rows: npt.NDArray[np.int64], with_mask: bool = False) -> torch.Tensor:
+        """Return what the head gets of rows as a batch, float32 [batch, width of the hidden states]."""
         arrays = padded(encoded, rows, self._pad_token_id, self._pad_left)
         lengths = encoded.lengths[rows]
         width = arrays["input_ids"].shape[1]
@@ -110,15 +138,37 @@ class PooledClassifier(Classifier):
             if self._mode == "mean":
                 is_padding = mask.to(states.device)[..., None] == 0
                 total = states.masked_fill_(is_padding, 0).sum(1, dtype=torch.float32)
-                pooled = total / counts.to(states.device)[:, None]
-            else:
-                rows_index = torch.arange(len(states), device=states.device)
-                pooled = states[rows_index, position.to(states.device)].float()
-            head_width = next(parameter.shape[-1] for parameter in self.head.parameters())
-            if pooled.shape[-1] != head_width:
-                raise ValueError(
-                    f"its head is made for {head_width:,} numbers, and the backbone has hidden states of "
-                    f"{pooled.shape[-1]:,}"
-                )
-            logits: torch.Tensor = self.head(pooled.to(self.last_device))
-            return logits.float()
+                return total / counts.to(states.device)[:, None]
+            rows_index = torch.arange(len(states), device=states.device)
+            return states[rows_index, position.to(states.device)].float()
+
+
+class FeatureMember(PooledMember):
+    """Compute what the head would get, for trainings of a head: the same features as in prediction."""
+
+    def _make_classifier(self, loaded: Loaded) -> PooledClassifier:
+        return FeatureClassifier(loaded.model, loaded.pad_token_id, nn.Sequential(), self._spec.pooling_mode)
+
+    def _values(self, logits: torch.Tensor) -> npt.NDArray[np.float64]:
+        # In proportion to the largest: the warm-up compares values as if they were probabilities.
+        return np.asarray((logits / logits.abs().max().clamp(min=1)).cpu().double().numpy())
+
+    def features(
+        self, rows: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], Counters]:
+        """Return which of the rows can be computed, int64 [n], and their features, float32 [n, width]."""
+        encoded = self._encode(0, self._table.take(rows), lambda: None)
+        mode, in_float32 = self._in_float32, self._starts_in_float32
+        with self._passes():
+            computed = compute(self._classifier, encoded, self._sizes, lambda *_: None, mode, in_float32)
+        if computed.mostly_overflows:
+            self._start_in_float32()
+        is_finite = torch.isfinite(computed.logits).all(dim=1).numpy()
+        return rows[computed.rows[is_finite]], computed.logits.numpy()[is_finite], computed.counters
+
+
+class FeatureClassifier(PooledClassifier):
+    """Run a loaded backbone without any head."""
+
+    def logits(self, encoded: Encoded, rows: npt.NDArray[np.int64], with_mask: bool = False) -> torch.Tensor:
+        return self.pooled(encoded, rows, with_mask)

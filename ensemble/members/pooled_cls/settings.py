@@ -3,14 +3,14 @@
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Gt, Le, Len
 from pydantic import AllowInfNan, BeforeValidator, Field
 
 from ensemble.config.document import Problem
 from ensemble.config.values import File, Labels, MustBe, ProblemType, as_label, as_tuple
-from ensemble.members.huggingface.settings import TextSettings
+from ensemble.members.huggingface.settings import TextSettings, TextView
 
 Layer = Annotated[
     str, BeforeValidator(as_label), MustBe("the name of a layer in the file, or of an activation")
@@ -22,6 +22,19 @@ Layers = Annotated[
     MustBe("a list of layers in the file and of activations, such as [dense, tanh, out_proj]", list),
 ]
 Epsilon = Annotated[float, Gt(0), Le(1), AllowInfNan(False), MustBe("a number of more than 0, up to 1")]
+
+
+class PooledView(TextView):
+    """A view of each row for a member with a head of its own: also with another head."""
+
+    head: File | None = None  # instead of the member's own, such as that of a fold
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        return super().changes if self.head is None else {**super().changes, "head": self.head}
+
+
+PooledViews = Annotated[tuple[PooledView, ...], BeforeValidator(as_tuple), MustBe("a list of views", list)]
 
 
 class PooledSettings(TextSettings):
@@ -37,6 +50,8 @@ class PooledSettings(TextSettings):
     head_labels: Labels | None = None  # the labels in the order of the head's outputs; None: that of labels
     # How its outputs become probabilities; None: by softmax, and a single output stays a plain number.
     problem_type: ProblemType | None = None
+    # Ways in which it gets each row, each with a name of its own; left out: every row once, as it is.
+    views: PooledViews | None = Field(default=None, examples=["[{name: a}, {name: b, head: b.safetensors}]"])
 
     older_keys: ClassVar[Mapping[str, str]] = {
         **TextSettings.older_keys,

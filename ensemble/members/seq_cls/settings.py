@@ -30,6 +30,10 @@ class SequenceClassifierSettings(TextSettings):
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         yield from super().broken_rules(labels)
+        is_exclusive = self.problem_type in (None, "single_label_classification") and len(labels) != 1
+        if self.train is not None and self.train.method == "head" and (self.choices or not is_exclusive):
+            sentence = "head is a regression of labels that exclude each other; choose full or lora"
+            yield ("train", "method"), sentence
         if self.choices is None:
             yield from same_label_problems("label_map", self.label_map, labels)
             return

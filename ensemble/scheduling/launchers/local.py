@@ -16,15 +16,11 @@ from ensemble.common.files import open_log
 from ensemble.common.gpus import worker_environment
 from ensemble.common.host import asked_threads, oom_kills, threads_of, usable_cpus
 from ensemble.common.protocol import Command, Event, decode, encode
-from ensemble.common.python_process import python_command, python_environment
+from ensemble.common.python_process import WORKER_MARK, end_marked, python_command, python_environment
 from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
 
 _READ_BYTES = 1 << 16
 _REAP_SECONDS = 10.0
-# An environment variable that says to which worker a process belongs, in whatever session it is.
-_MARK = "ENSEMBLE_WORKER"
-# How often to look for processes of a worker: those of one look may have started others before they were killed.
-_LOOKS = 5
 # The variables by which libraries decide how many threads compute.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 
@@ -102,7 +98,7 @@ class LocalWorker(Handle):
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **python_environment(), **environment, _MARK: self._mark},
+                    env={**os.environ, **python_environment(), **environment, WORKER_MARK: self._mark},
                     pass_fds=(write_end,),
                     start_new_session=True,
                 )
@@ -155,7 +151,7 @@ class LocalWorker(Handle):
         except subprocess.TimeoutExpired:
             # Stuck in the kernel, as with a broken driver or file server: it cannot be ended.
             code = -signal.SIGKILL
-        self._kill_detached()
+        end_marked(self._mark)  # what the process has started in other sessions, such as by ``setsid``
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -178,18 +174,3 @@ class LocalWorker(Handle):
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
-
-    def _kill_detached(self) -> None:
-        """End what the process has started in other sessions, such as by ``setsid``."""
-        entry = f"{_MARK}={self._mark}".encode()
-        for _ in range(_LOOKS):
-            marked = []
-            for folder in Path("/proc").glob("[0-9]*"):
-                with contextlib.suppress(OSError):  # another user's, or ended
-                    if entry in (folder / "environ").read_bytes().split(b"\0"):
-                        marked.append(int(folder.name))
-            for pid in marked:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-            if not marked:
-                return

@@ -1,1 +1,1 @@
-"""Provide what runs in the processes of trainings."""
+"""Train in a process of its own: with the members' child sides, the only code that imports torch."""

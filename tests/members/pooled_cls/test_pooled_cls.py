@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ensemble.common.errors import CheckpointError
 from ensemble.common.protocol import CommonSpec
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.base import Assigned, OutputColumns
@@ -118,7 +119,8 @@ def member(
     places = publish(Path(tempfile.mkdtemp(dir=where)), columns)
     plain = worker_spec(folder, labels=tuple(labels), activation=inspected.activation, **places)
     common = CommonSpec(**{field.name: getattr(plain, field.name) for field in fields(CommonSpec)})
-    made = PooledMember(PooledSpec.of(common, settings), PublishedTable(Path(common.table_path)))
+    views: list[dict[str, str]] = [{}] * max(1, len(parent.settings.counted_views))
+    made = PooledMember(PooledSpec.of(common, settings), PublishedTable(Path(common.table_path), views))
     made.load()
     return made
 
@@ -158,6 +160,32 @@ def test_probabilities_equal_plain_transformers_whatever_the_batch(
         found = predict(made, len(texts))
         np.testing.assert_allclose(found.values, expected, atol=2e-5, err_msg=str(batching))
         assert not found.bad_rows
+
+
+def test_each_view_has_its_own_head(tmp_path: Path) -> None:
+    from torch import nn
+
+    folder, texts = make_backbone(tmp_path / "model", "bert"), make_texts(10, longest=20)
+    heads: list[nn.Module] = [linear(seed=1), nn.Sequential(nn.LayerNorm(64), linear(seed=2))]
+    paths = [save_head(tmp_path / f"{number}.safetensors", head) for number, head in enumerate(heads)]
+    views = [{"name": "own"}, {"name": "other", "head": paths[1]}, {"name": "again", "head": paths[0]}]
+    made = member(tmp_path, folder, paths[0], {"text": texts}, views=views)
+    for view, head in ((1, heads[1]), (0, heads[0]), (2, heads[0])):
+        found = made.predict(np.arange(10) + view * 10, lambda *_: None)
+        expected = softmax(pooled_reference(folder, head, "mean", texts))
+        np.testing.assert_allclose(found.values, expected, atol=2e-5)
+    kind = PooledClassification(
+        PooledSettings.model_validate(
+            {
+                **{"name": "m", "model_name_or_path": str(folder), "text_column": "text"},
+                **{"head": paths[0], "pooling_mode": "mean", "views": views},
+            }
+        )
+    )
+    assert kind.sources() == (str(folder), str(paths[0]), str(paths[1]))
+    save_head(paths[1], linear(outputs=5))
+    with pytest.raises(CheckpointError, match=r"1\.safetensors has 5 outputs, and the config has 3 labels"):
+        kind.inspect(OutputColumns("id", LABELS))
 
 
 def test_the_epsilon_of_a_norm_counts_only_where_there_is_one(tmp_path: Path) -> None:

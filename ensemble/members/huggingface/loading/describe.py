@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -34,6 +34,11 @@ _NEVER = {"local_files_only": True, "trust_remote_code": False}
 
 
 def main() -> None:
+    """Answer questions about checkpoints."""
+    answer_questions(describe)
+
+
+def answer_questions(describe: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
     """Answer the questions on standard input, each by a line on what was standard output."""
     die_with_parent(os.getppid())
     # Libraries print, too.

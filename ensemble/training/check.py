@@ -1,0 +1,158 @@
+"""Check trainings before any begins, with what the installed libraries and the base models say.
+
+transformers and peft are asked in a process of its own (``child/questions.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+from ensemble.common.errors import CheckpointError
+from ensemble.common.files import free_bytes
+from ensemble.common.packages import installed_versions, unsupported
+from ensemble.common.text import gib, nearest
+from ensemble.config import LoadedConfig
+from ensemble.config.training import DEFAULT_FOLDS, PLACEHOLDERS, TrainConfig
+from ensemble.members.huggingface.checkpoint.description import Description, checkpoint_question
+from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install
+from ensemble.members.huggingface.checkpoint.inspect import read_checkpoint
+from ensemble.members.huggingface.parent import HuggingFaceMember
+from ensemble.members.huggingface.settings import HuggingFaceSettings
+from ensemble.members.huggingface.spec import BACKBONE, CLASSIFIER
+from ensemble.members.questions import Answer, Question, ask
+from ensemble.members.registry import KINDS
+from ensemble.training.arguments import owned_keys
+from ensemble.training.layout import Part, TrainingDir
+
+_MODULE: Final = "ensemble.training.child.questions"
+# The packages of each method; those of "full" come with every installation.
+_PACKAGES: Final = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes"), "head": ("scikit-learn",)}
+_ASKED: Final = ("transformers", "torch", "accelerate", "peft", "bitsandbytes", "pydantic")
+# Of each trained parameter: its float32 weight, and with it AdamW's two averages in a save.
+_WEIGHT_BYTES, _SAVE_BYTES = 4, 12
+
+
+def training_problems(
+    loaded: LoadedConfig, folds: int | None = None, devices: int = 1
+) -> tuple[list[str], list[str]]:
+    """Return problems and warnings of trainings, as far as they show before any begins, each with its key.
+
+    Args:
+        folds: their number; None: as the config says, or the usual number where a column tells.
+        devices: how many trainings run side by side.
+    """
+    problems: list[str] = []
+    members: dict[str, _BuiltIn] = {}
+    for index, model in enumerate(loaded.config.models):
+        key, train = f"models[{index}].train", model.training
+        if train is not None and train.command is not None:
+            problems += (f"{key}.command: {text}" for text in command_problems(train.command))
+        elif train is not None:
+            assert isinstance(model, HuggingFaceSettings)
+            members[model.name] = _BuiltIn(key, model, train)
+    ask([question for member in members.values() for question in member.questions()])
+    training, directory = loaded.config.training, TrainingDir(loaded.config.output_dir)
+    folds = folds or (None if training is None else training.folds.splits) or DEFAULT_FOLDS
+    disk_bytes, warnings = 0, list[str]()
+    for name, member in members.items():
+        problems += (f"{member.key}.{text}" for text in member.problems())
+        warnings += (f"{member.key}: {text}" for text in member.warnings())
+        parts = [*map(Part, range(folds)), *([Part(None)] if member.train.predict_with == "refit" else ())]
+        missing = sum(not directory.checkpoint(name, part).is_dir() for part in parts)
+        saves = min(devices, missing)
+        disk_bytes += member.trained_parameters * (_WEIGHT_BYTES * missing + _SAVE_BYTES * saves)
+    free = free_bytes(directory.root)
+    if free is not None and disk_bytes > free:
+        problems.append(
+            f"output_dir: its trainings write about {gib(disk_bytes)} to {directory.root}, where {gib(free)} are "
+            "free; make room, choose another output_dir, or train with method: lora"
+        )
+    return problems, warnings
+
+
+def command_problems(command: Sequence[str]) -> Iterator[str]:
+    """Yield what is wrong with a user's command, as far as it shows without running it."""
+    program = command[0]
+    if shutil.which(program) is None:
+        problem = "is no file that may be executed" if "/" in program else "is not on the PATH"
+        yield f"the program {program} {problem}; name an installed program, or its path"
+    for name in re.findall(r"\{(\w+)\}", " ".join(command)):
+        near = nearest(name, PLACEHOLDERS)
+        if name not in PLACEHOLDERS and near is not None:
+            yield f"{{{name}}} stands for nothing; did you mean {{{near}}}?"
+
+
+class _BuiltIn:
+    """Check a member that is trained from a base model; problems begin with their key below ``train``."""
+
+    def __init__(self, key: str, model: HuggingFaceSettings, train: TrainConfig) -> None:
+        self.key = key
+        self.train = train
+        self._base = model.model_copy(update={"model_name_or_path": train.base_model})
+        kind = KINDS.load(model.task_type)
+        assert issubclass(kind, HuggingFaceMember)
+        self._auto_class = BACKBONE if train.method == "head" else kind.auto_class
+        self._owned = dict(owned_keys(train.training_arguments))
+        self._packages = _PACKAGES.get(train.method, ())
+        self._lacking = [package for package in self._packages if not installed_versions([package])]
+
+    def questions(self) -> Iterator[Question]:
+        """Yield what is asked about the training, and about its base model if that is found."""
+        with contextlib.suppress(CheckpointError):
+            folder = find_file(self._base.model_name_or_path, "config.json", self._base.revision).parent
+            about_base = checkpoint_question(self._base, folder, self._auto_class)
+            if about_base is not None:
+                yield about_base
+            yield self._question(folder)
+
+    def _question(self, folder: Path) -> Question:
+        values, is_lora = self.train.training_arguments, "peft" in self._packages
+        arguments = {
+            "training_arguments": {key: value for key, value in values.items() if key not in self._owned},
+            "lora_config": self.train.lora_config if is_lora and not self._lacking else None,
+            "auto_class": self._auto_class,
+            "peft_task": "SEQ_CLS" if self._auto_class == CLASSIFIER else "CAUSAL_LM",
+        }
+        return Question(_MODULE, folder, arguments, (folder / "config.json",), _ASKED)
+
+    @cached_property
+    def _found(self) -> tuple[Sequence[str], Description, Answer]:
+        """Return the base model's problems, and what the libraries say of it and of the training."""
+        try:
+            files = read_checkpoint(self._base, self._auto_class)
+        except CheckpointError as error:
+            return error.problems, Description(), Answer({"problems": [], "trainable": None})
+        return (), files.described, ask([self._question(files.folder)])[0]
+
+    def problems(self) -> Iterator[str]:
+        method = self.train.method
+        for package in self._lacking:
+            how = how_to_install(package)
+            yield f"method: {method} needs the package {package}, which is not installed: {how}"
+        for text in unsupported((), dict.fromkeys(self._packages, f"{self.key}.method")):
+            yield f"method: {text}"
+        for key, text in self._owned.items():
+            yield f"training_arguments.{key}: {text}"
+        of_base, _, answer = self._found
+        yield from (f"base_model: {text}" for text in of_base)
+        yield from (answer.fields or {}).get("problems", ())
+
+    def warnings(self) -> Iterator[str]:
+        failure = self._found[2].failure
+        if failure:
+            yield f"transformers could not be asked about it ({failure}); the training checks it when it begins"
+
+    @property
+    def trained_parameters(self) -> int:
+        """Return the number of parameters that are trained; 0 if it is not known, or of a head."""
+        _, described, answer = self._found
+        if self.train.method == "full":
+            return sum(math.prod(shape) for shape in described.parameters.values())
+        return (answer.fields or {}).get("trainable") or 0

@@ -1,0 +1,326 @@
+"""Read what members are trained on: the rows outside a fold, or all of them, and those of extra tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import blake2b
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ensemble.common.errors import ConfigError, DataError
+from ensemble.common.files import FileState, atomic_path, file_state
+from ensemble.common.protocol import Activation
+from ensemble.common.shards import file_sha256
+from ensemble.common.text import listed, plural, quoted
+from ensemble.config import LoadedConfig, RunConfig
+from ensemble.config.training import TrainingConfig
+from ensemble.data.digests import find_rows, with_another
+from ensemble.data.distinct_cells import DistinctCells, distinct_cells
+from ensemble.data.formats import column_names, file_extension
+from ensemble.data.input_file import first_ids
+from ensemble.data.row_files import FileCells
+from ensemble.data.table import InputTable
+from ensemble.data.trained_rows import IN_ALL_FOLDS, TrainedRows
+from ensemble.members.huggingface.checkpoint.labels import activation_of
+from ensemble.members.registry import member_kind
+from ensemble.pipeline.checks import Problems
+from ensemble.pipeline.labelled_table import LabelledTable, read_labelled_table, write_labelled_rows
+from ensemble.pipeline.member_views import MemberView, member_columns, member_files, member_views
+from ensemble.training.folds import Rows, RowsToDivide, divide, read_folds, write_folds
+from ensemble.training.layout import Part, TrainingDir
+
+Numbers: TypeAlias = npt.NDArray[np.float64]
+WEIGHT_COLUMN: Final = "weight"
+PROBABILITY_PREFIX: Final = "prob_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """Hold the rows that members are trained on, checked and divided into folds.
+
+    Attributes:
+        table: the rows of the training table, then those of the extra tables, with the columns that members read.
+        rows: of the training table.
+        folds: int64 [rows], from 0 to ``splits`` - 1.
+        targets: float64 [all rows, labels]: probabilities, or the numbers of a regression.
+        weights: of each row in the loss, float64 [all rows].
+        activation: "softmax" if targets sum to 1, "sigmoid" if each is from 0 to 1, "none" for any numbers.
+        file_states: of the files that were read, by absolute path.
+        sources: the training table and the extra tables, one by one.
+        columns: that a member reads in any of its views, by the member's name.
+        files: the column that names files, by name of the members that read files.
+        commands: the members that are trained by a command.
+        remarks: sentences for the user.
+    """
+
+    labels: tuple[str, ...]
+    table: InputTable
+    rows: int
+    folds: Rows
+    splits: int
+    targets: Numbers
+    weights: Numbers
+    activation: Activation
+    file_states: Mapping[str, FileState]
+    sources: tuple[LabelledTable, ...]
+    columns: Mapping[str, tuple[str, ...]]
+    files: Mapping[str, FileCells]
+    commands: frozenset[str]
+    division: RowsToDivide
+    remarks: tuple[str, ...] = ()
+
+    def rows_of(self, part: Part) -> Rows:
+        """Return the rows to train on, rising: those outside the fold, and those of the extra tables."""
+        is_trained = np.ones(self.table.rows, np.bool_)
+        if part.fold is not None:
+            is_trained[: self.rows] = self.folds != part.fold
+        return np.flatnonzero(is_trained)
+
+    def held_out(self, fold: int) -> Rows:
+        """Return the rows that the fold's model has not seen, rising."""
+        return np.flatnonzero(self.folds == fold)
+
+    def write_folds(self, path: Path) -> None:
+        """Write ``folds.csv``, from which a later command takes the same division."""
+        write_folds(path, self.division, self.folds)
+
+    def digest(self, part: Part, member: str) -> str:
+        """Return a digest of everything in the tables that a member's training on these rows depends on.
+
+        For the built-in way these are the cells that the member reads, of these rows alone; for a command, which
+        may read any column, the whole files.
+        """
+        arrays = self._arrays(part)
+        rows = arrays.pop("rows")
+        hashed = blake2b(repr((self.labels, self.activation)).encode(), digest_size=32)
+        if member in self.commands:
+            hashed.update("".join(self._file_digests).encode() + rows.tobytes())
+        cells = self.table.row_digests(self.columns[member], self.files.get(member))[rows]
+        for array in (cells, *arrays.values()):
+            hashed.update(np.ascontiguousarray(array).tobytes())
+        return hashed.hexdigest()
+
+    @cached_property
+    def _file_digests(self) -> list[str]:
+        return [file_sha256(source.data.path) for source in self.sources]
+
+    def trained_rows(self, member: str) -> TrainedRows:
+        """Return which rows a member's models have seen: those of the training table, and then the others."""
+        folds = np.full(self.table.rows, IN_ALL_FOLDS)
+        folds[: self.rows] = self.folds
+        return TrainedRows(self.table.row_digests(self.columns[member], self.files.get(member)), folds)
+
+    def publish(self, folder: Path) -> Path:
+        """Write the table for the built-in way, as ``PublishedTable`` reads it, and return its path."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "table.arrow"
+        with atomic_path(path) as temporary:
+            self.table.publish(temporary)
+        return path
+
+    def write_rows(self, part: Part, path: Path) -> None:
+        """Write a part for the built-in way: an npz file of ``_arrays``."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as temporary, temporary.open("wb") as stream:
+            np.savez(stream, **self._arrays(part))
+
+    def _arrays(self, part: Part) -> dict[str, Any]:
+        """Return a part's ``rows``, with their ``targets``, ``weights`` and, if folds have groups, ``groups``."""
+        rows = self.rows_of(part)
+        arrays: dict[str, Any] = {"rows": rows, "targets": self.targets[rows], "weights": self.weights[rows]}
+        if self.division.groups is not None:
+            groups = -1 - np.arange(self.table.rows)  # each extra row is a group of its own
+            groups[: self.rows] = self.division.groups.numbers
+            arrays["groups"] = groups[rows]
+        return arrays
+
+    @property
+    def suffix(self) -> str:
+        """Return the extension of the files that ``write_part`` writes, that of the training table."""
+        return file_extension(self.sources[0].data.path)
+
+    def write_part(self, part: Part, path: Path) -> None:
+        """Write a part for a command, in the training table's format; see ``write_labelled_rows``.
+
+        Rows of extra tables come last; ``added_columns`` come after the training table's own.
+        """
+        rows = self.rows_of(part)
+        main, *extras = self.sources
+        added = {name: values[rows] for name, values in self.added_columns.items()}
+        write_labelled_rows(path, main, rows[rows < self.rows], extras, self.labels, added)
+
+    @property
+    def added_columns(self) -> dict[str, Numbers]:
+        """Return what a command's file has beside the table's own columns, by name, float64 [all rows].
+
+        There is ``weight`` if some row's is not 1, and ``prob_<label>`` for each label if the label columns of the
+        training table cannot say what is learned.
+        """
+        columns = {} if (self.weights == 1).all() else {WEIGHT_COLUMN: self.weights}
+        main, *extras = self.sources
+        has_numbers = main.data.label_columns is not None
+        if main.is_soft or not (has_numbers or all(extra.names_one_label.all() for extra in extras)):
+            for number, label in enumerate(self.labels):
+                columns[f"{PROBABILITY_PREFIX}{label}"] = self.targets[:, number]
+        return columns
+
+
+def read_training_data(loaded: LoadedConfig) -> TrainingData:
+    """Read what a config's members with ``train`` are trained on. Nothing is written.
+
+    Raises:
+        EnsembleError: of exit code 2, with every problem of the tables, their labels and their folds.
+    """
+    config, problems = loaded.config, Problems()
+    training, activation = config.training or TrainingConfig(), _activation(config)
+    extras = training.extra or ()
+    paths = [
+        config.training_data.path,
+        training.labels,
+        *chain(*((extra.path, extra.labels) for extra in extras)),
+    ]
+    states = {str(path.absolute()): file_state(path) for path in paths if path is not None}
+    kinds = {model.name: member_kind(model) for model in config.models}
+    trained = {model.name: model.training for model in config.trained_members}
+    views = [view for view in member_views(kinds, problems) if view.member in trained]
+    tables, distinct = _read_tables(loaded, training, views, activation, problems)
+    problems.raise_any()
+    main, *others = tables
+    joined = main.table.only(tuple(dict.fromkeys(chain(*(view.table_columns for view in views)))))
+    for other in others:
+        joined = joined.followed_by(other.table, other.data.path)
+    division = RowsToDivide(
+        config=training.folds,
+        path=main.data.path,
+        ids=main.table.ids,
+        labels=config.labels,
+        classes=main.classes,
+        groups=distinct.get("group_column"),
+        column=distinct.get("column"),
+    )
+    folds_file = TrainingDir(config.output_dir).folds
+    stored = read_folds(folds_file, division)
+    weights = [1.0, *(extra.weight for extra in extras)]
+    rows = [table.table.rows for table in tables]
+    result = TrainingData(
+        labels=config.labels,
+        table=joined,
+        rows=main.table.rows,
+        folds=divide(division) if stored is None else stored,
+        splits=division.splits,
+        targets=np.concatenate([table.targets for table in tables]),
+        weights=np.repeat(weights, rows),
+        activation=activation,
+        file_states={path: state for path, state in states.items() if state is not None},
+        sources=tuple(tables),
+        columns=member_columns(views, trained),
+        files=member_files(kinds, main.data.path.parent),
+        commands=frozenset(
+            name for name, train in trained.items() if train is not None and train.command is not None
+        ),
+        division=division,
+    )
+    problems.add(_problems(result), DataError)
+    problems.raise_any()
+    remarks = [*_repeated_texts(result)]
+    if stored is None and folds_file.exists():
+        remarks.append(
+            f"{folds_file} is of other rows, labels or settings, or was changed: the rows are divided anew, and "
+            "what was trained on other rows is trained again"
+        )
+    return replace(result, remarks=tuple(remarks))
+
+
+def _read_tables(
+    loaded: LoadedConfig,
+    training: TrainingConfig,
+    views: Sequence[MemberView],
+    activation: Activation,
+    problems: Problems,
+) -> tuple[list[LabelledTable], dict[str, DistinctCells]]:
+    """Return the training table and the extra tables, and the cells of the columns that decide folds, by key."""
+    config, data = loaded.config, loaded.config.training_data
+    columns = {"column": training.folds.column, "group_column": training.folds.group_column}
+    also = {name: f"training.folds.{key}" for key, name in columns.items() if name is not None}
+    tables: list[LabelledTable] = []
+    distinct: dict[str, DistinctCells] = {}
+    with problems.at():
+        main = read_labelled_table(data, config, views, activation, training.labels, also)
+        tables.append(main)
+        for key, name in columns.items():
+            with problems.at(f"training.folds.{key}"):
+                if name is not None:
+                    distinct[key] = distinct_cells(data.path, main.table, name)
+    for number, extra in enumerate(training.extra or ()):
+        with problems.at(loaded.document.where(("training", "extra", number))):
+            table = read_labelled_table(extra.as_data(data), config, views, activation, extra.labels)
+            tables.append(table)
+    return tables, distinct
+
+
+def _activation(config: RunConfig) -> Activation:
+    """Return what the members learn, by their ``problem_type``; raise ConfigError if they differ."""
+    by_member = {
+        model.name: activation_of(getattr(model, "problem_type", None), len(config.labels))
+        for model in config.trained_members
+    }
+    if len(set(by_member.values())) > 1:
+        names = listed([*by_member])
+        raise ConfigError(f"models: {names} are trained together; give them the same problem_type")
+    return next(iter(by_member.values()))
+
+
+def _problems(data: TrainingData) -> Iterator[str]:
+    """Yield labels that nobody could learn, and columns that a command's file would have twice."""
+    if data.activation == "softmax":
+        seen = [data.targets[data.rows_of(Part(fold))].sum(axis=0) > 0 for fold in range(data.splits)]
+        for label, in_folds in zip(data.labels, np.array(seen).T, strict=True):
+            folds = np.flatnonzero(~in_folds).tolist()
+            if len(folds) == data.splits:
+                where = f"{data.division.path}: no row has the label {quoted(label)}"
+                yield f"{where}; add rows of it, or drop the label"
+            elif folds:
+                where = f"{plural(len(folds), 'fold')} ({listed([*map(str, folds)], 5, str)})"
+                yield (
+                    f"training.folds: all rows with the label {quoted(label)} are held out in {where}, and none is "
+                    "left to train on; choose other folds, or add rows of it to training.extra"
+                )
+    if data.commands:
+        twice = [name for name in column_names(data.division.path) if name in data.added_columns]
+        if twice:
+            yield (
+                f"{data.division.path}: has {listed(twice)}, where the files for train.command have weights or "
+                "probabilities; rename these columns"
+            )
+
+
+def _repeated_texts(data: TrainingData) -> Iterator[str]:
+    """Yield how many rows have the text of others that they should not share, as some member reads them."""
+    rows, ids = data.rows, data.table.ids
+    is_sure = (data.targets.max(axis=1) == 1) & (data.activation == "softmax")
+    in_folds, in_extras, with_labels = (np.zeros(data.table.rows, np.bool_) for _ in range(3))
+    for columns in set(data.columns.values()) - {()}:
+        digests = data.table.row_digests(columns)
+        in_folds[:rows] |= with_another(digests[:rows], data.folds)
+        in_extras[:rows] |= find_rows(digests[:rows], digests[rows:]) >= 0
+        with_labels[is_sure] |= with_another(digests[is_sure], data.targets[is_sure].argmax(axis=1))
+    advice = "training.folds.group_column keeps rows together that belong together"
+    sentences = (
+        (in_folds, f"whose text also stands in another fold, so that its model has learned it; {advice}"),
+        (
+            in_extras,
+            "whose text also stands in a table of training.extra, so that all models have learned it",
+        ),
+        (with_labels, "whose text has another label in another row; their models learn both"),
+    )
+    for are_such, sentence in sentences:
+        if are_such.any():
+            shown = first_ids(ids.filter(pa.array(are_such)))
+            yield f"{data.division.path}: {plural(int(are_such.sum()), 'row')} (id {shown}) {sentence}"

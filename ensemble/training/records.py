@@ -1,0 +1,88 @@
+"""Define the files that trainings leave beside their checkpoints: a seal for each, and training.json for all."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
+
+from ensemble.common.digests import FileDigest
+from ensemble.common.files import write_text
+from ensemble.scheduling.records import FaultRecord
+
+Document = TypeVar("Document")
+
+
+@dataclass(frozen=True)
+class Seal:
+    """Say what a checkpoint or adapter was made of, and what its files hold.
+
+    Attributes:
+        made_of: digests of what the training depends on, by its name, such as "train.command".
+        seconds: of the try that succeeded.
+        attempts: how often the command began the training.
+        devices: UUIDs, or "cpu".
+        progress: the last content of ``progress.json``; empty if the command keeps none.
+        files: by the path within the folder.
+    """
+
+    made_of: dict[str, str]
+    seconds: float
+    attempts: int
+    devices: tuple[str, ...]
+    progress: dict[str, Any]
+    files: dict[str, FileDigest] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    """Report a training; ``name`` is "fold-0" or "all", ``folder`` that of its result, and empty before that.
+
+    The other attributes are those of its seal; ``seconds`` is None before it has ended well.
+    """
+
+    name: str
+    status: Literal["done", "training", "waiting"]
+    folder: str
+    seconds: float | None
+    attempts: int
+    devices: tuple[str, ...]
+    progress: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class MemberRecord:
+    """Report the trainings of a member; ``failure`` says why it has failed, empty: it has not."""
+
+    name: str
+    parts: tuple[PartRecord, ...]
+    faults: tuple[FaultRecord, ...] = ()
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """Hold the content of training.json; ``seconds`` are of this command, ``written_at`` is in UTC, as ISO 8601."""
+
+    status: Literal["running", "complete", "time_limit", "failed", "interrupted"]
+    seconds: float
+    members: tuple[MemberRecord, ...]
+    pid: int = field(default_factory=os.getpid)
+    written_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+
+def write_record(path: Path, record: Seal | TrainingReport) -> None:
+    write_text(path, to_json(record, indent=2).decode() + "\n")
+
+
+def read_record(path: Path, kind: type[Document]) -> Document | None:
+    """Return a seal or report; None if there is none that this version can read."""
+    try:
+        return TypeAdapter(kind).validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None

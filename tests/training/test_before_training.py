@@ -1,0 +1,56 @@
+"""What ``validate`` and ``plan`` say of a config whose members are not trained yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.project import Project
+
+pytestmark = pytest.mark.usefixtures("warm")
+COMMAND = ["python", "train.py", "--train", "{train}", "--out", "{out}"]
+
+
+def config(project: Project, **member: Any) -> dict[str, Any]:
+    """The usual config, in which one member is trained from a base and another one by a command."""
+    base = {"base_model": str(project.models / "llama"), "method": "lora"}
+    members = [
+        {"name": "built_in", "train": base},
+        {"name": "own", "train": {"command": COMMAND}, **member},
+    ]
+    return project.config(models=[*members, project.config()["models"][0]], training={})
+
+
+def test_everything_else_is_checked(project: Project) -> None:
+    project.write_config(config(project))
+    done = project.ensemble("validate", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    printed = " ".join(done.stdout.split())
+    for name in ("built_in", "own"):
+        assert f"{name}: not trained yet, so its checkpoint is not checked" in printed
+        assert f"{name}: not trained yet, weight 1" in printed
+    assert "gemma: Gemma2ForSequenceClassification" in printed
+    plan = project.ensemble("plan", "config.yaml")
+    assert plan.returncode == 0, plan.stderr
+    assert "own: not trained yet" in " ".join(plan.stdout.split())
+
+
+def test_problems_that_no_checkpoint_is_needed_for(project: Project) -> None:
+    project.write_config(config(project, prompt_template="{{ txt }}", text_column=None))
+    done = project.ensemble("validate", "config.yaml")
+    assert done.returncode == 2
+    assert "'txt'" in done.stderr
+    project.write_config(config(project, truncation={"fields": {"text": {}}}, prompt_template="{{ id }}"))
+    done = project.ensemble("validate", "config.yaml")
+    assert "truncation.fields.text: prompt_template does not read this column" in " ".join(
+        done.stderr.split()
+    )
+
+
+def test_a_config_of_such_members_alone(project: Project) -> None:
+    models = config(project)["models"][:2]
+    project.write_config(project.config(models=models, training={}))
+    for command in ("validate", "plan"):
+        done = project.ensemble(command, "config.yaml")
+        assert done.returncode == 0, done.stderr

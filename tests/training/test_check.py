@@ -1,0 +1,211 @@
+"""What is said of trainings before any begins: each bad setting in one sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ensemble.common import packages
+from ensemble.common.errors import ConfigError
+from ensemble.config import LoadedConfig, mapping_config
+from ensemble.pipeline.load import load
+from ensemble.training import check
+from ensemble.training.check import training_problems
+from ensemble.training.layout import Part, TrainingDir
+from tests.checkpoints import make_base, make_checkpoint, make_language_model
+from tests.faults.machine import small_disk
+
+# peft asks transformers for a property by its old name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+LABELS = ["yes", "no", "tie"]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bases")
+    make_checkpoint(folder / "bert", "bert", ["LABEL_0", "LABEL_1"])
+    make_base(folder / "llama", "llama")
+    make_language_model(folder / "mamba", "mamba")
+    return folder
+
+
+def config(where: Path, **train: Any) -> LoadedConfig:
+    """A config with a member that is trained as ``train`` says; ``member`` in it are the member's other keys."""
+    keys = train.pop("member", {})
+    member: dict[str, Any] = {"name": "m", "text_column": "text", "train": train, **keys}
+    if keys.get("task_type") == "causal_lm":
+        member["label_tokens"] = {label: f" {label}" for label in LABELS}
+    document = {
+        "data": {"path": str(where / "test.csv")},
+        "labels": LABELS,
+        "training": {"data": {"path": str(where / "train.csv"), "label_column": "label"}},
+        "models": [member],
+        "output_dir": str(where / "run"),
+    }
+    return load([mapping_config(document)])
+
+
+def problems(where: Path, **train: Any) -> list[str]:
+    found, warnings = training_problems(config(where, **train))
+    assert warnings == []
+    return found
+
+
+@pytest.mark.parametrize(
+    ("base", "keys"),
+    [
+        ("bert", {"method": "full", "training_arguments": {"learning_rate": 2e-5, "num_train_epochs": 2}}),
+        ("bert", {"method": "head"}),
+        ("llama", {"method": "lora", "lora_config": {"r": 4, "target_modules": ["q_proj", "v_proj"]}}),
+        ("llama", {"method": "lora", "lora_config": {"target_modules": "all-linear"}}),
+        (
+            "llama",
+            {"method": "qlora", "member": {"task_type": "causal_lm"}, "training_arguments": {"bf16": True}},
+        ),
+    ],
+)
+def test_sound_trainings_have_no_problems(
+    base: str, keys: dict[str, Any], bases: Path, tmp_path: Path
+) -> None:
+    assert problems(tmp_path, base_model=str(bases / base), **keys) == []
+
+
+def test_keys_that_the_installed_libraries_do_not_know(bases: Path, tmp_path: Path) -> None:
+    arguments = {"learning_rat": 1e-4, "weight_decay": "much", "auto_find_batch_size": True}
+    lora = {"lora_alfa": 8, "r": 4.5}
+    found = problems(
+        tmp_path,
+        base_model=str(bases / "llama"),
+        method="lora",
+        training_arguments=arguments,
+        lora_config=lora,
+    )
+    owned, *others = found
+    assert owned.startswith("models[0].train.training_arguments.auto_find_batch_size: is not set here: it ")
+    assert "begin again at step 0" in owned
+    assert others == [
+        "models[0].train.training_arguments.learning_rat: the installed TrainingArguments has no such key (did you "
+        "mean 'learning_rate'?)",
+        "models[0].train.training_arguments.weight_decay: 'much' is not of its type, float",
+        "models[0].train.lora_config.lora_alfa: the installed LoraConfig has no such key (did you mean "
+        "'lora_alpha'?)",
+        "models[0].train.lora_config.r: 4.5 is not of its type, int",
+    ]
+    (value,) = problems(
+        tmp_path, base_model=str(bases / "bert"), training_arguments={"lr_scheduler_type": "cosin"}
+    )
+    assert value.startswith(
+        "models[0].train.training_arguments: TrainingArguments does not take these values: cosin is not a valid "
+        "SchedulerType, please select one of ['linear', 'cosine'"
+    )
+
+
+def test_target_modules_that_the_base_does_not_have(bases: Path, tmp_path: Path) -> None:
+    llama = {"base_model": str(bases / "llama"), "method": "lora"}
+    assert problems(tmp_path, **llama, lora_config={"target_modules": ["q_proj", "query"]}) == [
+        "models[0].train.lora_config.target_modules: the base has no module 'query'; its linear layers are q_proj, "
+        "k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, score"
+    ]
+    (found,) = problems(tmp_path, **llama, lora_config={"target_modules": ".*query"})
+    assert found.startswith("models[0].train.lora_config: peft cannot add this adapter to the base: ")
+
+
+def test_a_base_without_a_class_for_its_task(bases: Path, tmp_path: Path) -> None:
+    (found,) = problems(tmp_path, base_model=str(bases / "mamba"), method="lora")
+    assert re.fullmatch(
+        rf"models\[0\]\.train\.base_model: {bases}/mamba: transformers \S+ has no model of the kind 'mamba' for "
+        "this task; task_type: causal_lm runs its MambaForCausalLM, or install a newer release",
+        found,
+    )
+    (found,) = problems(tmp_path, base_model=str(bases / "lama"))
+    assert found == (f"models[0].train.base_model: {bases}/lama: no such folder; did you mean {bases}/llama?")
+
+
+def test_packages_that_are_not_installed(
+    bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(names: Any) -> dict[str, str]:
+        return {
+            name: version for name, version in packages.installed_versions(names).items() if name != "peft"
+        }
+
+    monkeypatch.setattr(check, "installed_versions", without)
+    (found,) = problems(tmp_path, base_model=str(bases / "llama"), method="lora")
+    assert found.startswith(
+        "models[0].train.method: lora needs the package peft, which is not installed: pip install peft"
+    )
+
+
+def test_a_disk_that_cannot_hold_the_checkpoints(bases: Path, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", "1m") as small:
+        full = config(small, base_model=str(bases / "bert"))
+        (found,) = training_problems(full)[0]
+        assert re.fullmatch(
+            rf"output_dir: its trainings write about [\d.]+ MiB to {small}/run/training, where 1.0 MiB are free; "
+            "make room, choose another output_dir, or train with method: lora",
+            found,
+        )
+        directory = TrainingDir(small / "run")
+        for fold in range(5):
+            directory.checkpoint("m", Part(fold)).mkdir(parents=True)
+        assert training_problems(full)[0] == [], "finished trainings write nothing"
+        assert problems(small, base_model=str(bases / "bert"), method="head") == []
+
+
+def test_what_is_reckoned_is_what_lies_there(bases: Path, tmp_path: Path) -> None:
+    """Of each fold the float32 weights, and of the one that runs a save with AdamW's averages."""
+    parameters = sum(path.stat().st_size for path in (bases / "bert").glob("*.safetensors")) / 4
+    with small_disk(tmp_path / "small", f"{int(parameters * (5 * 4 + 12)) + 2**16}") as small:
+        assert problems(small, base_model=str(bases / "bert")) == []
+        (found,) = training_problems(config(small, base_model=str(bases / "bert")), devices=2)[0]
+        assert found.startswith("output_dir: its trainings write about ")
+
+
+def test_commands(tmp_path: Path) -> None:
+    places = ["--train", "{train}", "--out", "{out}"]
+    assert problems(tmp_path, command=["python3", "train.py", *places, "--fold", "{fold}"]) == []
+    assert problems(tmp_path, command=["pyhton", *places, "{folds}"]) == [
+        "models[0].train.command: the program pyhton is not on the PATH; name an installed program, or its path",
+        "models[0].train.command: {folds} stands for nothing; did you mean {fold}?",
+    ]
+    script = tmp_path / "train.sh"
+    script.write_text("#!/bin/sh\n")
+    (found,) = problems(tmp_path, command=[str(script), *places, json.dumps({"lr": 1})])
+    assert found == (
+        f"models[0].train.command: the program {script} is no file that may be executed; name an installed "
+        "program, or its path"
+    )
+    script.chmod(0o755)
+    assert problems(tmp_path, command=[str(script), *places]) == []
+
+
+@pytest.mark.parametrize(
+    ("train", "member", "sentence"),
+    [
+        (
+            {"effective_batch_size": 8},
+            {},
+            "train.effective_batch_size: is not for method: head; drop it, or choose another method",
+        ),
+        (
+            {"method": "full", "C": 2.0},
+            {},
+            "train.C: is not for method: full; drop it, or choose another method",
+        ),
+        (
+            {},
+            {"problem_type": "multi_label_classification"},
+            "train.method: head is a regression of labels that exclude each other; choose full or lora",
+        ),
+    ],
+)
+def test_keys_that_a_head_does_not_have(
+    train: dict[str, Any], member: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(tmp_path, base_model="base", **{"method": "head", **train}, member=member)
+    assert caught.value.problems == (f"models[0].{sentence}",)
