@@ -10,7 +10,7 @@ from ensemble.common.errors import ConfigError
 from ensemble.config import LoadedConfig, MemberConfig, TrainedMember
 from ensemble.config.check import validate
 from ensemble.config.document import place
-from ensemble.members.registry import member_kind
+from ensemble.members.registry import KINDS, member_kind
 from ensemble.pipeline.held_out import fold_count
 from ensemble.training.layout import Part, TrainingDir
 
@@ -68,7 +68,9 @@ def _made_of_parts(
     rows = folder.trained_rows(model.name)
     parts = [Part(fold) for fold in range(fold_count(rows))]
     of_folds = [kind.trained_settings(folder.checkpoint(model.name, part)) for part in parts]
-    required = {key for key, field in type(model).model_fields.items() if field.is_required()}
+    # A trained head makes a member of another kind.
+    settings = KINDS.load(of_folds[0].get("task_type", model.task_type)).Settings
+    required = {key for key, field in settings.model_fields.items() if field.is_required()}
     # Of all folds, or of the first one what a member cannot be without.
     keys: dict[str, Any] = {
         key: value
@@ -86,6 +88,7 @@ def _made_of_parts(
         keys["adapters"] = {"average": [fold[_ADAPTER] for fold in of_folds]}
     # As YAML has them.
     written = model.model_dump(mode="json", exclude_unset=True, exclude={"train"})
+    written = {key: value for key, value in written.items() if key in settings.model_fields}
     views: list[dict[str, Any]] = []
     folds: dict[str, int | None] = {}
     for view in written.get("views") or [{}]:
@@ -97,9 +100,9 @@ def _made_of_parts(
             name = f"{prefix}{part.name}"
             views.append({**view, **_changes(keys, fold), "name": name})
             folds[name] = part.fold
-    with_folds = _valid(model, {**written, **keys, "views": views}, loaded.config.labels)
+    with_folds = _valid(settings, {**written, **keys, "views": views}, loaded.config.labels)
     is_single = predict_with != "folds"
-    member = _valid(model, {**written, **keys}, loaded.config.labels) if is_single else with_folds
+    member = _valid(settings, {**written, **keys}, loaded.config.labels) if is_single else with_folds
     return member, TrainedMember(rows=rows, by_fold=with_folds, folds=folds, oof_run=folder.oof_run)
 
 
@@ -107,9 +110,9 @@ def _changes(keys: Mapping[str, Any], fold: Mapping[str, str]) -> dict[str, str]
     return {key: value for key, value in fold.items() if keys.get(key) != value}
 
 
-def _valid(model: MemberConfig, values: dict[str, Any], labels: tuple[str, ...]) -> MemberConfig:
+def _valid(settings: type[MemberConfig], values: dict[str, Any], labels: tuple[str, ...]) -> MemberConfig:
     """Return the member with these keys, by all rules of its kind."""
-    member, problems = validate(type(model), values, labels)
+    member, problems = validate(settings, values, labels)
     if member is None:
         raise ConfigError([f"{place(loc)}: {sentence}" for loc, sentence in problems])
     return member

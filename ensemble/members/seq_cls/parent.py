@@ -81,6 +81,17 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
             return replace(checkpoint, activation="softmax")
         return inspect_checkpoint(model, columns.labels, model.label_map, model.problem_type)
 
+    def trained_settings(self, folder: Path) -> Mapping[str, str]:
+        train = self.settings.train
+        if train is None or train.method != "head" or train.base_model is None:
+            return super().trained_settings(folder)
+        return {
+            "task_type": "pooled_cls",
+            "model_name_or_path": train.base_model,
+            "head": str(folder / "head.safetensors"),
+            "pooling_mode": train.pooling_mode,
+        }
+
     def fingerprint(self, inspected: Checkpoint, assigned: Assigned) -> Mapping[str, object]:
         fingerprint = super().fingerprint(inspected, assigned)
         if self.settings.choices is None:  # so that shards from before this key stay valid
