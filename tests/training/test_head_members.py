@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.held_out import digests_for
 from ensemble.training.child.head import train
+from ensemble.training.command import raise_unless_trained
+from ensemble.training.command import train as train_config
 from ensemble.training.layout import Part, TrainingDir
 from ensemble.training.oof import predict_held_out
 from ensemble.training.trained import with_trained
@@ -98,6 +101,26 @@ def test_a_trained_head_becomes_a_member_with_a_head_for_each_fold(trained: Proj
     (refit,) = with_trained(loaded(config(trained, predict_with="refit"))).config.models
     assert refit.model_dump()["head"] == folder.checkpoint("head", Part(None)) / "head.safetensors"
     assert not refit.all_views
+
+
+@pytest.mark.long
+def test_the_command_trains_heads_by_features_that_are_computed_once(trained: Project) -> None:
+    keys = config(trained, predict_with="refit", base_model=str(trained.folder / "base"))
+    report = train_config(loaded(keys), QuietDisplay(), owns_process=False)
+    raise_unless_trained(report)
+    folder = TrainingDir(Path("runs/first"))
+    tokens = []
+    for part in (*map(Part, range(FOLDS)), Part(None)):
+        left = folder.checkpoint("head", part)
+        tokens.append(json.loads((left / "progress.json").read_text())["tokens"])
+        assert {path.name for path in left.iterdir()} == {"head.safetensors", "progress.json"}
+    assert sorted(tokens)[:FOLDS] == [0] * FOLDS
+    assert max(tokens) > 0
+    (member,) = with_trained(loaded(keys)).config.models
+    assert member.task_type == "pooled_cls"
+    states = {path: path.stat().st_mtime_ns for path in folder.root.rglob("*.safetensors")}
+    raise_unless_trained(train_config(loaded(keys), QuietDisplay(), owns_process=False))
+    assert {path: path.stat().st_mtime_ns for path in folder.root.rglob("*.safetensors")} == states
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ from ensemble.members.huggingface.checkpoint.inspect import (
 )
 from ensemble.members.huggingface.checkpoint.labels import label_names
 from ensemble.members.huggingface.parent import TextCheckpoint
-from ensemble.members.huggingface.spec import CHILD, CLASSIFIER
+from ensemble.members.huggingface.spec import CHILD, CLASSIFIER, HEAD_FILE
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 
 # Of checkpoints that read no text.
@@ -88,7 +88,7 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
         return {
             "task_type": "pooled_cls",
             "model_name_or_path": train.base_model,
-            "head": str(folder / "head.safetensors"),
+            "head": str(folder / HEAD_FILE),
             "pooling_mode": train.pooling_mode,
         }
 

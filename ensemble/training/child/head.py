@@ -35,10 +35,9 @@ from ensemble.common.torch_errors import is_out_of_memory, one_line
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.huggingface.checkpoint.digests import tokenizer_digest, weights_digest
 from ensemble.members.huggingface.checkpoint.hub import find_file
-from ensemble.members.huggingface.spec import BACKBONE, ModelSettings
+from ensemble.members.huggingface.spec import BACKBONE, HEAD_FILE, ModelSettings
 from ensemble.members.pooled_cls.predictor import FeatureMember, PooledSpec
 
-HEAD_FILE = "head.safetensors"
 _ROWS_OF_BLOCK = 4_096
 _POLL_SECONDS = 0.5
 
