@@ -211,6 +211,7 @@ GOOD: Final[dict[str, Any]] = {
             "head_layers": ["dense", "tanh", 3],
             "head_layer_norm_eps": 1e-12,
             "head_labels": [2, "neg"],
+            "views": [{"name": "own"}, {"name": "other", "head": "other.safetensors"}],
         },
         {
             "name": "g",
