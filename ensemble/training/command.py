@@ -31,7 +31,7 @@ from ensemble.training.seal import why_to_train
 _PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
 # What {fold} is for a training on all rows.
 ALL_ROWS = "-1"
-_TRAINER = "ensemble.training.child.trainer"
+_TRAINER, _HEAD = "ensemble.training.child.trainer", "ensemble.training.child.head"
 _MICRO_BATCH = 8
 # Keys of train that change no model, or nothing beyond rounding.
 _NO_OTHER_MODEL = {"command", "base_model", "num_gpus", "predict_with", "per_device_train_batch_size"}
@@ -150,7 +150,8 @@ def _trainings(
             "fold": ALL_ROWS if part.fold is None else str(part.fold),
             "out": str(files.unfinished(model.name, part).absolute()),
         }
-        command = [*python_command(_TRAINER), str(files.spec(model.name, part).absolute())]
+        program = _HEAD if train.method == "head" else _TRAINER
+        command = [*python_command(program), str(files.spec(model.name, part).absolute())]
         if train.command is not None:
             command = [_PLACEHOLDER.sub(lambda match: values[match[1]], text) for text in train.command]  # noqa: B023
         yield Training(
@@ -164,8 +165,6 @@ def _trainings(
 
 def _made_of(config: RunConfig, model: MemberConfig, train: TrainConfig) -> dict[str, str]:
     """Return digests of what a training from a base model depends on beside its rows."""
-    if train.method == "head":
-        raise ConfigError(f"models[{config.models.index(model)}].train.method: head cannot be trained yet")
     settings = _settings(config, model)
     member = settings["member"]
     folder = find_file(str(train.base_model), "config.json", member["revision"]).parent
@@ -221,4 +220,6 @@ def _write_data(
             "train": train.model_dump(mode="json"),
             "micro_batch": min(_MICRO_BATCH, train.effective_batch_size) if size == "auto" else size,
         }
+        if train.method == "head":
+            spec["features"] = str(files.features.absolute())
         write_text(files.spec(training.model.name, training.part), json.dumps(spec))

@@ -14,10 +14,12 @@ from ensemble.common.files import file_state, sync_directory
 from ensemble.common.text import listed, shown_path
 from ensemble.config import MemberConfig
 from ensemble.members.base import OutputColumns
+from ensemble.members.huggingface.spec import HEAD_FILE
 from ensemble.members.questions import ask
 from ensemble.members.registry import member_kind
 from ensemble.training.layout import Part, TrainingDir
 from ensemble.training.records import Seal, read_record, write_record
+from ensemble.training.trained import trained_member
 
 ADAPTER = "adapter_config.json"
 _CONFIG = "config.json"
@@ -68,9 +70,10 @@ def seal_training(
         OSError: a file cannot be moved.
     """
     unfinished = trainings.unfinished(model.name, part)
-    _move_up(unfinished, _left_in(unfinished))
-    keys = member_kind(model).trained_settings(unfinished)
-    kind = member_kind(model.model_copy(update={**keys, "train": None}))
+    if not (unfinished / HEAD_FILE).is_file():
+        _move_up(unfinished, _left_in(unfinished))
+    changes = member_kind(model).trained_settings(unfinished)
+    kind = member_kind(trained_member(model, changes, columns.labels))
     question = kind.question()
     if question is not None:
         ask([question])

@@ -57,7 +57,7 @@ CAUSAL = [
 def our_gradients(spec: Mapping[str, Any], micro_batch: int, checkpointing: bool = False) -> Gradients:
     """Of one step over all rows, by the trainer's own step."""
     from ensemble.members.huggingface.training.arguments import training_arguments
-    from ensemble.training.child.loop import StepTrainer
+    from ensemble.members.huggingface.training.step_trainer import StepTrainer
     from ensemble.training.child.trainer import TrainerSpec, make_plan, prepare
 
     made = TrainerSpec(**{**spec, "micro_batch": micro_batch, "gradient_checkpointing": checkpointing})
@@ -104,7 +104,7 @@ def test_micro_batches_of_classifiers_equal_plain_rows(family: str, tmp_path: Pa
             model(input_ids=ids).logits, torch.tensor(target[None]).float()
         )
         total = total + float(weight) * loss / len(TEXTS)
-    total.backward()
+    total.backward()  # type: ignore[no-untyped-call]
     expected = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
     spec = make_spec(tmp_path / "made", base, TEXTS, TARGETS, WEIGHTS, train={"effective_batch_size": 11})
     check_all_ways(spec, expected)
@@ -133,7 +133,7 @@ def test_micro_batches_of_language_models_equal_plain_rows(family: str, tmp_path
                 scores = logits[len(prompt) - 1 : -1].log_softmax(-1)
                 likelihood = scores[torch.arange(len(ids)), torch.tensor(ids)].sum()
                 total = total - float(share * weight) * likelihood / len(TEXTS)
-    total.backward()
+    total.backward()  # type: ignore[no-untyped-call]
     expected = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
     member = {"task_type": "causal_lm", "label_tokens": LABEL_TOKENS, "text_column": None}
     member["prompt_template"] = "{{ text }} is"

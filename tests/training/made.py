@@ -48,7 +48,7 @@ def make_spec(
         kind = CausalLanguageModel(CausalSettings.model_validate(keys))
     else:
         kind = SequenceClassification(SequenceClassifierSettings.model_validate(keys))
-    rows = {"rows": np.arange(len(texts)), "targets": targets}
+    rows: dict[str, Any] = {"rows": np.arange(len(texts)), "targets": targets}
     rows["weights"] = np.ones(len(texts)) if weights is None else weights
     if groups is not None:
         rows["groups"] = np.array(groups)

@@ -1,37 +1,13 @@
-"""Plan the steps of a training: the order of rows, and the micro-batches of each step."""
+"""Order the rows of a training."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 
-from ensemble.members.huggingface.training.examples import Examples, MicroBatch, Rows
+from ensemble.members.huggingface.training.examples import Rows
 
 # Rows are sorted by length within so many steps.
-_WINDOW_STEPS = 64
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Hold the rows of each step over all epochs; ``token_budget`` is of a micro-batch, padding included."""
-
-    examples: Examples
-    steps: Sequence[Rows]
-    steps_per_epoch: int
-    token_budget: int
-
-    def micro_batches(self, rows: Rows) -> list[MicroBatch]:
-        parts = self.examples.micro_batches(rows, self.token_budget)
-        return [self.examples.batch(sequences) for sequences in parts]
-
-    def epochs(self, step: int) -> int:
-        """Return the epochs that have ended with this step; the training's end ends an epoch, too."""
-        return step // self.steps_per_epoch if step < len(self.steps) else -(-step // self.steps_per_epoch)
-
-    def ends_epoch(self, step: int) -> bool:
-        return self.epochs(step) > self.epochs(step - 1)
+_WINDOW_STEPS = 32
 
 
 def epoch_steps(lengths: Rows, batch_size: int, seed: int, epoch: int) -> list[Rows]:

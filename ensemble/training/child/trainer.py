@@ -33,9 +33,10 @@ from ensemble.members.huggingface.loading.describe import learnt_positions
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.training.arguments import is_checkpointed, step_count, training_arguments
 from ensemble.members.huggingface.training.examples import Examples, Rows
+from ensemble.members.huggingface.training.step_trainer import NotFinite, Plan, StepTrainer, check_finite
 from ensemble.members.huggingface.training.trainee import Trainee, load_trainee
-from ensemble.training.child.loop import EarlyStop, NotFinite, Progress, Saves, StepTrainer, check_finite
-from ensemble.training.child.steps import Plan, epoch_steps
+from ensemble.training.child.callbacks import EarlyStop, Progress, Saves
+from ensemble.training.child.steps import epoch_steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,8 +102,10 @@ class ClassifierExamples(Examples):
         self._activation = trainee.activation
         self._targets = torch.from_numpy(targets[:, trainee.label_order])
         self._weights = torch.from_numpy(weights)
-        trainee.base.eval()
-        self._equal_lengths = not self._tolerates_padding()
+        # bitsandbytes' layers must not be evaluated before they are trained; see ``StepTrainer.mean_loss``.
+        if getattr(trainee.base, "hf_quantizer", None) is None:
+            trainee.base.eval()
+            self._equal_lengths = not self._tolerates_padding()
 
     def _tolerates_padding(self) -> bool:
         """Return whether the shortest row gets the same outputs alone and padded to the longest one's length."""

@@ -211,6 +211,9 @@ def _with_adapter(model: Any, spec: ModelSpec, lora: Mapping[str, Any], absent: 
     try:
         config = LoraConfig(**settings)
         config.base_model_name_or_path = spec.model_name_or_path
-        return get_peft_model(model, config)
+        adapted = get_peft_model(model, config)
     except (ValueError, TypeError) as error:
         raise ValueError(f"lora_config: {' '.join(str(error).split())}") from error
+    if isinstance(config.target_modules, set):  # so that the same training writes the same file
+        config.target_modules = sorted(config.target_modules)
+    return adapted

@@ -1,4 +1,4 @@
-"""Train by transformers' Trainer; the order of rows, the loss, the saves and the progress are ours."""
+"""Save a training, end it early, and tell its progress."""
 
 from __future__ import annotations
 
@@ -12,89 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
-from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 from ensemble.common.files import atomic_path, read_json, write_text
-from ensemble.members.huggingface.training.examples import MicroBatch, Rows
-from ensemble.training.child.steps import Plan
+from ensemble.members.huggingface.training.examples import Rows
+from ensemble.members.huggingface.training.step_trainer import NotFinite, Plan, StepTrainer, check_finite
 
 _PROGRESS_SECONDS = 1.0
-
-
-class NotFinite(Exception):
-    """Report a loss or weights that are no numbers any more, from which no step leads back."""
-
-
-class StepTrainer(Trainer):  # type: ignore[misc]
-    """Give Trainer a whole effective batch as one batch, and run its micro-batches within a step.
-
-    So Trainer never divides a loss, and its count of batches is that of steps, which a resumed training skips.
-    """
-
-    def __init__(self, model: Any, plan: Plan, arguments: TrainingArguments) -> None:
-        rows = list(range(len(plan.examples.lengths)))
-        super().__init__(
-            model=model, args=arguments, train_dataset=rows, compute_loss_func=plan.examples.loss
-        )
-        self.model_accepts_loss_kwargs = False  # the loss is not the model's
-        self._plan = plan
-        self.last_loss: float | None = None
-
-    def get_train_dataloader(self) -> Any:
-        return DataLoader(
-            self.train_dataset,
-            batch_sampler=[rows.tolist() for rows in self._plan.steps],
-            collate_fn=lambda rows: self._plan.micro_batches(np.array(rows, dtype=np.int64)),
-            generator=torch.Generator(),  # of its own: it draws nothing that the model would draw
-        )
-
-    def training_step(
-        self, model: Any, inputs: list[MicroBatch], num_items_in_batch: Any = None
-    ) -> torch.Tensor:
-        model.train()
-        rows = len(self._plan.steps[self.state.global_step])
-        total = torch.zeros((), device=self.args.device)
-        for micro_batch in inputs:
-            loss = self._loss(model, micro_batch, rows)
-            self.accelerator.backward(loss)
-            total += loss.detach()
-        self.last_loss = total.item()
-        if not math.isfinite(self.last_loss):
-            raise NotFinite(f"the loss of step {self.state.global_step + 1:,} is {self.last_loss}")
-        return total
-
-    def _loss(self, model: Any, micro_batch: MicroBatch, rows: int) -> torch.Tensor:
-        tensors = micro_batch.inputs.items()
-        inputs: dict[str, Any] = {name: tensor.to(self.args.device) for name, tensor in tensors}
-        inputs["labels"] = micro_batch.labels
-        with self._plan.examples.reading(micro_batch):
-            loss = self.compute_loss(model, inputs, num_items_in_batch=rows)
-        assert isinstance(loss, torch.Tensor)
-        return loss.to(self.args.device)
-
-    def mean_loss(self, rows: Rows) -> float:
-        """Return the mean loss of rows that are not trained on, without dropout."""
-        model = self.model_wrapped
-        model.eval()
-        with torch.no_grad():
-            parts = [self._loss(model, part, len(rows)) for part in self._plan.micro_batches(rows)]
-        return float(torch.stack(parts).sum())
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the weights of a save; those of a whole model by the names that the loaded model has."""
-        folder = Path(str(output_dir))
-        folder.mkdir(parents=True, exist_ok=True)
-        if hasattr(self.model, "peft_config"):
-            self.model.save_pretrained(folder)
-            return
-        # save_pretrained may rename weights, and what loads a save would leave out those that it does not find.
-        weights = {name: parameter.detach().contiguous() for name, parameter in self.model.named_parameters()}
-        save_file(weights, folder / "model.safetensors")
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        return 0
 
 
 class Saves(TrainerCallback):  # type: ignore[misc]
@@ -205,9 +129,12 @@ class Progress(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         now = time.monotonic()
-        if now - self._last >= _PROGRESS_SECONDS or state.global_step == len(self._plan.steps):
+        if now - self._last >= _PROGRESS_SECONDS:
             self._last = now
             self._write(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._write(state.global_step)
 
     def _write(self, step: int) -> None:
         progress = {
@@ -222,10 +149,3 @@ class Progress(TrainerCallback):  # type: ignore[misc]
             "notes": self._notes,
         }
         write_text(self._path, json.dumps(progress))
-
-
-def check_finite(model: Any, step: int) -> None:
-    """Raise NotFinite for weights that are no numbers any more: an earlier save is better than these."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and not torch.isfinite(parameter).all():
-            raise NotFinite(f"step {step:,} made weights that are not finite")

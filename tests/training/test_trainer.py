@@ -1,0 +1,478 @@
+"""The built-in training against plain torch and transformers, and against itself after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+
+from ensemble.common.protocol import ChunkDone, Predict
+from ensemble.common.python_process import python_command, python_environment
+from ensemble.data.published_table import PublishedTable
+from ensemble.members.causal_lm.predictor import CausalMember
+from ensemble.members.huggingface.training.arguments import training_arguments
+from ensemble.members.huggingface.training.step_trainer import StepTrainer
+from ensemble.training.child import trainer as module
+from ensemble.training.child.steps import epoch_steps
+from ensemble.training.child.trainer import TrainerSpec, make_plan, prepare, train
+from tests.checkpoints import make_checkpoint, make_language_model, make_texts, make_tokenizer, reference
+from tests.members.huggingface.scoring.test_compute import read_shard
+from tests.members.huggingface.scoring.test_predict import worker_spec
+from tests.training.made import LABEL_TOKENS, LABELS, make_spec, soft_targets, without_dropout
+from tests.waiting import PATIENCE_SECONDS
+from tests.worker.test_session import publish, served
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("default")]
+TEXTS = make_texts(50, seed=4, longest=30)
+TARGETS = np.eye(3)[np.random.default_rng(5).integers(0, 3, 50)]
+FAST = {"training_arguments": {"learning_rate": 3e-3}}
+LORA = {**FAST, "method": "lora", "lora_config": {"r": 4, "lora_dropout": 0.1}}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("bert"), "bert", LABELS)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As Llama-3: no pad token."""
+    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama", LABELS, pad=None)
+
+
+def run(spec: Mapping[str, Any]) -> Path:
+    train(TrainerSpec(**spec))
+    return Path(spec["out"])
+
+
+def fail(spec: Mapping[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Run what must fail, as a process does, and return the problem that it leaves."""
+    monkeypatch.setattr(sys, "argv", ["trainer", str(folder / "spec.json")])
+    with pytest.raises(SystemExit) as end:
+        module.main()
+    assert end.value.code == 1
+    problem: dict[str, str] = json.loads((Path(spec["out"]) / "problem.json").read_text(encoding="utf-8"))
+    assert "\n" not in problem["text"]
+    return problem
+
+
+def progress(out: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((out / "progress.json").read_text(encoding="utf-8"))
+    return read
+
+
+def predicted(folder: Path, texts: list[str], checkpoint: Path, **settings: Any) -> npt.NDArray[np.float64]:
+    """The probabilities that a worker of ours computes, [rows, labels]."""
+    places = publish(folder / "worker", {"text": texts})
+    code, events = served(worker_spec(checkpoint, **places, **settings), Predict(0, 0, len(texts)))
+    assert code == 0, events
+    done = next(event for event in events if isinstance(event, ChunkDone))
+    part = read_shard(folder / "worker" / "shards", done.shard)
+    return part[np.argsort(part[:, 0]), 1:]
+
+
+def files(out: Path) -> dict[str, bytes]:
+    """All that a training leaves, but how it went."""
+    return {path.name: path.read_bytes() for path in out.iterdir() if path.name != "progress.json"}
+
+
+def test_a_loop_of_plain_torch_gives_the_same_weights(tmp_path: Path) -> None:
+    base = without_dropout(make_checkpoint(tmp_path / "base", "bert", LABELS))
+    weights = np.linspace(0.3, 1.0, len(TEXTS))
+    own = {"learning_rate": 1e-3, "num_train_epochs": 3, "weight_decay": 0.1}
+    out = run(make_spec(tmp_path, base, TEXTS, TARGETS, weights, train={"training_arguments": own}))
+
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model = AutoModelForSequenceClassification.from_pretrained(base, attn_implementation="eager").train()
+    decayed: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        (others if "LayerNorm" in name or name.endswith("bias") else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+    lengths = np.array([len(tokenizer(text)["input_ids"]) for text in TEXTS])
+    steps = [rows for epoch in range(3) for rows in epoch_steps(lengths, 16, 3, epoch)]
+    for number, rows in enumerate(steps):
+        warm_up = -(-len(steps) // 20)
+        share = number / warm_up if number < warm_up else (len(steps) - number) / (len(steps) - warm_up)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * share
+        batch = tokenizer([TEXTS[row] for row in rows], padding=True, return_tensors="pt")
+        losses = torch.nn.functional.cross_entropy(
+            model(**batch).logits, torch.from_numpy(TARGETS[rows]).float(), reduction="none"
+        )
+        (losses * torch.from_numpy(weights[rows]).float()).mean().backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    got = load_file(out / "model.safetensors")
+    first = load_file(base / "model.safetensors")
+    moved = max(float(np.abs(got[name] - first[name]).max()) for name in got)
+    assert moved > 3e-3
+    for name, value in model.state_dict().items():
+        if name.endswith("key.bias"):  # it moves all scores of a row alike: its gradient is rounding alone
+            continue
+        np.testing.assert_allclose(got[name], value.numpy(), atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_classifier_learns_the_token_ids_that_predictions_see(
+    llama: Path, side: str, tmp_path: Path
+) -> None:
+    member = {
+        "text_column": None,
+        "prompt_template": "Q: {{ text }}!",
+        "max_length": 12,
+        "truncation_side": side,
+    }
+    spec = make_spec(tmp_path, llama, TEXTS, TARGETS, member=member)
+    _, _, examples, _ = prepare(TrainerSpec(**spec))
+    tokenizer = AutoTokenizer.from_pretrained(llama, truncation_side=side)
+    rows = np.arange(len(TEXTS))
+    batch = examples.batch(rows)
+    for number, text in enumerate(TEXTS):
+        length = int(batch.inputs["attention_mask"][number].sum())
+        expected = tokenizer(f"Q: {text}!", truncation=True, max_length=12)["input_ids"]
+        assert batch.inputs["input_ids"][number, :length].tolist() == expected
+    assert examples.lengths.max() == 12
+
+
+def test_a_language_model_learns_label_tokens_behind_the_prompts_of_predictions(tmp_path: Path) -> None:
+    base = make_language_model(tmp_path / "base", "llama")
+    member = {
+        **{"task_type": "causal_lm", "text_column": None, "prompt_template": "Q: {{ text }} A:"},
+        **{"label_tokens": LABEL_TOKENS, "max_length": 20},
+    }
+    spec = make_spec(tmp_path, base, TEXTS, TARGETS, member=member)
+    member_spec, _, examples, _ = prepare(TrainerSpec(**spec))
+    predictor = CausalMember(member_spec, PublishedTable(Path(spec["table"])))
+    predictor.load()
+    seen = predictor._encode(0, predictor._table.take(np.arange(len(TEXTS))), lambda: None)
+    batch = examples.batch(np.arange(len(TEXTS)))
+    for number, prompt in enumerate(seen.inputs["input_ids"]):
+        ids = predictor.label_ids(seen, number)[int(TARGETS[number].argmax())]
+        length = int(batch.inputs["attention_mask"][number].sum())
+        assert batch.inputs["input_ids"][number, :length].tolist() == [*prompt, *ids[:-1]]
+        assert int(batch.reads[number, 0]) == len(prompt) - 1
+
+
+def test_predictions_of_the_result_are_those_of_plain_transformers(llama: Path, tmp_path: Path) -> None:
+    out = run(make_spec(tmp_path, llama, TEXTS, TARGETS, train=FAST))
+    assert not (out / "saves").exists()
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    assert [config["id2label"][str(number)] for number in range(3)] == LABELS
+    expected = reference(out, TEXTS[:24])
+    assert np.abs(expected - reference(llama, TEXTS[:24])).max() > 0.05
+    got = predicted(tmp_path, TEXTS[:24], out)
+    np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+def test_an_adapter_predicts_by_plain_peft_what_it_learnt(bert: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    out = run(make_spec(tmp_path, bert, TEXTS, TARGETS, train={**LORA, "lora_config": {"lora_dropout": 0.0}}))
+    config = json.loads((out / "adapter_config.json").read_text(encoding="utf-8"))
+    assert config["base_model_name_or_path"] == str(bert)
+    assert (config["r"], config["lora_alpha"], config["task_type"]) == (16, 32, "SEQ_CLS")
+    assert "classifier" in config["modules_to_save"]
+    base = AutoModelForSequenceClassification.from_pretrained(bert, attn_implementation="eager")
+    model = PeftModel.from_pretrained(base, out).eval()
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    with torch.no_grad():
+        expected = [
+            model(**tokenizer(text, return_tensors="pt")).logits[0].softmax(-1).numpy() for text in TEXTS[:12]
+        ]
+    got = predicted(tmp_path, TEXTS[:12], bert, adapter_name_or_path=str(out))
+    np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+class StopAfter(TrainerCallback):  # type: ignore[misc]
+    """Ends the process's training behind a step, and whatever was saved stays."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if state.global_step == self._step:
+            raise KeyboardInterrupt
+
+
+def interrupted(spec: Mapping[str, Any], step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train up to a step, as a process that is killed there does."""
+    init = StepTrainer.__init__
+
+    def with_stop(self: StepTrainer, *arguments: Any) -> None:
+        init(self, *arguments)
+        self.add_callback(StopAfter(step))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepTrainer, "__init__", with_stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(spec)
+
+
+@pytest.mark.parametrize(
+    ("how", "stopping"),
+    [
+        pytest.param(FAST, {"share": 0.2, "patience": 1}, id="full"),
+        pytest.param(LORA, None, id="lora"),
+        pytest.param(LORA, {"share": 0.2, "patience": 1}, id="lora early", marks=pytest.mark.long),
+    ],
+)
+def test_a_training_goes_on_to_the_same_bits(
+    how: dict[str, Any], stopping: Any, bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {**how, "effective_batch_size": 12, "early_stopping": stopping}
+    whole = run(make_spec(tmp_path / "a", bert, TEXTS, TARGETS, train=own))
+    spec = make_spec(tmp_path / "b", bert, TEXTS, TARGETS, train=own, save_seconds=0.0)
+    out = Path(spec["out"])
+    per_epoch = -(-(40 if stopping else 50) // 12)
+    for step in (2, per_epoch, per_epoch + 2):  # in the first epoch, between the two, in the second one
+        interrupted(spec, step, monkeypatch)
+        assert [path.name for path in out.glob("saves/*/save-*")] == [f"save-{step}"]
+        assert progress(out)["steps"] == 2 * per_epoch
+    run(spec)
+    assert progress(out)["first_step"] == per_epoch + 2
+    assert files(out) == files(whole)
+
+
+def test_a_half_written_save_is_not_used(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(make_spec(tmp_path / "a", bert, TEXTS, TARGETS, train=FAST))
+    spec = make_spec(tmp_path / "b", bert, TEXTS, TARGETS, train=FAST, save_seconds=0.0)
+    interrupted(spec, 3, monkeypatch)
+    (saves,) = (Path(spec["out"]) / "saves").iterdir()
+    (saves / "checkpoint-4").mkdir()
+    (saves / "checkpoint-4" / "model.safetensors").write_bytes(b"half")
+    assert files(run(spec)) == files(whole)
+
+
+def test_saves_of_another_training_are_not_used(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = make_spec(tmp_path, bert, TEXTS, TARGETS, train=FAST, save_seconds=0.0)
+    interrupted(spec, 3, monkeypatch)
+    out = run({**spec, "optim": "sgd"})
+    assert progress(out)["first_step"] == 0
+
+
+# Ends the process by SIGKILL as soon as a file is there.
+_KILLER = """
+import os, pathlib, signal, threading, time
+out, pattern = pathlib.Path(os.environ["OUT"]), os.environ["KILL_AT"]
+def watch():
+    while True:
+        if any(out.glob(pattern)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.0005)
+threading.Thread(target=watch, daemon=True).start()
+"""
+
+
+def process(spec: Mapping[str, Any], folder: Path, kill_at: str = "") -> int:
+    """Run the trainer as the parent starts it; return how it ended."""
+    (folder / "killer").mkdir(exist_ok=True)
+    (folder / "killer" / "sitecustomize.py").write_text(textwrap.dedent(_KILLER) if kill_at else "")
+    environment = {**os.environ, **python_environment(), "OMP_NUM_THREADS": "1"}
+    environment |= {"OUT": spec["out"], "KILL_AT": kill_at}
+    environment["PYTHONPATH"] = f"{folder / 'killer'}{os.pathsep}{environment['PYTHONPATH']}"
+    done = subprocess.run(
+        [*python_command("ensemble.training.child.trainer"), str(folder / "spec.json")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr[-2000:]
+    return done.returncode
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", [FAST, LORA], ids=["full", "lora"])
+def test_a_killed_process_goes_on_to_the_same_bits(how: dict[str, Any], bert: Path, tmp_path: Path) -> None:
+    own = {**how, "effective_batch_size": 5}
+    whole = make_spec(tmp_path / "a", bert, TEXTS, TARGETS, train=own)
+    assert process(whole, tmp_path / "a") == 0
+    spec = make_spec(tmp_path / "b", bert, TEXTS, TARGETS, train=own, save_seconds=0.0)
+    kills = 0
+    # In the first epoch, while a save is written, and in the second epoch.
+    for kill_at in ("saves/*/save-3", "saves/*/checkpoint-7/optimizer.pt", "saves/*/save-13"):
+        kills += process(spec, tmp_path / "b", kill_at) != 0
+    assert kills >= 2
+    assert process(spec, tmp_path / "b") == 0
+    assert files(Path(spec["out"])) == files(Path(whole["out"]))
+
+
+def test_a_loss_that_is_no_number_ends_the_training_at_its_last_save(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"training_arguments": {"learning_rate": 1e30, "max_grad_norm": 0.0, "max_steps": 8}}
+    spec = make_spec(tmp_path, bert, TEXTS, TARGETS, train=own, save_seconds=0.0)
+    problem = fail(spec, tmp_path, monkeypatch)
+    assert problem["kind"] == "lasting"
+    assert problem["text"] == "the loss of step 3 is nan"  # the first step warms up, at a learning rate of 0
+    assert [path.name for path in Path(spec["out"]).glob("saves/*/save-*")] == ["save-2"]
+
+
+def test_rows_without_end_are_told_by_their_step(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    targets = TARGETS.copy()
+    targets[:, 0] = np.nan
+    spec = make_spec(tmp_path, bert, TEXTS, targets)
+    problem = fail(spec, tmp_path, monkeypatch)
+    assert problem == {"kind": "lasting", "text": "the loss of step 1 is nan"}
+
+
+def test_a_base_without_a_classification_head_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import ViTConfig
+
+    base = tmp_path / "base"
+    make_tokenizer(base)
+    ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(base)
+    spec = make_spec(tmp_path, base, TEXTS, TARGETS)
+    problem = fail(spec, tmp_path, monkeypatch)
+    assert problem["kind"] == "lasting"
+    assert "no classification head for ViTConfig" in problem["text"]
+
+
+def test_target_modules_that_do_not_exist(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"method": "lora", "lora_config": {"target_modules": ["q_proj"]}}
+    spec = make_spec(tmp_path, bert, TEXTS, TARGETS, train=own)
+    problem = fail(spec, tmp_path, monkeypatch)
+    assert problem["kind"] == "lasting"
+    assert problem["text"].startswith("lora_config: ")
+
+
+def test_out_of_memory_asks_for_smaller_batches() -> None:
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(1 << 50)
+    assert module._kind_of(error.value) == "memory"
+    assert module._kind_of(torch.OutOfMemoryError("CUDA out of memory")) == "memory"
+    assert module._kind_of(RuntimeError("of another sort")) == "error"
+    assert module._kind_of(OSError(28, "No space left on device")) == "lasting"
+
+
+def test_a_head_for_other_labels_is_new_and_one_for_the_same_labels_stays(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base", "bert", ["tie", "yes", "no"])
+    stored = load_file(base / "model.safetensors")["classifier.weight"]
+    spec = make_spec(tmp_path / "a", base, TEXTS, soft_targets(50, 3))
+    _, trainee, examples, _ = prepare(TrainerSpec(**spec))
+    assert trainee.model.config.id2label == {0: "tie", 1: "yes", 2: "no"}
+    np.testing.assert_array_equal(trainee.base.classifier.weight.detach(), stored)
+    first = examples.batch(np.arange(4)).labels["targets"].numpy()
+    np.testing.assert_array_equal(first, soft_targets(50, 3)[:4][:, [2, 0, 1]])
+    assert trainee.notes == []
+    spec = make_spec(tmp_path / "b", base, TEXTS, TARGETS, labels=["good", "bad", "none"])
+    _, trainee, _, _ = prepare(TrainerSpec(**spec))
+    assert trainee.model.config.label2id == {"good": 0, "bad": 1, "none": 2}
+    assert np.abs(trainee.base.classifier.weight.detach().numpy() - stored).min() > 0
+    assert "the head is new" in trainee.notes[0]
+    spec = make_spec(tmp_path / "c", base, TEXTS, np.eye(5)[np.arange(50) % 5], labels=list("abcde"))
+    out = run({**spec, "train": {**spec["train"], "training_arguments": {"max_steps": 1}}})
+    assert load_file(out / "model.safetensors")["classifier.weight"].shape == (5, 64)
+
+
+@pytest.mark.parametrize("problem_type", ["multi_label_classification", "regression", None])
+def test_losses_are_those_of_transformers_heads(problem_type: str | None, tmp_path: Path) -> None:
+    base = without_dropout(make_checkpoint(tmp_path / "base", "bert", LABELS))
+    targets = np.random.default_rng(1).random((50, 3)) if problem_type else TARGETS
+    member = {"problem_type": problem_type}
+    spec = make_spec(tmp_path, base, TEXTS, targets, member=member)
+    _, trainee, examples, _ = prepare(TrainerSpec(**spec))
+    assert trainee.model.config.problem_type == (problem_type or "single_label_classification")
+    batch = examples.batch(np.arange(7))
+    labels = (
+        torch.from_numpy(targets[:7]).float() if problem_type else torch.from_numpy(targets[:7].argmax(1))
+    )
+    with torch.no_grad(), examples.reading(batch):
+        outputs = trainee.model(**batch.inputs, labels=labels)
+        assert abs(float(examples.loss(outputs, batch.labels, 7) - outputs.loss)) < 1e-6
+
+
+def test_early_stopping_looks_at_whole_groups_that_are_not_trained_on(bert: Path, tmp_path: Path) -> None:
+    groups = [row // 5 for row in range(len(TEXTS))]
+    own = {
+        "early_stopping": {"share": 0.2, "patience": 1},
+        "training_arguments": {"learning_rate": 0.0, "num_train_epochs": 9},
+    }
+    spec = make_spec(tmp_path, bert, TEXTS, TARGETS, train=own, groups=groups)
+    made = TrainerSpec(**spec)
+    with np.load(made.rows) as data:
+        held_rows, rows = module._divide(made, data, 0.2)
+    assert len(held_rows) == 10
+    assert {groups[row] for row in held_rows}.isdisjoint(groups[row] for row in rows)
+    out = run(spec)  # whose loss never falls: the first epoch is the best
+    assert progress(out)["step"] == 2 * 3
+    before, after = (load_file(folder / "model.safetensors") for folder in (bert, out))
+    assert all((before[name] == after[name]).all() for name in before)
+
+
+def test_a_result_has_the_type_of_its_base(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base", "llama", LABELS, dtype="bfloat16")
+    spec = make_spec(tmp_path, base, TEXTS, TARGETS, train={"training_arguments": {"max_steps": 2}})
+    _, trainee, _, _ = prepare(TrainerSpec(**spec))
+    assert {parameter.dtype for parameter in trainee.model.parameters()} == {torch.float32}
+    out = run(spec)
+    assert json.loads((out / "config.json").read_text(encoding="utf-8"))["dtype"] == "bfloat16"
+
+
+@pytest.mark.long
+def test_four_bit_weights_carry_an_adapter(llama: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    spec = make_spec(
+        tmp_path, llama, TEXTS, TARGETS, train={**FAST, "method": "qlora"}, gradient_checkpointing=True
+    )
+    _, trainee, _, _ = prepare(TrainerSpec(**spec))
+    assert trainee.base.config.quantization_config.bnb_4bit_quant_type == "nf4"
+    out = run(spec)
+    assert "base_model.model.score.weight" in load_file(out / "adapter_model.safetensors")
+
+
+def test_an_adapter_carries_what_its_base_lacks(tmp_path: Path) -> None:
+    from transformers import DistilBertConfig, DistilBertForMaskedLM
+
+    base = tmp_path / "base"
+    tokenizer = make_tokenizer(base, kind="encoder")
+    config = DistilBertConfig(vocab_size=len(tokenizer), dim=64, hidden_dim=96, n_layers=1, n_heads=4)
+    DistilBertForMaskedLM(config).save_pretrained(base)
+    out = run(
+        make_spec(tmp_path, base, TEXTS, TARGETS, train={**LORA, "training_arguments": {"max_steps": 1}})
+    )
+    names = load_file(out / "adapter_model.safetensors")
+    assert {"base_model.model.pre_classifier.weight", "base_model.model.classifier.bias"} <= names.keys()
+
+
+def test_at_least_96_percent_of_tokens_are_real(bert: Path, tmp_path: Path) -> None:
+    texts = make_texts(1500, seed=9, longest=90)
+    targets = np.eye(3)[np.arange(1500) % 3]
+    spec = TrainerSpec(**{**make_spec(tmp_path, bert, texts, targets), "micro_batch": 8})
+    _, trainee, examples, _ = prepare(spec)
+    plan = make_plan(spec, examples, np.arange(1500))
+    counts = np.array([examples.tokens(rows, plan.token_budget) for rows in plan.steps])
+    tokens, padded_tokens = counts.sum(axis=0)
+    assert tokens == 2 * examples.lengths.sum()
+    assert tokens >= 0.96 * padded_tokens
+    # Each epoch has each row once, in an order of its own.
+    epochs = [
+        np.concatenate(plan.steps[start : start + plan.steps_per_epoch])
+        for start in (0, plan.steps_per_epoch)
+    ]
+    assert all(sorted(rows.tolist()) == list(range(1500)) for rows in epochs)
+    assert (epochs[0] != epochs[1]).mean() > 0.9
+    arguments = training_arguments({}, "full", "adamw_torch", "", tmp_path, len(plan.steps), 0)
+    assert len(StepTrainer(trainee.model, plan, arguments).get_train_dataloader()) == len(plan.steps)
