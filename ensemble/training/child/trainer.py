@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import sys
 import traceback
@@ -26,8 +27,10 @@ from ensemble.common.digests import digest_of
 from ensemble.common.errors import EnsembleError
 from ensemble.common.files import write_text
 from ensemble.common.protocol import CommonSpec
+from ensemble.common.python_process import die_with_parent
 from ensemble.common.torch_errors import Verdict, classify, is_out_of_memory, one_line
 from ensemble.data.published_table import PublishedTable
+from ensemble.members.huggingface.checkpoint.adapter_files import LABELS
 from ensemble.members.huggingface.loading.describe import learnt_positions
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.training.arguments import is_checkpointed, step_count, training_arguments
@@ -66,6 +69,8 @@ class TrainerSpec:
 
 
 def main() -> None:
+    """Train by the spec in the file that is the argument."""
+    die_with_parent(os.getppid())
     content = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     spec = TrainerSpec(**{**content, "labels": tuple(content["labels"])})
     problem = Path(spec.out) / "problem.json"
@@ -128,6 +133,8 @@ def train(spec: TrainerSpec) -> None:
         early_stop.take_best(trainee.model)
     if trainee.model is trainee.base:
         trainee.base.to(trainee.dtype)  # as the base is stored
+    elif trainee.label_names:  # which peft does not store
+        write_text(out / LABELS, json.dumps(trainee.label_names))
     trainee.model.save_pretrained(out)
     load_tokenizer(member_spec).save_pretrained(out)  # a fresh one: calls leave their settings in a tokenizer
     shutil.rmtree(out / "saves")

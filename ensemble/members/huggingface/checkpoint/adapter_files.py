@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from ensemble.members.huggingface.checkpoint.weight_files import Tensor, pickle_
 
 WEIGHTS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
+# The labels of the head's outputs, a JSON list, which our trainings leave; peft stores no names.
+LABELS = "labels.json"
 # Adapters that need peft's own forward pass or choose among several adapters (peft.utils.PeftType); others change
 # the base's layers in place, as the worker needs it.
 _UNSUPPORTED_TYPES = (
@@ -36,6 +39,7 @@ class Adapter:
         brings_head: None where its weights are not known yet (on the hub, pickled).
         head_rows: the labels of its head; None: it has no head, or its weights are not known yet.
         shapes: of its tensors, by their names within the base; empty where they are not known yet.
+        label_names: of its head's outputs; empty: not stored.
     """
 
     name: str
@@ -44,6 +48,7 @@ class Adapter:
     brings_head: bool | None
     head_rows: int | None
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
+    label_names: tuple[str, ...] = ()
 
 
 def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
@@ -87,7 +92,23 @@ def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
     shapes = {tensor.name.removeprefix("base_model.model."): tensor.shape for tensor in tensors}
     base = config.get("base_model_name_or_path")
     brings_head = any(map(is_head, shapes)) if shapes else None
-    return Adapter(name_or_path, str(base) if base else None, config, brings_head, _head_rows(shapes), shapes)
+    return Adapter(
+        name=name_or_path,
+        base=str(base) if base else None,
+        config=config,
+        brings_head=brings_head,
+        head_rows=_head_rows(shapes),
+        shapes=shapes,
+        label_names=_label_names(path.with_name(LABELS)),
+    )
+
+
+def _label_names(path: Path) -> tuple[str, ...]:
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ()
+    return tuple(map(str, names)) if isinstance(names, list) else ()
 
 
 def widest_lora(folder: Path) -> tuple[int, int]:

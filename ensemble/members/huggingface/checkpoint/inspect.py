@@ -239,6 +239,9 @@ def inspect_checkpoint(
     first, rows = next(iter(rows_of_heads.items()))
     if rows != len(names):
         names, where = [f"LABEL_{index}" for index in range(rows)], first
+    of_heads = {adapter.label_names for adapter in files.adapters if adapter is not None}
+    if not uses_own_head and len(of_heads) == 1 and len(next(iter(of_heads))) == rows:
+        names, where = list(next(iter(of_heads))), first
     activation = activation_of(problem_type or config.get("problem_type"), len(names))
     if encoder is not None:
         warnings += encoder.warnings

@@ -48,6 +48,7 @@ class Trainee:
         dtype: of the base's weights as they are stored, which a whole model is saved in.
         precision: the mixed precision of the training, "bf16" or "fp16"; empty: none.
         label_order: for each of the head's outputs, the number of the config's label.
+        label_names: of the head's outputs; empty: it has no head for labels.
         notes: sentences for the user.
     """
 
@@ -57,6 +58,7 @@ class Trainee:
     precision: str
     activation: Activation
     label_order: list[int]
+    label_names: list[str]
     notes: list[str]
 
 
@@ -98,6 +100,7 @@ def load_trainee(
         )
     if is_new_head:
         _reset_head(model, len(label_order))
+    label_names = [spec.labels[number] for number in label_order] if spec.auto_class == CLASSIFIER else []
     for part in (model.config, model.config.get_text_config()):
         part.use_cache = False
         if hasattr(part, "reference_compile"):  # ModernBERT compiles itself if Triton is installed
@@ -114,7 +117,9 @@ def load_trainee(
     for parameter in trained.parameters():
         if parameter.requires_grad:  # the optimizer adds small steps, which half precision would round away
             parameter.data = parameter.data.float()
-    return Trainee(trained, model, stored_dtype, _precision(half, is_mixed), activation, label_order, notes)
+    return Trainee(
+        trained, model, stored_dtype, _precision(half, is_mixed), activation, label_order, label_names, notes
+    )
 
 
 def _precision(half: str, is_mixed: bool) -> str:
