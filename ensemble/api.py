@@ -97,19 +97,24 @@ def run(
 
         After ``TimeLimitReached`` ensemble and submission are complete, and ``open_run`` opens them.
     """
-    loaded = _load(config, overrides)
+    loaded = _load_as_written(config, overrides)
     other = _optional_path(reuse)
     with _exclusive_run(loaded, quiet) as stream:
         from ensemble.cli.progress import choose_display, log_shown
         from ensemble.cli.result_objects import Run
+        from ensemble.common.clock import boot_seconds
         from ensemble.pipeline.ending import raise_unless_complete
         from ensemble.pipeline.remote import copy_results
         from ensemble.pipeline.run import run as run_config
+        from ensemble.training.command import train_for_run
 
         display = choose_display(stream)
+        began = boot_seconds() - _elapsed_seconds()
         with log_shown(display) if verbose else contextlib.nullcontext():
+            loaded = train_for_run(loaded, display, began, owns_process=_is_command)
+            elapsed_seconds = boot_seconds() - began
             report = run_config(
-                loaded, display, fresh, _elapsed_seconds(), owns_process=_is_command, reuse=other
+                loaded, display, fresh, elapsed_seconds, owns_process=_is_command, reuse=other
             )
         show("summary", report, stream)
         addresses = copy_results(loaded, report)
@@ -141,14 +146,20 @@ def train(
     loaded = _load_as_written(config, overrides)
     with _exclusive_run(loaded, quiet) as stream:
         from ensemble.cli.progress import choose_display, log_shown
+        from ensemble.common.clock import boot_seconds
         from ensemble.training.command import raise_unless_trained
         from ensemble.training.command import train as train_config
+        from ensemble.training.oof import predict_held_out
+        from ensemble.training.trained import is_trained
 
         display = choose_display(stream)
         with log_shown(display) if verbose else contextlib.nullcontext():
             result = train_config(loaded, display, fold, fresh, owns_process=_is_command)
-        show("training", result, stream)
-        raise_unless_trained(result)
+            show("training", result, stream)
+            raise_unless_trained(result)
+            if is_trained(loaded):
+                report = predict_held_out(loaded, display, boot_seconds(), owns_process=_is_command)
+                show("out_of_fold", report, stream)
     return result
 
 
@@ -564,24 +575,29 @@ def _preview(
     overrides: Overrides | None,
     predictions_in: Path | None = None,
 ) -> Preview:
-    loaded = _load(config, overrides, may_lack_trainings=True)
+    loaded = _load_as_written(config, overrides)
     with redacted_errors(loaded.redactor):
         from ensemble.cli.result_objects import Preview
         from ensemble.pipeline.prepare import prepare
+        from ensemble.training.command import check_trainings
+        from ensemble.training.trained import with_trained
 
-        return Preview(view, prepare(loaded, view == "validate", predictions_in))
+        warnings = check_trainings(loaded)
+        prepared = prepare(with_trained(loaded, may_lack=True), view == "validate", predictions_in)
+        return Preview(view, replace(prepared, warnings=(*warnings, *prepared.warnings)))
 
 
-def _load(config: object, overrides: Overrides | None, may_lack_trainings: bool = False) -> LoadedConfig:
-    """Load a config, with an ordinary member in place of each one that has been trained.
+def _load(config: object, overrides: Overrides | None) -> LoadedConfig:
+    """Load a config, with an ordinary member in place of each one that is trained.
 
-    A member that has not been trained is a problem, or stays as it is (``may_lack_trainings``).
+    Raises:
+        ConfigError: a member is not trained yet.
     """
     loaded = _load_as_written(config, overrides)
     with imports(), redacted_errors(loaded.redactor):
         from ensemble.training.trained import with_trained
 
-        return with_trained(loaded, may_lack=may_lack_trainings)
+        return with_trained(loaded)
 
 
 def _load_as_written(config: object, overrides: Overrides | None) -> LoadedConfig:

@@ -64,6 +64,7 @@ class LoadedConfig:
         copies: of the objects that the config names by their addresses; ``config`` names the copies.
         submission_address: where the submission is copied to at the end; None: nowhere.
         trained: by name, members of ``config`` that a training has made.
+        untrained: by name, why other members of ``config`` could not be trained.
     """
 
     config: RunConfig
@@ -76,6 +77,7 @@ class LoadedConfig:
     copies: tuple[Copy, ...] = ()
     submission_address: str | None = None
     trained: Mapping[str, TrainedMember] = field(default_factory=dict)
+    untrained: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def paths(self) -> tuple[Path, ...]:

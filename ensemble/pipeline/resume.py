@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.common.digests import FileDigest, FileDigests
+from ensemble.common.digests import FileDigest, FileDigests, digest_of
 from ensemble.common.errors import CheckpointError, ConfigError, DataError, MergeError
 from ensemble.common.files import changed_files, changed_text, read_json, write_text
 from ensemble.common.shards import (
@@ -182,6 +182,10 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
 def _work_of_member(prepared: Prepared, rundir: RunDir, member: MemberPlan, files: FileDigests) -> MemberWork:
     """Return the work of a member and of its views, from files with the member's name."""
     table, name, model = prepared.table, member.name, member.model
+    if name in prepared.loaded.untrained:  # nothing can be its work
+        nothing = Fingerprint(settings=digest_of("untrained"), content={}, rows=digest_of(table.rows))
+        folder = rundir.shards_dir(name, nothing.digest)
+        return MemberWork(name, nothing, folder, is_done=np.zeros(table.rows, dtype=np.bool_))
     keeps_bad_rows = prepared.config.on_bad_row == "uniform"
     fingerprint = member_fingerprint(prepared, member, files)
     of_views = view_fingerprints(prepared, member, files)

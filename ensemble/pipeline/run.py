@@ -272,6 +272,10 @@ class _Run(RunState):
         members = tuple(self._what_is_left(member) for member in plan.members)
         self.prepared = replace(self.prepared, plan=replace(plan, members=members))
         self.members = [self._new_state(member, self.works[member.name]) for member in members]
+        for state in self.members:
+            why_untrained = self.prepared.loaded.untrained.get(state.plan.name)
+            if why_untrained is not None:
+                state.fail(Failure(state.plan.name, why_untrained))
 
     def _new_state(self, member: MemberPlan, work: MemberWork) -> MemberState:
         return MemberState(member, work.noted_bad_rows, self._watch, kept_batches(work.shards_dir))

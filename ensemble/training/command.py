@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ensemble.common.digests import FileDigests, digest_of
@@ -22,17 +23,21 @@ from ensemble.members.registry import member_kind
 from ensemble.pipeline.run import Display
 from ensemble.pipeline.run_dir import RunDir, hold, logging_to
 from ensemble.pipeline.signals import Signals, heed_signals
+from ensemble.training.check import training_problems
 from ensemble.training.data import TrainingData, read_training_data
 from ensemble.training.jobs import Training, TrainingRun
 from ensemble.training.layout import Part, TrainingDir
 from ensemble.training.records import TrainingReport
 from ensemble.training.seal import why_to_train
+from ensemble.training.trained import missing_parts, with_trained
 
 _PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
 # What {fold} is for a training on all rows.
 ALL_ROWS = "-1"
 _TRAINER, _HEAD = "ensemble.training.child.trainer", "ensemble.training.child.head"
 _MICRO_BATCH = 8
+# Of a run's time limit, the part that is kept for predictions and for writing.
+_PREDICTING_SHARE = 0.2
 # Keys of train that change no model, or nothing beyond rounding.
 _NO_OTHER_MODEL = {"command", "base_model", "num_gpus", "predict_with", "per_device_train_batch_size"}
 # The same of the settings of a member's workers.
@@ -49,14 +54,16 @@ def train(
     fold: int | None = None,
     fresh: bool = False,
     owns_process: bool = True,
+    ends_at: float | None = None,
 ) -> TrainingReport:
     """Train the members of a config; what an earlier command has trained of the same is kept.
 
-    If the report has ``failures``, these members lack trainings; all others are complete.
+    Members with a ``failure`` in the report lack trainings; all others are complete, unless the time was over.
 
     Args:
         fold: only this one, of all members; None: all.
         fresh: train anew what is trained already.
+        ends_at: when all must have stopped, by ``boot_seconds``; None: no limit.
 
     Raises:
         EnsembleError: of exit code 2 before anything is written, 3 if the directory is in use, 1 if the disk is
@@ -66,6 +73,8 @@ def train(
     config = loaded.config
     if not config.trained_members:
         raise ConfigError("models: no member has train, so that there is nothing to train; give it to one")
+    for warning in check_trainings(loaded):
+        display.say(warning)
     data = read_training_data(loaded)
     if fold is not None and not 0 <= fold < data.splits:
         raise ConfigError(f"--fold: the folds are 0 to {data.splits - 1}, not {fold}")
@@ -80,7 +89,7 @@ def train(
         with hold(rundir), heed_signals(owns_process) as signals:
             files.train_log.parent.mkdir(parents=True, exist_ok=True)
             with logging_to(files.train_log, loaded.redactor):
-                return _train(loaded, display, signals, data, fold, fresh)
+                return _train(loaded, display, signals, data, fold, fresh, ends_at)
     except OSError as error:  # from anything but writing a file, such as making a folder
         if error.filename is None:
             raise EnsembleError(
@@ -89,6 +98,53 @@ def train(
         raise WriteError(
             f"cannot write to {error.filename} ({error.strerror}); free it or change output_dir"
         ) from error
+
+
+def train_for_run(
+    loaded: LoadedConfig, display: Display, began: float, owns_process: bool = True
+) -> LoadedConfig:
+    """Train what a run lacks, and return its config with ordinary members in place of those that are trained.
+
+    A member that fails, or for which there is no time, is in ``untrained``: it fails in the run, too.
+
+    Args:
+        began: when the run began, by ``boot_seconds``: ``time_limit`` is for trainings and predictions together.
+
+    Raises:
+        MembersFailed: a member failed, and neither on_member_failure nor a time limit asks for results without it.
+        EnsembleError: as for ``train``.
+    """
+    config = loaded.config
+    if not config.trained_members:
+        return loaded
+    ends_at = None
+    if config.time_limit is not None:
+        ends_at = began + (1.0 - _PREDICTING_SHARE) * config.time_limit
+    report = train(loaded, display, owns_process=owns_process, ends_at=ends_at)
+    if config.on_member_failure == "fail" and ends_at is None:
+        raise_unless_trained(report)
+    failures = {member.name: member.failure for member in report.members}
+    untrained = {}
+    for model in config.trained_members:
+        missing = ", ".join(part.text for part in missing_parts(loaded, model))
+        if missing:
+            untrained[model.name] = failures.get(model.name) or f"there was no time to train {missing}"
+            display.say(f"{model.name} is left out: {untrained[model.name]}")
+    return replace(with_trained(loaded, may_lack=True), untrained=untrained)
+
+
+def check_trainings(loaded: LoadedConfig) -> list[str]:
+    """Check all that shows before a training begins, and return warnings.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    if not loaded.config.trained_members:
+        return []
+    problems, warnings = training_problems(loaded)
+    if problems:
+        raise ConfigError(problems)
+    return warnings
 
 
 def raise_unless_trained(report: TrainingReport) -> None:
@@ -107,37 +163,40 @@ def _train(
     data: TrainingData,
     fold: int | None,
     fresh: bool,
+    ends_at: float | None,
 ) -> TrainingReport:
     """Sort out what is trained already, write the tables of the other trainings, and run these."""
     config, files = loaded.config, TrainingDir(loaded.config.output_dir)
     kept: list[Training] = []
     lacking: list[Training] = []
     for model in config.trained_members:
-        for training in _trainings(config, files, data, model, fold):
-            reason: str | None = ""
-            if fresh:
+        for training in _trainings(config, files, data, model):
+            is_asked = fold is None or training.part.fold == fold
+            reason = why_to_train(files, model.name, training.part, training.made_of)
+            if reason or (fresh and is_asked):  # never beside a fold of another division
                 files.remove(model.name, training.part)
-            else:
-                reason = why_to_train(files, model.name, training.part, training.made_of)
-            (kept if reason is None else lacking).append(training)
             if reason:
                 display.say(f"{model.name}: {training.part.text} is trained anew: {reason}")
+            if reason is None and not (fresh and is_asked):
+                kept.append(training)
+            elif is_asked:
+                lacking.append(training)
         names = [training.part.text for training in kept if training.model is model]
         if names:
             display.say(f"{model.name}: trained already: {listed(names, 10, str)}")
     data.write_folds(files.folds)
     _write_data(config, files, data, lacking)
-    return TrainingRun(loaded, [*kept, *lacking], lacking, display, signals, data.file_states).run()
+    return TrainingRun(loaded, [*kept, *lacking], lacking, display, signals, data.file_states, ends_at).run()
 
 
 def _trainings(
-    config: RunConfig, files: TrainingDir, data: TrainingData, model: MemberConfig, fold: int | None
+    config: RunConfig, files: TrainingDir, data: TrainingData, model: MemberConfig
 ) -> Iterator[Training]:
     """Yield a member's trainings, with the commands that do them."""
     train = model.training
     assert train is not None
-    parts = [Part(number) for number in range(data.splits)] if fold is None else [Part(fold)]
-    if fold is None and train.predict_with == "refit":
+    parts = [Part(number) for number in range(data.splits)]
+    if train.predict_with == "refit":
         parts.append(Part(None))
     made_of = {"seed": str(config.seed)}
     if train.command is not None:

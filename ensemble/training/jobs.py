@@ -27,7 +27,6 @@ from ensemble.planning.chunks import Chunk
 from ensemble.planning.placement import chosen_devices
 from ensemble.planning.plan import MemberPlan
 from ensemble.planning.trainings import plan_trainings
-from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.launchers.base import WorkerStart
 from ensemble.scheduling.launchers.local import LocalLauncher
@@ -35,6 +34,7 @@ from ensemble.scheduling.records import Failure
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
 from ensemble.scheduling.state import MemberState
+from ensemble.training.deadline import TrainingDeadline
 from ensemble.training.layout import Part, TrainingDir
 from ensemble.training.records import (
     MemberRecord,
@@ -73,7 +73,7 @@ class TrainingRun:
     Args:
         trainings: all that are asked for; those that are ``lacking`` are run.
         watched: the states of the tables, which should not change meanwhile, by absolute path.
-        deadline: when all must have stopped; None: no limit.
+        ends_at: when all must have stopped, by ``boot_seconds``; None: no limit.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class TrainingRun:
         display: Display,
         signals: Signals,
         watched: Mapping[str, FileState],
-        deadline: Deadline | None = None,
+        ends_at: float | None = None,
     ) -> None:
         self._loaded = loaded
         self._config = loaded.config
@@ -97,7 +97,7 @@ class TrainingRun:
         self.say = display.say
         self._signals = signals
         self._watched = watched
-        self._deadline = deadline
+        self._ends_at = ends_at
         self._watch = Watch(MAX_TURN_SECONDS)
         self._launcher = LocalLauncher({})
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="sealing")
@@ -128,7 +128,11 @@ class TrainingRun:
             self._gpus, workers_per_gpu, config.release_timeout, self._launcher, self.say, self._watch
         )
         rules = Rules(config.retries, "fail", config.hang_timeout, False, workers_per_gpu, config.devices)
-        scheduler = Scheduler(self._states, pool, self._launcher, self, rules, self._watch, self._deadline)
+        deadline = None
+        if self._ends_at is not None:
+            workers = max(1, len(self._gpus) * workers_per_gpu)
+            deadline = TrainingDeadline(self._ends_at, workers, boot_seconds)
+        scheduler = Scheduler(self._states, pool, self._launcher, self, rules, self._watch, deadline)
         report = self._report("interrupted")
         try:
             with self._signals.postponed():

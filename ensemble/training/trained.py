@@ -48,6 +48,11 @@ def with_trained(loaded: LoadedConfig, *, may_lack: bool = False, by_fold: bool 
     return replace(loaded, config=loaded.config.model_copy(update={"models": tuple(models)}), trained=trained)
 
 
+def is_trained(loaded: LoadedConfig) -> bool:
+    """Return whether all trainings have ended."""
+    return not any(missing_parts(loaded, model) for model in loaded.config.trained_members)
+
+
 def missing_parts(loaded: LoadedConfig, model: MemberConfig) -> list[Part]:
     """Return the trainings of a member that have not ended yet; at least the first fold before any has begun."""
     folder, training = TrainingDir(loaded.config.output_dir), loaded.config.training
