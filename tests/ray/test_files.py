@@ -202,6 +202,7 @@ def write_members_of_every_kind(project: Project) -> list[dict[str, Any]]:
         {
             **{"name": "pooled", "task_type": "pooled_cls", "model_name_or_path": "models/backbone"},
             **{"head": "models/head.safetensors", "pooling_mode": "mean"},
+            "views": [{"name": "own"}, {"name": "other", "model_name_or_path": "models/gemma"}],
             **text,
         },
         {
