@@ -128,7 +128,7 @@ def test_views_of_the_member_have_their_part_in_it_and_fit_takes_it(trained: Pro
     finish(keys, adapters)
     second = dict(keys["models"][0], name="second")
     del second["views"]
-    keys["models"] = [{**keys["models"][0], "weight": 0.0}, second]
+    keys |= {"models": [{**keys["models"][0], "weight": 0.0}, second], "report": True}
     shutil.copytree(
         trained.folder / "runs/first/training/models/lora",
         trained.folder / "runs/first/training/models/second",
@@ -150,6 +150,16 @@ def test_views_of_the_member_have_their_part_in_it_and_fit_takes_it(trained: Pro
     trained.write_config(keys)
     done = trained.ensemble("run", "config.yaml", "weights.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
+
+    # A run over the training table has these numbers, too, and is fitted by its config.
+    data = {"path": "train.csv", "label_column": "label"}
+    del keys["models"][0]["weight"], keys["models"][0]["views"][1]["when"]
+    trained_run(trained, {**keys, "data": data})
+    assert computed(trained) == 0
+    np.testing.assert_allclose(rows_of(trained, "runs/first/predictions/lora.csv"), mean, atol=2e-5)
+    done = trained.ensemble("fit", "config.yaml", "--folds", "3", "-o", "again.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (trained.folder / "runs/first/training/oof/report.html").stat().st_size > 10_000
 
 
 @pytest.mark.long
