@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ensemble.common.clock import Watch, boot_seconds
 from ensemble.common.errors import CheckpointError, DeviceError, MergeError, WriteError
@@ -40,6 +40,7 @@ from ensemble.training.records import (
     MemberRecord,
     PartRecord,
     Seal,
+    Status,
     TrainingReport,
     read_record,
     write_record,
@@ -133,22 +134,18 @@ class TrainingRun:
             workers = max(1, len(self._gpus) * workers_per_gpu)
             deadline = TrainingDeadline(self._ends_at, workers, boot_seconds)
         scheduler = Scheduler(self._states, pool, self._launcher, self, rules, self._watch, deadline)
-        report = self._report("interrupted")
+        status: Status = "interrupted"
         try:
             with self._signals.postponed():
                 scheduler.run()
             self._signals.check()
-            status: Literal["complete", "failed", "time_limit"] = "complete"
+            status = "complete" if all(state.finished for state in self._states) else "time_limit"
             if any(state.failure is not None for state in self._states):
                 status = "failed"
-            elif not all(state.finished for state in self._states):
-                status = "time_limit"
-            report = self._report(status)
         finally:
             self._display.stop()
             self._sealer.shutdown()  # what has begun is completed
-            if report.status == "interrupted":
-                report = self._report("interrupted")
+            report = self._report(status)
             with contextlib.suppress(WriteError):
                 write_record(self._files.records, report)
         return report
@@ -162,9 +159,7 @@ class TrainingRun:
             raise DeviceError(machine.mask_problem)
         return tuple(gpu for gpu in chosen_devices(machine.gpus, self._config.devices) if not gpu.is_held)
 
-    def _report(
-        self, status: Literal["running", "complete", "time_limit", "failed", "interrupted"]
-    ) -> TrainingReport:
+    def _report(self, status: Status) -> TrainingReport:
         states = {state.plan.name: state for state in self._states}
         members = []
         for name in dict.fromkeys(training.model.name for training in self._trainings):

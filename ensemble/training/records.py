@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
@@ -15,6 +15,8 @@ from ensemble.common.digests import FileDigest
 from ensemble.common.files import write_text
 from ensemble.scheduling.records import FaultRecord
 
+# ``time_limit``: some trainings could not end in time.
+Status: TypeAlias = Literal["running", "complete", "time_limit", "failed", "interrupted"]
 Document = TypeVar("Document")
 
 
@@ -69,7 +71,7 @@ class MemberRecord:
 class TrainingReport:
     """Hold the content of training.json; ``seconds`` are of this command, ``written_at`` is in UTC, as ISO 8601."""
 
-    status: Literal["running", "complete", "time_limit", "failed", "interrupted"]
+    status: Status
     seconds: float
     members: tuple[MemberRecord, ...]
     pid: int = field(default_factory=os.getpid)
