@@ -34,7 +34,13 @@ ALL_ROWS = "-1"
 _TRAINER, _HEAD = "ensemble.training.child.trainer", "ensemble.training.child.head"
 _MICRO_BATCH = 8
 # Keys of train that change no model, or nothing beyond rounding.
-_NO_OTHER_MODEL = {"command", "num_gpus", "predict_with", "per_device_train_batch_size"}
+_NO_OTHER_MODEL = {"command", "base_model", "num_gpus", "predict_with", "per_device_train_batch_size"}
+# The same of the settings of a member's workers.
+_OF_PREDICTION = frozenset(
+    "model_name_or_path revision view_adapters view_templates merge_adapter asked batch_size token_budget "
+    "device_map max_memory offload_folder expandable_segments max_split_size_mb torch_compile bytes_per_token "
+    "bytes_per_token_pair fixed_bytes width".split()
+)
 
 
 def train(
@@ -168,10 +174,11 @@ def _made_of(config: RunConfig, model: MemberConfig, train: TrainConfig) -> dict
         weights_digest(folder, member["model_kwargs"], None, member["trust_remote_code"], files),
         tokenizer_digest(folder, member["tokenizer_kwargs"], files),
     ]
+    reading = {key: value for key, value in member.items() if key not in _OF_PREDICTION}
     keys = train.model_dump(mode="json", exclude=_NO_OTHER_MODEL)
     return {
         "the base model": digest_of(base),
-        "how the member reads rows": digest_of(settings),
+        "how the member reads rows": digest_of({**settings, "member": reading}),
         **{f"train.{key}": digest_of(value) for key, value in keys.items()},
     }
 

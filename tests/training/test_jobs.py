@@ -16,7 +16,7 @@ import pytest
 
 from ensemble.training.layout import Part, TrainingDir
 from ensemble.training.records import TrainingReport, read_record
-from tests.checkpoints import make_adapter
+from tests.checkpoints import make_adapter, make_base
 from tests.faults.machine import small_disk
 from tests.nvml.sim import NvmlSim, gpu_uuid, gpus
 from tests.project import LABELS, ROOT, Project, python_path
@@ -398,3 +398,29 @@ def test_a_full_disk_is_the_commands_own_failure(trained: Trained) -> None:
         assert "fold 0: its command ended with exit code 1" in done.stderr
         assert "the disk is full" in done.stderr
         assert not trained.files.checkpoint("a", Part(0)).exists()
+
+
+@pytest.mark.long
+def test_our_own_trainer_and_a_member_whose_labels_its_base_does_not_know(
+    trained: Trained, tmp_path: Path
+) -> None:
+    train = {
+        "base_model": str(make_base(tmp_path / "base", "llama")),
+        "method": "lora",
+        "lora_config": {"target_modules": "all-linear"},
+        "training_arguments": {"num_train_epochs": 1},
+    }
+    config = trained.config(models=[{"name": "a", "train": train}], training={"folds": {"n_splits": 2}})
+    trained.write_config(config)
+    done = trained.train("--fold", "0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = trained.files.checkpoint("a", Part(0))
+    labels = json.loads((folder / "labels.json").read_text())
+    assert labels["id2label"] == {str(number): label for number, label in enumerate(LABELS)}
+    (part,) = trained.report().members[0].parts
+    assert part.progress["step"] == part.progress["steps"] > 0
+    # What only predictions take changes no training.
+    done = trained.train("--fold", "0", "--set", "models.a.batch_size=3", "--set", "models.a.max_length=127")
+    assert "fold 0 is trained anew: how the member reads rows changed since it was trained" in done.stdout
+    done = trained.train("--fold", "0", "--set", "models.a.batch_size=4", "--set", "models.a.max_length=127")
+    assert "trained already: fold 0" in done.stdout

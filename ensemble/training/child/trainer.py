@@ -28,6 +28,7 @@ from ensemble.common.files import write_text
 from ensemble.common.protocol import CommonSpec
 from ensemble.common.torch_errors import Verdict, classify, is_out_of_memory, one_line
 from ensemble.data.published_table import PublishedTable
+from ensemble.members.huggingface.checkpoint.adapter_files import LABELS_FILE
 from ensemble.members.huggingface.loading.describe import learnt_positions
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.training.arguments import is_checkpointed, step_count, training_arguments
@@ -129,6 +130,12 @@ def train(spec: TrainerSpec) -> None:
     if trainee.model is trainee.base:
         trainee.base.to(trainee.dtype)  # as the base is stored
     trainee.model.save_pretrained(out)
+    config = trainee.base.config
+    if (
+        trainee.model is not trainee.base and config.problem_type is not None
+    ):  # peft stores no names of labels
+        labels = {"id2label": config.id2label, "problem_type": config.problem_type}
+        write_text(out / LABELS_FILE, json.dumps(labels))
     load_tokenizer(member_spec).save_pretrained(out)  # a fresh one: calls leave their settings in a tokenizer
     shutil.rmtree(out / "saves")
 

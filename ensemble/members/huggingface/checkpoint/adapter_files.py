@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ensemble.common.errors import CheckpointError
+from ensemble.common.files import read_json
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor, pickle_refused, read_file
 
 WEIGHTS = "adapter_model.safetensors"
+# Our own trainings write it: ``id2label`` and ``problem_type`` of an adapter's head, as in a config.json.
+LABELS_FILE = "labels.json"
 _PICKLE = "adapter_model.bin"
 # Adapters that need peft's own forward pass or choose among several adapters (peft.utils.PeftType); others change
 # the base's layers in place, as the worker needs it.
@@ -36,6 +39,7 @@ class Adapter:
         brings_head: None where its weights are not known yet (on the hub, pickled).
         head_rows: the labels of its head; None: it has no head, or its weights are not known yet.
         shapes: of its tensors, by their names within the base; empty where they are not known yet.
+        labels: the content of its ``labels.json``; empty where there is none.
     """
 
     name: str
@@ -44,6 +48,7 @@ class Adapter:
     brings_head: bool | None
     head_rows: int | None
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
+    labels: Mapping[str, Any] = field(default_factory=dict)
 
 
 def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
@@ -87,7 +92,15 @@ def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
     shapes = {tensor.name.removeprefix("base_model.model."): tensor.shape for tensor in tensors}
     base = config.get("base_model_name_or_path")
     brings_head = any(map(is_head, shapes)) if shapes else None
-    return Adapter(name_or_path, str(base) if base else None, config, brings_head, _head_rows(shapes), shapes)
+    return Adapter(
+        name=name_or_path,
+        base=str(base) if base else None,
+        config=config,
+        brings_head=brings_head,
+        head_rows=_head_rows(shapes),
+        shapes=shapes,
+        labels=read_json(path.with_name(LABELS_FILE)),
+    )
 
 
 def widest_lora(folder: Path) -> tuple[int, int]:
