@@ -25,10 +25,18 @@ from ensemble.data.published_table import PublishedTable
 from ensemble.members.causal_lm.predictor import CausalMember
 from ensemble.members.huggingface.training.arguments import training_arguments
 from ensemble.members.huggingface.training.step_trainer import StepTrainer
+from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 from ensemble.training.child import trainer as module
 from ensemble.training.child.steps import epoch_steps
 from ensemble.training.child.trainer import TrainerSpec, make_plan, prepare, train
-from tests.checkpoints import make_checkpoint, make_language_model, make_texts, make_tokenizer, reference
+from tests.checkpoints import (
+    inspect_folder,
+    make_checkpoint,
+    make_language_model,
+    make_texts,
+    make_tokenizer,
+    reference,
+)
 from tests.members.huggingface.scoring.test_compute import read_shard
 from tests.members.huggingface.scoring.test_predict import worker_spec
 from tests.training.made import LABEL_TOKENS, LABELS, make_spec, soft_targets, without_dropout
@@ -84,6 +92,12 @@ def predicted(folder: Path, texts: list[str], checkpoint: Path, **settings: Any)
     return part[np.argsort(part[:, 0]), 1:]
 
 
+def weights_of(folder: Path) -> dict[str, npt.NDArray[np.float32]]:
+    """As transformers reads them: some releases write other names than those of the model."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    return {name: value.numpy() for name, value in model.state_dict().items()}
+
+
 def files(out: Path) -> dict[str, bytes]:
     """All that a training leaves, but how it went."""
     return {path.name: path.read_bytes() for path in out.iterdir() if path.name != "progress.json"}
@@ -118,8 +132,7 @@ def test_a_loop_of_plain_torch_gives_the_same_weights(tmp_path: Path) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    got = load_file(out / "model.safetensors")
-    first = load_file(base / "model.safetensors")
+    got, first = weights_of(out), weights_of(base)
     moved = max(float(np.abs(got[name] - first[name]).max()) for name in got)
     assert moved > 3e-3
     for name, value in model.state_dict().items():
@@ -169,13 +182,19 @@ def test_a_language_model_learns_label_tokens_behind_the_prompts_of_predictions(
         assert int(batch.reads[number, 0]) == len(prompt) - 1
 
 
-def test_predictions_of_the_result_are_those_of_plain_transformers(llama: Path, tmp_path: Path) -> None:
-    out = run(make_spec(tmp_path, llama, TEXTS, TARGETS, train=FAST))
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_predictions_of_the_result_are_those_of_plain_transformers(
+    kind: str, bert: Path, llama: Path, tmp_path: Path
+) -> None:
+    base = {"bert": bert, "llama": llama}[kind]
+    out = run(make_spec(tmp_path, base, TEXTS, TARGETS, train=FAST))
     assert not (out / "saves").exists()
     config = json.loads((out / "config.json").read_text(encoding="utf-8"))
     assert [config["id2label"][str(number)] for number in range(3)] == LABELS
+    inspected = inspect_folder(out, LABELS[::-1])
+    assert (inspected.label_order, inspected.activation) == ((2, 1, 0), "softmax")
     expected = reference(out, TEXTS[:24])
-    assert np.abs(expected - reference(llama, TEXTS[:24])).max() > 0.05
+    assert np.abs(expected - reference(base, TEXTS[:24])).max() > 0.05
     got = predicted(tmp_path, TEXTS[:24], out)
     np.testing.assert_allclose(got, expected, atol=2e-5)
 
@@ -418,7 +437,7 @@ def test_early_stopping_looks_at_whole_groups_that_are_not_trained_on(bert: Path
     assert {groups[row] for row in held_rows}.isdisjoint(groups[row] for row in rows)
     out = run(spec)  # whose loss never falls: the first epoch is the best
     assert progress(out)["step"] == 2 * 3
-    before, after = (load_file(folder / "model.safetensors") for folder in (bert, out))
+    before, after = weights_of(bert), weights_of(out)
     assert all((before[name] == after[name]).all() for name in before)
 
 
@@ -441,6 +460,16 @@ def test_four_bit_weights_carry_an_adapter(llama: Path, tmp_path: Path) -> None:
     assert trainee.base.config.quantization_config.bnb_4bit_quant_type == "nf4"
     out = run(spec)
     assert "base_model.model.score.weight" in load_file(out / "adapter_model.safetensors")
+
+
+def test_an_adapter_has_the_labels_of_its_training(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base", "llama", ["a", "b", "c"])
+    out = run(
+        make_spec(tmp_path, base, TEXTS, TARGETS, train={**LORA, "training_arguments": {"max_steps": 1}})
+    )
+    assert json.loads((out / "labels.json").read_text(encoding="utf-8")) == LABELS
+    inspected = inspect_folder(base, LABELS[::-1], adapter_name_or_path=str(out))
+    assert inspected.label_order == (2, 1, 0)
 
 
 def test_an_adapter_carries_what_its_base_lacks(tmp_path: Path) -> None:
@@ -476,3 +505,16 @@ def test_at_least_96_percent_of_tokens_are_real(bert: Path, tmp_path: Path) -> N
     assert (epochs[0] != epochs[1]).mean() > 0.9
     arguments = training_arguments({}, "full", "adamw_torch", "", tmp_path, len(plan.steps), 0)
     assert len(StepTrainer(trainee.model, plan, arguments).get_train_dataloader()) == len(plan.steps)
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"choices": "options"}, "a member with choices is trained by a command only"),
+        ({"gguf_file": "a.gguf"}, "quantized weights in a file are not trained"),
+    ],
+)
+def test_members_that_only_a_command_trains(keys: dict[str, Any], problem: str) -> None:
+    settings = {"name": "m", "text_column": "text", "train": {"base_model": "models/base"}, **keys}
+    with pytest.raises(ValueError, match=problem):
+        SequenceClassifierSettings.model_validate(settings)

@@ -165,6 +165,11 @@ class HuggingFaceSettings(MemberConfig):
             yield (self.adapter_key,), "with train the training makes the member's adapters; drop this"
         if self.train is None or self.train.command is not None:
             return
+        if self.gguf_file is not None:
+            yield (
+                ("gguf_file",),
+                "quantized weights in a file are not trained; drop it, or give train.command",
+            )
         if not self.training_methods:
             yield ("train",), "this kind of member is trained by a command only; give train.command"
         elif self.train.method not in self.training_methods:

@@ -34,6 +34,8 @@ class SequenceClassifierSettings(TextSettings):
         if self.train is not None and self.train.method == "head" and (self.choices or not is_exclusive):
             sentence = "head is a regression of labels that exclude each other; choose full or lora"
             yield ("train", "method"), sentence
+        if self.train is not None and self.train.base_model is not None and self.choices is not None:
+            yield ("train",), "a member with choices is trained by a command only; give train.command"
         if self.choices is None:
             yield from same_label_problems("label_map", self.label_map, labels)
             return

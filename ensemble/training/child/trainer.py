@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import sys
 import traceback
@@ -26,6 +27,7 @@ from ensemble.common.digests import digest_of
 from ensemble.common.errors import EnsembleError
 from ensemble.common.files import write_text
 from ensemble.common.protocol import CommonSpec
+from ensemble.common.python_process import die_with_parent
 from ensemble.common.torch_errors import Verdict, classify, is_out_of_memory, one_line
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.huggingface.checkpoint.adapter_files import LABELS_FILE
@@ -67,6 +69,8 @@ class TrainerSpec:
 
 
 def main() -> None:
+    """Train by the spec in the file that is the argument."""
+    die_with_parent(os.getppid())
     content = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     spec = TrainerSpec(**{**content, "labels": tuple(content["labels"])})
     problem = Path(spec.out) / "problem.json"
@@ -127,15 +131,13 @@ def train(spec: TrainerSpec) -> None:
         check_finite(trainee.model, trainer.state.global_step)
     if early_stop is not None:
         early_stop.take_best(trainee.model)
+    config = trainee.base.config
     if trainee.model is trainee.base:
         trainee.base.to(trainee.dtype)  # as the base is stored
-    trainee.model.save_pretrained(out)
-    config = trainee.base.config
-    if (
-        trainee.model is not trainee.base and config.problem_type is not None
-    ):  # peft stores no names of labels
+    elif config.problem_type is not None:  # peft stores no names of labels
         labels = {"id2label": config.id2label, "problem_type": config.problem_type}
         write_text(out / LABELS_FILE, json.dumps(labels))
+    trainee.model.save_pretrained(out)
     load_tokenizer(member_spec).save_pretrained(out)  # a fresh one: calls leave their settings in a tokenizer
     shutil.rmtree(out / "saves")
 

@@ -114,7 +114,15 @@ def load_trainee(
     for parameter in trained.parameters():
         if parameter.requires_grad:  # the optimizer adds small steps, which half precision would round away
             parameter.data = parameter.data.float()
-    return Trainee(trained, model, stored_dtype, _precision(half, is_mixed), activation, label_order, notes)
+    return Trainee(
+        model=trained,
+        base=model,
+        dtype=stored_dtype,
+        precision=_precision(half, is_mixed),
+        activation=activation,
+        label_order=label_order,
+        notes=notes,
+    )
 
 
 def _precision(half: str, is_mixed: bool) -> str:
