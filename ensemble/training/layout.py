@@ -91,6 +91,10 @@ class TrainingDir:
         """Return the file that says how far trainings are, and how they ended."""
         return self.root / "training.json"
 
+    def is_finished(self, member: str, part: Part) -> bool:
+        """Return whether a checkpoint is in its place with its seal, without which nothing is trusted."""
+        return self.checkpoint(member, part).is_dir() and self.seal(member, part).is_file()
+
     def trained_rows(self, member: str) -> Path:
         """Return the file with the digest and the fold of each row that the member was trained on."""
         return self.root / "models" / member / "rows.bin"

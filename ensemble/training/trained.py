@@ -61,7 +61,7 @@ def missing_parts(loaded: LoadedConfig, model: MemberConfig) -> list[Part]:
     parts = [Part(fold) for fold in range(splits)]
     if model.training is not None and model.training.predict_with == "refit":
         parts.append(Part(None))
-    return [part for part in parts if not rows.is_file() or not folder.checkpoint(model.name, part).is_dir()]
+    return [part for part in parts if not rows.is_file() or not folder.is_finished(model.name, part)]
 
 
 def _made_of_parts(

@@ -90,6 +90,7 @@ def finish(
     folder, model = TrainingDir(given.config.output_dir), given.config.models[0]
     for part in (*map(Part, range(FOLDS)), Part(None)) if parts is None else parts:
         shutil.copytree(adapters / part.name, folder.checkpoint(model.name, part))
+        folder.seal(model.name, part).write_text("{}")
     digests = read("train.csv").row_digests(("a", "b"))
     more = read("test.csv").row_digests(("a", "b"))[list(extra)]
     folds = np.concatenate([FOLD_OF_ROW, np.full(len(more), -1)])

@@ -102,7 +102,8 @@ def test_what_is_not_trained_is_named(trained: Project, adapters: Path) -> None:
     assert error.value.problems == (
         "lora: not trained yet: fold 0, fold 1, fold 2, all rows; run `ensemble train CONFIG` first",
     )
-    finish(keys, adapters, parts=[Part(0), Part(2)])
+    folder = finish(keys, adapters, parts=[Part(0), Part(1), Part(2)])
+    folder.seal("lora", Part(1)).unlink()
     assert missing_parts(loaded(keys), loaded(keys).config.models[0]) == [Part(1), Part(None)]
     (member,) = with_trained(loaded(keys), may_lack=True).config.models
     assert member.training is not None
