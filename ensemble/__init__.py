@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # for editors and type checkers; ``_NAMES`` says the same
     from ensemble.api import rehearse as rehearse
     from ensemble.api import report as report
     from ensemble.api import run as run
+    from ensemble.api import train as train
     from ensemble.api import tune as tune
     from ensemble.api import validate as validate
     from ensemble.cli.result_objects import Preview as Preview
@@ -47,9 +48,10 @@ if TYPE_CHECKING:  # for editors and type checkers; ``_NAMES`` says the same
     from ensemble.common.errors import TimeLimitReached as TimeLimitReached
     from ensemble.common.errors import WriteError as WriteError
     from ensemble.pipeline.run_report import RunReport as RunReport
+    from ensemble.training.records import TrainingReport as TrainingReport
 
 _NAMES = {
-    "ensemble.api": "compare fit merge open_run plan rehearse report run tune validate",
+    "ensemble.api": "compare fit merge open_run plan rehearse report run train tune validate",
     "ensemble.common.errors": "CheckpointError ConfigError DataError DeviceError EnsembleError Interrupted "
     "MembersFailed MergeError OutputError OutputInUse TimeLimitReached WriteError",
     "ensemble.analysis.compare": "Comparison",
@@ -59,6 +61,7 @@ _NAMES = {
     "ensemble.commands.rehearse": "Rehearsal",
     "ensemble.commands.status": "RunStatus",
     "ensemble.pipeline.run_report": "RunReport",
+    "ensemble.training.records": "TrainingReport",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_MODULES)

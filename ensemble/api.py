@@ -128,16 +128,17 @@ def train(
     quiet: bool = False,
     verbose: bool = False,
 ) -> TrainingReport:
-    """Train the models of CONFIG that have `train`, each on the rows outside each fold.
+    """Train the models of CONFIG, fold by fold.
 
-    Each training is a process of its own on its own devices. The same command again trains only what lacks.
+    Each training of a model with `train` is a process of its own on its own devices. The same command again trains
+    only what lacks.
 
     Args:
         config, overrides, quiet, verbose: as for ``run``.
         fold: Train this fold only, counted from 0 (default: all folds).
         fresh: Train again what is trained already.
     """
-    loaded = _load(config, overrides)
+    loaded = _load_as_written(config, overrides)
     with _exclusive_run(loaded, quiet) as stream:
         from ensemble.cli.progress import choose_display, log_shown
         from ensemble.training.command import raise_unless_trained
@@ -576,15 +577,22 @@ def _load(config: object, overrides: Overrides | None, may_lack_trainings: bool 
 
     A member that has not been trained is a problem, or stays as it is (``may_lack_trainings``).
     """
+    loaded = _load_as_written(config, overrides)
+    with imports(), redacted_errors(loaded.redactor):
+        from ensemble.training.trained import with_trained
+
+        return with_trained(loaded, may_lack=may_lack_trainings)
+
+
+def _load_as_written(config: object, overrides: Overrides | None) -> LoadedConfig:
+    """Load a config, in which members that are to be trained have ``train``."""
     with imports(), redacted_errors():
         from ensemble.pipeline.load import load
-        from ensemble.training.trained import with_trained
 
         loaded = load(_config_sources(config), _texts(overrides))
         if _is_command:
             guard_output(loaded.redactor)  # now that the config's own secrets are known
-        with redacted_errors(loaded.redactor):
-            return with_trained(loaded, may_lack=may_lack_trainings)
+        return loaded
 
 
 def _listed(value: object) -> Sequence[object]:

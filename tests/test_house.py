@@ -30,7 +30,7 @@ ROOMS = {
     "pipeline": {"common", "config", "data", "members", "planning", "scheduling", "merging"},
     "commands": ROAD,
     "training": ROAD | {"commands"},
-    "analysis": ROAD | {"commands"},
+    "analysis": ROAD | {"commands", "training"},
     "api": ROAD | {"commands", "analysis", "training", "cli"},
     "cli": ROAD - {"data"} | {"commands", "analysis", "training", "api"},
     "worker": {"common", "data", "predictor"},

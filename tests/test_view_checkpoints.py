@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.checkpoints import make_checkpoint, make_texts, prime
+from ensemble.members.huggingface.spec import LANGUAGE_MODEL
+from tests.checkpoints import WORDS, make_checkpoint, make_language_model, make_texts, prime, reference
+from tests.members.pooled_cls.test_pooled_cls import linear, make_backbone, save_head
+from tests.nvml.sim import Gpu, NvmlSim, gpu_uuid
 from tests.project import GEMMA_LABELS, LABELS, Project
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -24,7 +28,7 @@ def folds(project: Project) -> Project:
     columns = (project.ids, project.texts[:ROWS], project.texts[ROWS:])
     project.write_csv("test.csv", ["id", "a", "b"], [list(row) for row in zip(*columns, strict=True)])
     for number, labels in enumerate((GEMMA_LABELS, LABELS)):
-        prime(make_checkpoint(project.folder / f"fold{number}", "llama", labels, seed=number))
+        make_checkpoint(project.folder / f"fold{number}", "llama", labels, seed=number)
     return project
 
 
@@ -34,6 +38,7 @@ def run(
     command: Sequence[str] = ("run", "config.yaml"),
     code: int = 0,
     output_dir: str = "runs/first",
+    environment: Mapping[str, str] | None = None,
     **keys: Any,
 ) -> str:
     member = {
@@ -46,7 +51,7 @@ def run(
     }
     top = {"data": {"path": "test.csv"}, "models": [member], "defaults": None, "submission": None}
     project.write_config(project.config(**top, output_dir=output_dir))
-    done = project.ensemble(*command)
+    done = project.ensemble(*command, environment=environment)
     assert done.returncode == code, done.stdout + done.stderr
     return " ".join((done.stdout + done.stderr).split())
 
@@ -67,19 +72,116 @@ def rows_of_workers(project: Project) -> list[int]:
     return sorted(worker["rows"] for worker in project.run_json()["members"][0]["workers"])
 
 
-def test_each_view_has_the_predictions_of_its_checkpoint_alone(folds: Project) -> None:
+def test_views_with_a_checkpoint_share_its_worker(folds: Project) -> None:
     views: list[dict[str, Any]] = [
         {"name": "fold0"},
         {"name": "fold1", "model_name_or_path": "fold1", "weight": 3.0},
         {"name": "swapped", "swap": SWAP},
     ]
-    said = run(folds, *views)
-    assert rows_of_workers(folds) == [ROWS, 2 * ROWS], "a worker for each checkpoint, which views share"
-    for number in range(2):
-        run(folds, model_name_or_path=f"fold{number}", output_dir=f"runs/alone{number}")
-        alone = predictions(folds, run_name=f"alone{number}")
-        assert predictions(folds, f"fold{number}") == alone, said
-    run(folds, {"name": "swapped", "swap": SWAP}, output_dir="runs/swapped")
-    assert predictions(folds, "swapped") == predictions(folds, run_name="swapped")
+    run(folds, *views)
+    assert rows_of_workers(folds) == [ROWS, 2 * ROWS]
+    run(folds, model_name_or_path="fold1", output_dir="runs/alone")
+    assert predictions(folds, "fold1") == predictions(folds, run_name="alone")
     parts = [values(folds, name) for name in ("fold0", "fold1", "swapped")]
     np.testing.assert_allclose(values(folds), np.average(parts, axis=0, weights=[1, 3, 1]), atol=1e-15)
+    texts = [f"one {a} other {b}" for a, b in zip(folds.texts[:ROWS], folds.texts[ROWS:], strict=True)]
+    plain = reference(folds.folder / "fold0", texts, max_length=128)
+    plain = plain[:, [GEMMA_LABELS.index(label) for label in LABELS]]
+    np.testing.assert_allclose(parts[0], plain, atol=2e-5)
+
+
+def test_a_checkpoint_that_is_missing_or_gives_other_values_is_named_with_its_key(folds: Project) -> None:
+    validate = ("validate", "config.yaml")
+    views = [{"name": "own"}, {"name": "lost", "model_name_or_path": "fold9"}]
+    said = run(folds, *views, command=validate, code=2)
+    assert "models[0] (member): views[1].model_name_or_path: fold9: no such folder; did you mean" in said
+    views[1] = {"name": "any", "model_name_or_path": "sigmoid"}
+    make_checkpoint(folds.folder / "sigmoid", "llama", LABELS, problem_type="multi_label_classification")
+    said = run(folds, *views, command=validate, code=2)
+    assert "views[1].model_name_or_path: gives sigmoid values, others softmax, which have no mean" in said
+    said = run(folds, {"name": "a", "revision": "main"}, command=validate, code=2)
+    assert "views[0].revision (line 14): is that of the view's model_name_or_path; name it, too" in said
+    view = {"name": "hub", "model_name_or_path": "org/name"}
+    said = run(folds, view, command=validate, code=2, trust_remote_code=True)
+    assert "views[0].revision (line 13): required with trust_remote_code: true" in said
+
+
+def test_validate_and_plan_say_how_many_checkpoints_there_are(folds: Project) -> None:
+    """The memory is that of the largest."""
+    make_checkpoint(folds.folder / "wide", "llama", LABELS, width=128)
+    views = [{"name": name, "model_name_or_path": name} for name in ("fold1", "wide")]
+    assert "2 views with 2 checkpoints" in run(folds, *views, command=("validate", "config.yaml"))
+    plan = ("plan", "config.yaml", "--json")
+    sizes = {}
+    for name in ("fold1", "wide", ""):
+        run(folds, *([] if name else views), command=plan, model_name_or_path=name or "fold1")
+        done = folds.ensemble(*plan)
+        (member,) = json.loads(done.stdout)["members"]
+        sizes[name] = member["peak_bytes"]
+    assert sizes[""] == sizes["wide"] > sizes["fold1"]
+
+
+@pytest.mark.long
+def test_heads_and_language_models(folds: Project) -> None:
+    """A view's head on the member's own backbone, and on another; label tokens by two language models."""
+    pytest.importorskip("safetensors")
+    for number in range(2):
+        make_backbone(folds.folder / f"backbone{number}", "llama", seed=number)
+        save_head(folds.folder / f"head{number}.safetensors", linear(seed=number))
+        prime(make_language_model(folds.folder / f"lm{number}", "llama", seed=number), LANGUAGE_MODEL)
+    kinds: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+        "pooled": (
+            {
+                **{"task_type": "pooled_cls", "pooling_mode": "mean"},
+                **{"model_name_or_path": "backbone0", "head": "head0.safetensors"},
+            },
+            [{"head": "head1.safetensors"}, {"head": "head1.safetensors", "model_name_or_path": "backbone1"}],
+        ),
+        "causal": (
+            {
+                **{"task_type": "causal_lm", "model_name_or_path": "lm0"},
+                "label_tokens": {label: f" {word}" for label, word in zip(LABELS, WORDS, strict=False)},
+            },
+            [{"model_name_or_path": "lm1"}],
+        ),
+    }
+    for kind, (member, changes) in kinds.items():
+        views = [{"name": "own"}, *({"name": f"view{n}", **change} for n, change in enumerate(changes))]
+        run(folds, *views, output_dir=f"runs/{kind}", **member)
+        workers = folds.run_json(f"runs/{kind}")["members"][0]["workers"]
+        assert [worker["rows"] for worker in workers] == [ROWS] * len(views)
+        for view in views:
+            alone = {key: value for key, value in view.items() if key != "name"}
+            run(folds, output_dir="runs/alone", command=("run", "config.yaml", "--fresh"), **member | alone)
+            assert predictions(folds, str(view["name"]), kind) == predictions(folds, run_name="alone")
+
+
+@pytest.mark.long
+def test_rows_are_taken_over_from_a_run_of_a_checkpoint_alone(folds: Project) -> None:
+    run(folds, model_name_or_path="fold1", output_dir="runs/alone")
+    views = [{"name": "fold0"}, {"name": "fold1", "model_name_or_path": "fold1"}]
+    run(folds, *views, command=("run", "config.yaml", "--reuse", "runs/alone"))
+    assert rows_of_workers(folds) == [ROWS]
+    assert predictions(folds, "fold1") == predictions(folds, run_name="alone")
+    make_checkpoint(folds.folder / "fold1", "llama", LABELS, seed=7)
+    run(folds, *views)
+    assert rows_of_workers(folds) == [ROWS], "only the view with the checkpoint that changed"
+
+
+@pytest.mark.long
+def test_two_gpus_have_a_checkpoint_each(folds: Project, nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([Gpu(gpu_uuid(1)), Gpu(gpu_uuid(2), pci=(0, 2, 0))])
+    views = [{"name": "fold0"}, {"name": "fold1", "model_name_or_path": "fold1"}]
+    run(folds, *views)
+    expected = [predictions(folds), predictions(folds, "fold1")]
+    for limit in (None, "1h"):
+        run(
+            folds,
+            *views,
+            command=("run", "config.yaml", "--fresh", *(["--set", f"time_limit={limit}"] if limit else [])),
+            environment=nvml_sim.environment(),
+        )
+        workers = folds.run_json()["members"][0]["workers"]
+        assert [worker["rows"] for worker in workers] == [ROWS, ROWS]
+        assert len({device for worker in workers for device in worker["devices"]}) == 2
+        assert [predictions(folds), predictions(folds, "fold1")] == expected

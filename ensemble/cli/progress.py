@@ -172,7 +172,8 @@ def describe(state: MemberState, short: bool = False) -> str:
     """Return in a phrase what a member is doing."""
     phase, rows = state.phase, state.rows
     if phase in _BEFORE:
-        return _BEFORE[phase]
+        is_light = phase == "loading" and bool(state.plan.row_names)
+        return _BEFORE["starting" if is_light else phase]
     if phase == "failed":
         return "failed" if short or state.failure is None else f"failed: {state.failure.message}"
     if phase == "done" and not state.workers:

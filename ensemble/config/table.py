@@ -69,13 +69,18 @@ class DataConfig(StrictConfig):
             return
         if self.label_column is not None:
             yield ("label_columns",), "data.label_column is given as well; keep one of the two"
-        if isinstance(self.label_columns, dict):
-            columns: dict[Any, str] = self.label_columns
-            advice = ""
-        else:
-            columns = dict(enumerate(self.label_columns))
-            advice = " (of a column with another name: {column: label})"
-        problems = [*same_label_problems("label_columns", columns, labels, advice)]
-        yield from problems
-        if not problems and len(columns) < len(labels):
-            yield ("label_columns",), "has no column for some of the labels; name one for each"
+        yield from broken_label_columns(self.label_columns, labels)
+
+
+def broken_label_columns(
+    label_columns: Sequence[str] | Mapping[str, str], labels: Sequence[str]
+) -> Iterator[Problem]:
+    """Yield labels that ``label_columns`` lacks or has twice, and those that are none."""
+    columns: dict[Any, str] = dict(enumerate(label_columns))
+    advice = " (of a column with another name: {column: label})"
+    if isinstance(label_columns, Mapping):
+        columns, advice = {**label_columns}, ""
+    problems = [*same_label_problems("label_columns", columns, labels, advice)]
+    yield from problems
+    if not problems and len(columns) < len(labels):
+        yield ("label_columns",), "has no column for some of the labels; name one for each"

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from ensemble.config.document import Problem
 from ensemble.config.strict import StrictConfig
-from ensemble.config.table import DataConfig
+from ensemble.config.table import DataConfig, broken_label_columns
 from ensemble.config.values import (
     Column,
     Count,
@@ -88,6 +88,8 @@ class ExtraTable(StrictConfig):
         names = [key for key in ("label_column", "label_columns", "labels") if getattr(self, key) is not None]
         if len(names) > 1:
             yield (names[1],), f"{names[0]} is given as well; keep one of them"
+        if self.label_columns is not None:
+            yield from broken_label_columns(self.label_columns, labels)
 
 
 Extra = Annotated[tuple[ExtraTable, ...], BeforeValidator(as_tuple), MustBe("a list of tables", list)]

@@ -15,14 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.common.text import plural, were
-from ensemble.config import LoadedConfig, MemberConfig, TrainedMember
+from ensemble.config import LoadedConfig, TrainedMember
 from ensemble.data.digests import RowDigests, find_rows, with_another
 from ensemble.data.row_files import FileCells
 from ensemble.data.table import InputTable
 from ensemble.data.trained_rows import IN_ALL_FOLDS, read_trained_rows
-from ensemble.members.registry import member_kind
-from ensemble.pipeline.checks import Problems
-from ensemble.pipeline.member_views import member_views
 from ensemble.pipeline.run_dir import work_of_view
 
 # Stands for the fold of a row that no model was trained on.
@@ -41,19 +38,6 @@ class HeldOut:
 
     rows: Mapping[str, _Rows] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
-
-
-def digests_for(table: InputTable, model: MemberConfig, folder: Path) -> RowDigests:
-    """Return the digest of each row's cells that the member reads in any of its views, uint64 [rows, 2].
-
-    ``folder`` is that of the table's file, where relative names of files start.
-    """
-    kind, problems = member_kind(model), Problems()
-    views = list(member_views({model.name: kind}, problems))
-    problems.raise_any()
-    columns = dict.fromkeys(name for view in views for name in view.table_columns)
-    cells = kind.reads().files
-    return table.row_digests(tuple(columns), cells and replace(cells, folder=cells.folder or folder))
 
 
 def fold_count(path: Path) -> int:

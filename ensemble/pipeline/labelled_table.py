@@ -1,10 +1,11 @@
-"""Read tables that members learn from: the columns that they read, and what is to be learned of each row."""
+"""Read, check and copy tables that members learn from: columns that they read, and what is learned of each row."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,15 +14,20 @@ import pyarrow as pa
 from ensemble.common.errors import DataError, MergeError
 from ensemble.common.files import atomic_path
 from ensemble.common.protocol import Activation
+from ensemble.common.text import plural
 from ensemble.config import RunConfig
 from ensemble.config.table import DataConfig
+from ensemble.data.digests import find_rows, with_another
 from ensemble.data.file_rows import FileRows
 from ensemble.data.formats import column_names, copy_rows, read_contents
-from ensemble.data.input_file import Wanted
+from ensemble.data.input_file import Wanted, first_ids
 from ensemble.data.predictions_csv import guessed_id_column, read_predictions
 from ensemble.data.table import InputTable, TableNeeds, read_table
 from ensemble.merging.row_checks import RowCheck
 from ensemble.pipeline.member_views import MemberView, with_columns
+
+WEIGHT_COLUMN: Final = "weight"
+PROBABILITY_PREFIX: Final = "prob_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +103,8 @@ def read_labelled_table(
         text_columns=(),
         limit=None,
         truth_as=activation,
-        unequal_sums="; if several labels can be true at once, set problem_type: multi_label_classification",
+        unequal_sums="; set problem_type: multi_label_classification if several labels can be true at once, or "
+        "regression for numbers",
         may_lack_truth=False,
         also=also or {},
     )
@@ -134,21 +141,77 @@ def _probabilities(
 
 def write_labelled_rows(
     path: Path,
-    table: LabelledTable,
-    rows: npt.NDArray[np.int64],
-    extras: Sequence[LabelledTable],
+    tables: Sequence[LabelledTable],
     labels: Sequence[str],
-    added: Mapping[str, npt.NDArray[np.float64]],
+    rows: npt.NDArray[np.int64],
+    weights: npt.NDArray[np.float64],
 ) -> None:
-    """Write rows of a table's file, rising, with all of its columns, and in its format; then all rows of others.
+    """Write rows of the first table's file with all of its columns, and in its format; then all rows of the others.
 
     Others have the columns that both tables have, and their labels in the first table's columns; other cells are
-    empty. The columns in ``added`` come last, float64 [rows and others].
+    empty. ``added_columns`` come last.
+
+    Args:
+        rows: numbers among the rows of all tables, one after another, rising; those of the others are all there.
+        weights: of each row of all tables, [all rows].
 
     Raises:
         DataError: a cell of another table does not fit the format.
     """
-    others = [(extra.data.path, extra.rows_like(table.data, labels)) for extra in extras]
+    first, *extras = tables
+    others = [(extra.data.path, extra.rows_like(first.data, labels)) for extra in extras]
+    added = {name: values[rows] for name, values in added_columns(tables, labels, weights).items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
-        copy_rows(table.data.path, FileRows(rows, others, added), temporary)
+        copy_rows(first.data.path, FileRows(rows[rows < first.table.rows], others, added), temporary)
+
+
+def added_columns(
+    tables: Sequence[LabelledTable], labels: Sequence[str], weights: npt.NDArray[np.float64]
+) -> dict[str, npt.NDArray[np.float64]]:
+    """Return what a file of labelled rows has beside the first table's own columns, by name, [all rows].
+
+    There is ``weight`` if some row's is not 1, and ``prob_<label>`` for each label if the label columns of the
+    first table cannot say what is learned.
+    """
+    columns = {} if (weights == 1).all() else {WEIGHT_COLUMN: weights}
+    first, *extras = tables
+    has_numbers = first.data.label_columns is not None
+    if first.is_soft or not (has_numbers or all(extra.names_one_label.all() for extra in extras)):
+        targets = np.concatenate([table.targets for table in tables])
+        columns |= {f"{PROBABILITY_PREFIX}{label}": targets[:, number] for number, label in enumerate(labels)}
+    return columns
+
+
+def repeated_texts(
+    tables: Sequence[LabelledTable],
+    joined: InputTable,
+    folds: npt.NDArray[np.int64],
+    columns: Iterable[tuple[str, ...]],
+) -> Iterator[str]:
+    """Yield how many rows of the first table stand elsewhere, too, as a member reads them.
+
+    Args:
+        joined: the rows of all tables.
+        folds: of the first table's rows, [rows].
+        columns: those that a member reads, for each member.
+    """
+    first, rows = tables[0], tables[0].table.rows
+    targets = np.concatenate([table.targets for table in tables])
+    is_sure = np.concatenate([table.names_one_label for table in tables]) & (first.activation == "softmax")
+    in_folds, in_extras, with_labels = (np.zeros(joined.rows, np.bool_) for _ in range(3))
+    for names in {*columns} - {()}:
+        digests = joined.row_digests(names)
+        in_folds[:rows] |= with_another(digests[:rows], folds)
+        in_extras[:rows] |= find_rows(digests[:rows], digests[rows:]) >= 0
+        with_labels[is_sure] |= with_another(digests[is_sure], targets[is_sure].argmax(axis=1))
+    advice = "training.folds.group_column keeps rows together that belong together"
+    sentences = {
+        f"whose text also stands in another fold, so that its model has learned it; {advice}": in_folds,
+        "whose text also stands in a table of training.extra, so that all models have learned it": in_extras,
+        "whose text has another label in another row; their models learn both": with_labels,
+    }
+    for sentence, is_repeated in sentences.items():
+        if is_repeated.any():
+            shown = first_ids(joined.ids.filter(pa.array(is_repeated)))
+            yield f"{first.data.path}: {plural(int(is_repeated.sum()), 'row')} (id {shown}) {sentence}"

@@ -160,7 +160,8 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
         member.name: _work_of_member(prepared, rundir, member, files.for_another()) for member in members
     }
     reuse = [] if prepared.reuse is None else [prepared.reuse]
-    reuse += dict.fromkeys(trained.oof_run for trained in prepared.loaded.trained.values())
+    if prepared.view_rows:  # the out-of-fold run has rows that only some views may compute
+        reuse += dict.fromkeys(trained.oof_run for trained in prepared.loaded.trained.values())
     # Take rows over before any member is completed: its predictions may replace rows that others take over.
     for member_work in works.values():
         for work in (member_work,) if member_work.is_complete else member_work.parts:

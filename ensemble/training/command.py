@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from ensemble.common.digests import digest_of
+from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.errors import RESUMES, ConfigError, EnsembleError, MembersFailed, WriteError
-from ensemble.common.files import FileState, file_state
+from ensemble.common.files import write_text
+from ensemble.common.python_process import python_command
 from ensemble.common.text import listed, plural, shown_path
 from ensemble.config import LoadedConfig, MemberConfig, RunConfig
 from ensemble.config.training import PLACEHOLDERS, TrainConfig
+from ensemble.data.trained_rows import write_trained_rows
+from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
+from ensemble.members.huggingface.checkpoint.hub import find_file
+from ensemble.members.huggingface.parent import TextCheckpoint
+from ensemble.members.registry import member_kind
 from ensemble.pipeline.run import Display
 from ensemble.pipeline.run_dir import RunDir, hold, logging_to
 from ensemble.pipeline.signals import Signals, heed_signals
@@ -23,6 +31,16 @@ from ensemble.training.seal import why_to_train
 _PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
 # What {fold} is for a training on all rows.
 ALL_ROWS = "-1"
+_TRAINER, _HEAD = "ensemble.training.child.trainer", "ensemble.training.child.head"
+_MICRO_BATCH = 8
+# Keys of train that change no model, or nothing beyond rounding.
+_NO_OTHER_MODEL = {"command", "base_model", "num_gpus", "predict_with", "per_device_train_batch_size"}
+# The same of the settings of a member's workers.
+_OF_PREDICTION = frozenset(
+    "model_name_or_path revision view_adapters view_templates merge_adapter asked batch_size token_budget "
+    "device_map max_memory offload_folder expandable_segments max_split_size_mb torch_compile bytes_per_token "
+    "bytes_per_token_pair fixed_bytes width".split()
+)
 
 
 def train(
@@ -48,7 +66,6 @@ def train(
     config = loaded.config
     if not config.trained_members:
         raise ConfigError("models: no member has train, so that there is nothing to train; give it to one")
-    watched = _watched(config)
     data = read_training_data(loaded)
     if fold is not None and not 0 <= fold < data.splits:
         raise ConfigError(f"--fold: the folds are 0 to {data.splits - 1}, not {fold}")
@@ -63,7 +80,7 @@ def train(
         with hold(rundir), heed_signals(owns_process) as signals:
             files.train_log.parent.mkdir(parents=True, exist_ok=True)
             with logging_to(files.train_log, loaded.redactor):
-                return _train(loaded, display, signals, data, watched, fold, fresh)
+                return _train(loaded, display, signals, data, fold, fresh)
     except OSError as error:  # from anything but writing a file, such as making a folder
         if error.filename is None:
             raise EnsembleError(
@@ -88,7 +105,6 @@ def _train(
     display: Display,
     signals: Signals,
     data: TrainingData,
-    watched: Mapping[str, FileState],
     fold: int | None,
     fresh: bool,
 ) -> TrainingReport:
@@ -97,62 +113,113 @@ def _train(
     kept: list[Training] = []
     lacking: list[Training] = []
     for model in config.trained_members:
-        assert model.training is not None
-        for part in _parts(model.training, data.splits, fold):
-            training = _training(config, files, data, model, part)
+        for training in _trainings(config, files, data, model, fold):
             reason: str | None = ""
             if fresh:
-                files.remove(model.name, part)
+                files.remove(model.name, training.part)
             else:
-                reason = why_to_train(files, model.name, part, training.made_of)
+                reason = why_to_train(files, model.name, training.part, training.made_of)
             (kept if reason is None else lacking).append(training)
             if reason:
-                display.say(f"{model.name}: {part.text} is trained anew: {reason}")
-    for model in config.trained_members:
+                display.say(f"{model.name}: {training.part.text} is trained anew: {reason}")
         names = [training.part.text for training in kept if training.model is model]
         if names:
             display.say(f"{model.name}: trained already: {listed(names, 10, str)}")
-    for part in dict.fromkeys(training.part for training in lacking if not training.is_built_in):
-        file = files.train_file(part, config.training_data.path.suffix)
+    data.write_folds(files.folds)
+    _write_data(config, files, data, lacking)
+    return TrainingRun(loaded, [*kept, *lacking], lacking, display, signals, data.file_states).run()
+
+
+def _trainings(
+    config: RunConfig, files: TrainingDir, data: TrainingData, model: MemberConfig, fold: int | None
+) -> Iterator[Training]:
+    """Yield a member's trainings, with the commands that do them."""
+    train = model.training
+    assert train is not None
+    parts = [Part(number) for number in range(data.splits)] if fold is None else [Part(fold)]
+    if fold is None and train.predict_with == "refit":
+        parts.append(Part(None))
+    made_of = {"seed": str(config.seed)}
+    if train.command is not None:
+        made_of["train.command"] = digest_of(train.command)
+    else:
+        made_of |= _made_of(config, model, train)
+    for part in parts:
+        values = {
+            "train": str(files.train_file(part, data.suffix).absolute()),
+            "fold": ALL_ROWS if part.fold is None else str(part.fold),
+            "out": str(files.unfinished(model.name, part).absolute()),
+        }
+        program = _HEAD if train.method == "head" else _TRAINER
+        command = [*python_command(program), str(files.spec(model.name, part).absolute())]
+        if train.command is not None:
+            command = [_PLACEHOLDER.sub(lambda match: values[match[1]], text) for text in train.command]  # noqa: B023
+        yield Training(
+            model=model,
+            part=part,
+            command=tuple(command),
+            is_built_in=train.command is None,
+            made_of={"the training table": data.digest(part, model.name), **made_of},
+        )
+
+
+def _made_of(config: RunConfig, model: MemberConfig, train: TrainConfig) -> dict[str, str]:
+    """Return digests of what a training from a base model depends on beside its rows."""
+    settings = _settings(config, model)
+    member = settings["member"]
+    folder = find_file(str(train.base_model), "config.json", member["revision"]).parent
+    files = FileDigests(whole=config.hash_weights)
+    base = [
+        hub_commit(str(train.base_model), folder),
+        weights_digest(folder, member["model_kwargs"], None, member["trust_remote_code"], files),
+        tokenizer_digest(folder, member["tokenizer_kwargs"], files),
+    ]
+    reading = {key: value for key, value in member.items() if key not in _OF_PREDICTION}
+    keys = train.model_dump(mode="json", exclude=_NO_OTHER_MODEL)
+    return {
+        "the base model": digest_of(base),
+        "how the member reads rows": digest_of({**settings, "member": reading}),
+        **{f"train.{key}": digest_of(value) for key, value in keys.items()},
+    }
+
+
+def _settings(config: RunConfig, model: MemberConfig) -> Mapping[str, Any]:
+    kind = member_kind(model)
+    assert isinstance(kind, TextCheckpoint)
+    return kind.training_settings(config.labels)
+
+
+def _write_data(
+    config: RunConfig, files: TrainingDir, data: TrainingData, trainings: Sequence[Training]
+) -> None:
+    """Write what the commands read: a table for each part of users' commands, and the trainer's specs."""
+    for part in dict.fromkeys(training.part for training in trainings if not training.is_built_in):
+        file = files.train_file(part, data.suffix)
         file.parent.mkdir(exist_ok=True)
         data.write_part(part, file)
-    for training in lacking:
-        files.unfinished(training.model.name, training.part).parent.mkdir(parents=True, exist_ok=True)
-    return TrainingRun(loaded, [*kept, *lacking], lacking, display, signals, watched).run()
-
-
-def _parts(train_config: TrainConfig, splits: int, fold: int | None) -> list[Part]:
-    """Return what a member is trained on."""
-    if fold is not None:
-        return [Part(fold)]
-    parts = [Part(number) for number in range(splits)]
-    return [*parts, Part(None)] if train_config.predict_with == "refit" else parts
-
-
-def _training(
-    config: RunConfig, files: TrainingDir, data: TrainingData, model: MemberConfig, part: Part
-) -> Training:
-    """Return the training of a member on a part, with the command that does it."""
-    train_config = model.training
-    assert train_config is not None
-    made_of = {"the training table": data.digest(part), "seed": str(config.seed)}
-    if train_config.command is None:
-        raise ConfigError(f"models[{config.models.index(model)}].train: needs a command")
-    made_of |= {"train.command": digest_of(train_config.command)}
-    values = {
-        "train": str(files.train_file(part, config.training_data.path.suffix).absolute()),
-        "fold": ALL_ROWS if part.fold is None else str(part.fold),
-        "out": str(files.unfinished(model.name, part).absolute()),
-    }
-    command = [_PLACEHOLDER.sub(lambda match: values[match[1]], text) for text in train_config.command]
-    return Training(model=model, part=part, command=tuple(command), is_built_in=False, made_of=made_of)
-
-
-def _watched(config: RunConfig) -> dict[str, FileState]:
-    """Return the states of the tables that are learned, by path."""
-    paths = [config.training_data.path]
-    if config.training is not None:
-        paths += [table.path for table in config.training.extra or ()]
-        paths += filter(None, [config.training.labels])
-    states = {str(path.absolute()): file_state(path) for path in paths}
-    return {path: state for path, state in states.items() if state is not None}
+    for name in dict.fromkeys(training.model.name for training in trainings):
+        files.spec(name, Part(None)).parent.mkdir(parents=True, exist_ok=True)
+        write_trained_rows(files.trained_rows(name), data.trained_rows(name))
+    built_in = [training for training in trainings if training.is_built_in]
+    if not built_in:
+        return
+    table = data.publish(files.root / "data")
+    for part in dict.fromkeys(training.part for training in built_in):
+        data.write_rows(part, files.train_file(part, ".npz"))
+    for training in built_in:
+        train = training.model.training
+        assert train is not None
+        size = train.per_device_train_batch_size
+        spec = {
+            "table": str(table.absolute()),
+            "rows": str(files.train_file(training.part, ".npz").absolute()),
+            "out": str(files.unfinished(training.model.name, training.part).absolute()),
+            "labels": config.labels,
+            "seed": config.seed,
+            "settings": _settings(config, training.model),
+            "train": train.model_dump(mode="json"),
+            "micro_batch": min(_MICRO_BATCH, train.effective_batch_size) if size == "auto" else size,
+        }
+        if train.method == "head":
+            spec["features"] = str(files.features.absolute())
+        write_text(files.spec(training.model.name, training.part), json.dumps(spec))

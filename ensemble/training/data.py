@@ -8,11 +8,10 @@ from functools import cached_property
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.files import FileState, atomic_path, file_state
@@ -21,24 +20,26 @@ from ensemble.common.shards import file_sha256
 from ensemble.common.text import listed, plural, quoted
 from ensemble.config import LoadedConfig, RunConfig
 from ensemble.config.training import TrainingConfig
-from ensemble.data.digests import find_rows, with_another
 from ensemble.data.distinct_cells import DistinctCells, distinct_cells
 from ensemble.data.formats import column_names, file_extension
-from ensemble.data.input_file import first_ids
 from ensemble.data.row_files import FileCells
 from ensemble.data.table import InputTable
 from ensemble.data.trained_rows import IN_ALL_FOLDS, TrainedRows
 from ensemble.members.huggingface.checkpoint.labels import activation_of
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.checks import Problems
-from ensemble.pipeline.labelled_table import LabelledTable, read_labelled_table, write_labelled_rows
+from ensemble.pipeline.labelled_table import (
+    LabelledTable,
+    added_columns,
+    read_labelled_table,
+    repeated_texts,
+    write_labelled_rows,
+)
 from ensemble.pipeline.member_views import MemberView, member_columns, member_files, member_views
 from ensemble.training.folds import Rows, RowsToDivide, divide, read_folds, write_folds
 from ensemble.training.layout import Part, TrainingDir
 
 Numbers: TypeAlias = npt.NDArray[np.float64]
-WEIGHT_COLUMN: Final = "weight"
-PROBABILITY_PREFIX: Final = "prob_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,29 +148,8 @@ class TrainingData:
         return file_extension(self.sources[0].data.path)
 
     def write_part(self, part: Part, path: Path) -> None:
-        """Write a part for a command, in the training table's format; see ``write_labelled_rows``.
-
-        Rows of extra tables come last; ``added_columns`` come after the training table's own.
-        """
-        rows = self.rows_of(part)
-        main, *extras = self.sources
-        added = {name: values[rows] for name, values in self.added_columns.items()}
-        write_labelled_rows(path, main, rows[rows < self.rows], extras, self.labels, added)
-
-    @property
-    def added_columns(self) -> dict[str, Numbers]:
-        """Return what a command's file has beside the table's own columns, by name, float64 [all rows].
-
-        There is ``weight`` if some row's is not 1, and ``prob_<label>`` for each label if the label columns of the
-        training table cannot say what is learned.
-        """
-        columns = {} if (self.weights == 1).all() else {WEIGHT_COLUMN: self.weights}
-        main, *extras = self.sources
-        has_numbers = main.data.label_columns is not None
-        if main.is_soft or not (has_numbers or all(extra.names_one_label.all() for extra in extras)):
-            for number, label in enumerate(self.labels):
-                columns[f"{PROBABILITY_PREFIX}{label}"] = self.targets[:, number]
-        return columns
+        """Write a part for a command, in the training table's format; see ``write_labelled_rows``."""
+        write_labelled_rows(path, self.sources, self.labels, self.rows_of(part), self.weights)
 
 
 def read_training_data(loaded: LoadedConfig) -> TrainingData:
@@ -229,7 +209,7 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
     )
     problems.add(_problems(result), DataError)
     problems.raise_any()
-    remarks = [*_repeated_texts(result)]
+    remarks = [*repeated_texts(tables, result.table, result.folds, result.columns.values())]
     if stored is None and folds_file.exists():
         remarks.append(
             f"{folds_file} is of other rows, labels or settings, or was changed: the rows are divided anew, and "
@@ -293,34 +273,10 @@ def _problems(data: TrainingData) -> Iterator[str]:
                     "left to train on; choose other folds, or add rows of it to training.extra"
                 )
     if data.commands:
-        twice = [name for name in column_names(data.division.path) if name in data.added_columns]
+        added = added_columns(data.sources, data.labels, data.weights)
+        twice = [name for name in column_names(data.division.path) if name in added]
         if twice:
             yield (
                 f"{data.division.path}: has {listed(twice)}, where the files for train.command have weights or "
                 "probabilities; rename these columns"
             )
-
-
-def _repeated_texts(data: TrainingData) -> Iterator[str]:
-    """Yield how many rows have the text of others that they should not share, as some member reads them."""
-    rows, ids = data.rows, data.table.ids
-    is_sure = (data.targets.max(axis=1) == 1) & (data.activation == "softmax")
-    in_folds, in_extras, with_labels = (np.zeros(data.table.rows, np.bool_) for _ in range(3))
-    for columns in set(data.columns.values()) - {()}:
-        digests = data.table.row_digests(columns)
-        in_folds[:rows] |= with_another(digests[:rows], data.folds)
-        in_extras[:rows] |= find_rows(digests[:rows], digests[rows:]) >= 0
-        with_labels[is_sure] |= with_another(digests[is_sure], data.targets[is_sure].argmax(axis=1))
-    advice = "training.folds.group_column keeps rows together that belong together"
-    sentences = (
-        (in_folds, f"whose text also stands in another fold, so that its model has learned it; {advice}"),
-        (
-            in_extras,
-            "whose text also stands in a table of training.extra, so that all models have learned it",
-        ),
-        (with_labels, "whose text has another label in another row; their models learn both"),
-    )
-    for are_such, sentence in sentences:
-        if are_such.any():
-            shown = first_ids(ids.filter(pa.array(are_such)))
-            yield f"{data.division.path}: {plural(int(are_such.sum()), 'row')} (id {shown}) {sentence}"

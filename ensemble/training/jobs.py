@@ -210,7 +210,9 @@ class TrainingRun:
 
     # What the scheduler calls.
 
-    def worker_start(self, member: MemberPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
+    def worker_start(
+        self, member: MemberPlan, replica: int, devices: Sequence[Device], checkpoint: int
+    ) -> WorkerStart:
         """Return how to start a worker, which can run each of the member's trainings."""
         trainings = self._lacking[member.name]
         jobs = [

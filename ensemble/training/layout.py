@@ -58,6 +58,15 @@ class TrainingDir:
         """Return the file that says what a finished checkpoint was made of, and what its files hold."""
         return self.root / "models" / member / f"{part.name}.json"
 
+    def spec(self, member: str, part: Part) -> Path:
+        """Return the file that tells our own trainer what to do."""
+        return self.root / "models" / member / f"{part.name}.spec.json"
+
+    @property
+    def features(self) -> Path:
+        """Return the folder of pooled features, which all heads are trained on."""
+        return self.root / "features"
+
     def remove(self, member: str, part: Part) -> None:
         """Remove a training, finished or not; its seal first, which nothing is trusted without."""
         self.seal(member, part).unlink(missing_ok=True)

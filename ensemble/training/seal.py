@@ -14,12 +14,12 @@ from ensemble.common.files import file_state, sync_directory
 from ensemble.common.text import listed, shown_path
 from ensemble.config import MemberConfig
 from ensemble.members.base import OutputColumns
-from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapter
-from ensemble.members.huggingface.settings import TO_BE_TRAINED
+from ensemble.members.huggingface.spec import HEAD_FILE
 from ensemble.members.questions import ask
 from ensemble.members.registry import member_kind
 from ensemble.training.layout import Part, TrainingDir
 from ensemble.training.records import Seal, read_record, write_record
+from ensemble.training.trained import trained_member
 
 ADAPTER = "adapter_config.json"
 _CONFIG = "config.json"
@@ -70,8 +70,10 @@ def seal_training(
         OSError: a file cannot be moved.
     """
     unfinished = trainings.unfinished(model.name, part)
-    _move_up(unfinished, _left_in(unfinished))
-    kind = member_kind(trained_settings(model, unfinished))
+    if not (unfinished / HEAD_FILE).is_file():
+        _move_up(unfinished, _left_in(unfinished))
+    changes = member_kind(model).trained_settings(unfinished)
+    kind = member_kind(trained_member(model, changes, columns.labels))
     question = kind.question()
     if question is not None:
         ask([question])
@@ -83,17 +85,6 @@ def seal_training(
         files[name] = digests.seen[str((unfinished / name).absolute())]
     write_record(trainings.seal(model.name, part), replace(seal, files=files))
     _put_in_place(unfinished, trainings.checkpoint(model.name, part))
-
-
-def trained_settings(model: MemberConfig, folder: Path) -> MemberConfig:
-    """Return the settings of the member with the checkpoint or adapter in a folder."""
-    base, adapter = str(folder), None
-    if (folder / ADAPTER).is_file():
-        base, adapter = getattr(model, "model_name_or_path", TO_BE_TRAINED), str(folder)
-        if base == TO_BE_TRAINED:
-            base = inspect_adapter(adapter).base or ""
-    changes = {"train": None, "model_name_or_path": base, "adapter_name_or_path": adapter}
-    return model.model_copy(update=changes)
 
 
 def _left_in(folder: Path) -> Path:

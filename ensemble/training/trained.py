@@ -10,7 +10,7 @@ from ensemble.common.errors import ConfigError
 from ensemble.config import LoadedConfig, MemberConfig, TrainedMember
 from ensemble.config.check import validate
 from ensemble.config.document import place
-from ensemble.members.registry import member_kind
+from ensemble.members.registry import KINDS, member_kind
 from ensemble.pipeline.held_out import fold_count
 from ensemble.training.layout import Part, TrainingDir
 
@@ -68,7 +68,8 @@ def _made_of_parts(
     rows = folder.trained_rows(model.name)
     parts = [Part(fold) for fold in range(fold_count(rows))]
     of_folds = [kind.trained_settings(folder.checkpoint(model.name, part)) for part in parts]
-    required = {key for key, field in type(model).model_fields.items() if field.is_required()}
+    fields = _settings(model, of_folds[0]).model_fields
+    required = {key for key, field in fields.items() if field.is_required()}
     # Of all folds, or of the first one what a member cannot be without.
     keys: dict[str, Any] = {
         key: value
@@ -84,11 +85,9 @@ def _made_of_parts(
                 "train.predict_with: average is of adapters, and these are whole models; choose folds"
             )
         keys["adapters"] = {"average": [fold[_ADAPTER] for fold in of_folds]}
-    # As YAML has them.
-    written = model.model_dump(mode="json", exclude_unset=True, exclude={"train"})
     views: list[dict[str, Any]] = []
     folds: dict[str, int | None] = {}
-    for view in written.get("views") or [{}]:
+    for view in _written(model).get("views") or [{}]:
         name, prefix = view.get("name", predict_with), f"{view['name']}-" if view else ""
         if predict_with != "folds":
             views.append({**view, "name": name})
@@ -97,9 +96,9 @@ def _made_of_parts(
             name = f"{prefix}{part.name}"
             views.append({**view, **_changes(keys, fold), "name": name})
             folds[name] = part.fold
-    with_folds = _valid(model, {**written, **keys, "views": views}, loaded.config.labels)
+    with_folds = trained_member(model, {**keys, "views": views}, loaded.config.labels)
     is_single = predict_with != "folds"
-    member = _valid(model, {**written, **keys}, loaded.config.labels) if is_single else with_folds
+    member = trained_member(model, keys, loaded.config.labels) if is_single else with_folds
     return member, TrainedMember(rows=rows, by_fold=with_folds, folds=folds, oof_run=folder.oof_run)
 
 
@@ -107,9 +106,25 @@ def _changes(keys: Mapping[str, Any], fold: Mapping[str, str]) -> dict[str, str]
     return {key: value for key, value in fold.items() if keys.get(key) != value}
 
 
-def _valid(model: MemberConfig, values: dict[str, Any], labels: tuple[str, ...]) -> MemberConfig:
-    """Return the member with these keys, by all rules of its kind."""
-    member, problems = validate(type(model), values, labels)
+def trained_member(model: MemberConfig, changes: Mapping[str, Any], labels: tuple[str, ...]) -> MemberConfig:
+    """Return the ordinary member with these keys, by all rules of its kind.
+
+    Raises:
+        ConfigError: a rule is broken.
+    """
+    settings = _settings(model, changes)
+    kept = {key: value for key, value in _written(model).items() if key in settings.model_fields}
+    member, problems = validate(settings, {**kept, **changes}, labels)
     if member is None:
         raise ConfigError([f"{place(loc)}: {sentence}" for loc, sentence in problems])
     return member
+
+
+def _settings(model: MemberConfig, changes: Mapping[str, Any]) -> type[MemberConfig]:
+    """Return the keys of the ordinary member's kind: a trained head makes a member of another kind."""
+    return KINDS.load(str(changes.get("task_type", model.task_type))).Settings
+
+
+def _written(model: MemberConfig) -> dict[str, Any]:
+    """Return the member's keys as YAML has them."""
+    return model.model_dump(mode="json", exclude_unset=True, exclude={"train"})

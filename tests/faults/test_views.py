@@ -78,6 +78,32 @@ def test_killed_in_its_second_view_and_resumed_with_other_replicas(
 
 
 @pytest.mark.long
+@pytest.mark.fault(12)
+def test_killed_in_its_second_checkpoint(chunky: Project, forked: ForkedRuns, tmp_path: Path) -> None:
+    """First the second checkpoint's worker, then the run."""
+    config = chunky_config(chunky, cpu_workers=1)
+    views = [VIEWS[0], {**VIEWS[1], "model_name_or_path": str(chunky.models / "gemma")}]
+    config["models"][0] |= {"views": views, "prompt_template": "on {{ text }}"}
+    chunky.write_config(config)
+    assert forked.run(chunky.folder) == 0, forked.printed
+    (member,) = chunky.run_json()["members"]
+    assert [worker["rows"] for worker in member["workers"]] == [ROWS, ROWS]
+    names = ["ensemble.csv", "submission.csv", "predictions/llama.csv", "predictions/llama@second.csv"]
+    expected = results(chunky, names=names)
+
+    def kill(step: Step) -> Verdict:
+        is_second = "rename" in step.call and "/second." in step.paths[-1] and step.paths[-1].endswith(".csv")
+        return Verdict.KILL if is_second and shards(forked).count("second") == 1 else Verdict.GO
+
+    ids = token_ids(chunky.models / "gemma", f"{MARK} {WORDS[1]} {word(1)}")
+    faults = Injected(tmp_path, Fault("kill", ids, times=1))
+    assert forked.run(chunky.folder, "--fresh", judge=kill, faults=faults) == -9
+    assert len(faults.pids()) == 1
+    assert forked.run(chunky.folder, "--set", "models.llama.replicas=2") == 0, forked.printed
+    assert results(chunky, names=names) == expected
+
+
+@pytest.mark.long
 @pytest.mark.fault(9)
 def test_a_row_that_cannot_be_computed_in_one_of_its_views(
     chunky: Project, forked: ForkedRuns, tmp_path: Path

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from ensemble.config import LoadedConfig, mapping_config
 from ensemble.data.table import InputTable, TableNeeds, read_table
 from ensemble.data.trained_rows import TrainedRows, write_trained_rows
-from ensemble.pipeline.held_out import digests_for
 from ensemble.pipeline.load import load
 from ensemble.training.layout import Part, TrainingDir
 from tests.checkpoints import adapter_reference, make_adapter, make_base, make_texts
@@ -91,8 +90,8 @@ def finish(
     folder, model = TrainingDir(given.config.output_dir), given.config.models[0]
     for part in (*map(Part, range(FOLDS)), Part(None)) if parts is None else parts:
         shutil.copytree(adapters / part.name, folder.checkpoint(model.name, part))
-    digests = digests_for(read("train.csv"), model, Path())
-    more = digests_for(read("test.csv"), model, Path())[list(extra)]
+    digests = read("train.csv").row_digests(("a", "b"))
+    more = read("test.csv").row_digests(("a", "b"))[list(extra)]
     folds = np.concatenate([FOLD_OF_ROW, np.full(len(more), -1)])
     rows = folder.trained_rows(model.name)
     rows.parent.mkdir(parents=True, exist_ok=True)

@@ -173,7 +173,8 @@ def test_labels_that_problem_type_decides(folder: Path) -> None:
     (text,) = problems(folder, **columns)
     assert "60 rows whose values are not probabilities that sum to 1" in text
     assert text.endswith(
-        "; if several labels can be true at once, set problem_type: multi_label_classification"
+        "; set problem_type: multi_label_classification if several labels can be true at once, or regression for "
+        "numbers"
     )
     data = read(folder, REGRESSION, **columns)
     assert data.activation == "none"
@@ -305,6 +306,10 @@ def test_wrong_labels_are_refused_in_a_sentence(folder: Path) -> None:
         f"training.extra[0] (line 17): {folder / 'more.csv'}: label column 'label': 1 row"
     )
     assert "'negg' (did you mean 'neg'?)" in texts[1]
+    by_column = {"path": str(folder / "more.csv"), "label_columns": {"n": "neg", "p": "poss", "t": "tie"}}
+    (text,) = problems(folder, extra=[by_column])
+    assert text.startswith("training.extra[0].label_columns.p (line")
+    assert "must be one of the labels" in text
     write(frame(), folder / "train.csv")
     write(more.drop(columns=["label", "text"]), folder / "more.csv")
     texts = problems(folder, extra=[{"path": str(folder / "more.csv")}])

@@ -17,9 +17,9 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import PredefinedSplit, cross_val_predict
 
 from ensemble.common.python_process import python_command
-from ensemble.members.huggingface.spec import ModelSettings
+from ensemble.members.huggingface.spec import HEAD_FILE, ModelSettings
 from ensemble.training.child import head as head_module
-from ensemble.training.child.head import HEAD_FILE, compute_features, fit_head, train
+from ensemble.training.child.head import compute_features, fit_head, train
 from tests.checkpoints import make_texts
 from tests.members.huggingface.scoring.test_predict import worker_spec
 from tests.members.pooled_cls.test_pooled_cls import make_backbone, member, pooled_reference, predict

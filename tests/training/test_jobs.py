@@ -20,6 +20,7 @@ from tests.checkpoints import make_adapter, make_base
 from tests.faults.machine import small_disk
 from tests.nvml.sim import NvmlSim, gpu_uuid, gpus
 from tests.project import LABELS, ROOT, Project, python_path
+from tests.sampling import one_in
 from tests.waiting import wait_until
 
 # A user's script.  How it fares is asked for by files beside it, which a test makes and removes.
@@ -161,6 +162,7 @@ def test_side_by_side_on_two_gpus(trained: Trained, nvml_sim: NvmlSim) -> None:
     assert {part.devices for part in member.parts} == {(gpu_uuid(0),), (gpu_uuid(1),)}
 
 
+@pytest.mark.long
 def test_more_gpus_than_there_are_and_a_fold_that_is_none(trained: Trained) -> None:
     done = trained.train("--set", "models.a.train.num_gpus=2")
     assert done.returncode == 2
@@ -175,6 +177,7 @@ def test_more_gpus_than_there_are_and_a_fold_that_is_none(trained: Trained) -> N
     assert not trained.calls()
 
 
+@pytest.mark.long
 def test_one_fold_and_all_anew(trained: Trained) -> None:
     assert trained.train("--fold", "1").returncode == 0
     assert trained.folds_called() == ["1"]
@@ -184,6 +187,7 @@ def test_one_fold_and_all_anew(trained: Trained) -> None:
     assert trained.folds_called() == ["1", "0", "2", "0"]
 
 
+@pytest.mark.long
 def test_what_changed_is_said_and_trained_anew(trained: Trained) -> None:
     trained.set_up(folds=2)
     assert trained.train().returncode == 0
@@ -212,13 +216,13 @@ def test_what_changed_is_said_and_trained_anew(trained: Trained) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "said"),
-    [
+    one_in(4, [
         ("exit", "fold 1: its command ended with exit code 3; its log is runs/first/training/logs/a/fold-1.log, "
                  "with the last words: training fold 1 by None | no gradient | the loss is NaN"),
         ("nothing", "fold 1: its command ended well, but left neither a checkpoint nor an adapter in"),
         ("two", "(checkpoint-7, checkpoint-9), and it is unknown which is meant"),
         ("labels", "fold 1: "),
-    ],
+    ]),
 )  # fmt: skip
 def test_what_is_no_checkpoint_of_this_config_is_refused(trained: Trained, mode: str, said: str) -> None:
     shutil.copytree(trained.scripts / "trained", trained.scripts / "other")
@@ -244,11 +248,11 @@ def test_what_is_no_checkpoint_of_this_config_is_refused(trained: Trained, mode:
     assert (trained.files.checkpoint("a", Part(1)) / "model.safetensors").is_file()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft on transformers 5
-def test_an_adapter_is_checked_with_its_base(trained: Trained, tmp_path: Path) -> None:
+def test_an_adapter_is_checked_with_its_base(trained: Trained) -> None:
     shutil.rmtree(trained.scripts / "trained")
-    base = make_base(tmp_path / "base", "llama")
-    make_adapter(trained.scripts / "trained", base, len(LABELS))
+    make_adapter(trained.scripts / "trained", trained.models / "llama", len(LABELS))
     done = trained.train("--fold", "0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (trained.files.checkpoint("a", Part(0)) / "adapter_config.json").is_file()
@@ -272,7 +276,8 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/cmdline").exists() and bool(Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
-@pytest.mark.parametrize("who", ["the command", "the worker"])
+@pytest.mark.fault(43)
+@pytest.mark.parametrize("who", one_in(2, ["the command", "the worker"]))
 def test_what_is_killed_is_begun_again(trained: Trained, who: str) -> None:
     trained.mode(1, "wait")
     running = trained.begin()
@@ -289,6 +294,7 @@ def test_what_is_killed_is_begun_again(trained: Trained, who: str) -> None:
     assert not is_alive(command)
 
 
+@pytest.mark.fault(43)
 def test_nothing_outlives_a_killed_parent_and_no_fold_is_repeated(trained: Trained) -> None:
     trained.mode(1, "wait")
     running = trained.begin()
@@ -303,6 +309,8 @@ def test_nothing_outlives_a_killed_parent_and_no_fold_is_repeated(trained: Train
     assert trained.folds_called() == ["0", "1", "1", "2"]
 
 
+@pytest.mark.fault(13, 20)
+@pytest.mark.long
 def test_a_signal_ends_it_and_another_command_is_refused_meanwhile(trained: Trained) -> None:
     trained.mode(1, "wait")
     running = trained.begin()
@@ -322,6 +330,8 @@ def test_a_signal_ends_it_and_another_command_is_refused_meanwhile(trained: Trai
     assert not trained.files.checkpoint("a", Part(1)).exists()
 
 
+@pytest.mark.fault(44)
+@pytest.mark.long
 def test_a_command_that_hangs_is_killed_and_begun_again(trained: Trained) -> None:
     trained.mode(0, "wait")
     running = trained.begin("--set", "hang_timeout=5s", "--fold", "0")
@@ -335,6 +345,8 @@ def test_a_command_that_hangs_is_killed_and_begun_again(trained: Trained) -> Non
     assert trained.folds_called() == ["0", "0"]
 
 
+@pytest.mark.fault(46)
+@pytest.mark.long
 def test_a_table_that_changes_meanwhile(trained: Trained) -> None:
     trained.set_up(folds=2)
     trained.mode(0, "wait")
@@ -354,6 +366,7 @@ def test_a_table_that_changes_meanwhile(trained: Trained) -> None:
     assert "fold 0 is trained anew: the training table changed since it was trained" in done.stdout
 
 
+@pytest.mark.long
 def test_progress_of_a_command_that_tells_its_steps(trained: Trained) -> None:
     script = (trained.scripts / "train.py").read_text()
     tell = '(out / "progress.json").write_text(json.dumps({"step": 3, "steps": 4, "tokens": 70}))\n'
@@ -376,6 +389,8 @@ def test_progress_of_a_command_that_tells_its_steps(trained: Trained) -> None:
     assert running.returncode == 143, output
 
 
+@pytest.mark.fault(45)
+@pytest.mark.long
 def test_a_full_disk_is_the_commands_own_failure(trained: Trained) -> None:
     with small_disk(trained.folder / "runs", "64k"):
         done = trained.train("--fold", "0")
@@ -383,3 +398,29 @@ def test_a_full_disk_is_the_commands_own_failure(trained: Trained) -> None:
         assert "fold 0: its command ended with exit code 1" in done.stderr
         assert "the disk is full" in done.stderr
         assert not trained.files.checkpoint("a", Part(0)).exists()
+
+
+@pytest.mark.long
+def test_our_own_trainer_and_a_member_whose_labels_its_base_does_not_know(
+    trained: Trained, tmp_path: Path
+) -> None:
+    train = {
+        "base_model": str(make_base(tmp_path / "base", "llama")),
+        "method": "lora",
+        "lora_config": {"target_modules": "all-linear"},
+        "training_arguments": {"num_train_epochs": 1},
+    }
+    config = trained.config(models=[{"name": "a", "train": train}], training={"folds": {"n_splits": 2}})
+    trained.write_config(config)
+    done = trained.train("--fold", "0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = trained.files.checkpoint("a", Part(0))
+    labels = json.loads((folder / "labels.json").read_text())
+    assert labels["id2label"] == {str(number): label for number, label in enumerate(LABELS)}
+    (part,) = trained.report().members[0].parts
+    assert part.progress["step"] == part.progress["steps"] > 0
+    # What only predictions take changes no training.
+    done = trained.train("--fold", "0", "--set", "models.a.batch_size=3", "--set", "models.a.max_length=127")
+    assert "fold 0 is trained anew: how the member reads rows changed since it was trained" in done.stdout
+    done = trained.train("--fold", "0", "--set", "models.a.batch_size=4", "--set", "models.a.max_length=127")
+    assert "trained already: fold 0" in done.stdout

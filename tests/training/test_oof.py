@@ -19,6 +19,7 @@ from ensemble.common.errors import ConfigError, DataError
 from ensemble.pipeline.run_report import RunReport
 from ensemble.training.layout import Part, TrainingDir
 from ensemble.training.oof import predict_held_out
+from tests.checkpoints import make_checkpoint, prime, reference
 from tests.project import LABELS, Project
 from tests.training import folds
 from tests.training.folds import (
@@ -127,7 +128,7 @@ def test_views_of_the_member_have_their_part_in_it_and_fit_takes_it(trained: Pro
     finish(keys, adapters)
     second = dict(keys["models"][0], name="second")
     del second["views"]
-    keys["models"] = [{**keys["models"][0], "weight": 0.0}, second]
+    keys |= {"models": [{**keys["models"][0], "weight": 0.0}, second], "report": True}
     shutil.copytree(
         trained.folder / "runs/first/training/models/lora",
         trained.folder / "runs/first/training/models/second",
@@ -149,6 +150,16 @@ def test_views_of_the_member_have_their_part_in_it_and_fit_takes_it(trained: Pro
     trained.write_config(keys)
     done = trained.ensemble("run", "config.yaml", "weights.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
+
+    # A run over the training table has these numbers, too, and is fitted by its config.
+    data = {"path": "train.csv", "label_column": "label"}
+    del keys["models"][0]["weight"], keys["models"][0]["views"][1]["when"]
+    trained_run(trained, {**keys, "data": data})
+    assert computed(trained) == 0
+    np.testing.assert_allclose(rows_of(trained, "runs/first/predictions/lora.csv"), mean, atol=2e-5)
+    done = trained.ensemble("fit", "config.yaml", "--folds", "3", "-o", "again.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (trained.folder / "runs/first/training/oof/report.html").stat().st_size > 10_000
 
 
 @pytest.mark.long
@@ -240,3 +251,48 @@ def test_a_table_that_has_changed_since_and_a_fold_that_lacks(trained: Project, 
     shutil.rmtree(folder.checkpoint("lora", Part(1)))
     with pytest.raises(ConfigError, match="not trained yet: fold 1; run `ensemble train CONFIG` first"):
         predict(keys)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("predict_with", ["folds", "refit"])
+def test_whole_checkpoints(trained: Project, adapters: Path, tmp_path: Path, predict_with: str) -> None:
+    for seed, part in enumerate((*map(Part, range(FOLDS)), Part(None))):
+        prime(make_checkpoint(tmp_path / part.name, "llama", LABELS, seed=seed))
+    keys = config(trained, predict_with, label_map={})
+    finish(keys, tmp_path)
+    report, _ = predict(keys)
+    assert report.members[0].counters.rows == ROWS
+    count = ROWS + folds.NEW
+    pairs = zip(trained.texts[:count], trained.texts[count:], strict=True)
+    texts = [f"one {a} other {b}" for a, b in pairs]
+    of_folds = [reference(tmp_path / f"fold-{fold}", texts, 128) for fold in range(FOLDS)]
+    by_row = [of_folds[FOLD_OF_ROW[row]][row] for row in range(ROWS)]
+    np.testing.assert_allclose(rows_of(trained), by_row, atol=2e-5)
+
+    trained_run(trained, keys)
+    new = np.mean(of_folds, axis=0)
+    if predict_with == "refit":
+        new = reference(tmp_path / "all", texts, 128)
+    rows = [new[row] for row in range(count)]
+    rows[5], rows[3] = by_row[5], by_row[3]
+    np.testing.assert_allclose(values(trained), np.array(folds.test_rows(rows)), atol=2e-5)
+    assert computed(trained) == folds.NEW * (FOLDS if predict_with == "folds" else 1)
+
+
+@pytest.mark.long
+def test_trials_and_forecasts_of_a_trained_member(trained: Project, adapters: Path) -> None:
+    keys = {**config(trained, "refit"), "data": {"path": "train.csv"}}
+    finish(keys, adapters)
+    predict(keys)
+    trained.write_config(keys)
+    validated = trained.ensemble("validate", "config.yaml")
+    assert validated.returncode == 0, validated.stdout + validated.stderr
+    assert "lora: 18 of 18 rows were trained on" in " ".join(validated.stdout.split())
+    planned = trained.ensemble("plan", "config.yaml")
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+    rehearsed = trained.ensemble("rehearse", "config.yaml", "--sample-rows", "6")
+    assert rehearsed.returncode == 0, rehearsed.stdout + rehearsed.stderr
+    assert "taken over" not in rehearsed.stdout, "a trial measures"
+    tuned = trained.ensemble("tune", "config.yaml", "--rows", "6")
+    assert tuned.returncode == 0, tuned.stdout + tuned.stderr
+    assert "6 rows" in tuned.stdout

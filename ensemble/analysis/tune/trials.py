@@ -38,6 +38,7 @@ from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import MemberReport, RunReport
 from ensemble.scheduling.launchers.base import make_launcher
 from ensemble.scheduling.state import MemberState
+from ensemble.training.trained import with_trained
 
 _ROWS = 256
 # A candidate is stopped when it has computed for this many times the seconds of the best trial.
@@ -240,7 +241,8 @@ class MemberTrials:
         """
         loaded = self._prepared.loaded
         overrides = [f"models.{self._index}.{key}={json.dumps(value)}" for key, value in keys.items()]
-        config = load(loaded.sources, [*loaded.overrides, *overrides], texts=loaded.texts).config
+        changed = load(loaded.sources, [*loaded.overrides, *overrides], texts=loaded.texts)
+        config = with_trained(changed).config
         model = config.models[self._index]
         changes: dict[str, Any] = {"weight": 1.0}
         if self._on_gpu and not is_whole and getattr(model, "replicas", 1) == "auto":

@@ -22,6 +22,8 @@ BACKBONE = "AutoModel"
 IMAGE_CLASSIFIER = "AutoModelForImageClassification"
 # Classes whose head has the labels.
 WITH_LABELS = (CLASSIFIER, IMAGE_CLASSIFIER)
+# What a training leaves of a head.
+HEAD_FILE = "head.safetensors"
 # Tokens that a row may have where the config does not say, unless the tokenizer has a lower limit.
 DEFAULT_MAX_LENGTH = 1024
 # Numbers of an image that count as a token: a patch of 16 by 16 pixels in three colours.

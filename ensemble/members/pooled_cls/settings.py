@@ -25,9 +25,9 @@ Epsilon = Annotated[float, Gt(0), Le(1), AllowInfNan(False), MustBe("a number of
 
 
 class PooledView(TextView):
-    """A view of each row for a member with a head of its own: also with another head."""
+    """A view of each row for a backbone with a head of its own: also with another head."""
 
-    head: File | None = None  # instead of the member's own, such as that of a fold
+    head: File | None = None  # instead of the member's own head, in a worker of its own
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -48,10 +48,12 @@ class PooledSettings(TextSettings):
     head_layers: Layers | None = None
     head_layer_norm_eps: Epsilon = 1e-5  # epsilon of a layer norm in the head
     head_labels: Labels | None = None  # the labels in the order of the head's outputs; None: that of labels
+    # Ways in which it gets each row, each with a name of its own; left out: every row once, as it is.
+    views: PooledViews | None = Field(
+        default=None, examples=["[{name: fold0}, {name: fold1, head: fold1/head.safetensors}]"]
+    )
     # How its outputs become probabilities; None: by softmax, and a single output stays a plain number.
     problem_type: ProblemType | None = None
-    # Ways in which it gets each row, each with a name of its own; left out: every row once, as it is.
-    views: PooledViews | None = Field(default=None, examples=["[{name: a}, {name: b, head: b.safetensors}]"])
 
     older_keys: ClassVar[Mapping[str, str]] = {
         **TextSettings.older_keys,
@@ -60,6 +62,10 @@ class PooledSettings(TextSettings):
         "head_layers": "head_activation layers",
         "head_labels": "label_map label_mapping id2label label2id",
     }
+
+    @property
+    def loads(self) -> dict[str, Any]:
+        return {**super().loads, "head": self.head}
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         yield from super().broken_rules(labels)

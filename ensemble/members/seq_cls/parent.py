@@ -21,7 +21,7 @@ from ensemble.members.huggingface.checkpoint.inspect import (
 )
 from ensemble.members.huggingface.checkpoint.labels import label_names
 from ensemble.members.huggingface.parent import TextCheckpoint
-from ensemble.members.huggingface.spec import CHILD, CLASSIFIER
+from ensemble.members.huggingface.spec import CHILD, CLASSIFIER, HEAD_FILE
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 
 # Of checkpoints that read no text.
@@ -80,6 +80,17 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
             checkpoint = inspect_checkpoint(model, ["a score for each choice"], {}, "regression")
             return replace(checkpoint, activation="softmax")
         return inspect_checkpoint(model, columns.labels, model.label_map, model.problem_type)
+
+    def trained_settings(self, folder: Path) -> Mapping[str, str]:
+        train = self.settings.train
+        if train is None or train.method != "head" or train.base_model is None:
+            return super().trained_settings(folder)
+        return {
+            "task_type": "pooled_cls",
+            "model_name_or_path": train.base_model,
+            "head": str(folder / HEAD_FILE),
+            "pooling_mode": train.pooling_mode,
+        }
 
     def fingerprint(self, inspected: Checkpoint, assigned: Assigned) -> Mapping[str, object]:
         fingerprint = super().fingerprint(inspected, assigned)

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,9 @@ from ensemble.common.torch_errors import is_out_of_memory, one_line
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.huggingface.checkpoint.digests import tokenizer_digest, weights_digest
 from ensemble.members.huggingface.checkpoint.hub import find_file
-from ensemble.members.huggingface.spec import BACKBONE
+from ensemble.members.huggingface.spec import BACKBONE, HEAD_FILE, ModelSettings
 from ensemble.members.pooled_cls.predictor import FeatureMember, PooledSpec
 
-HEAD_FILE = "head.safetensors"
 _ROWS_OF_BLOCK = 4_096
 _POLL_SECONDS = 0.5
 
@@ -163,9 +163,11 @@ def _feature_member(spec: Mapping[str, Any], table: PublishedTable) -> FeatureMe
         order_path="",
         shards_dir="",
     )
+    # What the member's kind adds to the settings of a text model is about its own head.
+    shared = {key.name: spec["settings"]["member"][key.name] for key in fields(ModelSettings)}
     head = {"head": "", "head_steps": [], "head_layer_norm_eps": 0.0}
     pooling = {"pooling_mode": spec["train"]["pooling_mode"], "auto_class": BACKBONE}
-    return FeatureMember(PooledSpec.of(common, {**spec["settings"]["member"], **head, **pooling}), table)
+    return FeatureMember(PooledSpec.of(common, {**shared, **head, **pooling}), table)
 
 
 def features_folder(spec: Mapping[str, Any]) -> Path:

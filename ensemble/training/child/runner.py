@@ -87,7 +87,8 @@ class Runner(Predictor):
             shutil.rmtree(out)
         out.mkdir(parents=True, exist_ok=True)
         log.parent.mkdir(parents=True, exist_ok=True)
-        (out / "problem.json").unlink(missing_ok=True)
+        for name in ("problem.json", "progress.json"):  # of an earlier try
+            (out / name).unlink(missing_ok=True)
         before, kills_before = _size(log), oom_kills()
         code = self._run(job, report)
         if code:

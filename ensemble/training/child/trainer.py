@@ -30,7 +30,7 @@ from ensemble.common.protocol import CommonSpec
 from ensemble.common.python_process import die_with_parent
 from ensemble.common.torch_errors import Verdict, classify, is_out_of_memory, one_line
 from ensemble.data.published_table import PublishedTable
-from ensemble.members.huggingface.checkpoint.adapter_files import LABELS
+from ensemble.members.huggingface.checkpoint.adapter_files import LABELS_FILE
 from ensemble.members.huggingface.loading.describe import learnt_positions
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.training.arguments import is_checkpointed, step_count, training_arguments
@@ -131,10 +131,12 @@ def train(spec: TrainerSpec) -> None:
         check_finite(trainee.model, trainer.state.global_step)
     if early_stop is not None:
         early_stop.take_best(trainee.model)
+    config = trainee.base.config
     if trainee.model is trainee.base:
         trainee.base.to(trainee.dtype)  # as the base is stored
-    elif trainee.label_names:  # which peft does not store
-        write_text(out / LABELS, json.dumps(trainee.label_names))
+    elif config.problem_type is not None:  # peft stores no names of labels
+        labels = {"id2label": config.id2label, "problem_type": config.problem_type}
+        write_text(out / LABELS_FILE, json.dumps(labels))
     trainee.model.save_pretrained(out)
     load_tokenizer(member_spec).save_pretrained(out)  # a fresh one: calls leave their settings in a tokenizer
     shutil.rmtree(out / "saves")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ensemble.common.errors import CheckpointError
+from ensemble.common.files import read_json
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor, pickle_refused, read_file
 
 WEIGHTS = "adapter_model.safetensors"
+# Our own trainings write it: ``id2label`` and ``problem_type`` of an adapter's head, as in a config.json.
+LABELS_FILE = "labels.json"
 _PICKLE = "adapter_model.bin"
-# The labels of the head's outputs, a JSON list, which our trainings leave; peft stores no names.
-LABELS = "labels.json"
 # Adapters that need peft's own forward pass or choose among several adapters (peft.utils.PeftType); others change
 # the base's layers in place, as the worker needs it.
 _UNSUPPORTED_TYPES = (
@@ -39,7 +39,7 @@ class Adapter:
         brings_head: None where its weights are not known yet (on the hub, pickled).
         head_rows: the labels of its head; None: it has no head, or its weights are not known yet.
         shapes: of its tensors, by their names within the base; empty where they are not known yet.
-        label_names: of its head's outputs; empty: not stored.
+        labels: the content of its ``labels.json``; empty where there is none.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Adapter:
     brings_head: bool | None
     head_rows: int | None
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
-    label_names: tuple[str, ...] = ()
+    labels: Mapping[str, Any] = field(default_factory=dict)
 
 
 def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
@@ -99,16 +99,8 @@ def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
         brings_head=brings_head,
         head_rows=_head_rows(shapes),
         shapes=shapes,
-        label_names=_label_names(path.with_name(LABELS)),
+        labels=read_json(path.with_name(LABELS_FILE)),
     )
-
-
-def _label_names(path: Path) -> tuple[str, ...]:
-    try:
-        names = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ()
-    return tuple(map(str, names)) if isinstance(names, list) else ()
 
 
 def widest_lora(folder: Path) -> tuple[int, int]:

@@ -200,6 +200,7 @@ def inspect_checkpoint(
     name_or_path, gguf_file = model.model_name_or_path, model.gguf_file
     config, architecture, tensors = files.config, files.architecture, files.tensors
     names, where = label_names(config, name_or_path), name_or_path
+    own_labels = next((adapter for adapter in files.adapters if adapter is not None and adapter.labels), None)
     uses_own_head = uses_base_head(files.adapters)
     warnings: list[str] = []
     encoder = read_cross_encoder(name_or_path, files.folder, config, len(names), model.revision, problem_type)
@@ -225,8 +226,8 @@ def inspect_checkpoint(
             f"{name_or_path} was saved as {architecture}, which has no classification head; "
             "it will be refused unless its weights hold one"
         )
-    # An adapter stores no names, but its head decides how many labels there are; the base's names count if they are
-    # as many.  The head of an adapter on the hub is compared by the worker.
+    # peft stores no names with an adapter, but its head decides how many labels there are; the base's names count
+    # if they are as many.  The head of an adapter on the hub is compared by the worker.
     rows_of_heads = {name_or_path: len(names)} if uses_own_head else {}
     for adapter in files.adapters:
         if adapter is not None and adapter.brings_head is not False:
@@ -239,10 +240,11 @@ def inspect_checkpoint(
     first, rows = next(iter(rows_of_heads.items()))
     if rows != len(names):
         names, where = [f"LABEL_{index}" for index in range(rows)], first
-    of_heads = {adapter.label_names for adapter in files.adapters if adapter is not None}
-    if not uses_own_head and len(of_heads) == 1 and len(next(iter(of_heads))) == rows:
-        names, where = list(next(iter(of_heads))), first
-    activation = activation_of(problem_type or config.get("problem_type"), len(names))
+    trained_as = config.get("problem_type")
+    if own_labels is not None:
+        names, where = label_names(own_labels.labels, own_labels.name), own_labels.name
+        trained_as = own_labels.labels.get("problem_type")
+    activation = activation_of(problem_type or trained_as, len(names))
     if encoder is not None:
         warnings += encoder.warnings
         if problem_type is None and encoder.activation is not None:

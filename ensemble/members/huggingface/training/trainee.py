@@ -48,7 +48,6 @@ class Trainee:
         dtype: of the base's weights as they are stored, which a whole model is saved in.
         precision: the mixed precision of the training, "bf16" or "fp16"; empty: none.
         label_order: for each of the head's outputs, the number of the config's label.
-        label_names: of the head's outputs; empty: it has no head for labels.
         notes: sentences for the user.
     """
 
@@ -58,7 +57,6 @@ class Trainee:
     precision: str
     activation: Activation
     label_order: list[int]
-    label_names: list[str]
     notes: list[str]
 
 
@@ -100,7 +98,6 @@ def load_trainee(
         )
     if is_new_head:
         _reset_head(model, len(label_order))
-    label_names = [spec.labels[number] for number in label_order] if spec.auto_class == CLASSIFIER else []
     for part in (model.config, model.config.get_text_config()):
         part.use_cache = False
         if hasattr(part, "reference_compile"):  # ModernBERT compiles itself if Triton is installed
@@ -118,7 +115,13 @@ def load_trainee(
         if parameter.requires_grad:  # the optimizer adds small steps, which half precision would round away
             parameter.data = parameter.data.float()
     return Trainee(
-        trained, model, stored_dtype, _precision(half, is_mixed), activation, label_order, label_names, notes
+        model=trained,
+        base=model,
+        dtype=stored_dtype,
+        precision=_precision(half, is_mixed),
+        activation=activation,
+        label_order=label_order,
+        notes=notes,
     )
 
 
