@@ -47,6 +47,7 @@ WHOLE = (
     # The page of keys is made with the newest pydantic alone.
     *(f"tests/config/test_{name}.py" for name in ("load", "values", "member_kinds", "overlays")),
     "tests/commands/test_init.py",
+    "tests/training/test_trainer.py",
 )
 # Shown in the table.
 _SHOWN = (
