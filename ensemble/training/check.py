@@ -1,6 +1,6 @@
 """Check trainings before any begins, with what the installed libraries and the base models say.
 
-transformers and peft are asked in a process of its own (``child/questions.py``).
+transformers and peft are asked in a process of its own (``members/huggingface/training/questions.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ensemble.members.registry import KINDS
 from ensemble.training.arguments import owned_keys
 from ensemble.training.layout import Part, TrainingDir
 
-_MODULE: Final = "ensemble.training.child.questions"
+_MODULE: Final = "ensemble.members.huggingface.training.questions"
 # The packages of each method; those of "full" come with every installation.
 _PACKAGES: Final = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes"), "head": ("scikit-learn",)}
 _ASKED: Final = ("transformers", "torch", "accelerate", "peft", "bitsandbytes", "pydantic")

@@ -18,8 +18,8 @@ from sklearn.model_selection import PredefinedSplit, cross_val_predict
 
 from ensemble.common.python_process import python_command
 from ensemble.members.huggingface.spec import HEAD_FILE, ModelSettings
-from ensemble.training.child import head as head_module
-from ensemble.training.child.head import compute_features, fit_head, train
+from ensemble.members.pooled_cls.training import features as features_module
+from ensemble.training.child.head import fit_head, train
 from tests.checkpoints import make_texts
 from tests.members.huggingface.scoring.test_predict import worker_spec
 from tests.members.pooled_cls.test_pooled_cls import make_backbone, member, pooled_reference, predict
@@ -121,24 +121,27 @@ def test_soft_labels_and_weights_minimize_their_cross_entropy(labels: int) -> No
 def test_a_training_that_was_killed_computes_what_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_module, "_ROWS_OF_BLOCK", 8)
+    monkeypatch.setattr(features_module, "_ROWS_OF_BLOCK", 8)
     base, texts = make_backbone(tmp_path / "model", "bert"), make_texts(20, longest=20)
     spec = make_spec(tmp_path, base, texts, LABELS)
     targets = np.eye(3)[np.arange(20) % 3]
     first = part_of(tmp_path, spec, np.arange(20), targets, "all")
-    paths = compute_features(first)
+    train(first)
+    paths = sorted((tmp_path / "features").glob("*/*.npz"))
     assert len(paths) == 3
     before = {path: path.read_bytes() for path in paths}
-    paths[1].unlink()
+    paths[0].unlink()
     again = part_of(tmp_path, spec, np.arange(20), targets, "again")
-    assert compute_features(again) == paths
+    train(again)
+    assert sorted((tmp_path / "features").glob("*/*.npz")) == paths
     assert 0 < progress(again)["tokens"] < progress(first)["tokens"] / 2
     for path, content in before.items():
         with np.load(path) as new:
             path.write_bytes(content)
             np.testing.assert_allclose(new["values"], np.load(path)["values"], atol=1e-6)
     changed = {**again, "train": {**again["train"], "pooling_mode": "cls"}}
-    assert set(compute_features(changed)).isdisjoint(paths), "other features have another folder"
+    train(changed)
+    assert len([*(tmp_path / "features").iterdir()]) == 2, "other features have another folder"
 
 
 @pytest.mark.long
@@ -166,5 +169,5 @@ def test_two_processes_share_the_rows_and_say_what_lacks(tmp_path: Path) -> None
     alone = part_of(
         tmp_path, {**spec, "features": str(tmp_path / "other")}, np.arange(9_000), targets, "alone"
     )
-    compute_features(alone)
+    train(alone)
     assert tokens == progress(alone)["tokens"], "no row is computed twice"

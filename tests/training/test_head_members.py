@@ -72,7 +72,6 @@ def finish(keys: dict[str, Any]) -> TrainingDir:
         file, out = folder.root / f"{part.name}.npz", folder.checkpoint("head", part)
         np.savez(file, rows=rows, targets=targets, weights=np.ones(len(rows)))
         out.mkdir(parents=True)
-        folder.seal("head", part).write_text("{}")
         train(
             {
                 "table": str(folder.root / "table.arrow"),
@@ -85,8 +84,8 @@ def finish(keys: dict[str, Any]) -> TrainingDir:
                 "features": str(folder.root / "features"),
             }
         )
-    digests = table.row_digests(("a",))
-    write_trained_rows(folder.trained_rows("head"), TrainedRows(digests, FOLD_OF_ROW))
+    trained_rows = TrainedRows(table.row_digests(("a",)), FOLD_OF_ROW)
+    write_trained_rows(folder.trained_rows("head"), trained_rows)
     return folder
 
 

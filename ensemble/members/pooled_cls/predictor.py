@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ensemble.common.protocol import Counters, Ready
+from ensemble.common.protocol import Ready
 from ensemble.members.huggingface.loading.device_map import last_device
 from ensemble.members.huggingface.loading.load import Loaded
 from ensemble.members.huggingface.scoring.classifier import Classifier, last_token_only, on_device, padded
 from ensemble.members.huggingface.scoring.encode import Encoded
-from ensemble.members.huggingface.scoring.forward import Shortcut, compute
+from ensemble.members.huggingface.scoring.forward import Shortcut
 from ensemble.members.huggingface.scoring.member import TextMember
 from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec
 from ensemble.members.pooled_cls.head import LAYER_NORM, LINEAR
@@ -141,34 +141,3 @@ class PooledClassifier(Classifier):
                 return total / counts.to(states.device)[:, None]
             rows_index = torch.arange(len(states), device=states.device)
             return states[rows_index, position.to(states.device)].float()
-
-
-class FeatureMember(PooledMember):
-    """Compute what the head would get, for trainings of a head: the same features as in prediction."""
-
-    def _make_classifier(self, loaded: Loaded) -> PooledClassifier:
-        return FeatureClassifier(loaded.model, loaded.pad_token_id, nn.Sequential(), self._spec.pooling_mode)
-
-    def _values(self, logits: torch.Tensor) -> npt.NDArray[np.float64]:
-        # In proportion to the largest: the warm-up compares values as if they were probabilities.
-        return np.asarray((logits / logits.abs().max().clamp(min=1)).cpu().double().numpy())
-
-    def features(
-        self, rows: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], Counters]:
-        """Return which of the rows can be computed, int64 [n], and their features, float32 [n, width]."""
-        encoded = self._encode(0, self._table.take(rows), lambda: None)
-        mode, in_float32 = self._in_float32, self._starts_in_float32
-        with self._passes():
-            computed = compute(self._classifier, encoded, self._sizes, lambda *_: None, mode, in_float32)
-        if computed.mostly_overflows:
-            self._start_in_float32()
-        is_finite = torch.isfinite(computed.logits).all(dim=1).numpy()
-        return rows[computed.rows[is_finite]], computed.logits.numpy()[is_finite], computed.counters
-
-
-class FeatureClassifier(PooledClassifier):
-    """Run a loaded backbone without any head."""
-
-    def logits(self, encoded: Encoded, rows: npt.NDArray[np.int64], with_mask: bool = False) -> torch.Tensor:
-        return self.pooled(encoded, rows, with_mask)

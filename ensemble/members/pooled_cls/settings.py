@@ -27,7 +27,7 @@ Epsilon = Annotated[float, Gt(0), Le(1), AllowInfNan(False), MustBe("a number of
 class PooledView(TextView):
     """A view of each row for a backbone with a head of its own: also with another head."""
 
-    head: File | None = None  # instead of the member's own head, in a worker of its own
+    head: File | None = None  # instead of the member's own head; heads of one backbone share a worker
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -62,10 +62,6 @@ class PooledSettings(TextSettings):
         "head_layers": "head_activation layers",
         "head_labels": "label_map label_mapping id2label label2id",
     }
-
-    @property
-    def loads(self) -> dict[str, Any]:
-        return {**super().loads, "head": self.head}
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         yield from super().broken_rules(labels)

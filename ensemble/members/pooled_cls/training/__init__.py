@@ -1,0 +1,1 @@
+"""Provide what the training of a head needs of its backbone."""

@@ -1,0 +1,179 @@
+"""Compute the pooled features with which a member predicts, once for all heads that are trained on them.
+
+They lie in blocks of rows, each a file that is whole or not there: processes that run side by side share the
+blocks, and one that is killed leaves what is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from ensemble.common.digests import FileDigests, digest_of
+from ensemble.common.errors import DataError
+from ensemble.common.files import atomic_path
+from ensemble.common.packages import installed_versions
+from ensemble.common.protocol import CommonSpec, Counters
+from ensemble.data.published_table import PublishedTable
+from ensemble.members.huggingface.checkpoint.digests import tokenizer_digest, weights_digest
+from ensemble.members.huggingface.checkpoint.hub import find_file
+from ensemble.members.huggingface.loading.load import Loaded
+from ensemble.members.huggingface.scoring.encode import Encoded
+from ensemble.members.huggingface.scoring.forward import compute
+from ensemble.members.huggingface.spec import BACKBONE, ModelSettings
+from ensemble.members.pooled_cls.predictor import PooledClassifier, PooledMember, PooledSpec
+
+_ROWS_OF_BLOCK = 4_096
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """Name all that features depend on, and what else a member is loaded with.
+
+    Attributes:
+        table: the published table.
+        settings: those of a text model's worker; what a kind adds to them is about its own head.
+    """
+
+    table: Path
+    settings: Mapping[str, Any]
+    pooling_mode: str
+    labels: Sequence[str]
+    seed: int
+
+    def load(self) -> FeatureMember:
+        """Load it onto the devices that this process sees."""
+        common = CommonSpec(
+            labels=tuple(self.labels),
+            activation="softmax",
+            gpus=torch.cuda.device_count(),  # those of its lease
+            memory_limit_bytes=None,
+            seed=self.seed,
+            table_path=str(self.table),
+            order_path="",
+            shards_dir="",
+        )
+        shared = {key.name: self.settings[key.name] for key in fields(ModelSettings)}
+        head = {"head": "", "head_steps": [], "head_layer_norm_eps": 0.0}
+        settings = {**shared, **head, "pooling_mode": self.pooling_mode, "auto_class": BACKBONE}
+        member = FeatureMember(PooledSpec.of(common, settings), PublishedTable(self.table))
+        member.load()
+        return member
+
+    def digest(self) -> str:
+        """Return a digest of all that the features depend on."""
+        settings, files = self.settings, FileDigests(whole=False)
+        name, runs_code = settings["model_name_or_path"], settings["trust_remote_code"]
+        folder = find_file(name, "config.json", settings["revision"]).parent
+        digests = [
+            FileDigests(whole=True).digest(self.table),
+            weights_digest(folder, settings["model_kwargs"], settings["gguf_file"], runs_code, files),
+            tokenizer_digest(folder, settings["tokenizer_kwargs"], files),
+        ]
+        others = {key: value for key, value in settings.items() if key != "model_name_or_path"}
+        versions = installed_versions(("torch", "transformers"))
+        return digest_of([digests, others, self.pooling_mode, versions])
+
+
+def compute_features(
+    backbone: Backbone, root: Path, report: Callable[[int, int, Counters], None]
+) -> list[Path]:
+    """Return the files of all blocks in a folder below ``root``, when they are there.
+
+    Args:
+        report: called now and then with the number of blocks that are done, that of all, and this process's work.
+    """
+    folder = root / backbone.digest()
+    folder.mkdir(parents=True, exist_ok=True)
+    rows_of_table = PublishedTable(backbone.table).rows
+    paths = {start: folder / f"{start}.npz" for start in range(0, rows_of_table, _ROWS_OF_BLOCK)}
+    member: FeatureMember | None = None
+    counters = Counters()
+    while True:
+        missing = [start for start in paths if not paths[start].exists()]
+        report(len(paths) - len(missing), len(paths), counters)
+        if not missing:
+            return [*paths.values()]
+        # The first block that no other process computes.
+        for start in missing:
+            with _locked(paths[start].with_suffix(".lock")) as is_locked:
+                if not is_locked or paths[start].exists():
+                    continue
+                if member is None:
+                    member = backbone.load()
+                end = min(start + _ROWS_OF_BLOCK, rows_of_table)
+                rows, values, of_block = member.features(np.arange(start, end))
+                counters += of_block
+                with atomic_path(paths[start]) as temporary, temporary.open("wb") as file:
+                    np.savez(file, rows=rows, values=values)
+                break
+        else:
+            time.sleep(_POLL_SECONDS)
+
+
+def read_features(paths: Sequence[Path]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Return the rows that have features, ascending, int64 [n], and the features, float32 [n, width].
+
+    Raises:
+        DataError: no row has any.
+    """
+    blocks = [np.load(path) for path in paths]
+    blocks = [block for block in blocks if len(block["rows"])]
+    if not blocks:
+        raise DataError("no row of the table can be computed; see the log")
+    rows = np.concatenate([block["rows"] for block in blocks])
+    return rows, np.concatenate([block["values"] for block in blocks])
+
+
+class FeatureMember(PooledMember):
+    """Compute what the head would get, for trainings of a head: the same features as in prediction."""
+
+    def _make_classifier(self, loaded: Loaded) -> PooledClassifier:
+        return FeatureClassifier(loaded.model, loaded.pad_token_id, nn.Sequential(), self._spec.pooling_mode)
+
+    def _values(self, logits: torch.Tensor) -> npt.NDArray[np.float64]:
+        # In proportion to the largest: the warm-up compares values as if they were probabilities.
+        return np.asarray((logits / logits.abs().max().clamp(min=1)).cpu().double().numpy())
+
+    def features(
+        self, rows: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], Counters]:
+        """Return which of the rows can be computed, int64 [n], and their features, float32 [n, width]."""
+        encoded = self._encode(0, self._table.take(rows), lambda: None)
+        mode, in_float32 = self._in_float32, self._starts_in_float32
+        with self._passes():
+            computed = compute(self._classifier, encoded, self._sizes, lambda *_: None, mode, in_float32)
+        if computed.mostly_overflows:
+            self._start_in_float32()
+        is_finite = torch.isfinite(computed.logits).all(dim=1).numpy()
+        return rows[computed.rows[is_finite]], computed.logits.numpy()[is_finite], computed.counters
+
+
+class FeatureClassifier(PooledClassifier):
+    """Run a loaded backbone without any head."""
+
+    def logits(self, encoded: Encoded, rows: npt.NDArray[np.int64], with_mask: bool = False) -> torch.Tensor:
+        return self.pooled(encoded, rows, with_mask)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Hold the lock of a file, which ends with this process; yield False if another process has it."""
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
