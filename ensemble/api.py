@@ -147,8 +147,10 @@ def train(
     with _exclusive_run(loaded, quiet) as stream:
         from ensemble.cli.progress import choose_display, log_shown
         from ensemble.common.clock import boot_seconds
+        from ensemble.pipeline.ending import raise_unless_complete
         from ensemble.training.command import raise_unless_trained
         from ensemble.training.command import train as train_config
+        from ensemble.training.layout import TrainingDir
         from ensemble.training.oof import predict_held_out
         from ensemble.training.trained import is_trained
 
@@ -159,7 +161,11 @@ def train(
             raise_unless_trained(result)
             if is_trained(loaded):
                 report = predict_held_out(loaded, display, boot_seconds(), owns_process=_is_command)
-                show("out_of_fold", report, stream)
+                files = TrainingDir(loaded.config.output_dir).oof_files(
+                    [member.name for member in report.members]
+                )
+                show("out_of_fold", (report, files), stream)
+                raise_unless_complete(report)
     return result
 
 

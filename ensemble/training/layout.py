@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,3 +103,7 @@ class TrainingDir:
     def oof(self, member: str) -> Path:
         """Return the CSV with the member's out-of-fold predictions."""
         return self.output_dir / "oof" / f"{member}.csv"
+
+    def oof_files(self, members: Iterable[str]) -> list[Path]:
+        """Return those of these files that there are."""
+        return [path for path in map(self.oof, members) if path.is_file()]
