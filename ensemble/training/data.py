@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.files import FileState, atomic_path, file_state
@@ -20,8 +21,10 @@ from ensemble.common.shards import file_sha256
 from ensemble.common.text import listed, plural, quoted
 from ensemble.config import LoadedConfig, RunConfig
 from ensemble.config.training import TrainingConfig
+from ensemble.data.csv_file import write_csv
 from ensemble.data.distinct_cells import DistinctCells, distinct_cells
 from ensemble.data.formats import column_names, file_extension
+from ensemble.data.ids import ID_COLUMN
 from ensemble.data.row_files import FileCells
 from ensemble.data.table import InputTable
 from ensemble.data.trained_rows import IN_ALL_FOLDS, TrainedRows
@@ -36,8 +39,8 @@ from ensemble.pipeline.labelled_table import (
     write_labelled_rows,
 )
 from ensemble.pipeline.member_views import MemberView, member_columns, member_files, member_views
-from ensemble.training.folds import Rows, RowsToDivide, divide, read_folds, write_folds
-from ensemble.training.layout import Part, TrainingDir
+from ensemble.training.folds import Rows, RowsToDivide, divide
+from ensemble.training.layout import Part
 
 Numbers: TypeAlias = npt.NDArray[np.float64]
 
@@ -89,8 +92,10 @@ class TrainingData:
         return np.flatnonzero(self.folds == fold)
 
     def write_folds(self, path: Path) -> None:
-        """Write ``folds.csv``, from which a later command takes the same division."""
-        write_folds(path, self.division, self.folds)
+        """Write the id and the fold of each row of the training table as CSV."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as temporary:
+            write_csv(temporary, [ID_COLUMN, "fold"], [self.division.ids, pa.array(self.folds)])
 
     def digest(self, part: Part, member: str) -> str:
         """Return a digest of everything in the tables that a member's training on these rows depends on.
@@ -185,15 +190,13 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
         groups=distinct.get("group_column"),
         column=distinct.get("column"),
     )
-    folds_file = TrainingDir(config.output_dir).folds
-    stored = read_folds(folds_file, division)
     weights = [1.0, *(extra.weight for extra in extras)]
     rows = [table.table.rows for table in tables]
     result = TrainingData(
         labels=config.labels,
         table=joined,
         rows=main.table.rows,
-        folds=divide(division) if stored is None else stored,
+        folds=divide(division),
         splits=division.splits,
         targets=np.concatenate([table.targets for table in tables]),
         weights=np.repeat(weights, rows),
@@ -209,12 +212,7 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
     )
     problems.add(_problems(result), DataError)
     problems.raise_any()
-    remarks = [*repeated_texts(tables, result.table, result.folds, result.columns.values())]
-    if stored is None and folds_file.exists():
-        remarks.append(
-            f"{folds_file} is of other rows, labels or settings, or was changed: the rows are divided anew, and "
-            "what was trained on other rows is trained again"
-        )
+    remarks = repeated_texts(tables, result.table, result.folds, result.columns.values())
     return replace(result, remarks=tuple(remarks))
 
 

@@ -1,11 +1,9 @@
-"""Divide the rows of the training table into folds, and keep the division beside the trainings."""
+"""Divide the rows of the training table into folds."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -13,19 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ensemble.common.digests import digest_of
 from ensemble.common.errors import DataError
-from ensemble.common.files import atomic_path, read_json, write_text
-from ensemble.common.shards import file_sha256
 from ensemble.common.text import listed, plural, quoted
 from ensemble.config.training import FoldsConfig
-from ensemble.data.csv_file import read_text_csv, write_csv
-from ensemble.data.digests import row_digests
 from ensemble.data.distinct_cells import DistinctCells
-from ensemble.data.ids import ID_COLUMN
 
 Rows: TypeAlias = npt.NDArray[np.int64]
-_FOLD_COLUMN: Final = "fold"
 _MAX_FOLDS: Final = 1000  # as many as n_splits may be; a column with more values holds something else
 
 
@@ -51,15 +42,6 @@ class RowsToDivide:
     def splits(self) -> int:
         """Return the number of folds."""
         return self.config.splits or len(self.column.values if self.column is not None else ())
-
-    @property
-    def made_of(self) -> str:
-        """Return a digest of everything that the division depends on, except for scikit-learn's release."""
-        hashed = blake2b(row_digests(pa.table([self.ids], [ID_COLUMN]), [ID_COLUMN]).tobytes())
-        hashed.update(b"" if self.classes is None else self.classes.tobytes())
-        for cells in (self.groups, self.column):
-            hashed.update(b"" if cells is None else cells.numbers.tobytes())
-        return digest_of([self.config.model_dump(mode="json"), self.labels, hashed.hexdigest()])
 
 
 def divide(rows: RowsToDivide) -> Rows:
@@ -100,23 +82,6 @@ def _split(rows: RowsToDivide) -> Rows:
             f"in {rows.path} leave a fold without rows; choose fewer folds"
         )
     return folds
-
-
-def write_folds(path: Path, rows: RowsToDivide, folds: Rows) -> None:
-    """Write each row's id and fold as CSV, and beside it what they were made of."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as temporary:
-        write_csv(temporary, [ID_COLUMN, _FOLD_COLUMN], [rows.ids, pa.array(folds)])
-    made = {"made_of": rows.made_of, "sha256": file_sha256(path)}
-    write_text(path.with_suffix(".json"), json.dumps(made))
-
-
-def read_folds(path: Path, rows: RowsToDivide) -> Rows | None:
-    """Return the folds that an earlier command wrote of the same rows and settings; None if there are none."""
-    made = read_json(path.with_suffix(".json"))
-    if made.get("made_of") != rows.made_of or not path.is_file() or file_sha256(path) != made.get("sha256"):
-        return None
-    return np.array(read_text_csv(path, [_FOLD_COLUMN]).column(0).to_pylist()).astype(np.int64)
 
 
 def _column_problems(rows: RowsToDivide, column: DistinctCells) -> Iterator[str]:

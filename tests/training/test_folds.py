@@ -10,8 +10,7 @@ import pandas as pd
 import pytest
 from sklearn.model_selection import KFold, StratifiedGroupKFold, StratifiedKFold
 
-from ensemble.training.folds import write_folds
-from ensemble.training.layout import Part, TrainingDir
+from ensemble.training.layout import Part
 from tests.training.tables import BUILT_IN, LABELS, frame, problems, read
 
 
@@ -110,29 +109,12 @@ def test_every_row_is_held_out_once_and_never_trained_on_then(
     assert data.rows_of(Part(None)).tolist() == list(range(len(table) + len(extra)))
 
 
-def test_a_division_is_kept_until_what_it_is_of_changes(folder: Path) -> None:
-    path = TrainingDir(folder / "runs").folds
+def test_the_fold_of_each_row_is_written_by_its_id(folder: Path) -> None:
     data = read(folder, folds={"n_splits": 3})
-    data.write_folds(path)
-    written = pd.read_csv(path, dtype=str)
+    data.write_folds(folder / "runs/folds.csv")
+    written = pd.read_csv(folder / "runs/folds.csv", dtype=str)
     assert written["id"].tolist() == frame()["id"].tolist()
     assert written["fold"].astype(int).tolist() == data.folds.tolist()
-
-    # As another release of scikit-learn might have divided the rows.
-    turned = (data.folds + 1) % 3
-    write_folds(path, data.division, turned)
-    again = read(folder, folds={"n_splits": 3})
-    assert again.folds.tolist() == turned.tolist()
-    assert not again.remarks
-
-    other = read(folder, folds={"n_splits": 3, "seed": 1})
-    assert other.folds.tolist() == expected(StratifiedKFold(3, shuffle=True, random_state=1), frame())
-    assert len(other.remarks) == 1
-    assert str(path) in other.remarks[0]
-    assert "divided anew" in other.remarks[0]
-
-    path.write_text(path.read_text().replace(",0\n", ",1\n"))
-    assert read(folder, folds={"n_splits": 3}).folds.tolist() == data.folds.tolist()
 
 
 def test_what_cannot_be_divided_is_refused_in_a_sentence(folder: Path) -> None:
