@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from ensemble.common.clock import Watch, boot_seconds
-from ensemble.common.errors import RESUMES, EnsembleError, Interrupted, MergeError, WriteError
+from ensemble.common.errors import Interrupted, MergeError, WriteError
 from ensemble.common.extensions import call_hooks
 from ensemble.common.files import atomic_path, file_state, remove_temporary_files, sync_directory, write_text
 from ensemble.common.gpus import Device
@@ -42,7 +42,15 @@ from ensemble.pipeline.resume import (
     write_bad_rows,
 )
 from ensemble.pipeline.reuse import demand_reusable
-from ensemble.pipeline.run_dir import RunDir, hold, log, logging_to, member_of_work, work_of_view
+from ensemble.pipeline.run_dir import (
+    RunDir,
+    hold,
+    log,
+    logging_to,
+    member_of_work,
+    system_errors_in,
+    work_of_view,
+)
 from ensemble.pipeline.run_report import MERGED, RunReport
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.pipeline.wait_for_gpus import held_texts, wait_for_gpu_memory
@@ -104,7 +112,7 @@ def run_prepared(
     """
     config, rundir = prepared.config, RunDir(prepared.config.output_dir)
     target = None if config.submission is None else config.submission.path
-    try:
+    with contextlib.closing(prepared.launcher), system_errors_in("the run"):
         if config.limit is not None and target is not None:
             display.say(f"a trial on the first rows: {shown_path(target)} will not be written")
         for text in (prepared.inventory.note, *prepared.warnings, *held_texts(prepared.plan.gpus)):
@@ -132,16 +140,6 @@ def run_prepared(
                         for problem in call_hooks("ensemble.run_end", rundir.run_json.absolute()):
                             log.warning("%s", problem)
                             display.say(problem)
-    except OSError as error:  # from anything but writing a file, such as making a folder
-        if error.filename is None:  # it is not about a file, but a socket or a process
-            raise EnsembleError(
-                f"the run ended with an error of the system ({type(error).__name__}: {error}); {RESUMES}"
-            ) from error
-        raise WriteError(
-            f"cannot write to {error.filename} ({error.strerror}); free it or change output_dir"
-        ) from error
-    finally:
-        prepared.launcher.close()
 
 
 class _Run(RunState):

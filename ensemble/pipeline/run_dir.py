@@ -31,7 +31,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, TextIO
 
-from ensemble.common.errors import OutputError, OutputInUse, WriteError
+from ensemble.common.errors import RESUMES, EnsembleError, OutputError, OutputInUse, WriteError
 from ensemble.common.files import TEMPORARY, cannot_write, create_empty, open_log, remove_link
 from ensemble.common.redact import RedactingFormatter, Redactor
 from ensemble.common.shards import read_shard
@@ -242,6 +242,27 @@ def hold(rundir: RunDir) -> Iterator[IO[str]]:
         except OSError as error:
             raise WriteError(cannot_write("output_dir", rundir.lock, error)) from error
         yield lock
+
+
+@contextlib.contextmanager
+def system_errors_in(what: str) -> Iterator[None]:
+    """Turn an error of the system into one of this package, with a sentence about ``what``, such as "the run".
+
+    Raises:
+        WriteError: a path cannot be used, such as a folder that cannot be made.
+        EnsembleError: the error is about no file, but a socket or a process.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            kind = type(error).__name__
+            raise EnsembleError(
+                f"{what} ended with an error of the system ({kind}: {error}); {RESUMES}"
+            ) from error
+        raise WriteError(
+            f"cannot write to {error.filename} ({error.strerror}); free it or change output_dir"
+        ) from error
 
 
 def _open_lock(rundir: RunDir, flags: int, mode: str) -> IO[str]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ensemble.common.digests import FileDigests, digest_of
-from ensemble.common.errors import RESUMES, ConfigError, EnsembleError, MembersFailed, WriteError
+from ensemble.common.errors import RESUMES, ConfigError, MembersFailed
 from ensemble.common.files import write_text
 from ensemble.common.python_process import python_command
 from ensemble.common.text import listed, plural, shown_path
@@ -21,7 +21,7 @@ from ensemble.members.huggingface.checkpoint.hub import find_file
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.run import Display
-from ensemble.pipeline.run_dir import RunDir, hold, logging_to
+from ensemble.pipeline.run_dir import RunDir, hold, logging_to, system_errors_in
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.training.check import training_problems
 from ensemble.training.data import TrainingData, read_training_data
@@ -84,20 +84,12 @@ def train(
     for remark in data.remarks:
         display.say(remark)
     rundir, files = RunDir(config.output_dir), TrainingDir(config.output_dir)
-    try:
+    with system_errors_in("the training"):
         rundir.create()
         with hold(rundir), heed_signals(owns_process) as signals:
             files.train_log.parent.mkdir(parents=True, exist_ok=True)
             with logging_to(files.train_log, loaded.redactor):
                 return _train(loaded, display, signals, data, fold, fresh, ends_at)
-    except OSError as error:  # from anything but writing a file, such as making a folder
-        if error.filename is None:
-            raise EnsembleError(
-                f"the training ended with an error of the system ({type(error).__name__}: {error}); {RESUMES}"
-            ) from error
-        raise WriteError(
-            f"cannot write to {error.filename} ({error.strerror}); free it or change output_dir"
-        ) from error
 
 
 def train_for_run(
