@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 from ensemble.config.document import Problem
 from ensemble.config.strict import StrictConfig
 from ensemble.config.table import DataConfig, broken_label_columns
+from ensemble.config.training_arguments import owned_keys
 from ensemble.config.values import (
     Column,
     Count,
@@ -171,6 +172,8 @@ class TrainConfig(StrictConfig):
                 ("per_device_train_batch_size",),
                 f"more than effective_batch_size, {self.effective_batch_size:,}; set that, too",
             )
+        for name, sentence in owned_keys(self.training_arguments):
+            yield ("training_arguments", name), sentence
         yield from self._broken_head()
         if self.lora_config and self.method not in ("lora", "qlora"):
             yield ("lora_config",), "needs method: lora or qlora"

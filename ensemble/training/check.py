@@ -28,7 +28,6 @@ from ensemble.members.huggingface.settings import HuggingFaceSettings
 from ensemble.members.huggingface.spec import BACKBONE, CLASSIFIER
 from ensemble.members.questions import Answer, Question, ask
 from ensemble.members.registry import KINDS
-from ensemble.training.arguments import owned_keys
 from ensemble.training.layout import Part, TrainingDir
 
 _MODULE: Final = "ensemble.members.huggingface.training.questions"
@@ -99,7 +98,6 @@ class _BuiltIn:
         kind = KINDS.load(model.task_type)
         assert issubclass(kind, HuggingFaceMember)
         self._auto_class = BACKBONE if train.method == "head" else kind.auto_class
-        self._owned = dict(owned_keys(train.training_arguments))
         self._packages = _PACKAGES.get(train.method, ())
         self._lacking = [package for package in self._packages if not installed_versions([package])]
 
@@ -113,9 +111,9 @@ class _BuiltIn:
             yield self._question(folder)
 
     def _question(self, folder: Path) -> Question:
-        values, is_lora = self.train.training_arguments, "peft" in self._packages
+        is_lora = "peft" in self._packages
         arguments = {
-            "training_arguments": {key: value for key, value in values.items() if key not in self._owned},
+            "training_arguments": self.train.training_arguments,
             "lora_config": self.train.lora_config if is_lora and not self._lacking else None,
             "auto_class": self._auto_class,
             "peft_task": "SEQ_CLS" if self._auto_class == CLASSIFIER else "CAUSAL_LM",
@@ -138,8 +136,6 @@ class _BuiltIn:
             yield f"method: {method} needs the package {package}, which is not installed: {how}"
         for text in unsupported((), dict.fromkeys(self._packages, f"{self.key}.method")):
             yield f"method: {text}"
-        for key, text in self._owned.items():
-            yield f"training_arguments.{key}: {text}"
         of_base, _, answer = self._found
         yield from (f"base_model: {text}" for text in of_base)
         yield from (answer.fields or {}).get("problems", ())

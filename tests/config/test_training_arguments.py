@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from transformers import TrainingArguments
 
+from ensemble.config.training_arguments import OWNED, owned_keys
 from ensemble.members.huggingface.training.arguments import _OURS
-from ensemble.training.arguments import OWNED, owned_keys
 
 
 @pytest.mark.parametrize(
