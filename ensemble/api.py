@@ -585,7 +585,7 @@ def _preview(
     with redacted_errors(loaded.redactor):
         from ensemble.cli.result_objects import Preview
         from ensemble.pipeline.prepare import prepare
-        from ensemble.training.command import check_trainings
+        from ensemble.training.check import check_trainings
         from ensemble.training.trained import with_trained
 
         warnings = check_trainings(loaded)

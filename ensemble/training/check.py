@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from ensemble.common.errors import CheckpointError
+from ensemble.common.errors import CheckpointError, ConfigError
 from ensemble.common.files import free_bytes
 from ensemble.common.packages import installed_versions, unsupported
 from ensemble.common.text import gib, nearest
@@ -28,7 +28,8 @@ from ensemble.members.huggingface.settings import HuggingFaceSettings
 from ensemble.members.huggingface.spec import BACKBONE, CLASSIFIER
 from ensemble.members.questions import Answer, Question, ask
 from ensemble.members.registry import KINDS
-from ensemble.training.layout import Part, TrainingDir
+from ensemble.training.layout import TrainingDir
+from ensemble.training.trained import missing_parts
 
 _MODULE: Final = "ensemble.members.huggingface.training.questions"
 # The packages of each method; those of "full" come with every installation.
@@ -38,42 +39,42 @@ _ASKED: Final = ("transformers", "torch", "accelerate", "peft", "bitsandbytes", 
 _WEIGHT_BYTES, _SAVE_BYTES = 4, 12
 
 
-def training_problems(
-    loaded: LoadedConfig, folds: int | None = None, devices: int = 1
-) -> tuple[list[str], list[str]]:
-    """Return problems and warnings of trainings, as far as they show before any begins, each with its key.
+def check_trainings(loaded: LoadedConfig) -> list[str]:
+    """Check all that shows before a training begins, and return warnings.
 
-    Args:
-        folds: their number; None: as the config says, or the usual number where a column tells.
-        devices: how many trainings run side by side.
+    Raises:
+        ConfigError: with every problem, each with its key.
     """
     problems: list[str] = []
-    members: dict[str, _BuiltIn] = {}
+    members: list[_BuiltIn] = []
     for index, model in enumerate(loaded.config.models):
         key, train = f"models[{index}].train", model.training
         if train is not None and train.command is not None:
             problems += (f"{key}.command: {text}" for text in command_problems(train.command))
         elif train is not None:
             assert isinstance(model, HuggingFaceSettings)
-            members[model.name] = _BuiltIn(key, model, train)
-    ask([question for member in members.values() for question in member.questions()])
-    training, directory = loaded.config.training, TrainingDir(loaded.config.output_dir)
-    folds = folds or (None if training is None else training.folds.splits) or DEFAULT_FOLDS
-    disk_bytes, warnings = 0, list[str]()
-    for name, member in members.items():
+            members.append(_BuiltIn(key, model, train))
+    ask([question for member in members for question in member.questions()])
+    for member in members:
         problems += (f"{member.key}.{text}" for text in member.problems())
-        warnings += (f"{member.key}: {text}" for text in member.warnings())
-        parts = [*map(Part, range(folds)), *([Part(None)] if member.train.predict_with == "refit" else ())]
-        missing = sum(not directory.checkpoint(name, part).is_dir() for part in parts)
-        saves = min(devices, missing)
-        disk_bytes += member.trained_parameters * (_WEIGHT_BYTES * missing + _SAVE_BYTES * saves)
-    free = free_bytes(directory.root)
-    if free is not None and disk_bytes > free:
-        problems.append(
-            f"output_dir: its trainings write about {gib(disk_bytes)} to {directory.root}, where {gib(free)} are "
+    problems += _disk_problems(loaded, members)
+    if problems:
+        raise ConfigError(problems)
+    return [f"{member.key}: {text}" for member in members for text in member.warnings()]
+
+
+def _disk_problems(loaded: LoadedConfig, members: Sequence[_BuiltIn]) -> Iterator[str]:
+    """Yield that the disk cannot hold the checkpoints that are missing, and a save of a training beside them."""
+    root, written = TrainingDir(loaded.config.output_dir).root, 0
+    for member in members:
+        missing = len(missing_parts(loaded, member.model, splits=DEFAULT_FOLDS))
+        written += member.trained_parameters * (_WEIGHT_BYTES * missing + _SAVE_BYTES * bool(missing))
+    free = free_bytes(root)
+    if free is not None and written > free:
+        yield (
+            f"output_dir: its trainings write about {gib(written)} to {root}, where {gib(free)} are "
             "free; make room, choose another output_dir, or train with method: lora"
         )
-    return problems, warnings
 
 
 def command_problems(command: Sequence[str]) -> Iterator[str]:
@@ -93,6 +94,7 @@ class _BuiltIn:
 
     def __init__(self, key: str, model: HuggingFaceSettings, train: TrainConfig) -> None:
         self.key = key
+        self.model = model
         self.train = train
         self._base = model.model_copy(update={"model_name_or_path": train.base_model})
         kind = KINDS.load(model.task_type)

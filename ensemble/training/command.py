@@ -23,10 +23,10 @@ from ensemble.members.registry import member_kind
 from ensemble.pipeline.run import Display
 from ensemble.pipeline.run_dir import RunDir, hold, logging_to, system_errors_in
 from ensemble.pipeline.signals import Signals, heed_signals
-from ensemble.training.check import training_problems
+from ensemble.training.check import check_trainings
 from ensemble.training.data import TrainingData, read_training_data
 from ensemble.training.jobs import Training, TrainingRun
-from ensemble.training.layout import Part, TrainingDir
+from ensemble.training.layout import Part, TrainingDir, parts_of
 from ensemble.training.records import TrainingReport
 from ensemble.training.seal import why_to_train
 from ensemble.training.trained import missing_parts, with_trained
@@ -125,20 +125,6 @@ def train_for_run(
     return replace(with_trained(loaded, may_lack=True), untrained=untrained)
 
 
-def check_trainings(loaded: LoadedConfig) -> list[str]:
-    """Check all that shows before a training begins, and return warnings.
-
-    Raises:
-        ConfigError: with every problem.
-    """
-    if not loaded.config.trained_members:
-        return []
-    problems, warnings = training_problems(loaded)
-    if problems:
-        raise ConfigError(problems)
-    return warnings
-
-
 def raise_unless_trained(report: TrainingReport) -> None:
     """Raise ``MembersFailed`` if trainings have failed."""
     failed = [member for member in report.members if member.failure]
@@ -187,15 +173,12 @@ def _trainings(
     """Yield a member's trainings, with the commands that do them."""
     train = model.training
     assert train is not None
-    parts = [Part(number) for number in range(data.splits)]
-    if train.predict_with == "refit":
-        parts.append(Part(None))
     made_of = {"seed": str(config.seed)}
     if train.command is not None:
         made_of["train.command"] = digest_of(train.command)
     else:
         made_of |= _made_of(config, model, train)
-    for part in parts:
+    for part in parts_of(model, data.splits):
         values = {
             "train": str(files.train_file(part, data.suffix).absolute()),
             "fold": ALL_ROWS if part.fold is None else str(part.fold),

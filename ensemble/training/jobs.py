@@ -34,7 +34,7 @@ from ensemble.scheduling.records import Failure
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
 from ensemble.scheduling.state import MemberState
-from ensemble.training.deadline import TrainingDeadline
+from ensemble.scheduling.training_deadline import TrainingDeadline
 from ensemble.training.layout import Part, TrainingDir
 from ensemble.training.records import (
     MemberRecord,

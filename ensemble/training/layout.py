@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ensemble.config import MemberConfig
+
 
 @dataclass(frozen=True)
 class Part:
@@ -21,6 +23,12 @@ class Part:
     @property
     def text(self) -> str:
         return "all rows" if self.fold is None else f"fold {self.fold}"
+
+
+def parts_of(model: MemberConfig, splits: int) -> list[Part]:
+    """Return the trainings of a member, those of its folds first."""
+    is_refit = model.training is not None and model.training.predict_with == "refit"
+    return [*map(Part, range(splits)), *([Part(None)] if is_refit else [])]
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from ensemble.common.errors import ConfigError
 from ensemble.config import LoadedConfig, MemberConfig, TrainedMember
 from ensemble.config.check import validate
 from ensemble.config.document import place
+from ensemble.config.training import DEFAULT_FOLDS
 from ensemble.members.registry import KINDS, member_kind
 from ensemble.pipeline.held_out import fold_count
-from ensemble.training.layout import Part, TrainingDir
+from ensemble.training.layout import Part, TrainingDir, parts_of
 
 _ADAPTER = "adapter_name_or_path"
 
@@ -53,14 +54,15 @@ def is_trained(loaded: LoadedConfig) -> bool:
     return not any(missing_parts(loaded, model) for model in loaded.config.trained_members)
 
 
-def missing_parts(loaded: LoadedConfig, model: MemberConfig) -> list[Part]:
-    """Return the trainings of a member that have not ended yet; at least the first fold before any has begun."""
+def missing_parts(loaded: LoadedConfig, model: MemberConfig, splits: int = 1) -> list[Part]:
+    """Return the trainings of a member that have not ended yet.
+
+    ``splits`` is the number of folds if a column of the table tells it, and no training has read that yet.
+    """
     folder, training = TrainingDir(loaded.config.output_dir), loaded.config.training
     rows = folder.trained_rows(model.name)
-    splits = fold_count(rows) or (None if training is None else training.folds.splits) or 1
-    parts = [Part(fold) for fold in range(splits)]
-    if model.training is not None and model.training.predict_with == "refit":
-        parts.append(Part(None))
+    in_config = DEFAULT_FOLDS if training is None else training.folds.splits
+    parts = parts_of(model, fold_count(rows) or in_config or splits)
     return [part for part in parts if not rows.is_file() or not folder.is_finished(model.name, part)]
 
 
