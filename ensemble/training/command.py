@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.errors import RESUMES, ConfigError, MembersFailed
 from ensemble.common.files import write_text
 from ensemble.common.python_process import python_command
+from ensemble.common.shards import file_sha256
 from ensemble.common.text import listed, plural, shown_path
 from ensemble.config import LoadedConfig, MemberConfig, RunConfig
 from ensemble.config.training import PLACEHOLDERS, TrainConfig
@@ -20,8 +22,9 @@ from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenize
 from ensemble.members.huggingface.checkpoint.hub import find_file
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.registry import member_kind
+from ensemble.pipeline.held_out import fold_count
 from ensemble.pipeline.run import Display
-from ensemble.pipeline.run_dir import RunDir, hold, logging_to, system_errors_in
+from ensemble.pipeline.run_dir import RunDir, head, hold, logging_to, system_errors_in
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.training.check import check_trainings
 from ensemble.training.data import TrainingData, read_training_data
@@ -154,11 +157,14 @@ def _train(
             if reason or (fresh and is_asked):  # never beside a fold of another division
                 files.remove(model.name, training.part)
             if reason:
-                display.say(f"{model.name}: {training.part.text} is trained anew: {reason}")
+                outcome = "trained anew" if is_asked else "removed"
+                display.say(f"{model.name}: {training.part.text} is {outcome}: {reason}")
             if reason is None and not (fresh and is_asked):
                 kept.append(training)
             elif is_asked:
                 lacking.append(training)
+        for number in range(data.splits, fold_count(files.trained_rows(model.name))):  # of another division
+            files.remove(model.name, Part(number))
         names = [training.part.text for training in kept if training.model is model]
         if names:
             display.say(f"{model.name}: trained already: {listed(names, 10, str)}")
@@ -176,6 +182,7 @@ def _trainings(
     made_of = {"seed": str(config.seed)}
     if train.command is not None:
         made_of["train.command"] = digest_of(train.command)
+        made_of |= {f"the script {path}": file_sha256(path) for path in _scripts(train.command)}
     else:
         made_of |= _made_of(config, model, train)
     for part in parts_of(model, data.splits):
@@ -195,6 +202,14 @@ def _trainings(
             is_built_in=train.command is None,
             made_of={"the training table": data.digest(part, model.name), **made_of},
         )
+
+
+def _scripts(command: Sequence[str]) -> Iterator[Path]:
+    """Yield the scripts that a command names: files that end in .py, and a program that begins with ``#!``."""
+    for text in command:
+        path = Path(text)
+        if (path.suffix == ".py" and path.is_file()) or (text is command[0] and head(path).startswith(b"#!")):
+            yield path
 
 
 def _made_of(config: RunConfig, model: MemberConfig, train: TrainConfig) -> dict[str, str]:
