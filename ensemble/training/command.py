@@ -245,7 +245,7 @@ def _write_data(
     for part in dict.fromkeys(training.part for training in trainings if not training.is_built_in):
         file = files.train_file(part, data.suffix)
         file.parent.mkdir(exist_ok=True)
-        data.write_part(part, file)
+        data.write(file, data.rows_of(part))
     for name in dict.fromkeys(training.model.name for training in trainings):
         files.spec(name, Part(None)).parent.mkdir(parents=True, exist_ok=True)
         write_trained_rows(files.trained_rows(name), data.trained_rows(name))
