@@ -371,17 +371,10 @@ class _Run(RunState):
             devices=tuple(devices),
             environment=member_kind(member.model).environment() if devices else {},
             log=self._rundir.log(member.name, replica),
-            cpu_share=self._gpu_share(member, devices) if devices else member.cpu_share,
+            cpu_share=member.host_share(devices, self.prepared.plan.gpus, self._config.max_workers_per_gpu),
             cpu_threads=member.cpu_threads,
             scratch=offload_folder,
         )
-
-    def _gpu_share(self, member: MemberPlan, devices: Sequence[Device]) -> float:
-        """Return a GPU worker's share of its host's cores, that of its GPUs among the host's; 0: no limit."""
-        of_host = [gpu for gpu in self.prepared.plan.gpus if gpu.node == devices[0].node]
-        places = len(of_host) * self.prepared.config.max_workers_per_gpu
-        share = len(devices) * member.placement.places / max(1, places)
-        return share if share < 1 else 0.0
 
     def on_bad_rows(self, state: MemberState) -> None:
         """Write the rows of a member that could not be computed."""

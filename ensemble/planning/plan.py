@@ -132,6 +132,16 @@ class MemberPlan:
         """Return whether a view has as many rows as there is time for."""
         return takes_time_left(self.model.when) or takes_time_left(self.model.views_with_when.get(view))
 
+    def host_share(
+        self, devices: Sequence[Device], gpus: Sequence[Device], max_workers_per_gpu: int
+    ) -> float:
+        """Return a worker's share of its host's cores: on GPUs that of its GPUs among the host's; 0: no limit."""
+        if not devices:
+            return self.cpu_share
+        of_host = [gpu for gpu in gpus if gpu.node == devices[0].node]
+        share = len(devices) * self.placement.places / max(1, len(of_host) * max_workers_per_gpu)
+        return share if share < 1 else 0.0
+
     @property
     def slowdown(self) -> float:
         """Return the factor by which a replica is slower than ``speed`` says, by its share of the cores."""

@@ -148,29 +148,27 @@ def _train(
 ) -> TrainingReport:
     """Sort out what is trained already, write the tables of the other trainings, and run these."""
     config, files = loaded.config, TrainingDir(loaded.config.output_dir)
-    kept: list[Training] = []
-    lacking: list[Training] = []
+    trainings: list[Training] = []
     for model in config.trained_members:
         for training in _trainings(config, files, data, model):
             is_asked = fold is None or training.part.fold == fold
             reason = why_to_train(files, model.name, training.part, training.made_of)
+            is_done = reason is None and not (fresh and is_asked)
             if reason or (fresh and is_asked):  # never beside a fold of another division
                 files.remove(model.name, training.part)
             if reason:
                 outcome = "trained anew" if is_asked else "removed"
                 display.say(f"{model.name}: {training.part.text} is {outcome}: {reason}")
-            if reason is None and not (fresh and is_asked):
-                kept.append(training)
-            elif is_asked:
-                lacking.append(training)
+            if is_done or is_asked:
+                trainings.append(replace(training, is_done=is_done))
         for number in range(data.splits, fold_count(files.trained_rows(model.name))):  # of another division
             files.remove(model.name, Part(number))
-        names = [training.part.text for training in kept if training.model is model]
+        names = [training.part.text for training in trainings if training.model is model and training.is_done]
         if names:
             display.say(f"{model.name}: trained already: {listed(names, 10, str)}")
     data.write_folds(files.folds)
-    _write_data(config, files, data, lacking)
-    return TrainingRun(loaded, [*kept, *lacking], lacking, display, signals, data.file_states, ends_at).run()
+    _write_data(config, files, data, [training for training in trainings if not training.is_done])
+    return TrainingRun(loaded, trainings, display, signals, data.file_states, ends_at).run()
 
 
 def _trainings(

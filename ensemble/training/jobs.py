@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -59,6 +60,7 @@ class Training:
         command: a program and its arguments.
         is_built_in: whether the command is our own, which goes on with what an earlier try has left.
         made_of: see ``Seal``.
+        is_done: whether it has ended well earlier.
     """
 
     model: MemberConfig
@@ -66,13 +68,14 @@ class Training:
     command: tuple[str, ...]
     is_built_in: bool
     made_of: Mapping[str, str]
+    is_done: bool = False
 
 
 class TrainingRun:
     """Run trainings on this machine, as the hooks of their scheduler.
 
     Args:
-        trainings: all that are asked for; those that are ``lacking`` are run.
+        trainings: all that are asked for; those that are not done are run.
         watched: the states of the tables, which should not change meanwhile, by absolute path.
         ends_at: when all must have stopped, by ``boot_seconds``; None: no limit.
     """
@@ -81,7 +84,6 @@ class TrainingRun:
         self,
         loaded: LoadedConfig,
         trainings: Sequence[Training],
-        lacking: Sequence[Training],
         display: Display,
         signals: Signals,
         watched: Mapping[str, FileState],
@@ -92,8 +94,9 @@ class TrainingRun:
         self._files = TrainingDir(loaded.config.output_dir)
         self._trainings = trainings
         self._lacking: dict[str, list[Training]] = {}
-        for training in lacking:
-            self._lacking.setdefault(training.model.name, []).append(training)
+        for training in trainings:
+            if not training.is_done:
+                self._lacking.setdefault(training.model.name, []).append(training)
         self._display = display
         self.say = display.say
         self._signals = signals
@@ -162,18 +165,13 @@ class TrainingRun:
     def _report(self, status: Status) -> TrainingReport:
         states = {state.plan.name: state for state in self._states}
         members = []
-        for name in dict.fromkeys(training.model.name for training in self._trainings):
+        for name, trainings in itertools.groupby(self._trainings, lambda training: training.model.name):
             state = states.get(name)
+            parts = tuple(self._part(training, state) for training in trainings)
+            faults = () if state is None else tuple(state.faults)
             failure = None if state is None else state.failure
             members.append(
-                MemberRecord(
-                    name=name,
-                    parts=tuple(
-                        self._part(each, state) for each in self._trainings if each.model.name == name
-                    ),
-                    faults=() if state is None else tuple(state.faults),
-                    failure="" if failure is None else self._failure_text(failure),
-                )
+                MemberRecord(name, parts, faults, "" if failure is None else self._failure_text(failure))
             )
         report = TrainingReport(status, round(boot_seconds() - self._began, 3), tuple(members))
         redacted: TrainingReport = self._loaded.redactor.document(report)
@@ -182,8 +180,7 @@ class TrainingRun:
     def _part(self, training: Training, state: MemberState | None) -> PartRecord:
         name, part = training.model.name, training.part
         seal, folder = read_record(self._files.seal(name, part), Seal), self._files.checkpoint(name, part)
-        is_sealed = seal is not None and seal.made_of == training.made_of and folder.is_dir()
-        if seal is not None and is_sealed:
+        if seal is not None and seal.made_of == training.made_of and folder.is_dir():
             return PartRecord(
                 name=part.name,
                 status="done",
@@ -198,10 +195,16 @@ class TrainingRun:
             row = self._lacking[name].index(training)
             attempts = _attempts(state, row)
             is_running = any(chunk.start == row for chunk in state.chunks.in_hand.values())
-        progress = read_json(self._files.unfinished(name, part) / "progress.json")
         return PartRecord(
-            part.name, "training" if is_running else "waiting", "", None, attempts, (), progress
+            name=part.name,
+            status="training" if is_running else "waiting",
+            attempts=attempts,
+            progress=self._progress(training),
         )
+
+    def _progress(self, training: Training) -> dict[str, Any]:
+        """Return what a training's command has last said of its progress; empty if it has said nothing."""
+        return read_json(self._files.unfinished(training.model.name, training.part) / "progress.json")
 
     def _failure_text(self, failure: Failure) -> str:
         logs = shown_path(self._files.worker_log(failure.member, 0).parent)
@@ -247,27 +250,22 @@ class TrainingRun:
         )
         log = self._files.worker_log(member.name, replica)
         log.parent.mkdir(parents=True, exist_ok=True)
-        share = member.cpu_share
-        if devices:
-            share = (
-                len(devices) * member.placement.places / (len(self._gpus) * self._config.max_workers_per_gpu)
-            )
         return WorkerStart(
             command=Start(WorkerSpec(common, _CHILD, settings)),
             devices=tuple(devices),
             environment={},
             log=log,
-            cpu_share=0.0 if devices and share >= 1 else share,
+            cpu_share=member.host_share(devices, self._gpus, self._config.max_workers_per_gpu),
         )
 
     def on_change(self, members: Sequence[MemberState]) -> None:
         """Show and record progress; fail members whose trainings have left what cannot be used."""
         for state, future in self._sealing:
-            error = future.exception() if future.done() else None
-            if isinstance(error, CheckpointError) and state.failure is None:
-                state.fail(Failure(state.plan.name, str(error)))
-            elif error is not None and not isinstance(error, CheckpointError):
-                raise error
+            if future.done() and state.failure is None:
+                try:
+                    future.result()
+                except MergeError as error:
+                    state.fail(Failure(state.plan.name, str(error)))
         for state in members:
             state.follow_shares(self._shares(state))
         self._display.update(members)
@@ -283,7 +281,7 @@ class TrainingRun:
         shares = {}
         for chunk in state.chunks.in_hand.values():
             training = self._lacking[state.plan.name][chunk.start]
-            progress = read_json(self._files.unfinished(state.plan.name, training.part) / "progress.json")
+            progress = self._progress(training)
             step, steps = progress.get("step"), progress.get("steps")
             if isinstance(step, int) and isinstance(steps, int) and 0 <= step <= steps and steps:
                 shares[chunk.index] = step / steps
@@ -299,7 +297,7 @@ class TrainingRun:
             seconds=round(seconds, 3),
             attempts=_attempts(state, chunk.start),
             devices=tuple(devices),
-            progress=read_json(self._files.unfinished(state.plan.name, training.part) / "progress.json"),
+            progress=self._progress(training),
         )
         self._sealing.append((state, self._sealer.submit(self._seal, training, seal)))
 
@@ -314,21 +312,14 @@ class TrainingRun:
         try:
             seal_training(self._files, training.model, part, columns, seal)
         except CheckpointError as error:
-            raise CheckpointError(f"{part.text}: {'; '.join(error.problems)}") from error
-        except OSError as error:
-            raise WriteError(
-                f"cannot write to {error.filename} ({error.strerror}); make room there"
-            ) from error
+            raise MergeError(f"{part.text}: {'; '.join(error.problems)}") from error
         self.say(f"{name}: {part.text} trained in {duration(seal.seconds)}")
 
     def on_finished(self, state: MemberState) -> None:
-        """Wait until the last trainings of a member are sealed."""
+        """Wait until the last trainings of a member are sealed; raise MergeError if one cannot be."""
         for other, future in self._sealing:
-            try:
-                if other is state:
-                    future.result()
-            except CheckpointError as error:
-                raise MergeError(error.problems) from error
+            if other is state:
+                future.result()
 
     def on_bad_rows(self, state: MemberState) -> None: ...
     def on_rooms(self, state: MemberState) -> None: ...

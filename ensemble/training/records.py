@@ -50,11 +50,11 @@ class PartRecord:
 
     name: str
     status: Literal["done", "training", "waiting"]
-    folder: str
-    seconds: float | None
-    attempts: int
-    devices: tuple[str, ...]
-    progress: dict[str, Any]
+    folder: str = ""
+    seconds: float | None = None
+    attempts: int = 0
+    devices: tuple[str, ...] = ()
+    progress: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
