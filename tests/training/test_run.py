@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from ensemble.training.command import made_of_settings, preview_trainings, train
 from ensemble.training.layout import Part
 from ensemble.training.records import Seal, write_record
 from tests.checkpoints import make_base, reference
-from tests.project import LABELS, Project
+from tests.project import LABELS, ROOT, Project, python_path
 from tests.training.test_jobs import Trained
 
 FORKED = pytest.mark.usefixtures("warm")
@@ -233,3 +236,23 @@ def test_models_without_the_base_that_they_learned_from(trained: Trained, tmp_pa
     trained.files.remove("a", Part(1))
     with pytest.raises(ConfigError, match="no such folder"):
         train_for_run(loaded, display, boot_seconds(), owns_process=False)
+
+
+def test_the_parent_of_trainings_stays_free_of_torch(trained: Trained) -> None:
+    code = (
+        "import sys, ensemble\n"
+        "ensemble.validate('train.yaml')\n"
+        "ensemble.train('train.yaml', fold=0, quiet=True)\n"
+        "print([name for name in ('torch', 'transformers', 'peft', 'accelerate') if name in sys.modules])"
+    )
+    (trained.folder / "config.yaml").rename(trained.folder / "train.yaml")
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=trained.folder,
+        env={**os.environ, "PYTHONPATH": python_path(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("[]"), done.stdout
+    assert trained.folds_called() == ["0", "0"]
