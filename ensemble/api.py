@@ -585,10 +585,10 @@ def _preview(
     with redacted_errors(loaded.redactor):
         from ensemble.cli.result_objects import Preview
         from ensemble.pipeline.prepare import prepare
-        from ensemble.training.check import check_trainings
+        from ensemble.training.command import preview_trainings
         from ensemble.training.trained import with_trained
 
-        warnings = check_trainings(loaded)
+        warnings = preview_trainings(loaded)
         prepared = prepare(with_trained(loaded, may_lack=True), view == "validate", predictions_in)
         return Preview(view, replace(prepared, warnings=(*warnings, *prepared.warnings)))
 

@@ -179,8 +179,9 @@ class _Run(RunState):
             loaded = self.prepared.loaded
             write_text(rundir.config, loaded.redactor(loaded.whole))
             reserve = 0.0
-            if is_work_left:
+            if is_work_left or loaded.untrained:  # perhaps no member at all could be trained
                 reserve = self._write_first_submission()
+            if is_work_left:
                 self._wait_for_gpu_memory(reserve)
                 self._publish_work()
             self._run_members(reserve)

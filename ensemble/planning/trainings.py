@@ -34,6 +34,8 @@ def plan_trainings(
     if placement.gpus:
         usable = [gpu for gpu in gpus if gpu.uuid in placement.devices]
         replicas = rooms(usable, placement.gpus, config.max_workers_per_gpu // placement.places)
+    # Whichever trainings are left: other threads would give one that goes on other last digits.
+    cpu_share = 0.0 if placement.gpus else 1 / replicas
     replicas = max(1, min(replicas, count))
     return MemberPlan(
         index=index,
@@ -42,7 +44,7 @@ def plan_trainings(
         placement=replace(placement, problems=problems),
         replicas=replicas,
         first_replicas=replicas,
-        cpu_share=0.0 if placement.gpus else 1 / replicas,
+        cpu_share=cpu_share,
         speed=Speed(0.0, 0.0, is_measured=False),
         work=float(count),
         chunks=tuple(Chunk(row, row, row + 1, 1 / count) for row in range(count)),

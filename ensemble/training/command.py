@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,30 +10,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ensemble.common.clock import boot_seconds
 from ensemble.common.digests import FileDigests, digest_of
-from ensemble.common.errors import RESUMES, ConfigError, MembersFailed
+from ensemble.common.errors import RESUMES, CheckpointError, ConfigError, MembersFailed
 from ensemble.common.files import write_text
 from ensemble.common.python_process import python_command
 from ensemble.common.shards import file_sha256
 from ensemble.common.text import listed, plural, shown_path
 from ensemble.config import LoadedConfig, MemberConfig, RunConfig
-from ensemble.config.training import PLACEHOLDERS, TrainConfig
+from ensemble.config.training import PLACEHOLDERS
 from ensemble.data.trained_rows import write_trained_rows
 from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
 from ensemble.members.huggingface.checkpoint.hub import find_file
 from ensemble.members.huggingface.parent import TextCheckpoint
+from ensemble.members.huggingface.settings import HuggingFaceSettings
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.held_out import fold_count
 from ensemble.pipeline.run import Display
 from ensemble.pipeline.run_dir import RunDir, head, hold, logging_to, system_errors_in
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.training.check import check_trainings
-from ensemble.training.data import TrainingData, read_training_data
+from ensemble.training.data import TrainingData, read_training_data, training_files
 from ensemble.training.jobs import Training, TrainingRun
 from ensemble.training.layout import Part, TrainingDir, parts_of
-from ensemble.training.records import TrainingReport
+from ensemble.training.records import Seal, TrainingReport, read_record
 from ensemble.training.seal import why_to_train
-from ensemble.training.trained import missing_parts, with_trained
+from ensemble.training.trained import is_trained, missing_parts, with_trained
 
 _PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
 # What {fold} is for a training on all rows.
@@ -41,6 +44,9 @@ _TRAINER, _HEAD = "ensemble.training.child.trainer", "ensemble.training.child.he
 _MICRO_BATCH = 8
 # Of a run's time limit, the part that is kept for predictions and for writing.
 _PREDICTING_SHARE = 0.2
+# Of the time that is left, the part between two saves: what a time limit ends goes on from the last one.
+_SAVING_SHARE = 0.1
+_SAVE_SECONDS = 60.0  # without a limit
 # Keys of train that change no model, or nothing beyond rounding.
 _NO_OTHER_MODEL = {"command", "base_model", "num_gpus", "predict_with", "per_device_train_batch_size"}
 # The same of the settings of a member's workers.
@@ -112,6 +118,10 @@ def train_for_run(
     config = loaded.config
     if not config.trained_members:
         return loaded
+    remark = _taken_as_sealed(loaded)
+    if remark:
+        display.say(remark)
+        return with_trained(loaded)
     ends_at = None
     if config.time_limit is not None:
         ends_at = began + (1.0 - _PREDICTING_SHARE) * config.time_limit
@@ -123,9 +133,25 @@ def train_for_run(
     for model in config.trained_members:
         missing = ", ".join(part.text for part in missing_parts(loaded, model))
         if missing:
-            untrained[model.name] = failures.get(model.name) or f"there was no time to train {missing}"
+            untrained[model.name] = (
+                failures.get(model.name) or f"there was no time to train {missing}; {RESUMES}"
+            )
             display.say(f"{model.name} is left out: {untrained[model.name]}")
     return replace(with_trained(loaded, may_lack=True), untrained=untrained)
+
+
+def preview_trainings(loaded: LoadedConfig) -> list[str]:
+    """Check all that shows before a training begins, its tables included, and return sentences for the user.
+
+    Raises:
+        EnsembleError: of exit code 2, with the problems.
+    """
+    if not loaded.config.trained_members:
+        return []
+    remark = _taken_as_sealed(loaded)
+    if remark:
+        return [remark]
+    return [*check_trainings(loaded), *read_training_data(loaded).remarks]
 
 
 def raise_unless_trained(report: TrainingReport) -> None:
@@ -135,6 +161,49 @@ def raise_unless_trained(report: TrainingReport) -> None:
         raise MembersFailed(
             [f"member {member.name} failed: {member.failure}; {RESUMES}" for member in failed]
         )
+
+
+def _lost(config: RunConfig) -> str | None:
+    """Return the first table or base model that is gone, of those that a training needs."""
+    for path in training_files(config):
+        if not path.exists():
+            return shown_path(path)
+    for model in config.trained_members:
+        if isinstance(model, HuggingFaceSettings) and model.train is not None and model.train.base_model:
+            try:
+                find_file(model.train.base_model, "config.json", model.revision)
+            except CheckpointError:
+                return f"the base model {shown_path(Path(model.train.base_model))}"
+    return None
+
+
+def _taken_as_sealed(loaded: LoadedConfig) -> str:
+    """Return that members are taken as they were trained, because something to train them from is gone; else "".
+
+    Raises:
+        ConfigError: a setting has changed, or a file of a checkpoint.
+    """
+    config, files = loaded.config, TrainingDir(loaded.config.output_dir)
+    lost = _lost(config) if is_trained(loaded) else None
+    if lost is None:
+        return ""
+    problems = []
+    for model in config.trained_members:
+        made_of = made_of_settings(config, model)
+        with contextlib.suppress(CheckpointError):  # its base model may be gone, too
+            made_of |= made_of_base(config, model)
+        for part in parts_of(model, fold_count(files.trained_rows(model.name))):
+            seal = read_record(files.seal(model.name, part), Seal)
+            sealed = {} if seal is None else seal.made_of
+            reason = why_to_train(files, model.name, part, {**sealed, **made_of})
+            if reason is not None:
+                reason = reason or "its seal cannot be read"
+                problems.append(
+                    f"{model.name}: {part.text} must be trained anew, and {lost} is gone: {reason}"
+                )
+    if problems:
+        raise ConfigError(problems)
+    return f"{lost} is gone: the members are taken as they were trained"
 
 
 def _train(
@@ -167,7 +236,8 @@ def _train(
         if names:
             display.say(f"{model.name}: trained already: {listed(names, 10, str)}")
     data.write_folds(files.folds)
-    _write_data(config, files, data, [training for training in trainings if not training.is_done])
+    lacking = [training for training in trainings if not training.is_done]
+    _write_data(config, files, data, lacking, ends_at)
     return TrainingRun(loaded, trainings, display, signals, data.file_states, ends_at).run()
 
 
@@ -177,12 +247,7 @@ def _trainings(
     """Yield a member's trainings, with the commands that do them."""
     train = model.training
     assert train is not None
-    made_of = {"seed": str(config.seed)}
-    if train.command is not None:
-        made_of["train.command"] = digest_of(train.command)
-        made_of |= {f"the script {path}": file_sha256(path) for path in _scripts(train.command)}
-    else:
-        made_of |= _made_of(config, model, train)
+    made_of = {**made_of_settings(config, model), **made_of_base(config, model)}
     for part in parts_of(model, data.splits):
         values = {
             "train": str(files.train_file(part, data.suffix).absolute()),
@@ -210,8 +275,27 @@ def _scripts(command: Sequence[str]) -> Iterator[Path]:
             yield path
 
 
-def _made_of(config: RunConfig, model: MemberConfig, train: TrainConfig) -> dict[str, str]:
-    """Return digests of what a training from a base model depends on beside its rows."""
+def made_of_settings(config: RunConfig, model: MemberConfig) -> dict[str, str]:
+    """Return digests of the settings that a training depends on."""
+    train = model.training
+    assert train is not None
+    if train.command is not None:
+        scripts = {f"the script {path}": file_sha256(path) for path in _scripts(train.command)}
+        return {"seed": str(config.seed), "train.command": digest_of(train.command), **scripts}
+    keys = train.model_dump(mode="json", exclude=_NO_OTHER_MODEL)
+    return {"seed": str(config.seed), **{f"train.{key}": digest_of(value) for key, value in keys.items()}}
+
+
+def made_of_base(config: RunConfig, model: MemberConfig) -> dict[str, str]:
+    """Return digests of the base model and of how its member reads rows; none of a member with a command.
+
+    Raises:
+        CheckpointError: the base model is not found.
+    """
+    train = model.training
+    assert train is not None
+    if train.command is not None:
+        return {}
     settings = _settings(config, model)
     member = settings["member"]
     folder = find_file(str(train.base_model), "config.json", member["revision"]).parent
@@ -222,11 +306,9 @@ def _made_of(config: RunConfig, model: MemberConfig, train: TrainConfig) -> dict
         tokenizer_digest(folder, member["tokenizer_kwargs"], files),
     ]
     reading = {key: value for key, value in member.items() if key not in _OF_PREDICTION}
-    keys = train.model_dump(mode="json", exclude=_NO_OTHER_MODEL)
     return {
         "the base model": digest_of(base),
         "how the member reads rows": digest_of({**settings, "member": reading}),
-        **{f"train.{key}": digest_of(value) for key, value in keys.items()},
     }
 
 
@@ -237,7 +319,11 @@ def _settings(config: RunConfig, model: MemberConfig) -> Mapping[str, Any]:
 
 
 def _write_data(
-    config: RunConfig, files: TrainingDir, data: TrainingData, trainings: Sequence[Training]
+    config: RunConfig,
+    files: TrainingDir,
+    data: TrainingData,
+    trainings: Sequence[Training],
+    ends_at: float | None,
 ) -> None:
     """Write what the commands read: a table for each part of users' commands, and the trainer's specs."""
     for part in dict.fromkeys(training.part for training in trainings if not training.is_built_in):
@@ -267,6 +353,8 @@ def _write_data(
             "train": train.model_dump(mode="json"),
             "micro_batch": min(_MICRO_BATCH, train.effective_batch_size) if size == "auto" else size,
         }
+        if ends_at is not None:
+            spec["save_seconds"] = min(_SAVE_SECONDS, _SAVING_SHARE * max(0.0, ends_at - boot_seconds()))
         if train.method == "head":
             spec["features"] = str(files.features.absolute())
         write_text(files.spec(training.model.name, training.part), json.dumps(spec))

@@ -141,6 +141,15 @@ class TrainingData(LabelledRows):
         return file_extension(self.division.path)
 
 
+def training_files(config: RunConfig) -> list[Path]:
+    """Return the paths of the tables that members are trained on, and of soft labels."""
+    training = config.training or TrainingConfig()
+    paths = [config.training_data.path, training.labels]
+    for extra in training.extra or ():
+        paths += [extra.path, extra.labels]
+    return [path for path in paths if path is not None]
+
+
 def read_training_data(loaded: LoadedConfig) -> TrainingData:
     """Read what a config's members with ``train`` are trained on. Nothing is written.
 
@@ -150,12 +159,7 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
     config, problems = loaded.config, Problems()
     training, activation = config.training or TrainingConfig(), _activation(config)
     extras = training.extra or ()
-    paths = [
-        config.training_data.path,
-        training.labels,
-        *chain(*((extra.path, extra.labels) for extra in extras)),
-    ]
-    states = {str(path.absolute()): file_state(path) for path in paths if path is not None}
+    states = {str(path.absolute()): file_state(path) for path in training_files(config)}
     kinds = {model.name: member_kind(model) for model in config.models}
     trained = {model.name: model.training for model in config.trained_members}
     views = [view for view in member_views(kinds, problems) if view.member in trained]

@@ -54,3 +54,13 @@ def test_a_config_of_such_members_alone(project: Project) -> None:
     for command in ("validate", "plan"):
         done = project.ensemble(command, "config.yaml")
         assert done.returncode == 0, done.stderr
+
+
+def test_commands_that_train_nothing_say_what_lacks(project: Project) -> None:
+    project.write_config(config(project))
+    for command in (("rehearse", "config.yaml"), ("tune", "config.yaml"), ("fit", "config.yaml")):
+        done = project.ensemble(*command)
+        assert done.returncode == 2
+        folds = ", ".join(f"fold {fold}" for fold in range(5))
+        printed = " ".join(done.stderr.split())
+        assert f"built_in: not trained yet: {folds}; run `ensemble train CONFIG` first" in printed, printed

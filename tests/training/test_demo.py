@@ -65,6 +65,14 @@ def test_from_a_labelled_table_to_a_submission(project: Project, tmp_path: Path)
     assert not is_worse(losses["llama"], log_losses(theirs, their_labels, truth))
 
 
+def test_the_same_in_a_minute(project: Project) -> None:
+    """Whatever there is time for, the submission has all rows."""
+    done = project.ensemble("run", str(DEMO), "--set", "time_limit=60s")
+    assert done.returncode in (0, 1, 4), done.stderr
+    assert done.returncode == 0 or "there was no time to train" in done.stderr or "time_limit" in done.stderr
+    check_submission(project.folder / "runs" / "train_demo" / "submission.csv")
+
+
 def test_a_script_of_ones_own(project: Project) -> None:
     config = ROOT / "configs" / "train_command.yaml"
     # Its `python` is the one that runs this test.

@@ -38,7 +38,8 @@ with (here / "calls.jsonl").open("a") as file:
     file.write(json.dumps(call | {key: os.environ.get(key) for key in keys}) + chr(10))
 print("training fold", fold, "by", os.environ.get("MY_TOKEN"), flush=True)
 (out / "started").write_text("")
-mode = (here / f"mode-{fold}").read_text().strip() if (here / f"mode-{fold}").exists() else ""
+modes = [here / f"mode-{fold}", here / f"mode-{out.parent.name}-{fold}"]
+mode = next((file.read_text().strip() for file in modes if file.exists()), "")
 if mode == "wait":
     child = "import os, time; os.setsid(); time.sleep(600)"
     subprocess.Popen([sys.executable, "-c", child])
@@ -81,7 +82,8 @@ class Trained(Project):
         models = [{"name": name, "train": {"command": command}} for name in names]
         self.write_config(self.config(models=models, training={"folds": {"n_splits": folds}}, **changes))
 
-    def mode(self, fold: int, mode: str) -> None:
+    def mode(self, fold: int | str, mode: str) -> None:
+        """Say how the trainings of a fold fare, or that of a member, such as "a-0"."""
         (self.scripts / f"mode-{fold}").write_text(mode)
 
     def train(self, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
