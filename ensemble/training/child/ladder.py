@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ensemble.common.digests import digest_of
 from ensemble.common.files import read_json, write_text
@@ -36,20 +36,6 @@ class Rung:
         parts += ["activation checkpointing"] if self.gradient_checkpointing else []
         parts += ["the 8-bit optimizer"] if self.optim == _ADAMW_8_BIT else []
         return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Say how a process fared that tried rungs one after another.
-
-    Attributes:
-        begun: how many of them it has begun; 0: it ended while it loaded the model.
-        how: the last of them "fits"; or it has ended of "memory", or was "killed" for an unknown reason, or there
-            was no "time" left.
-    """
-
-    begun: int
-    how: Literal["fits", "memory", "killed", "time"]
 
 
 class Ladder:
@@ -101,27 +87,26 @@ class Ladder:
         lowest = [replace(kind, micro_batch=1) for kind in self._kinds]
         return next(iter(lowest[lowest.index(rung) + 1 :]), None)
 
-    def search(self, attempt: Callable[[Sequence[Rung]], Trial]) -> tuple[Rung, str] | None:
+    def search(self, attempt: Callable[[Sequence[Rung]], tuple[int, bool] | None]) -> tuple[Rung, str] | None:
         """Return the first rung that fits, and why it was taken; None: none fits.
 
         Args:
-            attempt: try rungs that differ in their rows at a time only, in a process of its own.
+            attempt: try rungs that differ in their rows at a time only, in a process that may die of it; return how
+                many it has begun (0: it died before), and whether the last of these fits; None: the time is over.
         """
         for kind in self._kinds:
-            rungs, is_repeated = [kind], False
+            rungs = [kind]
             while rungs[-1].micro_batch > 1:
                 rungs.append(replace(kind, micro_batch=rungs[-1].micro_batch // 2))
             while rungs:
                 trial = attempt(rungs)
-                if trial.how == "fits":
-                    return rungs[trial.begun - 1], f"found by a trial on {self._device}"
-                if trial.how == "time":
+                if trial is None:
                     lowest = replace(self._kinds[min(1, len(self._kinds) - 1)], micro_batch=1)
                     return lowest, f"there was no time for a whole trial on {self._device}"
-                # Whoever killed it may not have meant its memory: it is repeated once.
-                is_repeated = trial.how == "killed" and not is_repeated
-                tried = trial.begun or len(rungs)
-                rungs = rungs[max(0, trial.begun - 1) :] if is_repeated else rungs[tried:]
+                begun, fits = trial
+                if fits:
+                    return rungs[begun - 1], f"found by a trial on {self._device}"
+                rungs = rungs[begun or len(rungs) :]
         return None
 
     def advice(self) -> str:

@@ -24,7 +24,7 @@ from ensemble.common.protocol import CommonSpec, Counters, Ready
 from ensemble.common.python_process import WORKER_MARK, end_marked, python_command
 from ensemble.common.text import gib, shown_path
 from ensemble.members.predictor import Prediction, Predictor, Report
-from ensemble.training.child.ladder import Ladder, Rung, Trial
+from ensemble.training.child.ladder import Ladder, Rung
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -59,24 +59,7 @@ class Job:
     rungs: str = ""
 
 
-@dataclass(frozen=True)
-class _End:
-    """Say how a command has ended; ``code`` is its exit code, a signal's is negative; None: its time was over.
-
-    Attributes:
-        problem: the content of ``problem.json``.
-        is_killed_for_memory: whether the kernel has probably ended it, since the host ran out of memory.
-        log_start: the bytes of the log before.
-    """
-
-    code: int | None
-    problem: Mapping[str, Any]
-    is_killed_for_memory: bool
-    log_start: int
-
-    @property
-    def is_out_of_memory(self) -> bool:
-        return self.is_killed_for_memory or self.problem.get("kind") == "memory"
+class _OutOfMemory(Exception): ...
 
 
 def import_libraries() -> Mapping[str, str]:
@@ -92,9 +75,8 @@ def make_predictor(
 class Runner(Predictor):
     """Run commands.
 
-    Args:
-        settings: ``jobs`` by row, ``device`` (see ``Ladder``), ``environment`` and ``secrets`` (see
-            ``logged_command``).
+    ``settings`` are ``jobs`` by row, ``device`` (see ``Ladder``), and ``environment`` and ``secrets`` (see
+    ``logged_command``).
     """
 
     def __init__(self, common: CommonSpec, settings: Mapping[str, Any]) -> None:
@@ -121,7 +103,7 @@ class Runner(Predictor):
         if job.rungs:
             self._train(job, report)
         else:
-            _raise_if_failed(job, self._run(job, report))
+            self._run(job, report)
         progress = read_json(out / "progress.json")
         counters = Counters(
             tokens=_count(progress, "tokens"),
@@ -139,11 +121,11 @@ class Runner(Predictor):
             ladder.keep(*chosen)
         rung, why = chosen or (ladder.top, "")
         while True:  # each from the newest save, or from the start
-            end = self._run(_with_fields(job, {**asdict(rung), "why": why}), report)
-            if not end.is_out_of_memory:
-                _raise_if_failed(job, end)
+            try:
+                self._run(_with_fields(job, {**asdict(rung), "why": why}), report)
                 return
-            lower = ladder.below(rung)
+            except _OutOfMemory:
+                lower = ladder.below(rung)
             if lower is None:
                 ladder.forget()
                 raise MemberError(ladder.advice())
@@ -154,27 +136,21 @@ class Runner(Predictor):
         """Return the first rung that fits by trials, and why it was taken."""
         ends_at = time.monotonic() + TRIAL_SECONDS
 
-        def attempt(rungs: Sequence[Rung]) -> Trial:
+        def attempt(rungs: Sequence[Rung]) -> tuple[int, bool] | None:
             fields = {**asdict(rungs[0]), "sizes": [rung.micro_batch for rung in rungs]}
-            end = self._run(_with_fields(job, fields), report, ends_at)
+            with contextlib.suppress(_OutOfMemory):
+                if not self._run(_with_fields(job, fields), report, ends_at):
+                    return None
             trial = read_json(Path(job.out) / "trial.json")
-            begun = _count(trial, "begun")
-            if end.code is None:
-                return Trial(begun, "time")
-            if end.is_out_of_memory:
-                return Trial(begun, "memory")
-            if end.code < 0:
-                return Trial(begun, "killed")
-            _raise_if_failed(job, end)
-            return Trial(begun, "fits" if trial["fits"] else "memory")
+            return _count(trial, "begun"), trial.get("fits") is True
 
         found = ladder.search(attempt)
         if found is None:
             raise MemberError(ladder.advice())
         return found
 
-    def _run(self, job: Job, report: Report, ends_at: float = math.inf) -> _End:
-        """Run a command, at most until ``ends_at`` by ``time.monotonic``, and report its signs of life."""
+    def _run(self, job: Job, report: Report, ends_at: float = math.inf) -> bool:
+        """Run a command, report its signs of life, and return whether it has ended by ``ends_at`` (monotonic)."""
         for name in ("problem.json", "progress.json", "trial.json"):  # of an earlier one
             (Path(job.out) / name).unlink(missing_ok=True)
         before, kills_before = _size(Path(job.log)), oom_kills()
@@ -206,36 +182,35 @@ class Runner(Predictor):
         mark = os.environ.get(WORKER_MARK)
         if mark is not None:  # what the command has left running
             end_marked(mark, spared=[os.getpid()])
-        problem = read_json(out / "problem.json")
-        is_killed_for_memory = bool(code) and not problem and oom_kills() > kills_before
-        return _End(code, problem, is_killed_for_memory, before)
+        if code:
+            self._raise_failed(code, job, before, oom_kills() > kills_before)
+        return code is not None
+
+    def _raise_failed(self, code: int, job: Job, before: int, is_out_of_memory: bool) -> None:
+        problem = read_json(Path(job.out) / "problem.json")
+        if job.rungs and (problem.get("kind") == "memory" or (is_out_of_memory and not problem)):
+            raise _OutOfMemory
+        if isinstance(problem.get("text"), str):
+            raise MemberError(problem["text"])
+        how = f"its command ended with exit code {code}"
+        if code < 0:
+            names = {number.value: number.name for number in signal.Signals}
+            how = f"its command was killed by signal {-code} ({names.get(-code, 'unknown')})"
+        if is_out_of_memory:
+            how += ", probably by the kernel because the host ran out of memory (RAM, not the GPU's)"
+        text = f"{how}; its log is {job.log}"
+        last = _last_lines(Path(job.log), before)
+        if last:
+            text += f", with the last words: {last}"
+        free = free_bytes(Path(job.out))
+        if free is not None and free < _FULL_BYTES:
+            text += f"; the disk is full: {gib(free)} are free for {shown_path(Path(job.out))}"
+        raise ChildProcessError(text) if code < 0 else MemberError(text)
 
 
 def _with_fields(job: Job, fields: Mapping[str, Any]) -> Job:
     """Return a job of our trainer with other fields of its spec."""
     return replace(job, command=(*job.command, json.dumps(fields)))
-
-
-def _raise_if_failed(job: Job, end: _End) -> None:
-    code = end.code or 0
-    if not code:
-        return
-    if isinstance(end.problem.get("text"), str):
-        raise MemberError(end.problem["text"])
-    how = f"its command ended with exit code {code}"
-    if code < 0:
-        names = {number.value: number.name for number in signal.Signals}
-        how = f"its command was killed by signal {-code} ({names.get(-code, 'unknown')})"
-    if end.is_killed_for_memory:
-        how += ", probably by the kernel because the host ran out of memory (RAM, not the GPU's)"
-    text = f"{how}; its log is {job.log}"
-    last = _last_lines(Path(job.log), end.log_start)
-    if last:
-        text += f", with the last words: {last}"
-    free = free_bytes(Path(job.out))
-    if free is not None and free < _FULL_BYTES:
-        text += f"; the disk is full: {gib(free)} are free for {shown_path(Path(job.out))}"
-    raise ChildProcessError(text) if code < 0 else MemberError(text)
 
 
 def _count(progress: Mapping[str, object], key: str) -> int:

@@ -14,7 +14,6 @@ import math
 import os
 import shutil
 import sys
-import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -190,15 +189,14 @@ def try_out(spec: TrainerSpec) -> None:
 
 
 def _fits(spec: TrainerSpec, trainee: Trainee, plan: Plan) -> bool:
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            _trainer(spec, trainee, plan, Path(folder)).train()
-        except NotFinite:  # of weights that nobody keeps
-            return True
-        except Exception as error:
-            if _kind_of(error) != "memory":
-                raise
-            return False
+    try:
+        _trainer(spec, trainee, plan, Path(spec.out) / "saves" / "trial").train()
+    except NotFinite:  # of weights that nobody keeps
+        return True
+    except Exception as error:
+        if _kind_of(error) != "memory":
+            raise
+        return False
     return True
 
 
