@@ -158,7 +158,6 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
     """
     config, problems = loaded.config, Problems()
     training, activation = config.training or TrainingConfig(), _activation(config)
-    extras = training.extra or ()
     states = {str(path.absolute()): file_state(path) for path in training_files(config)}
     kinds = {model.name: member_kind(model) for model in config.models}
     trained = {model.name: model.training for model in config.trained_members}

@@ -19,9 +19,10 @@ from ensemble.common.gpus import Device
 from ensemble.common.protocol import ChunkDone, CommonSpec, Start, WorkerSpec
 from ensemble.common.python_process import path_of_commands, python_environment
 from ensemble.common.redact import secrets_in
-from ensemble.common.text import duration, shown_path
+from ensemble.common.text import duration, gib, shown_path
 from ensemble.config import LoadedConfig, MemberConfig
 from ensemble.members.base import OutputColumns
+from ensemble.members.registry import member_kind
 from ensemble.pipeline.run import Display
 from ensemble.pipeline.signals import Signals
 from ensemble.planning.chunks import Chunk
@@ -217,24 +218,26 @@ class TrainingRun:
     ) -> WorkerStart:
         """Return how to start a worker, which can run each of the member's trainings."""
         trainings = self._lacking[member.name]
+        model, is_built_in = trainings[0].model, trainings[0].is_built_in
+        is_stepwise = is_built_in and model.training is not None and model.training.method != "head"
         jobs = [
             {
                 "command": training.command,
                 "out": str(self._files.unfinished(member.name, training.part).absolute()),
                 "log": shown_path(self._files.log(member.name, training.part)),
                 "resumes": training.is_built_in,
+                "rungs": str(self._files.rungs.absolute()) if is_stepwise else "",
             }
             for training in trainings
         ]
         environment: dict[str, str | None] = {}
-        if not trainings[
-            0
-        ].is_built_in:  # its variables are the user's, not those that our own processes need
+        if not is_built_in:  # its variables are the user's, not those that our own processes need
             changed = {*python_environment()} - {"PYTHONUNBUFFERED"}
             environment = {**{name: os.environ.get(name) for name in changed}, "PATH": path_of_commands()}
         secrets = dict.fromkeys(secrets_in(self._config.model_dump(mode="json")))
         settings: dict[str, Any] = {
             "jobs": jobs,
+            "device": ", ".join(f"{device.name} ({gib(device.total_bytes)})" for device in devices),
             "environment": environment,
             "secrets": {f"secret {number}": text for number, text in enumerate(secrets)},
         }
@@ -253,7 +256,7 @@ class TrainingRun:
         return WorkerStart(
             command=Start(WorkerSpec(common, _CHILD, settings)),
             devices=tuple(devices),
-            environment={},
+            environment=member_kind(model).environment() if devices and is_built_in else {},
             log=log,
             cpu_share=member.host_share(devices, self._gpus, self._config.max_workers_per_gpu),
         )
@@ -313,7 +316,9 @@ class TrainingRun:
             seal_training(self._files, training.model, part, columns, seal)
         except CheckpointError as error:
             raise MergeError(f"{part.text}: {'; '.join(error.problems)}") from error
-        self.say(f"{name}: {part.text} trained in {duration(seal.seconds)}")
+        why = seal.progress.get("why")
+        how = f", {seal.progress.get('rung')}: {why}" if why else ""
+        self.say(f"{name}: {part.text} trained in {duration(seal.seconds)}{how}")
 
     def on_finished(self, state: MemberState) -> None:
         """Wait until the last trainings of a member are sealed; raise MergeError if one cannot be."""

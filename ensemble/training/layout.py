@@ -76,6 +76,11 @@ class TrainingDir:
         """Return the folder of pooled features, which all heads are trained on."""
         return self.root / "features"
 
+    @property
+    def rungs(self) -> Path:
+        """Return the folder with what is known to fit, by member and kind of device."""
+        return self.root / "rungs"
+
     def remove(self, member: str, part: Part) -> None:
         """Remove a training, finished or not; its seal first, which nothing is trusted without."""
         self.seal(member, part).unlink(missing_ok=True)

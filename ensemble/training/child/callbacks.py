@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +110,13 @@ class EarlyStop(TrainerCallback):  # type: ignore[misc]
 
 
 class Progress(TrainerCallback):  # type: ignore[misc]
-    """Write ``progress.json`` about once a second."""
+    """Write ``progress.json`` about once a second; ``facts`` of the training are in it as they are."""
 
-    def __init__(self, path: Path, plan: Plan, trainer: StepTrainer, notes: Sequence[str]) -> None:
+    def __init__(self, path: Path, plan: Plan, trainer: StepTrainer, facts: Mapping[str, Any]) -> None:
         self._path = path
         self._plan = plan
         self._trainer = trainer
-        self._notes = notes
+        self._facts = facts
         tokens = [plan.examples.tokens(rows, plan.token_budget) for rows in plan.steps]
         self._tokens = np.cumsum([(0, 0), *tokens], axis=0)  # of all steps before each, and with padding
         self._began = self._last = time.monotonic()
@@ -146,6 +146,6 @@ class Progress(TrainerCallback):  # type: ignore[misc]
             "tokens": int(self._tokens[step, 0]),
             "padded_tokens": int(self._tokens[step, 1]),
             "first_step": self._first_step,  # of this process, whose seconds these are
-            "notes": self._notes,
+            **self._facts,
         }
         write_text(self._path, json.dumps(progress))

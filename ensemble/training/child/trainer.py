@@ -2,24 +2,27 @@
 
 It leaves the checkpoint or the adapter in ``out``, and ``progress.json`` beside it.  Its saves are in
 ``out/saves`` until it ends; the same command goes on from the newest save.  If it fails, it exits with 1 and
-``problem.json`` says why.
+``problem.json`` says why.  A second argument, a JSON object, has fields of the spec that
+replace the file's.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import shutil
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PrinterCallback, set_seed
 from transformers.utils import logging
 
@@ -38,6 +41,7 @@ from ensemble.members.huggingface.training.examples import Examples, Rows
 from ensemble.members.huggingface.training.step_trainer import NotFinite, Plan, StepTrainer, check_finite
 from ensemble.members.huggingface.training.trainee import Trainee, load_trainee
 from ensemble.training.child.callbacks import EarlyStop, Progress, Saves
+from ensemble.training.child.ladder import Rung
 from ensemble.training.child.steps import epoch_steps
 
 
@@ -53,6 +57,8 @@ class TrainerSpec:
         train: of the member, as in the config.
         micro_batch: rows at a time on the device if all were as long as the longest; of shorter rows it takes more.
         save_seconds: as ``seconds`` of ``Saves``.
+        why: why the rows at a time, the checkpointing and the optimizer are these, for the user.
+        sizes: rows at a time to try instead of training; see ``try_out``.
     """
 
     table: str
@@ -66,17 +72,23 @@ class TrainerSpec:
     gradient_checkpointing: bool = False
     optim: str = "adamw_torch"
     save_seconds: float = 60.0
+    why: str = ""
+    sizes: Sequence[int] = ()
 
 
 def main() -> None:
     """Train by the spec in the file that is the argument."""
     die_with_parent(os.getppid())
     content = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    content |= json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
     spec = TrainerSpec(**{**content, "labels": tuple(content["labels"])})
     problem = Path(spec.out) / "problem.json"
     problem.unlink(missing_ok=True)
     try:
-        train(spec)
+        if spec.sizes:
+            try_out(spec)
+        else:
+            train(spec)
     except Exception as error:
         traceback.print_exc()
         write_text(problem, json.dumps({"kind": _kind_of(error), "text": one_line(error)}))
@@ -105,17 +117,7 @@ def train(spec: TrainerSpec) -> None:
     for other in (out / "saves").iterdir():  # of other settings
         if other != folder:
             shutil.rmtree(other)
-    arguments = training_arguments(
-        own=spec.train["training_arguments"],
-        method=spec.train["method"],
-        optim=spec.optim,
-        precision=trainee.precision,
-        folder=folder,
-        steps=len(plan.steps),
-        seed=spec.seed,
-    )
-    trainer = StepTrainer(trainee.model, plan, arguments)
-    trainer.remove_callback(PrinterCallback)
+    trainer = _trainer(spec, trainee, plan, folder)
     saves = Saves(folder, spec.save_seconds)
     newest = saves.newest()
     step = 0 if newest is None else int(newest.name.partition("-")[2])
@@ -124,7 +126,15 @@ def train(spec: TrainerSpec) -> None:
         early_stop = EarlyStop(folder, held_rows, early_stopping["patience"], plan, trainer)
         trainer.add_callback(early_stop)
         has_ended = early_stop.has_ended(step)
-    trainer.add_callback(Progress(out / "progress.json", plan, trainer, trainee.notes))
+    facts = {
+        "notes": trainee.notes,
+        "micro_batch": spec.micro_batch,
+        "gradient_checkpointing": spec.gradient_checkpointing,
+        "optim": spec.optim,
+        "rung": Rung(spec.micro_batch, spec.gradient_checkpointing, spec.optim).text,
+        "why": spec.why,
+    }
+    trainer.add_callback(Progress(out / "progress.json", plan, trainer, facts))
     trainer.add_callback(saves)
     if not has_ended:
         trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
@@ -140,6 +150,54 @@ def train(spec: TrainerSpec) -> None:
     trainee.model.save_pretrained(out)
     load_tokenizer(member_spec).save_pretrained(out)  # a fresh one: calls leave their settings in a tokenizer
     shutil.rmtree(out / "saves")
+
+
+def _trainer(spec: TrainerSpec, trainee: Trainee, plan: Plan, folder: Path) -> StepTrainer:
+    arguments = training_arguments(
+        own=spec.train["training_arguments"],
+        method=spec.train["method"],
+        optim=spec.optim,
+        precision=trainee.precision,
+        folder=folder,
+        steps=len(plan.steps),
+        seed=spec.seed,
+    )
+    trainer = StepTrainer(trainee.model, plan, arguments)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def try_out(spec: TrainerSpec) -> None:
+    """Try ``spec.sizes`` as rows at a time, one after another, until one fits.
+
+    ``trial.json`` in ``out`` has how many were begun, before each is, and whether the last of them ``fits``.
+    """
+    logging.set_verbosity_error()
+    _, trainee, examples, _ = prepare(spec)
+    for begun, size in enumerate(spec.sizes, 1):
+        write_text(Path(spec.out) / "trial.json", json.dumps({"begun": begun, "fits": False}))
+        # The second micro-batch needs most, since it adds to gradients; and the second step, beside the averages.
+        rows = np.full(min(2 * size, spec.train["effective_batch_size"]), examples.lengths.argmax())
+        plan = Plan(examples, [rows, rows], 1, size * int(examples.lengths.max()))
+        if _fits(spec, trainee, plan):
+            write_text(Path(spec.out) / "trial.json", json.dumps({"begun": begun, "fits": True}))
+            return
+        # The error is gone by now, which held the tensors of its pass.
+        trainee.model.zero_grad()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _fits(spec: TrainerSpec, trainee: Trainee, plan: Plan) -> bool:
+    try:
+        _trainer(spec, trainee, plan, Path(spec.out) / "saves" / "trial").train()
+    except NotFinite:  # of weights that nobody keeps
+        return True
+    except Exception as error:
+        if _kind_of(error) != "memory":
+            raise
+        return False
+    return True
 
 
 def prepare(spec: TrainerSpec) -> tuple[Any, Trainee, Examples, Mapping[str, Any]]:

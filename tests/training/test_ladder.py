@@ -1,0 +1,432 @@
+"""What a training does when memory is short: the decisions alone, and with real processes that run out of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ensemble.common.errors import MemberError
+from ensemble.common.protocol import CommonSpec
+from ensemble.common.python_process import python_command, python_environment
+from ensemble.training.child import ladder as module
+from ensemble.training.child import runner
+from ensemble.training.child.ladder import Ladder, Rung
+from ensemble.training.child.runner import Runner
+from ensemble.training.child.trainer import TrainerSpec, train, try_out
+from tests.checkpoints import make_checkpoint, make_texts
+from tests.nvml.sim import NvmlSim, gpus
+from tests.project import ROOT, Project, python_path
+from tests.sampling import one_in
+from tests.training.made import LABELS, make_spec, without_dropout
+from tests.training.test_trainer import files, interrupted, progress, weights_of
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("default")]
+T4 = "Tesla T4 (15.0 GiB)"
+# Each longer than the member's max_length, so that rows share micro-batches as their number says.
+TEXTS = [text for text in make_texts(200, seed=4, longest=30) if len(text.split()) > 12][:24]
+TARGETS = np.eye(3)[np.random.default_rng(5).integers(0, 3, 24)]
+TRAIN: dict[str, Any] = {"effective_batch_size": 8, "training_arguments": {"learning_rate": 3e-3}}
+STEPS = 6  # 3 in each of 2 epochs
+
+
+def ladder(folder: Path, device: str = T4, **changes: Any) -> Ladder:
+    train = {
+        "base_model": "models/base",
+        "method": "full",
+        "effective_batch_size": 12,
+        "per_device_train_batch_size": "auto",
+        "training_arguments": {},
+        **changes,
+    }
+    spec = {"labels": LABELS, "settings": {"member": {}}, "train": train, "micro_batch": 8}
+    return Ladder(spec, folder, device)
+
+
+@pytest.fixture(params=[True, False], ids=["8 bits", "no 8 bits"])
+def has_8_bit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(module, "find_spec", lambda name: object() if request.param else None)
+    return bool(request.param)
+
+
+def all_rungs(has_8_bit: bool) -> list[Rung]:
+    kinds: list[tuple[bool, str]] = [(False, "adamw_torch"), (True, "adamw_torch")]
+    kinds += [(True, "adamw_bnb_8bit")] if has_8_bit else []
+    return [Rung(size, *kind) for kind in kinds for size in (12, 6, 3, 1)]
+
+
+class Device:
+    """Stands for processes on a device that fits some rungs; a script says which trials end otherwise."""
+
+    def __init__(
+        self, fitting: Sequence[Rung] = (), ends: Mapping[int, tuple[int, bool] | None] | None = None
+    ) -> None:
+        self.asked: list[Sequence[Rung]] = []
+        self._fitting = fitting
+        self._ends = ends or {}
+
+    def __call__(self, rungs: Sequence[Rung]) -> tuple[int, bool] | None:
+        self.asked.append(rungs)
+        assert len({(rung.gradient_checkpointing, rung.optim) for rung in rungs}) == 1
+        if len(self.asked) in self._ends:
+            return self._ends[len(self.asked)]
+        for begun, rung in enumerate(rungs, 1):
+            if rung in self._fitting:
+                return begun, True
+        return len(rungs), False
+
+
+def test_the_first_rung_that_fits_is_taken(has_8_bit: bool, tmp_path: Path) -> None:
+    rungs = all_rungs(has_8_bit)
+    for number, rung in enumerate(rungs):
+        found = ladder(tmp_path).search(Device(rungs[number:]))
+        assert found == (rung, f"found by a trial on {T4}")
+    assert ladder(tmp_path).search(Device()) is None
+
+
+def test_a_trial_that_dies_of_memory_goes_on_in_a_fresh_process(tmp_path: Path) -> None:
+    rungs = all_rungs(True)
+    device = Device(rungs, {1: (2, False)})
+    assert ladder(tmp_path).search(device) == (rungs[2], f"found by a trial on {T4}")
+    assert device.asked == [rungs[:4], rungs[2:4]]
+    device = Device(rungs, {1: (0, False)})  # before any pass
+    assert ladder(tmp_path).search(device) == (rungs[4], f"found by a trial on {T4}")
+
+
+def test_without_time_for_a_trial_it_is_one_row_with_checkpointing(tmp_path: Path) -> None:
+    why = f"there was no time for a whole trial on {T4}"
+    assert ladder(tmp_path).search(Device((), {1: None})) == (Rung(1, True), why)
+    own = ladder(tmp_path, training_arguments={"gradient_checkpointing": True, "optim": "sgd"})
+    assert own.search(Device((), {1: None})) == (Rung(1), why)
+
+
+def test_each_rung_below_needs_less(has_8_bit: bool, tmp_path: Path) -> None:
+    lower: Rung | None = ladder(tmp_path).top
+    seen = []
+    while lower is not None:
+        seen.append(lower)
+        lower = ladder(tmp_path).below(lower)
+    last = [Rung(1, True, "adamw_bnb_8bit")] if has_8_bit else []
+    assert seen == [Rung(12), Rung(6), Rung(3), Rung(1), Rung(1, True), *last]
+    assert ladder(tmp_path).below(Rung(6, True)) == Rung(3, True)
+
+
+def test_what_the_user_has_set_is_no_rung(tmp_path: Path) -> None:
+    for keys in ({"gradient_checkpointing": True}, {"activation_checkpointing": True}):
+        assert ladder(tmp_path, training_arguments={**keys, "optim": "sgd"}).below(Rung(1)) is None
+    assert ladder(tmp_path, "", effective_batch_size=12).below(Rung(1, True)) is None  # on a CPU
+
+
+def test_only_auto_on_a_gpu_is_tried(tmp_path: Path) -> None:
+    assert ladder(tmp_path).is_tried
+    assert not ladder(tmp_path, per_device_train_batch_size=4).is_tried
+    on_cpu = ladder(tmp_path, "")
+    assert (on_cpu.is_tried, on_cpu.top) == (False, Rung(8))
+
+
+def test_what_fits_is_kept_for_a_kind_of_device(tmp_path: Path) -> None:
+    assert ladder(tmp_path / "rungs").known() is None
+    ladder(tmp_path / "rungs").keep(Rung(3, True), "because")
+    assert ladder(tmp_path / "rungs").known() == (Rung(3, True), "because")
+    assert ladder(tmp_path / "rungs", "Tesla T4 (14.0 GiB)").known() is None
+    assert ladder(tmp_path / "rungs", method="lora").known() is None
+    (file,) = (tmp_path / "rungs").iterdir()
+    for content in ("", "[]", '{"rung": {}}', '{"rung": {"rows": 3}, "why": ""}'):
+        file.write_text(content)
+        assert ladder(tmp_path / "rungs").known() is None
+    ladder(tmp_path / "rungs").keep(Rung(3, True, "gone"), "because")
+    assert ladder(tmp_path / "rungs").known() is None
+    ladder(tmp_path / "rungs").forget()
+    assert not [*(tmp_path / "rungs").iterdir()]
+
+
+def test_when_nothing_fits_the_user_is_told_what_to_try(has_8_bit: bool, tmp_path: Path) -> None:
+    bits = (
+        ", activation checkpointing and the 8-bit optimizer; "
+        if has_8_bit
+        else " and activation checkpointing; "
+    )
+    start = f"models/base cannot be trained on {T4}: it ran out of memory even with 1 row at a time{bits}try "
+    packages = "" if has_8_bit else ", the 8-bit optimizer, which needs the package bitsandbytes"
+    rest = f"a shorter max_length, a smaller base_model{packages}"
+    assert ladder(tmp_path).advice() == f"{start}train.method: lora, then method: qlora, {rest}"
+    assert ladder(tmp_path, method="lora").advice() == f"{start}train.method: qlora, {rest}"
+    assert ladder(tmp_path, method="qlora").advice() == f"{start}{rest}"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without dropout, so that weights do not depend on how rows share a micro-batch, beyond rounding."""
+    return without_dropout(make_checkpoint(tmp_path_factory.mktemp("bert"), "bert", LABELS))
+
+
+class ShortOfMemory:
+    """Makes torch run out of memory at the n-th pass of more rows than fit through the head, which has 3 labels."""
+
+    def __init__(self, rows: int, passes: int = 1) -> None:
+        self._rows = rows
+        self._left = passes
+        self.sizes: list[int] = []
+
+    def __call__(self, layer: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        if not isinstance(layer, torch.nn.Linear) or layer.out_features != 3 or not layer.training:
+            return
+        self.sizes.append(inputs[0].shape[0])
+        if self.sizes[-1] > self._rows:
+            self._left -= 1
+            if self._left <= 0:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def __enter__(self) -> ShortOfMemory:
+        self._hook = torch.nn.modules.module.register_module_forward_pre_hook(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hook.remove()
+
+
+def spec_of(folder: Path, base: Path, **changes: Any) -> dict[str, Any]:
+    return make_spec(
+        folder,
+        base,
+        TEXTS,
+        TARGETS,
+        **{"member": {"max_length": 8}, "train": TRAIN, "micro_batch": 8, **changes},
+    )
+
+
+def run(spec: Mapping[str, Any], **changes: Any) -> Path:
+    train(TrainerSpec(**{**spec, **changes}))
+    return Path(spec["out"])
+
+
+@pytest.mark.parametrize(
+    ("saves", "passes"), one_in(4, [(s, p) for s in (True, False) for p in range(1, STEPS + 1)])
+)
+def test_out_of_memory_at_any_step_never_goes_on_from_half_trained_weights(
+    saves: bool, passes: int, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {"save_seconds": 0.0 if saves else 1e6}
+    spec = spec_of(tmp_path / "a", base, **seconds)
+    with ShortOfMemory(4, passes) as memory, pytest.raises(torch.OutOfMemoryError):
+        run(spec)
+    step = len(memory.sizes) - 1
+    assert memory.sizes == [8] * passes
+    out = run(spec, micro_batch=4)
+    first_step = progress(out)["first_step"]
+    assert (progress(out)["step"], progress(out)["steps"]) == (STEPS, STEPS)  # the same effective batch
+    assert first_step == (step if saves else 0)
+
+    # From that save on, as if the first process had ended well there.
+    undisturbed = spec_of(tmp_path / "b", base, save_seconds=0.0)
+    if first_step:
+        interrupted(undisturbed, first_step, monkeypatch)
+    assert files(run(undisturbed, micro_batch=4)) == files(out)
+    whole = run(spec_of(tmp_path / "c", base, micro_batch=4))
+    got, expected = weights_of(out), weights_of(whole)
+    for name in expected:
+        if not name.endswith("key.bias"):  # its gradient is rounding alone
+            np.testing.assert_allclose(got[name], expected[name], atol=1e-5, err_msg=name)
+
+
+def test_a_trial_takes_the_longest_row_through_two_whole_steps(base: Path, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, base, sizes=[8, 4, 2])
+    with ShortOfMemory(2) as memory:
+        try_out(TrainerSpec(**spec))
+    assert json.loads((Path(spec["out"]) / "trial.json").read_text()) == {"begun": 3, "fits": True}
+    # One micro-batch that does not fit of 8 and of 4 rows, then two micro-batches in each of two steps.
+    assert memory.sizes == [8, 4, 2, 2, 2, 2]
+
+
+# Makes the processes that train run out of memory: where a file beside it tells how many rows fit.
+_SITE = """
+import os, pathlib, sys
+if any("training.child.trainer" in text for text in sys.orig_argv):
+    here = pathlib.Path(__file__).parent
+    rules = (here / "rules").read_text().split()
+    fits, kills = int(rules[0]), int(rules[1])
+    import torch
+    def check(layer, inputs):
+        if isinstance(layer, torch.nn.Linear) and layer.out_features == 3 and layer.training:
+            rows = inputs[0].shape[0]
+            with (here / "passes").open("a") as file:
+                file.write(f"{os.getpid()} {rows}" + chr(10))
+            if rows > kills:
+                os.kill(os.getpid(), 9)
+            if rows > fits:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+    torch.nn.modules.module.register_module_forward_pre_hook(check)
+    (here / "allocator").write_text(str([os.environ.get(name) for name in (
+        "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]))
+"""
+
+
+class Site:
+    """A folder for PYTHONPATH that makes memory short."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(_SITE)
+
+    def rules(self, fits: int, kills: int = 1 << 30) -> None:
+        """Rows that fit, and rows at which the process is killed instead of an error."""
+        (self.folder / "rules").write_text(f"{fits} {kills}")
+        (self.folder / "passes").unlink(missing_ok=True)
+
+    def passes(self) -> list[list[int]]:
+        """The rows of each pass, by process."""
+        by_process: dict[str, list[int]] = {}
+        for line in (self.folder / "passes").read_text().splitlines():
+            pid, rows = line.split()
+            by_process.setdefault(pid, []).append(int(rows))
+        return [*by_process.values()]
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    made = Site(tmp_path / "site")
+    for name, value in {**python_environment(), "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", python_path(made.folder, ROOT))
+    return made
+
+
+def train_by_runner(spec: Mapping[str, Any], folder: Path, device: str) -> None:
+    (folder / "spec.json").write_text(json.dumps(spec))
+    job = {
+        "command": [*python_command("ensemble.training.child.trainer"), str(folder / "spec.json")],
+        "out": spec["out"],
+        "log": str(folder / "log"),
+        "resumes": True,
+        "rungs": str(folder / "rungs"),
+    }
+    common = CommonSpec(
+        labels=tuple(LABELS),
+        activation="none",
+        gpus=1 if device else 0,
+        memory_limit_bytes=None,
+        seed=0,
+        table_path="",
+        order_path="",
+        shards_dir="",
+    )
+    settings = {"jobs": [job], "device": device, "environment": {}, "secrets": {}}
+    Runner(common, settings).predict(np.array([0]), lambda *counts: None)
+
+
+@pytest.mark.long
+@pytest.mark.fault(48)
+def test_a_fresh_process_takes_one_rung_less_from_the_last_save(
+    base: Path, site: Site, tmp_path: Path
+) -> None:
+    site.rules(fits=2)
+    spec = spec_of(tmp_path / "a", base)
+    train_by_runner(spec, tmp_path / "a", "")
+    out = Path(spec["out"])
+    assert [max(sizes) for sizes in site.passes()] == [8, 4, 2]
+    assert progress(out)["micro_batch"] == 2
+    assert progress(out)["why"] == "it ran out of memory with 4 rows at a time"
+    assert files(out) == files(run(spec_of(tmp_path / "b", base, micro_batch=2)))
+    # The next training of the member begins there.
+    site.rules(fits=2)
+    train_by_runner({**spec, "out": str(tmp_path / "again")}, tmp_path / "a", "")
+    assert [max(sizes) for sizes in site.passes()] == [2]
+
+
+@pytest.mark.long
+@pytest.mark.fault(48)
+def test_when_no_rung_is_left_the_message_says_what_to_try(base: Path, site: Site, tmp_path: Path) -> None:
+    site.rules(fits=0)
+    spec = spec_of(tmp_path, base, micro_batch=1)
+    with pytest.raises(
+        MemberError, match=r"it ran out of memory even with 1 row at a time and activation ch.*; try t"
+    ):
+        train_by_runner(spec, tmp_path, "")
+    assert site.passes() == [[1], [1]]
+    assert not [*(tmp_path / "rungs").iterdir()]
+
+
+@pytest.mark.long
+@pytest.mark.fault(48)
+def test_a_training_that_the_kernel_kills_goes_on_with_less(
+    base: Path, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.rules(fits=8, kills=4)
+    counts = iter(range(100))
+    monkeypatch.setattr(
+        runner, "oom_kills", lambda: next(counts)
+    )  # the kernel counts what nobody may count here
+    spec = spec_of(tmp_path, base)
+    train_by_runner(spec, tmp_path, "")
+    assert [max(sizes) for sizes in site.passes()] == [8, 4]
+
+
+@pytest.mark.long
+def test_a_trial_on_a_gpu_is_kept_and_may_die(
+    base: Path, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.rules(fits=2, kills=4)
+    spec = spec_of(tmp_path, base)
+    with pytest.raises(ChildProcessError, match="killed by signal 9"):  # by nobody knows whom: it is repeated
+        train_by_runner(spec, tmp_path, T4)
+    assert not (tmp_path / "rungs").exists()
+    site.rules(fits=2, kills=4)
+    counts = iter(range(100))
+    monkeypatch.setattr(runner, "oom_kills", lambda: next(counts))  # by the kernel
+    train_by_runner(spec, tmp_path, T4)
+    passes = site.passes()
+    # Killed with 8 rows; 4 do not fit, 2 do; then it trains.
+    assert passes[:2] == [[8], [4, 2, 2, 2, 2]]
+    assert max(passes[2]) == 2
+    assert len(passes) == 3
+    assert progress(Path(spec["out"]))["why"] == f"found by a trial on {T4}"
+    site.rules(fits=2, kills=4)
+    train_by_runner({**spec, "out": str(tmp_path / "again")}, tmp_path, T4)
+    assert [max(sizes) for sizes in site.passes()] == [2]
+
+
+@pytest.mark.long
+def test_a_trial_that_takes_too_long_is_ended(
+    base: Path, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.rules(fits=8)
+    monkeypatch.setattr(runner, "TRIAL_SECONDS", 0.5)
+    spec = spec_of(tmp_path, base)
+    train_by_runner(spec, tmp_path, T4)
+    assert progress(Path(spec["out"]))["why"] == f"there was no time for a whole trial on {T4}"
+    assert progress(Path(spec["out"]))["rung"] == "1 row at a time and activation checkpointing"
+
+
+@pytest.mark.long
+def test_train_on_a_gpu_tries_what_fits_and_says_so(project: Project, nvml_sim: NvmlSim, site: Site) -> None:
+    nvml_sim.write(gpus(1))
+    site.rules(fits=4)
+    project.write_table(rows=24)
+    member = {
+        "name": "llama",
+        "max_length": 4,  # so that rows share micro-batches as their number says
+        "text_column": "text",
+        "train": {
+            "base_model": str(project.models / "llama"),
+            "training_arguments": {"max_steps": 2},
+        },
+    }
+    project.write_config(project.config(models=[member], training={"folds": {"n_splits": 2}}))
+    done = project.ensemble(
+        "train",
+        "config.yaml",
+        environment={**nvml_sim.environment(), "PYTHONPATH": python_path(site.folder, ROOT)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = "4 rows at a time: found by a trial on Simulated T4 (16.0 GiB)"
+    assert all(f"fold {fold} trained in " in done.stdout for fold in range(2))
+    assert done.stdout.count(said) == 2, done.stdout
+    passes = site.passes()
+    assert [passes[0][:3], len(passes)] == [[16, 8, 4], 3]
+    assert "expandable_segments:True" in (site.folder / "allocator").read_text()
