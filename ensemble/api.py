@@ -164,7 +164,7 @@ def train(
                 files = TrainingDir(loaded.config.output_dir).oof_files(
                     [member.name for member in report.members]
                 )
-                show("out_of_fold", (report, files), stream)
+                show("out_of_fold", (report, files, loaded.config), stream)
                 raise_unless_complete(report)
     return result
 
@@ -585,12 +585,23 @@ def _preview(
     with redacted_errors(loaded.redactor):
         from ensemble.cli.result_objects import Preview
         from ensemble.pipeline.prepare import prepare
-        from ensemble.training.command import preview_trainings
-        from ensemble.training.trained import with_trained
 
-        warnings = preview_trainings(loaded)
-        prepared = prepare(with_trained(loaded, may_lack=True), view == "validate", predictions_in)
+        loaded, warnings = checked_trainings(loaded)
+        prepared = prepare(loaded, view == "validate", predictions_in)
         return Preview(view, replace(prepared, warnings=(*warnings, *prepared.warnings)))
+
+
+def checked_trainings(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
+    """Check trainings before they begin; return the config with those that are done, and warnings.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    from ensemble.training.command import preview_trainings
+    from ensemble.training.trained import with_trained
+
+    warnings = preview_trainings(loaded)
+    return with_trained(loaded, may_lack=True), warnings
 
 
 def _load(config: object, overrides: Overrides | None) -> LoadedConfig:

@@ -54,14 +54,17 @@ def train(**options: Any) -> None:
 def status(
     run_dir: Annotated[Path, argument("RUN_DIR", help="The output_dir of a run.")], as_json: _Json = False
 ) -> None:
-    """Show how far the run in RUN_DIR is, or how it ended."""
+    """Show how far the run in RUN_DIR and its trainings are, or how they ended."""
+    from ensemble.cli.views.training_status import TrainingStatus
     from ensemble.commands.status import RunStatus
 
-    run_status = RunStatus.of(run_dir)
+    trainings = TrainingStatus.of(run_dir)
+    view = "status" if trainings is None else "training_status"
+    subject = trainings or RunStatus.of(run_dir)
     if as_json:
-        show_json("status", run_status)
+        show_json(view, subject)
     else:
-        show("status", run_status, sys.stdout)
+        show(view, subject, sys.stdout)
 
 
 @app.command()
@@ -189,7 +192,7 @@ def doctor(
     if sets and not config:
         raise typer.BadParameter("--set changes a CONFIG; name one")
     problems = 0
-    for finding in examine(config or (), sets or ()):
+    for finding in examine(config or (), sets or (), api.checked_trainings):
         problems += finding.mark == "problem"
         if finding.mark == "problem" or not quiet:
             print(*_finding_lines(finding, page_width(sys.stdout)), sep="\n")

@@ -78,7 +78,7 @@ class PlainDisplay(QuietDisplay):
     def update(self, members: Sequence[MemberState]) -> None:
         for state in members:
             name, phase, now, text = state.plan.name, state.phase, self._clock(), describe(state)
-            if phase == "waiting":
+            if phase == "waiting" or (phase == "loading" and state.plan.row_names):  # which loads nothing
                 continue
             if not state.plan.row_names:
                 self._say_settings(state)
@@ -206,7 +206,9 @@ def _trained_text(state: MemberState, short: bool) -> str:
     reached = f"{state.rows_done:,}/{state.rows:,} trained"
     if state.phase == "done":
         return f"{reached}, done in {duration(elapsed)}"
-    time_left = f"{duration(elapsed * (1 - state.fraction) / computed)} left" if computed else ""
+    # A training whose steps are done is still to be stored and checked.
+    has_time_left = computed and state.fraction < 1
+    time_left = f"{duration(elapsed * (1 - state.fraction) / computed)} left" if has_time_left else ""
     in_hand = "" if short else listed(state.in_hand_texts, show=str)
     return ", ".join(filter(None, (reached, in_hand, time_left)))
 

@@ -10,7 +10,7 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -38,7 +38,7 @@ from ensemble.common.host import available_memory_bytes, own_groups, total_memor
 from ensemble.common.packages import ANALYSIS, MODULES, Requirement, installed_versions, own_requirements
 from ensemble.common.python_process import keep_pandas_out
 from ensemble.common.text import NO_BREAK, gib, plural
-from ensemble.config import RunConfig
+from ensemble.config import LoadedConfig, RunConfig
 from ensemble.members.huggingface.checkpoint.hub import hub_can_be_reached
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.load import load
@@ -81,17 +81,28 @@ class Finding:
         return cls("ok", text)
 
 
-def examine(paths: Sequence[Path] = (), overrides: Sequence[str] = ()) -> Iterator[Finding]:
-    """Look at this machine, for a config if one is given; yield findings as they are made."""
+def examine(
+    paths: Sequence[Path] = (),
+    overrides: Sequence[str] = (),
+    check_trainings: Callable[[LoadedConfig], tuple[LoadedConfig, list[str]]] = lambda loaded: (loaded, []),
+) -> Iterator[Finding]:
+    """Look at this machine, for a config if one is given; yield findings as they are made.
+
+    ``check_trainings`` returns the config with the members that are trained, and warnings; it may raise.
+    """
     yielded = set()
-    for finding in _findings(paths, overrides):
+    for finding in _findings(paths, overrides, check_trainings):
         # The checks of the config and those of the machine may find the same problem.
         if (finding.mark, finding.text) not in yielded:
             yielded.add((finding.mark, finding.text))
             yield finding
 
 
-def _findings(paths: Sequence[Path], overrides: Sequence[str]) -> Iterator[Finding]:
+def _findings(
+    paths: Sequence[Path],
+    overrides: Sequence[str],
+    check_trainings: Callable[[LoadedConfig], tuple[LoadedConfig, list[str]]],
+) -> Iterator[Finding]:
     version = platform.python_version()
     yield Finding("ok", f"Python {version} ({sys.executable}), {platform.platform(terse=True)}")
     config: RunConfig | None = None
@@ -101,6 +112,12 @@ def _findings(paths: Sequence[Path], overrides: Sequence[str]) -> Iterator[Findi
             loaded = load(paths, overrides)
             config = loaded.config
             keep_pandas_out()
+            loaded, warnings = check_trainings(loaded)
+            config = loaded.config
+            yield from (Finding("note", text) for text in warnings)
+            for model in config.trained_members:
+                advice = "`ensemble train CONFIG` trains it, and `ensemble plan CONFIG` says what that takes"
+                yield Finding("note", f"{model.name} is not trained yet", advice)
             prepared = prepare(loaded)
             # The inventory's warnings come with the devices.
             notes = [text for text in prepared.warnings if text not in prepared.inventory.warnings]

@@ -28,12 +28,13 @@ class ToBeTrained(MemberKind[MemberConfig, Inspection]):
 
     def inspect(self, columns: OutputColumns) -> Inspection:
         problem_type = getattr(self.settings, "problem_type", None)
-        labels, name = len(columns.labels), self.settings.name
-        warning = (
-            f"{name}: not trained yet, so its checkpoint is not checked; its memory and time are not known"
+        labels = len(columns.labels)
+        return Inspection(
+            activation=activation_of(problem_type, labels),
+            label_order=tuple(range(labels)),
+            summary="not trained yet",
+            warnings=(),
         )
-        activation = activation_of(problem_type, labels)
-        return Inspection(activation, tuple(range(labels)), summary="not trained yet", warnings=(warning,))
 
     def problems(self, inspected: Inspection | None) -> Iterator[str]:
         return self._kind.problems(None)

@@ -72,17 +72,19 @@ def held_out(
 
     ``columns`` are those that each member reads in any of its views, ``files`` those that name files.
     """
-    models, rows, remarks = list(loaded.config.models), dict[str, _Rows](), list[str]()
+    config = loaded.config
+    models, rows, remarks = list(config.models), dict[str, _Rows](), list[str]()
     for number, model in enumerate(models):
         trained = loaded.trained.get(model.name)
         if trained is None:
             continue
         folds = folds_of(trained.rows, table.row_digests(columns[model.name], files.get(model.name)))
-        remarks += _remarks(model.name, folds)
+        # The run that makes out-of-fold predictions has no ``training``: these rows are what it is for.
+        remarks += _remarks(model.name, folds, is_expected=config.training is None)
         if (folds >= 0).any():
             models[number] = trained.by_fold
             rows |= _rows_of_views(trained, folds)
-    config = loaded.config.model_copy(update={"models": tuple(models)})
+    config = config.model_copy(update={"models": tuple(models)})
     return replace(loaded, config=config), HeldOut(rows, tuple(remarks))
 
 
@@ -99,10 +101,11 @@ def _rows_of_views(trained: TrainedMember, folds: npt.NDArray[np.int64]) -> dict
     return rows
 
 
-def _remarks(name: str, folds: npt.NDArray[np.int64]) -> list[str]:
+def _remarks(name: str, folds: npt.NDArray[np.int64], is_expected: bool) -> list[str]:
+    """Return how many rows a member was trained on; if that ``is_expected``, only those of all folds."""
     rows, held = plural(len(folds), "row"), int((folds >= 0).sum())
     seen, remarks = int((folds == IN_ALL_FOLDS).sum()), []
-    if held:
+    if held and not is_expected:
         remarks.append(
             f"{name}: {held:,} of {rows} {were(held)} trained on; the model of the fold that has not seen a row "
             "predicts it"

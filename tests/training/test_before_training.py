@@ -27,13 +27,16 @@ def test_everything_else_is_checked(project: Project) -> None:
     done = project.ensemble("validate", "config.yaml")
     assert done.returncode == 0, done.stderr
     printed = " ".join(done.stdout.split())
-    for name in ("built_in", "own"):
-        assert f"{name}: not trained yet, so its checkpoint is not checked" in printed
-        assert f"{name}: not trained yet, weight 1" in printed
+    folds = "5 trainings to do (fold 0, fold 1, fold 2, fold 3, fold 4)"
+    assert f"built_in: not trained yet, weight 1, {folds}, lora, from " in printed
+    assert f"own: not trained yet, weight 1, {folds}, by its command, on the CPU" in printed
     assert "gemma: Gemma2ForSequenceClassification" in printed
     plan = project.ensemble("plan", "config.yaml")
     assert plan.returncode == 0, plan.stderr
-    assert "own: not trained yet" in " ".join(plan.stdout.split())
+    printed = " ".join(plan.stdout.split())
+    assert f"own: not trained yet: {folds}, by its command, on the CPU" in printed
+    assert "memory and time of a training are not known before the first has run" in printed
+    assert "the whole run takes" not in printed
 
 
 def test_problems_that_no_checkpoint_is_needed_for(project: Project) -> None:

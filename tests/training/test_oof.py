@@ -80,8 +80,9 @@ def test_each_row_is_predicted_by_a_model_that_has_seen_neither_it_nor_its_group
 ) -> None:
     keys = config(trained, "refit")
     finish(keys, adapters)
-    report, _ = predict(keys)
+    report, said = predict(keys)
     assert report.status == "complete"
+    assert "trained on" not in said, "of course they were"
     assert report.members[0].counters.rows == ROWS
     oof = rows_of(trained)
     # Each fold's adapter has a handwriting of its own: who wrote the row?

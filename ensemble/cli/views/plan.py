@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ensemble.cli.layout import Table
 from ensemble.common.gpus import device_names
 from ensemble.common.host import threads_of
-from ensemble.common.text import duration, gib, plural, shown_path
+from ensemble.common.text import duration, gib, listed, plural, shown_path
+from ensemble.config import MemberConfig
+from ensemble.config.training import TrainConfig, TrainingConfig
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.run_dir import work_of_view
 from ensemble.pipeline.wait_for_gpus import held_texts
@@ -16,6 +20,8 @@ from ensemble.planning.cascade import when_text
 from ensemble.planning.placement import Fit
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.launchers.base import Node
+from ensemble.training.layout import Part, TrainingDir
+from ensemble.training.trained import missing_parts
 
 _HEADERS = "member,parameters,weights,batch tokens,activations,attention,overhead,peak,usable,fit".split(",")
 _VERDICTS = {
@@ -25,6 +31,12 @@ _VERDICTS = {
     "held": "held by others",
     "never": "does not fit",
 }
+
+
+_NOT_KNOWN = (
+    "memory and time of a training are not known before the first has run; on a GPU a trial finds the batch size "
+    "when a training begins"
+)
 
 
 def view(prepared: Prepared) -> Iterator[str | Table]:
@@ -43,24 +55,26 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
     yield from prepared.warnings
     yield from held_texts(gpus)
     workers = [member for member in plan.members if member.needs_worker]
+    to_train = prepared.config.trained_members
     if host is not None and not all(member.gpus for member in workers):
         yield f"CPU: {gib(host.total_bytes - host.used_bytes)} of {gib(host.total_bytes)} memory free"
     if workers:
         yield Table(
             _HEADERS, [[member.name, *_memory_cells(member)] for member in plan.members], texts=["fit"]
         )
-    else:
+    elif not to_train:
         yield "no member needs a worker: nothing is loaded, and a run merges what was made elsewhere"
     for member in plan.members:
         yield _sentence(prepared, member)
+    yield _NOT_KNOWN if to_train else ""
     yield plan.why
     yield from plan.warnings
     if plan.problems:
         return
-    if plan.seconds is not None:
+    if plan.seconds is not None and not to_train:
         report = shown_path(prepared.config.output_dir / "run.json")
         yield f"the whole run takes about {duration(plan.seconds)}, by the speeds in {report}"
-    elif workers:
+    elif workers and not to_train:
         yield "how long it takes is not known until a run, such as one with --limit 100, has measured the speed"
 
 
@@ -94,11 +108,11 @@ def document(prepared: Prepared) -> dict[str, Any]:
         "labels": config.labels,
         "devices": plan.gpus,
         "seconds": plan.seconds,
-        "members": [_member_facts(member) for member in plan.members],
+        "members": [_member_facts(prepared, member) for member in plan.members],
     }
 
 
-def _member_facts(member: MemberPlan) -> dict[str, Any]:
+def _member_facts(prepared: Prepared, member: MemberPlan) -> dict[str, Any]:
     fit, needed = _least_fit(member), member.placement.footprint
     return {
         "name": member.name,
@@ -115,6 +129,22 @@ def _member_facts(member: MemberPlan) -> dict[str, Any]:
         "weight_bytes": needed and needed.weights.bytes,
         "peak_bytes": needed and needed.peak_bytes(member.gpus, _batch_tokens(fit, needed.width)),
         "seconds": _seconds(member),
+        "training": _training_facts(prepared, member),
+    }
+
+
+def _training_facts(prepared: Prepared, member: MemberPlan) -> dict[str, Any] | None:
+    """Return how a member is trained, and which trainings lack; None if none does."""
+    train = member.model.training
+    if train is None:
+        return None
+    missing = _missing_parts(prepared, member.model)
+    return {
+        "method": None if train.command else train.method,
+        "base_model": train.base_model,
+        "command": train.command,
+        "num_gpus": _gpus_of_training(prepared, train),
+        "missing": missing and [part.name for part in missing],
     }
 
 
@@ -140,6 +170,8 @@ def _batch_tokens(fit: Fit | None, width: int) -> int:
 def _memory_cells(member: MemberPlan) -> list[str]:
     """Return what a replica takes of each of its devices with a full batch of the longest rows."""
     needed, fit = member.placement.footprint, _least_fit(member)
+    if member.model.training is not None:
+        return ["", "not trained yet"]
     if not member.needs_worker:
         return ["", "none"]
     room = [] if fit is None else [gib(fit.room_bytes), _VERDICTS[fit.verdict]]
@@ -166,6 +198,8 @@ def _sentence(prepared: Prepared, member: MemberPlan) -> str:
     placement, needed, seconds = member.placement, member.placement.footprint, _seconds(member)
     if placement.problems:
         return f"{member.name}: cannot run here"
+    if member.model.training is not None:
+        return f"{member.name}: not trained yet: {trainings_text(prepared, member.model)}"
     if not member.needs_worker:
         return f"{member.name}: {prepared.inspected[member.name].summary}, which need no worker"
     facts = [_where(prepared, member), placement.reason]
@@ -201,6 +235,41 @@ def chunks_text(member: MemberPlan) -> str:
     if checkpoints > 1:
         of_views += f" with {checkpoints} checkpoints, of which a worker has one"
     return plural(len(member.chunks), "chunk") + of_views
+
+
+def trainings_text(prepared: Prepared, model: MemberConfig) -> str:
+    """Return which trainings of a member lack, and how and where they are done."""
+    train, missing = model.training, _missing_parts(prepared, model)
+    assert train is not None
+    which = "a training for each fold of its column"
+    if missing is not None:
+        which = (
+            f"{plural(len(missing), 'training')} to do ({listed([part.text for part in missing], 10, str)})"
+        )
+    how = (
+        "by its command"
+        if train.command
+        else f"{train.method}, from {shown_path(Path(str(train.base_model)))}"
+    )
+    gpus = _gpus_of_training(prepared, train)
+    where = f"on {plural(gpus, 'GPU')} each" if gpus else "on the CPU"
+    return f"{which}, {how}, {where}"
+
+
+def _missing_parts(prepared: Prepared, model: MemberConfig) -> list[Part] | None:
+    """Return the trainings of a member that are to be done; None if a column says how many, and none has begun."""
+    loaded, config = prepared.loaded, prepared.config
+    training = config.training or TrainingConfig()
+    has_begun = TrainingDir(config.output_dir).trained_rows(model.name).is_file()
+    if training.folds.splits is None and not has_begun:
+        return None
+    config = config.model_copy(update={"training": training})
+    return missing_parts(replace(loaded, config=config), model)
+
+
+def _gpus_of_training(prepared: Prepared, train: TrainConfig) -> int:
+    """Return how many GPUs each training takes; 0: the CPU."""
+    return min(1, len(prepared.inventory.gpus)) if train.num_gpus is None else train.num_gpus
 
 
 def _where(prepared: Prepared, member: MemberPlan) -> str:

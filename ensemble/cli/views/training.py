@@ -1,4 +1,4 @@
-"""Show what ``train`` has done: the trainings of each member, how long they took, and where they are."""
+"""Show trainings: how many of each member are done, how far others are, how long they took, and where they are."""
 
 from __future__ import annotations
 
@@ -7,25 +7,69 @@ from pathlib import Path
 
 from ensemble.cli.layout import Table
 from ensemble.common.text import duration, plural, shown_path
-from ensemble.training.records import MemberRecord, TrainingReport
+from ensemble.training.records import MemberRecord, PartRecord, TrainingReport
 
-_HEADERS = ["member", "trained", "each in", "tries", "folder"]
+_HEADERS = ["member", "trained", "in progress", "time each", "retries", "folder"]
 
 
 def view(report: TrainingReport) -> Iterator[str | Table]:
-    yield Table(_HEADERS, [_cells(member) for member in report.members], texts=["folder"])
-    lacking = [part for member in report.members for part in member.parts if part.status != "done"]
-    how = f"{plural(len(lacking), 'training')} not done" if lacking else "all trained"
-    yield f"{how}, after {duration(report.seconds)}"
+    yield table(report)
+    yield counts(report)
+
+
+def table(report: TrainingReport) -> Table:
+    return Table(_HEADERS, [_cells(member) for member in report.members], texts=["in progress", "folder"])
+
+
+def counts(report: TrainingReport) -> str:
+    """Return how many trainings are done, how long these took together, and how many are not done."""
+    parts = [part for member in report.members for part in member.parts]
+    lacking = sum(part.status != "done" for part in parts)
+    seconds = sum(part.seconds or 0.0 for part in parts)
+    together = f" in {duration(seconds)}" if seconds else ""
+    done = f"{plural(len(parts) - lacking, 'training')} done{together}"
+    return f"{done}, {lacking:,} not done" if lacking else done
+
+
+def seconds_left(part: PartRecord) -> float | None:
+    """Return how long a training in progress takes at the speed that it has; None where that is not known."""
+    steps, seconds = step_and_steps(part), part.progress.get("seconds")
+    first = part.progress.get("first_step", 0)
+    if part.status != "training" or steps is None or not isinstance(seconds, int | float):
+        return None
+    done = steps[0] - first if isinstance(first, int) else 0
+    return round(seconds * (steps[1] - steps[0]) / done, 1) if done > 0 else None
+
+
+def step_and_steps(part: PartRecord) -> tuple[int, int] | None:
+    """Return how many steps of how many a training has done; None if its command does not tell."""
+    step, steps = part.progress.get("step"), part.progress.get("steps")
+    if isinstance(step, int) and isinstance(steps, int) and 0 <= step <= steps and steps:
+        return step, steps
+    return None
+
+
+def part_text(part: PartRecord) -> str:
+    """Return the words for a part, such as "fold 0"."""
+    return "all rows" if part.name == "all" else part.name.replace("-", " ")
 
 
 def _cells(member: MemberRecord) -> list[str]:
     done = [part for part in member.parts if part.status == "done"]
     seconds = [part.seconds or 0.0 for part in done]
+    retries = sum(max(0, part.attempts - 1) for part in member.parts)
     return [
         member.name,
         f"{len(done)}/{len(member.parts)}",
+        ", ".join(_progress_text(part) for part in member.parts if part.status == "training"),
         duration(sum(seconds) / len(seconds)) if seconds else "",
-        f"{sum(part.attempts for part in member.parts)}",
+        f"{retries}" if retries else "",
         shown_path(Path(done[0].folder).parent) if done else "",
     ]
+
+
+def _progress_text(part: PartRecord) -> str:
+    steps, left = step_and_steps(part), seconds_left(part)
+    share = "" if steps is None else f" {steps[0] / steps[1]:.0%}"
+    ahead = f" ({duration(left)} left)" if left else ""
+    return f"{part_text(part)}{share}{ahead}"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from ensemble.cli.layout import Table
-from ensemble.cli.views.plan import chunks_text, nodes_table
+from ensemble.cli.views.plan import chunks_text, nodes_table, trainings_text
 from ensemble.cli.views.summary import rule_text
 from ensemble.common.text import gib, plural, shown_path
 from ensemble.config.values import weight_text
@@ -32,6 +32,8 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
             where = f"{plural(member.replicas, 'replica')} on {plural(member.gpus, 'GPU')}{each}"
         how = f"{where}, {chunks_text(member)}" if member.needs_worker else "no worker"
         summary = prepared.inspected[member.name].summary
+        if member.model.training is not None:
+            how = trainings_text(prepared, member.model)
         yield f"{member.name}: {summary}, weight {weight_text(member.model.weight)}, {how}"
         if member.model.when is not None:
             before = ", ".join(other.name for other in members[:place])

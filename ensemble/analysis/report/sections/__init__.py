@@ -19,6 +19,7 @@ SECTIONS: Registry[Section] = Registry(
         "calibration": ".calibration:Calibration",
         "rows": ".rows:RowsToRead",
         # How it ran.
+        "trainings": ".trainings:Trainings",
         "timeline": ".timeline:Timeline",
         "throughput": ".throughput:Throughput",
         "faults": ".faults:Faults",
