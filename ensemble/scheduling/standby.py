@@ -54,7 +54,7 @@ class Standbys:
             if not self._is_well(worker):
                 self._failed.add(worker.state.plan.name)
                 self._close(worker)
-            elif not worker.state.chunks.pending or self._missing(worker.state) < 0:
+            elif not any(worker.state.pending_for(worker.checkpoint)) or self._missing(worker.state) < 0:
                 self._close(worker)
         # A worker that loads needs the disk and the processor; and until all have computed something it is not
         # known whose devices are free first.

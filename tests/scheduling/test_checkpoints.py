@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ensemble.common.protocol import Predict, Start
+from ensemble.common.protocol import Load, Predict, Start
 from ensemble.planning.plan import make_plan
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.device_pool import DevicePool
@@ -19,7 +20,7 @@ from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import Scheduler
 from ensemble.scheduling.state import MemberState
 from tests.planning.test_plan import config, facts, gpus
-from tests.pretended import SPEC, Launched, PretendedLauncher, PretendedRun, computed
+from tests.pretended import SPEC, Launched, PretendedLauncher, PretendedRun, computed, schedule
 
 # The third view has the first one's checkpoint.
 CHECKPOINTS = (0, 1, 0)
@@ -63,3 +64,23 @@ def test_a_worker_computes_views_of_its_checkpoint_alone(count: int, is_timed: b
         assert first_two == ["0", "1"]
     if count == 1:
         assert len(launched) == 2, "a checkpoint is loaded once"
+
+
+def test_nobody_stands_by_with_a_checkpoint_whose_chunks_others_have_taken() -> None:
+    devices, launched = gpus(2), list[Launched]()
+    views = {"text_column": None, "prompt_template": "{{ text }}", "views": VIEWS}
+    keys: list[dict[str, Any]] = [{"replicas": 1}, views]
+    known = {
+        "m0": facts(np.full(20, 200_000, dtype=np.int64), **keys[0]),
+        "m1": facts(np.full(10, 200_000, dtype=np.int64), **keys[1]),
+    }
+    plan = make_plan(config(*keys), known, devices)
+    first, second = plan.members
+    second = replace(second, checkpoints=(0, 1, 2), first_replicas=2)
+    began = time.monotonic()
+    deadline = Deadline(600.0, 2, lambda: time.monotonic() - began)
+    members = (replace(first, first_replicas=1), second)
+    states = schedule(replace(plan, members=members), devices, deadline=deadline, on_launch=launched.append)
+    assert all(state.finished for state in states)
+    loaded = [worker.worker.got for worker in launched if Load() in worker.worker.got]
+    assert all(any(isinstance(command, Predict) for command in got) for got in loaded)

@@ -462,6 +462,15 @@ def test_four_bit_weights_carry_an_adapter(llama: Path, tmp_path: Path) -> None:
     assert "base_model.model.score.weight" in load_file(out / "adapter_model.safetensors")
 
 
+def test_a_base_for_another_problem_is_trained_for_that_of_the_member(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base", "bert", ["a", "b", "c"])
+    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    (base / "config.json").write_text(json.dumps({**config, "problem_type": "regression"}), encoding="utf-8")
+    _, trainee, _, _ = prepare(TrainerSpec(**make_spec(tmp_path, base, TEXTS, TARGETS)))
+    assert trainee.activation == "softmax"
+    assert trainee.base.config.problem_type == "single_label_classification"
+
+
 def test_an_adapter_has_the_labels_of_its_training(tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path / "base", "llama", ["a", "b", "c"])
     out = run(
@@ -471,6 +480,9 @@ def test_an_adapter_has_the_labels_of_its_training(tmp_path: Path) -> None:
     assert [stored["id2label"][str(number)] for number in range(3)] == LABELS
     inspected = inspect_folder(base, LABELS[::-1], adapter_name_or_path=str(out))
     assert inspected.label_order == (2, 1, 0)
+    # Not one that a training of ours has written.
+    (out / "labels.json").write_text('{"yes": 0, "no": 1}', encoding="utf-8")
+    assert inspect_folder(base, ["a", "b", "c"], adapter_name_or_path=str(out)).label_order == (0, 1, 2)
 
 
 def test_an_adapter_carries_what_its_base_lacks(tmp_path: Path) -> None:

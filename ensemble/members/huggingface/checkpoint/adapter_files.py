@@ -39,7 +39,7 @@ class Adapter:
         brings_head: None where its weights are not known yet (on the hub, pickled).
         head_rows: the labels of its head; None: it has no head, or its weights are not known yet.
         shapes: of its tensors, by their names within the base; empty where they are not known yet.
-        labels: the content of its ``labels.json``; empty where there is none.
+        labels: the content of its ``labels.json``; empty where a training of ours left none.
     """
 
     name: str
@@ -92,6 +92,7 @@ def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
     shapes = {tensor.name.removeprefix("base_model.model."): tensor.shape for tensor in tensors}
     base = config.get("base_model_name_or_path")
     brings_head = any(map(is_head, shapes)) if shapes else None
+    labels = read_json(path.with_name(LABELS_FILE))
     return Adapter(
         name=name_or_path,
         base=str(base) if base else None,
@@ -99,7 +100,7 @@ def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
         brings_head=brings_head,
         head_rows=_head_rows(shapes),
         shapes=shapes,
-        labels=read_json(path.with_name(LABELS_FILE)),
+        labels=labels if "id2label" in labels else {},  # users have files of this name, too
     )
 
 

@@ -87,7 +87,8 @@ def load_trainee(
     notes: list[str] = []
     is_new_head, label_order = False, list(range(len(spec.labels)))
     if spec.auto_class == CLASSIFIER:
-        activation = activation_of(problem_type or config.problem_type, len(spec.labels))
+        # The base's own problem_type is about other labels, and the table was not read by it.
+        activation = activation_of(problem_type, len(spec.labels))
         is_new_head, label_order = _set_labels(config, spec, activation, notes)
     model, info = _load(spec, config, dtype, on_gpu)
     absent = sorted({*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])})
