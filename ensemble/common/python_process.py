@@ -48,6 +48,11 @@ def python_environment() -> dict[str, str]:
     return environment
 
 
+def path_of_commands() -> str:
+    """Return the PATH for users' commands, on which ``python`` and its programs are those of this Python."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH") or os.defpath])
+
+
 def die_with_parent(parent_pid: int, by: signal.Signals = signal.SIGKILL) -> None:
     """Ask Linux for a signal when the parent is gone; on other systems standard input ends."""
     if sys.platform == "linux":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -38,6 +39,7 @@ class LabelledTable:
         targets: float64 [rows, labels]: probabilities, or the numbers of a regression.
         activation: "softmax" if they sum to 1, "sigmoid" if each is from 0 to 1, "none" for any numbers.
         is_soft: whether they come from another file, and not from the table's label columns.
+        weight: of each row in the loss.
     """
 
     data: DataConfig
@@ -45,6 +47,7 @@ class LabelledTable:
     targets: npt.NDArray[np.float64]
     activation: Activation
     is_soft: bool
+    weight: float
 
     @property
     def classes(self) -> npt.NDArray[np.int64] | None:
@@ -75,6 +78,97 @@ class LabelledTable:
         return cells
 
 
+@dataclass(frozen=True, kw_only=True)
+class LabelledRows:
+    """Hold the rows of the table to learn, and then those of tables that are learned beside it.
+
+    Attributes:
+        tables: with the same ``activation``.
+        table: the rows of all of them, with the columns that members read.
+    """
+
+    labels: tuple[str, ...]
+    tables: tuple[LabelledTable, ...]
+    table: InputTable
+
+    @cached_property
+    def targets(self) -> npt.NDArray[np.float64]:
+        """Return what is to be learned of each row, as in ``LabelledTable``: float64 [all rows, labels]."""
+        return np.concatenate([table.targets for table in self.tables])
+
+    @cached_property
+    def weights(self) -> npt.NDArray[np.float64]:
+        """Return the weight of each row in the loss, float64 [all rows]."""
+        return np.concatenate([np.full(table.table.rows, table.weight) for table in self.tables])
+
+    @property
+    def activation(self) -> Activation:
+        return self.tables[0].activation
+
+    @cached_property
+    def added_columns(self) -> dict[str, npt.NDArray[np.float64]]:
+        """Return what ``write`` writes beside the first table's own columns, by name, [all rows].
+
+        There is ``weight`` if some row's is not 1, and ``prob_<label>`` for each label if the label columns of the
+        first table cannot say what is learned.
+        """
+        columns = {} if (self.weights == 1).all() else {WEIGHT_COLUMN: self.weights}
+        first, *extras = self.tables
+        has_numbers = first.data.label_columns is not None
+        if first.is_soft or not (has_numbers or all(extra.names_one_label.all() for extra in extras)):
+            for label, values in zip(self.labels, self.targets.T, strict=True):
+                columns[f"{PROBABILITY_PREFIX}{label}"] = values
+        return columns
+
+    def write(self, path: Path, rows: npt.NDArray[np.int64]) -> None:
+        """Write rows of the first table's file with all of its columns, in its format, and those of the others.
+
+        Others have the columns that both tables have, and their labels in the first table's columns; other cells
+        are empty. ``added_columns`` come last.
+
+        Args:
+            rows: their numbers, rising; those of the others are all there.
+
+        Raises:
+            DataError: a cell of another table does not fit the format.
+        """
+        first, *extras = self.tables
+        others = [(extra.data.path, extra.rows_like(first.data, self.labels)) for extra in extras]
+        added = {name: values[rows] for name, values in self.added_columns.items()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as temporary:
+            copy_rows(first.data.path, FileRows(rows[rows < first.table.rows], others, added), temporary)
+
+    def repeated_texts(
+        self, folds: npt.NDArray[np.int64], columns: Iterable[tuple[str, ...]]
+    ) -> Iterator[str]:
+        """Yield how many rows of the first table stand elsewhere, too, as a member reads them.
+
+        Args:
+            folds: of the first table's rows, [rows].
+            columns: those that a member reads, for each member.
+        """
+        first, rows = self.tables[0], self.tables[0].table.rows
+        is_sure = np.concatenate([table.names_one_label for table in self.tables])
+        is_sure &= self.activation == "softmax"
+        in_folds, in_extras, with_labels = (np.zeros(self.table.rows, np.bool_) for _ in range(3))
+        for names in {*columns} - {()}:
+            digests = self.table.row_digests(names)
+            in_folds[:rows] |= with_another(digests[:rows], folds)
+            in_extras[:rows] |= find_rows(digests[:rows], digests[rows:]) >= 0
+            with_labels[is_sure] |= with_another(digests[is_sure], self.targets[is_sure].argmax(axis=1))
+        advice = "training.folds.group_column keeps rows together that belong together"
+        sentences = {
+            f"whose text also stands in another fold, so that its model has learned it; {advice}": in_folds,
+            "whose text also stands in a table of training.extra, so that all models have learned it": in_extras,
+            "whose text has another label in another row; their models learn both": with_labels,
+        }
+        for sentence, is_repeated in sentences.items():
+            if is_repeated.any():
+                shown = first_ids(self.table.ids.filter(pa.array(is_repeated)))
+                yield f"{first.data.path}: {plural(int(is_repeated.sum()), 'row')} (id {shown}) {sentence}"
+
+
 def read_labelled_table(
     data: DataConfig,
     config: RunConfig,
@@ -82,6 +176,7 @@ def read_labelled_table(
     activation: Activation,
     probabilities: Path | None = None,
     also: Mapping[str, str] | None = None,
+    weight: float = 1.0,
 ) -> LabelledTable:
     """Read all rows of a table with the columns of views; the run's ``limit`` is of the rows to predict.
 
@@ -118,7 +213,12 @@ def read_labelled_table(
         one_hot = np.eye(len(config.labels))
         targets = table.truth.astype(np.float64) if table.truth.ndim == 2 else one_hot[table.truth]
     return LabelledTable(
-        data=data, table=table, targets=targets, activation=activation, is_soft=probabilities is not None
+        data=data,
+        table=table,
+        targets=targets,
+        activation=activation,
+        is_soft=probabilities is not None,
+        weight=weight,
     )
 
 
@@ -137,81 +237,3 @@ def _probabilities(
     except MergeError as error:
         raise DataError(error.problems) from None
     return values / values.sum(axis=1, keepdims=True) if activation == "softmax" else values
-
-
-def write_labelled_rows(
-    path: Path,
-    tables: Sequence[LabelledTable],
-    labels: Sequence[str],
-    rows: npt.NDArray[np.int64],
-    weights: npt.NDArray[np.float64],
-) -> None:
-    """Write rows of the first table's file with all of its columns, and in its format; then all rows of the others.
-
-    Others have the columns that both tables have, and their labels in the first table's columns; other cells are
-    empty. ``added_columns`` come last.
-
-    Args:
-        rows: numbers among the rows of all tables, one after another, rising; those of the others are all there.
-        weights: of each row of all tables, [all rows].
-
-    Raises:
-        DataError: a cell of another table does not fit the format.
-    """
-    first, *extras = tables
-    others = [(extra.data.path, extra.rows_like(first.data, labels)) for extra in extras]
-    added = {name: values[rows] for name, values in added_columns(tables, labels, weights).items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as temporary:
-        copy_rows(first.data.path, FileRows(rows[rows < first.table.rows], others, added), temporary)
-
-
-def added_columns(
-    tables: Sequence[LabelledTable], labels: Sequence[str], weights: npt.NDArray[np.float64]
-) -> dict[str, npt.NDArray[np.float64]]:
-    """Return what a file of labelled rows has beside the first table's own columns, by name, [all rows].
-
-    There is ``weight`` if some row's is not 1, and ``prob_<label>`` for each label if the label columns of the
-    first table cannot say what is learned.
-    """
-    columns = {} if (weights == 1).all() else {WEIGHT_COLUMN: weights}
-    first, *extras = tables
-    has_numbers = first.data.label_columns is not None
-    if first.is_soft or not (has_numbers or all(extra.names_one_label.all() for extra in extras)):
-        targets = np.concatenate([table.targets for table in tables])
-        columns |= {f"{PROBABILITY_PREFIX}{label}": targets[:, number] for number, label in enumerate(labels)}
-    return columns
-
-
-def repeated_texts(
-    tables: Sequence[LabelledTable],
-    joined: InputTable,
-    folds: npt.NDArray[np.int64],
-    columns: Iterable[tuple[str, ...]],
-) -> Iterator[str]:
-    """Yield how many rows of the first table stand elsewhere, too, as a member reads them.
-
-    Args:
-        joined: the rows of all tables.
-        folds: of the first table's rows, [rows].
-        columns: those that a member reads, for each member.
-    """
-    first, rows = tables[0], tables[0].table.rows
-    targets = np.concatenate([table.targets for table in tables])
-    is_sure = np.concatenate([table.names_one_label for table in tables]) & (first.activation == "softmax")
-    in_folds, in_extras, with_labels = (np.zeros(joined.rows, np.bool_) for _ in range(3))
-    for names in {*columns} - {()}:
-        digests = joined.row_digests(names)
-        in_folds[:rows] |= with_another(digests[:rows], folds)
-        in_extras[:rows] |= find_rows(digests[:rows], digests[rows:]) >= 0
-        with_labels[is_sure] |= with_another(digests[is_sure], targets[is_sure].argmax(axis=1))
-    advice = "training.folds.group_column keeps rows together that belong together"
-    sentences = {
-        f"whose text also stands in another fold, so that its model has learned it; {advice}": in_folds,
-        "whose text also stands in a table of training.extra, so that all models have learned it": in_extras,
-        "whose text has another label in another row; their models learn both": with_labels,
-    }
-    for sentence, is_repeated in sentences.items():
-        if is_repeated.any():
-            shown = first_ids(joined.ids.filter(pa.array(is_repeated)))
-            yield f"{first.data.path}: {plural(int(is_repeated.sum()), 'row')} (id {shown}) {sentence}"

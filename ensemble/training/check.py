@@ -17,6 +17,7 @@ from typing import Final
 from ensemble.common.errors import CheckpointError, ConfigError
 from ensemble.common.files import free_bytes
 from ensemble.common.packages import installed_versions, unsupported
+from ensemble.common.python_process import path_of_commands
 from ensemble.common.text import gib, nearest
 from ensemble.config import LoadedConfig
 from ensemble.config.training import DEFAULT_FOLDS, PLACEHOLDERS, TrainConfig
@@ -80,7 +81,7 @@ def _disk_problems(loaded: LoadedConfig, members: Sequence[_BuiltIn]) -> Iterato
 def command_problems(command: Sequence[str]) -> Iterator[str]:
     """Yield what is wrong with a user's command, as far as it shows without running it."""
     program = command[0]
-    if shutil.which(program) is None:
+    if shutil.which(program, path=path_of_commands()) is None:
         problem = "is no file that may be executed" if "/" in program else "is not on the PATH"
         yield f"the program {program} {problem}; name an installed program, or its path"
     for name in re.findall(r"\{(\w+)\}", " ".join(command)):

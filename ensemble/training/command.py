@@ -15,6 +15,7 @@ from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.errors import RESUMES, CheckpointError, ConfigError, MembersFailed
 from ensemble.common.files import write_text
 from ensemble.common.python_process import python_command
+from ensemble.common.shards import file_sha256
 from ensemble.common.text import listed, plural, shown_path
 from ensemble.config import LoadedConfig, MemberConfig, RunConfig
 from ensemble.config.training import PLACEHOLDERS
@@ -26,7 +27,7 @@ from ensemble.members.huggingface.settings import HuggingFaceSettings
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.held_out import fold_count
 from ensemble.pipeline.run import Display
-from ensemble.pipeline.run_dir import RunDir, hold, logging_to, system_errors_in
+from ensemble.pipeline.run_dir import RunDir, head, hold, logging_to, system_errors_in
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.training.check import check_trainings
 from ensemble.training.data import TrainingData, read_training_data, training_files
@@ -225,11 +226,14 @@ def _train(
             if reason or (fresh and is_asked):  # never beside a fold of another division
                 files.remove(model.name, training.part)
             if reason:
-                display.say(f"{model.name}: {training.part.text} is trained anew: {reason}")
+                outcome = "trained anew" if is_asked else "removed"
+                display.say(f"{model.name}: {training.part.text} is {outcome}: {reason}")
             if reason is None and not (fresh and is_asked):
                 kept.append(training)
             elif is_asked:
                 lacking.append(training)
+        for number in range(data.splits, fold_count(files.trained_rows(model.name))):  # of another division
+            files.remove(model.name, Part(number))
         names = [training.part.text for training in kept if training.model is model]
         if names:
             display.say(f"{model.name}: trained already: {listed(names, 10, str)}")
@@ -264,12 +268,21 @@ def _trainings(
         )
 
 
+def _scripts(command: Sequence[str]) -> Iterator[Path]:
+    """Yield the scripts that a command names: files that end in .py, and a program that begins with ``#!``."""
+    for text in command:
+        path = Path(text)
+        if (path.suffix == ".py" and path.is_file()) or (text is command[0] and head(path).startswith(b"#!")):
+            yield path
+
+
 def made_of_settings(config: RunConfig, model: MemberConfig) -> dict[str, str]:
     """Return digests of the settings that a training depends on."""
     train = model.training
     assert train is not None
     if train.command is not None:
-        return {"seed": str(config.seed), "train.command": digest_of(train.command)}
+        scripts = {f"the script {path}": file_sha256(path) for path in _scripts(train.command)}
+        return {"seed": str(config.seed), "train.command": digest_of(train.command), **scripts}
     keys = train.model_dump(mode="json", exclude=_NO_OTHER_MODEL)
     return {"seed": str(config.seed), **{f"train.{key}": digest_of(value) for key, value in keys.items()}}
 
@@ -317,7 +330,7 @@ def _write_data(
     for part in dict.fromkeys(training.part for training in trainings if not training.is_built_in):
         file = files.train_file(part, data.suffix)
         file.parent.mkdir(exist_ok=True)
-        data.write_part(part, file)
+        data.write(file, data.rows_of(part))
     for name in dict.fromkeys(training.model.name for training in trainings):
         files.spec(name, Part(None)).parent.mkdir(parents=True, exist_ok=True)
         write_trained_rows(files.trained_rows(name), data.trained_rows(name))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.common.errors import ConfigError, DataError
@@ -26,59 +25,52 @@ from ensemble.data.distinct_cells import DistinctCells, distinct_cells
 from ensemble.data.formats import column_names, file_extension
 from ensemble.data.ids import ID_COLUMN
 from ensemble.data.row_files import FileCells
-from ensemble.data.table import InputTable
 from ensemble.data.trained_rows import IN_ALL_FOLDS, TrainedRows
 from ensemble.members.huggingface.checkpoint.labels import activation_of
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.checks import Problems
 from ensemble.pipeline.labelled_table import (
+    LabelledRows,
     LabelledTable,
-    added_columns,
     read_labelled_table,
-    repeated_texts,
-    write_labelled_rows,
 )
 from ensemble.pipeline.member_views import MemberView, member_columns, member_files, member_views
 from ensemble.training.folds import Rows, RowsToDivide, divide
 from ensemble.training.layout import Part
 
-Numbers: TypeAlias = npt.NDArray[np.float64]
-
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingData:
-    """Hold the rows that members are trained on, checked and divided into folds.
+class TrainingData(LabelledRows):
+    """Hold the rows that members are trained on, checked and divided into folds; extra tables come last.
 
     Attributes:
-        table: the rows of the training table, then those of the extra tables, with the columns that members read.
-        rows: of the training table.
-        folds: int64 [rows], from 0 to ``splits`` - 1.
-        targets: float64 [all rows, labels]: probabilities, or the numbers of a regression.
-        weights: of each row in the loss, float64 [all rows].
-        activation: "softmax" if targets sum to 1, "sigmoid" if each is from 0 to 1, "none" for any numbers.
+        folds: of the training table's rows, int64 [rows], from 0 to ``splits`` - 1.
         file_states: of the files that were read, by absolute path.
-        sources: the training table and the extra tables, one by one.
         columns: that a member reads in any of its views, by the member's name.
         files: the column that names files, by name of the members that read files.
         commands: the members that are trained by a command.
-        remarks: sentences for the user.
     """
 
-    labels: tuple[str, ...]
-    table: InputTable
-    rows: int
     folds: Rows
-    splits: int
-    targets: Numbers
-    weights: Numbers
-    activation: Activation
     file_states: Mapping[str, FileState]
-    sources: tuple[LabelledTable, ...]
     columns: Mapping[str, tuple[str, ...]]
     files: Mapping[str, FileCells]
     commands: frozenset[str]
     division: RowsToDivide
-    remarks: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows of the training table."""
+        return len(self.folds)
+
+    @property
+    def splits(self) -> int:
+        return self.division.splits
+
+    @property
+    def remarks(self) -> list[str]:
+        """Return sentences for the user."""
+        return [*self.repeated_texts(self.folds, self.columns.values())]
 
     def rows_of(self, part: Part) -> Rows:
         """Return the rows to train on, rising: those outside the fold, and those of the extra tables."""
@@ -86,10 +78,6 @@ class TrainingData:
         if part.fold is not None:
             is_trained[: self.rows] = self.folds != part.fold
         return np.flatnonzero(is_trained)
-
-    def held_out(self, fold: int) -> Rows:
-        """Return the rows that the fold's model has not seen, rising."""
-        return np.flatnonzero(self.folds == fold)
 
     def write_folds(self, path: Path) -> None:
         """Write the id and the fold of each row of the training table as CSV."""
@@ -115,7 +103,7 @@ class TrainingData:
 
     @cached_property
     def _file_digests(self) -> list[str]:
-        return [file_sha256(source.data.path) for source in self.sources]
+        return [file_sha256(source.data.path) for source in self.tables]
 
     def trained_rows(self, member: str) -> TrainedRows:
         """Return which rows a member's models have seen: those of the training table, and then the others."""
@@ -149,12 +137,8 @@ class TrainingData:
 
     @property
     def suffix(self) -> str:
-        """Return the extension of the files that ``write_part`` writes, that of the training table."""
-        return file_extension(self.sources[0].data.path)
-
-    def write_part(self, part: Part, path: Path) -> None:
-        """Write a part for a command, in the training table's format; see ``write_labelled_rows``."""
-        write_labelled_rows(path, self.sources, self.labels, self.rows_of(part), self.weights)
+        """Return the extension of the files that ``write`` writes, that of the training table."""
+        return file_extension(self.division.path)
 
 
 def training_files(config: RunConfig) -> list[Path]:
@@ -174,7 +158,6 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
     """
     config, problems = loaded.config, Problems()
     training, activation = config.training or TrainingConfig(), _activation(config)
-    extras = training.extra or ()
     states = {str(path.absolute()): file_state(path) for path in training_files(config)}
     kinds = {model.name: member_kind(model) for model in config.models}
     trained = {model.name: model.training for model in config.trained_members}
@@ -194,19 +177,12 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
         groups=distinct.get("group_column"),
         column=distinct.get("column"),
     )
-    weights = [1.0, *(extra.weight for extra in extras)]
-    rows = [table.table.rows for table in tables]
     result = TrainingData(
         labels=config.labels,
+        tables=tuple(tables),
         table=joined,
-        rows=main.table.rows,
         folds=divide(division),
-        splits=division.splits,
-        targets=np.concatenate([table.targets for table in tables]),
-        weights=np.repeat(weights, rows),
-        activation=activation,
         file_states={path: state for path, state in states.items() if state is not None},
-        sources=tuple(tables),
         columns=member_columns(views, trained),
         files=member_files(kinds, main.data.path.parent),
         commands=frozenset(
@@ -216,8 +192,7 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
     )
     problems.add(_problems(result), DataError)
     problems.raise_any()
-    remarks = repeated_texts(tables, result.table, result.folds, result.columns.values())
-    return replace(result, remarks=tuple(remarks))
+    return result
 
 
 def _read_tables(
@@ -242,7 +217,8 @@ def _read_tables(
                     distinct[key] = distinct_cells(data.path, main.table, name)
     for number, extra in enumerate(training.extra or ()):
         with problems.at(loaded.document.where(("training", "extra", number))):
-            table = read_labelled_table(extra.as_data(data), config, views, activation, extra.labels)
+            keys = extra.as_data(data)
+            table = read_labelled_table(keys, config, views, activation, extra.labels, weight=extra.weight)
             tables.append(table)
     return tables, distinct
 
@@ -275,8 +251,7 @@ def _problems(data: TrainingData) -> Iterator[str]:
                     "left to train on; choose other folds, or add rows of it to training.extra"
                 )
     if data.commands:
-        added = added_columns(data.sources, data.labels, data.weights)
-        twice = [name for name in column_names(data.division.path) if name in added]
+        twice = [name for name in column_names(data.division.path) if name in data.added_columns]
         if twice:
             yield (
                 f"{data.division.path}: has {listed(twice)}, where the files for train.command have weights or "

@@ -16,7 +16,7 @@ from ensemble.common.errors import CheckpointError, DeviceError, MergeError, Wri
 from ensemble.common.files import FileState, changed_files, read_json
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import ChunkDone, CommonSpec, Start, WorkerSpec
-from ensemble.common.python_process import python_environment
+from ensemble.common.python_process import path_of_commands, python_environment
 from ensemble.common.redact import secrets_in
 from ensemble.common.text import duration, shown_path
 from ensemble.config import LoadedConfig, MemberConfig
@@ -223,12 +223,16 @@ class TrainingRun:
             }
             for training in trainings
         ]
-        # A user's command gets these variables as the user has set them, not as our own Python processes need them.
-        variables = () if trainings[0].is_built_in else {*python_environment()} - {"PYTHONUNBUFFERED"}
+        environment: dict[str, str | None] = {}
+        if not trainings[
+            0
+        ].is_built_in:  # its variables are the user's, not those that our own processes need
+            changed = {*python_environment()} - {"PYTHONUNBUFFERED"}
+            environment = {**{name: os.environ.get(name) for name in changed}, "PATH": path_of_commands()}
         secrets = dict.fromkeys(secrets_in(self._config.model_dump(mode="json")))
         settings: dict[str, Any] = {
             "jobs": jobs,
-            "environment": {name: os.environ.get(name) for name in variables},
+            "environment": environment,
             "secrets": {f"secret {number}": text for number, text in enumerate(secrets)},
         }
         common = CommonSpec(

@@ -13,8 +13,13 @@ import numpy.typing as npt
 from ensemble.config import LoadedConfig, mapping_config
 from ensemble.data.table import InputTable, TableNeeds, read_table
 from ensemble.data.trained_rows import TrainedRows, write_trained_rows
+from ensemble.members.base import OutputColumns
 from ensemble.pipeline.load import load
+from ensemble.training.command import _trainings
+from ensemble.training.data import read_training_data
 from ensemble.training.layout import Part, TrainingDir
+from ensemble.training.records import Seal
+from ensemble.training.seal import seal_training
 from tests.checkpoints import adapter_reference, make_adapter, make_base, make_texts
 from tests.project import GEMMA_LABELS, LABELS, Project
 
@@ -46,7 +51,8 @@ def write_tables(project: Project) -> None:
         [project.ids[row], project.texts[row], project.texts[count + row], LABELS[row % 3]]
         for row in range(count)
     ]
-    project.write_csv("train.csv", ["id", "a", "b", "label"], rows[:ROWS])
+    with_folds = [[*row, fold] for row, fold in zip(rows[:ROWS], FOLD_OF_ROW.tolist(), strict=True)]
+    project.write_csv("train.csv", ["id", "a", "b", "label", "fold"], with_folds)
     project.write_csv("test.csv", ["id", "a", "b"], [row[:3] for row in test_rows(rows)])
 
 
@@ -67,7 +73,7 @@ def config(project: Project, predict_with: str = "folds", **member: Any) -> dict
         "train": {"command": COMMAND, "predict_with": predict_with},
         **member,
     }
-    training = {"data": {"path": "train.csv", "label_column": "label"}, "folds": {"n_splits": FOLDS}}
+    training = {"data": {"path": "train.csv", "label_column": "label"}, "folds": {"column": "fold"}}
     return project.config(
         data={"path": "test.csv"}, models=[lora], defaults=None, submission=None, training=training
     )
@@ -88,9 +94,12 @@ def finish(
     """Put a training's results where they belong; the ``extra`` rows of test.csv were in each training part."""
     given = loaded(keys)
     folder, model = TrainingDir(given.config.output_dir), given.config.models[0]
+    data, columns = read_training_data(given), OutputColumns("id", tuple(LABELS))
+    made_of = next(_trainings(given.config, folder, data, model)).made_of
     for part in (*map(Part, range(FOLDS)), Part(None)) if parts is None else parts:
-        shutil.copytree(adapters / part.name, folder.checkpoint(model.name, part))
-        folder.seal(model.name, part).write_text("{}")
+        shutil.copytree(adapters / part.name, folder.unfinished(model.name, part))
+        of_part = {**made_of, "the training table": data.digest(part, model.name)}
+        seal_training(folder, model, part, columns, Seal(of_part, 1.0, 1, ("cpu",), {}))
     digests = read("train.csv").row_digests(("a", "b"))
     more = read("test.csv").row_digests(("a", "b"))[list(extra)]
     folds = np.concatenate([FOLD_OF_ROW, np.full(len(more), -1)])

@@ -65,13 +65,13 @@ def test_a_commands_file_is_the_table_without_the_held_out_rows(tmp_path: Path, 
     assert data.suffix == name.removeprefix("train")
     for part in (Part(0), Part(2), Part(None)):
         path = tmp_path / "parts" / f"{part.name}{data.suffix}"
-        data.write_part(part, path)
+        data.write(path, data.rows_of(part))
         written = as_pandas_reads(path, data.suffix)
         rows = np.arange(len(table)) if part.fold is None else np.flatnonzero(data.folds != part.fold)
         expected = table.iloc[rows].reset_index(drop=True)
         pd.testing.assert_frame_equal(written, expected, check_dtype=False)
         if part.fold is not None:
-            assert not set(written["id"]) & set(table["id"].iloc[data.held_out(part.fold)])
+            assert not set(written["id"]) & set(table["id"].iloc[np.flatnonzero(data.folds == part.fold)])
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -91,7 +91,7 @@ def test_extra_rows_follow_with_the_columns_that_both_tables_have(
         extra=[{"path": str(extra), "label_column": "answer", "weight": 0.25}],
     )
     path = tmp_path / f"part{data.suffix}"
-    data.write_part(Part(1), path)
+    data.write(path, data.rows_of(Part(1)))
     written = as_pandas_reads(path, data.suffix)
     assert list(written) == [*table, "weight"]
     own, others = written.iloc[:-8], written.iloc[-8:].reset_index(drop=True)
@@ -140,7 +140,7 @@ def test_soft_labels_of_another_run_are_joined_by_id(folder: Path) -> None:
     np.testing.assert_allclose(data.targets, expected, rtol=0, atol=1e-12)
     assert data.folds.tolist() == hard.folds.tolist()  # by the true labels
     path = folder / "part.csv"
-    data.write_part(Part(0), path)
+    data.write(path, data.rows_of(Part(0)))
     written = pd.read_csv(path, dtype={"id": str, "label": str})
     assert list(written) == [*frame(), "prob_neg", "prob_pos", "prob_tie"]
     rows = data.rows_of(Part(0))
@@ -160,7 +160,7 @@ def test_soft_labels_of_another_run_are_joined_by_id(folder: Path) -> None:
     # Soft labels of the extra rows alone, beside hard ones.
     write(frame(), folder / "train.csv")
     data = read(folder, BY_COMMAND, extra=extra)
-    data.write_part(Part(None), path)
+    data.write(path, data.rows_of(Part(None)))
     written = pd.read_csv(path, dtype=str)
     assert written["label"].tolist()[:60] == frame()["label"].tolist()
     assert written["prob_neg"].astype(float).tolist() == data.targets[:, 0].tolist()
@@ -218,7 +218,7 @@ def test_a_digest_changes_with_what_is_learned_alone(folder: Path) -> None:
     before = digests(data)
     assert digests(read(folder, *models, **changes)) == before
     assert len({data.digest(Part(fold), "m") for fold in (0, 1, 2, None)}) == 4
-    row, held_out = int(data.rows_of(Part(0))[3]), int(data.held_out(0)[2])
+    row, held_out = int(data.rows_of(Part(0))[3]), int(np.flatnonzero(data.folds == 0)[2])
 
     def after(where: int, column: str, value: str) -> tuple[str, str]:
         other = table.copy()

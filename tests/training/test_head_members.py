@@ -72,6 +72,7 @@ def finish(keys: dict[str, Any]) -> TrainingDir:
         file, out = folder.root / f"{part.name}.npz", folder.checkpoint("head", part)
         np.savez(file, rows=rows, targets=targets, weights=np.ones(len(rows)))
         out.mkdir(parents=True)
+        folder.seal("head", part).write_text("{}")
         train(
             {
                 "table": str(folder.root / "table.arrow"),

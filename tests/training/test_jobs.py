@@ -190,6 +190,36 @@ def test_one_fold_and_all_anew(trained: Trained) -> None:
 
 
 @pytest.mark.long
+def test_one_fold_of_another_division_leaves_no_others(trained: Trained) -> None:
+    assert trained.train().returncode == 0
+    trained.set_up(folds=2)
+    done = trained.train("--fold", "0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "fold 1 is removed: the training table changed since it was trained" in done.stdout
+    assert trained.folds_called() == ["0", "1", "2", "0"]
+    left = [trained.files.is_finished("a", Part(fold)) for fold in range(3)]
+    assert left == [True, False, False]
+
+
+@pytest.mark.long
+def test_an_edited_script_and_the_python_that_runs_it(trained: Trained) -> None:
+    script = trained.scripts / "train.py"
+    command = [Path(sys.executable).name, "my scripts/train.py", "{train}", "{fold}", "{out}"]
+    models = [{"name": "a", "train": {"command": command}}]
+    trained.write_config(trained.config(models=models, training={"folds": {"n_splits": 2}}))
+    script.write_text(f"{SCRIPT}print(sys.executable)\n")
+    done = trained.train(PATH="/nowhere")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sys.executable in trained.files.log("a", Part(0)).read_text()
+    script.write_text(f"{SCRIPT}# edited\n")
+    done = trained.train("--fold", "1")
+    assert (
+        "fold 1 is trained anew: the script my scripts/train.py changed since it was trained" in done.stdout
+    )
+    assert trained.folds_called() == ["0", "1", "1"]
+
+
+@pytest.mark.long
 def test_what_changed_is_said_and_trained_anew(trained: Trained) -> None:
     trained.set_up(folds=2)
     assert trained.train().returncode == 0
