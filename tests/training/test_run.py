@@ -91,9 +91,7 @@ def test_what_lacks_is_trained_first_and_weights_apply(trained: Trained) -> None
     assert trained.train().returncode == 0
     assert len(trained.calls()) == 4
     oof = [f"runs/first/oof/{name}.csv" for name in "ab"]
-    done = trained.ensemble(
-        "fit", *oof, "--labels", "train.csv", "--method", "equal", "--calibration", "none"
-    )
+    done = trained.ensemble("fit", *oof, "--labels", "train.csv", "--calibration", "none")
     assert done.returncode == 0, done.stderr
     trained.files.remove("b", Part(1))
     trained.mode("b-1", "exit")
