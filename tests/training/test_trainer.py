@@ -499,6 +499,15 @@ def test_an_adapter_carries_what_its_base_lacks(tmp_path: Path) -> None:
     assert {"base_model.model.pre_classifier.weight", "base_model.model.classifier.bias"} <= names.keys()
 
 
+def test_a_label_that_is_none_of_a_rows_choices_is_refused(tmp_path: Path) -> None:
+    base = make_language_model(tmp_path / "base", "llama")
+    spec = make_spec(tmp_path, base, TEXTS, TARGETS, member={"task_type": "causal_lm", "choices": "options"})
+    options = [json.dumps([" a", " large"])] * len(TEXTS)
+    spec["table"] = publish(tmp_path / "choices", {"text": TEXTS, "options": options})["table_path"]
+    with pytest.raises(ValueError, match=r"choices: row \d+ of those to train on has 2 texts.*number 3"):
+        prepare(TrainerSpec(**spec))
+
+
 def test_at_least_96_percent_of_tokens_are_real(bert: Path, tmp_path: Path) -> None:
     texts = make_texts(1500, seed=9, longest=90)
     targets = np.eye(3)[np.arange(1500) % 3]
@@ -525,9 +534,10 @@ def test_at_least_96_percent_of_tokens_are_real(bert: Path, tmp_path: Path) -> N
     [
         ({"choices": "options"}, "a member with choices is trained by a command only"),
         ({"gguf_file": "a.gguf"}, "quantized weights in a file are not trained"),
+        ({"views": [{"name": "v", "model_name_or_path": "models/v"}]}, "makes the member's checkpoints"),
     ],
 )
-def test_members_that_only_a_command_trains(keys: dict[str, Any], problem: str) -> None:
+def test_members_that_are_not_trained_from_a_base(keys: dict[str, Any], problem: str) -> None:
     settings = {"name": "m", "text_column": "text", "train": {"base_model": "models/base"}, **keys}
     with pytest.raises(ValueError, match=problem):
         SequenceClassifierSettings.model_validate(settings)

@@ -35,6 +35,11 @@ class LabelTextExamples(Examples):
         for row, prompt in enumerate(encoded.inputs["input_ids"]):
             label_ids = member.label_ids(encoded, row)
             used = np.flatnonzero(targets[row]).tolist()
+            if max(used) >= len(label_ids):
+                raise ValueError(
+                    f"choices: row {row + 1:,} of those to train on has {len(label_ids)} texts, and its label is "
+                    f"number {max(used) + 1}; correct one of the two"
+                )
             of_labels = [label_ids[label] for label in used]
             row_paths = paths(of_labels)
             sequences_of_row.append(list(range(len(ids), len(ids) + len(row_paths))))

@@ -476,10 +476,14 @@ class TextSettings(HuggingFaceSettings, ReaderConfig):
         if self.adapters is not None and self.adapter_name_or_path is not None:
             yield ("adapters",), _TWO_KINDS_OF_ADAPTER
         for number, view in enumerate(self.all_views):
-            if "model_name_or_path" in view.changes:
-                for loc, sentence in self.as_view(view)._broken_trust():
-                    if loc == ("revision",):
-                        yield ("views", number, *loc), sentence
+            if "model_name_or_path" not in view.changes:
+                continue
+            if self.train is not None:
+                sentence = "with train the training makes the member's checkpoints; drop this"
+                yield ("views", number, "model_name_or_path"), sentence
+            for loc, sentence in self.as_view(view)._broken_trust():
+                if loc == ("revision",):
+                    yield ("views", number, *loc), sentence
         if self.truncation is not None:
             if self.text_column is not None and self.prompt_template is None:
                 yield (
