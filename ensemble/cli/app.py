@@ -54,7 +54,7 @@ def train(**options: Any) -> None:
 def status(
     run_dir: Annotated[Path, argument("RUN_DIR", help="The output_dir of a run.")], as_json: _Json = False
 ) -> None:
-    """Show how far the run in RUN_DIR and its trainings are, or how they ended."""
+    """Show how far a run and its trainings are, or how they ended."""
     from ensemble.cli.views.training_status import TrainingStatus
     from ensemble.commands.status import RunStatus
 

@@ -65,6 +65,7 @@ class LoadedConfig:
         submission_address: where the submission is copied to at the end; None: nowhere.
         trained: by name, members of ``config`` that a training has made.
         untrained: by name, why other members of ``config`` could not be trained.
+        out_of_time: those of them for which only the time was lacking.
     """
 
     config: RunConfig
@@ -78,6 +79,7 @@ class LoadedConfig:
     submission_address: str | None = None
     trained: Mapping[str, TrainedMember] = field(default_factory=dict)
     untrained: Mapping[str, str] = field(default_factory=dict)
+    out_of_time: frozenset[str] = frozenset()
 
     @property
     def paths(self) -> tuple[Path, ...]:

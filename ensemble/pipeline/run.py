@@ -440,7 +440,14 @@ class _Run(RunState):
         may_go_on = self._config.on_member_failure == "continue"
         is_timed = self._config.time_limit is not None
         weighted = [state for state in good if state.plan.model.has_weight]
-        if not weighted or not all(failure.is_dropped or may_go_on for failure in failures):
+        out_of_time = [failure for failure in failures if failure.member in self.prepared.loaded.out_of_time]
+        if not weighted and failures and failures == out_of_time:  # the first submission stands
+            self.left_out, self.status = failures, "time_limit"
+            return
+        excused = [
+            failure for failure in failures if failure.is_dropped or may_go_on or failure in out_of_time
+        ]
+        if not weighted or excused != failures:
             if is_timed and any(state.rows_done for state in weighted):
                 self._writer.merge(good)  # better than the first submission, which is there in any case
                 names = ", ".join(failure.member for failure in failures)
@@ -450,6 +457,7 @@ class _Run(RunState):
         self.left_out = failures
         # The shards of a member whose CSV was not written in time must stay.
         is_unfinished = is_timed and not all(self.works[state.plan.name].is_complete for state in good)
+        is_unfinished = is_unfinished or bool(out_of_time)
         self.status = "time_limit" if is_unfinished else "complete"
 
     def _end_early(self) -> None:

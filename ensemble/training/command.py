@@ -137,7 +137,9 @@ def train_for_run(
                 failures.get(model.name) or f"there was no time to train {missing}; {RESUMES}"
             )
             display.say(f"{model.name} is left out: {untrained[model.name]}")
-    return replace(with_trained(loaded, may_lack=True), untrained=untrained)
+    out_of_time = frozenset(name for name in untrained if not failures.get(name))
+    loaded = with_trained(loaded, may_lack=True)
+    return replace(loaded, untrained=untrained, out_of_time=out_of_time)
 
 
 def preview_trainings(loaded: LoadedConfig) -> list[str]:
