@@ -295,5 +295,7 @@ def test_trials_and_forecasts_of_a_trained_member(trained: Project, adapters: Pa
     assert rehearsed.returncode == 0, rehearsed.stdout + rehearsed.stderr
     assert "taken over" not in rehearsed.stdout, "a trial measures"
     tuned = trained.ensemble("tune", "config.yaml", "--rows", "6")
-    assert tuned.returncode == 0, tuned.stdout + tuned.stderr
+    # 1: of so few rows it may find no speed that it trusts.
+    assert tuned.returncode in (0, 1), tuned.stdout + tuned.stderr
     assert "6 rows" in tuned.stdout
+    assert "the reference" in tuned.stdout

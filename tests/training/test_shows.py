@@ -21,6 +21,7 @@ from ensemble.cli.progress import PlainDisplay
 from ensemble.cli.views.plan import document
 from ensemble.commands.doctor import Finding, examine
 from ensemble.config.training import TrainConfig
+from ensemble.data.trained_rows import TrainedRows, write_trained_rows
 from ensemble.pipeline.run_dir import RunDir, hold
 from ensemble.pipeline.run_report import RunReport
 from ensemble.planning.trainings import plan_trainings
@@ -193,12 +194,12 @@ def test_plan_and_doctor_tell_what_is_trained_and_what_lacks(
     folds.write_tables(project)
     keys = folds.config(project, "refit")
     keys["models"][0]["train"]["command"] = [sys.executable, "train.py", "{train}", "{out}"]
-    parts = [*map(Part, range(folds.FOLDS)), Part(None)]
-    for fold in parts:
-        (project.folder / fold.name).mkdir()
-    files = folds.finish(keys, project.folder, parts=parts)
-    files.remove("lora", Part(1))
-    files.remove("lora", Part(None))
+    files = TrainingDir(Path(keys["output_dir"]))
+    for part in (Part(0), Part(2)):
+        files.checkpoint("lora", part).mkdir(parents=True)
+        files.seal("lora", part).write_text("{}")
+    digests = folds.read("train.csv").row_digests(("a", "b"))
+    write_trained_rows(files.trained_rows("lora"), TrainedRows(digests, folds.FOLD_OF_ROW))
 
     (facts,) = plan_facts(keys)
     assert facts["training"] == {
