@@ -15,7 +15,7 @@ from tests.project import Project
 from tests.training import tables
 from tests.training.tables import BY_COMMAND, frame
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("warm")]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture

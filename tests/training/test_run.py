@@ -26,8 +26,6 @@ from tests.checkpoints import make_base, reference
 from tests.project import LABELS, ROOT, Project, python_path
 from tests.training.test_jobs import Trained
 
-FORKED = pytest.mark.usefixtures("warm")
-
 
 @pytest.fixture
 def trained(project: Project, monkeypatch: pytest.MonkeyPatch) -> Trained:
@@ -71,7 +69,6 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
-@FORKED
 @pytest.mark.long
 def test_what_lacks_is_trained_first_and_weights_apply(trained: Trained) -> None:
     done = trained.ensemble("run", "config.yaml")
@@ -110,9 +107,10 @@ def test_what_lacks_is_trained_first_and_weights_apply(trained: Trained) -> None
     assert rows_of(trained, "runs/first/predictions/b.csv").shape == (12, 3)
 
 
-@FORKED
 @pytest.mark.fault(47)
 def test_no_time_to_train_any_member(trained: Trained) -> None:
+    for training in ("a-0", "a-1", "b-0", "b-1"):
+        trained.mode(training, "wait")  # no machine is fast enough
     done = trained.ensemble("run", "config.yaml", "--set", "time_limit=1s")
     assert done.returncode == 4
     for member in "ab":
@@ -120,7 +118,6 @@ def test_no_time_to_train_any_member(trained: Trained) -> None:
     assert (check_submission(trained) == 1 / 3).all()
 
 
-@FORKED
 @pytest.mark.fault(47)
 @pytest.mark.long
 def test_a_member_that_lacks_a_training_at_the_limit_is_left_out(trained: Trained) -> None:
@@ -147,7 +144,6 @@ def steps_saved(trained: Trained) -> list[int]:
     return [int(path.name.partition("-")[2]) for path in saves]
 
 
-@FORKED
 @pytest.mark.fault(34, 47)
 @pytest.mark.long
 def test_each_repetition_trains_further(trained: Trained, tmp_path: Path) -> None:
