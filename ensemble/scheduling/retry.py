@@ -27,8 +27,8 @@ MAX_DEATHS = 40
 _SHOWN_ROWS = 3
 # Messages to the user for remedies in run.json.
 _NEXT_STEPS = {
-    "again": "they are tried again",
-    "in halves": "they are tried in halves",
+    "again": "{they_are} tried again",
+    "in halves": "{they_are} tried in halves",
     "another worker": "another worker is started",
     "without it": "its other workers continue",
 }
@@ -205,9 +205,8 @@ class RetryRules:
         worker.state.faults.append(record)
         log.warning("%s: %s; %s", worker.name, fault.message, remedy)
         if remedy in _NEXT_STEPS:
-            in_hand, next_step = "", _NEXT_STEPS[remedy]
-            if worker.state.plan.row_names:
-                next_step = next_step.replace("they are", "it is")
-            elif chunk is not None:
+            in_hand, is_named = "", bool(worker.state.plan.row_names)
+            next_step = _NEXT_STEPS[remedy].format(they_are="it is" if is_named else "they are")
+            if chunk is not None and not is_named:
                 in_hand = f" with {plural(chunk.rows, 'row')} in hand"
             self._run.say(f"{name}: {fault.message}{in_hand}; {next_step}")

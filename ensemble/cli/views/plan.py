@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from ensemble.common.gpus import device_names
 from ensemble.common.host import threads_of
 from ensemble.common.text import duration, gib, listed, plural, shown_path
 from ensemble.config import MemberConfig
-from ensemble.config.training import TrainConfig, TrainingConfig
+from ensemble.config.training import TrainConfig
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.run_dir import work_of_view
 from ensemble.pipeline.wait_for_gpus import held_texts
@@ -258,13 +257,10 @@ def trainings_text(prepared: Prepared, model: MemberConfig) -> str:
 
 def _missing_parts(prepared: Prepared, model: MemberConfig) -> list[Part] | None:
     """Return the trainings of a member that are to be done; None if a column says how many, and none has begun."""
-    loaded, config = prepared.loaded, prepared.config
-    training = config.training or TrainingConfig()
-    has_begun = TrainingDir(config.output_dir).trained_rows(model.name).is_file()
-    if training.folds.splits is None and not has_begun:
-        return None
-    config = config.model_copy(update={"training": training})
-    return missing_parts(replace(loaded, config=config), model)
+    training = prepared.config.training
+    has_begun = TrainingDir(prepared.config.output_dir).trained_rows(model.name).is_file()
+    is_counted = training is None or training.folds.splits is not None or has_begun
+    return missing_parts(prepared.loaded, model) if is_counted else None
 
 
 def _gpus_of_training(prepared: Prepared, train: TrainConfig) -> int:
