@@ -31,7 +31,6 @@ from tests.training.folds import (
     config,
     finish,
     loaded,
-    make_adapters,
 )
 from tests.training.test_trained import computed, expected, trained_run, values
 
@@ -40,18 +39,6 @@ pytestmark = [
     pytest.mark.usefixtures("warm"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft on transformers 5
 ]
-
-
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_adapters(tmp_path_factory.mktemp("adapters"))
-
-
-@pytest.fixture
-def trained(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
-    monkeypatch.chdir(project.folder)
-    folds.write_tables(project)
-    return project
 
 
 class Listening(QuietDisplay):

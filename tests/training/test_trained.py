@@ -17,7 +17,7 @@ from ensemble.training.layout import Part
 from ensemble.training.trained import missing_parts, with_trained
 from tests.project import LABELS, Project
 from tests.training import folds
-from tests.training.folds import ROWS, SWAP, by_hand, config, finish, loaded, make_adapters, test_rows
+from tests.training.folds import ROWS, SWAP, by_hand, config, finish, loaded, test_rows
 
 pytest.importorskip("peft")
 pytestmark = [
@@ -25,18 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft on transformers 5
 ]
 _Values = npt.NDArray[np.float64]
-
-
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_adapters(tmp_path_factory.mktemp("adapters"))
-
-
-@pytest.fixture
-def trained(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
-    monkeypatch.chdir(project.folder)
-    folds.write_tables(project)
-    return project
 
 
 def test_folds_become_views(trained: Project, adapters: Path) -> None:
