@@ -78,11 +78,11 @@ class CommonSpec:
     # Softmax: probabilities of exclusive labels; sigmoid: of others; none: any numbers.
     activation: Activation
     gpus: int  # how many devices the worker has; 0: the CPU
-    memory_limit_bytes: int | None  # of each of the worker's devices, weights included; None: all
+    memory_limit_bytes: int | None = None  # of each of the worker's devices, weights included; None: all
     seed: int
-    table_path: str  # the published table; empty: there is none, and chunks leave no shards
-    order_path: str  # the numbers of the member's rows in the order of its chunks; of a table
-    shards_dir: str  # the folder of the shards; of a table
+    table_path: str = ""  # the published table; empty: there is none, and chunks leave no shards
+    order_path: str = ""  # the numbers of the member's rows in the order of its chunks; of a table
+    shards_dir: str = ""  # the folder of the shards; of a table
     # If the member gets each row in several views: row r of n is numbered r + v * n in view v.
     views: tuple[ViewSpec, ...] = ()
     # The states (see ``common.files``) in which the member's files must stay, by absolute path.

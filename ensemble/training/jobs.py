@@ -45,6 +45,7 @@ from ensemble.training.records import (
     Status,
     TrainingReport,
     read_record,
+    steps_done,
     write_record,
 )
 from ensemble.training.seal import seal_training
@@ -242,14 +243,7 @@ class TrainingRun:
             "secrets": {f"secret {number}": text for number, text in enumerate(secrets)},
         }
         common = CommonSpec(
-            labels=self._config.labels,
-            activation="none",
-            gpus=member.gpus,
-            memory_limit_bytes=None,
-            seed=self._config.seed,
-            table_path="",
-            order_path="",
-            shards_dir="",
+            labels=self._config.labels, activation="none", gpus=member.gpus, seed=self._config.seed
         )
         log = self._files.worker_log(member.name, replica)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -284,10 +278,9 @@ class TrainingRun:
         shares = {}
         for chunk in state.chunks.in_hand.values():
             training = self._lacking[state.plan.name][chunk.start]
-            progress = self._progress(training)
-            step, steps = progress.get("step"), progress.get("steps")
-            if isinstance(step, int) and isinstance(steps, int) and 0 <= step <= steps and steps:
-                shares[chunk.index] = step / steps
+            steps = steps_done(self._progress(training))
+            if steps is not None:
+                shares[chunk.index] = steps[0] / steps[1]
         return shares
 
     def on_chunk_done(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ from pydantic_core import to_json
 from ensemble.common.digests import FileDigest
 from ensemble.common.files import write_text
 from ensemble.scheduling.records import FaultRecord
+from ensemble.training.layout import Part
 
 # ``time_limit``: some trainings could not end in time.
 Status: TypeAlias = Literal["running", "complete", "time_limit", "failed", "interrupted"]
@@ -56,6 +58,11 @@ class PartRecord:
     devices: tuple[str, ...] = ()
     progress: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def text(self) -> str:
+        """Return the words for it, such as "fold 0"."""
+        return Part.named(self.name).text
+
 
 @dataclass(frozen=True)
 class MemberRecord:
@@ -76,6 +83,14 @@ class TrainingReport:
     members: tuple[MemberRecord, ...]
     pid: int = field(default_factory=os.getpid)
     written_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+
+def steps_done(progress: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return how many steps of how many a training has done; None if its ``progress.json`` does not tell."""
+    step, steps = progress.get("step"), progress.get("steps")
+    if isinstance(step, int) and isinstance(steps, int) and 0 <= step <= steps and steps:
+        return step, steps
+    return None
 
 
 def write_record(path: Path, record: Seal | TrainingReport) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ensemble.cli.layout import Table
 from ensemble.common.text import duration, plural, shown_path
-from ensemble.training.records import MemberRecord, PartRecord, TrainingReport
+from ensemble.training.records import MemberRecord, PartRecord, TrainingReport, steps_done
 
 _HEADERS = ["member", "trained", "in progress", "time each", "retries", "folder"]
 
@@ -33,25 +33,12 @@ def counts(report: TrainingReport) -> str:
 
 def seconds_left(part: PartRecord) -> float | None:
     """Return how long a training in progress takes at the speed that it has; None where that is not known."""
-    steps, seconds = step_and_steps(part), part.progress.get("seconds")
+    steps, seconds = steps_done(part.progress), part.progress.get("seconds")
     first = part.progress.get("first_step", 0)
     if part.status != "training" or steps is None or not isinstance(seconds, int | float):
         return None
     done = steps[0] - first if isinstance(first, int) else 0
     return round(seconds * (steps[1] - steps[0]) / done, 1) if done > 0 else None
-
-
-def step_and_steps(part: PartRecord) -> tuple[int, int] | None:
-    """Return how many steps of how many a training has done; None if its command does not tell."""
-    step, steps = part.progress.get("step"), part.progress.get("steps")
-    if isinstance(step, int) and isinstance(steps, int) and 0 <= step <= steps and steps:
-        return step, steps
-    return None
-
-
-def part_text(part: PartRecord) -> str:
-    """Return the words for a part, such as "fold 0"."""
-    return "all rows" if part.name == "all" else part.name.replace("-", " ")
 
 
 def _cells(member: MemberRecord) -> list[str]:
@@ -69,7 +56,7 @@ def _cells(member: MemberRecord) -> list[str]:
 
 
 def _progress_text(part: PartRecord) -> str:
-    steps, left = step_and_steps(part), seconds_left(part)
+    steps, left = steps_done(part.progress), seconds_left(part)
     share = "" if steps is None else f" {steps[0] / steps[1]:.0%}"
     ahead = f" ({duration(left)} left)" if left else ""
-    return f"{part_text(part)}{share}{ahead}"
+    return f"{part.text}{share}{ahead}"

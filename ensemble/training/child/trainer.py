@@ -16,7 +16,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -31,6 +31,7 @@ from ensemble.common.errors import EnsembleError
 from ensemble.common.files import write_text
 from ensemble.common.protocol import CommonSpec
 from ensemble.common.python_process import die_with_parent
+from ensemble.common.shards import file_sha256
 from ensemble.common.torch_errors import Verdict, classify, is_out_of_memory, one_line
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.huggingface.checkpoint.adapter_files import LABELS_FILE
@@ -126,14 +127,8 @@ def train(spec: TrainerSpec) -> None:
         early_stop = EarlyStop(folder, held_rows, early_stopping["patience"], plan, trainer)
         trainer.add_callback(early_stop)
         has_ended = early_stop.has_ended(step)
-    facts = {
-        "notes": trainee.notes,
-        "micro_batch": spec.micro_batch,
-        "gradient_checkpointing": spec.gradient_checkpointing,
-        "optim": spec.optim,
-        "rung": Rung(spec.micro_batch, spec.gradient_checkpointing, spec.optim).text,
-        "why": spec.why,
-    }
+    rung = Rung(spec.micro_batch, spec.gradient_checkpointing, spec.optim)
+    facts = {"notes": trainee.notes, **asdict(rung), "rung": rung.text, "why": spec.why}
     trainer.add_callback(Progress(out / "progress.json", plan, trainer, facts))
     trainer.add_callback(saves)
     if not has_ended:
@@ -208,14 +203,7 @@ def prepare(spec: TrainerSpec) -> tuple[Any, Trainee, Examples, Mapping[str, Any
     """
     predictor = resolve_name(spec.settings["predictor"])
     common = CommonSpec(
-        labels=spec.labels,
-        activation="softmax",
-        gpus=0,
-        memory_limit_bytes=None,
-        seed=spec.seed,
-        table_path=spec.table,
-        order_path="",
-        shards_dir="",
+        labels=spec.labels, activation="softmax", gpus=0, seed=spec.seed, table_path=spec.table
     )
     member_spec = predictor.Spec.of(common, spec.settings["member"])
     table = PublishedTable(Path(spec.table))
@@ -264,5 +252,5 @@ def make_plan(spec: TrainerSpec, examples: Examples, rows: Rows) -> Plan:
 
 def _digest(spec: TrainerSpec) -> str:
     """Return a digest of what the saves belong to: another training, or optimizer, cannot go on from them."""
-    rows = Path(spec.rows).read_bytes().hex()
+    rows = file_sha256(Path(spec.rows))
     return digest_of([spec.labels, spec.seed, spec.settings, spec.train, spec.optim, rows])[:16]

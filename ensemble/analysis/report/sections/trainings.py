@@ -56,7 +56,7 @@ def _cells(part: PartRecord, devices: dict[str, str]) -> list[str]:
     progress = part.progress
     steps, epochs, loss = progress.get("steps"), progress.get("epoch"), progress.get("loss")
     return [
-        "all rows" if part.name == "all" else part.name.replace("-", " "),
+        part.text,
         part.status if part.seconds is None else duration(part.seconds),
         f"{part.attempts}" if part.attempts else "",
         ", ".join(devices.get(device, device) for device in part.devices),

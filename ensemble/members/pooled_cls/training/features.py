@@ -58,11 +58,8 @@ class Backbone:
             labels=tuple(self.labels),
             activation="softmax",
             gpus=torch.cuda.device_count(),  # those of its lease
-            memory_limit_bytes=None,
             seed=self.seed,
             table_path=str(self.table),
-            order_path="",
-            shards_dir="",
         )
         shared = {key.name: self.settings[key.name] for key in fields(ModelSettings)}
         head = {"head": "", "head_steps": [], "head_layer_norm_eps": 0.0}
