@@ -19,6 +19,7 @@ import pytest
 
 from ensemble.common.host import usable_cpus
 from ensemble.pipeline.run_report import RunReport
+from ensemble.scheduling.device_pool import SAMPLE_SECONDS
 from tests.faults.forked import client
 from tests.faults.inject import Fault, Injected
 from tests.nvml.sim import GIB, GPU_IS_LOST, Fail, Gpu, Health, Memory, NvmlSim, gpu_uuid
@@ -423,6 +424,7 @@ def test_the_next_member_waits_until_the_memory_is_back(
     with start(project, nvml_sim, faults=at_work) as process:
         write_later(nvml_sim, at_work, 1, Gpu(A, memory=Memory(used=9 * GIB)))
         wait_until(lambda: "gemma-0 ended" in log.read_text(), "the first worker's end")
+        time.sleep(8 * SAMPLE_SECONDS)  # the run has read the memory in between
         nvml_sim.write([Gpu(A, memory=Memory(used=GIB // 4))])
         printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, printed
