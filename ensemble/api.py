@@ -148,24 +148,28 @@ def train(
         from ensemble.cli.progress import choose_display, log_shown
         from ensemble.common.clock import boot_seconds
         from ensemble.pipeline.ending import raise_unless_complete
-        from ensemble.training.command import raise_unless_trained
+        from ensemble.training.command import raise_unless_trained, untrained_text
         from ensemble.training.command import train as train_config
         from ensemble.training.layout import TrainingDir
         from ensemble.training.oof import predict_held_out
         from ensemble.training.trained import is_trained
 
         display = choose_display(stream)
+        began = boot_seconds() - _elapsed_seconds()
         with log_shown(display) if verbose else contextlib.nullcontext():
-            result = train_config(loaded, display, fold, fresh, owns_process=_is_command)
+            result = train_config(loaded, display, began, fold, fresh, owns_process=_is_command)
             show("training", result, stream)
             raise_unless_trained(result)
             if is_trained(loaded):
-                report = predict_held_out(loaded, display, boot_seconds(), owns_process=_is_command)
+                limit = loaded.config.time_limit
+                report = predict_held_out(loaded, display, began, time_limit=limit, owns_process=_is_command)
                 files = TrainingDir(loaded.config.output_dir).oof_files(
                     [member.name for member in report.members]
                 )
                 show("out_of_fold", (report, files, loaded.config), stream)
                 raise_unless_complete(report)
+            else:
+                display.say(untrained_text(loaded))
     return result
 
 

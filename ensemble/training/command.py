@@ -12,7 +12,7 @@ from typing import Any
 
 from ensemble.common.clock import boot_seconds
 from ensemble.common.digests import FileDigests, digest_of
-from ensemble.common.errors import RESUMES, CheckpointError, ConfigError, MembersFailed
+from ensemble.common.errors import RESUMES, CheckpointError, ConfigError, MembersFailed, TimeLimitReached
 from ensemble.common.files import write_text
 from ensemble.common.python_process import python_command
 from ensemble.common.shards import file_sha256
@@ -60,19 +60,19 @@ _OF_PREDICTION = frozenset(
 def train(
     loaded: LoadedConfig,
     display: Display,
+    began: float,
     fold: int | None = None,
     fresh: bool = False,
     owns_process: bool = True,
-    ends_at: float | None = None,
 ) -> TrainingReport:
     """Train the members of a config; what an earlier command has trained of the same is kept.
 
     Members with a ``failure`` in the report lack trainings; all others are complete, unless the time was over.
 
     Args:
+        began: when the command began, by ``boot_seconds``; ``time_limit`` covers trainings and predictions.
         fold: only this one, of all members; None: all.
         fresh: train anew what is trained already.
-        ends_at: when all must have stopped, by ``boot_seconds``; None: no limit.
 
     Raises:
         EnsembleError: of exit code 2 before anything is written, 3 if the directory is in use, 1 if the disk is
@@ -93,6 +93,7 @@ def train(
     for remark in data.remarks:
         display.say(remark)
     rundir, files = RunDir(config.output_dir), TrainingDir(config.output_dir)
+    ends_at = None if config.time_limit is None else began + (1.0 - _PREDICTING_SHARE) * config.time_limit
     with system_errors_in("the training"):
         rundir.create()
         with hold(rundir), heed_signals(owns_process) as signals:
@@ -109,7 +110,7 @@ def train_for_run(
     A member that fails, or for which there is no time, is in ``untrained``: it fails in the run, too.
 
     Args:
-        began: when the run began, by ``boot_seconds``: ``time_limit`` is for trainings and predictions together.
+        began: as for ``train``.
 
     Raises:
         MembersFailed: a member failed, and neither on_member_failure nor a time limit asks for results without it.
@@ -122,11 +123,8 @@ def train_for_run(
     if remark:
         display.say(remark)
         return with_trained(loaded)
-    ends_at = None
-    if config.time_limit is not None:
-        ends_at = began + (1.0 - _PREDICTING_SHARE) * config.time_limit
-    report = train(loaded, display, owns_process=owns_process, ends_at=ends_at)
-    if config.on_member_failure == "fail" and ends_at is None:
+    report = train(loaded, display, began, owns_process=owns_process)
+    if config.on_member_failure == "fail" and config.time_limit is None:
         raise_unless_trained(report)
     failures = {member.name: member.failure for member in report.members}
     untrained = {}
@@ -157,12 +155,24 @@ def preview_trainings(loaded: LoadedConfig) -> list[str]:
 
 
 def raise_unless_trained(report: TrainingReport) -> None:
-    """Raise ``MembersFailed`` if trainings have failed."""
+    """Raise ``MembersFailed`` if trainings have failed, or ``TimeLimitReached`` if the time was over."""
     failed = [member for member in report.members if member.failure]
     if failed:
         raise MembersFailed(
             [f"member {member.name} failed: {member.failure}; {RESUMES}" for member in failed]
         )
+    if report.status == "time_limit":
+        raise TimeLimitReached(f"stopped at time_limit, before all trainings were done; {RESUMES}")
+
+
+def untrained_text(loaded: LoadedConfig) -> str:
+    """Return which trainings the out-of-fold predictions still wait for."""
+    lacking = []
+    for model in loaded.config.trained_members:
+        parts = missing_parts(loaded, model)
+        if parts:
+            lacking.append(f"{model.name} lacks {listed([part.text for part in parts], 5, str)}")
+    return f"out-of-fold predictions are made when all folds are trained; {'; '.join(lacking)}"
 
 
 def _lost(config: RunConfig) -> str | None:

@@ -106,7 +106,7 @@ def test_a_trained_head_becomes_a_member_with_a_head_for_each_fold(trained: Proj
 @pytest.mark.long
 def test_the_command_trains_heads_by_features_that_are_computed_once(trained: Project) -> None:
     keys = config(trained, predict_with="refit", base_model=str(trained.folder / "base"))
-    report = train_config(loaded(keys), QuietDisplay(), owns_process=False)
+    report = train_config(loaded(keys), QuietDisplay(), boot_seconds(), owns_process=False)
     raise_unless_trained(report)
     folder = TrainingDir(Path("runs/first"))
     tokens = []
@@ -119,7 +119,7 @@ def test_the_command_trains_heads_by_features_that_are_computed_once(trained: Pr
     (member,) = with_trained(loaded(keys)).config.models
     assert member.task_type == "pooled_cls"
     states = {path: path.stat().st_mtime_ns for path in folder.root.rglob("*.safetensors")}
-    raise_unless_trained(train_config(loaded(keys), QuietDisplay(), owns_process=False))
+    raise_unless_trained(train_config(loaded(keys), QuietDisplay(), boot_seconds(), owns_process=False))
     assert {path: path.stat().st_mtime_ns for path in folder.root.rglob("*.safetensors")} == states
 
 

@@ -181,7 +181,10 @@ def test_more_gpus_than_there_are_and_a_fold_that_is_none(trained: Trained) -> N
 
 @pytest.mark.long
 def test_one_fold_and_all_anew(trained: Trained) -> None:
-    assert trained.train("--fold", "1").returncode == 0
+    done = trained.train("--fold", "1")
+    assert done.returncode == 0
+    printed = " ".join(done.stdout.split())
+    assert "predictions are made when all folds are trained; a lacks fold 0, fold 2" in printed
     assert trained.folds_called() == ["1"]
     assert trained.train().returncode == 0
     assert trained.folds_called() == ["1", "0", "2"]

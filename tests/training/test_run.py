@@ -119,6 +119,17 @@ def test_no_time_to_train_any_member(trained: Trained) -> None:
 
 
 @pytest.mark.fault(47)
+def test_the_limit_is_for_train_alone_too(trained: Trained) -> None:
+    trained.mode("b-1", "wait")
+    done = trained.train("--set", "time_limit=1s")
+    assert done.returncode == 4, done.stderr
+    assert "stopped at time_limit, before all trainings were done; the same command resumes" in flat(
+        done.stderr
+    )
+    assert not trained.files.oof("a").exists()
+
+
+@pytest.mark.fault(47)
 @pytest.mark.long
 def test_a_member_that_lacks_a_training_at_the_limit_is_left_out(trained: Trained) -> None:
     trained.mode("b-1", "wait")
@@ -174,7 +185,7 @@ class Listening(QuietDisplay):
 def test_models_without_the_table_that_they_learned(trained: Trained) -> None:
     """As on Kaggle, where the models alone were uploaded."""
     config = Path("config.yaml")
-    report = train(load([config]), QuietDisplay(), owns_process=False)
+    report = train(load([config]), QuietDisplay(), boot_seconds(), owns_process=False)
     assert report.status == "complete", report
     Path("train.csv").unlink()
     shutil.rmtree(trained.files.root / "data")
