@@ -66,8 +66,9 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
         yield "no member needs a worker: nothing is loaded, and a run merges what was made elsewhere"
     for member in plan.members:
         yield _sentence(prepared, member)
-    yield _NOT_KNOWN if to_train else ""
-    yield _disk_text(prepared)
+    if to_train:
+        yield _NOT_KNOWN
+        yield _disk_text(prepared)
     yield plan.why
     yield from plan.warnings
     if plan.problems:
