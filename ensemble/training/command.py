@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ensemble.common.clock import boot_seconds
 from ensemble.common.digests import FileDigests, digest_of
-from ensemble.common.errors import RESUMES, CheckpointError, ConfigError, MembersFailed, TimeLimitReached
+from ensemble.common.errors import RESUMES, ConfigError, MembersFailed, TimeLimitReached
 from ensemble.common.files import write_text
 from ensemble.common.python_process import python_command
 from ensemble.common.shards import file_sha256
@@ -20,10 +18,8 @@ from ensemble.common.text import listed, plural, shown_path
 from ensemble.config import LoadedConfig, MemberConfig, RunConfig
 from ensemble.config.training import PLACEHOLDERS
 from ensemble.data.trained_rows import write_trained_rows
-from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
-from ensemble.members.huggingface.checkpoint.hub import find_file
 from ensemble.members.huggingface.parent import TextCheckpoint
-from ensemble.members.huggingface.settings import HuggingFaceSettings
+from ensemble.members.huggingface.training_from_base import training_from_base
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.held_out import fold_count
 from ensemble.pipeline.run import Display
@@ -33,7 +29,7 @@ from ensemble.training.check import check_trainings
 from ensemble.training.data import TrainingData, read_training_data, training_files
 from ensemble.training.jobs import Training, TrainingRun
 from ensemble.training.layout import Part, TrainingDir, parts_of
-from ensemble.training.records import Seal, TrainingReport, read_record
+from ensemble.training.records import TrainingReport
 from ensemble.training.seal import why_to_train
 from ensemble.training.trained import is_trained, missing_parts, with_trained
 
@@ -47,14 +43,6 @@ _PREDICTING_SHARE = 0.2
 # Of the time that is left, the part between two saves: what a time limit ends goes on from the last one.
 _SAVING_SHARE = 0.1
 _SAVE_SECONDS = 60.0  # without a limit
-# Keys of train that change no model, or nothing beyond rounding.
-_NO_OTHER_MODEL = {"command", "base_model", "num_gpus", "predict_with", "per_device_train_batch_size"}
-# The same of the settings of a member's workers.
-_OF_PREDICTION = frozenset(
-    "model_name_or_path revision view_adapters view_templates merge_adapter asked batch_size token_budget "
-    "device_map max_memory offload_folder expandable_segments max_split_size_mb torch_compile bytes_per_token "
-    "bytes_per_token_pair fixed_bytes width".split()
-)
 
 
 def train(
@@ -175,20 +163,6 @@ def untrained_text(loaded: LoadedConfig) -> str:
     return f"out-of-fold predictions are made when all folds are trained; {'; '.join(lacking)}"
 
 
-def _lost(config: RunConfig) -> str | None:
-    """Return the first table or base model that is gone, of those that a training needs."""
-    for path in training_files(config):
-        if not path.exists():
-            return shown_path(path)
-    for model in config.trained_members:
-        if isinstance(model, HuggingFaceSettings) and model.train is not None and model.train.base_model:
-            try:
-                find_file(model.train.base_model, "config.json", model.revision)
-            except CheckpointError:
-                return f"the base model {shown_path(Path(model.train.base_model))}"
-    return None
-
-
 def _taken_as_sealed(loaded: LoadedConfig) -> str:
     """Return that members are taken as they were trained, because something to train them from is gone; else "".
 
@@ -196,18 +170,14 @@ def _taken_as_sealed(loaded: LoadedConfig) -> str:
         ConfigError: a setting has changed, or a file of a checkpoint.
     """
     config, files = loaded.config, TrainingDir(loaded.config.output_dir)
-    lost = _lost(config) if is_trained(loaded) else None
+    lost = next(_lost(config), None) if is_trained(loaded) else None
     if lost is None:
         return ""
     problems = []
     for model in config.trained_members:
-        made_of = made_of_settings(config, model)
-        with contextlib.suppress(CheckpointError):  # its base model may be gone, too
-            made_of |= made_of_base(config, model)
+        settings = made_of(config, model)
         for part in parts_of(model, fold_count(files.trained_rows(model.name))):
-            seal = read_record(files.seal(model.name, part), Seal)
-            sealed = {} if seal is None else seal.made_of
-            reason = why_to_train(files, model.name, part, {**sealed, **made_of})
+            reason = why_to_train(files, model.name, part, settings)
             if reason is not None:
                 reason = reason or "its seal cannot be read"
                 problems.append(
@@ -216,6 +186,15 @@ def _taken_as_sealed(loaded: LoadedConfig) -> str:
     if problems:
         raise ConfigError(problems)
     return f"{lost} is gone: the members are taken as they were trained"
+
+
+def _lost(config: RunConfig) -> Iterator[str]:
+    """Yield the tables and base models that are gone, of those that a training needs."""
+    yield from (shown_path(path) for path in training_files(config) if not path.exists())
+    for model in config.trained_members:
+        training = training_from_base(model)
+        if training is not None and training.folder is None:
+            yield f"the base model {shown_path(Path(training.base_model))}"
 
 
 def _train(
@@ -259,7 +238,7 @@ def _trainings(
     """Yield a member's trainings, with the commands that do them."""
     train = model.training
     assert train is not None
-    made_of = {**made_of_settings(config, model), **made_of_base(config, model)}
+    settings = made_of(config, model)
     for part in parts_of(model, data.splits):
         values = {
             "train": str(files.train_file(part, data.suffix).absolute()),
@@ -275,8 +254,20 @@ def _trainings(
             part=part,
             command=tuple(command),
             is_built_in=train.command is None,
-            made_of={"the training table": data.digest(part, model.name), **made_of},
+            made_of={"the training table": data.digest(part, model.name), **settings},
         )
+
+
+def made_of(config: RunConfig, model: MemberConfig) -> dict[str, str]:
+    """Return digests of what a member's trainings depend on beside rows; a base model that is gone is left out."""
+    seed = {"seed": str(config.seed)}
+    training = training_from_base(model)
+    if training is not None:
+        return {**seed, **training.made_of(config.labels, FileDigests(whole=config.hash_weights))}
+    assert model.training is not None
+    command = model.training.command or ()
+    scripts = {f"the script {path}": file_sha256(path) for path in _scripts(command)}
+    return {**seed, "train.command": digest_of(command), **scripts}
 
 
 def _scripts(command: Sequence[str]) -> Iterator[Path]:
@@ -285,49 +276,6 @@ def _scripts(command: Sequence[str]) -> Iterator[Path]:
         path = Path(text)
         if (path.suffix == ".py" and path.is_file()) or (text is command[0] and head(path).startswith(b"#!")):
             yield path
-
-
-def made_of_settings(config: RunConfig, model: MemberConfig) -> dict[str, str]:
-    """Return digests of the settings that a training depends on."""
-    train = model.training
-    assert train is not None
-    if train.command is not None:
-        scripts = {f"the script {path}": file_sha256(path) for path in _scripts(train.command)}
-        return {"seed": str(config.seed), "train.command": digest_of(train.command), **scripts}
-    keys = train.model_dump(mode="json", exclude=_NO_OTHER_MODEL)
-    return {"seed": str(config.seed), **{f"train.{key}": digest_of(value) for key, value in keys.items()}}
-
-
-def made_of_base(config: RunConfig, model: MemberConfig) -> dict[str, str]:
-    """Return digests of the base model and of how its member reads rows; none of a member with a command.
-
-    Raises:
-        CheckpointError: the base model is not found.
-    """
-    train = model.training
-    assert train is not None
-    if train.command is not None:
-        return {}
-    settings = _settings(config, model)
-    member = settings["member"]
-    folder = find_file(str(train.base_model), "config.json", member["revision"]).parent
-    files = FileDigests(whole=config.hash_weights)
-    base = [
-        hub_commit(str(train.base_model), folder),
-        weights_digest(folder, member["model_kwargs"], None, member["trust_remote_code"], files),
-        tokenizer_digest(folder, member["tokenizer_kwargs"], files),
-    ]
-    reading = {key: value for key, value in member.items() if key not in _OF_PREDICTION}
-    return {
-        "the base model": digest_of(base),
-        "how the member reads rows": digest_of({**settings, "member": reading}),
-    }
-
-
-def _settings(config: RunConfig, model: MemberConfig) -> Mapping[str, Any]:
-    kind = member_kind(model)
-    assert isinstance(kind, TextCheckpoint)
-    return kind.training_settings(config.labels)
 
 
 def _write_data(
@@ -352,8 +300,9 @@ def _write_data(
     for part in dict.fromkeys(training.part for training in built_in):
         data.write_rows(part, files.train_file(part, ".npz"))
     for training in built_in:
-        train = training.model.training
+        train, kind = training.model.training, member_kind(training.model)
         assert train is not None
+        assert isinstance(kind, TextCheckpoint)
         size = train.per_device_train_batch_size
         spec = {
             "table": str(table.absolute()),
@@ -361,7 +310,7 @@ def _write_data(
             "out": str(files.unfinished(training.model.name, training.part).absolute()),
             "labels": config.labels,
             "seed": config.seed,
-            "settings": _settings(config, training.model),
+            "settings": kind.training_settings(config.labels),
             "train": train.model_dump(mode="json"),
             "micro_batch": min(_MICRO_BATCH, train.effective_batch_size) if size == "auto" else size,
         }

@@ -182,7 +182,7 @@ class TrainingRun:
     def _part(self, training: Training, state: MemberState | None) -> PartRecord:
         name, part = training.model.name, training.part
         seal, folder = read_record(self._files.seal(name, part), Seal), self._files.checkpoint(name, part)
-        if seal is not None and seal.made_of == training.made_of and folder.is_dir():
+        if seal is not None and training.made_of.items() <= seal.made_of.items() and folder.is_dir():
             return PartRecord(
                 name=part.name,
                 status="done",

@@ -49,7 +49,7 @@ def why_to_train(trainings: TrainingDir, member: str, part: Part, made_of: Mappi
     unfinished = trainings.unfinished(member, part)
     if seal is None:
         return ""
-    changed = sorted(key for key in {*made_of, *seal.made_of} if made_of.get(key) != seal.made_of.get(key))
+    changed = sorted(key for key, digest in made_of.items() if seal.made_of.get(key) != digest)
     if changed:
         return f"{listed(changed, 5, str)} changed since it was trained"
     if unfinished.is_dir() and fits(unfinished, seal):

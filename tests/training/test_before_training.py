@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -36,7 +37,12 @@ def test_everything_else_is_checked(project: Project) -> None:
     printed = " ".join(plan.stdout.split())
     assert f"own: not trained yet: {folds}, by its command, on the CPU" in printed
     assert "memory and time of a training are not known before the first has run" in printed
+    written = "trainings from a base_model write about "
+    assert re.search(rf"{written}[\d.]+ [KM]iB to runs/first/training, where [\d.]+ [GT]iB are free", printed)
     assert "the whole run takes" not in printed
+    plan = project.ensemble("plan", "config.yaml", "--set", "training.folds.column=id")
+    assert "a training for each fold of its column" in " ".join(plan.stdout.split()), plan.stderr
+    assert written not in " ".join(plan.stdout.split()), "how many folds there are is not known"
 
 
 def test_problems_that_no_checkpoint_is_needed_for(project: Project) -> None:

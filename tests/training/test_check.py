@@ -14,8 +14,8 @@ from ensemble.common import packages
 from ensemble.common.errors import ConfigError
 from ensemble.config import LoadedConfig, mapping_config
 from ensemble.data.trained_rows import TrainedRows, write_trained_rows
+from ensemble.members.huggingface import training_from_base
 from ensemble.pipeline.load import load
-from ensemble.training import check
 from ensemble.training.check import check_trainings
 from ensemble.training.layout import Part, TrainingDir
 from tests.checkpoints import make_base, make_checkpoint, make_language_model
@@ -144,7 +144,7 @@ def test_packages_that_are_not_installed(
             name: version for name, version in packages.installed_versions(names).items() if name != "peft"
         }
 
-    monkeypatch.setattr(check, "installed_versions", without)
+    monkeypatch.setattr(training_from_base, "installed_versions", without)
     (found,) = problems(tmp_path, base_model=str(bases / "llama"), method="lora")
     assert found.startswith(
         "models[0].train.method: lora needs the package peft, which is not installed: pip install peft"

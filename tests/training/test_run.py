@@ -19,7 +19,7 @@ from ensemble.common.digests import FileDigests
 from ensemble.common.errors import ConfigError
 from ensemble.data.trained_rows import TrainedRows, write_trained_rows
 from ensemble.pipeline.load import load
-from ensemble.training.command import made_of_settings, preview_trainings, train, train_for_run
+from ensemble.training.command import made_of, preview_trainings, train, train_for_run
 from ensemble.training.layout import Part
 from ensemble.training.records import Seal, write_record
 from tests.checkpoints import make_base, reference
@@ -182,11 +182,14 @@ class Listening(QuietDisplay):
         self.said.append(text)
 
 
-def test_models_without_the_table_that_they_learned(trained: Trained) -> None:
+def test_models_without_the_script_and_the_table_that_they_learned(trained: Trained) -> None:
     """As on Kaggle, where the models alone were uploaded."""
     config = Path("config.yaml")
     report = train(load([config]), QuietDisplay(), boot_seconds(), owns_process=False)
     assert report.status == "complete", report
+    (trained.scripts / "train.py").unlink()
+    report = train(load([config]), QuietDisplay(), owns_process=False)
+    assert {part.status for member in report.members for part in member.parts} == {"done"}
     Path("train.csv").unlink()
     shutil.rmtree(trained.files.root / "data")
     display = Listening()
@@ -220,7 +223,7 @@ def test_models_without_the_base_that_they_learned_from(trained: Trained, tmp_pa
     set_up(trained, models=[{"name": "a", "train": {"base_model": str(base)}}])
     config = Path("config.yaml")
     loaded = load([config])
-    made_of = made_of_settings(loaded.config, loaded.config.models[0])
+    digests_of_model = {**made_of(loaded.config, loaded.config.models[0]), "the training table": "y"}
     for fold in range(2):
         folder = trained.files.checkpoint("a", Part(fold))
         shutil.copytree(trained.models / "llama", folder)
@@ -229,8 +232,7 @@ def test_models_without_the_base_that_they_learned_from(trained: Trained, tmp_pa
         for path in sorted(folder.iterdir()):
             digests.digest(path)
             files[path.name] = digests.seen[str(path.absolute())]
-        of_files = {"the base model": "x", "the training table": "y"}
-        seal = Seal({**made_of, **of_files}, 1.0, 1, ("cpu",), {}, files)
+        seal = Seal(digests_of_model, 1.0, 1, ("cpu",), {}, files)
         write_record(trained.files.seal("a", Part(fold)), seal)
     rows = TrainedRows(np.zeros((2, 2), np.uint64), np.arange(2))
     write_trained_rows(trained.files.trained_rows("a"), rows)

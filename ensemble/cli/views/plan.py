@@ -19,6 +19,7 @@ from ensemble.planning.cascade import when_text
 from ensemble.planning.placement import Fit
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.launchers.base import Node
+from ensemble.training.check import disk_of_trainings
 from ensemble.training.layout import Part, TrainingDir
 from ensemble.training.trained import missing_parts
 
@@ -65,7 +66,9 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
         yield "no member needs a worker: nothing is loaded, and a run merges what was made elsewhere"
     for member in plan.members:
         yield _sentence(prepared, member)
-    yield _NOT_KNOWN if to_train else ""
+    if to_train:
+        yield _NOT_KNOWN
+        yield _disk_text(prepared)
     yield plan.why
     yield from plan.warnings
     if plan.problems:
@@ -253,6 +256,17 @@ def trainings_text(prepared: Prepared, model: MemberConfig) -> str:
     gpus = _gpus_of_training(prepared, train)
     where = f"on {plural(gpus, 'GPU')} each" if gpus else "on the CPU"
     return f"{which}, {how}, {where}"
+
+
+def _disk_text(prepared: Prepared) -> str:
+    """Return what the missing trainings write; empty where it is not known, or nothing."""
+    if any(_missing_parts(prepared, model) is None for model in prepared.config.trained_members):
+        return ""
+    written, free = disk_of_trainings(prepared.loaded)
+    if not written or free is None:
+        return ""
+    folder = shown_path(TrainingDir(prepared.config.output_dir).root)
+    return f"trainings from a base_model write about {gib(written)} to {folder}, where {gib(free)} are free"
 
 
 def _missing_parts(prepared: Prepared, model: MemberConfig) -> list[Part] | None:

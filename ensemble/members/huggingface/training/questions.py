@@ -1,6 +1,6 @@
 """Say what the installed transformers and peft make of a training's settings, without any weights.
 
-One short process answers for all members of a config: see ``members/questions.py`` and ``training/check.py``.
+One short process answers for all members of a config: see ``members/questions.py`` and ``training_from_base.py``.
 """
 
 from __future__ import annotations

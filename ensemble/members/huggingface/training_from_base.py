@@ -1,0 +1,148 @@
+"""Describe, without torch, the training of a member from a base model: problems, disk, and what it depends on.
+
+transformers and peft are asked in a process of its own (``training/questions.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from ensemble.common.digests import FileDigests, digest_of
+from ensemble.common.errors import CheckpointError
+from ensemble.common.packages import installed_versions, unsupported
+from ensemble.config import MemberConfig
+from ensemble.config.training import TrainConfig
+from ensemble.members.huggingface.checkpoint.description import Description, checkpoint_question
+from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
+from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install
+from ensemble.members.huggingface.checkpoint.inspect import read_checkpoint
+from ensemble.members.huggingface.parent import TextCheckpoint
+from ensemble.members.huggingface.spec import BACKBONE, CLASSIFIER
+from ensemble.members.questions import Answer, Question, ask
+from ensemble.members.registry import member_kind
+
+_MODULE: Final = "ensemble.members.huggingface.training.questions"
+# The packages of each method; those of "full" come with every installation.
+_PACKAGES: Final = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes"), "head": ("scikit-learn",)}
+_ASKED: Final = ("transformers", "torch", "accelerate", "peft", "bitsandbytes", "pydantic")
+# Of each trained parameter: its float32 weight, and with it AdamW's two averages in a save.
+_WEIGHT_BYTES, _SAVE_BYTES = 4, 12
+# Keys of train that change no model, or nothing beyond rounding.
+_NO_OTHER_MODEL = {"command", "base_model", "num_gpus", "predict_with", "per_device_train_batch_size"}
+# The same of the settings of a member's workers.
+_OF_PREDICTION = frozenset(
+    "model_name_or_path revision view_adapters view_templates merge_adapter asked batch_size token_budget "
+    "device_map max_memory offload_folder expandable_segments max_split_size_mb torch_compile bytes_per_token "
+    "bytes_per_token_pair fixed_bytes width".split()
+)
+
+
+def training_from_base(model: MemberConfig) -> TrainingFromBase | None:
+    """Return the training of a member with ``train.base_model``; None for other members."""
+    train, kind = model.training, member_kind(model)
+    if train is None or train.base_model is None:
+        return None
+    assert isinstance(kind, TextCheckpoint)
+    return TrainingFromBase(kind, train)
+
+
+class TrainingFromBase:
+    """Describe the training of a member from ``train.base_model``, before it begins."""
+
+    def __init__(self, kind: TextCheckpoint[Any], train: TrainConfig) -> None:
+        self.model = kind.settings
+        self.base_model = str(train.base_model)
+        self._kind = kind
+        self._train = train
+        self._base = self.model.model_copy(update={"model_name_or_path": self.base_model})
+        self._auto_class = BACKBONE if train.method == "head" else kind.auto_class
+        self._packages = _PACKAGES.get(train.method, ())
+        self._lacking = [package for package in self._packages if not installed_versions([package])]
+
+    @cached_property
+    def folder(self) -> Path | None:
+        """Return the folder with the base model's ``config.json``; None: there is none."""
+        with contextlib.suppress(CheckpointError):
+            return find_file(self.base_model, "config.json", self.model.revision).parent
+        return None
+
+    def questions(self) -> Iterator[Question]:
+        """Yield what is asked about the training, and about its base model if that is found."""
+        if self.folder is None:
+            return
+        about_base = checkpoint_question(self._base, self.folder, self._auto_class)
+        if about_base is not None:
+            yield about_base
+        yield self._question(self.folder)
+
+    def _question(self, folder: Path) -> Question:
+        is_lora = "peft" in self._packages
+        arguments = {
+            "training_arguments": self._train.training_arguments,
+            "lora_config": self._train.lora_config if is_lora and not self._lacking else None,
+            "auto_class": self._auto_class,
+            "peft_task": "SEQ_CLS" if self._auto_class == CLASSIFIER else "CAUSAL_LM",
+        }
+        return Question(_MODULE, folder, arguments, (folder / "config.json",), _ASKED)
+
+    @cached_property
+    def _found(self) -> tuple[Sequence[str], Description, Answer]:
+        """Return the base model's problems, and what the libraries say of it and of the training."""
+        try:
+            files = read_checkpoint(self._base, self._auto_class)
+        except CheckpointError as error:
+            return error.problems, Description(), Answer({"problems": [], "trainable": None})
+        return (), files.described, ask([self._question(files.folder)])[0]
+
+    def problems(self, key: str) -> Iterator[str]:
+        """Yield what is wrong with it, each sentence with its key below ``key``."""
+        for package in self._lacking:
+            how = how_to_install(package)
+            yield (
+                f"{key}.method: {self._train.method} needs the package {package}, which is not installed: {how}"
+            )
+        for text in unsupported((), dict.fromkeys(self._packages, f"{key}.method")):
+            yield f"{key}.method: {text}"
+        of_base, _, answer = self._found
+        yield from (f"{key}.base_model: {text}" for text in of_base)
+        yield from (f"{key}.{text}" for text in (answer.fields or {}).get("problems", ()))
+
+    def warnings(self) -> Iterator[str]:
+        failure = self._found[2].failure
+        if failure:
+            yield f"transformers could not be asked about it ({failure}); the training checks it when it begins"
+
+    def disk_bytes(self, count: int) -> int:
+        """Return what ``count`` trainings leave on disk, with a save beside it; 0: not known, or a head."""
+        _, described, answer = self._found
+        parameters = (answer.fields or {}).get("trainable") or 0
+        if self._train.method == "full":
+            parameters = sum(math.prod(shape) for shape in described.parameters.values())
+        return parameters * (_WEIGHT_BYTES * count + _SAVE_BYTES * bool(count))
+
+    def made_of(self, labels: Sequence[str], files: FileDigests) -> dict[str, str]:
+        """Return digests of what the model depends on, beside rows and seed; a base that is gone is left out.
+
+        Raises:
+            CheckpointError: a file of the base model cannot be read.
+        """
+        keys = self._train.model_dump(mode="json", exclude=_NO_OTHER_MODEL)
+        made_of = {f"train.{key}": digest_of(value) for key, value in keys.items()}
+        folder, model = self.folder, self.model
+        if folder is None:
+            return made_of
+        base = [
+            hub_commit(self.base_model, folder),
+            weights_digest(folder, model.model_kwargs, None, model.trust_remote_code, files),
+            tokenizer_digest(folder, model.tokenizer_kwargs, files),
+        ]
+        settings = self._kind.training_settings(labels)
+        member = {key: value for key, value in settings["member"].items() if key not in _OF_PREDICTION}
+        made_of["the base model"] = digest_of(base)
+        made_of["how the member reads rows"] = digest_of({**settings, "member": member})
+        return made_of
