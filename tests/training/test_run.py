@@ -188,7 +188,7 @@ def test_models_without_the_script_and_the_table_that_they_learned(trained: Trai
     report = train(load([config]), QuietDisplay(), boot_seconds(), owns_process=False)
     assert report.status == "complete", report
     (trained.scripts / "train.py").unlink()
-    report = train(load([config]), QuietDisplay(), owns_process=False)
+    report = train(load([config]), QuietDisplay(), boot_seconds(), owns_process=False)
     assert {part.status for member in report.members for part in member.parts} == {"done"}
     Path("train.csv").unlink()
     shutil.rmtree(trained.files.root / "data")
