@@ -18,9 +18,7 @@ from ensemble.common.text import listed, plural, shown_path
 from ensemble.config import LoadedConfig, MemberConfig, RunConfig
 from ensemble.config.training import PLACEHOLDERS
 from ensemble.data.trained_rows import write_trained_rows
-from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.huggingface.training_from_base import training_from_base
-from ensemble.members.registry import member_kind
 from ensemble.pipeline.held_out import fold_count
 from ensemble.pipeline.run import Display
 from ensemble.pipeline.run_dir import RunDir, head, hold, logging_to, system_errors_in
@@ -36,8 +34,6 @@ from ensemble.training.trained import is_trained, missing_parts, with_trained
 _PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
 # What {fold} is for a training on all rows.
 ALL_ROWS = "-1"
-_TRAINER, _HEAD = "ensemble.training.child.trainer", "ensemble.training.child.head"
-_MICRO_BATCH = 8
 # Of a run's time limit, the part that is kept for predictions and for writing.
 _PREDICTING_SHARE = 0.2
 # Of the time that is left, the part between two saves: what a time limit ends goes on from the last one.
@@ -236,8 +232,8 @@ def _trainings(
     config: RunConfig, files: TrainingDir, data: TrainingData, model: MemberConfig
 ) -> Iterator[Training]:
     """Yield a member's trainings, with the commands that do them."""
-    train = model.training
-    assert train is not None
+    assert model.training is not None
+    from_base, users_command = training_from_base(model), model.training.command or ()
     settings = made_of(config, model)
     for part in parts_of(model, data.splits):
         values = {
@@ -245,15 +241,14 @@ def _trainings(
             "fold": ALL_ROWS if part.fold is None else str(part.fold),
             "out": str(files.unfinished(model.name, part).absolute()),
         }
-        program = _HEAD if train.method == "head" else _TRAINER
-        command = [*python_command(program), str(files.spec(model.name, part).absolute())]
-        if train.command is not None:
-            command = [_PLACEHOLDER.sub(lambda match: values[match[1]], text) for text in train.command]  # noqa: B023
+        command = [_PLACEHOLDER.sub(lambda match: values[match[1]], text) for text in users_command]  # noqa: B023
+        if from_base is not None:
+            command = [*python_command(from_base.program), str(files.spec(model.name, part).absolute())]
         yield Training(
             model=model,
             part=part,
             command=tuple(command),
-            is_built_in=train.command is None,
+            is_built_in=from_base is not None,
             made_of={"the training table": data.digest(part, model.name), **settings},
         )
 
@@ -299,23 +294,21 @@ def _write_data(
     table = data.publish(files.root / "data")
     for part in dict.fromkeys(training.part for training in built_in):
         data.write_rows(part, files.train_file(part, ".npz"))
+    save_seconds = _SAVE_SECONDS
+    if ends_at is not None:
+        save_seconds = min(_SAVE_SECONDS, _SAVING_SHARE * max(0.0, ends_at - boot_seconds()))
     for training in built_in:
-        train, kind = training.model.training, member_kind(training.model)
-        assert train is not None
-        assert isinstance(kind, TextCheckpoint)
-        size = train.per_device_train_batch_size
+        from_base = training_from_base(training.model)
+        assert from_base is not None
         spec = {
+            **from_base.spec(config.labels),
             "table": str(table.absolute()),
             "rows": str(files.train_file(training.part, ".npz").absolute()),
             "out": str(files.unfinished(training.model.name, training.part).absolute()),
-            "labels": config.labels,
             "seed": config.seed,
-            "settings": kind.training_settings(config.labels),
-            "train": train.model_dump(mode="json"),
-            "micro_batch": min(_MICRO_BATCH, train.effective_batch_size) if size == "auto" else size,
         }
-        if ends_at is not None:
-            spec["save_seconds"] = min(_SAVE_SECONDS, _SAVING_SHARE * max(0.0, ends_at - boot_seconds()))
-        if train.method == "head":
+        if spec["train"]["method"] == "head":
             spec["features"] = str(files.features.absolute())
+        else:
+            spec["save_seconds"] = save_seconds
         write_text(files.spec(training.model.name, training.part), json.dumps(spec))

@@ -30,6 +30,9 @@ _MODULE: Final = "ensemble.members.huggingface.training.questions"
 # The packages of each method; those of "full" come with every installation.
 _PACKAGES: Final = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes"), "head": ("scikit-learn",)}
 _ASKED: Final = ("transformers", "torch", "accelerate", "peft", "bitsandbytes", "pydantic")
+_TRAINER: Final = "ensemble.training.child.trainer"
+_HEAD_TRAINER: Final = "ensemble.training.child.head"
+_MICRO_BATCH: Final = 8  # where no trial finds what fits
 # Of each trained parameter: its float32 weight, and with it AdamW's two averages in a save.
 _WEIGHT_BYTES, _SAVE_BYTES = 4, 12
 # Keys of train that change no model, or nothing beyond rounding.
@@ -124,6 +127,23 @@ class TrainingFromBase:
         if self._train.method == "full":
             parameters = sum(math.prod(shape) for shape in described.parameters.values())
         return parameters * (_WEIGHT_BYTES * count + _SAVE_BYTES * bool(count))
+
+    @property
+    def program(self) -> str:
+        """Return the module that trains as a process of its own, whose argument is a file with the spec."""
+        return _HEAD_TRAINER if self._train.method == "head" else _TRAINER
+
+    def spec(self, labels: Sequence[str]) -> dict[str, Any]:
+        """Return what the program must know beside files, seed and saves, as JSON values."""
+        size = self._train.per_device_train_batch_size
+        if size == "auto":
+            size = min(_MICRO_BATCH, self._train.effective_batch_size)
+        return {
+            "labels": labels,
+            "settings": self._kind.training_settings(labels),
+            "train": self._train.model_dump(mode="json"),
+            "micro_batch": size,
+        }
 
     def made_of(self, labels: Sequence[str], files: FileDigests) -> dict[str, str]:
         """Return digests of what the model depends on, beside rows and seed; a base that is gone is left out.
