@@ -29,8 +29,8 @@ from ensemble.members.huggingface.settings import HuggingFaceSettings
 from ensemble.members.huggingface.spec import BACKBONE, CLASSIFIER
 from ensemble.members.questions import Answer, Question, ask
 from ensemble.members.registry import KINDS
-from ensemble.training.layout import TrainingDir
-from ensemble.training.trained import missing_parts
+from ensemble.pipeline.trained_members import missing_parts
+from ensemble.pipeline.training_dir import TrainingDir
 
 _MODULE: Final = "ensemble.members.huggingface.training.questions"
 # The packages of each method; those of "full" come with every installation.

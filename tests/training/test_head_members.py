@@ -13,17 +13,16 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import PredefinedSplit, cross_val_predict
 
 from ensemble.cli.progress import QuietDisplay
-from ensemble.common.clock import boot_seconds
 from ensemble.data.table import TableNeeds, read_table
 from ensemble.data.trained_rows import TrainedRows, write_trained_rows
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.registry import member_kind
+from ensemble.pipeline.out_of_fold import predict_held_out
+from ensemble.pipeline.trained_members import with_trained
+from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.training.child.head import train
 from ensemble.training.command import raise_unless_trained
 from ensemble.training.command import train as train_config
-from ensemble.training.layout import Part, TrainingDir
-from ensemble.training.oof import predict_held_out
-from ensemble.training.trained import with_trained
 from tests.members.pooled_cls.test_pooled_cls import make_backbone, pooled_reference, softmax
 from tests.project import LABELS, Project
 from tests.training import folds
@@ -129,7 +128,7 @@ def test_out_of_fold_predictions_equal_cross_val_predict(trained: Project) -> No
 
     keys = config(trained)
     folder = finish(keys)
-    report = predict_held_out(loaded(keys), QuietDisplay(), boot_seconds(), owns_process=False)
+    report = predict_held_out(loaded(keys), QuietDisplay(), owns_process=False)
     assert report.status == "complete"
     assert report.members[0].counters.rows == ROWS
     header, rows = trained.read("runs/first/oof/head.csv")

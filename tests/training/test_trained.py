@@ -11,10 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from ensemble.common.errors import ConfigError, DataError
-from ensemble.data.trained_rows import IN_ALL_FOLDS, TrainedRows, write_trained_rows
-from ensemble.pipeline.held_out import NEW, folds_of
-from ensemble.training.layout import Part
-from ensemble.training.trained import missing_parts, with_trained
+from ensemble.data.trained_rows import IN_ALL_FOLDS, NEW, TrainedRows, folds_of, write_trained_rows
+from ensemble.pipeline.trained_members import missing_parts, with_trained
+from ensemble.pipeline.training_dir import Part
 from tests.project import LABELS, Project
 from tests.training import folds
 from tests.training.folds import ROWS, SWAP, by_hand, config, finish, loaded, test_rows
@@ -67,8 +66,8 @@ def test_a_mean_and_a_refit_are_one_model(trained: Project, adapters: Path) -> N
     assert member.all_views == ()
     (member,) = with_trained(loaded(config(trained, "refit"))).config.models
     assert member.model_dump()["adapter_name_or_path"] == str(folder.checkpoint("lora", Part(None)))
-    (member,) = with_trained(loaded(config(trained, "refit")), by_fold=True).config.models
-    assert len(member.all_views) == 3
+    by_fold = with_trained(loaded(config(trained, "refit"))).trained["lora"].by_fold
+    assert [view.name for view in by_fold.all_views] == ["refit", "fold-0", "fold-1", "fold-2"]
 
 
 @pytest.mark.parametrize("base", ["model_name_or_path", "base_model"])
