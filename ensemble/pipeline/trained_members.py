@@ -59,11 +59,12 @@ def missing_parts(loaded: LoadedConfig, model: MemberConfig, splits: int = 1) ->
 
     ``splits`` is the number of folds if a column of the table tells it, and no training has read that yet.
     """
-    files, training = TrainingDir(loaded.config.output_dir), loaded.config.training
+    files = TrainingDir(loaded.config.output_dir)
     trained_splits = fold_count(files.trained_rows(model.name))
     if trained_splits:
         parts = parts_of(model, trained_splits)
         return [part for part in parts if not files.is_finished(model.name, part)]
+    training = loaded.config.training
     in_config = DEFAULT_FOLDS if training is None else training.folds.splits
     return parts_of(model, in_config or splits)
 
@@ -72,7 +73,8 @@ def _made_of_parts(loaded: LoadedConfig, model: MemberConfig) -> tuple[MemberCon
     """Return the member for rows that are new, and what is to be known for rows that it was trained on."""
     assert model.training is not None
     predict_with = model.training.predict_with
-    files, kind = TrainingDir(loaded.config.output_dir), member_kind(model)
+    files = TrainingDir(loaded.config.output_dir)
+    kind = member_kind(model)
     rows = files.trained_rows(model.name)
     parts = [Part(fold) for fold in range(fold_count(rows))]
     of_folds = [kind.trained_settings(files.checkpoint(model.name, part)) for part in parts]

@@ -120,6 +120,24 @@ def test_an_adapter_beside_those_of_the_training_is_refused(trained: Project) ->
         loaded(config(trained, adapter_name_or_path="other"))
 
 
+@pytest.mark.parametrize("name", [Part(0).name, Part(12).name, f"plain-{Part(0).name}", "Fold-3", "a-fold-0"])
+def test_a_view_with_the_name_of_a_folds_model_is_refused(trained: Project, name: str) -> None:
+    """Whatever the number of folds, which a column may tell, and whatever predicts new rows."""
+    views = [{"name": "plain"}, {"name": name, "swap": SWAP}]
+    with pytest.raises(ConfigError) as error:
+        loaded(config(trained, views=views))
+    (problem,) = error.value.problems
+    assert "models[0].views[1].name: with train, names that end in fold-<number> are the folds'" in problem
+    without = config(trained, views=views, model_name_or_path="base")
+    del without["models"][0]["train"], without["training"]
+    assert loaded(without).config.models[0].all_views[1].name == name
+
+
+def test_views_with_names_like_those_of_folds(trained: Project) -> None:
+    views = [{"name": "fold0"}, {"name": "fold-0-swapped", "swap": SWAP}, {"name": "refolded-1"}]
+    assert len(loaded(config(trained, views=views)).config.models[0].all_views) == 3
+
+
 def test_a_mean_of_whole_checkpoints_is_refused(trained: Project, adapters: Path) -> None:
     keys = config(trained, "average")
     folder = finish(keys, adapters)
