@@ -105,8 +105,9 @@ class Cascades:
         self._allowed: dict[str, _Rows] = {}
         for member in prepared.plan.members:
             rows_of_views = prepared.plan.facts[member.name].view_rows
-            for number, rows in enumerate(() if rows_of_views is None else rows_of_views):
-                self._allowed[work_of_view(member.model, number)] = rows
+            if rows_of_views is not None:
+                for number, rows in enumerate(rows_of_views):
+                    self._allowed[work_of_view(member.model, number)] = rows
         # The rows that a work is to have, bool [rows], and how unsure each row is, [rows].
         self._selections: dict[str, tuple[_Rows, _Values]] = {}
         self._left_out: set[str] = set()
