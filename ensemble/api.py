@@ -148,11 +148,11 @@ def train(
         from ensemble.cli.progress import choose_display, log_shown
         from ensemble.common.clock import boot_seconds
         from ensemble.pipeline.ending import raise_unless_complete
+        from ensemble.pipeline.out_of_fold import predict_held_out
+        from ensemble.pipeline.trained_members import is_trained
+        from ensemble.pipeline.training_dir import TrainingDir
         from ensemble.training.command import raise_unless_trained, untrained_text
         from ensemble.training.command import train as train_config
-        from ensemble.training.layout import TrainingDir
-        from ensemble.training.oof import predict_held_out
-        from ensemble.training.trained import is_trained
 
         display = choose_display(stream)
         began = boot_seconds() - _elapsed_seconds()
@@ -161,11 +161,9 @@ def train(
             show("training", result, stream)
             raise_unless_trained(result)
             if is_trained(loaded):
-                limit = loaded.config.time_limit
-                report = predict_held_out(loaded, display, began, time_limit=limit, owns_process=_is_command)
-                files = TrainingDir(loaded.config.output_dir).oof_files(
-                    [member.name for member in report.members]
-                )
+                report = predict_held_out(loaded, display, began, owns_process=_is_command)
+                oof_of = TrainingDir(loaded.config.output_dir).oof
+                files = [oof_of(member.name) for member in report.members if oof_of(member.name).is_file()]
                 show("out_of_fold", (report, files, loaded.config), stream)
                 raise_unless_complete(report)
             else:
@@ -601,8 +599,8 @@ def checked_trainings(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
     Raises:
         ConfigError: with every problem.
     """
+    from ensemble.pipeline.trained_members import with_trained
     from ensemble.training.command import preview_trainings
-    from ensemble.training.trained import with_trained
 
     warnings = preview_trainings(loaded)
     return with_trained(loaded, may_lack=True), warnings
@@ -616,7 +614,7 @@ def _load(config: object, overrides: Overrides | None) -> LoadedConfig:
     """
     loaded = _load_as_written(config, overrides)
     with imports(), redacted_errors(loaded.redactor):
-        from ensemble.training.trained import with_trained
+        from ensemble.pipeline.trained_members import with_trained
 
         return with_trained(loaded)
 

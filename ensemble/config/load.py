@@ -38,7 +38,7 @@ class TrainedMember:
     """Say which rows the models of a trained member have seen.
 
     Attributes:
-        rows: the file of the rows that it was trained on, see ``pipeline.held_out``.
+        rows: the file of the rows that it was trained on, see ``data.trained_rows``.
         by_fold: the member for a table with such rows: each fold's model is a view.
         folds: by the name of such a view, the fold whose rows its model has not seen; None: it has seen all rows.
         oof_run: the ``output_dir`` of the run that has predicted these rows.

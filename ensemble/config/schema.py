@@ -6,6 +6,7 @@ Kinds of members and merge methods add more keys. ``defaults:`` is merged under 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
@@ -73,6 +74,8 @@ from ensemble.config.values import (
 
 # Keys of a member that matter only at the merge; its predictions do not depend on them.
 MERGE_KEYS: Final = ("weight", "calibration", "when")
+# Names of the views that a training makes: the model of a fold, alone or behind the name of the member's own view.
+_FOLD_VIEW: Final = r"(?i)(.*-)?fold-\d+"
 
 
 class CalibrationConfig(StrictConfig):
@@ -230,6 +233,10 @@ class ReaderConfig(MemberConfig):
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         yield from super().broken_rules(labels)
         yield from same_name_problems("views", [view.name for view in self.all_views])
+        for number, view in enumerate(self.all_views):
+            if self.training is not None and re.fullmatch(_FOLD_VIEW, view.name):
+                sentence = "with train, names that end in fold-<number> are the folds' models; choose another"
+                yield ("views", number, "name"), sentence
         if self.views and not self.counted_views:
             yield ("views",), "all weights are 0; one view must have a weight above 0"
         is_time_taken = False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import zipfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +15,12 @@ import numpy.typing as npt
 from ensemble.common.errors import DataError
 from ensemble.common.files import atomic_path
 from ensemble.common.text import error_text
-from ensemble.data.digests import RowDigests
+from ensemble.data.digests import RowDigests, find_rows, with_another
 
 # Stands for the fold of a row that every fold's model was trained on.
 IN_ALL_FOLDS: Final = -1
+# Stands for the fold of a row that no model was trained on.
+NEW: Final = -2
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,36 @@ def write_trained_rows(path: Path, rows: TrainedRows) -> None:
 
 def read_trained_rows(path: Path) -> TrainedRows:
     """Read what ``write_trained_rows`` wrote; raise DataError if the file is missing or broken."""
+    with _arrays_in(path) as arrays:
+        return TrainedRows(arrays["digests"], arrays["folds"])
+
+
+def fold_count(path: Path) -> int:
+    """Return the number of folds in the file, 0 if there is none; raise DataError if the file is broken."""
+    if not path.is_file():
+        return 0
+    with _arrays_in(path) as arrays:  # each is read when it is asked for: here not the digests
+        return int(arrays["folds"].max(initial=-1)) + 1
+
+
+def folds_of(path: Path, digests: RowDigests) -> npt.NDArray[np.int64]:
+    """Return the fold whose model has not seen a row, ``IN_ALL_FOLDS`` or ``NEW``, int64 [rows].
+
+    In the training table itself each row has its own fold; in other tables a row that stands in several folds has
+    been seen by every model.
+    """
+    stored = read_trained_rows(path)
+    if np.array_equal(digests, stored.digests[: len(digests)]):
+        return stored.folds[: len(digests)]
+    folds = np.where(with_another(stored.digests, stored.folds), IN_ALL_FOLDS, stored.folds)
+    positions = find_rows(digests, stored.digests)
+    return np.where(positions >= 0, folds[positions], NEW)
+
+
+@contextlib.contextmanager
+def _arrays_in(path: Path) -> Iterator[Mapping[str, npt.NDArray[Any]]]:
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-            digests, folds = arrays["digests"], arrays["folds"]
+            yield arrays
     except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise DataError(f"{path}: cannot be read ({error_text(error)}); train the member again") from error
-    return TrainedRows(digests, folds)

@@ -101,6 +101,13 @@ class Cascades:
         self._rundir = rundir
         self._works = works
         self._rules = {rule.work: rule for rule in _rules(prepared.config)}
+        # The rows that a view may have at all; of other works: all.
+        self._allowed: dict[str, _Rows] = {}
+        for member in prepared.plan.members:
+            rows_of_views = prepared.plan.facts[member.name].view_rows
+            if rows_of_views is not None:
+                for number, rows in enumerate(rows_of_views):
+                    self._allowed[work_of_view(member.model, number)] = rows
         # The rows that a work is to have, bool [rows], and how unsure each row is, [rows].
         self._selections: dict[str, tuple[_Rows, _Values]] = {}
         self._left_out: set[str] = set()
@@ -113,7 +120,7 @@ class Cascades:
 
     def own_rows_of(self, work: str) -> _Rows | None:
         """Return the rows that a work may have, with ``when`` those that are selected by now; None: all."""
-        allowed = self._prepared.view_rows.get(work)
+        allowed = self._allowed.get(work)
         if work not in self._rules:
             return allowed
         rows = np.zeros(self._prepared.table.rows, dtype=np.bool_)

@@ -76,12 +76,18 @@ def rows_of(report: RunReport, member: MemberReport) -> int:
 
 def rows_in_views(report: RunReport, member: MemberReport) -> int:
     """Return how many rows a member is to have in all of its views, as far as that is known."""
-    rows, counts = rows_of(report, member), list[int]()
+    rows = rows_of(report, member)
+    if not member.views:
+        return rows
+    total = 0
     for name, view in member.views.items():
-        cascade = member.view_cascades.get(name)
-        at_most = rows if view.at_most is None else min(rows, view.at_most)
-        counts.append(at_most if cascade is None else cascade.rows)
-    return sum(counts) if counts else rows
+        if name in member.view_cascades:
+            total += member.view_cascades[name].rows
+        elif view.at_most is not None:
+            total += min(rows, view.at_most)
+        else:
+            total += rows
+    return total
 
 
 def _reached_text(report: RunReport, member: MemberReport) -> str:

@@ -112,18 +112,18 @@ def mean_fingerprint(
     member: MemberPlan,
     whole: Fingerprint,
     views: Sequence[Fingerprint],
-    rows_of_views: Sequence[npt.NDArray[np.bool_]] = (),
+    rows_of_views: npt.NDArray[np.bool_] | None = None,
 ) -> Fingerprint:
     """Return the fingerprint of the mean over a member's views, from that without views and theirs.
 
-    ``rows_of_views`` has for each view the rows that it may compute, bool [rows]; none: all.
+    ``rows_of_views`` has for each view the rows that it may compute, bool [views, rows]; None: all.
     """
     weights = [view.weight for view in member.model.counted_views]
     parts = [[view.settings, view.rows, weight] for view, weight in zip(views, weights, strict=True)]
     settings: dict[str, object] = {"mean of views": parts}
     if member.model.views_with_when:  # a mean of other views than that of all of them
         settings["when"] = True
-    if rows_of_views:
+    if rows_of_views is not None:
         settings["rows"] = [sha256(np.packbits(rows).tobytes()).hexdigest() for rows in rows_of_views]
     return replace(whole, settings=digest_of(settings))
 

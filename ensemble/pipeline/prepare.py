@@ -216,7 +216,6 @@ def prepare(
         },
         files=members.files,
         nodes=nodes,
-        view_rows=held.rows,
     )
 
 
@@ -441,7 +440,7 @@ def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Pre
     plan = _plan(loaded.config, facts, prepared.plan.gpus, prepared.inventory.hosts, prepared.launcher)
     if plan.problems:
         raise DeviceError(plan.problems)
-    prepared = replace(prepared, sample=None, previews={}, allowed_labels=None, rules=None, view_rows={})
+    prepared = replace(prepared, sample=None, previews={}, allowed_labels=None, rules=None)
     return replace(prepared, loaded=loaded, table=table, plan=plan)
 
 
@@ -498,8 +497,6 @@ def _member_facts(
                 memory = kind.of_checkpoint(number).memory(of_checkpoint, lengths, len(config.labels))
                 memories += [] if memory is None else [memory]
         is_limited = name in shares and model.when is not None
-        works = [work_of_view(model, view) for view in range(len(model.counted_views))]
-        view_rows = [rows_of_views[work] for work in works if work in rows_of_views]
         expected = {view: shares.get(work_of_view(model, view)) for view in model.views_with_when}
         facts[name] = MemberFacts(
             name=name,
@@ -509,7 +506,7 @@ def _member_facts(
             needs_worker=kind.needs_worker,
             expected_share=shares[name].share if is_limited else 1.0,
             view_shares={view: share.share for view, share in expected.items() if share is not None},
-            view_rows=np.array(view_rows) if view_rows else None,
+            view_rows=rows_of_views.get(name),
             checkpoints=tuple(memories) if model.view_checkpoints else (),
         )
     return facts

@@ -6,9 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from ensemble.common.files import FileState
 from ensemble.common.gpus import Inventory
 from ensemble.common.protocol import Activation
@@ -41,7 +38,6 @@ class Prepared:
         files: the column that names files, by name of the members that read files.
         nodes: of the cluster; none on one machine.
         reuse: the directory of another run, from which rows are taken over; None: only from the run's own.
-        view_rows: by work, such as ``gemma@fold-0``, the rows that a view may compute, bool [rows]; others: all.
     """
 
     loaded: LoadedConfig
@@ -64,7 +60,6 @@ class Prepared:
     files: Mapping[str, FileCells] = field(default_factory=dict)
     nodes: tuple[Node, ...] = ()
     reuse: Path | None = None
-    view_rows: Mapping[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
 
     @property
     def config(self) -> RunConfig:

@@ -198,7 +198,7 @@ class RunState:
             cascade=None if model.when is None else self._cascade(model.when, name),
             activation=self.prepared.inspected[name].activation,
             views={
-                view.name: ViewReport(view.weight, rows, self._rows_at_most(work_of_view(model, number)))
+                view.name: ViewReport(view.weight, rows, self._rows_at_most(name, number))
                 for number, (view, rows) in enumerate(zip(views, view_rows, strict=True))
             },
             view_cascades={
@@ -215,10 +215,10 @@ class RunState:
         rows = self.cascades.own_rows_of(part.member)
         return int((part.is_done if rows is None else part.is_done & rows).sum())
 
-    def _rows_at_most(self, work: str) -> int | None:
+    def _rows_at_most(self, member: str, view: int) -> int | None:
         """Return how many rows a view's model may predict; None: all."""
-        rows = self.prepared.view_rows.get(work)
-        return None if rows is None else int(rows.sum())
+        rows_of_views = self.prepared.plan.facts[member].view_rows
+        return None if rows_of_views is None else int(rows_of_views[view].sum())
 
     def _cascade(self, when: When, work: str) -> CascadeReport:
         """Return what ``when`` selected for a member or view."""

@@ -160,7 +160,8 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
         member.name: _work_of_member(prepared, rundir, member, files.for_another()) for member in members
     }
     reuse = [] if prepared.reuse is None else [prepared.reuse]
-    if prepared.view_rows:  # the out-of-fold run has rows that only some views may compute
+    if any(facts.view_rows is not None for facts in prepared.plan.facts.values()):
+        # The out-of-fold run has rows that only some views may compute.
         reuse += dict.fromkeys(trained.oof_run for trained in prepared.loaded.trained.values())
     # Take rows over before any member is completed: its predictions may replace rows that others take over.
     for member_work in works.values():
@@ -190,9 +191,7 @@ def _work_of_member(prepared: Prepared, rundir: RunDir, member: MemberPlan, file
     fingerprint = member_fingerprint(prepared, member, files)
     of_views = view_fingerprints(prepared, member, files)
     if of_views:
-        works = [work_of_view(model, number) for number in range(len(of_views))]
-        rows_of_views = [prepared.view_rows[work] for work in works if work in prepared.view_rows]
-        fingerprint = mean_fingerprint(member, fingerprint, of_views, rows_of_views)
+        fingerprint = mean_fingerprint(member, fingerprint, of_views, prepared.plan.facts[name].view_rows)
     # Which rows views with ``when`` have follows from what others have predicted: their mean is always made again.
     is_final = not model.views_with_when
     work = find_work(rundir, name, fingerprint, table.rows, keeps_bad_rows, is_final=is_final)

@@ -110,7 +110,7 @@ def _costs_before(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     return np.concatenate([[0.0], np.cumsum(lengths + float(ROW_OVERHEAD_BYTES))])
 
 
-def in_views(
+def join_views(
     parts: Sequence[tuple[npt.NDArray[np.int64], Sequence[Chunk], float]], table_rows: int
 ) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...], float]:
     """Return the rows, the chunks and the work of several views: all of the first view, then all of the next.
@@ -118,24 +118,25 @@ def in_views(
     Rows are numbered through the views: row r of a table of n rows is r + v * n in view v. ``parts`` has the rows
     of each view in their order, their chunks and their work.
     """
-    rows: list[npt.NDArray[np.int64]] = []
+    order: list[npt.NDArray[np.int64]] = []
     chunks: list[Chunk] = []
-    start, total = 0, sum(work for _, _, work in parts)
-    for view, (of_view, chunks_of_view, work) in enumerate(parts):
-        index = len(chunks)
+    rows_before = 0
+    total = sum(work for _, _, work in parts)
+    for view, (rows, chunks_of_view, work) in enumerate(parts):
+        chunks_before = len(chunks)
         for chunk in chunks_of_view:
             chunks.append(
                 Chunk(
-                    index=index + chunk.index,
-                    start=start + chunk.start,
-                    stop=start + chunk.stop,
+                    index=chunks_before + chunk.index,
+                    start=rows_before + chunk.start,
+                    stop=rows_before + chunk.stop,
                     cost=chunk.cost * (work / total),
                     view=view,
                 )
             )
-        rows.append(of_view + view * table_rows)
-        start += len(of_view)
-    return np.concatenate(rows), tuple(chunks), total
+        order.append(rows + view * table_rows)
+        rows_before += len(rows)
+    return np.concatenate(order), tuple(chunks), total
 
 
 def what_is_left(

@@ -29,7 +29,7 @@ from ensemble.planning.chunks import (
     Chunk,
     cut_chunks,
     cut_closest_first,
-    in_views,
+    join_views,
     what_is_left,
 )
 from ensemble.planning.forecast import Job, Speed, guessed_speed, slower_by, total_seconds
@@ -68,7 +68,7 @@ class MemberPlan:
         cpu_share: the share of the cores that each replica has on a CPU.
         work: the bytes of text that max_length leaves of all rows in all views, and what each row costs besides;
             where views may not compute some rows, of the others.
-        order: row numbers, longest text first, int64 [rows], numbered through the views (``chunks.in_views``).
+        order: row numbers, longest text first, int64 [rows], numbered through the views (``chunks.join_views``).
         waits_for: the members with a weight before it, if it has ``when``.
         expected_share: the share of the rows that the forecast counts.
         undecided_views: views with ``when`` whose rows are not selected yet, by number, with the share of the
@@ -463,7 +463,7 @@ def _cut_views(
         parts = [cut(np.flatnonzero(is_selected))] * views
     else:
         parts = [cut(np.flatnonzero(is_selected & rows)) for rows in facts.view_rows]
-    return in_views(parts, len(is_selected))
+    return join_views(parts, len(is_selected))
 
 
 def _cut_selected(

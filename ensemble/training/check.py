@@ -14,8 +14,8 @@ from ensemble.config import LoadedConfig
 from ensemble.config.training import DEFAULT_FOLDS, PLACEHOLDERS
 from ensemble.members.huggingface.training_from_base import TrainingFromBase, training_from_base
 from ensemble.members.questions import ask
-from ensemble.training.layout import TrainingDir
-from ensemble.training.trained import missing_parts
+from ensemble.pipeline.trained_members import missing_parts
+from ensemble.pipeline.training_dir import TrainingDir
 
 
 def check_trainings(loaded: LoadedConfig) -> list[str]:

@@ -17,19 +17,18 @@ from ensemble.common.shards import file_sha256
 from ensemble.common.text import listed, plural, shown_path
 from ensemble.config import LoadedConfig, MemberConfig, RunConfig
 from ensemble.config.training import PLACEHOLDERS
-from ensemble.data.trained_rows import write_trained_rows
+from ensemble.data.trained_rows import fold_count, write_trained_rows
 from ensemble.members.huggingface.training_from_base import training_from_base
-from ensemble.pipeline.held_out import fold_count
 from ensemble.pipeline.run import Display
 from ensemble.pipeline.run_dir import RunDir, head, hold, logging_to, system_errors_in
 from ensemble.pipeline.signals import Signals, heed_signals
+from ensemble.pipeline.trained_members import is_trained, missing_parts, with_trained
+from ensemble.pipeline.training_dir import Part, TrainingDir, parts_of
 from ensemble.training.check import check_trainings
 from ensemble.training.data import TrainingData, read_training_data, training_files
 from ensemble.training.jobs import Training, TrainingRun
-from ensemble.training.layout import Part, TrainingDir, parts_of
 from ensemble.training.records import TrainingReport
 from ensemble.training.seal import why_to_train
-from ensemble.training.trained import is_trained, missing_parts, with_trained
 
 _PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
 # What {fold} is for a training on all rows.

@@ -35,8 +35,8 @@ from ensemble.pipeline.labelled_table import (
     read_labelled_table,
 )
 from ensemble.pipeline.member_views import MemberView, member_columns, member_files, member_views
+from ensemble.pipeline.training_dir import Part
 from ensemble.training.folds import Rows, RowsToDivide, divide
-from ensemble.training.layout import Part
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from ensemble.members.base import OutputColumns
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.run import Display
 from ensemble.pipeline.signals import Signals
+from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.placement import chosen_devices
 from ensemble.planning.plan import MemberPlan
@@ -37,7 +38,6 @@ from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
 from ensemble.scheduling.state import MemberState
 from ensemble.scheduling.training_deadline import TrainingDeadline
-from ensemble.training.layout import Part, TrainingDir
 from ensemble.training.records import (
     MemberRecord,
     PartRecord,

@@ -14,8 +14,8 @@ from pydantic_core import to_json
 
 from ensemble.common.digests import FileDigest
 from ensemble.common.files import write_text
+from ensemble.pipeline.training_dir import Part
 from ensemble.scheduling.records import FaultRecord
-from ensemble.training.layout import Part
 
 # ``time_limit``: some trainings could not end in time.
 Status: TypeAlias = Literal["running", "complete", "time_limit", "failed", "interrupted"]

@@ -17,9 +17,9 @@ from ensemble.members.base import OutputColumns
 from ensemble.members.huggingface.spec import HEAD_FILE
 from ensemble.members.questions import ask
 from ensemble.members.registry import member_kind
-from ensemble.training.layout import Part, TrainingDir
+from ensemble.pipeline.trained_members import trained_member
+from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.training.records import Seal, read_record, write_record
-from ensemble.training.trained import trained_member
 
 ADAPTER = "adapter_config.json"
 _CONFIG = "config.json"

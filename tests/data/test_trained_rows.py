@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ensemble.common.errors import DataError, WriteError
-from ensemble.data.trained_rows import TrainedRows, read_trained_rows, write_trained_rows
+from ensemble.data.trained_rows import TrainedRows, fold_count, read_trained_rows, write_trained_rows
 
 
 def test_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -19,6 +19,8 @@ def test_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert (rows.digests == digests).all()
     assert rows.digests.dtype == np.uint64
     assert rows.folds.tolist() == [0, 1, -1, 2, 0]
+    assert fold_count(path) == 3
+    assert fold_count(tmp_path / "none.bin") == 0
     with np.load(path) as arrays:
         assert sorted(arrays) == ["digests", "folds"]
 
@@ -31,6 +33,8 @@ def test_a_broken_or_missing_file_is_refused(tmp_path: Path) -> None:
         path.write_bytes(broken)
         with pytest.raises(DataError, match="train the member again"):
             read_trained_rows(path)
+        with pytest.raises(DataError, match="train the member again"):
+            fold_count(path)
     with pytest.raises(DataError, match="cannot be read"):
         read_trained_rows(tmp_path / "none.bin")
     with pytest.raises(WriteError):

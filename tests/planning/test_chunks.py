@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ensemble.planning.chunks import Chunk, cut_chunks, in_views, what_is_left
+from ensemble.planning.chunks import Chunk, cut_chunks, join_views, what_is_left
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import make_plan, without_done
 from tests.planning.test_plan import config, facts
@@ -98,7 +98,7 @@ def test_the_splits_of_a_chunk_hold_the_whole(start: int, rows: int, cost: float
 def test_what_is_left_of_rows_in_views() -> None:
     """Chunks of two views never join, and each row of each view is in one chunk."""
     part = (*cut_chunks(np.full(64, 16_000, dtype=np.int64)), 2.0)
-    order, chunks, work = in_views([part] * 3, 64)
+    order, chunks, work = join_views([part] * 3, 64)
     assert work == 6.0
     assert sorted(order.tolist()) == list(range(3 * 64))
     assert sum(chunk.cost for chunk in chunks) == pytest.approx(1.0)

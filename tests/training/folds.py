@@ -15,9 +15,9 @@ from ensemble.data.table import InputTable, TableNeeds, read_table
 from ensemble.data.trained_rows import TrainedRows, write_trained_rows
 from ensemble.members.base import OutputColumns
 from ensemble.pipeline.load import load
+from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.training.command import _trainings
 from ensemble.training.data import read_training_data
-from ensemble.training.layout import Part, TrainingDir
 from ensemble.training.records import Seal
 from ensemble.training.seal import seal_training
 from tests.checkpoints import adapter_reference, make_adapter, make_base, make_texts

@@ -67,6 +67,16 @@ def test_tables_that_cannot_be_learned(project: Project) -> None:
     assert "'tye' (did you mean 'tie'?)" in sentence
 
 
+def test_a_view_with_the_name_of_a_folds_model(project: Project) -> None:
+    member = {**BY_COMMAND, "views": [{"name": "plain"}, {"name": "plain-fold-0"}]}
+    tables.config(project.folder, {**member, "train": {"command": ["true", "{train}", "{out}"]}})
+    for command in ("validate", "train", "run"):
+        (sentence,) = errors(project, command, 2)
+        assert re.match(
+            r"models\[0\]\.views\[1\]\.name \(line \d+\): with train, names that end in", sentence
+        )
+
+
 def test_a_text_with_two_labels_is_counted_and_named(project: Project) -> None:
     table = frame()
     table.loc[[40, 44], ["text", "group"]] = ["twice", "g"]

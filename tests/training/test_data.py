@@ -13,8 +13,8 @@ from ensemble.data.published_table import PublishedTable
 from ensemble.data.table import TableNeeds, read_table
 from ensemble.data.trained_rows import IN_ALL_FOLDS, read_trained_rows, write_trained_rows
 from ensemble.pipeline.load import load
+from ensemble.pipeline.training_dir import Part
 from ensemble.training.data import TrainingData, read_training_data
-from ensemble.training.layout import Part
 from tests.training.tables import BUILT_IN, BY_COMMAND, LABELS, config, frame, problems, read
 
 FORMATS = ["train.csv", "train.tsv", "train.csv.gz", "train.parquet", "train.jsonl", "train.jsonl.gz"]

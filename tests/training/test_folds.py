@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from sklearn.model_selection import KFold, StratifiedGroupKFold, StratifiedKFold
 
-from ensemble.training.layout import Part
+from ensemble.pipeline.training_dir import Part
 from tests.training.tables import BUILT_IN, LABELS, frame, problems, read
 
 

@@ -18,12 +18,12 @@ from ensemble.data.table import TableNeeds, read_table
 from ensemble.data.trained_rows import TrainedRows, write_trained_rows
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.registry import member_kind
+from ensemble.pipeline.out_of_fold import predict_held_out
+from ensemble.pipeline.trained_members import with_trained
+from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.training.child.head import train
 from ensemble.training.command import raise_unless_trained
 from ensemble.training.command import train as train_config
-from ensemble.training.layout import Part, TrainingDir
-from ensemble.training.oof import predict_held_out
-from ensemble.training.trained import with_trained
 from tests.members.pooled_cls.test_pooled_cls import make_backbone, pooled_reference, softmax
 from tests.project import LABELS, Project
 from tests.training import folds

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ensemble.training.layout import Part, TrainingDir
+from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.training.records import TrainingReport, read_record
 from tests.checkpoints import make_adapter, make_base
 from tests.faults.machine import small_disk

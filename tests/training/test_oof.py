@@ -16,9 +16,9 @@ import pytest
 from ensemble.cli.progress import QuietDisplay
 from ensemble.common.clock import boot_seconds
 from ensemble.common.errors import ConfigError, DataError
+from ensemble.pipeline.out_of_fold import predict_held_out
 from ensemble.pipeline.run_report import RunReport
-from ensemble.training.layout import Part, TrainingDir
-from ensemble.training.oof import predict_held_out
+from ensemble.pipeline.training_dir import Part, TrainingDir
 from tests.checkpoints import make_checkpoint, prime, reference
 from tests.project import LABELS, Project
 from tests.training import folds
@@ -49,9 +49,9 @@ class Listening(QuietDisplay):
         self.said.append(text)
 
 
-def predict(keys: dict[str, Any], **arguments: Any) -> tuple[RunReport, str]:
+def predict(keys: dict[str, Any]) -> tuple[RunReport, str]:
     display = Listening()
-    report = predict_held_out(loaded(keys), display, boot_seconds(), owns_process=False, **arguments)
+    report = predict_held_out(loaded(keys), display, boot_seconds(), owns_process=False)
     return report, "\n".join(display.said)
 
 
@@ -191,7 +191,7 @@ def test_a_killed_run_goes_on(trained: Project, adapters: Path) -> None:
     code = (
         "from pathlib import Path; from ensemble.pipeline.load import load; import sys\n"
         "from ensemble.cli.progress import QuietDisplay; from ensemble.common.clock import boot_seconds\n"
-        "from ensemble.training.oof import predict_held_out\n"
+        "from ensemble.pipeline.out_of_fold import predict_held_out\n"
         "predict_held_out(load(Path('config.yaml')), QuietDisplay(), boot_seconds())"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=trained.folder)
@@ -215,10 +215,10 @@ def test_a_killed_run_goes_on(trained: Project, adapters: Path) -> None:
 def test_time_is_up(trained: Project, adapters: Path) -> None:
     keys = config(trained)
     finish(keys, adapters)
-    report, _ = predict(keys, time_limit=0.01)
+    report, _ = predict({**keys, "time_limit": 0.01})
     assert report.status == "time_limit"
     assert not (trained.folder / "runs/first/oof").exists()
-    report, _ = predict(keys, time_limit=300.0)
+    report, _ = predict({**keys, "time_limit": 300.0})
     assert report.status == "complete"
     of_folds = [by_hand(trained, adapters, f"fold-{fold}") for fold in range(FOLDS)]
     np.testing.assert_allclose(

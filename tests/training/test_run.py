@@ -19,8 +19,8 @@ from ensemble.common.digests import FileDigests
 from ensemble.common.errors import ConfigError
 from ensemble.data.trained_rows import TrainedRows, write_trained_rows
 from ensemble.pipeline.load import load
+from ensemble.pipeline.training_dir import Part
 from ensemble.training.command import made_of, preview_trainings, train, train_for_run
-from ensemble.training.layout import Part
 from ensemble.training.records import Seal, write_record
 from tests.checkpoints import make_base, reference
 from tests.project import LABELS, ROOT, Project, python_path

@@ -24,10 +24,10 @@ from ensemble.config.training import TrainConfig
 from ensemble.data.trained_rows import TrainedRows, write_trained_rows
 from ensemble.pipeline.run_dir import RunDir, hold
 from ensemble.pipeline.run_report import RunReport
+from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.planning.trainings import plan_trainings
 from ensemble.scheduling.records import FaultRecord, WorkerRecord
 from ensemble.scheduling.state import MemberState
-from ensemble.training.layout import Part, TrainingDir
 from ensemble.training.records import MemberRecord, PartRecord, TrainingReport, write_record
 from tests.cli import reports
 from tests.planning.test_plan import config as plan_config

@@ -11,10 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from ensemble.common.errors import ConfigError, DataError
-from ensemble.data.trained_rows import IN_ALL_FOLDS, TrainedRows, write_trained_rows
-from ensemble.pipeline.held_out import NEW, folds_of
-from ensemble.training.layout import Part
-from ensemble.training.trained import missing_parts, with_trained
+from ensemble.data.trained_rows import IN_ALL_FOLDS, NEW, TrainedRows, folds_of, write_trained_rows
+from ensemble.pipeline.trained_members import missing_parts, with_trained
+from ensemble.pipeline.training_dir import Part
 from tests.project import LABELS, Project
 from tests.training import folds
 from tests.training.folds import ROWS, SWAP, by_hand, config, finish, loaded, test_rows
@@ -67,8 +66,8 @@ def test_a_mean_and_a_refit_are_one_model(trained: Project, adapters: Path) -> N
     assert member.all_views == ()
     (member,) = with_trained(loaded(config(trained, "refit"))).config.models
     assert member.model_dump()["adapter_name_or_path"] == str(folder.checkpoint("lora", Part(None)))
-    (member,) = with_trained(loaded(config(trained, "refit")), by_fold=True).config.models
-    assert len(member.all_views) == 3
+    by_fold = with_trained(loaded(config(trained, "refit"))).trained["lora"].by_fold
+    assert [view.name for view in by_fold.all_views] == ["refit", "fold-0", "fold-1", "fold-2"]
 
 
 @pytest.mark.parametrize("base", ["model_name_or_path", "base_model"])
@@ -119,6 +118,24 @@ def test_keys_that_folds_exclude(
 def test_an_adapter_beside_those_of_the_training_is_refused(trained: Project) -> None:
     with pytest.raises(ConfigError, match=r"adapter_name_or_path.*the training makes the member's adapters"):
         loaded(config(trained, adapter_name_or_path="other"))
+
+
+@pytest.mark.parametrize("name", [Part(0).name, Part(12).name, f"plain-{Part(0).name}", "Fold-3", "a-fold-0"])
+def test_a_view_with_the_name_of_a_folds_model_is_refused(trained: Project, name: str) -> None:
+    """Whatever the number of folds, which a column may tell, and whatever predicts new rows."""
+    views = [{"name": "plain"}, {"name": name, "swap": SWAP}]
+    with pytest.raises(ConfigError) as error:
+        loaded(config(trained, views=views))
+    (problem,) = error.value.problems
+    assert "models[0].views[1].name: with train, names that end in fold-<number> are the folds'" in problem
+    without = config(trained, views=views, model_name_or_path="base")
+    del without["models"][0]["train"], without["training"]
+    assert loaded(without).config.models[0].all_views[1].name == name
+
+
+def test_views_with_names_like_those_of_folds(trained: Project) -> None:
+    views = [{"name": "fold0"}, {"name": "fold-0-swapped", "swap": SWAP}, {"name": "refolded-1"}]
+    assert len(loaded(config(trained, views=views)).config.models[0].all_views) == 3
 
 
 def test_a_mean_of_whole_checkpoints_is_refused(trained: Project, adapters: Path) -> None:

@@ -36,9 +36,9 @@ from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.run import run_prepared
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import MemberReport, RunReport
+from ensemble.pipeline.trained_members import with_trained
 from ensemble.scheduling.launchers.base import make_launcher
 from ensemble.scheduling.state import MemberState
-from ensemble.training.trained import with_trained
 
 _ROWS = 256
 # A candidate is stopped when it has computed for this many times the seconds of the best trial.

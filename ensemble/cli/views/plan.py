@@ -14,14 +14,14 @@ from ensemble.config import MemberConfig
 from ensemble.config.training import TrainConfig
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.run_dir import work_of_view
+from ensemble.pipeline.trained_members import missing_parts
+from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.pipeline.wait_for_gpus import held_texts
 from ensemble.planning.cascade import when_text
 from ensemble.planning.placement import Fit
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.launchers.base import Node
 from ensemble.training.check import disk_of_trainings
-from ensemble.training.layout import Part, TrainingDir
-from ensemble.training.trained import missing_parts
 
 _HEADERS = "member,parameters,weights,batch tokens,activations,attention,overhead,peak,usable,fit".split(",")
 _VERDICTS = {

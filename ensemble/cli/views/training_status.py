@@ -14,7 +14,7 @@ from ensemble.commands.status import RunStatus
 from ensemble.common.errors import RESUMES
 from ensemble.common.text import duration, shown_path
 from ensemble.pipeline.run_dir import RunDir, holder
-from ensemble.training.layout import TrainingDir
+from ensemble.pipeline.training_dir import TrainingDir
 from ensemble.training.records import TrainingReport, read_record
 
 _ENDINGS = {

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from ensemble.analysis.report.base import ReportData, Section, notes, number, table
 from ensemble.common.gpus import device_names
 from ensemble.common.text import duration
-from ensemble.training.layout import TrainingDir
+from ensemble.pipeline.training_dir import TrainingDir
 from ensemble.training.records import MemberRecord, PartRecord, TrainingReport, read_record
 
 _HEADERS = ("member", "training", "time", "tries", "device", "steps", "epochs", "last loss", "how it fitted")

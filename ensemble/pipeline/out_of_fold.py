@@ -1,0 +1,86 @@
+"""Predict each row of the training table by models that have not seen it, in an ordinary run."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from ensemble.common.errors import DataError
+from ensemble.common.files import atomic_path
+from ensemble.common.text import plural
+from ensemble.config import EnsembleConfig, LoadedConfig, MemberConfig
+from ensemble.pipeline.prepare import prepare
+from ensemble.pipeline.prepared import Prepared
+from ensemble.pipeline.run import Display, run_prepared
+from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.run_report import RunReport
+from ensemble.pipeline.trained_members import with_trained
+from ensemble.pipeline.training_dir import TrainingDir
+
+
+def predict_held_out(
+    loaded: LoadedConfig, display: Display, began: float, owns_process: bool = True
+) -> RunReport:
+    """Predict the rows that each fold holds out, and write ``oof/<member>.csv`` of members that have all of them.
+
+    The run has its own directory, ``training/oof``, and resumes there. Its ensemble is the plain mean of the
+    trained members.
+
+    Args:
+        loaded: the config as it was loaded, with members that have ``train``.
+        began: when the command began, by ``boot_seconds``; ``time_limit`` is counted from there.
+
+    Raises:
+        EnsembleError: of exit code 2 if a member is not trained, or if the table is not the one of its training;
+            else as ``pipeline.run.run``.
+    """
+    files = TrainingDir(loaded.config.output_dir)
+    prepared = prepare(_out_of_fold(loaded, files.oof_run), is_for_run=True)
+    try:
+        _demand_one_fold(prepared)
+    except DataError:
+        prepared.launcher.close()
+        raise
+    report = run_prepared(prepared, display, False, began, owns_process)
+    for member in report.members:
+        if member.status == "complete":
+            target = files.oof(member.name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_path(target) as temporary:
+                shutil.copyfile(RunDir(files.oof_run).predictions(member.name), temporary)
+    return report
+
+
+def _out_of_fold(loaded: LoadedConfig, output_dir: Path) -> LoadedConfig:
+    """Return the config of the run: the folds' models of trained members, over the training table."""
+    config = loaded.config
+    models: list[MemberConfig] = []
+    for model in config.trained_members:
+        assert model.training is not None
+        train = model.training.model_copy(update={"predict_with": "folds"})
+        changes = {"train": train, "weight": 1.0, "calibration": None}
+        models.append(model.without_when().model_copy(update=changes))
+    config = config.model_copy(update={"models": tuple(models)})
+    loaded = with_trained(replace(loaded, config=config, submission_address=None))
+    left_out = ("submission", "rules", "limit", "training", "fitted_on", "copy_to")
+    keys: dict[str, object] = {
+        "data": config.training_data,
+        "output_dir": output_dir,
+        "ensemble": EnsembleConfig(),
+        "fill": "uniform",
+        **dict.fromkeys(left_out),
+    }
+    return replace(loaded, config=loaded.config.model_copy(update=keys))
+
+
+def _demand_one_fold(prepared: Prepared) -> None:
+    """Raise a DataError if a row of the table is in no fold of a member, so that every model would predict it."""
+    for model in prepared.config.models:
+        rows_of_views = prepared.plan.facts[model.name].view_rows
+        strange = prepared.table.rows if rows_of_views is None else int(rows_of_views.all(axis=0).sum())
+        if strange:
+            raise DataError(
+                f"{prepared.config.data.path}: {plural(strange, 'row')} of it {model.name} was not trained on; run "
+                "`ensemble train CONFIG` again, which trains on the table as it is now"
+            )

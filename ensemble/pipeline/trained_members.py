@@ -1,0 +1,126 @@
+"""Put an ordinary member of its finished checkpoints or adapters in the place of each member that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ensemble.common.errors import ConfigError
+from ensemble.config import LoadedConfig, MemberConfig, TrainedMember
+from ensemble.config.check import validate
+from ensemble.config.document import place
+from ensemble.config.training import DEFAULT_FOLDS
+from ensemble.data.trained_rows import fold_count
+from ensemble.members.registry import KINDS, member_kind
+from ensemble.pipeline.training_dir import Part, TrainingDir, parts_of
+
+_ADAPTER = "adapter_name_or_path"
+
+
+def with_trained(loaded: LoadedConfig, *, may_lack: bool = False) -> LoadedConfig:
+    """Return the config with an ordinary member in place of each one that has ``train``.
+
+    Each fold's model is a view of the member, ``fold-0``, ``fold-1`` and so on; of a member with views, each view
+    has these behind its name. With ``predict_with: average`` or ``refit`` the member has a single model, and the
+    folds' views are for rows that it was trained on (``LoadedConfig.trained``).
+
+    Args:
+        may_lack: members that are not trained stay as they are.
+
+    Raises:
+        ConfigError: names each member and fold that is not trained.
+    """
+    models = {model.name: model for model in loaded.config.models}
+    trained = dict(loaded.trained)
+    problems: list[str] = []
+    for model in loaded.config.trained_members:
+        missing = ", ".join(part.text for part in missing_parts(loaded, model))
+        if not missing:
+            try:
+                models[model.name], trained[model.name] = _made_of_parts(loaded, model)
+            except ConfigError as error:
+                problems += [f"{model.name}, which is trained: {problem}" for problem in error.problems]
+        elif not may_lack:
+            problems.append(f"{model.name}: not trained yet: {missing}; run `ensemble train CONFIG` first")
+    if problems:
+        raise ConfigError(problems)
+    config = loaded.config.model_copy(update={"models": tuple(models.values())})
+    return replace(loaded, config=config, trained=trained)
+
+
+def is_trained(loaded: LoadedConfig) -> bool:
+    """Return whether all trainings have ended."""
+    return not any(missing_parts(loaded, model) for model in loaded.config.trained_members)
+
+
+def missing_parts(loaded: LoadedConfig, model: MemberConfig, splits: int = 1) -> list[Part]:
+    """Return the trainings of a member that have not ended yet.
+
+    ``splits`` is the number of folds if a column of the table tells it, and no training has read that yet.
+    """
+    files = TrainingDir(loaded.config.output_dir)
+    trained_splits = fold_count(files.trained_rows(model.name))
+    if trained_splits:
+        parts = parts_of(model, trained_splits)
+        return [part for part in parts if not files.is_finished(model.name, part)]
+    training = loaded.config.training
+    in_config = DEFAULT_FOLDS if training is None else training.folds.splits
+    return parts_of(model, in_config or splits)
+
+
+def _made_of_parts(loaded: LoadedConfig, model: MemberConfig) -> tuple[MemberConfig, TrainedMember]:
+    """Return the member for rows that are new, and what is to be known for rows that it was trained on."""
+    assert model.training is not None
+    predict_with = model.training.predict_with
+    files = TrainingDir(loaded.config.output_dir)
+    kind = member_kind(model)
+    rows = files.trained_rows(model.name)
+    parts = [Part(fold) for fold in range(fold_count(rows))]
+    of_folds = [kind.trained_settings(files.checkpoint(model.name, part)) for part in parts]
+    keys: dict[str, Any] = {key: value for key, value in of_folds[0].items() if key != _ADAPTER}
+    if predict_with == "refit":
+        keys = {**kind.trained_settings(files.checkpoint(model.name, Part(None)))}
+    elif predict_with == "average":
+        if not all(_ADAPTER in settings for settings in of_folds):
+            raise ConfigError(
+                "train.predict_with: average is of adapters, and these are whole models; choose folds"
+            )
+        keys["adapters"] = {"average": [settings[_ADAPTER] for settings in of_folds]}
+    views: list[dict[str, Any]] = []
+    folds: dict[str, int | None] = {}
+    for view in _written(model).get("views") or [{}]:
+        prefix = f"{view['name']}-" if view else ""
+        if predict_with != "folds":  # the single model, for new rows
+            name = view.get("name", predict_with)
+            views.append({**view, "name": name})
+            folds[name] = None
+        for part, settings in zip(parts, of_folds, strict=True):
+            name = prefix + part.name
+            changes = {key: value for key, value in settings.items() if keys.get(key) != value}
+            views.append({**view, **changes, "name": name})
+            folds[name] = part.fold
+    by_fold = trained_member(model, {**keys, "views": views}, loaded.config.labels)
+    trained = TrainedMember(rows=rows, by_fold=by_fold, folds=folds, oof_run=files.oof_run)
+    if predict_with == "folds":
+        return by_fold, trained
+    return trained_member(model, keys, loaded.config.labels), trained
+
+
+def trained_member(model: MemberConfig, changes: Mapping[str, Any], labels: Sequence[str]) -> MemberConfig:
+    """Return the ordinary member with these keys, by all rules of its kind; a head makes one of another kind.
+
+    Raises:
+        ConfigError: a rule is broken.
+    """
+    settings = KINDS.load(str(changes.get("task_type", model.task_type))).Settings
+    kept = {key: value for key, value in _written(model).items() if key in settings.model_fields}
+    member, problems = validate(settings, {**kept, **changes}, labels)
+    if member is None:
+        raise ConfigError([f"{place(loc)}: {sentence}" for loc, sentence in problems])
+    return member
+
+
+def _written(model: MemberConfig) -> dict[str, Any]:
+    """Return the member's keys as YAML has them."""
+    return model.model_dump(mode="json", exclude_unset=True, exclude={"train"})

@@ -1,0 +1,108 @@
+"""Name a member's trainings, and the files of trainings below a run's ``output_dir``.
+
+output_dir/
+  oof/<member>.csv    the member's out-of-fold predictions
+  training/
+    training.json     how far trainings are, and how they ended
+    folds.csv         the id and the fold of each row of the training table
+    data/             the rows that each training reads, such as fold-0.csv
+    features/         pooled features, which all heads are trained on
+    models/<member>/  fold-0/: a finished checkpoint or adapter; fold-0.json: its seal, which says what it was made
+                      of and what its files hold; fold-0.unfinished/: where a training writes; fold-0.spec.json:
+                      what our own trainer is to do; rows.bin: the digest and the fold of each row
+    rungs/            what is known to fit, by member and kind of device
+    oof/              the run that predicts each row by models that have not seen it, with files as of any run
+    logs/             train.log: what the parent did; <member>/fold-0.log: what the commands of a training printed;
+                      <member>/worker-0.log: all that a worker printed
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from ensemble.config import MemberConfig
+
+
+@dataclass(frozen=True)
+class Part:
+    """Name the rows of a training: those outside a fold, or all of them (``fold`` is None)."""
+
+    fold: int | None
+
+    @classmethod
+    def named(cls, name: str) -> Part:
+        """Return the part with a name, such as "fold-0"."""
+        return cls(None if name == "all" else int(name.removeprefix("fold-")))
+
+    @property
+    def name(self) -> str:
+        return "all" if self.fold is None else f"fold-{self.fold}"
+
+    @property
+    def text(self) -> str:
+        return "all rows" if self.fold is None else f"fold {self.fold}"
+
+
+def parts_of(model: MemberConfig, splits: int) -> list[Part]:
+    """Return the trainings of a member, those of its folds first."""
+    parts = [Part(fold) for fold in range(splits)]
+    if model.training is not None and model.training.predict_with == "refit":
+        parts.append(Part(None))
+    return parts
+
+
+class TrainingDir:
+    """Name the files of all trainings of a run; the constructor touches nothing on disk."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self.root = output_dir / "training"
+        self.records = self.root / "training.json"
+        self.folds = self.root / "folds.csv"
+        self.features = self.root / "features"
+        self.rungs = self.root / "rungs"
+        self.oof_run = self.root / "oof"
+        self.train_log = self.root / "logs" / "train.log"
+        self._oof = output_dir / "oof"
+
+    def oof(self, member: str) -> Path:
+        return self._oof / f"{member}.csv"
+
+    def train_file(self, part: Part, suffix: str) -> Path:
+        return self.root / "data" / f"{part.name}{suffix}"
+
+    def trained_rows(self, member: str) -> Path:
+        return self._of_member(member) / "rows.bin"
+
+    def checkpoint(self, member: str, part: Part) -> Path:
+        return self._of_member(member) / part.name
+
+    def seal(self, member: str, part: Part) -> Path:
+        return self._of_member(member) / f"{part.name}.json"
+
+    def unfinished(self, member: str, part: Part) -> Path:
+        return self._of_member(member) / f"{part.name}.unfinished"
+
+    def spec(self, member: str, part: Part) -> Path:
+        return self._of_member(member) / f"{part.name}.spec.json"
+
+    def log(self, member: str, part: Part) -> Path:
+        return self.root / "logs" / member / f"{part.name}.log"
+
+    def worker_log(self, member: str, replica: int) -> Path:
+        return self.root / "logs" / member / f"worker-{replica}.log"
+
+    def _of_member(self, member: str) -> Path:
+        return self.root / "models" / member
+
+    def is_finished(self, member: str, part: Part) -> bool:
+        """Return whether a checkpoint is in its place with its seal, without which nothing is trusted."""
+        return self.checkpoint(member, part).is_dir() and self.seal(member, part).is_file()
+
+    def remove(self, member: str, part: Part) -> None:
+        """Remove a training, finished or not; its seal first, without which nothing is trusted."""
+        self.seal(member, part).unlink(missing_ok=True)
+        for folder in (self.checkpoint(member, part), self.unfinished(member, part)):
+            if folder.exists():
+                shutil.rmtree(folder)
