@@ -66,6 +66,11 @@ class FoldsConfig(StrictConfig):
         """Return the number of folds; None where a column tells."""
         return None if self.column is not None else self.n_splits or DEFAULT_FOLDS
 
+    @property
+    def columns(self) -> dict[str, str]:
+        """Return the table's columns that decide folds, by their key."""
+        return self.model_dump(include={"column", "group_column"}, exclude_none=True)
+
 
 class ExtraTable(StrictConfig):
     """Another table, whose rows join the training part of every fold and are never predicted."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,8 @@ from ensemble.pipeline.member_views import MemberView, with_columns
 
 WEIGHT_COLUMN: Final = "weight"
 PROBABILITY_PREFIX: Final = "prob_"
+_Values: TypeAlias = npt.NDArray[np.float64]
+_Numbers: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,36 +45,38 @@ class LabelledTable:
     """
 
     data: DataConfig
+    labels: tuple[str, ...]
     table: InputTable
-    targets: npt.NDArray[np.float64]
+    targets: _Values
     activation: Activation
     is_soft: bool
     weight: float
 
     @property
-    def classes(self) -> npt.NDArray[np.int64] | None:
+    def classes(self) -> _Numbers | None:
         """Return the number of each row's true label, [rows]; None if some row has not exactly one."""
         truth = self.table.truth
-        if truth is None or truth.ndim == 1:
-            return None if truth is None else truth.astype(np.int64)
-        has_one = self.activation == "softmax" and bool((truth.max(axis=1) == 1).all())
-        return truth.argmax(axis=1) if has_one else None
+        if truth is None:
+            return None
+        if truth.ndim == 1:
+            return truth.astype(np.int64)
+        has_one_label = self.activation == "softmax" and (truth.max(axis=1) == 1).all()
+        return truth.argmax(axis=1) if has_one_label else None
 
     @property
     def names_one_label(self) -> npt.NDArray[np.bool_]:
         """Return for which rows a single label is to be learned, without doubt: [rows]."""
         return np.asarray((self.targets.max(axis=1) == 1) & (self.targets.sum(axis=1) == 1))
 
-    def rows_like(self, other: DataConfig, labels: Sequence[str]) -> pa.Table:
+    def rows_like(self, other: DataConfig) -> pa.Table:
         """Return all rows with the columns of another table that this one has, too, and with its label columns."""
-        label_columns = other.truth_columns(labels)
-        shared = {*column_names(self.data.path)} - {other.label_column, *label_columns}
-        names = tuple(name for name in column_names(other.path) if name in shared)
+        label_columns = other.truth_columns(self.labels)
+        learned = {other.label_column, *label_columns}
+        names = tuple(name for name in column_names(other.path) if name not in learned)
         cells = read_contents(self.data.path, Wanted(self.data.id_column, None, names, None)).columns
         if other.label_column is not None:
-            likeliest = zip(self.targets.argmax(axis=1).tolist(), self.names_one_label, strict=True)
-            texts = [labels[label] if is_sure else None for label, is_sure in likeliest]
-            cells = cells.append_column(other.label_column, pa.array(texts, pa.string()))
+            likeliest = pa.array(self.targets.argmax(axis=1), mask=~self.names_one_label)
+            cells = cells.append_column(other.label_column, pa.array(self.labels).take(likeliest))
         for number, name in enumerate(label_columns):
             cells = cells.append_column(name, pa.array(self.targets[:, number]))
         return cells
@@ -80,83 +84,78 @@ class LabelledTable:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledRows:
-    """Hold the rows of the table to learn, and then those of tables that are learned beside it.
+    """Hold the rows of the table to learn, and then those of extra tables that are learned beside it.
 
     Attributes:
-        tables: with the same ``activation``.
+        tables: with the same labels and ``activation``.
         table: the rows of all of them, with the columns that members read.
     """
 
-    labels: tuple[str, ...]
     tables: tuple[LabelledTable, ...]
     table: InputTable
 
+    @property
+    def first(self) -> LabelledTable:
+        """Return the table to learn."""
+        return self.tables[0]
+
     @cached_property
-    def targets(self) -> npt.NDArray[np.float64]:
+    def targets(self) -> _Values:
         """Return what is to be learned of each row, as in ``LabelledTable``: float64 [all rows, labels]."""
         return np.concatenate([table.targets for table in self.tables])
 
     @cached_property
-    def weights(self) -> npt.NDArray[np.float64]:
+    def weights(self) -> _Values:
         """Return the weight of each row in the loss, float64 [all rows]."""
         return np.concatenate([np.full(table.table.rows, table.weight) for table in self.tables])
 
     @property
-    def activation(self) -> Activation:
-        return self.tables[0].activation
-
-    @cached_property
-    def added_columns(self) -> dict[str, npt.NDArray[np.float64]]:
+    def added_columns(self) -> dict[str, _Values]:
         """Return what ``write`` writes beside the first table's own columns, by name, [all rows].
 
         There is ``weight`` if some row's is not 1, and ``prob_<label>`` for each label if the label columns of the
         first table cannot say what is learned.
         """
-        columns = {} if (self.weights == 1).all() else {WEIGHT_COLUMN: self.weights}
+        columns = {}
+        if (self.weights != 1).any():
+            columns[WEIGHT_COLUMN] = self.weights
         first, *extras = self.tables
-        has_numbers = first.data.label_columns is not None
-        if first.is_soft or not (has_numbers or all(extra.names_one_label.all() for extra in extras)):
-            for label, values in zip(self.labels, self.targets.T, strict=True):
+        has_one_column = first.data.label_columns is None
+        if first.is_soft or (has_one_column and not all(extra.names_one_label.all() for extra in extras)):
+            for label, values in zip(first.labels, self.targets.T, strict=True):
                 columns[f"{PROBABILITY_PREFIX}{label}"] = values
         return columns
 
-    def write(self, path: Path, rows: npt.NDArray[np.int64]) -> None:
-        """Write rows of the first table's file with all of its columns, in its format, and those of the others.
+    def write(self, path: Path, rows: _Numbers) -> None:
+        """Write rows of the first table's file with all of its columns, in its format, and those of extra tables.
 
-        Others have the columns that both tables have, and their labels in the first table's columns; other cells
-        are empty. ``added_columns`` come last.
+        The latter have the columns that both tables have, and their labels in the first table's columns; other
+        cells are empty. ``added_columns`` come last.
 
         Args:
-            rows: their numbers, rising; those of the others are all there.
+            rows: their numbers, rising; those of the extra tables are all there.
 
         Raises:
-            DataError: a cell of another table does not fit the format.
+            DataError: a cell of an extra table does not fit the format.
         """
-        first, *extras = self.tables
-        others = [(extra.data.path, extra.rows_like(first.data, self.labels)) for extra in extras]
+        source = self.first.data
+        extras = [(extra.data.path, extra.rows_like(source)) for extra in self.tables[1:]]
         added = {name: values[rows] for name, values in self.added_columns.items()}
-        path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path) as temporary:
-            copy_rows(first.data.path, FileRows(rows[rows < first.table.rows], others, added), temporary)
+            copy_rows(source.path, FileRows(rows[rows < self.first.table.rows], extras, added), temporary)
 
-    def repeated_texts(
-        self, folds: npt.NDArray[np.int64], columns: Iterable[tuple[str, ...]]
-    ) -> Iterator[str]:
-        """Yield how many rows of the first table stand elsewhere, too, as a member reads them.
-
-        Args:
-            folds: of the first table's rows, [rows].
-            columns: those that a member reads, for each member.
-        """
-        first, rows = self.tables[0], self.tables[0].table.rows
-        is_sure = np.concatenate([table.names_one_label for table in self.tables])
-        is_sure &= self.activation == "softmax"
-        in_folds, in_extras, with_labels = (np.zeros(self.table.rows, np.bool_) for _ in range(3))
+    def repeated_texts(self, folds: _Numbers, columns: Iterable[tuple[str, ...]]) -> Iterator[str]:
+        """Yield how many rows stand elsewhere, too, as a member reads them; ``columns`` has the columns of each."""
+        rows, labels = self.first.table.rows, self.targets.argmax(axis=1)
+        has_label = np.concatenate([table.names_one_label for table in self.tables])
+        has_label &= self.first.activation == "softmax"
+        in_folds = np.zeros(self.table.rows, np.bool_)
+        in_extras, with_labels = in_folds.copy(), in_folds.copy()
         for names in {*columns} - {()}:
             digests = self.table.row_digests(names)
-            in_folds[:rows] |= with_another(digests[:rows], folds)
+            in_folds[:rows] |= with_another(digests[:rows], folds[:rows])
             in_extras[:rows] |= find_rows(digests[:rows], digests[rows:]) >= 0
-            with_labels[is_sure] |= with_another(digests[is_sure], self.targets[is_sure].argmax(axis=1))
+            with_labels[has_label] |= with_another(digests[has_label], labels[has_label])
         advice = "training.folds.group_column keeps rows together that belong together"
         sentences = {
             f"whose text also stands in another fold, so that its model has learned it; {advice}": in_folds,
@@ -166,7 +165,7 @@ class LabelledRows:
         for sentence, is_repeated in sentences.items():
             if is_repeated.any():
                 shown = first_ids(self.table.ids.filter(pa.array(is_repeated)))
-                yield f"{first.data.path}: {plural(int(is_repeated.sum()), 'row')} (id {shown}) {sentence}"
+                yield f"{self.first.data.path}: {plural(int(is_repeated.sum()), 'row')} (id {shown}) {sentence}"
 
 
 def read_labelled_table(
@@ -204,16 +203,17 @@ def read_labelled_table(
         also=also or {},
     )
     table = read_table(data.path, with_columns(needs, views))
-    targets: npt.NDArray[np.float64]
     if probabilities is not None:
         targets = _probabilities(probabilities, data, config.labels, table, activation)
     elif table.truth is None:
         raise DataError(f"{data.path}: its labels are not named; give label_column, label_columns or labels")
+    elif table.truth.ndim == 1:
+        targets = np.eye(len(config.labels))[table.truth]
     else:
-        one_hot = np.eye(len(config.labels))
-        targets = table.truth.astype(np.float64) if table.truth.ndim == 2 else one_hot[table.truth]
+        targets = table.truth.astype(np.float64)
     return LabelledTable(
         data=data,
+        labels=config.labels,
         table=table,
         targets=targets,
         activation=activation,
@@ -224,7 +224,7 @@ def read_labelled_table(
 
 def _probabilities(
     path: Path, data: DataConfig, labels: tuple[str, ...], table: InputTable, activation: Activation
-) -> npt.NDArray[np.float64]:
+) -> _Values:
     """Return the probabilities that a file has of a table's rows, float64 [rows, labels]; it may have others."""
     id_column = guessed_id_column(column_names(path), labels, data.id_column)
     values, _ = read_predictions(path, id_column, labels).join(

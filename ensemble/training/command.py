@@ -13,7 +13,7 @@ from typing import Any
 from ensemble.common.clock import boot_seconds
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.errors import RESUMES, CheckpointError, ConfigError, MembersFailed
-from ensemble.common.files import write_text
+from ensemble.common.files import atomic_path, write_text
 from ensemble.common.python_process import python_command
 from ensemble.common.shards import file_sha256
 from ensemble.common.text import listed, plural, shown_path
@@ -30,7 +30,7 @@ from ensemble.pipeline.run import Display
 from ensemble.pipeline.run_dir import RunDir, head, hold, logging_to, system_errors_in
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.training.check import check_trainings
-from ensemble.training.data import TrainingData, read_training_data, training_files
+from ensemble.training.data import TrainingData, read_training_data
 from ensemble.training.jobs import Training, TrainingRun
 from ensemble.training.layout import Part, TrainingDir, parts_of
 from ensemble.training.records import Seal, TrainingReport, read_record
@@ -87,9 +87,8 @@ def train(
     data = read_training_data(loaded)
     if fold is not None and not 0 <= fold < data.splits:
         raise ConfigError(f"--fold: the folds are 0 to {data.splits - 1}, not {fold}")
-    display.say(
-        f"{shown_path(config.training_data.path)}: {plural(data.rows, 'row')} in {plural(data.splits, 'fold')}"
-    )
+    rows = plural(data.first.table.rows, "row")
+    display.say(f"{shown_path(config.training_data.path)}: {rows} in {plural(data.splits, 'fold')}")
     for remark in data.remarks:
         display.say(remark)
     rundir, files = RunDir(config.output_dir), TrainingDir(config.output_dir)
@@ -167,7 +166,7 @@ def raise_unless_trained(report: TrainingReport) -> None:
 
 def _lost(config: RunConfig) -> str | None:
     """Return the first table or base model that is gone, of those that a training needs."""
-    for path in training_files(config):
+    for path in config.training_files:
         if not path.exists():
             return shown_path(path)
     for model in config.trained_members:
@@ -328,17 +327,18 @@ def _write_data(
     ends_at: float | None,
 ) -> None:
     """Write what the commands read: a table for each part of users' commands, and the trainer's specs."""
+    table = files.root / "data/table.arrow"
+    table.parent.mkdir(exist_ok=True)
     for part in dict.fromkeys(training.part for training in trainings if not training.is_built_in):
-        file = files.train_file(part, data.suffix)
-        file.parent.mkdir(exist_ok=True)
-        data.write(file, data.rows_of(part))
+        data.write(files.train_file(part, data.suffix), data.rows_of(part))
     for name in dict.fromkeys(training.model.name for training in trainings):
         files.spec(name, Part(None)).parent.mkdir(parents=True, exist_ok=True)
         write_trained_rows(files.trained_rows(name), data.trained_rows(name))
     built_in = [training for training in trainings if training.is_built_in]
     if not built_in:
         return
-    table = data.publish(files.root / "data")
+    with atomic_path(table) as temporary:
+        data.table.publish(temporary)
     for part in dict.fromkeys(training.part for training in built_in):
         data.write_rows(part, files.train_file(part, ".npz"))
     for training in built_in:

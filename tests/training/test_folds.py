@@ -111,8 +111,8 @@ def test_every_row_is_held_out_once_and_never_trained_on_then(
 
 def test_the_fold_of_each_row_is_written_by_its_id(folder: Path) -> None:
     data = read(folder, folds={"n_splits": 3})
-    data.write_folds(folder / "runs/folds.csv")
-    written = pd.read_csv(folder / "runs/folds.csv", dtype=str)
+    data.write_folds(folder / "folds.csv")
+    written = pd.read_csv(folder / "folds.csv", dtype=str)
     assert written["id"].tolist() == frame()["id"].tolist()
     assert written["fold"].astype(int).tolist() == data.folds.tolist()
 
