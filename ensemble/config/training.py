@@ -30,10 +30,11 @@ from ensemble.config.values import (
 )
 
 DEFAULT_FOLDS: Final = 5
+MAX_FOLDS: Final = 1000
 # What a command of the user may hold in braces: files and numbers of the training that it is for.
 PLACEHOLDERS: Final = ("train", "fold", "out")
 
-Folds = Annotated[int, Ge(2), Le(1000), MustBe("a whole number from 2 to 1000")]
+Folds = Annotated[int, Ge(2), Le(MAX_FOLDS), MustBe(f"a whole number from 2 to {MAX_FOLDS}")]
 Command = Annotated[
     tuple[Text, ...],
     BeforeValidator(as_tuple),

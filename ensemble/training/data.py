@@ -17,7 +17,7 @@ from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.files import FileState, atomic_path, file_state
 from ensemble.common.protocol import Activation
 from ensemble.common.shards import file_sha256
-from ensemble.common.text import listed, plural, quoted
+from ensemble.common.text import listed, quoted
 from ensemble.config import LoadedConfig, RunConfig
 from ensemble.config.training import TrainingConfig
 from ensemble.data.csv_file import write_csv
@@ -140,7 +140,7 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
             tables.append(table)
     problems.raise_any()
     columns = member_columns(views, trained)
-    joined = tables[0].table.only(tuple(dict.fromkeys(chain.from_iterable(columns.values()))))
+    joined = tables[0].table.only([*dict.fromkeys(chain.from_iterable(columns.values()))])
     for other in tables[1:]:
         joined = joined.followed_by(other.table, other.data.path)
     extra_rows = np.arange(joined.rows - len(folds))
@@ -173,19 +173,16 @@ def _activation(config: RunConfig) -> Activation:
 
 def _problems(data: TrainingData) -> Iterator[str]:
     """Yield labels that nobody could learn, and columns that a command's file would have twice."""
-    path, labels = data.first.data.path, data.first.labels
+    path = data.first.data.path
     if data.first.activation == "softmax":
-        parts = [data.rows_of(Part(fold)) for fold in range(data.splits)]
-        is_learned = np.stack([data.targets[rows].any(axis=0) for rows in parts])
-        for number, label in enumerate(labels):
-            lacking = np.flatnonzero(~is_learned[:, number]).tolist()
-            if len(lacking) == data.splits:
+        for label, values in zip(data.first.labels, data.targets.T, strict=True):
+            folds = np.unique(data.folds[values > 0]).tolist()
+            if not folds:
                 yield f"{path}: no row has the label {quoted(label)}; add rows of it, or drop the label"
-            elif lacking:
-                where = f"{plural(len(lacking), 'fold')} ({listed([*map(str, lacking)], 5, str)})"
+            elif len(folds) == 1 and folds != [IN_ALL_FOLDS]:
                 yield (
-                    f"training.folds: all rows with the label {quoted(label)} are held out in {where}, and none is "
-                    "left to train on; choose other folds, or add rows of it to training.extra"
+                    f"training.folds: all rows with the label {quoted(label)} are held out in 1 fold ({folds[0]}), "
+                    "and none is left to train on; choose other folds, or add rows of it to training.extra"
                 )
     twice = [name for name in column_names(path) if name in data.added_columns]
     if data.commands and twice:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ensemble.common.errors import DataError
 from ensemble.common.text import listed, plural, quoted
-from ensemble.config.training import FoldsConfig
+from ensemble.config.training import MAX_FOLDS, FoldsConfig
 from ensemble.data.distinct_cells import DistinctCells, distinct_cells
 from ensemble.pipeline.checks import Problems
 from ensemble.pipeline.labelled_table import LabelledTable
 
 Rows: TypeAlias = npt.NDArray[np.int64]
-_MAX_FOLDS: Final = 1000  # as many as n_splits may be; a column with more values holds something else
 
 
 def divide(table: LabelledTable, config: FoldsConfig) -> tuple[Rows, Rows | None]:
@@ -48,7 +47,7 @@ def _column_problems(path: Path, column: DistinctCells, groups: DistinctCells | 
     where = f"training.folds.column: column {quoted(column.name)} of {path}"
     if len(column.values) == 1:
         yield f"{where} holds {quoted(column.values[0])} in every row; there must be two folds or more"
-    if len(column.values) > _MAX_FOLDS:
+    if len(column.values) > MAX_FOLDS:  # the column holds something else
         count = f"{len(column.values):,} values"
         yield f"{where} holds {count}, each of which would be a fold; name the column of the folds"
     if groups is not None:

@@ -133,6 +133,12 @@ def test_what_cannot_be_divided_is_refused_in_a_sentence(folder: Path) -> None:
     assert "has 2 groups in 'group'; choose as many folds at most" in text
 
 
+def test_folds_and_extra_tables_are_refused_together(folder: Path) -> None:
+    frame(9, first=500).assign(label="tye").to_csv(folder / "more.csv", index=False)
+    texts = problems(folder, folds={"n_splits": 61}, extra=[{"path": str(folder / "more.csv")}])
+    assert [text.partition(" ")[0] for text in texts] == ["training.folds.n_splits:", "training.extra[0]"]
+
+
 def test_wrong_fold_and_group_columns_are_refused_in_a_sentence(folder: Path) -> None:
     (text,) = problems(folder, folds={"column": "folds"})
     assert "'folds' (did you mean 'fold'?)" in text
