@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,6 @@ from ensemble.data.table import InputTable, TableNeeds, read_table
 from ensemble.merging.row_checks import RowCheck
 from ensemble.pipeline.member_views import MemberView, with_columns
 
-WEIGHT_COLUMN: Final = "weight"
-PROBABILITY_PREFIX: Final = "prob_"
 _Values: TypeAlias = npt.NDArray[np.float64]
 _Numbers: TypeAlias = npt.NDArray[np.int64]
 
@@ -118,22 +116,22 @@ class LabelledRows:
         """
         columns = {}
         if (self.weights != 1).any():
-            columns[WEIGHT_COLUMN] = self.weights
+            columns["weight"] = self.weights
         first, *extras = self.tables
         has_one_column = first.data.label_columns is None
         if first.is_soft or (has_one_column and not all(extra.names_one_label.all() for extra in extras)):
             for label, values in zip(first.labels, self.targets.T, strict=True):
-                columns[f"{PROBABILITY_PREFIX}{label}"] = values
+                columns[f"prob_{label}"] = values
         return columns
 
     def write(self, path: Path, rows: _Numbers) -> None:
-        """Write rows of the first table's file with all of its columns, in its format, and those of extra tables.
+        """Write a file like the first table's: some of its rows with all of their cells, and all extra rows.
 
-        The latter have the columns that both tables have, and their labels in the first table's columns; other
+        Extra rows have the columns that both tables have, and their labels in the first table's columns; other
         cells are empty. ``added_columns`` come last.
 
         Args:
-            rows: their numbers, rising; those of the extra tables are all there.
+            rows: the numbers of the rows, rising.
 
         Raises:
             DataError: a cell of an extra table does not fit the format.
@@ -145,7 +143,7 @@ class LabelledRows:
             copy_rows(source.path, FileRows(rows[rows < self.first.table.rows], extras, added), temporary)
 
     def repeated_texts(self, folds: _Numbers, columns: Iterable[tuple[str, ...]]) -> Iterator[str]:
-        """Yield how many rows stand elsewhere, too, as a member reads them; ``columns`` has the columns of each."""
+        """Yield how many rows stand elsewhere, too, in all of the ``columns`` that a member reads."""
         rows, labels = self.first.table.rows, self.targets.argmax(axis=1)
         has_label = np.concatenate([table.names_one_label for table in self.tables])
         has_label &= self.first.activation == "softmax"
