@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
@@ -13,15 +12,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.common.errors import DataError, MergeError
-from ensemble.common.files import atomic_path
 from ensemble.common.protocol import Activation
-from ensemble.common.text import plural
 from ensemble.config import RunConfig
 from ensemble.config.table import DataConfig
-from ensemble.data.digests import find_rows, with_another
-from ensemble.data.file_rows import FileRows
-from ensemble.data.formats import column_names, copy_rows, read_contents
-from ensemble.data.input_file import Wanted, first_ids
+from ensemble.data.formats import column_names, read_contents
+from ensemble.data.input_file import Wanted
 from ensemble.data.predictions_csv import guessed_id_column, read_predictions
 from ensemble.data.table import InputTable, TableNeeds, read_table
 from ensemble.merging.row_checks import RowCheck
@@ -78,92 +73,6 @@ class LabelledTable:
         for number, name in enumerate(label_columns):
             cells = cells.append_column(name, pa.array(self.targets[:, number]))
         return cells
-
-
-@dataclass(frozen=True, kw_only=True)
-class LabelledRows:
-    """Hold the rows of the table to learn, and then those of extra tables that are learned beside it.
-
-    Attributes:
-        tables: with the same labels and ``activation``.
-        table: the rows of all of them, with the columns that members read.
-    """
-
-    tables: tuple[LabelledTable, ...]
-    table: InputTable
-
-    @property
-    def first(self) -> LabelledTable:
-        """Return the table to learn."""
-        return self.tables[0]
-
-    @cached_property
-    def targets(self) -> _Values:
-        """Return what is to be learned of each row, as in ``LabelledTable``: float64 [all rows, labels]."""
-        return np.concatenate([table.targets for table in self.tables])
-
-    @cached_property
-    def weights(self) -> _Values:
-        """Return the weight of each row in the loss, float64 [all rows]."""
-        return np.concatenate([np.full(table.table.rows, table.weight) for table in self.tables])
-
-    @property
-    def added_columns(self) -> dict[str, _Values]:
-        """Return what ``write`` writes beside the first table's own columns, by name, [all rows].
-
-        There is ``weight`` if some row's is not 1, and ``prob_<label>`` for each label if the label columns of the
-        first table cannot say what is learned.
-        """
-        columns = {}
-        if (self.weights != 1).any():
-            columns["weight"] = self.weights
-        first, *extras = self.tables
-        has_one_column = first.data.label_columns is None
-        if first.is_soft or (has_one_column and not all(extra.names_one_label.all() for extra in extras)):
-            for label, values in zip(first.labels, self.targets.T, strict=True):
-                columns[f"prob_{label}"] = values
-        return columns
-
-    def write(self, path: Path, rows: _Numbers) -> None:
-        """Write a file like the first table's: some of its rows with all of their cells, and all extra rows.
-
-        Extra rows have the columns that both tables have, and their labels in the first table's columns; other
-        cells are empty. ``added_columns`` come last.
-
-        Args:
-            rows: the numbers of the rows, rising.
-
-        Raises:
-            DataError: a cell of an extra table does not fit the format.
-        """
-        source = self.first.data
-        extras = [(extra.data.path, extra.rows_like(source)) for extra in self.tables[1:]]
-        added = {name: values[rows] for name, values in self.added_columns.items()}
-        with atomic_path(path) as temporary:
-            copy_rows(source.path, FileRows(rows[rows < self.first.table.rows], extras, added), temporary)
-
-    def repeated_texts(self, folds: _Numbers, columns: Iterable[tuple[str, ...]]) -> Iterator[str]:
-        """Yield how many rows stand elsewhere, too, in all of the ``columns`` that a member reads."""
-        rows, labels = self.first.table.rows, self.targets.argmax(axis=1)
-        has_label = np.concatenate([table.names_one_label for table in self.tables])
-        has_label &= self.first.activation == "softmax"
-        in_folds = np.zeros(self.table.rows, np.bool_)
-        in_extras, with_labels = in_folds.copy(), in_folds.copy()
-        for names in {*columns} - {()}:
-            digests = self.table.row_digests(names)
-            in_folds[:rows] |= with_another(digests[:rows], folds[:rows])
-            in_extras[:rows] |= find_rows(digests[:rows], digests[rows:]) >= 0
-            with_labels[has_label] |= with_another(digests[has_label], labels[has_label])
-        advice = "training.folds.group_column keeps rows together that belong together"
-        sentences = {
-            f"whose text also stands in another fold, so that its model has learned it; {advice}": in_folds,
-            "whose text also stands in a table of training.extra, so that all models have learned it": in_extras,
-            "whose text has another label in another row; their models learn both": with_labels,
-        }
-        for sentence, is_repeated in sentences.items():
-            if is_repeated.any():
-                shown = first_ids(self.table.ids.filter(pa.array(is_repeated)))
-                yield f"{self.first.data.path}: {plural(int(is_repeated.sum()), 'row')} (id {shown}) {sentence}"
 
 
 def read_labelled_table(

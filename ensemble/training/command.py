@@ -29,8 +29,9 @@ from ensemble.pipeline.held_out import fold_count
 from ensemble.pipeline.run import Display
 from ensemble.pipeline.run_dir import RunDir, head, hold, logging_to, system_errors_in
 from ensemble.pipeline.signals import Signals, heed_signals
+from ensemble.pipeline.training_data import TrainingData
 from ensemble.training.check import check_trainings
-from ensemble.training.data import TrainingData, read_training_data
+from ensemble.training.data import read_training_data
 from ensemble.training.jobs import Training, TrainingRun
 from ensemble.training.layout import Part, TrainingDir, parts_of
 from ensemble.training.records import Seal, TrainingReport, read_record
@@ -87,7 +88,7 @@ def train(
     data = read_training_data(loaded)
     if fold is not None and not 0 <= fold < data.splits:
         raise ConfigError(f"--fold: the folds are 0 to {data.splits - 1}, not {fold}")
-    rows = plural(data.first.table.rows, "row")
+    rows = plural(data.main.table.rows, "row")
     display.say(f"{shown_path(config.training_data.path)}: {rows} in {plural(data.splits, 'fold')}")
     for remark in data.remarks:
         display.say(remark)
@@ -264,7 +265,7 @@ def _trainings(
             part=part,
             command=tuple(command),
             is_built_in=train.command is None,
-            made_of={"the training table": data.digest(part, model.name), **made_of},
+            made_of={"the training table": data.digest(model.name, data.rows_of(part.fold)), **made_of},
         )
 
 
@@ -330,7 +331,7 @@ def _write_data(
     table = files.root / "data/table.arrow"
     table.parent.mkdir(exist_ok=True)
     for part in dict.fromkeys(training.part for training in trainings if not training.is_built_in):
-        data.write(files.train_file(part, data.suffix), data.rows_of(part))
+        data.write_for_command(files.train_file(part, data.suffix), data.rows_of(part.fold))
     for name in dict.fromkeys(training.model.name for training in trainings):
         files.spec(name, Part(None)).parent.mkdir(parents=True, exist_ok=True)
         write_trained_rows(files.trained_rows(name), data.trained_rows(name))
@@ -340,7 +341,7 @@ def _write_data(
     with atomic_path(table) as temporary:
         data.table.publish(temporary)
     for part in dict.fromkeys(training.part for training in built_in):
-        data.write_rows(part, files.train_file(part, ".npz"))
+        data.write_for_trainer(files.train_file(part, ".npz"), data.rows_of(part.fold))
     for training in built_in:
         train = training.model.training
         assert train is not None

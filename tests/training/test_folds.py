@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 from sklearn.model_selection import KFold, StratifiedGroupKFold, StratifiedKFold
 
-from ensemble.training.layout import Part
 from tests.training.tables import BUILT_IN, LABELS, frame, problems, read
 
 
@@ -100,13 +99,13 @@ def test_every_row_is_held_out_once_and_never_trained_on_then(
     held_out = [np.flatnonzero(data.folds == fold) for fold in range(data.splits)]
     assert sorted(np.concatenate(held_out)) == list(range(len(table)))
     for fold, rows in enumerate(held_out):
-        trained = data.rows_of(Part(fold))
+        trained = data.rows_of(fold)
         assert not set(rows) & set(trained)
         assert sorted([*rows, *trained]) == list(range(len(table) + len(extra)))
         if "group_column" in folds:
             own = trained[trained < len(table)]
             assert not set(table["group"].iloc[rows]) & set(table["group"].iloc[own])
-    assert data.rows_of(Part(None)).tolist() == list(range(len(table) + len(extra)))
+    assert data.rows_of(None).tolist() == list(range(len(table) + len(extra)))
 
 
 def test_the_fold_of_each_row_is_written_by_its_id(folder: Path) -> None:
