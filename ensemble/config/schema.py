@@ -9,6 +9,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import (
@@ -541,6 +542,15 @@ class RunConfig(StrictConfig):
         """Return the table that members are trained on."""
         given = None if self.training is None else self.training.data
         return given or self.data
+
+    @property
+    def training_files(self) -> list[Path]:
+        """Return the paths of the tables that members are trained on, and of soft labels."""
+        training = self.training or TrainingConfig()
+        paths = [self.training_data.path, training.labels]
+        for extra in training.extra or ():
+            paths += [extra.path, extra.labels]
+        return [path for path in paths if path is not None]
 
     def _broken_training(self) -> Iterator[Problem]:
         """Yield that there is nobody to train, or nothing to learn."""

@@ -30,10 +30,11 @@ from ensemble.config.values import (
 )
 
 DEFAULT_FOLDS: Final = 5
+MAX_FOLDS: Final = 1000
 # What a command of the user may hold in braces: files and numbers of the training that it is for.
 PLACEHOLDERS: Final = ("train", "fold", "out")
 
-Folds = Annotated[int, Ge(2), Le(1000), MustBe("a whole number from 2 to 1000")]
+Folds = Annotated[int, Ge(2), Le(MAX_FOLDS), MustBe(f"a whole number from 2 to {MAX_FOLDS}")]
 Command = Annotated[
     tuple[Text, ...],
     BeforeValidator(as_tuple),
@@ -65,6 +66,11 @@ class FoldsConfig(StrictConfig):
     def splits(self) -> int | None:
         """Return the number of folds; None where a column tells."""
         return None if self.column is not None else self.n_splits or DEFAULT_FOLDS
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Return the table's columns that decide folds, by their key."""
+        return self.model_dump(include={"column", "group_column"}, exclude_none=True)
 
 
 class ExtraTable(StrictConfig):

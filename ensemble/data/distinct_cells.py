@@ -18,8 +18,9 @@ from ensemble.data.table import InputTable, row_text
 
 @dataclass(frozen=True)
 class DistinctCells:
-    """Hold the number of each row's cell among a column's distinct cells, int64 [rows], and these, sorted."""
+    """Hold a column's distinct cells, sorted, and the number of each row's cell among them, int64 [rows]."""
 
+    name: str
     numbers: npt.NDArray[np.int64]
     values: tuple[str, ...]
 
@@ -41,11 +42,9 @@ def distinct_cells(path: Path, table: InputTable, column: str) -> DistinctCells:
             f"column {quoted(column)} of {path} is empty in {plural(len(empty), 'row')}, first: {first}; fill it "
             "in every row"
         )
-    unique = pc.unique(cells)
-    texts: list[str] = unique.to_pylist()
-    numbers, is_text = text_as_numbers(unique)
-    order = sorted(range(len(texts)), key=texts.__getitem__)
+    values = pa.array(sorted(cells.unique().to_pylist()), cells.type)
+    numbers, is_text = text_as_numbers(values)
     if not is_text.any() and np.isfinite(numbers).all():
-        order.sort(key=numbers.tolist().__getitem__)
-    places = pc.index_in(cells, value_set=unique.take(pa.array(order, pa.int64())))
-    return DistinctCells(np.asarray(places.to_numpy(), np.int64), tuple(texts[index] for index in order))
+        values = values.take(pa.array(np.argsort(numbers, kind="stable")))
+    places = pc.index_in(cells, value_set=values)
+    return DistinctCells(column, np.asarray(places.to_numpy(), np.int64), tuple(values.to_pylist()))

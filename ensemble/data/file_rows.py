@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from ensemble.common.errors import DataError
 from ensemble.common.text import quoted
-from ensemble.data.input_file import cell_texts, is_json_field, is_text, shown_type
+from ensemble.data.input_file import column_texts, is_json_field, is_text, shown_type
 from ensemble.data.json_cells import refuse_constant
 
 
@@ -80,9 +80,9 @@ def as_in(path: Path, cells: pa.ChunkedArray, source: pa.Field, target: pa.Field
         if is_json and not shall_be_json:
             return _converted(cells, _as_text if is_text(target.type) else json.loads, target.type)
         if is_text(target.type):
-            return _converted(cells, str, target.type)
+            return pc.cast(column_texts(cells), target.type)
         if is_text(source.type):  # CSV files have no other nulls
-            cells = pc.if_else(pc.equal(cells, ""), pa.scalar(None, cells.type), cells)
+            cells = pc.if_else(pc.equal(cells, ""), None, cells)
         return pc.cast(cells, target.type)
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise DataError(
@@ -94,9 +94,8 @@ def as_in(path: Path, cells: pa.ChunkedArray, source: pa.Field, target: pa.Field
 def _converted(
     cells: pa.ChunkedArray, convert: Callable[[str], object], kind: pa.DataType
 ) -> pa.ChunkedArray:
-    texts = (text for chunk in cells.chunks for text in cell_texts(chunk).to_pylist())
-    values = [None if text is None else convert(text) for text in texts]
-    return pa.chunked_array([pa.array(values, kind)], kind)
+    texts = column_texts(cells).to_pylist()
+    return pa.chunked_array([pa.array([None if text is None else convert(text) for text in texts], kind)])
 
 
 def _as_json(text: str) -> str:

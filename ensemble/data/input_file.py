@@ -186,6 +186,12 @@ def cell_texts(column: pa.Array) -> pa.Array:
         return pa.array(texts, pa.large_string())
 
 
+def column_texts(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return a column's ``cell_texts`` as large strings."""
+    chunks = [pc.cast(cell_texts(chunk), pa.large_string()) for chunk in column.chunks]
+    return pa.chunked_array(chunks, pa.large_string())
+
+
 def text_ends(cells: pa.Array) -> npt.NDArray[np.integer]:
     """Return where the first cell begins and where each ends in the array's third buffer, [rows + 1]."""
     width = 8 if cells.type in (pa.large_string(), pa.large_binary()) else 4

@@ -30,6 +30,7 @@ from ensemble.data.input_file import (
     Contents,
     Wanted,
     cell_texts,
+    column_texts,
     is_binary,
     is_json_field,
     is_text,
@@ -203,10 +204,7 @@ class InputTable:
 
     def texts(self, column: str) -> pa.ChunkedArray:
         """Return the cells of a column as large strings, [rows]; nulls stay."""
-        chunks = [
-            pc.cast(cell_texts(chunk), pa.large_string()) for chunk in self._columns.column(column).chunks
-        ]
-        return pa.chunked_array(chunks, pa.large_string())
+        return column_texts(self._columns.column(column))
 
     def types(self, columns: Collection[str]) -> dict[str, str]:
         """Return in a word what columns hold, by column; names that are no column are left out."""
@@ -385,7 +383,7 @@ def _as_numbers(column: pa.ChunkedArray) -> npt.NDArray[np.float64]:
     """Return numbers of any type, or in text, as float64 [rows]: true is 1, false is 0, other cells are NaN."""
     if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
         return np.asarray(pc.cast(column, pa.float64()).to_numpy())
-    text = pc.fill_null(pa.chunked_array([cell_texts(chunk) for chunk in column.chunks]), "")
+    text = pc.fill_null(column_texts(column), "")
     numbers, is_text = text_as_numbers(text)
     if is_text.any():  # as pandas' get_dummies writes them
         lower = pc.utf8_lower(pc.utf8_trim_whitespace(text)).to_numpy(zero_copy_only=False)

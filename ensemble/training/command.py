@@ -11,7 +11,7 @@ from pathlib import Path
 from ensemble.common.clock import boot_seconds
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.errors import RESUMES, ConfigError, MembersFailed, TimeLimitReached
-from ensemble.common.files import write_text
+from ensemble.common.files import atomic_path, write_text
 from ensemble.common.python_process import python_command
 from ensemble.common.shards import file_sha256
 from ensemble.common.text import listed, plural, shown_path
@@ -23,9 +23,10 @@ from ensemble.pipeline.run import Display
 from ensemble.pipeline.run_dir import RunDir, head, hold, logging_to, system_errors_in
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.pipeline.trained_members import is_trained, missing_parts, with_trained
+from ensemble.pipeline.training_data import TrainingData
 from ensemble.pipeline.training_dir import Part, TrainingDir, parts_of
 from ensemble.training.check import check_trainings
-from ensemble.training.data import TrainingData, read_training_data, training_files
+from ensemble.training.data import read_training_data
 from ensemble.training.jobs import Training, TrainingRun
 from ensemble.training.records import TrainingReport
 from ensemble.training.seal import why_to_train
@@ -70,9 +71,8 @@ def train(
     data = read_training_data(loaded)
     if fold is not None and not 0 <= fold < data.splits:
         raise ConfigError(f"--fold: the folds are 0 to {data.splits - 1}, not {fold}")
-    display.say(
-        f"{shown_path(config.training_data.path)}: {plural(data.rows, 'row')} in {plural(data.splits, 'fold')}"
-    )
+    rows = plural(data.main.table.rows, "row")
+    display.say(f"{shown_path(config.training_data.path)}: {rows} in {plural(data.splits, 'fold')}")
     for remark in data.remarks:
         display.say(remark)
     rundir, files = RunDir(config.output_dir), TrainingDir(config.output_dir)
@@ -185,7 +185,7 @@ def _taken_as_sealed(loaded: LoadedConfig) -> str:
 
 def _lost(config: RunConfig) -> Iterator[str]:
     """Yield the tables and base models that are gone, of those that a training needs."""
-    yield from (shown_path(path) for path in training_files(config) if not path.exists())
+    yield from (shown_path(path) for path in config.training_files if not path.exists())
     for model in config.trained_members:
         training = training_from_base(model)
         if training is not None and training.folder is None:
@@ -248,7 +248,7 @@ def _trainings(
             part=part,
             command=tuple(command),
             is_built_in=from_base is not None,
-            made_of={"the training table": data.digest(part, model.name), **settings},
+            made_of={"the training table": data.digest(model.name, data.rows_of(part.fold)), **settings},
         )
 
 
@@ -280,19 +280,20 @@ def _write_data(
     ends_at: float | None,
 ) -> None:
     """Write what the commands read: a table for each part of users' commands, and the trainer's specs."""
+    table = files.root / "data/table.arrow"
+    table.parent.mkdir(exist_ok=True)
     for part in dict.fromkeys(training.part for training in trainings if not training.is_built_in):
-        file = files.train_file(part, data.suffix)
-        file.parent.mkdir(exist_ok=True)
-        data.write(file, data.rows_of(part))
+        data.write_for_command(files.train_file(part, data.suffix), data.rows_of(part.fold))
     for name in dict.fromkeys(training.model.name for training in trainings):
         files.spec(name, Part(None)).parent.mkdir(parents=True, exist_ok=True)
         write_trained_rows(files.trained_rows(name), data.trained_rows(name))
     built_in = [training for training in trainings if training.is_built_in]
     if not built_in:
         return
-    table = data.publish(files.root / "data")
+    with atomic_path(table) as temporary:
+        data.table.publish(temporary)
     for part in dict.fromkeys(training.part for training in built_in):
-        data.write_rows(part, files.train_file(part, ".npz"))
+        data.write_for_trainer(files.train_file(part, ".npz"), data.rows_of(part.fold))
     save_seconds = _SAVE_SECONDS
     if ends_at is not None:
         save_seconds = min(_SAVE_SECONDS, _SAVING_SHARE * max(0.0, ends_at - boot_seconds()))

@@ -98,7 +98,7 @@ def finish(
     made_of = next(_trainings(given.config, folder, data, model)).made_of
     for part in (*map(Part, range(FOLDS)), Part(None)) if parts is None else parts:
         shutil.copytree(adapters / part.name, folder.unfinished(model.name, part))
-        of_part = {**made_of, "the training table": data.digest(part, model.name)}
+        of_part = {**made_of, "the training table": data.digest(model.name, data.rows_of(part.fold))}
         seal_training(folder, model, part, columns, Seal(of_part, 1.0, 1, ("cpu",), {}))
     digests = read("train.csv").row_digests(("a", "b"))
     more = read("test.csv").row_digests(("a", "b"))[list(extra)]

@@ -13,8 +13,8 @@ from ensemble.data.published_table import PublishedTable
 from ensemble.data.table import TableNeeds, read_table
 from ensemble.data.trained_rows import IN_ALL_FOLDS, read_trained_rows, write_trained_rows
 from ensemble.pipeline.load import load
-from ensemble.pipeline.training_dir import Part
-from ensemble.training.data import TrainingData, read_training_data
+from ensemble.pipeline.training_data import TrainingData
+from ensemble.training.data import read_training_data
 from tests.training.tables import BUILT_IN, BY_COMMAND, LABELS, config, frame, problems, read
 
 FORMATS = ["train.csv", "train.tsv", "train.csv.gz", "train.parquet", "train.jsonl", "train.jsonl.gz"]
@@ -63,15 +63,15 @@ def test_a_commands_file_is_the_table_without_the_held_out_rows(tmp_path: Path, 
     source = write(table, tmp_path / name)
     data = read(tmp_path, BY_COMMAND, data={"path": str(source)}, folds={"n_splits": 3})
     assert data.suffix == name.removeprefix("train")
-    for part in (Part(0), Part(2), Part(None)):
-        path = tmp_path / "parts" / f"{part.name}{data.suffix}"
-        data.write(path, data.rows_of(part))
+    for fold in (0, 2, None):
+        path = tmp_path / f"part-{fold}{data.suffix}"
+        data.write_for_command(path, data.rows_of(fold))
         written = as_pandas_reads(path, data.suffix)
-        rows = np.arange(len(table)) if part.fold is None else np.flatnonzero(data.folds != part.fold)
+        rows = np.arange(len(table)) if fold is None else np.flatnonzero(data.folds != fold)
         expected = table.iloc[rows].reset_index(drop=True)
         pd.testing.assert_frame_equal(written, expected, check_dtype=False)
-        if part.fold is not None:
-            assert not set(written["id"]) & set(table["id"].iloc[np.flatnonzero(data.folds == part.fold)])
+        if fold is not None:
+            assert not set(written["id"]) & set(table["id"].iloc[np.flatnonzero(data.folds == fold)])
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -91,11 +91,11 @@ def test_extra_rows_follow_with_the_columns_that_both_tables_have(
         extra=[{"path": str(extra), "label_column": "answer", "weight": 0.25}],
     )
     path = tmp_path / f"part{data.suffix}"
-    data.write(path, data.rows_of(Part(1)))
+    data.write_for_command(path, data.rows_of(1))
     written = as_pandas_reads(path, data.suffix)
     assert list(written) == [*table, "weight"]
     own, others = written.iloc[:-8], written.iloc[-8:].reset_index(drop=True)
-    expected = table.iloc[np.flatnonzero(data.folds != 1)].reset_index(drop=True)
+    expected = table.iloc[np.flatnonzero(data.folds[: len(table)] != 1)].reset_index(drop=True)
     pd.testing.assert_frame_equal(own.drop(columns="weight"), expected, check_dtype=False)
     for column in ("id", "text", "label", "note"):
         assert others[column].tolist() == more[column].tolist(), column
@@ -119,9 +119,9 @@ def test_weights_and_one_hot_targets_of_extra_tables(folder: Path) -> None:
         ],
     )
     table = pd.concat([frame(), more, third])
-    assert data.rows == 60
+    assert data.main.table.rows == 60
     assert data.table.rows == 73
-    assert data.activation == "softmax"
+    assert data.main.activation == "softmax"
     expected = (table["label"].to_numpy()[:, None] == np.array(LABELS)).astype(float)
     assert data.targets.tolist() == expected.tolist()
     assert data.weights.tolist() == [1.0] * 60 + [0.5] * 9 + [1.0] * 4
@@ -138,12 +138,12 @@ def test_soft_labels_of_another_run_are_joined_by_id(folder: Path) -> None:
     data = read(folder, BY_COMMAND, folds={"n_splits": 3}, extra=extra, labels=str(folder / "teacher.csv"))
     expected = np.concatenate([teacher.loc[frame()["id"]].to_numpy(), pseudo.loc[more["id"]].to_numpy()])
     np.testing.assert_allclose(data.targets, expected, rtol=0, atol=1e-12)
-    assert data.folds.tolist() == hard.folds.tolist()  # by the true labels
+    assert data.folds.tolist() == [*hard.folds.tolist(), *([IN_ALL_FOLDS] * 9)]  # by the true labels
     path = folder / "part.csv"
-    data.write(path, data.rows_of(Part(0)))
+    data.write_for_command(path, data.rows_of(0))
     written = pd.read_csv(path, dtype={"id": str, "label": str})
     assert list(written) == [*frame(), "prob_neg", "prob_pos", "prob_tie"]
-    rows = data.rows_of(Part(0))
+    rows = data.rows_of(0)
     np.testing.assert_allclose(written[["prob_neg", "prob_pos", "prob_tie"]], expected[rows], rtol=1e-12)
     own = rows[rows < 60]
     assert written["label"].tolist()[: len(own)] == frame()["label"].iloc[own].tolist()
@@ -160,7 +160,7 @@ def test_soft_labels_of_another_run_are_joined_by_id(folder: Path) -> None:
     # Soft labels of the extra rows alone, beside hard ones.
     write(frame(), folder / "train.csv")
     data = read(folder, BY_COMMAND, extra=extra)
-    data.write(path, data.rows_of(Part(None)))
+    data.write_for_command(path, data.rows_of(None))
     written = pd.read_csv(path, dtype=str)
     assert written["label"].tolist()[:60] == frame()["label"].tolist()
     assert written["prob_neg"].astype(float).tolist() == data.targets[:, 0].tolist()
@@ -177,7 +177,7 @@ def test_labels_that_problem_type_decides(folder: Path) -> None:
         "numbers"
     )
     data = read(folder, REGRESSION, **columns)
-    assert data.activation == "none"
+    assert data.main.activation == "none"
     np.testing.assert_allclose(data.targets, numbers, rtol=1e-12)
     several = {**BUILT_IN, "problem_type": "multi_label_classification"}
     (text,) = problems(folder, several, **columns)
@@ -191,10 +191,11 @@ def test_the_built_in_way_gets_the_table_and_the_rows_of_a_part(folder: Path) ->
     data = read(
         folder, folds={"n_splits": 3, "group_column": "group"}, extra=[{"path": str(folder / "more.csv")}]
     )
-    published = PublishedTable(data.publish(folder / "work"))
+    data.table.publish(folder / "table.arrow")
+    published = PublishedTable(folder / "table.arrow")
     assert published.columns == ("text",)
-    data.write_rows(Part(1), folder / "work" / "rows.npz")
-    with np.load(folder / "work" / "rows.npz") as arrays:
+    data.write_for_trainer(folder / "rows.npz", data.rows_of(1))
+    with np.load(folder / "rows.npz") as arrays:
         rows, targets, weights, groups = (arrays[name] for name in ("rows", "targets", "weights", "groups"))
     table = pd.concat([frame(), frame(9, seed=1, first=500)])
     assert [row["text"] for row in published.take(rows)] == table["text"].iloc[rows].tolist()
@@ -207,7 +208,7 @@ def test_the_built_in_way_gets_the_table_and_the_rows_of_a_part(folder: Path) ->
 
 
 def digests(data: TrainingData) -> tuple[str, str]:
-    return data.digest(Part(0), "m"), data.digest(Part(0), "c")
+    return data.digest("m", data.rows_of(0)), data.digest("c", data.rows_of(0))
 
 
 def test_a_digest_changes_with_what_is_learned_alone(folder: Path) -> None:
@@ -217,8 +218,8 @@ def test_a_digest_changes_with_what_is_learned_alone(folder: Path) -> None:
     data = read(folder, *models, **changes)
     before = digests(data)
     assert digests(read(folder, *models, **changes)) == before
-    assert len({data.digest(Part(fold), "m") for fold in (0, 1, 2, None)}) == 4
-    row, held_out = int(data.rows_of(Part(0))[3]), int(np.flatnonzero(data.folds == 0)[2])
+    assert len({data.digest("m", data.rows_of(fold)) for fold in (0, 1, 2, None)}) == 4
+    row, held_out = int(data.rows_of(0)[3]), int(np.flatnonzero(data.folds == 0)[2])
 
     def after(where: int, column: str, value: str) -> tuple[str, str]:
         other = table.copy()
@@ -256,7 +257,9 @@ def test_the_rows_that_a_member_has_seen_are_found_again_in_another_table(folder
     data = read(folder, member, folds={"n_splits": 3}, extra=[{"path": str(folder / "more.csv")}])
     write_trained_rows(folder / "rows.bin", data.trained_rows("m"))
     seen = read_trained_rows(folder / "rows.bin")
-    assert seen.folds.tolist() == [*data.folds.tolist(), *([IN_ALL_FOLDS] * 9)]
+    assert seen.folds.tolist() == data.folds.tolist()
+    assert set(seen.folds[:60]) == {0, 1, 2}
+    assert set(seen.folds[60:]) == {IN_ALL_FOLDS}
     by_digest = {tuple(digest): fold for digest, fold in zip(seen.digests.tolist(), seen.folds, strict=True)}
     # A table to predict: other ids, another order, some rows that are new.
     other = pd.concat([more.iloc[:2], frame().iloc[[7, 3]], frame(2, seed=9, first=900)]).assign(id=range(6))
@@ -367,6 +370,6 @@ def test_all_rows_are_read_whatever_the_runs_limit_and_nothing_is_written(folder
     loaded = load(config(folder, BY_COMMAND), ["limit=5"])
     files = sorted(folder.iterdir())
     data = read_training_data(loaded)
-    assert data.rows == 60
+    assert data.main.table.rows == 60
     assert list(data.file_states) == [str(folder / "train.csv")]
     assert sorted(folder.iterdir()) == files

@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 from sklearn.model_selection import KFold, StratifiedGroupKFold, StratifiedKFold
 
-from ensemble.pipeline.training_dir import Part
 from tests.training.tables import BUILT_IN, LABELS, frame, problems, read
 
 
@@ -100,19 +99,19 @@ def test_every_row_is_held_out_once_and_never_trained_on_then(
     held_out = [np.flatnonzero(data.folds == fold) for fold in range(data.splits)]
     assert sorted(np.concatenate(held_out)) == list(range(len(table)))
     for fold, rows in enumerate(held_out):
-        trained = data.rows_of(Part(fold))
+        trained = data.rows_of(fold)
         assert not set(rows) & set(trained)
         assert sorted([*rows, *trained]) == list(range(len(table) + len(extra)))
         if "group_column" in folds:
             own = trained[trained < len(table)]
             assert not set(table["group"].iloc[rows]) & set(table["group"].iloc[own])
-    assert data.rows_of(Part(None)).tolist() == list(range(len(table) + len(extra)))
+    assert data.rows_of(None).tolist() == list(range(len(table) + len(extra)))
 
 
 def test_the_fold_of_each_row_is_written_by_its_id(folder: Path) -> None:
     data = read(folder, folds={"n_splits": 3})
-    data.write_folds(folder / "runs/folds.csv")
-    written = pd.read_csv(folder / "runs/folds.csv", dtype=str)
+    data.write_folds(folder / "folds.csv")
+    written = pd.read_csv(folder / "folds.csv", dtype=str)
     assert written["id"].tolist() == frame()["id"].tolist()
     assert written["fold"].astype(int).tolist() == data.folds.tolist()
 
@@ -131,6 +130,12 @@ def test_what_cannot_be_divided_is_refused_in_a_sentence(folder: Path) -> None:
     table.to_csv(folder / "train.csv", index=False)
     (text,) = problems(folder, folds={"n_splits": 3, "group_column": "group"})
     assert "has 2 groups in 'group'; choose as many folds at most" in text
+
+
+def test_folds_and_extra_tables_are_refused_together(folder: Path) -> None:
+    frame(9, first=500).assign(label="tye").to_csv(folder / "more.csv", index=False)
+    texts = problems(folder, folds={"n_splits": 61}, extra=[{"path": str(folder / "more.csv")}])
+    assert [text.partition(" ")[0] for text in texts] == ["training.folds.n_splits:", "training.extra[0]"]
 
 
 def test_wrong_fold_and_group_columns_are_refused_in_a_sentence(folder: Path) -> None:

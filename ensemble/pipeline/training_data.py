@@ -1,0 +1,187 @@
+"""Hold the rows that members are trained on, and write the files that their trainings read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ensemble.common.files import FileState, atomic_path
+from ensemble.common.shards import file_sha256
+from ensemble.common.text import plural
+from ensemble.data.csv_file import write_csv
+from ensemble.data.digests import find_rows, with_another
+from ensemble.data.file_rows import FileRows
+from ensemble.data.formats import copy_rows, file_extension
+from ensemble.data.ids import ID_COLUMN
+from ensemble.data.input_file import first_ids
+from ensemble.data.row_files import FileCells
+from ensemble.data.table import InputTable
+from ensemble.data.trained_rows import TrainedRows
+from ensemble.pipeline.labelled_table import LabelledTable
+
+_Numbers: TypeAlias = npt.NDArray[np.int64]
+_Values: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """Hold the rows of the training table, divided into folds, and then those of extra tables.
+
+    Attributes:
+        tables: with the same labels and ``activation``.
+        table: the rows of all of them, with the columns that members read.
+        folds: of all rows, int64 [rows], from 0 to ``splits`` - 1; those of extra tables are ``IN_ALL_FOLDS``.
+        groups: of rows that stay together, int64 [rows]; None: there are no groups.
+        columns: that a member reads in any of its views, by the member's name.
+        files: the column that names files, by name of the members that read files.
+        commands: the members that are trained by a command.
+        file_states: of the files that were read, by absolute path.
+    """
+
+    tables: tuple[LabelledTable, ...]
+    table: InputTable
+    folds: _Numbers
+    groups: _Numbers | None
+    columns: Mapping[str, tuple[str, ...]]
+    files: Mapping[str, FileCells]
+    commands: frozenset[str]
+    file_states: Mapping[str, FileState]
+
+    @property
+    def main(self) -> LabelledTable:
+        """Return the training table."""
+        return self.tables[0]
+
+    @property
+    def splits(self) -> int:
+        """Return the number of folds."""
+        return int(self.folds.max()) + 1
+
+    @cached_property
+    def targets(self) -> _Values:
+        """Return what is to be learned of each row, as in ``LabelledTable``: float64 [rows, labels]."""
+        return np.concatenate([table.targets for table in self.tables])
+
+    @cached_property
+    def weights(self) -> _Values:
+        """Return the weight of each row in the loss, float64 [rows]."""
+        return np.concatenate([np.full(table.table.rows, table.weight) for table in self.tables])
+
+    def rows_of(self, fold: int | None) -> _Numbers:
+        """Return the rows to train on, rising: all, or those outside a fold, extra rows among them."""
+        if fold is None:
+            return np.arange(len(self.folds))
+        return np.flatnonzero(self.folds != fold)
+
+    def trained_rows(self, member: str) -> TrainedRows:
+        """Return which rows a member's models have seen."""
+        digests = self.table.row_digests(self.columns[member], self.files.get(member))
+        return TrainedRows(digests, self.folds)
+
+    def digest(self, member: str, rows: _Numbers) -> str:
+        """Return a digest of everything in the tables that a member's training on these rows depends on.
+
+        For the built-in way these are the cells that the member reads, of these rows alone; for a command, which
+        may read any column, the whole files.
+        """
+        hashed = blake2b(repr((self.main.labels, self.main.activation)).encode(), digest_size=32)
+        if member in self.commands:
+            hashed.update("".join(self._file_digests).encode() + rows.tobytes())
+        for array in (self.trained_rows(member).digests[rows], *self._learned(rows).values()):
+            hashed.update(array.tobytes())
+        return hashed.hexdigest()
+
+    @cached_property
+    def _file_digests(self) -> list[str]:
+        return [file_sha256(source.data.path) for source in self.tables]
+
+    def _learned(self, rows: _Numbers) -> dict[str, Any]:
+        """Return the ``targets``, ``weights`` and, if there are any, ``groups`` of rows: an array each."""
+        arrays = {"targets": self.targets[rows], "weights": self.weights[rows]}
+        return arrays if self.groups is None else {**arrays, "groups": self.groups[rows]}
+
+    def write_folds(self, path: Path) -> None:
+        """Write the id and the fold of each row of the training table as CSV."""
+        ids = self.main.table.ids
+        with atomic_path(path) as temporary:
+            write_csv(temporary, [ID_COLUMN, "fold"], [ids, pa.array(self.folds[: len(ids)])])
+
+    def write_for_trainer(self, path: Path, rows: _Numbers) -> None:
+        """Write what our own trainer learns: an npz file of ``rows`` and of what is learned of each."""
+        with atomic_path(path) as temporary, temporary.open("wb") as stream:
+            np.savez(stream, rows=rows, **self._learned(rows))
+
+    @property
+    def suffix(self) -> str:
+        """Return the extension of the files that ``write_for_command`` writes, that of the training table."""
+        return file_extension(self.main.data.path)
+
+    @property
+    def added_columns(self) -> dict[str, _Values]:
+        """Return what ``write_for_command`` writes beside the training table's own columns, by name, [rows].
+
+        There is ``weight`` if some row's is not 1, and ``prob_<label>`` for each label if the label columns of the
+        training table cannot say what is learned.
+        """
+        columns: dict[str, _Values] = {}
+        if (self.weights != 1).any():
+            columns["weight"] = self.weights
+        main, *extras = self.tables
+        has_one_column = main.data.label_columns is None
+        if main.is_soft or (has_one_column and not all(extra.names_one_label.all() for extra in extras)):
+            for label, values in zip(main.labels, self.targets.T, strict=True):
+                columns[f"prob_{label}"] = values
+        return columns
+
+    def write_for_command(self, path: Path, rows: _Numbers) -> None:
+        """Write a file like the training table's: some of its rows with all of their cells, and all extra rows.
+
+        Extra rows have the columns that both tables have, and their labels in the training table's columns; other
+        cells are empty. ``added_columns`` come last.
+
+        Args:
+            rows: the numbers of the rows, rising.
+
+        Raises:
+            DataError: a cell of an extra table does not fit the format.
+        """
+        source = self.main.data
+        extras = [(extra.data.path, extra.rows_like(source)) for extra in self.tables[1:]]
+        added = {name: values[rows] for name, values in self.added_columns.items()}
+        with atomic_path(path) as temporary:
+            copy_rows(source.path, FileRows(rows[rows < self.main.table.rows], extras, added), temporary)
+
+    @property
+    def remarks(self) -> list[str]:
+        """Return sentences for the user: how many rows stand elsewhere, too, as a member reads them."""
+        rows, labels = self.main.table.rows, self.targets.argmax(axis=1)
+        has_label = np.concatenate([table.names_one_label for table in self.tables])
+        has_label &= self.main.activation == "softmax"
+        in_folds = np.zeros(self.table.rows, np.bool_)
+        in_extras, with_labels = in_folds.copy(), in_folds.copy()
+        for names in {*self.columns.values()} - {()}:
+            digests = self.table.row_digests(names)
+            in_folds[:rows] |= with_another(digests[:rows], self.folds[:rows])
+            in_extras[:rows] |= find_rows(digests[:rows], digests[rows:]) >= 0
+            with_labels[has_label] |= with_another(digests[has_label], labels[has_label])
+        advice = "training.folds.group_column keeps rows together that belong together"
+        sentences = {
+            f"whose text also stands in another fold, so that its model has learned it; {advice}": in_folds,
+            "whose text also stands in a table of training.extra, so that all models have learned it": in_extras,
+            "whose text has another label in another row; their models learn both": with_labels,
+        }
+        remarks = []
+        for sentence, is_repeated in sentences.items():
+            if is_repeated.any():
+                count = plural(int(is_repeated.sum()), "row")
+                shown = first_ids(self.table.ids.filter(pa.array(is_repeated)))
+                remarks.append(f"{self.main.data.path}: {count} (id {shown}) {sentence}")
+        return remarks
