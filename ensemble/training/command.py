@@ -40,7 +40,7 @@ from ensemble.training.trained import is_trained, missing_parts, with_trained
 _PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
 # What {fold} is for a training on all rows.
 ALL_ROWS = "-1"
-_TRAINER, _HEAD = "ensemble.training.child.trainer", "ensemble.training.child.head"
+_TRAINER, _HEAD = "ensemble.training.child.trainer", "ensemble.members.pooled_cls.training.head"
 _MICRO_BATCH = 8
 # Of a run's time limit, the part that is kept for predictions and for writing.
 _PREDICTING_SHARE = 0.2
