@@ -35,12 +35,13 @@ class Rung:
         parts = [f"{plural(self.micro_batch, 'row')} at a time"]
         parts += ["activation checkpointing"] if self.gradient_checkpointing else []
         parts += ["the 8-bit optimizer"] if self.optim == _8_BIT else []
-        return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+        *first, last = parts
+        return f"{', '.join(first)} and {last}" if first else last
 
     def halvings(self) -> list[Rung]:
         """Return this rung, and the same with ever fewer rows at a time."""
-        fewer = [self.micro_batch >> times for times in range(self.micro_batch.bit_length())]
-        return [replace(self, micro_batch=rows) for rows in fewer]
+        times = range(self.micro_batch.bit_length())
+        return [replace(self, micro_batch=self.micro_batch // 2**number) for number in times]
 
 
 class Ladder:
@@ -50,7 +51,8 @@ class Ladder:
     """
 
     def __init__(self, spec: Mapping[str, Any], folder: Path, device: str) -> None:
-        self._train, self._device = spec["train"], device or "this machine"
+        self._train = spec["train"]
+        self._device = device or "this machine"
         key = digest_of([device, spec["labels"], spec["settings"], self._train])
         self._file = folder / f"{key[:16]}.json"
         self._is_tried = bool(device) and self._train["per_device_train_batch_size"] == "auto"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -22,8 +21,7 @@ from ensemble.members.predictor import Prediction, Predictor, Report
 from ensemble.training.ladder import Ladder, Rung
 from ensemble.worker.logged_command import CommandFailed, LoggedCommand, OutOfMemory
 
-# For all processes that try what fits.
-TRIAL_SECONDS = 60.0
+TRIAL_SECONDS = 60.0  # for all processes that try what fits
 
 
 def import_libraries() -> Mapping[str, str]:
@@ -37,9 +35,8 @@ def make_predictor(common: CommonSpec, settings: Mapping[str, Any], table: objec
 class Trainings(Predictor):
     """Run the commands of trainings.
 
-    ``settings`` are ``device`` (see ``Ladder``), ``environment`` and ``secrets`` (see ``LoggedCommand``), and
-    ``jobs`` by row: ``command``, ``out`` and ``log``, ``resumes`` (whether it goes on with what an earlier try has
-    left in ``out``; else that is removed), and ``rungs`` (the ladder's folder; empty: it is not our trainer).
+    ``settings`` are ``jobs`` by row, with fields of ``LoggedCommand`` and ``rungs`` (the folder of a ladder; empty: it
+    is not our trainer), and for all of them the ladder's ``device``, the ``environment`` and the ``secrets``.
     """
 
     def __init__(self, common: CommonSpec, settings: Mapping[str, Any]) -> None:
@@ -57,11 +54,10 @@ class Trainings(Predictor):
             command=job["command"],
             out=Path(job["out"]),
             log=Path(job["log"]),
+            resumes=job["resumes"],
             environment=self._settings["environment"],
             secrets=self._settings["secrets"],
         )
-        if not job["resumes"] and command.out.exists():
-            shutil.rmtree(command.out)
         try:
             if job["rungs"]:
                 spec = read_json(Path(command.command[-1]))

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,6 +64,7 @@ class LoggedCommand:
             ``padded_tokens``; and in ``problem.json`` the ``text`` for the user when it fails, and whether it
             ``is_out_of_memory``.
         log: the file for what it prints.
+        resumes: whether it goes on with what an earlier try has left in ``out``; else that is removed.
         environment: variables by name, None: not set.
         secrets: what must not be in the log, by any names.
     """
@@ -70,6 +72,7 @@ class LoggedCommand:
     command: Sequence[str]
     out: Path
     log: Path
+    resumes: bool
     environment: Mapping[str, str | None]
     secrets: Mapping[str, str]
 
@@ -82,6 +85,8 @@ class LoggedCommand:
             CommandFailed: it has ended with an exit code other than 0, or was killed.
             OutOfMemory: the same, for lack of memory.
         """
+        if not self.resumes and self.out.exists():
+            shutil.rmtree(self.out)
         self.out.mkdir(parents=True, exist_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         for name in ("progress.json", "problem.json"):  # of an earlier one
@@ -120,11 +125,11 @@ class LoggedCommand:
     def progress(self) -> Counters:
         """Return the work that the command has told of in ``progress.json``."""
         told = read_json(self.out / "progress.json")
-        count = {key: value for key, value in told.items() if isinstance(value, int)}
+        counts = {key: value for key, value in told.items() if isinstance(value, int)}
         return Counters(
-            tokens=count.get("tokens", 0),
-            padded_tokens=count.get("padded_tokens", 0),
-            batches=count.get("step", 0),
+            tokens=counts.get("tokens", 0),
+            padded_tokens=counts.get("padded_tokens", 0),
+            batches=counts.get("step", 0),
         )
 
     def _signs_of_life(self) -> object:
@@ -154,7 +159,8 @@ class LoggedCommand:
         free = free_bytes(self.out)
         if free is not None and free < _FULL_BYTES:
             text += f"; the disk is full: {gib(free)} are free for {shown_path(self.out)}"
-        return (OutOfMemory if has_host_killed else CommandFailed)(text, was_killed=code < 0)
+        kind = OutOfMemory if has_host_killed else CommandFailed
+        return kind(text, was_killed=code < 0)
 
     def _last_words(self, log_start: int) -> str:
         """Return the last lines that the command has printed; its log had ``log_start`` bytes before."""

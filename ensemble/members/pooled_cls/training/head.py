@@ -56,8 +56,7 @@ def train(spec: Mapping[str, Any]) -> None:
         }
         write_text(out / "progress.json", json.dumps(progress))
 
-    settings, pooling_mode = spec["settings"]["member"], spec["train"]["pooling_mode"]
-    backbone = Backbone(Path(spec["table"]), settings, pooling_mode, spec["labels"], spec["seed"])
+    backbone = Backbone(Path(spec["table"]), spec["settings"]["member"], spec["train"]["pooling_mode"])
     rows_of_features, features = read_features(compute_features(backbone, Path(spec["features"]), report))
     part = np.load(spec["rows"])
     kept = np.isin(part["rows"], rows_of_features)
