@@ -35,8 +35,8 @@ def make_predictor(common: CommonSpec, settings: Mapping[str, Any], table: objec
 class Trainings(Predictor):
     """Run the commands of trainings.
 
-    ``settings`` are ``jobs`` by row, with fields of ``LoggedCommand`` and ``rungs`` (the folder of a ladder; empty: it
-    is not our trainer), and for all of them the ladder's ``device``, the ``environment`` and the ``secrets``.
+    ``settings`` are ``jobs`` by row, with fields of ``LoggedCommand`` and ``rungs`` (the folder of a ladder; empty:
+    it is not our trainer), and for all of them the ladder's ``device``, the ``environment`` and the ``secrets``.
     """
 
     def __init__(self, common: CommonSpec, settings: Mapping[str, Any]) -> None:
