@@ -122,7 +122,7 @@ class Training:
             held_rows, rows = divide(self._groups, stopping["share"], spec.seed)
         plan = make_plan(self.examples, rows, spec.train, spec.micro_batch, spec.seed)
         saves = Saves(self._out / "saves" / self._digest(), spec.save_seconds)
-        trainer = self._trainer(plan, saves.folder)
+        trainer = self._make_trainer(plan, saves.folder)
         newest = saves.newest()
         early_stop, has_ended = None, False
         if stopping:
@@ -148,7 +148,7 @@ class Training:
         spec, rows = self._spec, file_sha256(Path(self._spec.rows))
         return digest_of([spec.labels, spec.seed, spec.settings, spec.train, spec.optim, rows])[:16]
 
-    def _trainer(self, plan: Plan, folder: Path) -> StepTrainer:
+    def _make_trainer(self, plan: Plan, folder: Path) -> StepTrainer:
         own, seed = self._spec.train["training_arguments"], self._spec.seed
         arguments = training_arguments(own, self.trainee, self._spec.optim, folder, len(plan.steps), seed)
         return StepTrainer(self.trainee.model, plan, arguments)
@@ -175,7 +175,7 @@ class Training:
         plan = Plan(self.examples, [rows, rows], 1, size * int(lengths.max()))
         try:
             with contextlib.suppress(NotFinite):  # of weights that nobody keeps
-                self._trainer(plan, self._out / "saves" / "trial").train()
+                self._make_trainer(plan, self._out / "saves" / "trial").train()
         except Exception as error:
             if not lacks_memory(error):
                 raise
