@@ -18,7 +18,8 @@ OF_ANALYSIS = {"pandas", "sklearn", "scipy", "matplotlib"}
 ROAD = {"common", "config", "data", "members", "planning", "scheduling", "merging", "pipeline"}
 # What each room may use beside itself; the file api.py counts as a room.  "child" is the child side of members,
 # which is whatever needs torch; "predictor" is all that it and the worker know of each other; "trainer" is the
-# child side of trainings.  The parent's rooms never use any of the last four.
+# child side of trainings; what their workers run is of the room of the worker.  The parent's rooms never use any of
+# the last four.
 ROOMS = {
     "common": set[str](),
     "config": {"common"},
@@ -68,6 +69,8 @@ def room_of(parts: tuple[str, ...]) -> str:
         return "predictor"
     if parts[:2] == ("training", "child"):
         return "trainer"
+    if parts in (("training", "worker"), ("training", "ladder")):
+        return "worker"
     return "child" if parts[0] == "members" and CHILD_SIDE_OF_MEMBERS & set(parts) else parts[0]
 
 

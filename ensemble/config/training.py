@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from ensemble.config.document import Problem
 from ensemble.config.strict import StrictConfig
 from ensemble.config.table import DataConfig, broken_label_columns
-from ensemble.config.training_arguments import owned_keys
+from ensemble.config.training_arguments import owned_keys, steps_problem
 from ensemble.config.values import (
     Column,
     Count,
@@ -181,6 +181,9 @@ class TrainConfig(StrictConfig):
             )
         for name, sentence in owned_keys(self.training_arguments):
             yield ("training_arguments", name), sentence
+        no_steps = steps_problem(self.training_arguments)
+        if no_steps is not None:
+            yield ("training_arguments", "num_train_epochs"), no_steps
         yield from self._broken_head()
         if self.lora_config and self.method not in ("lora", "qlora"):
             yield ("lora_config",), "needs method: lora or qlora"

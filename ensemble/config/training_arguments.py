@@ -1,9 +1,10 @@
-"""Name the keys of ``train.training_arguments`` that are not the user's to set, and why."""
+"""Name the keys of ``train.training_arguments`` that are not the user's to set, and values that train nothing."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 _ORDER: Final = "the order of rows comes from the seed and their lengths, so that a killed training can go on"
 _SAVES: Final = "a training saves as often as that takes little time, and goes on from the newest save"
@@ -46,3 +47,13 @@ def owned_keys(keys: Iterable[str]) -> Iterator[tuple[str, str]]:
             if key == name or (name.endswith("_") and key.startswith(name)):
                 yield key, f"is not set here: {reason}; drop it"
                 break
+
+
+def steps_problem(arguments: Mapping[str, Any]) -> str | None:
+    """Return why ``num_train_epochs`` gives no training; None if it does, or is no number, or max_steps decides."""
+    epochs, max_steps = arguments.get("num_train_epochs"), arguments.get("max_steps")
+    if not isinstance(epochs, int | float) or (isinstance(max_steps, int) and max_steps > 0):
+        return None
+    if epochs > 0 and math.isfinite(epochs):
+        return None
+    return f"{epochs} epochs are no training; give a number above 0, or max_steps"

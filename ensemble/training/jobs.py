@@ -50,7 +50,7 @@ from ensemble.training.records import (
 )
 from ensemble.training.seal import seal_training
 
-_CHILD = "ensemble.training.child.runner"
+_CHILD = "ensemble.training.worker"
 _REPORT_SECONDS = 5.0
 
 

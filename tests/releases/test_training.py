@@ -57,14 +57,15 @@ CAUSAL = [
 def our_gradients(spec: Mapping[str, Any], micro_batch: int, checkpointing: bool = False) -> Gradients:
     """Of one step over all rows, by the trainer's own step."""
     from ensemble.members.huggingface.training.arguments import training_arguments
+    from ensemble.members.huggingface.training.plan import make_plan
     from ensemble.members.huggingface.training.step_trainer import StepTrainer
-    from ensemble.training.child.trainer import TrainerSpec, make_plan, prepare
+    from ensemble.training.child.trainer import TrainerSpec, Training
 
-    made = TrainerSpec(**{**spec, "micro_batch": micro_batch, "gradient_checkpointing": checkpointing})
-    _, trainee, examples, _ = prepare(made)
-    plan = make_plan(made, examples, np.arange(len(TEXTS)))
+    training = Training(TrainerSpec(**{**spec, "gradient_checkpointing": checkpointing}))
+    trainee = training.trainee
+    plan = make_plan(training.examples, np.arange(len(TEXTS)), spec["train"], micro_batch, spec["seed"])
     assert len(plan.steps[0]) == len(TEXTS)
-    arguments = training_arguments({}, "full", "adamw_torch", "", Path(made.out), len(plan.steps), 0)
+    arguments = training_arguments({}, trainee, "adamw_torch", Path(spec["out"]), len(plan.steps), 0)
     trainer = StepTrainer(trainee.model, plan, arguments)
     batches = plan.micro_batches(plan.steps[0])
     assert len(batches) > 1 or micro_batch > 1

@@ -115,6 +115,26 @@ def test_keys_that_are_not_the_users(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "epochs"),
+    [
+        ({"num_train_epochs": 0}, "0"),
+        ({"num_train_epochs": 0.0, "max_steps": 0}, "0.0"),
+        ({"num_train_epochs": -1, "max_steps": -1}, "-1"),
+        ({"num_train_epochs": float("inf")}, "inf"),
+    ],
+)
+def test_epochs_without_a_step(arguments: dict[str, Any], epochs: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(tmp_path, base_model="base", training_arguments=arguments)
+    assert caught.value.problems == (
+        f"models[0].train.training_arguments.num_train_epochs: {epochs} epochs are no training; give a number "
+        "above 0, or max_steps",
+    )
+    for sound in ({"max_steps": 3}, {"num_train_epochs": 0.1}):
+        config(tmp_path, base_model="base", training_arguments={**arguments, **sound})
+
+
 def test_target_modules_that_the_base_does_not_have(bases: Path, tmp_path: Path) -> None:
     llama = {"base_model": str(bases / "llama"), "method": "lora"}
     assert problems(tmp_path, **llama, lora_config={"target_modules": ["q_proj", "query"]}) == [

@@ -14,11 +14,12 @@ import torch
 from ensemble.common.errors import MemberError
 from ensemble.common.protocol import CommonSpec
 from ensemble.common.python_process import python_command, python_environment
-from ensemble.training.child import ladder as module
-from ensemble.training.child import runner
-from ensemble.training.child.ladder import Ladder, Rung
-from ensemble.training.child.runner import Runner
-from ensemble.training.child.trainer import TrainerSpec, train, try_out
+from ensemble.training import ladder as module
+from ensemble.training import worker
+from ensemble.training.child.trainer import TrainerSpec, Training
+from ensemble.training.ladder import Ladder, Rung
+from ensemble.training.worker import Trainings
+from ensemble.worker import logged_command
 from tests.checkpoints import make_checkpoint, make_texts
 from tests.nvml.sim import NvmlSim, gpus
 from tests.project import ROOT, Project, python_path
@@ -81,32 +82,36 @@ class Device:
         return len(rungs), False
 
 
+def told(rung: Rung | None) -> tuple[Rung | None, str]:
+    """A rung, and why it was taken."""
+    return rung, "" if rung is None else rung.why
+
+
 def test_the_first_rung_that_fits_is_taken(has_8_bit: bool, tmp_path: Path) -> None:
     rungs = all_rungs(has_8_bit)
     for number, rung in enumerate(rungs):
-        found = ladder(tmp_path).search(Device(rungs[number:]))
-        assert found == (rung, f"found by a trial on {T4}")
+        assert told(ladder(tmp_path).search(Device(rungs[number:]))) == (rung, f"found by a trial on {T4}")
     assert ladder(tmp_path).search(Device()) is None
 
 
 def test_a_trial_that_dies_of_memory_goes_on_in_a_fresh_process(tmp_path: Path) -> None:
     rungs = all_rungs(True)
     device = Device(rungs, {1: (2, False)})
-    assert ladder(tmp_path).search(device) == (rungs[2], f"found by a trial on {T4}")
+    assert told(ladder(tmp_path).search(device)) == (rungs[2], f"found by a trial on {T4}")
     assert device.asked == [rungs[:4], rungs[2:4]]
     device = Device(rungs, {1: (0, False)})  # before any pass
-    assert ladder(tmp_path).search(device) == (rungs[4], f"found by a trial on {T4}")
+    assert told(ladder(tmp_path).search(device)) == (rungs[4], f"found by a trial on {T4}")
 
 
 def test_without_time_for_a_trial_it_is_one_row_with_checkpointing(tmp_path: Path) -> None:
     why = f"there was no time for a whole trial on {T4}"
-    assert ladder(tmp_path).search(Device((), {1: None})) == (Rung(1, True), why)
+    assert told(ladder(tmp_path).search(Device((), {1: None}))) == (Rung(1, True), why)
     own = ladder(tmp_path, training_arguments={"gradient_checkpointing": True, "optim": "sgd"})
-    assert own.search(Device((), {1: None})) == (Rung(1), why)
+    assert told(own.search(Device((), {1: None}))) == (Rung(1), why)
 
 
 def test_each_rung_below_needs_less(has_8_bit: bool, tmp_path: Path) -> None:
-    lower: Rung | None = ladder(tmp_path).top
+    lower: Rung | None = Rung(12)
     seen = []
     while lower is not None:
         seen.append(lower)
@@ -123,26 +128,35 @@ def test_what_the_user_has_set_is_no_rung(tmp_path: Path) -> None:
 
 
 def test_only_auto_on_a_gpu_is_tried(tmp_path: Path) -> None:
-    assert ladder(tmp_path).is_tried
-    assert not ladder(tmp_path, per_device_train_batch_size=4).is_tried
-    on_cpu = ladder(tmp_path, "")
-    assert (on_cpu.is_tried, on_cpu.top) == (False, Rung(8))
+    assert ladder(tmp_path).first() is None
+    assert ladder(tmp_path, per_device_train_batch_size=4).first() == Rung(8)
+    assert ladder(tmp_path, "").first() == Rung(8)
 
 
 def test_what_fits_is_kept_for_a_kind_of_device(tmp_path: Path) -> None:
-    assert ladder(tmp_path / "rungs").known() is None
-    ladder(tmp_path / "rungs").keep(Rung(3, True), "because")
-    assert ladder(tmp_path / "rungs").known() == (Rung(3, True), "because")
-    assert ladder(tmp_path / "rungs", "Tesla T4 (14.0 GiB)").known() is None
-    assert ladder(tmp_path / "rungs", method="lora").known() is None
-    (file,) = (tmp_path / "rungs").iterdir()
-    for content in ("", "[]", '{"rung": {}}', '{"rung": {"rows": 3}, "why": ""}'):
+    rungs = tmp_path / "rungs"
+    why = "it ran out of memory with 6 rows at a time and activation checkpointing"
+    assert told(ladder(rungs).below(Rung(6, True))) == (Rung(3, True), why)
+    assert told(ladder(rungs).first()) == (Rung(3, True), why)
+    assert ladder(rungs, "Tesla T4 (14.0 GiB)").first() is None
+    assert ladder(rungs, method="lora").first() is None
+    (file,) = rungs.iterdir()
+    kept = json.loads(file.read_text())
+    contents = [
+        "",
+        "[]",
+        '{"micro_batch": {}}',
+        '{"rows": 3, "why": ""}',
+        json.dumps({**kept, "optim": "gone"}),
+    ]
+    for content in contents:
         file.write_text(content)
-        assert ladder(tmp_path / "rungs").known() is None
-    ladder(tmp_path / "rungs").keep(Rung(3, True, "gone"), "because")
-    assert ladder(tmp_path / "rungs").known() is None
-    ladder(tmp_path / "rungs").forget()
-    assert not [*(tmp_path / "rungs").iterdir()]
+        assert ladder(rungs).first() is None
+    file.write_text(json.dumps(kept))
+    lower: Rung | None = Rung(3, True)
+    while lower is not None:
+        lower = ladder(rungs).below(lower)
+    assert not [*rungs.iterdir()], "what does not fit is forgotten"
 
 
 def test_when_nothing_fits_the_user_is_told_what_to_try(has_8_bit: bool, tmp_path: Path) -> None:
@@ -201,7 +215,7 @@ def spec_of(folder: Path, base: Path, **changes: Any) -> dict[str, Any]:
 
 
 def run(spec: Mapping[str, Any], **changes: Any) -> Path:
-    train(TrainerSpec(**{**spec, **changes}))
+    Training(TrainerSpec(**{**spec, **changes})).train()
     return Path(spec["out"])
 
 
@@ -237,7 +251,7 @@ def test_out_of_memory_at_any_step_never_goes_on_from_half_trained_weights(
 def test_a_trial_takes_the_longest_row_through_two_whole_steps(base: Path, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, base, sizes=[8, 4, 2])
     with ShortOfMemory(2) as memory:
-        try_out(TrainerSpec(**spec))
+        Training(TrainerSpec(**spec)).try_out()
     assert json.loads((Path(spec["out"]) / "trial.json").read_text()) == {"begun": 3, "fits": True}
     # One micro-batch that does not fit of 8 and of 4 rows, then two micro-batches in each of two steps.
     assert memory.sizes == [8, 4, 2, 2, 2, 2]
@@ -297,7 +311,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     return made
 
 
-def train_by_runner(spec: Mapping[str, Any], folder: Path, device: str) -> None:
+def train_by_worker(spec: Mapping[str, Any], folder: Path, device: str) -> None:
     (folder / "spec.json").write_text(json.dumps(spec))
     job = {
         "command": [*python_command("ensemble.training.child.trainer"), str(folder / "spec.json")],
@@ -317,7 +331,7 @@ def train_by_runner(spec: Mapping[str, Any], folder: Path, device: str) -> None:
         shards_dir="",
     )
     settings = {"jobs": [job], "device": device, "environment": {}, "secrets": {}}
-    Runner(common, settings).predict(np.array([0]), lambda *counts: None)
+    Trainings(common, settings).predict(np.array([0]), lambda *counts: None)
 
 
 @pytest.mark.long
@@ -327,7 +341,7 @@ def test_a_fresh_process_takes_one_rung_less_from_the_last_save(
 ) -> None:
     site.rules(fits=2)
     spec = spec_of(tmp_path / "a", base)
-    train_by_runner(spec, tmp_path / "a", "")
+    train_by_worker(spec, tmp_path / "a", "")
     out = Path(spec["out"])
     assert [max(sizes) for sizes in site.passes()] == [8, 4, 2]
     assert progress(out)["micro_batch"] == 2
@@ -335,7 +349,7 @@ def test_a_fresh_process_takes_one_rung_less_from_the_last_save(
     assert files(out) == files(run(spec_of(tmp_path / "b", base, micro_batch=2)))
     # The next training of the member begins there.
     site.rules(fits=2)
-    train_by_runner({**spec, "out": str(tmp_path / "again")}, tmp_path / "a", "")
+    train_by_worker({**spec, "out": str(tmp_path / "again")}, tmp_path / "a", "")
     assert [max(sizes) for sizes in site.passes()] == [2]
 
 
@@ -347,7 +361,7 @@ def test_when_no_rung_is_left_the_message_says_what_to_try(base: Path, site: Sit
     with pytest.raises(
         MemberError, match=r"it ran out of memory even with 1 row at a time and activation ch.*; try t"
     ):
-        train_by_runner(spec, tmp_path, "")
+        train_by_worker(spec, tmp_path, "")
     assert site.passes() == [[1], [1]]
     assert not [*(tmp_path / "rungs").iterdir()]
 
@@ -360,10 +374,10 @@ def test_a_training_that_the_kernel_kills_goes_on_with_less(
     site.rules(fits=8, kills=4)
     counts = iter(range(100))
     monkeypatch.setattr(
-        runner, "oom_kills", lambda: next(counts)
+        logged_command, "oom_kills", lambda: next(counts)
     )  # the kernel counts what nobody may count here
     spec = spec_of(tmp_path, base)
-    train_by_runner(spec, tmp_path, "")
+    train_by_worker(spec, tmp_path, "")
     assert [max(sizes) for sizes in site.passes()] == [8, 4]
 
 
@@ -374,12 +388,12 @@ def test_a_trial_on_a_gpu_is_kept_and_may_die(
     site.rules(fits=2, kills=4)
     spec = spec_of(tmp_path, base)
     with pytest.raises(ChildProcessError, match="killed by signal 9"):  # by nobody knows whom: it is repeated
-        train_by_runner(spec, tmp_path, T4)
+        train_by_worker(spec, tmp_path, T4)
     assert not (tmp_path / "rungs").exists()
     site.rules(fits=2, kills=4)
     counts = iter(range(100))
-    monkeypatch.setattr(runner, "oom_kills", lambda: next(counts))  # by the kernel
-    train_by_runner(spec, tmp_path, T4)
+    monkeypatch.setattr(logged_command, "oom_kills", lambda: next(counts))  # by the kernel
+    train_by_worker(spec, tmp_path, T4)
     passes = site.passes()
     # Killed with 8 rows; 4 do not fit, 2 do; then it trains.
     assert passes[:2] == [[8], [4, 2, 2, 2, 2]]
@@ -387,7 +401,7 @@ def test_a_trial_on_a_gpu_is_kept_and_may_die(
     assert len(passes) == 3
     assert progress(Path(spec["out"]))["why"] == f"found by a trial on {T4}"
     site.rules(fits=2, kills=4)
-    train_by_runner({**spec, "out": str(tmp_path / "again")}, tmp_path, T4)
+    train_by_worker({**spec, "out": str(tmp_path / "again")}, tmp_path, T4)
     assert [max(sizes) for sizes in site.passes()] == [2]
 
 
@@ -396,9 +410,9 @@ def test_a_trial_that_takes_too_long_is_ended(
     base: Path, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.rules(fits=8)
-    monkeypatch.setattr(runner, "TRIAL_SECONDS", 0.5)
+    monkeypatch.setattr(worker, "TRIAL_SECONDS", 0.5)
     spec = spec_of(tmp_path, base)
-    train_by_runner(spec, tmp_path, T4)
+    train_by_worker(spec, tmp_path, T4)
     assert progress(Path(spec["out"]))["why"] == f"there was no time for a whole trial on {T4}"
     assert progress(Path(spec["out"]))["rung"] == "1 row at a time and activation checkpointing"
 

@@ -24,11 +24,12 @@ from ensemble.common.python_process import python_command, python_environment
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.causal_lm.predictor import CausalMember
 from ensemble.members.huggingface.training.arguments import training_arguments
-from ensemble.members.huggingface.training.step_trainer import StepTrainer
+from ensemble.members.huggingface.training.plan import divide, epoch_steps, make_plan
+from ensemble.members.huggingface.training.program import lacks_memory
+from ensemble.members.huggingface.training.step_trainer import NotFinite, StepTrainer
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 from ensemble.training.child import trainer as module
-from ensemble.training.child.steps import epoch_steps
-from ensemble.training.child.trainer import TrainerSpec, make_plan, prepare, train
+from ensemble.training.child.trainer import TrainerSpec, Training
 from tests.checkpoints import (
     inspect_folder,
     make_checkpoint,
@@ -61,20 +62,26 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama", LABELS, pad=None)
 
 
+def prepare(spec: Mapping[str, Any]) -> Training:
+    return Training(TrainerSpec(**spec))
+
+
 def run(spec: Mapping[str, Any]) -> Path:
-    train(TrainerSpec(**spec))
+    prepare(spec).train()
     return Path(spec["out"])
 
 
-def fail(spec: Mapping[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Run what must fail, as a process does, and return the problem that it leaves."""
+def fail(spec: Mapping[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run what must fail, as a process does, and return the problem that it leaves: none of memory."""
     monkeypatch.setattr(sys, "argv", ["trainer", str(folder / "spec.json")])
     with pytest.raises(SystemExit) as end:
         module.main()
     assert end.value.code == 1
-    problem: dict[str, str] = json.loads((Path(spec["out"]) / "problem.json").read_text(encoding="utf-8"))
-    assert "\n" not in problem["text"]
-    return problem
+    problem = json.loads((Path(spec["out"]) / "problem.json").read_text(encoding="utf-8"))
+    assert problem["is_out_of_memory"] is False
+    text: str = problem["text"]
+    assert "\n" not in text
+    return text
 
 
 def progress(out: Path) -> dict[str, Any]:
@@ -152,7 +159,7 @@ def test_a_classifier_learns_the_token_ids_that_predictions_see(
         "truncation_side": side,
     }
     spec = make_spec(tmp_path, llama, TEXTS, TARGETS, member=member)
-    _, _, examples, _ = prepare(TrainerSpec(**spec))
+    examples = prepare(spec).examples
     tokenizer = AutoTokenizer.from_pretrained(llama, truncation_side=side)
     rows = np.arange(len(TEXTS))
     batch = examples.batch(rows)
@@ -170,8 +177,9 @@ def test_a_language_model_learns_label_tokens_behind_the_prompts_of_predictions(
         **{"label_tokens": LABEL_TOKENS, "max_length": 20},
     }
     spec = make_spec(tmp_path, base, TEXTS, TARGETS, member=member)
-    member_spec, _, examples, _ = prepare(TrainerSpec(**spec))
-    predictor = CausalMember(member_spec, PublishedTable(Path(spec["table"])))
+    training = prepare(spec)
+    examples = training.examples
+    predictor = CausalMember(training.member_spec, PublishedTable(Path(spec["table"])))
     predictor.load()
     seen = predictor._encode(0, predictor._table.take(np.arange(len(TEXTS))), lambda: None)
     batch = examples.batch(np.arange(len(TEXTS)))
@@ -340,8 +348,8 @@ def test_a_loss_that_is_no_number_ends_the_training_at_its_last_save(
     own = {"training_arguments": {"learning_rate": 1e30, "max_grad_norm": 0.0, "max_steps": 8}}
     spec = make_spec(tmp_path, bert, TEXTS, TARGETS, train=own, save_seconds=0.0)
     problem = fail(spec, tmp_path, monkeypatch)
-    assert problem["kind"] == "lasting"
-    assert problem["text"] == "the loss of step 3 is nan"  # the first step warms up, at a learning rate of 0
+    # The first step warms up, at a learning rate of 0.
+    assert problem == "the loss of step 3 is nan; try a lower learning_rate in train.training_arguments"
     assert [path.name for path in Path(spec["out"]).glob("saves/*/save-*")] == ["save-2"]
 
 
@@ -352,7 +360,26 @@ def test_rows_without_end_are_told_by_their_step(
     targets[:, 0] = np.nan
     spec = make_spec(tmp_path, bert, TEXTS, targets)
     problem = fail(spec, tmp_path, monkeypatch)
-    assert problem == {"kind": "lasting", "text": "the loss of step 1 is nan"}
+    assert problem.startswith("the loss of step 1 is nan; ")
+
+
+def test_where_it_is_fp16_bf16_may_help(bert: Path, tmp_path: Path) -> None:
+    training = prepare(make_spec(tmp_path, bert, TEXTS, TARGETS))
+    model = training.trainee.model
+    plan = make_plan(training.examples, np.arange(8), {**FAST, "effective_batch_size": 4}, 4, seed=0)
+    trainer = StepTrainer(model, plan, training_arguments({}, training.trainee, "sgd", tmp_path, 4, 0))
+    trainer.check_finite()
+    model.classifier.bias.data[0] = np.nan
+    text = "step 0 made weights that are not finite; try a lower learning_rate in train.training_arguments"
+    with pytest.raises(NotFinite, match=f"^{text}$"):
+        trainer.check_finite()
+    trainer.args.fp16 = True  # which TrainingArguments takes on a GPU alone
+    with pytest.raises(NotFinite, match=f"^{text}, or bf16 in place of fp16$"):
+        trainer.check_finite()
+    with pytest.raises(
+        NotFinite, match=r"^the loss on the slice for early_stopping after step 0 is nan; try"
+    ):
+        trainer.mean_loss(np.arange(4))
 
 
 def test_a_base_without_a_classification_head_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,8 +390,7 @@ def test_a_base_without_a_classification_head_class(tmp_path: Path, monkeypatch:
     ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(base)
     spec = make_spec(tmp_path, base, TEXTS, TARGETS)
     problem = fail(spec, tmp_path, monkeypatch)
-    assert problem["kind"] == "lasting"
-    assert "no classification head for ViTConfig" in problem["text"]
+    assert "no classification head for ViTConfig" in problem
 
 
 def test_target_modules_that_do_not_exist(
@@ -373,31 +399,32 @@ def test_target_modules_that_do_not_exist(
     own = {"method": "lora", "lora_config": {"target_modules": ["q_proj"]}}
     spec = make_spec(tmp_path, bert, TEXTS, TARGETS, train=own)
     problem = fail(spec, tmp_path, monkeypatch)
-    assert problem["kind"] == "lasting"
-    assert problem["text"].startswith("lora_config: ")
+    assert problem.startswith("lora_config: ")
 
 
 def test_out_of_memory_asks_for_smaller_batches() -> None:
     with pytest.raises(RuntimeError) as error:
         torch.empty(1 << 50)
-    assert module._kind_of(error.value) == "memory"
-    assert module._kind_of(torch.OutOfMemoryError("CUDA out of memory")) == "memory"
-    assert module._kind_of(RuntimeError("of another sort")) == "error"
-    assert module._kind_of(OSError(28, "No space left on device")) == "lasting"
+    assert lacks_memory(error.value)
+    assert lacks_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert lacks_memory(MemoryError())
+    assert not lacks_memory(RuntimeError("of another sort"))
+    assert not lacks_memory(OSError(28, "No space left on device"))
 
 
 def test_a_head_for_other_labels_is_new_and_one_for_the_same_labels_stays(tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path / "base", "bert", ["tie", "yes", "no"])
     stored = load_file(base / "model.safetensors")["classifier.weight"]
     spec = make_spec(tmp_path / "a", base, TEXTS, soft_targets(50, 3))
-    _, trainee, examples, _ = prepare(TrainerSpec(**spec))
+    training = prepare(spec)
+    trainee, examples = training.trainee, training.examples
     assert trainee.model.config.id2label == {0: "tie", 1: "yes", 2: "no"}
     np.testing.assert_array_equal(trainee.base.classifier.weight.detach(), stored)
     first = examples.batch(np.arange(4)).labels["targets"].numpy()
     np.testing.assert_array_equal(first, soft_targets(50, 3)[:4][:, [2, 0, 1]])
     assert trainee.notes == []
     spec = make_spec(tmp_path / "b", base, TEXTS, TARGETS, labels=["good", "bad", "none"])
-    _, trainee, _, _ = prepare(TrainerSpec(**spec))
+    trainee = prepare(spec).trainee
     assert trainee.model.config.label2id == {"good": 0, "bad": 1, "none": 2}
     assert np.abs(trainee.base.classifier.weight.detach().numpy() - stored).min() > 0
     assert "the head is new" in trainee.notes[0]
@@ -412,7 +439,8 @@ def test_losses_are_those_of_transformers_heads(problem_type: str | None, tmp_pa
     targets = np.random.default_rng(1).random((50, 3)) if problem_type else TARGETS
     member = {"problem_type": problem_type}
     spec = make_spec(tmp_path, base, TEXTS, targets, member=member)
-    _, trainee, examples, _ = prepare(TrainerSpec(**spec))
+    training = prepare(spec)
+    trainee, examples = training.trainee, training.examples
     assert trainee.model.config.problem_type == (problem_type or "single_label_classification")
     batch = examples.batch(np.arange(7))
     labels = (
@@ -430,9 +458,7 @@ def test_early_stopping_looks_at_whole_groups_that_are_not_trained_on(bert: Path
         "training_arguments": {"learning_rate": 0.0, "num_train_epochs": 9},
     }
     spec = make_spec(tmp_path, bert, TEXTS, TARGETS, train=own, groups=groups)
-    made = TrainerSpec(**spec)
-    with np.load(made.rows) as data:
-        held_rows, rows = module._divide(made, data, 0.2)
+    held_rows, rows = divide(np.array(groups), 0.2, spec["seed"])
     assert len(held_rows) == 10
     assert {groups[row] for row in held_rows}.isdisjoint(groups[row] for row in rows)
     out = run(spec)  # whose loss never falls: the first epoch is the best
@@ -444,7 +470,7 @@ def test_early_stopping_looks_at_whole_groups_that_are_not_trained_on(bert: Path
 def test_a_result_has_the_type_of_its_base(tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path / "base", "llama", LABELS, dtype="bfloat16")
     spec = make_spec(tmp_path, base, TEXTS, TARGETS, train={"training_arguments": {"max_steps": 2}})
-    _, trainee, _, _ = prepare(TrainerSpec(**spec))
+    trainee = prepare(spec).trainee
     assert {parameter.dtype for parameter in trainee.model.parameters()} == {torch.float32}
     out = run(spec)
     assert json.loads((out / "config.json").read_text(encoding="utf-8"))["dtype"] == "bfloat16"
@@ -456,7 +482,7 @@ def test_four_bit_weights_carry_an_adapter(llama: Path, tmp_path: Path) -> None:
     spec = make_spec(
         tmp_path, llama, TEXTS, TARGETS, train={**FAST, "method": "qlora"}, gradient_checkpointing=True
     )
-    _, trainee, _, _ = prepare(TrainerSpec(**spec))
+    trainee = prepare(spec).trainee
     assert trainee.base.config.quantization_config.bnb_4bit_quant_type == "nf4"
     out = run(spec)
     assert "base_model.model.score.weight" in load_file(out / "adapter_model.safetensors")
@@ -466,7 +492,7 @@ def test_a_base_for_another_problem_is_trained_for_that_of_the_member(tmp_path: 
     base = make_checkpoint(tmp_path / "base", "bert", ["a", "b", "c"])
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
     (base / "config.json").write_text(json.dumps({**config, "problem_type": "regression"}), encoding="utf-8")
-    _, trainee, _, _ = prepare(TrainerSpec(**make_spec(tmp_path, base, TEXTS, TARGETS)))
+    trainee = prepare(make_spec(tmp_path, base, TEXTS, TARGETS)).trainee
     assert trainee.activation == "softmax"
     assert trainee.base.config.problem_type == "single_label_classification"
 
@@ -505,17 +531,17 @@ def test_a_label_that_is_none_of_a_rows_choices_is_refused(tmp_path: Path) -> No
     options = [json.dumps([" a", " large"])] * len(TEXTS)
     spec["table"] = publish(tmp_path / "choices", {"text": TEXTS, "options": options})["table_path"]
     with pytest.raises(ValueError, match=r"choices: row \d+ of those to train on has 2 texts.*number 3"):
-        prepare(TrainerSpec(**spec))
+        prepare(spec)
 
 
 def test_at_least_96_percent_of_tokens_are_real(bert: Path, tmp_path: Path) -> None:
     texts = make_texts(1500, seed=9, longest=90)
     targets = np.eye(3)[np.arange(1500) % 3]
-    spec = TrainerSpec(**{**make_spec(tmp_path, bert, texts, targets), "micro_batch": 8})
-    _, trainee, examples, _ = prepare(spec)
-    plan = make_plan(spec, examples, np.arange(1500))
-    counts = np.array([examples.tokens(rows, plan.token_budget) for rows in plan.steps])
-    tokens, padded_tokens = counts.sum(axis=0)
+    spec = make_spec(tmp_path, bert, texts, targets)
+    training = prepare(spec)
+    examples = training.examples
+    plan = make_plan(examples, np.arange(1500), spec["train"], micro_batch=8, seed=3)
+    tokens, padded_tokens = plan.tokens()[-1]
     assert tokens == 2 * examples.lengths.sum()
     assert tokens >= 0.96 * padded_tokens
     # Each epoch has each row once, in an order of its own.
@@ -525,8 +551,9 @@ def test_at_least_96_percent_of_tokens_are_real(bert: Path, tmp_path: Path) -> N
     ]
     assert all(sorted(rows.tolist()) == list(range(1500)) for rows in epochs)
     assert (epochs[0] != epochs[1]).mean() > 0.9
-    arguments = training_arguments({}, "full", "adamw_torch", "", tmp_path, len(plan.steps), 0)
-    assert len(StepTrainer(trainee.model, plan, arguments).get_train_dataloader()) == len(plan.steps)
+    arguments = training_arguments({}, training.trainee, "adamw_torch", tmp_path, len(plan.steps), 0)
+    trainer = StepTrainer(training.trainee.model, plan, arguments)
+    assert len(trainer.get_train_dataloader()) == len(plan.steps)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from ensemble.members.huggingface.training.trainee import Trainee
+
 _EPOCHS, _WARM_UP = 2.0, 0.05
 # The rows, the saves, the loss's divisor and the report are not Trainer's, whatever the defaults of its release.
 _OURS: Mapping[str, Any] = {
@@ -43,19 +45,14 @@ def step_count(own: Mapping[str, Any], steps_per_epoch: int) -> int:
 
 
 def training_arguments(
-    own: Mapping[str, Any], method: str, optim: str, precision: str, folder: Path, steps: int, seed: int
+    own: Mapping[str, Any], trainee: Trainee, optim: str, folder: Path, steps: int, seed: int
 ) -> TrainingArguments:
-    """Return Trainer's arguments.
+    """Return Trainer's arguments: ``own`` are the user's, and its saves are in ``folder``.
 
     Defaults are explicit, so that releases with other ones train the same weights.
-
-    Args:
-        own: the user's arguments.
-        precision: "bf16", "fp16" or empty, unless the user names one.
-        folder: of Trainer's saves.
     """
     defaults: dict[str, Any] = {
-        "learning_rate": 2e-5 if method == "full" else 2e-4,
+        "learning_rate": 2e-4 if trainee.has_adapter else 2e-5,
         "lr_scheduler_type": "linear",
         "weight_decay": 0.01,
         "adam_beta1": 0.9,
@@ -66,8 +63,8 @@ def training_arguments(
     }
     if "warmup_ratio" not in own:
         defaults["warmup_steps"] = math.ceil(_WARM_UP * steps)
-    if precision and not own.keys() & {"bf16", "fp16"}:
-        defaults[precision] = True
+    if trainee.precision and not own.keys() & {"bf16", "fp16"}:
+        defaults[trainee.precision] = True
     defaults |= {key: value for key, value in own.items() if key not in (*_OF_MODEL, "num_train_epochs")}
     use_cpu = not torch.cuda.is_available()
     ours = {**_OURS, "output_dir": str(folder), "max_steps": steps, "seed": seed, "use_cpu": use_cpu}

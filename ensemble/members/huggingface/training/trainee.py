@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
 
+from ensemble.common.files import write_text
 from ensemble.common.protocol import Activation
-from ensemble.members.huggingface.checkpoint.adapter_files import is_head
+from ensemble.members.huggingface.checkpoint.adapter_files import LABELS_FILE, is_head
 from ensemble.members.huggingface.checkpoint.labels import activation_of
 from ensemble.members.huggingface.loading.adapter import some
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys, is_unused
@@ -58,6 +61,20 @@ class Trainee:
     activation: Activation
     label_order: list[int]
     notes: list[str]
+
+    @property
+    def has_adapter(self) -> bool:
+        return self.model is not self.base
+
+    def save(self, folder: Path) -> None:
+        """Write the model, or the adapter, as a member loads it."""
+        config = self.base.config
+        if not self.has_adapter:
+            self.base.to(self.dtype)  # as the base is stored
+        elif config.problem_type is not None:  # peft stores no names of labels
+            labels = {"id2label": config.id2label, "problem_type": config.problem_type}
+            write_text(folder / LABELS_FILE, json.dumps(labels))
+        self.model.save_pretrained(folder)
 
 
 def load_trainee(

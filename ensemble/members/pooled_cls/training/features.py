@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -34,12 +33,11 @@ from ensemble.members.huggingface.spec import BACKBONE, ModelSettings
 from ensemble.members.pooled_cls.predictor import PooledClassifier, PooledMember, PooledSpec
 
 _ROWS_OF_BLOCK = 4_096
-_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """Name all that features depend on, and what else a member is loaded with.
+    """Name all that features depend on.
 
     Attributes:
         table: the published table.
@@ -49,16 +47,14 @@ class Backbone:
     table: Path
     settings: Mapping[str, Any]
     pooling_mode: str
-    labels: Sequence[str]
-    seed: int
 
     def load(self) -> FeatureMember:
-        """Load it onto the devices that this process sees."""
+        """Load it onto the devices that this process sees: those of its lease."""
         common = CommonSpec(
-            labels=tuple(self.labels),
+            labels=(),
             activation="softmax",
-            gpus=torch.cuda.device_count(),  # those of its lease
-            seed=self.seed,
+            gpus=torch.cuda.device_count(),
+            seed=0,
             table_path=str(self.table),
         )
         shared = {key.name: self.settings[key.name] for key in fields(ModelSettings)}
@@ -97,26 +93,23 @@ def compute_features(
     paths = {start: folder / f"{start}.npz" for start in range(0, rows_of_table, _ROWS_OF_BLOCK)}
     member: FeatureMember | None = None
     counters = Counters()
-    while True:
-        missing = [start for start in paths if not paths[start].exists()]
-        report(len(paths) - len(missing), len(paths), counters)
-        if not missing:
-            return [*paths.values()]
-        # The first block that no other process computes.
-        for start in missing:
-            with _locked(paths[start].with_suffix(".lock")) as is_locked:
-                if not is_locked or paths[start].exists():
-                    continue
-                if member is None:
-                    member = backbone.load()
-                end = min(start + _ROWS_OF_BLOCK, rows_of_table)
-                rows, values, of_block = member.features(np.arange(start, end))
-                counters += of_block
-                with atomic_path(paths[start]) as temporary, temporary.open("wb") as file:
-                    np.savez(file, rows=rows, values=values)
-                break
-        else:
-            time.sleep(_POLL_SECONDS)
+    # First the blocks that no other process computes.  Then those of the others, which have computed them when this
+    # process gets their locks, or were killed.
+    for waits in (False, True):
+        for start, path in paths.items():
+            if path.exists():
+                continue
+            report(sum(other.exists() for other in paths.values()), len(paths), counters)
+            with _locked(path.with_suffix(".lock"), waits) as is_locked:
+                if is_locked and not path.exists():
+                    member = member or backbone.load()
+                    rows = np.arange(start, min(start + _ROWS_OF_BLOCK, rows_of_table))
+                    rows, values, of_block = member.features(rows)
+                    counters += of_block
+                    with atomic_path(path) as temporary, temporary.open("wb") as file:
+                        np.savez(file, rows=rows, values=values)
+    report(len(paths), len(paths), counters)
+    return [*paths.values()]
 
 
 def read_features(paths: Sequence[Path]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
@@ -165,11 +158,11 @@ class FeatureClassifier(PooledClassifier):
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Hold the lock of a file, which ends with this process; yield False if another process has it."""
+def _locked(path: Path, waits: bool) -> Iterator[bool]:
+    """Hold the lock of a file, which ends with this process; yield False if another has it and this never waits."""
     with path.open("ab") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
             return

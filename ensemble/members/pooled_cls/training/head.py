@@ -7,8 +7,6 @@ features of all rows of the table lie for all folds.
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,27 +17,18 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 from sklearn.linear_model import LogisticRegression
 
-from ensemble.common.errors import DataError, EnsembleError
+from ensemble.common.errors import DataError
 from ensemble.common.files import atomic_path, write_text
 from ensemble.common.protocol import Counters
-from ensemble.common.python_process import die_with_parent
 from ensemble.common.text import plural, quoted
-from ensemble.common.torch_errors import is_out_of_memory, one_line
 from ensemble.members.huggingface.spec import HEAD_FILE
+from ensemble.members.huggingface.training.program import run_program
 from ensemble.members.pooled_cls.training.features import Backbone, compute_features, read_features
 
 
 def main() -> None:
-    """Train the head of the spec that is the argument; if it fails, ``problem.json`` says why, and this exits 1."""
-    die_with_parent(os.getppid())
-    spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    try:
-        train(spec)
-    except Exception as error:
-        kind = "lasting" if isinstance(error, EnsembleError | ValueError) else "error"
-        kind = "memory" if is_out_of_memory(error) else kind
-        write_text(Path(spec["out"]) / "problem.json", json.dumps({"kind": kind, "text": one_line(error)}))
-        raise
+    """Train the head of the spec in the file that is the argument."""
+    run_program(train)
 
 
 def train(spec: Mapping[str, Any]) -> None:
@@ -67,8 +56,7 @@ def train(spec: Mapping[str, Any]) -> None:
         }
         write_text(out / "progress.json", json.dumps(progress))
 
-    settings, pooling_mode = spec["settings"]["member"], spec["train"]["pooling_mode"]
-    backbone = Backbone(Path(spec["table"]), settings, pooling_mode, spec["labels"], spec["seed"])
+    backbone = Backbone(Path(spec["table"]), spec["settings"]["member"], spec["train"]["pooling_mode"])
     rows_of_features, features = read_features(compute_features(backbone, Path(spec["features"]), report))
     part = np.load(spec["rows"])
     kept = np.isin(part["rows"], rows_of_features)

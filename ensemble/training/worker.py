@@ -1,0 +1,95 @@
+"""Train in a worker process: each row is a training, whose command runs as a process beneath the worker."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ensemble.common.errors import MemberError
+from ensemble.common.files import read_json
+from ensemble.common.protocol import CommonSpec, Ready
+from ensemble.members.predictor import Prediction, Predictor, Report
+from ensemble.training.ladder import Ladder, Rung
+from ensemble.worker.logged_command import CommandFailed, LoggedCommand, OutOfMemory
+
+TRIAL_SECONDS = 60.0  # for all processes that try what fits
+
+
+def import_libraries() -> Mapping[str, str]:
+    return {}
+
+
+def make_predictor(common: CommonSpec, settings: Mapping[str, Any], table: object) -> Predictor:
+    return Trainings(common, settings)
+
+
+class Trainings(Predictor):
+    """Run the commands of trainings.
+
+    ``settings`` are ``jobs`` by row, with fields of ``LoggedCommand`` and ``rungs`` (the folder of a ladder; empty:
+    it is not our trainer), and for all of them the ladder's ``device``, the ``environment`` and the ``secrets``.
+    """
+
+    def __init__(self, common: CommonSpec, settings: Mapping[str, Any]) -> None:
+        self._common = common
+        self._settings = settings
+
+    def load(self) -> Ready:
+        return Ready(device="GPU" if self._common.gpus else "cpu")
+
+    def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
+        """Run the command of a row; raise ChildProcessError if it was killed, else MemberError."""
+        (row,) = rows.tolist()
+        job = self._settings["jobs"][row]
+        command = LoggedCommand(
+            command=job["command"],
+            out=Path(job["out"]),
+            log=Path(job["log"]),
+            resumes=job["resumes"],
+            environment=self._settings["environment"],
+            secrets=self._settings["secrets"],
+        )
+        try:
+            if job["rungs"]:
+                spec = read_json(Path(command.command[-1]))
+                _train(command, Ladder(spec, Path(job["rungs"]), self._settings["device"]), report)
+            else:
+                command.run(report)
+        except CommandFailed as failure:
+            raise (ChildProcessError if failure.was_killed else MemberError)(str(failure)) from None
+        return Prediction(np.zeros((1, len(self._common.labels))), counters=command.progress())
+
+
+def _train(command: LoggedCommand, ladder: Ladder, report: Report) -> None:
+    """Run our trainer, and again with less memory each time that it runs out of it."""
+    trials_end_at = time.monotonic() + TRIAL_SECONDS
+
+    def run(rung: Rung, sizes: Sequence[int] = (), ends_at: float = math.inf) -> bool:
+        (command.out / "trial.json").unlink(missing_ok=True)  # of an earlier one
+        fields = json.dumps({**asdict(rung), "rung": rung.text, "sizes": sizes})
+        return replace(command, command=[*command.command, fields]).run(report, ends_at)
+
+    def attempt(rungs: Sequence[Rung]) -> tuple[int, bool] | None:
+        with contextlib.suppress(OutOfMemory):
+            if not run(rungs[0], [rung.micro_batch for rung in rungs], trials_end_at):
+                return None
+        trial = read_json(command.out / "trial.json")
+        return trial.get("begun", 0), trial.get("fits", False)
+
+    rung = ladder.first() or ladder.search(attempt)
+    while rung is not None:
+        try:
+            run(rung)  # from the newest save, or from the start
+            return
+        except OutOfMemory:
+            rung = ladder.below(rung)
+    raise MemberError(ladder.advice())

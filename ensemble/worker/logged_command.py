@@ -1,0 +1,239 @@
+"""Run a command beneath a worker: write what it prints to a log, and end all that it started with the worker.
+
+A process stands between the worker and the command, in a session of its own.  It keeps secrets out of the log,
+and outlives the worker by the moment that it takes to kill everything that the command has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ensemble.common.files import file_state, free_bytes, open_log, read_json
+from ensemble.common.host import oom_kills
+from ensemble.common.protocol import Counters
+from ensemble.common.python_process import WORKER_MARK, die_with_parent, end_marked, python_command
+from ensemble.common.redact import Redactor
+from ensemble.common.text import gib, shown_path
+
+if TYPE_CHECKING:
+    from ensemble.members.predictor import Report
+
+_POLL_SECONDS = 0.25
+_READ_BYTES = 1 << 16
+# An unfinished line is written when nothing has come for so long: a secret might be cut in two otherwise.
+_QUIET_SECONDS = 1.0
+# Less free space than this is a full disk.
+_FULL_BYTES = 1 << 20
+# Of the end of a command's log in messages.
+_LAST_LINES, _LAST_CHARACTERS = 3, 240
+
+
+class CommandFailed(Exception):
+    """Say how a command has failed; ``was_killed``: by a signal, without a word."""
+
+    def __init__(self, text: str, was_killed: bool) -> None:
+        super().__init__(text)
+        self.was_killed = was_killed
+
+
+class OutOfMemory(CommandFailed):
+    """Say that a command ran out of memory, or that the kernel killed something because the host did."""
+
+
+@dataclass(frozen=True)
+class LoggedCommand:
+    """Run a command from a worker.
+
+    Attributes:
+        command: a program and its arguments.
+        out: the folder that it writes to.  In ``progress.json`` it may tell its ``step``, ``tokens`` and
+            ``padded_tokens``; and in ``problem.json`` the ``text`` for the user when it fails, and whether it
+            ``is_out_of_memory``.
+        log: the file for what it prints.
+        resumes: whether it goes on with what an earlier try has left in ``out``; else that is removed.
+        environment: variables by name, None: not set.
+        secrets: what must not be in the log, by any names.
+    """
+
+    command: Sequence[str]
+    out: Path
+    log: Path
+    resumes: bool
+    environment: Mapping[str, str | None]
+    secrets: Mapping[str, str]
+
+    def run(self, report: Report, ends_at: float = math.inf) -> bool:
+        """Run it, report its signs of life, and return whether it has ended well by ``ends_at`` (monotonic).
+
+        What it has started is killed when it has ended, and all of it at that time.
+
+        Raises:
+            CommandFailed: it has ended with an exit code other than 0, or was killed.
+            OutOfMemory: the same, for lack of memory.
+        """
+        if not self.resumes and self.out.exists():
+            shutil.rmtree(self.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        for name in ("progress.json", "problem.json"):  # of an earlier one
+            (self.out / name).unlink(missing_ok=True)
+        log_start, kills_before = self._log_size(), oom_kills()
+        asked = {
+            "command": self.command,
+            "worker": os.getpid(),
+            "log": str(self.log),
+            "environment": self.environment,
+            "secrets": self.secrets,
+        }
+        process = subprocess.Popen(python_command(__name__), stdin=subprocess.PIPE, start_new_session=True)
+        assert process.stdin is not None
+        with process.stdin, contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(asked).encode())  # no argument, which anybody could read
+        seen = None
+        while process.poll() is None and time.monotonic() < ends_at:
+            signs = self._signs_of_life()
+            if signs != seen:
+                seen = signs
+                done = self.progress()
+                report(0, done.tokens, done.padded_tokens)
+            time.sleep(_POLL_SECONDS)
+        code = process.poll()
+        if code is None:
+            process.kill()  # and with it the command
+            process.wait()
+        mark = os.environ.get(WORKER_MARK)
+        if mark is not None:  # what the command has left running
+            end_marked(mark, spared=[os.getpid()])
+        if code:
+            raise self._failure(code, oom_kills() > kills_before, log_start)
+        return code is not None
+
+    def progress(self) -> Counters:
+        """Return the work that the command has told of in ``progress.json``."""
+        told = read_json(self.out / "progress.json")
+        counts = {key: value for key, value in told.items() if isinstance(value, int)}
+        return Counters(
+            tokens=counts.get("tokens", 0),
+            padded_tokens=counts.get("padded_tokens", 0),
+            batches=counts.get("step", 0),
+        )
+
+    def _signs_of_life(self) -> object:
+        """Return what changes when the command prints something, or writes into its folder."""
+        files = [os.path.join(folder, name) for folder, _, names in os.walk(self.out) for name in names]  # noqa: PTH118
+        return self._log_size(), {file: file_state(file) for file in files}
+
+    def _log_size(self) -> int:
+        state = file_state(self.log)
+        return 0 if state is None else state[0]
+
+    def _failure(self, code: int, has_host_killed: bool, log_start: int) -> CommandFailed:
+        problem = read_json(self.out / "problem.json")
+        if isinstance(problem.get("text"), str):
+            kind = OutOfMemory if problem.get("is_out_of_memory") else CommandFailed
+            return kind(problem["text"], was_killed=False)
+        how = f"its command ended with exit code {code}"
+        if code < 0:
+            names = {number.value: number.name for number in signal.Signals}
+            how = f"its command was killed by signal {-code} ({names.get(-code, 'unknown')})"
+        if has_host_killed:
+            how += ", probably by the kernel because the host ran out of memory (RAM, not the GPU's)"
+        text = f"{how}; its log is {self.log}"
+        last = self._last_words(log_start)
+        if last:
+            text += f", with the last words: {last}"
+        free = free_bytes(self.out)
+        if free is not None and free < _FULL_BYTES:
+            text += f"; the disk is full: {gib(free)} are free for {shown_path(self.out)}"
+        kind = OutOfMemory if has_host_killed else CommandFailed
+        return kind(text, was_killed=code < 0)
+
+    def _last_words(self, log_start: int) -> str:
+        """Return the last lines that the command has printed; its log had ``log_start`` bytes before."""
+        with contextlib.suppress(OSError), self.log.open("rb") as file:
+            file.seek(max(log_start, self._log_size() - 4096))
+            text = file.read().decode("utf-8", "replace").replace("\r", "\n")
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
+            return " | ".join(lines[-_LAST_LINES:])[-_LAST_CHARACTERS:]
+        return ""
+
+
+def main() -> None:
+    """Run ``command`` of the JSON object on standard input, and end as the command has ended.
+
+    The object also has the other fields of ``LoggedCommand`` but ``out``, and ``worker``, the worker's process id.
+    """
+    asked = json.loads(sys.stdin.buffer.read())
+    signal.signal(signal.SIGTERM, lambda number, frame: _end_all())
+    die_with_parent(asked["worker"], signal.SIGTERM)
+    environment = {**os.environ, **asked["environment"]}
+    environment = {name: value for name, value in environment.items() if value is not None}
+    redact = Redactor(os.environ, asked["secrets"])
+    with open_log(Path(asked["log"])) as log:
+        try:
+            process = subprocess.Popen(
+                asked["command"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                # This process has one thread, so that code may run between fork and exec.
+                preexec_fn=partial(die_with_parent, os.getpid()),
+            )
+        except OSError as error:
+            _write(log.fileno(), f"{asked['command'][0]}: {error.strerror}\n".encode())
+            os._exit(127)  # as shells have it
+        _copy(process, log.fileno(), redact)
+    code = process.wait()
+    if code < 0:  # end by the same signal
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _copy(process: subprocess.Popen[bytes], log: int, redact: Redactor) -> None:
+    """Copy what a process prints to its log, until it has ended, even if others still hold its output."""
+    assert process.stdout is not None
+    output, rest = process.stdout.fileno(), b""
+    while True:
+        has_ended = process.poll() is not None
+        is_readable = bool(select.select([output], [], [], 0.0 if has_ended else _QUIET_SECONDS)[0])
+        data = os.read(output, _READ_BYTES) if is_readable else b""
+        rest += data
+        # Progress bars end their lines by a carriage return.
+        end = 1 + max(rest.rfind(b"\n"), rest.rfind(b"\r")) if data else len(rest)
+        if end == 0 and len(rest) > _READ_BYTES:
+            end = len(rest)
+        _write(log, redact(rest[:end].decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape"))
+        rest = rest[end:]
+        if not data and (is_readable or has_ended):
+            return
+
+
+def _write(log: int, data: bytes) -> None:
+    with contextlib.suppress(OSError):  # a full disk: the command decides whether it can go on
+        while data:
+            data = data[os.write(log, data) :]
+
+
+def _end_all() -> None:
+    """Kill all processes of the worker, which is gone, and this one."""
+    mark = os.environ.get(WORKER_MARK)
+    if mark is not None:
+        end_marked(mark, spared=[os.getpid()])
+    os.killpg(0, signal.SIGKILL)
