@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ensemble.common.clock import Watch, boot_seconds
-from ensemble.common.errors import CheckpointError, DeviceError, WriteError
+from ensemble.common.errors import CheckpointError, ConfigError, DeviceError, WriteError
 from ensemble.common.files import FileState, changed_files, read_json
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import ChunkDone, CommonSpec, Start, WorkerSpec
@@ -277,6 +277,6 @@ class TrainingRun(RunHooks):
             if sealing.done() and state.failure is None:
                 try:
                     sealing.result()
-                except CheckpointError as error:
+                except (CheckpointError, ConfigError) as error:
                     text = f"{training.part.text}: {'; '.join(error.problems)}"
                     state.fail(Failure(state.plan.name, text))

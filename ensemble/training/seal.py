@@ -49,6 +49,7 @@ def seal_training(
 
     Raises:
         CheckpointError: it is not exactly one checkpoint or adapter that ``validate`` takes.
+        ConfigError: it does not go with another key of the member.
         WriteError: the seal cannot be written.
         OSError: a file cannot be moved.
     """
