@@ -27,14 +27,12 @@ from ensemble.common.protocol import (
     Stop,
     WorkerSpec,
 )
-from ensemble.planning.chunks import Chunk
 from ensemble.planning.plan import MemberPlan, Plan, make_plan
 from ensemble.scheduling.deadline import Deadline
-from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
 from ensemble.scheduling.retry import OnBadRow, Rules
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
-from ensemble.scheduling.state import MemberState
+from ensemble.scheduling.state import MemberState, RunHooks
 from tests.planning.test_plan import config, facts
 
 CHUNK_SECONDS = 0.03
@@ -190,7 +188,7 @@ class PretendedLauncher(Launcher):
             time.sleep(0.001)
 
 
-class PretendedRun:
+class PretendedRun(RunHooks):
     """What a scheduler wants of its run; a worker's log is named after its member."""
 
     def __init__(self, on_finished: Callable[[MemberState], None] = lambda state: None) -> None:
@@ -205,18 +203,8 @@ class PretendedRun:
 
     def on_change(self, members: Sequence[MemberState]) -> None: ...
 
-    def on_bad_rows(self, state: MemberState) -> None: ...
-    def on_rooms(self, state: MemberState) -> None: ...
-
     def on_finished(self, state: MemberState) -> None:
         self._on_finished(state)
-
-    def on_chunk_done(
-        self, state: MemberState, chunk: Chunk, done: ChunkDone, devices: Sequence[str]
-    ) -> None: ...
-
-    def on_views_done(self, state: MemberState) -> None: ...
-    def on_ended(self, state: MemberState) -> None: ...
 
 
 def make_scheduler(
@@ -229,8 +217,7 @@ def make_scheduler(
 ) -> Scheduler:
     run, clock = PretendedRun(on_finished), Watch(MAX_TURN_SECONDS)
     # Without a driver nobody tells the memory, so that every device is free again at once.
-    pool = DevicePool(devices, 1, 60.0, launcher, run.say, clock)
-    return Scheduler(members, pool, launcher, run, rules, clock, deadline)
+    return Scheduler(members, devices, launcher, run, rules, clock, deadline)
 
 
 def schedule(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from ensemble.common.errors import CheckpointError
-from ensemble.common.files import FileState, file_state, unreadable
+from ensemble.common.files import FileState, file_state, files_below, unreadable
 
 _THREADS = 8
 _hash = partial(hashlib.blake2b, digest_size=32)
@@ -84,6 +84,29 @@ class FileDigests:
             )
         self.seen[name] = seen
         return seen.digest
+
+
+def folder_digests(folder: Path) -> dict[str, FileDigest]:
+    """Return the digests of all files below a folder, by their paths in it; every byte is read.
+
+    Raises:
+        CheckpointError: a file cannot be read, or changes meanwhile.
+    """
+    digests = FileDigests(whole=True)
+    for name in files_below(folder):
+        digests.digest(folder / name)
+    return {os.path.relpath(path, folder): digest for path, digest in digests.seen.items()}
+
+
+def has_files(folder: Path, files: Mapping[str, FileDigest]) -> bool:
+    """Return whether a folder has exactly these files; those that were not touched are not read again."""
+    if {*files} != {*files_below(folder)}:
+        return False
+    for name, before in files.items():
+        path = folder / name
+        if file_state(path) != before.state and FileDigests(whole=True).digest(path) != before.digest:
+            return False
+    return True
 
 
 def digest_of(value: object) -> str:

@@ -251,6 +251,15 @@ def folder_states(folder: str | Path) -> dict[str, FileState]:
     return {path: state for path, state in states.items() if state is not None}
 
 
+def files_below(folder: Path) -> list[str]:
+    """Return the paths of all files below a folder, relative to it, sorted; none without such a folder."""
+    return sorted(
+        os.path.relpath(os.path.join(parent, name), folder)  # noqa: PTH118
+        for parent, _, names in os.walk(folder)
+        for name in names
+    )
+
+
 def changed_files(before: Mapping[str, Sequence[int]]) -> list[str]:
     """Return the paths of files that are gone or have changed."""
     return [path for path, state in before.items() if file_state(path) != tuple(state)]

@@ -53,6 +53,12 @@ def path_of_commands() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH") or os.defpath])
 
 
+def environment_of_commands() -> dict[str, str | None]:
+    """Return what undoes ``python_environment`` for a user's command beneath such a process; None: not set."""
+    changed = {*python_environment()} - {"PYTHONUNBUFFERED"}
+    return {**{name: os.environ.get(name) for name in changed}, "PATH": path_of_commands()}
+
+
 def die_with_parent(parent_pid: int, by: signal.Signals = signal.SIGKILL) -> None:
     """Ask Linux for a signal when the parent is gone; on other systems standard input ends."""
     if sys.platform == "linux":

@@ -19,10 +19,10 @@ from ensemble.common.errors import Interrupted, MergeError, WriteError
 from ensemble.common.extensions import call_hooks
 from ensemble.common.files import atomic_path, file_state, remove_temporary_files, sync_directory, write_text
 from ensemble.common.gpus import Device
-from ensemble.common.protocol import ChunkDone, CommonSpec, Start, ViewSpec, WorkerSpec
+from ensemble.common.protocol import CommonSpec, Start, ViewSpec, WorkerSpec
 from ensemble.common.shards import CACHE_FOLDER, ORDER_FILE
 from ensemble.common.text import duration, plural, shown_path
-from ensemble.config import LoadedConfig
+from ensemble.config import LoadedConfig, RunConfig
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
@@ -54,15 +54,13 @@ from ensemble.pipeline.run_dir import (
 from ensemble.pipeline.run_report import MERGED, RunReport
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.pipeline.wait_for_gpus import held_texts, wait_for_gpu_memory
-from ensemble.planning.chunks import Chunk
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.deadline import Deadline, reserve_seconds, time_limit_text
-from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.launchers.base import MemberFiles, WorkerStart
 from ensemble.scheduling.records import Failure
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
-from ensemble.scheduling.state import MemberState
+from ensemble.scheduling.state import MemberState, RunHooks
 
 
 def run(
@@ -142,7 +140,7 @@ def run_prepared(
                             display.say(problem)
 
 
-class _Run(RunState):
+class _Run(RunState, RunHooks):
     """Take a run through its steps, and keep the state that they share."""
 
     def __init__(
@@ -152,7 +150,6 @@ class _Run(RunState):
         self._config = prepared.config
         self._rundir = rundir
         self._display = display
-        self.say = display.say
         self._signals = signals
         self._writer = ResultWriter(prepared, rundir, self.works, self.results)
         self.cascades = self._writer.cascades
@@ -316,24 +313,14 @@ class _Run(RunState):
         launcher.begin({member.name: self._files_of(member) for member in self._working_members})
         prepared.table.forget_columns()  # the workers have them now
         gpus = [gpu for gpu in prepared.plan.gpus if not gpu.is_held]
-        self.pool = DevicePool(
-            gpus, config.max_workers_per_gpu, config.release_timeout, launcher, display.say, self._watch
-        )
-        self.pool.hosts = prepared.plan.hosts
-        rules = Rules(
-            retries=config.retries,
-            on_bad_row=config.on_bad_row,
-            hang_timeout=config.hang_timeout,
-            standby=config.standby,
-            workers_per_gpu=config.max_workers_per_gpu,
-            devices=config.devices,
-        )
         deadline = None
         if config.time_limit is not None:
             on_cpu = [member.replicas for member in prepared.plan.members if not member.gpus]
             workers = len(gpus) * config.max_workers_per_gpu + max(on_cpu, default=0)
             deadline = Deadline(self.began + config.time_limit - reserve, workers, boot_seconds)
-        scheduler = Scheduler(self.members, self.pool, launcher, self, rules, self._watch, deadline)
+        scheduler = Scheduler(self.members, gpus, launcher, self, rules_of(config), self._watch, deadline)
+        self.pool = scheduler.pool
+        self.pool.hosts = prepared.plan.hosts
         self.node_changes = scheduler.node_changes
         self._seconds_before_workers = boot_seconds() - self.began
         try:
@@ -356,6 +343,9 @@ class _Run(RunState):
             return MemberFiles(spec, sources)
         folder = str((cells.folder or Path()).absolute())
         return MemberFiles(spec, sources, folder, partial(self.prepared.table.row_files, cells))
+
+    def say(self, text: str) -> None:
+        self._display.say(text)
 
     def worker_start(
         self, member: MemberPlan, replica: int, devices: Sequence[Device], checkpoint: int
@@ -388,11 +378,6 @@ class _Run(RunState):
     def on_rooms(self, state: MemberState) -> None:
         """Write how much memory a member's batches may take, for runs that go on with it."""
         keep_rooms(self.works[state.plan.name].shards_dir, state.batches)
-
-    def on_chunk_done(
-        self, state: MemberState, chunk: Chunk, done: ChunkDone, devices: Sequence[str]
-    ) -> None:
-        """Do nothing: the chunk's shard stands under its final name."""
 
     def on_finished(self, state: MemberState) -> None:
         """Write the predictions of a member that has all of its rows."""
@@ -497,6 +482,18 @@ class _Run(RunState):
         if limit is not None and self.status == "time_limit" and not has_new_rows:
             self.explanation = time_limit_text(self.members, limit, self._seconds_before_workers, reserve)
             log.warning("%s", self.explanation)
+
+
+def rules_of(config: RunConfig) -> Rules:
+    return Rules(
+        retries=config.retries,
+        on_bad_row=config.on_bad_row,
+        hang_timeout=config.hang_timeout,
+        standby=config.standby,
+        workers_per_gpu=config.max_workers_per_gpu,
+        release_timeout=config.release_timeout,
+        devices=config.devices,
+    )
 
 
 def worker_spec(

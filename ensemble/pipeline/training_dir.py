@@ -31,11 +31,6 @@ class Part:
 
     fold: int | None
 
-    @classmethod
-    def named(cls, name: str) -> Part:
-        """Return the part with a name, such as "fold-0"."""
-        return cls(None if name == "all" else int(name.removeprefix("fold-")))
-
     @property
     def name(self) -> str:
         return "all" if self.fold is None else f"fold-{self.fold}"

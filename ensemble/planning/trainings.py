@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ensemble.common.gpus import Device
-from ensemble.config import RunConfig
-from ensemble.config.training import TrainConfig
+from ensemble.config import MemberConfig, RunConfig
 from ensemble.members.base import ResourceRequest
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import Speed
@@ -18,14 +17,15 @@ from ensemble.planning.plan import MemberPlan
 
 
 def plan_trainings(
-    config: RunConfig, index: int, train: TrainConfig, names: Sequence[str], gpus: Sequence[Device]
+    config: RunConfig, model: MemberConfig, names: Sequence[str], gpus: Sequence[Device]
 ) -> MemberPlan:
     """Return the plan of a member whose chunks are its trainings; the placement has the problems.
 
     As many run side by side as the GPUs or ``cpu_workers`` allow; a training takes all memory of its GPUs.
     """
-    model, count = config.models[index], len(names)
-    request = ResourceRequest(num_gpus=train.num_gpus, gpu_memory="all")
+    assert model.training is not None
+    index, count = config.models.index(model), len(names)
+    request = ResourceRequest(num_gpus=model.training.num_gpus, gpu_memory="all")
     placement = place(
         config, index, MemberFacts(model.name, request, np.ones(count, dtype=np.int64)), gpus, None
     )

@@ -37,13 +37,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rules:
-    """Hold the config's keys about faults and standby workers."""
+    """Hold the config's keys about faults, devices and standby workers."""
 
     retries: int
     on_bad_row: OnBadRow
     hang_timeout: float
     standby: bool = True
     workers_per_gpu: int = 1
+    release_timeout: float = 60.0
     devices: Sequence[int | str] | None = None  # chosen by the user; None: all
 
 

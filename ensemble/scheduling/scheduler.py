@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 from ensemble.common.errors import MergeError
+from ensemble.common.gpus import Device
 from ensemble.common.protocol import (
     ChunkDone,
     ChunkFailed,
@@ -55,13 +56,14 @@ class Scheduler:
 
     Args:
         members: in their order, with the chunks that are left to do.
-        clock: the run's clock, a ``Watch`` with ``MAX_TURN_SECONDS``; ``members`` and ``pool`` use it, too.
+        gpus: those that workers may have.
+        clock: the run's clock, a ``Watch`` with ``MAX_TURN_SECONDS``; ``members`` use it, too.
     """
 
     def __init__(
         self,
         members: list[MemberState],
-        pool: DevicePool,
+        gpus: Sequence[Device],
         launcher: Launcher,
         run: RunHooks,
         rules: Rules,
@@ -70,7 +72,7 @@ class Scheduler:
     ) -> None:
         self.members = members
         self.node_changes: list[NodeChange] = []
-        self._pool = pool
+        self.pool = DevicePool(gpus, rules.workers_per_gpu, rules.release_timeout, launcher, run.say, clock)
         self._launcher = launcher
         self._run = run
         self._rules = rules
@@ -81,7 +83,7 @@ class Scheduler:
         self._retry = RetryRules(rules, run, self._elapsed)
         self._standbys = Standbys(launcher, run, self._elapsed, self._workers, deadline is not None)
         self._may_stand_by = rules.standby
-        self._dispatcher = Dispatcher(members, self._workers, pool, self._standbys, deadline)
+        self._dispatcher = Dispatcher(members, self._workers, self.pool, self._standbys, deadline)
         # Calls ``on_finished``, for a single member at a time.
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="finishing")
         self._finishing: dict[Future[None], MemberState] = {}
@@ -114,7 +116,7 @@ class Scheduler:
                 changes = self._launcher.changes()
                 if changes is not None:
                     self._apply_changes(changes)
-                self._pool.poll()
+                self.pool.poll()
                 self._start_workers()
                 if self._may_stand_by:
                     self._standbys.update(self.members, self._workers)
@@ -136,7 +138,7 @@ class Scheduler:
             return
         chosen = self._rules.devices
         joined = [gpu for gpu in changes.joined if chosen is None or gpu.uuid in chosen]
-        gpus = [*self._pool.gpus, *joined]
+        gpus = [*self.pool.gpus, *joined]
         for state in self.members:
             plan = state.plan
             if not plan.needs_worker:
@@ -161,8 +163,8 @@ class Scheduler:
                     f"the cluster has no node left {requirement}; run the same command again to continue",
                 )
                 self._settle(state)
-        self._pool.change(joined, changes.lost)
-        self._pool.hosts = changes.hosts
+        self.pool.change(joined, changes.lost)
+        self.pool.hosts = changes.hosts
 
     def _settle_all(self) -> None:
         """Settle all members, and report each member to the run once when it has failed or is complete."""
@@ -188,7 +190,7 @@ class Scheduler:
             try:
                 worker = self._standbys.worker_for(state, devices)
             except OSError as error:
-                self._pool.release(devices, state.plan.placement.places)
+                self.pool.release(devices, state.plan.placement.places)
                 self._retry.fail(state, f"could not start a worker: {error}")
                 self._settle(state)
                 continue
@@ -291,7 +293,7 @@ class Scheduler:
         if worker.record.computed_to is None:
             worker.record.computed_to = now
         is_suspect = not worker.is_ready and state.failure is None
-        self._pool.release(worker.devices, state.plan.placement.places, is_suspect)
+        self.pool.release(worker.devices, state.plan.placement.places, is_suspect)
         log.info("%s ended with exit code %d", worker.name, ended.code)
         if state.failure is not None:  # the scheduler has ended the worker
             if worker.chunk is not None:
@@ -304,7 +306,7 @@ class Scheduler:
             state.limit_replicas()
             if not worker.devices:
                 on_cpu = [other for other in self._workers if not other.devices]
-                self._pool.max_cpu_workers = max(1, len(on_cpu))
+                self.pool.max_cpu_workers = max(1, len(on_cpu))
             self._may_stand_by = False  # without standby workers the memory may be enough
             self._standbys.end_all()
         others_compute = any(other.state is state and other.is_ready for other in self._workers)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import BatchChoice, ChunkDone, Counters, Predict, Progress, Ready
@@ -460,17 +461,20 @@ class MemberState:
         return "starting" if all(record.start_seconds is None for record in self.workers) else "loading"
 
 
-class RunHooks(Protocol):
+class RunHooks(ABC):
     """Define what the scheduler needs from its run."""
 
+    @abstractmethod
     def worker_start(
         self, member: MemberPlan, replica: int, devices: Sequence[Device], checkpoint: int
     ) -> WorkerStart:
         """Return how to start a worker; raises OSError if its files cannot be made."""
 
+    @abstractmethod
     def say(self, text: str) -> None:
         """Show the user a sentence."""
 
+    @abstractmethod
     def on_change(self, members: Sequence[MemberState]) -> None:
         """Show and record progress.  Called a few times a second; an exception ends the run."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -221,6 +222,8 @@ def _train(
         names = [training.part.text for training in trainings if training.model is model and training.is_done]
         if names:
             display.say(f"{model.name}: trained already: {listed(names, 10, str)}")
+    if fresh and fold is None:
+        shutil.rmtree(files.rungs, ignore_errors=True)
     data.write_folds(files.folds)
     lacking = [training for training in trainings if not training.is_done]
     _write_data(config, files, data, lacking, ends_at)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -23,52 +20,56 @@ Document = TypeVar("Document")
 
 
 @dataclass(frozen=True)
-class Seal:
-    """Say what a checkpoint or adapter was made of, and what its files hold.
+class PartRecord(Part):
+    """Report the training of a part.
 
     Attributes:
-        made_of: digests of what the training depends on, by its name, such as "train.command".
-        seconds: of the try that succeeded.
-        attempts: how often the command began the training.
-        devices: UUIDs, or "cpu".
+        attempts: how often its command was begun.
+        seconds: of the try that succeeded; None before it has ended well.
+        devices: UUIDs, or "cpu"; empty before it has ended well.
         progress: the last content of ``progress.json``; empty if the command keeps none.
-        files: by the path within the folder.
     """
 
-    made_of: dict[str, str]
-    seconds: float
-    attempts: int
-    devices: tuple[str, ...]
-    progress: dict[str, Any]
-    files: dict[str, FileDigest] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class PartRecord:
-    """Report a training; ``name`` is "fold-0" or "all", ``folder`` that of its result, and empty before that.
-
-    The other attributes are those of its seal; ``seconds`` is None before it has ended well.
-    """
-
-    name: str
     status: Literal["done", "training", "waiting"]
-    folder: str = ""
-    seconds: float | None = None
     attempts: int = 0
+    seconds: float | None = None
     devices: tuple[str, ...] = ()
     progress: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def text(self) -> str:
-        """Return the words for it, such as "fold 0"."""
-        return Part.named(self.name).text
+    def steps_done(self) -> tuple[int, int] | None:
+        """Return how many steps of how many are done; None if ``progress`` does not tell."""
+        step, steps = self.progress.get("step"), self.progress.get("steps")
+        if isinstance(step, int) and isinstance(steps, int) and 0 <= step <= steps and steps:
+            return step, steps
+        return None
+
+
+@dataclass(frozen=True)
+class Seal:
+    """Say what a checkpoint or adapter was made of, how it was trained, and what its files hold.
+
+    Attributes:
+        made_of: digests of what the training depends on, by its name, such as "train.command".
+        files: by the path within the folder.
+    """
+
+    made_of: dict[str, str]
+    record: PartRecord
+    files: dict[str, FileDigest] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class MemberRecord:
-    """Report the trainings of a member; ``failure`` says why it has failed, empty: it has not."""
+    """Report the trainings of a member.
+
+    Attributes:
+        folder: of its checkpoints and adapters, each in a folder of the name of its part.
+        failure: why it has failed; empty: it has not.
+    """
 
     name: str
+    folder: str
     parts: tuple[PartRecord, ...]
     faults: tuple[FaultRecord, ...] = ()
     failure: str = ""
@@ -76,21 +77,11 @@ class MemberRecord:
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """Hold the content of training.json; ``seconds`` are of this command, ``written_at`` is in UTC, as ISO 8601."""
+    """Hold the content of training.json; ``seconds`` are those of the command that has written it."""
 
     status: Status
     seconds: float
     members: tuple[MemberRecord, ...]
-    pid: int = field(default_factory=os.getpid)
-    written_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-
-
-def steps_done(progress: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return how many steps of how many a training has done; None if its ``progress.json`` does not tell."""
-    step, steps = progress.get("step"), progress.get("steps")
-    if isinstance(step, int) and isinstance(steps, int) and 0 <= step <= steps and steps:
-        return step, steps
-    return None
 
 
 def write_record(path: Path, record: Seal | TrainingReport) -> None:

@@ -74,8 +74,8 @@ def calls_of_starts(workers: int, is_timed: bool) -> int:
             worker.note(Ready(), 0.0)
             worker.is_stopping = True
             scheduler._end(worker)
-        scheduler._pool.poll()
-    assert not scheduler._pool.is_releasing()
+        scheduler.pool.poll()
+    assert not scheduler.pool.is_releasing()
     return calls["all"]
 
 

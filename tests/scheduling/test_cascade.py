@@ -13,7 +13,6 @@ from ensemble.common.gpus import Device
 from ensemble.common.protocol import ChunkDone, Failed, Predict
 from ensemble.planning.plan import MemberPlan, Plan, with_rows
 from ensemble.scheduling.deadline import Deadline
-from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
 from ensemble.scheduling.state import MemberState
@@ -64,8 +63,7 @@ def run(
     members = [MemberState(member) for member in plans]
     hooks, clock = Selecting(plan, members, share), Watch(MAX_TURN_SECONDS)
     launcher = PretendedLauncher(answer)
-    pool = DevicePool(devices, 1, 60.0, launcher, hooks.say, clock)
-    Scheduler(members, pool, launcher, hooks, Rules(2, "fail", 60.0), clock, deadline).run()
+    Scheduler(members, devices, launcher, hooks, Rules(2, "fail", 60.0), clock, deadline).run()
     return members, hooks
 
 
@@ -119,8 +117,7 @@ def test_a_member_whose_rows_are_never_selected_is_not_finished() -> None:
     plan = plan_of([6, 6], [1, 1], [])
     members = [MemberState(plan.members[0]), MemberState(undecided(plan.members[1], ["m0"]))]
     hooks, clock, launcher = PretendedRun(), Watch(MAX_TURN_SECONDS), PretendedLauncher(answer)
-    pool = DevicePool([], 1, 60.0, launcher, hooks.say, clock)
-    Scheduler(members, pool, launcher, hooks, Rules(2, "fail", 60.0), clock).run()
+    Scheduler(members, [], launcher, hooks, Rules(2, "fail", 60.0), clock).run()
     assert not members[1].finished
     assert (members[1].phase, members[1].fraction, members[1].rows) == ("waiting", 0.0, 0)
 

@@ -14,7 +14,6 @@ import pytest
 from ensemble.common.protocol import Load, Predict, Start
 from ensemble.planning.plan import make_plan
 from ensemble.scheduling.deadline import Deadline
-from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.launchers.base import WorkerStart
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import Scheduler
@@ -44,9 +43,8 @@ def test_a_worker_computes_views_of_its_checkpoint_alone(count: int, is_timed: b
     state = MemberState(replace(member, checkpoints=CHECKPOINTS))
     views = {chunk.index: chunk.view for chunk in member.chunks}
     launcher, run = PretendedLauncher(computed, on_launch=launched.append), CountingRun()
-    pool = DevicePool(devices, 1, 60.0, launcher, run.say, state.clock)
     deadline = Deadline(state.clock() + 600.0, count, state.clock) if is_timed else None
-    Scheduler([state], pool, launcher, run, Rules(2, "fail", 60.0), state.clock, deadline).run()
+    Scheduler([state], devices, launcher, run, Rules(2, "fail", 60.0), state.clock, deadline).run()
     assert state.finished
     seen = defaultdict[int, list[int]](list)
     for worker in launched:

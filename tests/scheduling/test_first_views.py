@@ -18,7 +18,6 @@ from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import MemberPlan, Plan, make_plan, with_view, without_done
 from ensemble.scheduling.deadline import SAFETY, Deadline
-from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import Scheduler
@@ -209,10 +208,9 @@ def simulate(
     launcher.members += [MemberState(member, clock=launcher) for member in plans]
     run = SelectingRun()
     run.plan = plan
-    pool = DevicePool(devices, 1, 60.0, launcher, run.say, launcher)
     deadline = Deadline(limit, max(1, len(devices)), launcher)
     rules = Rules(2, "fail", 1e9, standby=False)
-    Scheduler(launcher.members, pool, launcher, run, rules, launcher, deadline).run()
+    Scheduler(launcher.members, devices, launcher, run, rules, launcher, deadline).run()
     assert all(one.failure is None for one in launcher.members)
     return Outcome(launcher.members, launcher.given, launcher.loads, limit)
 

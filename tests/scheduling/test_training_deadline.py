@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from ensemble.common.protocol import Predict
-from ensemble.config.training import TrainConfig
 from ensemble.planning.trainings import plan_trainings
 from ensemble.scheduling.state import MemberState
 from ensemble.scheduling.training_deadline import TrainingDeadline
-from tests.planning.test_plan import config
+from tests.planning.test_trainings import trained_config
 from tests.pretended import computed
 
 FOLDS = ["fold 0", "fold 1", "fold 2"]
@@ -17,9 +16,8 @@ FOLDS = ["fold 0", "fold 1", "fold 2"]
 
 def members(count: int) -> list[MemberState]:
     """Members m0, m1 and so on with three trainings each, of which none has begun."""
-    run = config(*({} for _ in range(count)))
-    train = TrainConfig.model_validate({"command": ["python", "train.py", "{train}", "{out}"]})
-    return [MemberState(plan_trainings(run, index, train, FOLDS, [])) for index in range(count)]
+    run = trained_config(count)
+    return [MemberState(plan_trainings(run, model, FOLDS, [])) for model in run.models]
 
 
 def train_one(state: MemberState, seconds: float) -> None:

@@ -18,7 +18,7 @@ from ensemble.pipeline.load import load
 from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.training.command import _trainings
 from ensemble.training.data import read_training_data
-from ensemble.training.records import Seal
+from ensemble.training.records import PartRecord, Seal
 from ensemble.training.seal import seal_training
 from tests.checkpoints import adapter_reference, make_adapter, make_base, make_texts
 from tests.project import GEMMA_LABELS, LABELS, Project
@@ -99,7 +99,8 @@ def finish(
     for part in (*map(Part, range(FOLDS)), Part(None)) if parts is None else parts:
         shutil.copytree(adapters / part.name, folder.unfinished(model.name, part))
         of_part = {**made_of, "the training table": data.digest(model.name, data.rows_of(part.fold))}
-        seal_training(folder, model, part, columns, Seal(of_part, 1.0, 1, ("cpu",), {}))
+        record = PartRecord(part.fold, "done", 1, 1.0, ("cpu",))
+        seal_training(folder, model, part, columns, Seal(of_part, record))
     digests = read("train.csv").row_digests(("a", "b"))
     more = read("test.csv").row_digests(("a", "b"))[list(extra)]
     folds = np.concatenate([FOLD_OF_ROW, np.full(len(more), -1)])

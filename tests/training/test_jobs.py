@@ -188,8 +188,15 @@ def test_one_fold_and_all_anew(trained: Trained) -> None:
     assert trained.folds_called() == ["1"]
     assert trained.train().returncode == 0
     assert trained.folds_called() == ["1", "0", "2"]
+    known_to_fit = trained.files.rungs / "0123.json"
+    known_to_fit.parent.mkdir()
+    known_to_fit.write_text("{}")
     assert trained.train("--fresh", "--fold", "0").returncode == 0
     assert trained.folds_called() == ["1", "0", "2", "0"]
+    assert known_to_fit.exists()
+    assert trained.train("--fresh").returncode == 0
+    assert trained.folds_called() == ["1", "0", "2", "0", "0", "1", "2"]
+    assert not known_to_fit.exists()
 
 
 @pytest.mark.long
@@ -281,6 +288,17 @@ def test_what_is_no_checkpoint_of_this_config_is_refused(trained: Trained, mode:
     assert done.returncode == 0, done.stderr
     assert trained.folds_called().count("0") == 1
     assert (trained.files.checkpoint("a", Part(1)) / "model.safetensors").is_file()
+
+
+@pytest.mark.long
+def test_what_does_not_go_with_the_keys_of_its_member_fails_this_member_alone(trained: Trained) -> None:
+    trained.set_up(["a", "b"])
+    done = trained.train("--fold", "0", "--set", "models.a.merge_adapter=true")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "member a failed: fold 0: merge_adapter: there is no adapter to merge" in " ".join(
+        done.stderr.split()
+    )
+    assert trained.files.checkpoint("b", Part(0)).is_dir()
 
 
 @pytest.mark.long

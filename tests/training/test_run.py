@@ -15,13 +15,13 @@ import yaml
 
 from ensemble.cli.progress import QuietDisplay
 from ensemble.common.clock import boot_seconds
-from ensemble.common.digests import FileDigests
+from ensemble.common.digests import folder_digests
 from ensemble.common.errors import ConfigError
 from ensemble.data.trained_rows import TrainedRows, write_trained_rows
 from ensemble.pipeline.load import load
 from ensemble.pipeline.training_dir import Part
 from ensemble.training.command import made_of, preview_trainings, train, train_for_run
-from ensemble.training.records import Seal, write_record
+from ensemble.training.records import PartRecord, Seal, write_record
 from tests.checkpoints import make_base, reference
 from tests.project import LABELS, ROOT, Project, python_path
 from tests.training.test_jobs import Trained
@@ -227,12 +227,8 @@ def test_models_without_the_base_that_they_learned_from(trained: Trained, tmp_pa
     for fold in range(2):
         folder = trained.files.checkpoint("a", Part(fold))
         shutil.copytree(trained.models / "llama", folder)
-        digests = FileDigests(whole=True)
-        files = {}
-        for path in sorted(folder.iterdir()):
-            digests.digest(path)
-            files[path.name] = digests.seen[str(path.absolute())]
-        seal = Seal(digests_of_model, 1.0, 1, ("cpu",), {}, files)
+        files = folder_digests(folder)
+        seal = Seal(digests_of_model, PartRecord(fold, "done", 1, 1.0, ("cpu",)), files)
         write_record(trained.files.seal("a", Part(fold)), seal)
     rows = TrainedRows(np.zeros((2, 2), np.uint64), np.arange(2))
     write_trained_rows(trained.files.trained_rows("a"), rows)

@@ -20,7 +20,6 @@ from ensemble.cli import app
 from ensemble.cli.progress import PlainDisplay
 from ensemble.cli.views.plan import document
 from ensemble.commands.doctor import Finding, examine
-from ensemble.config.training import TrainConfig
 from ensemble.data.trained_rows import TrainedRows, write_trained_rows
 from ensemble.pipeline.run_dir import RunDir, hold
 from ensemble.pipeline.run_report import RunReport
@@ -30,7 +29,7 @@ from ensemble.scheduling.records import FaultRecord, WorkerRecord
 from ensemble.scheduling.state import MemberState
 from ensemble.training.records import MemberRecord, PartRecord, TrainingReport, write_record
 from tests.cli import reports
-from tests.planning.test_plan import config as plan_config
+from tests.planning.test_trainings import trained_config
 from tests.project import Project
 from tests.training import folds
 
@@ -40,9 +39,8 @@ HALFWAY = {"step": 40, "steps": 100, "first_step": 10, "seconds": 15.0, "epoch":
 
 def part(number: int, **changes: Any) -> PartRecord:
     done = PartRecord(
-        name=f"fold-{number}",
+        fold=number,
         status="done",
-        folder=f"/models/a/fold-{number}",
         seconds=20.0 + 2 * number,
         attempts=1,
         devices=("cpu",),
@@ -52,11 +50,11 @@ def part(number: int, **changes: Any) -> PartRecord:
 
 
 def in_progress(number: int) -> PartRecord:
-    return part(number, status="training", folder="", seconds=None, attempts=2, devices=(), progress=HALFWAY)
+    return part(number, status="training", seconds=None, attempts=2, devices=(), progress=HALFWAY)
 
 
 def waiting(number: int) -> PartRecord:
-    return part(number, status="waiting", folder="", seconds=None, attempts=0, devices=(), progress={})
+    return part(number, status="waiting", seconds=None, attempts=0, devices=(), progress={})
 
 
 @pytest.fixture
@@ -86,7 +84,7 @@ def as_json(rundir: RunDir, capsys: pytest.CaptureFixture[str]) -> dict[str, Any
 def test_the_status_of_trainings_before_there_is_a_run(
     rundir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(rundir, "running", MemberRecord("a", (part(0), in_progress(1), waiting(2))))
+    write(rundir, "running", MemberRecord("a", "/models/a", (part(0), in_progress(1), waiting(2))))
     with hold(rundir):
         text, document = status(rundir, capsys), as_json(rundir, capsys)
     # 30 steps took 15 s, and 60 are left.
@@ -104,13 +102,15 @@ def test_the_status_of_trainings_before_there_is_a_run(
 
 
 def test_the_status_of_trainings_that_have_ended(rundir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    failed = MemberRecord("b", (waiting(0), waiting(1)), failure="its command ended with exit code 3")
-    write(rundir, "failed", MemberRecord("a", (part(0), part(1))), failed)
+    failed = MemberRecord(
+        "b", "/models/b", (waiting(0), waiting(1)), failure="its command ended with exit code 3"
+    )
+    write(rundir, "failed", MemberRecord("a", "/models/a", (part(0), part(1))), failed)
     text = status(rundir, capsys)
     assert "a 2/2 21.0 s /models/a" in text
     assert "b failed: its command ended with exit code 3" in text
     assert "2 trainings done in 42.0 s, 2 not done; some failed; " in text
-    write(rundir, "complete", MemberRecord("a", (part(0), part(1))))
+    write(rundir, "complete", MemberRecord("a", "/models/a", (part(0), part(1))))
     reports.report(reports.member("a")).write(rundir.run_json)
     text, document = status(rundir, capsys), as_json(rundir, capsys)
     assert "a run: 2 trainings done in 42.0 s" in text
@@ -125,8 +125,8 @@ def test_the_status_of_trainings_that_have_ended(rundir: RunDir, capsys: pytest.
 def test_progress_says_nothing_twice_and_no_time_left_of_nothing() -> None:
     clock, file = [0.0], io.StringIO()
     names = ["fold 0", "fold 1"]
-    train = TrainConfig.model_validate({"command": folds.COMMAND})
-    state = MemberState(plan_trainings(plan_config({}), 0, train, names, []), clock=lambda: clock[0])
+    config = trained_config(1)
+    state = MemberState(plan_trainings(config, config.models[0], names, []), clock=lambda: clock[0])
     display = PlainDisplay(file, clock=lambda: clock[0])
     state.workers.append(WorkerRecord("m0", 0, ("cpu",), "7", "log", 0.0, 0.0))
     display.update([state])
@@ -172,7 +172,10 @@ def test_what_to_do_next(tmp_path: Path, project: Project, monkeypatch: pytest.M
 def test_the_report_has_a_section(rundir: RunDir) -> None:
     fault = FaultRecord("a", 0, "death", "killed by SIGKILL", "", (1, 2), "started again", 8.0)
     write(
-        rundir, "complete", MemberRecord("a", (part(0), part(1, attempts=2)), (fault,)), MemberRecord("z", ())
+        rundir,
+        "complete",
+        MemberRecord("a", "/models/a", (part(0), part(1, attempts=2)), (fault,)),
+        MemberRecord("z", "/models/z", ()),
     )
     oof = TrainingDir(rundir.root).oof_run
     section = SECTIONS.load("trainings")()

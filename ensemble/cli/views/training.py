@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ensemble.cli.layout import Table
 from ensemble.common.text import duration, plural, shown_path
-from ensemble.training.records import MemberRecord, PartRecord, TrainingReport, steps_done
+from ensemble.training.records import MemberRecord, PartRecord, TrainingReport
 
 _HEADERS = ["member", "trained", "in progress", "time each", "retries", "folder"]
 
@@ -33,7 +33,7 @@ def counts(report: TrainingReport) -> str:
 
 def seconds_left(part: PartRecord) -> float | None:
     """Return how long a training in progress takes at the speed that it has; None where that is not known."""
-    steps, seconds = steps_done(part.progress), part.progress.get("seconds")
+    steps, seconds = part.steps_done, part.progress.get("seconds")
     first = part.progress.get("first_step", 0)
     if part.status != "training" or steps is None or not isinstance(seconds, int | float):
         return None
@@ -51,12 +51,12 @@ def _cells(member: MemberRecord) -> list[str]:
         ", ".join(_progress_text(part) for part in member.parts if part.status == "training"),
         duration(sum(seconds) / len(seconds)) if seconds else "",
         f"{retries}" if retries else "",
-        shown_path(Path(done[0].folder).parent) if done else "",
+        shown_path(Path(member.folder)) if done else "",
     ]
 
 
 def _progress_text(part: PartRecord) -> str:
-    steps, left = steps_done(part.progress), seconds_left(part)
+    steps, left = part.steps_done, seconds_left(part)
     share = "" if steps is None else f" {steps[0] / steps[1]:.0%}"
     ahead = f" ({duration(left)} left)" if left else ""
     return f"{part.text}{share}{ahead}"
