@@ -29,12 +29,12 @@ from ensemble.data.published_table import PublishedTable
 from ensemble.members.huggingface.loading.describe import learnt_positions
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.training.arguments import is_checkpointed, training_arguments
+from ensemble.members.huggingface.training.callbacks import EarlyStop, Progress, Saves, step_of
 from ensemble.members.huggingface.training.examples import Examples
 from ensemble.members.huggingface.training.plan import Plan, divide, make_plan
 from ensemble.members.huggingface.training.program import lacks_memory, run_program
 from ensemble.members.huggingface.training.step_trainer import NotFinite, StepTrainer
 from ensemble.members.huggingface.training.trainee import load_trainee
-from ensemble.training.child.callbacks import EarlyStop, Progress, Saves, step_of
 
 
 @dataclass(frozen=True, kw_only=True)
