@@ -151,8 +151,9 @@ class Runner(Predictor):
 
     def _run(self, job: Job, report: Report, ends_at: float = math.inf) -> bool:
         """Run a command, report its signs of life, and return whether it has ended by ``ends_at`` (monotonic)."""
-        for name in ("problem.json", "progress.json", "trial.json"):  # of an earlier one
-            (Path(job.out) / name).unlink(missing_ok=True)
+        for path in Path(job.out).iterdir():  # of an earlier one, which may have been killed while it wrote
+            if not path.is_dir():
+                path.unlink()
         before, kills_before = _size(Path(job.log)), oom_kills()
         asked = {
             "command": job.command,

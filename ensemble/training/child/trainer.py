@@ -117,7 +117,7 @@ def train(spec: TrainerSpec) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for other in (out / "saves").iterdir():  # of other settings
         if other != folder:
-            shutil.rmtree(other)
+            _remove(other)
     trainer = _trainer(spec, trainee, plan, folder)
     saves = Saves(folder, spec.save_seconds)
     newest = saves.newest()
@@ -144,7 +144,13 @@ def train(spec: TrainerSpec) -> None:
         write_text(out / LABELS_FILE, json.dumps(labels))
     trainee.model.save_pretrained(out)
     load_tokenizer(member_spec).save_pretrained(out)  # a fresh one: calls leave their settings in a tokenizer
-    shutil.rmtree(out / "saves")
+    _remove(folder)
+    (out / "saves").rmdir()
+
+
+def _remove(saves: Path) -> None:
+    """Remove a folder of saves, so that a kill meanwhile leaves nothing that looks like a whole save."""
+    shutil.rmtree(saves.rename(saves.with_name(f"{saves.name}.removed")))
 
 
 def _trainer(spec: TrainerSpec, trainee: Trainee, plan: Plan, folder: Path) -> StepTrainer:
