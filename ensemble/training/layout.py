@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ensemble.common.files import TEMPORARY
 from ensemble.config import MemberConfig
 
 
@@ -85,6 +86,12 @@ class TrainingDir:
     def rungs(self) -> Path:
         """Return the folder with what is known to fit, by member and kind of device."""
         return self.root / "rungs"
+
+    def tidy(self) -> None:
+        """Remove the incomplete files that a killed command left."""
+        for folder in (self.root, self.output_dir / "oof"):
+            for leftover in folder.rglob(f".*{TEMPORARY}*"):
+                leftover.unlink(missing_ok=True)
 
     def remove(self, member: str, part: Part) -> None:
         """Remove a training, finished or not; its seal first, which nothing is trusted without."""
