@@ -17,6 +17,8 @@ from ensemble.members import questions
 from tests import sampling
 from tests.checkpoints import answers_of_this_process
 from tests.faults.forked import client
+from tests.faults.forked.runs import ForkedRuns, forked_runs
+from tests.faults.steps import skip_unless_watchable
 from tests.leftovers import GRACE_SECONDS, nothing_is_left, temporary_directory
 from tests.nvml import sim
 from tests.project import Project, make_models
@@ -105,6 +107,14 @@ def fork_server(tiny_models: Path) -> Iterator[str]:
     """The address of a fork server."""
     with client.fork_server(tiny_models) as address:
         yield address
+
+
+@pytest.fixture(scope="session")
+def forked(tmp_path_factory: pytest.TempPathFactory, tiny_models: Path) -> Iterator[ForkedRuns]:
+    """Runs from a fork server; their steps can be judged."""
+    skip_unless_watchable()
+    with forked_runs(tmp_path_factory.mktemp("forked") / "printed", tiny_models) as runs:
+        yield runs
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from ensemble.common.files import TEMPORARY
 from ensemble.config import MemberConfig
 
 
@@ -94,6 +95,12 @@ class TrainingDir:
     def is_finished(self, member: str, part: Part) -> bool:
         """Return whether a checkpoint is in its place with its seal, without which nothing is trusted."""
         return self.checkpoint(member, part).is_dir() and self.seal(member, part).is_file()
+
+    def tidy(self) -> None:
+        """Remove the incomplete files that a killed command left."""
+        for folder in (self.root, self._oof):
+            for leftover in folder.rglob(f".*{TEMPORARY}*"):
+                leftover.unlink(missing_ok=True)
 
     def remove(self, member: str, part: Part) -> None:
         """Remove a training, finished or not; its seal first, without which nothing is trusted."""

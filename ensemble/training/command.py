@@ -81,6 +81,7 @@ def train(
     with system_errors_in("the training"):
         rundir.create()
         with hold(rundir), heed_signals(owns_process) as signals:
+            files.tidy()
             files.train_log.parent.mkdir(parents=True, exist_ok=True)
             with logging_to(files.train_log, loaded.redactor):
                 return _train(loaded, display, signals, data, fold, fresh, ends_at)

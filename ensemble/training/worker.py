@@ -74,7 +74,6 @@ def _train(command: LoggedCommand, ladder: Ladder, report: Report) -> None:
     trials_end_at = time.monotonic() + TRIAL_SECONDS
 
     def run(rung: Rung, sizes: Sequence[int] = (), ends_at: float = math.inf) -> bool:
-        (command.out / "trial.json").unlink(missing_ok=True)  # of an earlier one
         fields = json.dumps({**asdict(rung), "rung": rung.text, "sizes": sizes})
         return replace(command, command=[*command.command, fields]).run(report, ends_at)
 

@@ -89,8 +89,9 @@ class LoggedCommand:
             shutil.rmtree(self.out)
         self.out.mkdir(parents=True, exist_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        for name in ("progress.json", "problem.json"):  # of an earlier one
-            (self.out / name).unlink(missing_ok=True)
+        for path in self.out.iterdir():  # of an earlier one, which may have been killed while it wrote
+            if not path.is_dir():
+                path.unlink()
         log_start, kills_before = self._log_size(), oom_kills()
         asked = {
             "command": self.command,

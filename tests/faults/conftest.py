@@ -1,24 +1,14 @@
-"""Fixtures for faults: a table of four chunks, runs that start in no time, what an undisturbed run makes."""
+"""Fixtures for faults: a table of four chunks, what an undisturbed run makes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.faults.chunky import chunky_config, results, write_chunky_table
-from tests.faults.forked.runs import ForkedRuns, forked_runs
-from tests.faults.steps import skip_unless_watchable
+from tests.faults.forked.runs import ForkedRuns
 from tests.project import Project
-
-
-@pytest.fixture(scope="session")
-def forked(tmp_path_factory: pytest.TempPathFactory, tiny_models: Path) -> Iterator[ForkedRuns]:
-    """Runs from a fork server; their steps can be judged."""
-    skip_unless_watchable()
-    with forked_runs(tmp_path_factory.mktemp("forked") / "printed", tiny_models) as runs:
-        yield runs
 
 
 @pytest.fixture

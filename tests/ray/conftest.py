@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests import sampling
-from tests.faults.conftest import chunky, forked, undisturbed
+from tests.faults.conftest import chunky, undisturbed
 from tests.ray.nodes import SPACED, Nodes
 
-__all__ = ["chunky", "forked", "mortal", "nodes", "undisturbed", "warm"]
+__all__ = ["chunky", "mortal", "nodes", "undisturbed", "warm"]
 
 
 @pytest.fixture(scope="package")

@@ -22,13 +22,13 @@ from ensemble.planning.plan import CpuChoice, Plan, make_plan
 from ensemble.scheduling.launchers import local
 from ensemble.scheduling.launchers.local import thread_variables
 from tests.faults.chunky import chunky_config, ids_of, results
-from tests.faults.conftest import chunky, forked, undisturbed
+from tests.faults.conftest import chunky, undisturbed
 from tests.faults.inject import Fault, Injected
 from tests.planning.test_placement import planned
 from tests.planning.test_plan import config, facts
 from tests.project import Project
 
-__all__ = ["chunky", "forked", "undisturbed"]
+__all__ = ["chunky", "undisturbed"]
 GIB = 1 << 30
 MACHINE = Device("cpu", "CPU", None, 1000 * GIB, 0)
 

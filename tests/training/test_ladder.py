@@ -341,8 +341,9 @@ def test_a_fresh_process_takes_one_rung_less_from_the_last_save(
 ) -> None:
     site.rules(fits=2)
     spec = spec_of(tmp_path / "a", base)
-    train_by_worker(spec, tmp_path / "a", "")
     out = Path(spec["out"])
+    (out / ".tmp3kvJBL").write_bytes(b"what a process that was killed had half written")
+    train_by_worker(spec, tmp_path / "a", "")
     assert [max(sizes) for sizes in site.passes()] == [8, 4, 2]
     assert progress(out)["micro_batch"] == 2
     assert progress(out)["why"] == "it ran out of memory with 4 rows at a time"

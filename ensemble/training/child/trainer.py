@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from ensemble.data.published_table import PublishedTable
 from ensemble.members.huggingface.loading.describe import learnt_positions
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.training.arguments import is_checkpointed, training_arguments
-from ensemble.members.huggingface.training.callbacks import EarlyStop, Progress, Saves, step_of
+from ensemble.members.huggingface.training.callbacks import EarlyStop, Progress, Saves, remove, step_of
 from ensemble.members.huggingface.training.examples import Examples
 from ensemble.members.huggingface.training.plan import Plan, divide, make_plan
 from ensemble.members.huggingface.training.program import lacks_memory, run_program
@@ -141,7 +140,8 @@ class Training:
         self.trainee.save(self._out)
         # A fresh one: calls leave their settings in a tokenizer.
         load_tokenizer(self.member_spec).save_pretrained(self._out)
-        shutil.rmtree(self._out / "saves")
+        remove(saves.folder)
+        saves.folder.parent.rmdir()
 
     def _digest(self) -> str:
         """Return a digest of what saves belong to: another training, or optimizer, cannot go on from them."""

@@ -18,6 +18,9 @@ from typing import Any
 SITE = Path(__file__).parent  # with the sitecustomize.py by which a worker is forked
 ROOT = SITE.parents[2]
 IDLE = b"idle?"
+TRAINER = "ensemble.training.child.trainer"
+# An environment variable: fields, in JSON, that replace those of each spec that a trainer is started with.
+TRAINER_FIELDS = "TEST_TRAINER_FIELDS"
 _NUMBER = struct.Struct("=i")
 # What Python, its locale and libraries heed when they start or are imported, and a forked process does not.
 _AT_THE_START = ("PYTHON", "LC_", "LANG", "HF_", "LD_PRELOAD")
@@ -29,6 +32,7 @@ class Command:
     Args:
         variables: its whole environment, with the server's ``variables``.
         descriptors: its standard input (None: /dev/null), output and error stream.
+        module: whose ``main()`` runs instead of the command's, among those that the server forks for workers.
     """
 
     def __init__(
@@ -37,14 +41,17 @@ class Command:
         folder: Path,
         variables: Mapping[str, str],
         descriptors: tuple[int | None, int, int],
+        module: str = "",
     ) -> None:
         asked = {
-            "argv": ["ensemble", *arguments],
+            "argv": ["-c" if module else "ensemble", *arguments],
+            "module": module,
             "folder": str(folder),
             "environment": dict(variables),
             "numbers": [0, 1, 2],
         }
-        self._line = _connect(variables["TEST_FORK_SERVER"])
+        address = variables["TEST_FORK_SERVER"]
+        self._line = _connect(workers_address(address) if module else address)
         given, *output = descriptors
         with open(os.devnull) as nothing:  # noqa: PTH123
             given = nothing.fileno() if given is None else given

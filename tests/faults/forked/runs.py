@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.faults.forked import client
 from tests.faults.inject import Injected
@@ -32,7 +34,38 @@ class ForkedRuns:
             judge: asked about every step.
             faults: those that happen in the workers; none at the import of transformers, which is long over.
         """
-        variables = {**os.environ, **client.server_variables(self._address)}
+        return self._run(["run", "config.yaml", *options], folder, judge, faults)
+
+    def train(
+        self,
+        folder: Path,
+        *options: str,
+        judge: Judge | None = None,
+        faults: Injected | None = None,
+        **spec: Any,
+    ) -> int:
+        """``ensemble train config.yaml OPTIONS``, as ``run``; the faults happen in its trainers, too.
+
+        Args:
+            spec: fields of the trainers' specs that replace those which the command has written.
+        """
+        arguments = ["train", "config.yaml", *options]
+        return self._run(arguments, folder, judge, faults, {client.TRAINER_FIELDS: json.dumps(spec)})
+
+    def trainer(self, spec: Path, judge: Judge | None = None, faults: Injected | None = None) -> int:
+        """Our trainer alone, by a spec; steps in the folder that the spec is in count."""
+        return self._run([str(spec)], spec.parent, judge, faults, module=client.TRAINER)
+
+    def _run(
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        judge: Judge | None,
+        faults: Injected | None,
+        variables: Mapping[str, str] | None = None,
+        module: str = "",
+    ) -> int:
+        variables = {**os.environ, **client.server_variables(self._address), **(variables or {})}
         if faults is not None:
             variables["TEST_FAULTS"] = faults.environment["TEST_FAULTS"]
         self._watched.forget()
@@ -41,7 +74,7 @@ class ForkedRuns:
         with (
             self._output.open("w") as output,
             client.Command(
-                ["run", "config.yaml", *options], folder, variables, (None, output.fileno(), output.fileno())
+                arguments, folder, variables, (None, output.fileno(), output.fileno()), module
             ) as command,
         ):
             self._watched.first = command.pid

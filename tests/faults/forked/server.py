@@ -3,8 +3,9 @@
     python -m tests.faults.forked.server ADDRESS MODELS
 
 Each request comes over a connection of its own to the abstract socket ADDRESS (of commands; ADDRESS-workers, of
-workers and of the processes that describe checkpoints and write reports): one line of JSON with argv, environment,
-folder, and the numbers which the descriptors that come with it shall have.  The answer is the process's number.
+workers and of the processes that train, describe checkpoints and write reports): one line of JSON with argv,
+environment, folder, and the numbers which the descriptors that come with it shall have.  The answer is the
+process's number.
 Then the asking side sends numbers: 0 starts it, others are signals for its group; it gets the exit code at the end.
 A connection that is closed before that kills the group.
 The servers end with their standard input.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import gc
 import importlib
 import itertools
 import json
@@ -75,6 +77,7 @@ def _import_for_workers(models: Path) -> None:
     import ensemble.analysis.report.page
     import ensemble.members.huggingface.loading.describe
     import ensemble.members.seq_cls.predictor
+    import ensemble.training.child.trainer
     import ensemble.worker.session  # noqa: F401
 
     with contextlib.suppress(ImportError):
@@ -83,6 +86,8 @@ def _import_for_workers(models: Path) -> None:
     tqdm.tqdm.set_lock(threading.RLock())
     for model in sorted(models.iterdir()):
         transformers.AutoModelForSequenceClassification.from_pretrained(model)
+    # Or each collection in a forked process looks at all that was imported: of a tiny training, half of the time.
+    gc.freeze()
 
 
 class _Server:

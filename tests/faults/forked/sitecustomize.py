@@ -2,7 +2,7 @@
 
 Where TEST_FORK_SERVER names a server (server.py), a worker lets a process that it forks work in its place: the one
 that was started keeps its number, hands signals on, and ends as the one that works does.  So do the processes that
-describe checkpoints and that write reports.  Elsewhere the process gets the faults that a test asks for
+train, that describe checkpoints and that write reports.  Elsewhere the process gets the faults that a test asks for
 (../faulty.py).
 
 Each worker writes its number and environment into the file that TEST_WORKERS names.
@@ -28,6 +28,8 @@ def _stand_in(address: str, module: str) -> None:
         "numbers": numbers,
         "module": module,
     }
+    if module == _WORKER:
+        _hide_mark()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         line.connect(f"\0{address}-workers")
         socket.send_fds(line, [json.dumps(asked).encode()], numbers)
@@ -47,13 +49,27 @@ def _stand_in(address: str, module: str) -> None:
     os._exit(code)
 
 
+def _hide_mark() -> None:
+    """Take the mark by which the worker that works finds what it has started out of what /proc says of this one."""
+    import ctypes
+
+    mark = b"ENSEMBLE_WORKER="
+    variables = ctypes.POINTER(ctypes.c_void_p).in_dll(ctypes.CDLL(None), "environ")
+    place = 0
+    while address := variables[place]:
+        if ctypes.string_at(address).startswith(mark):
+            ctypes.memset(address, ord("-"), len(mark) - 1)
+        place += 1
+
+
 def _module() -> str:
     """Return the module whose work a process of the server can do; empty if this one does other work."""
     if _IS_WORKER:
         return _WORKER
     words = " ".join(sys.orig_argv)
-    if f"from {_DESCRIBE} import" in words:
-        return _DESCRIBE
+    for module in (_DESCRIBE, _TRAINER):
+        if f"from {module} import" in words:
+            return module
     return _REPORT if f"from {_REPORT} import" in words and not _has_other_packages() else ""
 
 
@@ -64,13 +80,23 @@ def _has_other_packages() -> bool:
     return not {site, root}.issuperset(os.environ["PYTHONPATH"].split(os.pathsep))
 
 
+def _replace_fields(fields: str) -> None:
+    """Give a trainer fields of its spec, in JSON, beside those that it is started with."""
+    for words in (sys.argv, sys.orig_argv):
+        given = words.pop() if words[-1].startswith("{") else "{}"
+        words.append(json.dumps({**json.loads(given), **json.loads(fields)}))
+
+
 _WORKER = "ensemble.worker.__main__"
 _DESCRIBE = "ensemble.members.huggingface.loading.describe"
+_TRAINER = "ensemble.training.child.trainer"
 _REPORT = "ensemble.analysis.report.__main__"
 _IS_WORKER = any(word.startswith("--events-fd=") for word in sys.orig_argv)
 if os.environ.get("TEST_WORKERS") and _IS_WORKER:
     with open(os.environ["TEST_WORKERS"], "a", encoding="utf-8") as file:  # noqa: PTH123  as above
         file.write(json.dumps({"pid": os.getpid(), "environment": dict(os.environ)}) + "\n")
+if os.environ.get("TEST_TRAINER_FIELDS") and any(f"from {_TRAINER} import" in word for word in sys.orig_argv):
+    _replace_fields(os.environ["TEST_TRAINER_FIELDS"])
 _served = _module() if os.environ.get("TEST_FORK_SERVER") else ""
 if _served:
     _stand_in(os.environ["TEST_FORK_SERVER"], _served)

@@ -64,7 +64,12 @@ def _remove_others(kept: Path) -> None:
     """Remove the folders beside a folder."""
     for other in kept.parent.iterdir():
         if other.is_dir() and other != kept:
-            shutil.rmtree(other)
+            remove(other)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder of saves, so that a kill meanwhile leaves nothing that looks like a whole one."""
+    shutil.rmtree(folder.rename(folder.with_name(f"removed-{folder.name}")))
 
 
 class EarlyStop(TrainerCallback):  # type: ignore[misc]
