@@ -49,11 +49,10 @@ def read_trained_rows(path: Path) -> TrainedRows:
 
 
 def fold_count(path: Path) -> int:
-    """Return the number of folds in the file, 0 if there is none; raise DataError if the file is broken."""
-    if not path.is_file():
-        return 0
-    with _arrays_in(path) as arrays:  # each is read when it is asked for: here not the digests
+    """Return the number of folds in the file; 0 if it is missing or broken."""
+    with contextlib.suppress(DataError), _arrays_in(path) as arrays:  # here the digests are not read
         return int(arrays["folds"].max(initial=-1)) + 1
+    return 0
 
 
 def folds_of(path: Path, digests: RowDigests) -> npt.NDArray[np.int64]:

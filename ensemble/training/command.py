@@ -288,9 +288,10 @@ def _write_data(
     table.parent.mkdir(exist_ok=True)
     for part in dict.fromkeys(training.part for training in trainings if not training.is_built_in):
         data.write_for_command(files.train_file(part, data.suffix), data.rows_of(part.fold))
-    for name in dict.fromkeys(training.model.name for training in trainings):
-        files.spec(name, Part(None)).parent.mkdir(parents=True, exist_ok=True)
-        write_trained_rows(files.trained_rows(name), data.trained_rows(name))
+    for model in config.trained_members:
+        rows = files.trained_rows(model.name)
+        rows.parent.mkdir(parents=True, exist_ok=True)
+        write_trained_rows(rows, data.trained_rows(model.name))
     built_in = [training for training in trainings if training.is_built_in]
     if not built_in:
         return

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ensemble.data.trained_rows import fold_count
 from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.training.records import TrainingReport, read_record
 from tests.checkpoints import make_adapter, make_base
@@ -197,6 +198,20 @@ def test_one_fold_and_all_anew(trained: Trained) -> None:
     assert trained.train("--fresh").returncode == 0
     assert trained.folds_called() == ["1", "0", "2", "0", "0", "1", "2"]
     assert not known_to_fit.exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("content", [None, b"broken"])
+def test_which_rows_were_trained_on_is_written_again(trained: Trained, content: bytes | None) -> None:
+    assert trained.train().returncode == 0
+    rows = trained.files.trained_rows("a")
+    rows.unlink()
+    if content is not None:
+        rows.write_bytes(content)
+    done = trained.train()
+    assert done.returncode == 0, done.stderr
+    assert len(trained.calls()) == 3, "no training is repeated"
+    assert fold_count(rows) == 3
 
 
 @pytest.mark.long
