@@ -75,8 +75,10 @@ class Backbone:
             tokenizer_digest(folder, settings["tokenizer_kwargs"], files),
         ]
         others = {key: value for key, value in settings.items() if key != "model_name_or_path"}
+        # Devices of different kinds round differently; a head must not learn from a mix.
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         versions = installed_versions(("torch", "transformers"))
-        return digest_of([digests, others, self.pooling_mode, versions])
+        return digest_of([digests, others, self.pooling_mode, device, versions])
 
 
 def compute_features(
