@@ -81,7 +81,9 @@ def rows_in_views(report: RunReport, member: MemberReport) -> int:
         return rows
     total = 0
     for name, view in member.views.items():
-        if name in member.view_cascades:
+        if member.status == "complete" and view.rows is not None:
+            total += view.rows
+        elif name in member.view_cascades:
             total += member.view_cascades[name].rows
         elif view.at_most is not None:
             total += min(rows, view.at_most)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+import numpy as np
+
 from ensemble.common.clock import boot_seconds
 from ensemble.common.gpus import Device
 from ensemble.common.host import cpu_name
@@ -162,7 +164,7 @@ class RunState:
         bad_rows = work.bad_rows_of_views(state.bad_rows)
         view_rows: Sequence[int | None] = results.view_rows.get(name, (None,) * len(views))
         if work.is_complete:
-            view_rows = tuple(self._rows_to_have(part) for part in work.views)
+            view_rows = self._rows_of_views(work, has_final_mean=not model.views_with_when)
         return MemberReport(
             name=name,
             phase=state.phase,
@@ -210,10 +212,17 @@ class RunState:
             computed_before=work.computed_before,
         )
 
-    def _rows_to_have(self, part: MemberWork) -> int:
-        """Return how many rows of a complete view count."""
-        rows = self.cascades.own_rows_of(part.member)
-        return int((part.is_done if rows is None else part.is_done & rows).sum())
+    def _rows_of_views(self, work: MemberWork, has_final_mean: bool) -> tuple[int, ...]:
+        """Return how many rows each view of a complete member has that count.
+
+        ``has_final_mean``: all that it may have, also where nothing of an earlier run's views was read again.
+        """
+        counts: list[int] = []
+        for part in work.views:
+            is_counted = np.ones_like(part.is_done) if has_final_mean else part.is_done
+            rows = self.cascades.rows_of(part.member)
+            counts.append(int((is_counted if rows is None else is_counted & rows).sum()))
+        return tuple(counts)
 
     def _rows_at_most(self, member: str, view: int) -> int | None:
         """Return how many rows a view's model may predict; None: all."""

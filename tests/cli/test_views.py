@@ -138,11 +138,15 @@ def test_rows_of_members_with_views_and_of_those_that_lack_some() -> None:
     reused = member("a", phase="done", views={name: ViewReport(1.0, 1000) for name in views})
     stopped = member("b", phase="paused", status="unfinished", views=views, partial_rows=400)
     given = member("c", phase="done", replicas=0)
-    rows = {"a": 1000, "b": 1000, "c": 7}
-    made = report(reused, stopped, given, status="time_limit", merged_rows=rows)
+    selected = CascadeReport({"share": 0.4}, 400, is_selected=True, comparison=None)
+    folds = {"fold-0": ViewReport(1.0, 330, 750), "fold-1": ViewReport(1.0, 320, 700)}
+    trained = member("d", phase="done", cascade=selected, views=folds)
+    rows = {"a": 1000, "b": 1000, "c": 7, "d": 400}
+    made = report(reused, stopped, given, trained, status="time_limit", merged_rows=rows)
     said = [line.split() for line in shown("summary", made)]
     assert ["a", "2,000", "reused"] in said, "each view counts, as where it has been computed"
     assert ["c", "7", "given"] in said
+    assert ["d", "650", "reused"] in said, "of the rows that were selected, each view has those that it may"
     with pytest.raises(TimeLimitReached, match=r"b 1,000 of 1,000 rows \(400 of them in some of its views"):
         raise_unless_complete(made)
 

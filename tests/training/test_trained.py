@@ -201,13 +201,11 @@ def test_a_table_of_new_rows_and_rows_that_were_trained_on(trained: Project, ada
     assert "lora: 1 of 8 rows was trained on in every fold; all of its models have seen them" in said
     np.testing.assert_allclose(values(trained), expected(trained, adapters), atol=2e-5)
     assert computed(trained) == 6 * 3 + 2
+    rows = {"fold-0": (6, 6), "fold-1": (7, 7), "fold-2": (7, 7)}
     views = trained.run_json()["members"][0]["views"]
-    assert {name: (view["rows"], view["at_most"]) for name, view in views.items()} == {
-        "fold-0": (6, 6),
-        "fold-1": (7, 7),
-        "fold-2": (7, 7),
-    }
+    assert {name: (view["rows"], view["at_most"]) for name, view in views.items()} == rows
     again = trained_run(trained, keys)
+    assert trained.run_json()["members"][0]["views"] == views
     assert "lora: done by an earlier run, reused" in again
     assert "20 reused" in again.replace("|", " ")
     assert computed(trained) == 6 * 3 + 2, "the report keeps the workers of the first run"
