@@ -40,7 +40,7 @@ def held_out(
     columns: Mapping[str, tuple[str, ...]],
     files: Mapping[str, FileCells],
 ) -> tuple[LoadedConfig, HeldOut]:
-    """Return which rows trained members' views compute, and the config with a view for each fold that is needed.
+    """Return the config with a view for each fold that is needed, and which rows trained members' views compute.
 
     A row that is new goes to every fold's model, or to the single model that predicts for all of them; a row of the
     training table goes to the model of its fold; a row that all models have seen counts as new, with a remark.

@@ -1,4 +1,4 @@
-"""Read, check and copy tables that members learn from: columns that they read, and what is learned of each row."""
+"""Read and check a table that members learn from: columns that they read, and what is learned of each row."""
 
 from __future__ import annotations
 

@@ -176,7 +176,8 @@ class LoggedCommand:
 def main() -> None:
     """Run ``command`` of the JSON object on standard input, and end as the command has ended.
 
-    The object also has the other fields of ``LoggedCommand`` but ``out``, and ``worker``, the worker's process id.
+    The object also has the ``log``, ``environment`` and ``secrets`` of a ``LoggedCommand``, and ``worker``, the
+    worker's process id.
     """
     asked = json.loads(sys.stdin.buffer.read())
     signal.signal(signal.SIGTERM, lambda number, frame: _end_all())
