@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ensemble.common.errors import DataError
-from ensemble.common.files import atomic_path
+from ensemble.common.files import atomic_path, remove_temporary_files
 from ensemble.common.text import plural
 from ensemble.config import EnsembleConfig, LoadedConfig, MemberConfig
 from ensemble.pipeline.prepare import prepare
@@ -47,6 +47,7 @@ def predict_held_out(
         if member.status == "complete":
             target = files.oof(member.name)
             target.parent.mkdir(parents=True, exist_ok=True)
+            remove_temporary_files(target)
             with atomic_path(target) as temporary:
                 shutil.copyfile(RunDir(files.oof_run).predictions(member.name), temporary)
     return report

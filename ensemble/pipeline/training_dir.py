@@ -97,9 +97,12 @@ class TrainingDir:
         return self.checkpoint(member, part).is_dir() and self.seal(member, part).is_file()
 
     def tidy(self) -> None:
-        """Remove the incomplete files that a killed command left."""
-        for folder in (self.root, self._oof):
-            for leftover in folder.rglob(f".*{TEMPORARY}*"):
+        """Remove the incomplete files that a killed command left, but those of the out-of-fold run.
+
+        Another command may be in that run, which has a lock of its own.
+        """
+        for leftover in self.root.rglob(f".*{TEMPORARY}*"):
+            if self.oof_run not in leftover.parents and not leftover.is_dir():
                 leftover.unlink(missing_ok=True)
 
     def remove(self, member: str, part: Part) -> None:
