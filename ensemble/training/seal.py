@@ -23,7 +23,8 @@ from ensemble.training.records import Seal, read_record, write_record
 def why_to_train(trainings: TrainingDir, member: str, part: Part, made_of: Mapping[str, str]) -> str | None:
     """Return None if the part is trained, else why it must be trained: a sentence, empty where nothing is there.
 
-    A training that was killed between its seal and its rename is put in place.
+    A training that was killed between its seal and its rename is put in place.  What ``made_of`` lacks is gone, and
+    is not compared.
 
     Raises:
         CheckpointError: a file cannot be read.

@@ -64,9 +64,10 @@ class LoggedCommand:
             ``padded_tokens``; and in ``problem.json`` the ``text`` for the user when it fails, and whether it
             ``is_out_of_memory``.
         log: the file for what it prints.
-        resumes: whether it goes on with what an earlier try has left in ``out``; else that is removed.
+        resumes: whether it goes on with the folders that an earlier try has left in ``out``; all else there is
+            removed.
         environment: variables by name, None: not set.
-        secrets: what must not be in the log, by any names.
+        settings: what is secret among them must not be in the log, see ``Redactor``.
     """
 
     command: Sequence[str]
@@ -74,7 +75,7 @@ class LoggedCommand:
     log: Path
     resumes: bool
     environment: Mapping[str, str | None]
-    secrets: Mapping[str, str]
+    settings: object
 
     def run(self, report: Report, ends_at: float = math.inf) -> bool:
         """Run it, report its signs of life, and return whether it has ended well by ``ends_at`` (monotonic).
@@ -98,7 +99,7 @@ class LoggedCommand:
             "worker": os.getpid(),
             "log": str(self.log),
             "environment": self.environment,
-            "secrets": self.secrets,
+            "settings": self.settings,
         }
         process = subprocess.Popen(python_command(__name__), stdin=subprocess.PIPE, start_new_session=True)
         assert process.stdin is not None
@@ -176,14 +177,15 @@ class LoggedCommand:
 def main() -> None:
     """Run ``command`` of the JSON object on standard input, and end as the command has ended.
 
-    The object also has the other fields of ``LoggedCommand`` but ``out``, and ``worker``, the worker's process id.
+    The object also has ``log``, ``environment`` and ``settings`` of ``LoggedCommand``, and ``worker``, the worker's
+    process id.
     """
     asked = json.loads(sys.stdin.buffer.read())
     signal.signal(signal.SIGTERM, lambda number, frame: _end_all())
     die_with_parent(asked["worker"], signal.SIGTERM)
     environment = {**os.environ, **asked["environment"]}
     environment = {name: value for name, value in environment.items() if value is not None}
-    redact = Redactor(os.environ, asked["secrets"])
+    redact = Redactor(os.environ, asked["settings"])
     with open_log(Path(asked["log"])) as log:
         try:
             process = subprocess.Popen(
