@@ -18,11 +18,10 @@ output_dir/
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ensemble.common.files import TEMPORARY
+from ensemble.common.files import TEMPORARY, remove_folder
 from ensemble.config import MemberConfig
 
 
@@ -109,5 +108,4 @@ class TrainingDir:
         """Remove a training, finished or not; its seal first, without which nothing is trusted."""
         self.seal(member, part).unlink(missing_ok=True)
         for folder in (self.checkpoint(member, part), self.unfinished(member, part)):
-            if folder.exists():
-                shutil.rmtree(folder)
+            remove_folder(folder)

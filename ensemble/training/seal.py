@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from ensemble.common.digests import folder_digests, has_files
-from ensemble.common.files import sync_directory
+from ensemble.common.files import remove_folder, sync_directory
 from ensemble.common.text import listed, shown_path
 from ensemble.config import MemberConfig
 from ensemble.members.base import OutputColumns
@@ -68,7 +67,6 @@ def seal_training(
 
 def _put_in_place(unfinished: Path, folder: Path) -> None:
     """Give a sealed folder its final name, instead of what had that name before."""
-    if folder.exists():
-        shutil.rmtree(folder)
+    remove_folder(folder)
     unfinished.rename(folder)
     sync_directory(folder.parent)

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ensemble.common.files import file_state, free_bytes, open_log, read_json
+from ensemble.common.files import file_state, free_bytes, open_log, read_json, remove_folder
 from ensemble.common.host import oom_kills
 from ensemble.common.protocol import Counters
 from ensemble.common.python_process import WORKER_MARK, die_with_parent, end_marked, python_command
@@ -86,8 +85,8 @@ class LoggedCommand:
             CommandFailed: it has ended with an exit code other than 0, or was killed.
             OutOfMemory: the same, for lack of memory.
         """
-        if not self.resumes and self.out.exists():
-            shutil.rmtree(self.out)
+        if not self.resumes:
+            remove_folder(self.out)
         self.out.mkdir(parents=True, exist_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         for path in self.out.iterdir():  # of an earlier one, which may have been killed while it wrote
