@@ -31,7 +31,7 @@ def why_to_train(trainings: TrainingDir, member: str, part: Part, made_of: Mappi
     seal, folder = read_record(trainings.seal(member, part), Seal), trainings.checkpoint(member, part)
     unfinished = trainings.unfinished(member, part)
     if seal is None:
-        return ""
+        return "its seal cannot be read" if trainings.seal(member, part).exists() else ""
     changed = sorted(key for key, digest in made_of.items() if seal.made_of.get(key) != digest)
     if changed:
         return f"{listed(changed, 5, str)} changed since it was trained"

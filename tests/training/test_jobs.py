@@ -267,12 +267,16 @@ def test_what_changed_is_said_and_trained_anew(trained: Trained) -> None:
     config.touch()
     trained.train("--set", "seed=7")
     assert len(trained.calls()) == 5
+    trained.files.seal("a", Part(1)).write_text("{}")
+    done = trained.train("--set", "seed=7")
+    assert "fold 1 is trained anew: its seal cannot be read" in done.stdout
+    assert len(trained.calls()) == 6
     # Killed between the seal and the rename.
     folder, unfinished = trained.files.checkpoint("a", Part(0)), trained.files.unfinished("a", Part(0))
     folder.rename(unfinished)
     done = trained.train("--set", "seed=7")
     assert done.returncode == 0, done.stderr
-    assert len(trained.calls()) == 5
+    assert len(trained.calls()) == 6
     assert folder.is_dir()
     assert not unfinished.exists()
 
