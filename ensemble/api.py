@@ -147,8 +147,7 @@ def train(
     with _exclusive_run(loaded, quiet) as stream:
         from ensemble.cli.progress import choose_display, log_shown
         from ensemble.common.clock import boot_seconds
-        from ensemble.pipeline.ending import raise_unless_complete
-        from ensemble.pipeline.out_of_fold import predict_held_out
+        from ensemble.pipeline.out_of_fold import predict_held_out, raise_unless_predicted
         from ensemble.pipeline.trained_members import is_trained
         from ensemble.pipeline.training_dir import TrainingDir
         from ensemble.training.command import raise_unless_trained, untrained_text
@@ -165,7 +164,7 @@ def train(
                 oof_of = TrainingDir(loaded.config.output_dir).oof
                 files = [oof_of(member.name) for member in report.members if oof_of(member.name).is_file()]
                 show("out_of_fold", (report, files, loaded.config), stream)
-                raise_unless_complete(report)
+                raise_unless_predicted(report)
             else:
                 display.say(untrained_text(loaded))
     return result

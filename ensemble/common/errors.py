@@ -66,7 +66,7 @@ class MergeError(EnsembleError):
 
 
 class TimeLimitReached(EnsembleError):
-    exit_code = ExitCode.TIME_LIMIT  # ensemble.csv and the submission are complete, without all rows computed
+    exit_code = ExitCode.TIME_LIMIT  # what run has written is complete, without all rows computed
 
 
 class Interrupted(BaseException):

@@ -12,4 +12,4 @@ class ExitCode(IntEnum):
     FAILED = 1  # a member or the merge failed, or a file could not be written
     REFUSED = 2  # the config, the data or the machine does not fit; nothing was written
     IN_USE = 3  # another run uses the output directory
-    TIME_LIMIT = 4  # not all rows were computed in time; ensemble.csv and the submission are complete
+    TIME_LIMIT = 4  # not all was done in time; of run: ensemble.csv and the submission are complete

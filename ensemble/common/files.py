@@ -189,6 +189,14 @@ def remove_link(path: Path) -> None:
             path.unlink()
 
 
+def remove_folder(path: Path) -> None:
+    """Remove a folder with all that is in it, or a file or link in its place; do nothing if there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def sync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:

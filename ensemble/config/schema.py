@@ -456,7 +456,7 @@ class RunConfig(StrictConfig):
     # For rows that their member cannot compute.
     on_bad_row: Literal["fail", "uniform", "drop_member"] = "fail"
     on_member_failure: Literal["fail", "continue"] = "fail"  # continue: merge the other members
-    time_limit: TimeLimit | None = None  # limit for the whole run; a submission is complete before it
+    time_limit: TimeLimit | None = None  # limit for a run, or for train; a submission is complete before it
     # Values of rows that no member has computed by then.
     fill: Literal["uniform", "prior", "sample"] = "uniform"
     hang_timeout: HangTimeout = 600.0  # seconds without a finished batch after which a worker counts as hung

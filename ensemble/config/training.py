@@ -187,7 +187,7 @@ class TrainConfig(StrictConfig):
         yield from self._broken_head()
         if self.lora_config and self.method not in ("lora", "qlora"):
             yield ("lora_config",), "needs method: lora or qlora"
-        if self.predict_with == "average" and self.command is None and self.method not in ("lora", "qlora"):
+        if self.predict_with == "average" and self.method not in ("lora", "qlora"):
             yield ("predict_with",), "average is of adapters; choose method: lora or qlora, or folds or refit"
 
     def _broken_head(self) -> Iterator[Problem]:

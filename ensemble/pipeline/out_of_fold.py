@@ -6,10 +6,11 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from ensemble.common.errors import DataError
-from ensemble.common.files import atomic_path
+from ensemble.common.errors import RESUMES, DataError, TimeLimitReached
+from ensemble.common.files import atomic_path, remove_temporary_files
 from ensemble.common.text import plural
 from ensemble.config import EnsembleConfig, LoadedConfig, MemberConfig
+from ensemble.pipeline.ending import raise_unless_complete
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.run import Display, run_prepared
@@ -47,9 +48,19 @@ def predict_held_out(
         if member.status == "complete":
             target = files.oof(member.name)
             target.parent.mkdir(parents=True, exist_ok=True)
+            remove_temporary_files(target)
             with atomic_path(target) as temporary:
                 shutil.copyfile(RunDir(files.oof_run).predictions(member.name), temporary)
     return report
+
+
+def raise_unless_predicted(report: RunReport) -> None:
+    """Raise ``TimeLimitReached`` or ``MembersFailed`` if ``oof/`` lacks a member."""
+    if report.status == "time_limit":
+        raise TimeLimitReached(
+            f"stopped at time_limit, before all rows were predicted by models that have not seen them; {RESUMES}"
+        )
+    raise_unless_complete(report)
 
 
 def _out_of_fold(loaded: LoadedConfig, output_dir: Path) -> LoadedConfig:

@@ -18,11 +18,10 @@ output_dir/
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ensemble.common.files import TEMPORARY
+from ensemble.common.files import TEMPORARY, remove_folder
 from ensemble.config import MemberConfig
 
 
@@ -97,14 +96,16 @@ class TrainingDir:
         return self.checkpoint(member, part).is_dir() and self.seal(member, part).is_file()
 
     def tidy(self) -> None:
-        """Remove the incomplete files that a killed command left."""
-        for folder in (self.root, self._oof):
-            for leftover in folder.rglob(f".*{TEMPORARY}*"):
+        """Remove the incomplete files that a killed command left, but those of the out-of-fold run.
+
+        Another command may be in that run, which has a lock of its own.
+        """
+        for leftover in self.root.rglob(f".*{TEMPORARY}*"):
+            if self.oof_run not in leftover.parents and not leftover.is_dir():
                 leftover.unlink(missing_ok=True)
 
     def remove(self, member: str, part: Part) -> None:
         """Remove a training, finished or not; its seal first, without which nothing is trusted."""
         self.seal(member, part).unlink(missing_ok=True)
         for folder in (self.checkpoint(member, part), self.unfinished(member, part)):
-            if folder.exists():
-                shutil.rmtree(folder)
+            remove_folder(folder)

@@ -176,7 +176,6 @@ def _taken_as_sealed(loaded: LoadedConfig) -> str:
         for part in parts_of(model, fold_count(files.trained_rows(model.name))):
             reason = why_to_train(files, model.name, part, settings)
             if reason is not None:
-                reason = reason or "its seal cannot be read"
                 problems.append(
                     f"{model.name}: {part.text} must be trained anew, and {lost} is gone: {reason}"
                 )

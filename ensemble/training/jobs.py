@@ -213,7 +213,7 @@ class TrainingRun(RunHooks):
             "jobs": jobs,
             "device": ", ".join(f"{device.name} ({gib(device.total_bytes)})" for device in devices),
             "environment": {} if is_built_in else environment_of_commands(),
-            "secrets": self._config.model_dump(mode="json"),
+            "config": self._config.model_dump(mode="json"),  # with secrets, which no log may have
         }
         common = CommonSpec(
             labels=self._config.labels, activation="none", gpus=member.gpus, seed=self._config.seed

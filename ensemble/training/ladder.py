@@ -75,7 +75,7 @@ class Ladder:
         return None if self._is_tried else self._kinds[0][0]
 
     def search(self, attempt: Callable[[Sequence[Rung]], tuple[int, bool] | None]) -> Rung | None:
-        """Return the first rung that fits; None: none fits.
+        """Keep and return the first rung that fits; None: none fits.
 
         ``attempt`` tries rungs that differ in their rows at a time only, in a process that may die of it.  It tells
         how many it has begun (0: it died before), and whether the last of these fits; None: the time is over.
@@ -94,7 +94,7 @@ class Ladder:
         return None
 
     def below(self, rung: Rung) -> Rung | None:
-        """Return the next rung, which needs less memory in any case; None: there is none."""
+        """Keep and return the next rung, which needs less memory in any case; None: none is left, or kept."""
         lowest = [kind[-1] for kind in self._kinds]
         lower = rung.halvings()[1:] or lowest[lowest.index(rung) + 1 :]
         if lower:

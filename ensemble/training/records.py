@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import to_json
 
 from ensemble.common.digests import FileDigest
 from ensemble.common.files import write_text
@@ -85,7 +85,9 @@ class TrainingReport:
 
 
 def write_record(path: Path, record: Seal | TrainingReport) -> None:
-    write_text(path, to_json(record, indent=2).decode() + "\n")
+    text = json.dumps(asdict(record), indent=2, ensure_ascii=False)
+    # What a user's command tells may have halves of characters, which no file of text can hold.
+    write_text(path, text.encode("utf-8", "replace").decode() + "\n")
 
 
 def read_record(path: Path, kind: type[Document]) -> Document | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from ensemble.common.digests import folder_digests, has_files
-from ensemble.common.files import sync_directory
+from ensemble.common.files import remove_folder, sync_directory
 from ensemble.common.text import listed, shown_path
 from ensemble.config import MemberConfig
 from ensemble.members.base import OutputColumns
@@ -23,7 +22,8 @@ from ensemble.training.records import Seal, read_record, write_record
 def why_to_train(trainings: TrainingDir, member: str, part: Part, made_of: Mapping[str, str]) -> str | None:
     """Return None if the part is trained, else why it must be trained: a sentence, empty where nothing is there.
 
-    A training that was killed between its seal and its rename is put in place.
+    A training that was killed between its seal and its rename is put in place.  What ``made_of`` lacks is gone, and
+    is not compared.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -31,7 +31,7 @@ def why_to_train(trainings: TrainingDir, member: str, part: Part, made_of: Mappi
     seal, folder = read_record(trainings.seal(member, part), Seal), trainings.checkpoint(member, part)
     unfinished = trainings.unfinished(member, part)
     if seal is None:
-        return ""
+        return "its seal cannot be read" if trainings.seal(member, part).exists() else ""
     changed = sorted(key for key, digest in made_of.items() if seal.made_of.get(key) != digest)
     if changed:
         return f"{listed(changed, 5, str)} changed since it was trained"
@@ -67,7 +67,6 @@ def seal_training(
 
 def _put_in_place(unfinished: Path, folder: Path) -> None:
     """Give a sealed folder its final name, instead of what had that name before."""
-    if folder.exists():
-        shutil.rmtree(folder)
+    remove_folder(folder)
     unfinished.rename(folder)
     sync_directory(folder.parent)

@@ -36,7 +36,7 @@ class Trainings(Predictor):
     """Run the commands of trainings.
 
     ``settings`` are ``jobs`` by row, with fields of ``LoggedCommand`` and ``rungs`` (the folder of a ladder; empty:
-    it is not our trainer), and for all of them the ladder's ``device``, the ``environment`` and the ``secrets``.
+    it is not our trainer), and for all of them the ladder's ``device``, the ``environment`` and the ``config``.
     """
 
     def __init__(self, common: CommonSpec, settings: Mapping[str, Any]) -> None:
@@ -56,7 +56,7 @@ class Trainings(Predictor):
             log=Path(job["log"]),
             resumes=job["resumes"],
             environment=self._settings["environment"],
-            secrets=self._settings["secrets"],
+            settings=self._settings["config"],
         )
         try:
             if job["rungs"]:

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ensemble.common.files import file_state, free_bytes, open_log, read_json
+from ensemble.common.files import file_state, free_bytes, open_log, read_json, remove_folder
 from ensemble.common.host import oom_kills
 from ensemble.common.protocol import Counters
 from ensemble.common.python_process import WORKER_MARK, die_with_parent, end_marked, python_command
@@ -64,9 +63,10 @@ class LoggedCommand:
             ``padded_tokens``; and in ``problem.json`` the ``text`` for the user when it fails, and whether it
             ``is_out_of_memory``.
         log: the file for what it prints.
-        resumes: whether it goes on with what an earlier try has left in ``out``; else that is removed.
+        resumes: whether it goes on with the folders that an earlier try has left in ``out``; all else there is
+            removed.
         environment: variables by name, None: not set.
-        secrets: what must not be in the log, by any names.
+        settings: what is secret among them must not be in the log, see ``Redactor``.
     """
 
     command: Sequence[str]
@@ -74,7 +74,7 @@ class LoggedCommand:
     log: Path
     resumes: bool
     environment: Mapping[str, str | None]
-    secrets: Mapping[str, str]
+    settings: object
 
     def run(self, report: Report, ends_at: float = math.inf) -> bool:
         """Run it, report its signs of life, and return whether it has ended well by ``ends_at`` (monotonic).
@@ -85,8 +85,8 @@ class LoggedCommand:
             CommandFailed: it has ended with an exit code other than 0, or was killed.
             OutOfMemory: the same, for lack of memory.
         """
-        if not self.resumes and self.out.exists():
-            shutil.rmtree(self.out)
+        if not self.resumes:
+            remove_folder(self.out)
         self.out.mkdir(parents=True, exist_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         for path in self.out.iterdir():  # of an earlier one, which may have been killed while it wrote
@@ -98,7 +98,7 @@ class LoggedCommand:
             "worker": os.getpid(),
             "log": str(self.log),
             "environment": self.environment,
-            "secrets": self.secrets,
+            "settings": self.settings,
         }
         process = subprocess.Popen(python_command(__name__), stdin=subprocess.PIPE, start_new_session=True)
         assert process.stdin is not None
@@ -176,15 +176,15 @@ class LoggedCommand:
 def main() -> None:
     """Run ``command`` of the JSON object on standard input, and end as the command has ended.
 
-    The object also has the ``log``, ``environment`` and ``secrets`` of a ``LoggedCommand``, and ``worker``, the
-    worker's process id.
+    The object also has ``log``, ``environment`` and ``settings`` of ``LoggedCommand``, and ``worker``, the worker's
+    process id.
     """
     asked = json.loads(sys.stdin.buffer.read())
     signal.signal(signal.SIGTERM, lambda number, frame: _end_all())
     die_with_parent(asked["worker"], signal.SIGTERM)
     environment = {**os.environ, **asked["environment"]}
     environment = {name: value for name, value in environment.items() if value is not None}
-    redact = Redactor(os.environ, asked["secrets"])
+    redact = Redactor(os.environ, asked["settings"])
     with open_log(Path(asked["log"])) as log:
         try:
             process = subprocess.Popen(

@@ -60,6 +60,12 @@ if mode != "nothing":
 if mode == "two":
     shutil.copytree(here / "trained", out / "checkpoint-9")
 (out / "started").unlink()
+if mode in ("gone", "file", "link"):
+    shutil.rmtree(out)
+if mode == "file":
+    out.write_text("")
+if mode == "link":
+    out.symlink_to(here / "trained")
 """
 
 
@@ -261,12 +267,16 @@ def test_what_changed_is_said_and_trained_anew(trained: Trained) -> None:
     config.touch()
     trained.train("--set", "seed=7")
     assert len(trained.calls()) == 5
+    trained.files.seal("a", Part(1)).write_text("{}")
+    done = trained.train("--set", "seed=7")
+    assert "fold 1 is trained anew: its seal cannot be read" in done.stdout
+    assert len(trained.calls()) == 6
     # Killed between the seal and the rename.
     folder, unfinished = trained.files.checkpoint("a", Part(0)), trained.files.unfinished("a", Part(0))
     folder.rename(unfinished)
     done = trained.train("--set", "seed=7")
     assert done.returncode == 0, done.stderr
-    assert len(trained.calls()) == 5
+    assert len(trained.calls()) == 6
     assert folder.is_dir()
     assert not unfinished.exists()
 
@@ -303,6 +313,24 @@ def test_what_is_no_checkpoint_of_this_config_is_refused(trained: Trained, mode:
     assert done.returncode == 0, done.stderr
     assert trained.folds_called().count("0") == 1
     assert (trained.files.checkpoint("a", Part(1)) / "model.safetensors").is_file()
+
+
+@pytest.mark.long
+def test_a_command_that_puts_something_else_in_the_place_of_its_folder(trained: Trained) -> None:
+    trained.set_up(["a", "b"], folds=2)
+    for mode in ("gone", "file"):
+        trained.mode("a-0", mode)
+        done = trained.train("--fold", "0", "--fresh")
+        assert done.returncode == 1, done.stdout
+        assert "member a failed: fold 0: its command ended well, but left neither" in done.stderr
+        assert "cannot write" not in done.stderr
+        assert trained.files.is_finished("b", Part(0))
+    trained.mode("a-0", "link")
+    for _ in range(2):  # the second removes what the first has left
+        done = trained.train("--fold", "0", "--fresh")
+        assert done.returncode == 0, done.stderr
+        assert trained.files.checkpoint("a", Part(0)).is_symlink()
+    assert (trained.scripts / "trained/config.json").is_file()
 
 
 @pytest.mark.long

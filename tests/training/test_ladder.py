@@ -330,7 +330,7 @@ def train_by_worker(spec: Mapping[str, Any], folder: Path, device: str) -> None:
         order_path="",
         shards_dir="",
     )
-    settings = {"jobs": [job], "device": device, "environment": {}, "secrets": {}}
+    settings = {"jobs": [job], "device": device, "environment": {}, "config": {}}
     Trainings(common, settings).predict(np.array([0]), lambda *counts: None)
 
 

@@ -208,8 +208,12 @@ def test_a_killed_run_goes_on(trained: Project, adapters: Path) -> None:
     first = (trained.folder / "runs/first/oof/lora.csv").read_bytes()
     shutil.rmtree(trained.folder / "runs/first/oof")
     shutil.rmtree(trained.folder / "runs/first/training/oof")
+    half_written = trained.folder / f"runs/first/oof/.lora.csv.tmp-{process.pid}-abababab"
+    half_written.parent.mkdir()
+    half_written.touch()
     predict(keys)
     assert (trained.folder / "runs/first/oof/lora.csv").read_bytes() == first
+    assert not half_written.exists()
 
 
 def test_time_is_up(trained: Project, adapters: Path) -> None:

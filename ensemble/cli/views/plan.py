@@ -33,12 +33,6 @@ _VERDICTS = {
 }
 
 
-_NOT_KNOWN = (
-    "memory and time of a training are not known before the first has run; on a GPU a trial finds the batch size "
-    "when a training begins"
-)
-
-
 def view(prepared: Prepared) -> Iterator[str | Table]:
     plan, gpus, host = prepared.plan, prepared.plan.gpus, prepared.plan.host
     yield f"{shown_path(prepared.config.data.path)}: {plural(prepared.table.rows, 'row')}"
@@ -67,7 +61,9 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
     for member in plan.members:
         yield _sentence(prepared, member)
     if to_train:
-        yield _NOT_KNOWN
+        yield "memory and time of a training are not known before the first has run"
+        if any(model.training and model.training.base_model for model in to_train):
+            yield "on a GPU a trial finds the batch size when a training from a base_model begins"
         yield _disk_text(prepared)
     yield plan.why
     yield from plan.warnings

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from ensemble.common.errors import CheckpointError
+from ensemble.common.files import remove_folder
 from ensemble.common.text import listed, shown_path
 from ensemble.members.huggingface.spec import HEAD_FILE
 
@@ -18,7 +18,8 @@ def lift_checkpoint(folder: Path) -> None:
     Raises:
         CheckpointError: there is none, or several.
     """
-    below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    inside = sorted(folder.iterdir()) if folder.is_dir() else []  # a command may have removed it
+    below = [path for path in inside if path.is_dir() and not path.is_symlink()]
     left = [path for path in (folder, *below) if _is_checkpoint(path)]
     if not left:
         raise CheckpointError(
@@ -36,8 +37,7 @@ def lift_checkpoint(folder: Path) -> None:
     aside = left[0].rename(folder / f".{left[0].name}.moving")  # a file in it may have the folder's name
     for path in sorted(aside.iterdir()):
         target = folder / path.name
-        if target.is_dir():
-            shutil.rmtree(target)
+        remove_folder(target)
         path.rename(target)
     aside.rmdir()
 
