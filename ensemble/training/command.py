@@ -250,7 +250,7 @@ def _trainings(
             model=model,
             part=part,
             command=tuple(command),
-            is_built_in=from_base is not None,
+            from_base=from_base,
             made_of={"the training table": data.digest(model.name, data.rows_of(part.fold)), **settings},
         )
 
@@ -293,19 +293,17 @@ def _write_data(
         if model.name in to_train or not fold_count(rows):
             rows.parent.mkdir(parents=True, exist_ok=True)
             write_trained_rows(rows, data.trained_rows(model.name))
-    built_in = [training for training in trainings if training.is_built_in]
+    built_in = [(training, training.from_base) for training in trainings if training.from_base is not None]
     if not built_in:
         return
     with atomic_path(table) as temporary:
         data.table.publish(temporary)
-    for part in dict.fromkeys(training.part for training in built_in):
+    for part in dict.fromkeys(training.part for training, _ in built_in):
         data.write_for_trainer(files.train_file(part, ".npz"), data.rows_of(part.fold))
     save_seconds = _SAVE_SECONDS
     if ends_at is not None:
         save_seconds = min(_SAVE_SECONDS, _SAVING_SHARE * max(0.0, ends_at - boot_seconds()))
-    for training in built_in:
-        from_base = training_from_base(training.model)
-        assert from_base is not None
+    for training, from_base in built_in:
         spec = {
             **from_base.spec(config.labels),
             "table": str(table.absolute()),

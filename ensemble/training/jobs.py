@@ -20,6 +20,7 @@ from ensemble.common.python_process import environment_of_commands
 from ensemble.common.text import duration, gib, shown_path
 from ensemble.config import LoadedConfig, MemberConfig
 from ensemble.members.base import OutputColumns
+from ensemble.members.huggingface.training_from_base import TrainingFromBase
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.run import Display, rules_of
 from ensemble.pipeline.signals import Signals
@@ -55,7 +56,7 @@ class Training:
 
     Attributes:
         command: a program and its arguments.
-        is_built_in: whether the command is our own, which goes on with what an earlier try has left.
+        from_base: the training, if the command is our own, which goes on with what an earlier try has left.
         made_of: see ``Seal``.
         is_done: whether it has ended well earlier.
     """
@@ -63,9 +64,13 @@ class Training:
     model: MemberConfig
     part: Part
     command: tuple[str, ...]
-    is_built_in: bool
+    from_base: TrainingFromBase | None
     made_of: Mapping[str, str]
     is_done: bool = False
+
+    @property
+    def is_built_in(self) -> bool:
+        return self.from_base is not None
 
 
 @dataclass

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ensemble.common.files import file_state, free_bytes, open_log, read_json, remove_folder
+from ensemble.common.files import file_state, files_below, free_bytes, open_log, read_json, remove_folder
 from ensemble.common.host import oom_kills
 from ensemble.common.protocol import Counters
 from ensemble.common.python_process import WORKER_MARK, die_with_parent, end_marked, python_command
@@ -135,8 +135,7 @@ class LoggedCommand:
 
     def _signs_of_life(self) -> object:
         """Return what changes when the command prints something, or writes into its folder."""
-        files = [os.path.join(folder, name) for folder, _, names in os.walk(self.out) for name in names]  # noqa: PTH118
-        return self._log_size(), {file: file_state(file) for file in files}
+        return self._log_size(), {name: file_state(self.out / name) for name in files_below(self.out)}
 
     def _log_size(self) -> int:
         state = file_state(self.log)
