@@ -9,17 +9,18 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || t
 CONFIG ?= configs/demo.yaml
 MINUTES ?= 10
 
-.PHONY: help run test test-all test-gpu test-releases overlays bench bench-quick bench-gpu soak lint types unit rest format \
-	demo release clean
+.PHONY: help run test test-all test-release test-gpu test-releases overlays bench bench-quick bench-share bench-gpu soak \
+	lint types unit rest format demo release clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run     set up an environment and run the demo ensemble ($(CONFIG)); CONFIG= names one or several"
 	@echo "make test    set up an environment and run the checks to run after every change (5 minutes)"
 	@echo "make lint | types | unit    one of those checks"
-	@echo "make test-all  what make test leaves out (40 minutes): every step of the sweeps of which it takes a sample, fresh"
-	@echo "             processes where it forks them, other releases of transformers; CI runs both"
-	@echo "make rest | overlays    one of those checks; overlays are the other releases"
+	@echo "make test-all  an eighth of what make test leaves out, chosen by the commit (20 minutes): long tests, sweeps, another"
+	@echo "             release of transformers, a quick benchmark; CI runs both. ENSEMBLE_TEST_SHARE=0 to 7 chooses the eighth"
+	@echo "make rest | overlays | bench-share    one of those checks; overlays are the other releases"
+	@echo "make test-release  all of them, before a release (two hours)"
 	@echo "make test-releases  try the oldest and the newest supported releases, into docs/releases.md (gigabytes, an hour)"
 	@echo "make test-gpu  the checks that need a GPU, in ten minutes; PYTHON= names the Python whose torch can use it,"
 	@echo "             ONLY= some of them, such as ONLY=cap,release"
@@ -36,7 +37,12 @@ run: $(VENV)/.runtime
 
 test: lint types unit
 
-test-all: rest overlays
+test-all: rest overlays bench-share
+
+test-release: lint types $(VENV)/.dev
+	$(PYTEST) --part=all --costs
+	@$(BIN)/python -m tests.releases --quick
+	@$(MAKE) bench-quick
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -51,11 +57,11 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 unit: $(VENV)/.dev
 	$(PYTEST)
 
-# No test has the same part of its work in both; see tests/sampling.py.
+# A share of what the usual part leaves out; see tests/sampling.py.
 rest: $(VENV)/.dev
-	$(PYTEST) --part=rest
+	$(PYTEST) --part=rest --costs
 
-# The oldest supported transformers and one from the middle, over the torch of $(VENV).
+# Another release of transformers over the torch of $(VENV): the oldest, one from the middle or the newest, by the commit.
 overlays: $(VENV)/.dev
 	@$(BIN)/python -m tests.releases --ci
 
@@ -72,6 +78,9 @@ bench: $(VENV)/.bench
 
 bench-quick: $(VENV)/.bench
 	$(BIN)/python -m bench --quick
+
+bench-share: $(VENV)/.bench
+	$(BIN)/python -m bench --quick --share $$($(BIN)/python -m tests.sampling)
 
 bench-gpu:
 	@$(PYTHON) -m bench.gpu $(if $(ONLY),--only '$(ONLY)')

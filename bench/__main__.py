@@ -25,6 +25,7 @@ from bench.processes import Failed, measure
 from bench.rounds import Found, hold_rounds, say
 from bench.sections import SECTIONS, Section
 
+SHARES = 8  # of the rows and sections, as in tests/sampling.py
 _SEED = 20
 _INTERRUPTED = 130
 _WARM_ROWS = 8
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         say("sentence-transformers is missing: pip install -e '.[bench]', or leave its row out with --only")
         return 2
+    if options.share is not None:
+        targets, chosen = targets[options.share :: SHARES], chosen[options.share :: SHARES]
     works = [work for work in WORKS if any(target.work == work.name for target in targets)]
     if options.quick:
         works = [replace(work, models=work.models[: work.quick_models], rows=QUICK_ROWS) for work in works]
@@ -86,6 +89,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rows, one round: does it all work?")
+    parser.add_argument(
+        "--share",
+        type=int,
+        choices=range(SHARES),
+        metavar="N",
+        help=f"every {SHARES}th of them, from this place on",
+    )
     parser.add_argument("--rows", type=int, metavar="N", help="rows of every table, for a trial")
     parser.add_argument("--repeats", type=int, metavar="K", help="rounds; 3 where nothing is said")
     parser.add_argument(

@@ -23,6 +23,7 @@ from tests.leftovers import GRACE_SECONDS, nothing_is_left, temporary_directory
 from tests.nvml import sim
 from tests.project import Project, make_models
 
+pytest_plugins = ("tests.costs",)
 __all__ = ["nothing_is_left", "temporary_directory"]  # around every test, without being asked for
 
 
@@ -31,7 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--part",
         choices=get_args(sampling.Part),
         default=sampling.part,
-        help="usual: with a sample of what is long, and with forked workers; rest: what that leaves out; or all",
+        help="usual: with a sample of what is long, and with forked workers; rest: a share of what that leaves "
+        f"out, which {sampling.SHARE} or the commit chooses; or all",
     )
 
 
@@ -51,16 +53,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if sampling.part == "all":
         return
 
-    def is_wanted(item: pytest.Item) -> bool:
-        if sampling.part == "usual":
-            return item.get_closest_marker("long") is None
-        marks = {mark.name for mark in item.iter_markers()}
-        is_warm = "warm" in getattr(item, "fixturenames", ()) and "fresh" not in marks
-        return is_warm or not marks.isdisjoint({"long", "sampled"})
-
-    if left_out := [item for item in items if not is_wanted(item)]:
+    wanted = _usual(items) if sampling.part == "usual" else _rest(items, sampling.chosen_share())
+    if left_out := [item for item in items if item not in wanted]:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if is_wanted(item)]
+        items[:] = [item for item in items if item in wanted]
+
+
+def _usual(items: list[pytest.Item]) -> set[pytest.Item]:
+    return {item for item in items if item.get_closest_marker("long") is None}
+
+
+def _rest(items: list[pytest.Item], share: int) -> set[pytest.Item]:
+    """Return a share of the long and sampled tests, and of each warm module a test for which nothing is forked."""
+    wanted = {
+        item
+        for item in items
+        if (item.get_closest_marker("long") or item.get_closest_marker("sampled"))
+        and sampling.share_of(item.nodeid) == share
+    }
+    for module in {item.path for item in items}:
+        warm = [item for item in items if item.path == module and "warm" in getattr(item, "fixturenames", ())]
+        if warm and not any(item.get_closest_marker("fresh") or item in wanted for item in warm):
+            wanted.add(warm[0])
+    return wanted
 
 
 def pytest_configure(config: pytest.Config) -> None:

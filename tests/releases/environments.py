@@ -52,7 +52,7 @@ OVERLAYS = (
     Environment("transformers-5.5", ("transformers==5.5.0",)),
     Environment("transformers-5.12", ("transformers==5.12.1",)),
 )
-# Those that every change is tried with; the others are for `make test-releases`.
+# Every change is tried with one of these; all others are for `make test-releases`.
 IN_CI = ("transformers-5.0", "transformers-5.12")
 ENVIRONMENTS = (
     Environment("oldest", (*_lowest(), *TOOLS), python="3.11"),
