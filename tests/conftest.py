@@ -73,8 +73,9 @@ def _rest(items: list[pytest.Item], share: int) -> set[pytest.Item]:
     }
     for module in {item.path for item in items}:
         warm = [item for item in items if item.path == module and "warm" in getattr(item, "fixturenames", ())]
-        if warm and not any(item.get_closest_marker("fresh") or item in wanted for item in warm):
-            wanted.add(warm[0])
+        usual = [item for item in warm if not item.get_closest_marker("long")]
+        if usual and not any(item.get_closest_marker("fresh") or item in wanted for item in warm):
+            wanted.add(usual[0])
     return wanted
 
 

@@ -15,7 +15,7 @@ from tests.sampling import SHARE, SHARES, Part, chosen_share, one_in
 
 FILES = (
     "tests/pipeline/test_run.py",
-    "tests/faults/test_status.py",
+    "tests/faults/test_copied.py",
     "tests/properties/test_csv.py",
 )
 
@@ -38,14 +38,14 @@ def test_the_usual_part_and_eight_shares_of_the_rest_are_all_tests() -> None:
     assert usual.union(*shares) == whole
     assert usual < whole
     assert len(set(map(frozenset, shares))) == SHARES
-    run, status, csv = FILES
+    run, copied, csv = FILES
     counts = Counter(name for share in shares for name in share)
     # A long test is in one share, and so is a property, which the usual part tries on fewer examples.
     assert {counts[name] for name in whole - usual} == {1}
     assert counts[f"{csv}::test_any_bytes_as_csv"] == 1
     # Warm modules: `fresh` tests are usual; of a module without any, every share has a test.
     assert not any(name.startswith(run) and name in usual for share in shares for name in share)
-    assert all(any(name.startswith(status) for name in share) for share in shares)
+    assert all(any(name.startswith(copied) for name in share) for share in shares)
 
 
 def test_a_share_is_chosen_by_hand_or_by_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
