@@ -41,8 +41,9 @@ from ensemble.data.json_cells import TemplateProblem, parse_json_cell
 from ensemble.data.row_files import FileCells, file_digests, look_for_files
 
 _SHOWN = 3
-# The name of a column of files' digests; no column of a table has it.
+# Names of the columns of files' digests and of ids; no column of a table has them.
 _FILES = "\0files"
+_IDS = "\0ids"
 # By how much a row of probabilities may miss 1: thirds are often written with two digits.
 _SUM_TOLERANCE = 0.02
 # Each row's label: its index in the config's labels, int64 [rows]; or how likely each is, float64 [rows, labels].
@@ -108,7 +109,7 @@ class InputTable:
         self._columns = columns
         self._text_lengths: dict[str, npt.NDArray[np.int64]] = {}
         self._digests: dict[tuple[tuple[str, ...], FileCells | None], str] = {}
-        self._row_digests: dict[tuple[tuple[str, ...], FileCells | None], RowDigests] = {}
+        self._row_digests: dict[tuple[tuple[str, ...], FileCells | None, bool], RowDigests] = {}
         self._file_digests: dict[FileCells, pa.Array] = {}
 
     @property
@@ -155,9 +156,16 @@ class InputTable:
             self._digests[key] = rows_digest(self.ids, columns, self.row_digests(columns, files))
         return self._digests[key]
 
-    def row_digests(self, columns: Sequence[str], files: FileCells | None = None) -> RowDigests:
-        """Return a digest of each row's cells in these columns, [rows, 2]; arguments are as for ``digest``."""
-        key = (tuple(columns), files)
+    def row_digests(
+        self, columns: Sequence[str], files: FileCells | None = None, with_ids: bool = False
+    ) -> RowDigests:
+        """Return a digest of each row's cells in these columns, uint64 [rows, 2].
+
+        Args:
+            files: as for ``digest``.
+            with_ids: whether a row's id counts, too.
+        """
+        key = (tuple(columns), files, with_ids)
         if key not in self._row_digests:
             assert self._columns.num_rows == self.rows or not columns
             table, names = self._columns, list(columns)
@@ -165,6 +173,8 @@ class InputTable:
                 if files not in self._file_digests:
                     self._file_digests[files] = file_digests(table.column(files.column), files)
                 table, names = table.append_column(_FILES, self._file_digests[files]), [*names, _FILES]
+            if with_ids:
+                table, names = table.append_column(_IDS, self.ids), [*names, _IDS]
             self._row_digests[key] = row_digests(table, names) if names else np.zeros((self.rows, 2), "<u8")
         return self._row_digests[key]
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from ensemble.common.digests import FileDigest, FileDigests, digest_of
 from ensemble.common.errors import CheckpointError, ConfigError, DataError, MergeError
@@ -167,7 +168,8 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
     for member_work in works.values():
         for work in (member_work,) if member_work.is_complete else member_work.parts:
             if not work.is_complete:
-                take_over(work, rundir, len(config.labels), config.on_bad_row == "uniform", reuse)
+                keeps_bad_rows = config.on_bad_row == "uniform"
+                take_over(work, prepared.table.ids, rundir, len(config.labels), keeps_bad_rows, reuse)
             _say_what_is_kept(work, say)
     if prepared.reuse is not None:
         with_workers = [works[member.name] for member in members if member.needs_worker]
@@ -196,16 +198,17 @@ def _work_of_member(prepared: Prepared, rundir: RunDir, member: MemberPlan, file
     is_final = not model.views_with_when
     work = find_work(rundir, name, fingerprint, table.rows, keeps_bad_rows, is_final=is_final)
     work.settings = settings_digests(prepared.config, model)
+    with_ids = member_kind(model).reads().ids
     for number, (view, of_view) in enumerate(zip(model.counted_views, of_views, strict=True)):
         folder = work.shards_dir / f"{view.name}.{of_view.digest[:16]}"
         view_work = find_work(
             rundir, work_of_view(model, number), of_view, table.rows, keeps_bad_rows, folder
         )
         columns = prepared.view_columns[name][number]
-        view_work.row_digests = table.row_digests(columns, file_cells(prepared, name, view))
+        view_work.row_digests = table.row_digests(columns, file_cells(prepared, name, view), with_ids)
         work.views += (view_work,)
     if member.needs_worker and not work.views:
-        work.row_digests = table.row_digests(prepared.columns[name], prepared.files.get(name))
+        work.row_digests = table.row_digests(prepared.columns[name], prepared.files.get(name), with_ids)
     for part in (work, *work.views):
         part.files = files.seen
     return work
@@ -319,12 +322,17 @@ def mean_of_views(
 
 
 def take_over(
-    work: MemberWork, rundir: RunDir, labels: int, keeps_bad_rows: bool, reuse: Sequence[Path] = ()
+    work: MemberWork,
+    ids: pa.ChunkedArray,
+    rundir: RunDir,
+    labels: int,
+    keeps_bad_rows: bool,
+    reuse: Sequence[Path] = (),
 ) -> None:
     """Take over rows that other work has computed: for another table, with another name, or in another run.
 
-    The member's earlier predictions are other work, too, if they lack rows or have bad rows. ``reuse`` has the
-    directories of other runs.
+    The member's earlier predictions are other work, too, if they lack rows or have bad rows. ``ids`` are the
+    table's, ``reuse`` has the directories of other runs.
     """
     if work.row_digests is None:
         return
@@ -337,7 +345,7 @@ def take_over(
             return
         if source.values_path == work.shards_dir:
             continue
-        positions = source.positions_of(work.fingerprint, work.row_digests)
+        positions = source.positions_of(work.fingerprint, work.row_digests, ids)
         is_new = (positions >= 0) & ~work.is_done
         if not is_new.any():
             continue

@@ -1,7 +1,8 @@
 """Take over rows from other work: a trial, an older version of the table, a member with another name.
 
-Settings, weights and tokenizer must be the same.  Rows are compared by their digests, never by their ids.  The
-rows become a shard like any other.  Functions that write raise ``WriteError`` if the disk is full.
+Settings, weights and tokenizer must be the same.  Rows of another table are compared by digests of what the member
+reads; ids count only for members that read them.  The rows become a shard like any other.  Functions that write
+raise ``WriteError`` if the disk is full.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ensemble.common.errors import ConfigError, OutputInUse
 from ensemble.common.files import atomic_path, read_json
 from ensemble.common.shards import bad_rows_in, gather_shards, rows_with_reasons, shard_name, shards_in
 from ensemble.data.digests import DIGEST_BYTES, RowDigests, find_rows
+from ensemble.data.ids import places_among
 from ensemble.data.predictions_csv import demand_as_written, is_as_written, read_predictions
 from ensemble.pipeline.fingerprint import Fingerprint
 from ensemble.pipeline.run_dir import RunDir, holder
@@ -90,16 +92,29 @@ class EarlierWork:
                 return values, bad_rows
         return np.full((self.rows, labels), np.nan), {}
 
-    def positions_of(self, fingerprint: Fingerprint, digests: RowDigests) -> npt.NDArray[np.int64]:
-        """Return the position of each row in this work, -1 if it lacks the row or is other work, [rows]."""
-        if self.fingerprint == fingerprint and self.rows == len(digests):
-            return np.arange(len(digests))
+    def positions_of(
+        self, fingerprint: Fingerprint, digests: RowDigests, ids: pa.ChunkedArray
+    ) -> npt.NDArray[np.int64]:
+        """Return the position of each row in this work, -1 if it lacks the row or is other work, [rows].
+
+        Rows of the same table are found by their ids: a row that ``when`` left out may have the text of another.
+        """
+        if self.fingerprint == fingerprint:
+            if self.rows == len(digests):
+                return np.arange(len(digests))
+            return self._positions_of_ids(ids)
         content = b""
         if replace(self.fingerprint, rows=fingerprint.rows) == fingerprint:
             content = self.path.read_bytes().partition(b"\n")[2]
         if hashlib.sha256(content).hexdigest() != self.sha256:
             content = b""
         return find_rows(digests, np.frombuffer(content, "<u8").reshape(-1, 2))
+
+    def _positions_of_ids(self, ids: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+        path = self.values_path
+        if path == self.path.parent or not is_as_written(path):
+            return np.full(len(ids), -1)
+        return places_among(ids, read_predictions(path).ids)
 
 
 def demand_reusable(folder: Path, output_dir: Path) -> None:

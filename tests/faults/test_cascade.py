@@ -81,6 +81,23 @@ def test_killed_and_resumed_it_ends_with_the_same_bytes(
     assert [member["reused_rows"] for member in chunky.run_json()["members"]] == [ROWS, len(rows)]
 
 
+def test_rows_of_equal_texts_are_selected_alike_after_a_kill(chunky: Project, forked: ForkedRuns) -> None:
+    """What a member has computed is not taken over for rows of the same text that it is not asked for."""
+    rows = [[row_id, chunky.texts[row % 2], "tie"] for row, row_id in enumerate(chunky.ids)]
+    chunky.write_csv("test.csv", ["id", "text", "label"], rows)
+    chunky.write_config(cascade(chunky, {"share": 0.25}))
+    assert forked.run(chunky.folder) == 0, forked.printed
+    undisturbed = results(chunky, names=NAMES)
+    assert len(rows_of(chunky, "second")) == ROWS // 4
+
+    def is_merged(step: Step) -> Verdict:
+        return Verdict.KILL if step.paths[-1].endswith("ensemble.csv") else Verdict.GO
+
+    assert forked.run(chunky.folder, "--fresh", judge=is_merged) == -9
+    assert forked.run(chunky.folder) == 0, forked.printed
+    assert results(chunky, names=NAMES) == undisturbed
+
+
 @pytest.mark.long
 def test_a_row_that_the_first_cannot_compute_is_unsure(
     chunky: Project, forked: ForkedRuns, tmp_path: Path

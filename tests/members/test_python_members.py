@@ -347,6 +347,30 @@ def test_exactly_what_it_is_made_of_counts(project: Project) -> None:
 
 
 # What it does, by the text of a row; what is said; how many rows are lost.
+BY_ID = """
+import numpy as np
+
+def predict(frame, context):
+    values = np.array([[int(row_id) % 97 + 1.0, 1.0, 1.0] for row_id in frame.index])
+    return values / values.sum(axis=1, keepdims=True)
+"""
+
+
+def test_a_row_is_never_given_the_value_of_another_id(project: Project) -> None:
+    """A function may read the ids, so that rows of equal cells are not the same row."""
+    project.write_table(60)
+    rows = [[row_id, "the same", label] for row_id, label in zip(project.ids, project.truth, strict=True)]
+    project.write_csv("test.csv", ["id", "text", "label"], rows)
+    write(project, BY_ID)
+    assert project.ensemble("run", "config.yaml", "--limit", "2", "-q").returncode == 0
+    assert project.ensemble("run", "config.yaml", "-q").returncode == 0
+    ids, of_rows = values(project)
+    ratios = [int(row_id) % 97 + 1 for row_id in project.ids]
+    assert ids == project.ids
+    np.testing.assert_allclose(of_rows[:, 0] / of_rows[:, 1], ratios)
+    assert project.run_json()["members"][0]["taken_over"] == {"predictions/mine.csv": 2}
+
+
 FAULTS = {
     "raises": ("raise LookupError('odd row')", "odd row"),
     "exits": ("sys.exit(3)", "SystemExit: 3"),

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from ensemble.common.shards import file_sha256, shard_name, shards_in
@@ -131,7 +132,8 @@ def test_rows_that_could_not_be_computed_are_tried_again_unless_they_are_to_be_u
     assert np.flatnonzero(~again.is_done).tolist() == [4, 5], "the shards still count"
     shutil.rmtree(again.shards_dir)
     again = find(rundir)
-    take_over(again, rundir, labels=2, keeps_bad_rows=False)
+    ids = pa.chunked_array([[f"{row}\n" for row in range(ROWS)]])
+    take_over(again, ids, rundir, labels=2, keeps_bad_rows=False)
     assert np.flatnonzero(~again.is_done).tolist() == [5], "and where they are gone, the predictions"
     (shard,) = shards_in(again.shards_dir, ROWS)
     assert shard.column("p0").to_pylist() == [0.1, 0.2, 0.3, 0.4, 0.5]
