@@ -82,7 +82,8 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
         model = self.settings
         name = model.model_name_or_path
         files = read_checkpoint(model, self.auto_class)
-        problems = [*token_problems(self._label_ids(files.folder), {}, model.single_token)]
+        checkpoint = files.checkpoint(model, "softmax", tuple(range(len(columns.labels))))
+        problems = [*token_problems(self._label_ids(checkpoint.tokenizer_folder), {}, model.single_token)]
         other_head = next((head for head in _OTHER_HEADS if files.architecture.endswith(head)), None)
         if other_head is not None:
             task = " (task_type: seq_cls runs it)" if other_head == _OTHER_HEADS[0] else ""
@@ -100,7 +101,7 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
             )
         if problems:
             raise CheckpointError(problems)
-        return files.checkpoint(model, "softmax", tuple(range(len(columns.labels))))
+        return checkpoint
 
     def _text_ids(self, folder: Path) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each label's text and of ``fixed_text``; empty where only the worker can tell."""
@@ -117,7 +118,7 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
 
     def max_prompt_tokens(self, inspected: Checkpoint) -> int | None:
         tokens = super().max_prompt_tokens(inspected)
-        ids = self._label_ids(inspected.folder)
+        ids = self._label_ids(inspected.tokenizer_folder)
         if tokens is None or not ids:
             return tokens
         # All tokens of a label but its last follow the prompt.
@@ -132,7 +133,7 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
     def memory(
         self, inspected: Checkpoint, lengths: npt.NDArray[np.int64], labels: int
     ) -> MemoryEstimate | None:
-        ids = self._label_ids(inspected.folder)
+        ids = self._label_ids(inspected.tokenizer_folder)
         # Where the tokenizer cannot be read, each byte of a text may be a token.
         positions = CHOICE_POSITIONS
         if self.settings.choices is None:
@@ -140,7 +141,9 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
             positions = max(map(len, ids.values())) if ids else max(len(text.encode()) for text in texts)
         memory = checkpoint_memory(self.settings, inspected, lengths, labels, vocabulary_positions=positions)
         # Counts all text of the template, although only the text before the first column is shared.
-        fixed_tokens = len(self._text_ids(inspected.folder)[-1]) if ids else len(self.fixed_text().encode())
+        fixed_tokens = len(self.fixed_text().encode())
+        if ids:
+            fixed_tokens = len(self._text_ids(inspected.tokenizer_folder)[-1])
         return replace(
             memory,
             shared_tokens=min(memory.max_length, fixed_tokens),
@@ -153,7 +156,7 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
         fingerprint = {**super().fingerprint(inspected, assigned), "label_tokens": texts, **keys}
         if self.settings.choices is not None:
             fingerprint["choices"] = self.settings.choices
-        ids = self._label_ids(inspected.folder)
+        ids = self._label_ids(inspected.tokenizer_folder)
         is_single = self.settings.single_token or (bool(ids) and max(map(len, ids.values())) == 1)
         if not is_single and not self.settings.torch_compile:
             # Numbers from before labels ran behind their prompt's keys and values differ by rounding.

@@ -374,7 +374,7 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         # A token is at least a byte, and a large vocabulary takes a second to read.
         if len(text.encode()) <= max_tokens:
             return
-        encode = stored_encode(inspected.folder)
+        encode = stored_encode(inspected.tokenizer_folder)
         tokens = 0 if encode is None else len(encode(text))
         if tokens > max_tokens:
             yield too_much_text(tokens, max_tokens, [*model.truncation.fields] if model.truncation else [])
@@ -459,10 +459,13 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
 
     def content(self, inspected: Checkpoint, files: FileDigests) -> Mapping[str, str]:
         """Return the digests of the weights, including the adapter's, and of the tokenizer."""
-        model, folder = self.settings, inspected.folder
+        model, folder = self.settings, inspected.tokenizer_folder
         commit = hub_commit(model.model_name_or_path, folder)
         tokenizer = tokenizer_digest(folder if commit is None else None, model.tokenizer_kwargs, files)
-        return {**super().content(inspected, files), "tokenizer": digest_of([commit, tokenizer])}
+        made_of: list[object] = [commit, tokenizer]
+        # An adapter on the hub may have a tokenizer, which only the worker fetches; its commit is in the weights.
+        made_of += [True for name in self._adapter_names() if not Path(name).is_dir()]
+        return {**super().content(inspected, files), "tokenizer": digest_of(made_of)}
 
     def _max_length(self, inspected: Checkpoint) -> int | None:
         """Return the tokens that a row may have; None where only the worker's tokenizer tells."""
@@ -472,7 +475,8 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         # The files do not tell if the tokenizer has settings or code of its own, or may still be on the hub.
         if without_fetching(model.tokenizer_kwargs) or model.gguf_file or model.trust_remote_code:
             return None
-        return own_max_length(inspected.folder) if Path(model.model_name_or_path).is_dir() else None
+        has_files = inspected.adapter_tokenizer is not None or Path(model.model_name_or_path).is_dir()
+        return own_max_length(inspected.tokenizer_folder) if has_files else None
 
 
 def _for_worker(adapter: AdapterSource | None) -> AdapterSource | None:

@@ -56,6 +56,16 @@ def changed(folder: Path, copy: Path, **changes: Any) -> Path:
     return copy
 
 
+def tokenizer_notes(folder: Path) -> list[str]:
+    """What the worker says of a tokenizer."""
+    from ensemble.members.huggingface.loading.checks import check_tokenizer
+    from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
+    from tests.members.huggingface.scoring.test_predict import worker_spec
+
+    spec = worker_spec(folder)
+    return list(check_tokenizer(spec, load_tokenizer(spec), ["some text"]))
+
+
 def inspected(folder: Path) -> Checkpoint:
     return inspect_folder(folder, LABELS)
 
@@ -204,6 +214,41 @@ def test_files_that_a_tokenizers_class_needs(
     with pytest.raises(CheckpointError) as caught:
         inspected(copy)
     assert said in str(caught.value)
+
+
+@pytest.mark.fault(28)
+@pytest.mark.parametrize("class_name", ["BertTokenizer", "GemmaTokenizer", "GPT2Tokenizer"])
+def test_a_class_that_makes_a_vocabulary_of_special_tokens_up_is_refused(
+    class_name: str, intact: dict[str, Path], tmp_path: Path
+) -> None:
+    copy = changed(intact["llama"], tmp_path / "copy")
+    (copy / "tokenizer.json").unlink()
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": class_name, "unk_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="has no tokenizer files with the vocabulary of"):
+        inspected(copy)
+    with pytest.raises(ValueError, match="copy its vocabulary files"):  # where the parent could not ask
+        tokenizer_notes(copy)
+
+
+@pytest.mark.fault(28)
+def test_a_tokenizer_of_less_than_a_hundredth_of_the_embeddings_is_refused(
+    intact: dict[str, Path], tmp_path: Path
+) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    from ensemble.members.huggingface.loading.load import load
+    from tests.members.huggingface.scoring.test_predict import worker_spec
+
+    copy = changed(intact["llama"], tmp_path / "copy")
+    vocabulary = Tokenizer(models.WordLevel({"<unk>": 0, "plants": 1, "food": 2}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=vocabulary, unk_token="<unk>").save_pretrained(copy)
+    with pytest.raises(CheckpointError, match="knows 3 tokens, and its model has embeddings of 359"):
+        inspected(copy)
+    with pytest.raises(ValueError, match="knows 3 tokens, and its model has embeddings of 359"):
+        load(worker_spec(copy))
 
 
 @pytest.mark.usefixtures("warm")
