@@ -23,7 +23,7 @@ from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_instal
 from ensemble.members.huggingface.checkpoint.inspect import read_checkpoint
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.huggingface.spec import BACKBONE, CLASSIFIER
-from ensemble.members.questions import Answer, Question, ask
+from ensemble.members.questions import NOT_ASKED, Answer, Question, ask
 from ensemble.members.registry import member_kind
 
 _MODULE: Final = "ensemble.members.huggingface.training.questions"
@@ -118,7 +118,7 @@ class TrainingFromBase:
     def warnings(self) -> Iterator[str]:
         failure = self._found[2].failure
         if failure:
-            yield f"transformers could not be asked about it ({failure}); the training checks it when it begins"
+            yield f"{NOT_ASKED} about it ({failure}); the training checks it when it begins"
 
     def disk_bytes(self, count: int) -> int:
         """Return what ``count`` trainings leave on disk, with a save beside it; 0: not known, or a head."""

@@ -49,6 +49,7 @@ from ensemble.members.huggingface.checkpoint.weight_files import (
 )
 from ensemble.members.huggingface.settings import HuggingFaceSettings
 from ensemble.members.huggingface.spec import CLASSIFIER
+from ensemble.members.questions import NOT_ASKED
 
 if TYPE_CHECKING:
     from ensemble.common.protocol import Activation
@@ -175,8 +176,8 @@ def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFi
     warnings = [*release_warning(name_or_path, config, described)]
     if described.failure:
         warnings.append(
-            f"{name_or_path}: transformers could not be asked what it is ({described.failure}); its worker checks "
-            "it before the first chunk"
+            f"{name_or_path}: {NOT_ASKED} what it is ({described.failure}); its worker checks it before the first "
+            "chunk"
         )
     for adapter in adapters:
         trained_on = "" if adapter is None else other_base(adapter, name_or_path)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import ensemble
 from ensemble.common.errors import CheckpointError
 from ensemble.members import questions
 from ensemble.members.huggingface.checkpoint.description import checkpoint_question
@@ -154,9 +155,28 @@ def test_a_process_that_dies_is_a_warning(
 ) -> None:
     monkeypatch.setattr(questions, "ask_process", REAL_PROCESS)
     monkeypatch.setattr(questions, "TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr(questions, "SECONDS_PER_QUESTION", 0.01)
     copy = changed(intact["llama"], tmp_path / "copy", hidden_act="gelu")
     (warning,) = inspected(copy).warnings
-    assert "could not be asked what it is (no answer within 0.01 s); its worker checks it before" in warning
+    assert "could not be asked what it is (no answer within 0.02 s); its worker checks it before" in warning
+
+
+def test_validate_says_what_is_not_checked(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_gemma(module: str, asked: Sequence[Question]) -> list[Answer]:
+        asleep = Answer(None, "no answer within 120 s")
+        return [
+            answers_of_this_process(module, [question])[0] if question.folder.name == "gemma" else asleep
+            for question in asked
+        ]
+
+    monkeypatch.setattr(questions, "_answers", {})
+    monkeypatch.setenv(questions.CACHE, str(project.folder / "cache"))
+    monkeypatch.setattr(questions, "ask_process", only_gemma)
+    monkeypatch.chdir(project.folder)
+    project.write_config(project.config())
+    last_line = str(ensemble.validate("config.yaml")).splitlines()[-1]
+    llama = project.models / "llama"
+    assert last_line.startswith(f"not checked: {llama}, as said above. All other checks passed. A run")
 
 
 def test_labels_that_the_head_does_not_have(intact: dict[str, Path], tmp_path: Path) -> None:
