@@ -23,8 +23,6 @@ from ensemble.common.python_process import python_command, python_environment
 
 # For the start of its process, which imports torch, and for each question; on a busy machine.
 TIMEOUT_SECONDS, SECONDS_PER_QUESTION = 60.0, 30.0
-# What a warning says of files whose question has no answer, behind their name and a colon.
-NOT_ASKED = "transformers could not be asked"
 # Names another folder than the user's cache.
 CACHE = "ENSEMBLE_CACHE"
 _NO_NETWORK = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}

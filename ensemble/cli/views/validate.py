@@ -10,7 +10,7 @@ from ensemble.cli.views.plan import chunks_text, nodes_table, trainings_text
 from ensemble.cli.views.summary import rule_text
 from ensemble.common.text import gib, listed, plural, shown_path
 from ensemble.config.values import weight_text
-from ensemble.members.questions import NOT_ASKED
+from ensemble.members.base import NOT_ASKED
 from ensemble.pipeline.prepared import Prepared
 from ensemble.planning.cascade import when_text
 

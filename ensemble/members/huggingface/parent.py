@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from ensemble.common.digests import FileDigests, digest_of
+from ensemble.common.errors import CheckpointError
 from ensemble.common.files import HubFile, read_json
 from ensemble.common.host import is_wsl
 from ensemble.common.packages import installed_versions
@@ -285,7 +286,12 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             return {"model_name_or_path": str(folder)}
         base = self.settings.model_name_or_path
         if base == TO_BE_TRAINED:
-            base = str(read_json(adapter_config).get("base_model_name_or_path") or base)
+            base = str(read_json(adapter_config).get("base_model_name_or_path") or "")
+        if not base:
+            raise CheckpointError(
+                f"{folder}: its adapter_config.json names no base (base_model_name_or_path is null); let the "
+                "command write the base's name there, or name it in the config (model_name_or_path)"
+            )
         return {"model_name_or_path": base, "adapter_name_or_path": str(folder)}
 
     def environment(self) -> Mapping[str, str]:

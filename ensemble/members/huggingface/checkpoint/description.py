@@ -6,6 +6,7 @@ nothing is known.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ensemble.common.files import read_json
-from ensemble.common.packages import installed_versions
 from ensemble.common.text import plural
 from ensemble.members.huggingface.checkpoint.adapter_files import is_head
 from ensemble.members.huggingface.checkpoint.digests import own_tokenizers
@@ -42,6 +42,14 @@ _TASKS = {
     "ForCausalLM": "causal_lm",
     "ForMaskedLM": "pooled_cls",
     "ForImageClassification": "image_cls",
+}
+# Numbers of a config.json that some supported releases do not read, by model_type, and what these compute with:
+# 5.0 against 5.24, of the kinds that both have.
+_NO_LIMIT = {"time_step_limit": [0.0, math.inf]}
+_READ_BY_NEWER: Mapping[str, Mapping[str, Any]] = {
+    "gpt_oss": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+    "esm": {"rope_theta": 10000.0},
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), _NO_LIMIT),
 }
 _BLOCK = re.compile(r"(.*?\.)(\d+)\.")
 
@@ -234,7 +242,7 @@ def description_problems(
     elif described.model_error:
         yield (
             f"{name}: {release} cannot build the model of its config.json "
-            f"({_placed(described.model_error, folder)}); copy it again"
+            f"({_placed(described.model_error, folder)}); {config_advice(config, runs_code=False)}"
         )
     folder, reader, problems = used_tokenizer(model, folder, described)
     yield from problems
@@ -344,21 +352,32 @@ def _shapes(
 
 
 def release_warning(name: str, config: Mapping[str, Any], described: Description) -> Iterator[str]:
-    """Yield a warning if a newer transformers than the installed one has saved the checkpoint."""
+    """Yield a warning if the installed transformers computes without a number that newer releases read."""
     written = config.get("transformers_version")
-    installed = installed_versions(("transformers",)).get("transformers")
-    if not isinstance(written, str) or installed is None or _release(written) <= _release(installed):
+    read_by_newer = _READ_BY_NEWER.get(str(config.get("model_type")), {})
+    if not described.known_keys:
         return
-    known_keys = set(described.known_keys)
-    unknown = sorted(
-        key for key in config if known_keys and not key.startswith("_") and key not in known_keys
-    )
-    hint = f", which knows nothing of its {', '.join(unknown)}" if unknown else ""
-    yield (
-        f"{name} was saved by transformers {written}, and {installed} is installed{hint}; what is unknown there is "
-        f"left out silently, and probabilities can differ: install transformers {written}"
-    )
+    for key, value in read_by_newer.items():
+        if key in described.known_keys or config.get(key, value) == value:
+            continue
+        yield (
+            f"{name} was saved by transformers {written} with {key}: {config[key]}, and "
+            f"{metadata.version('transformers')}, which is installed, computes with {value}: its probabilities are "
+            "others there; install a newer release"
+        )
 
 
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("dev")[0])[:3])
+def config_advice(config: Mapping[str, Any], runs_code: bool) -> str:
+    """Return what to do where no model can be made of a ``config.json``; ``runs_code``: its own code may run."""
+    if not config.get("auto_map"):
+        return "copy config.json again"
+    if runs_code:
+        written = config.get("transformers_version", "unknown")
+        return (
+            "it is made by Python code of its own, which may need another release of transformers than "
+            f"{metadata.version('transformers')} (that of its config.json is {written})"
+        )
+    return (
+        "it comes with Python code of its own, and transformers' class is another one: read the code, then set "
+        "trust_remote_code: true"
+    )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ensemble.common.errors import CheckpointError
 from ensemble.common.text import gib, nearest
-from ensemble.members.base import Inspection
+from ensemble.members.base import NOT_ASKED, Inspection
 from ensemble.members.huggingface.checkpoint.adapter_files import (
     Adapter,
     inspect_adapter,
@@ -49,7 +49,6 @@ from ensemble.members.huggingface.checkpoint.weight_files import (
 )
 from ensemble.members.huggingface.settings import HuggingFaceSettings
 from ensemble.members.huggingface.spec import CLASSIFIER
-from ensemble.members.questions import NOT_ASKED
 
 if TYPE_CHECKING:
     from ensemble.common.protocol import Activation

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,11 @@ import pytest
 import ensemble
 from ensemble.common.errors import CheckpointError
 from ensemble.members import questions
-from ensemble.members.huggingface.checkpoint.description import checkpoint_question
+from ensemble.members.huggingface.checkpoint.description import (
+    Description,
+    checkpoint_question,
+    release_warning,
+)
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.spec import CLASSIFIER
 from ensemble.members.questions import Answer, Question
@@ -195,17 +198,30 @@ def test_rope_types_that_this_release_does_not_know(intact: dict[str, Path], tmp
 
 
 @pytest.mark.fault(30)
-def test_a_checkpoint_of_a_newer_release_is_said_with_the_keys_that_are_unknown_here(
+def test_numbers_that_only_a_newer_release_reads_are_said_and_no_other_keys(
     intact: dict[str, Path], tmp_path: Path
 ) -> None:
-    assert inspected(intact["llama"]).warnings == ()
-    copy = changed(intact["llama"], tmp_path / "copy", transformers_version="99.1.0", attention_curvature=2)
-    (warning,) = inspected(copy).warnings
-    assert "saved by transformers 99.1.0" in warning
-    assert (
-        f"{metadata.version('transformers')} is installed, which knows nothing of its attention_curvature;"
-        in warning
-    )
+    left_over = {"gradient_checkpointing": False, "position_embedding_type": "absolute"}
+    copy = changed(intact["llama"], tmp_path / "copy", transformers_version="99.1.0", **left_over)
+    assert inspected(copy).warnings == ()
+    config = {
+        "model_type": "gpt_oss",
+        "transformers_version": "5.24.0",
+        "swiglu_limit": 5.0,
+        "swiglu_alpha": 1.702,
+    }
+    (warning,) = release_warning("m", config, Description(known_keys=("vocab_size",)))
+    assert "with swiglu_limit: 5.0, and" in warning
+    assert "computes with 7.0" in warning
+    assert not [*release_warning("m", config, Description(known_keys=("swiglu_limit",)))]
+
+
+def test_a_checkpoint_with_code_of_its_own_is_said_to_have_it(
+    intact: dict[str, Path], tmp_path: Path
+) -> None:
+    code = {"auto_map": {"AutoModelForSequenceClassification": "modeling_own.Own"}, "num_attention_heads": 5}
+    with pytest.raises(CheckpointError, match="comes with Python code of its own"):
+        inspected(changed(intact["bert"], tmp_path / "copy", **code))
 
 
 @pytest.mark.fault(28)
