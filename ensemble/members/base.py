@@ -293,6 +293,10 @@ class MemberKind(ABC, Generic[S, I]):
         """Yield warnings about the settings, each beginning with its key."""
         return iter(())
 
+    def prompt_warnings(self, inspected: I, prompt: str) -> Iterator[str]:
+        """Yield warnings about the first row's prompt, each beginning with its key."""
+        return iter(())
+
     def packages(self, inspected: I | None) -> Iterator[tuple[str, str]]:
         """Yield each optional package that the member needs, with the ".key" that needs it."""
         return iter(())

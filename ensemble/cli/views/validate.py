@@ -15,6 +15,7 @@ from ensemble.pipeline.prepared import Prepared
 from ensemble.planning.cascade import when_text
 
 _SHOWN_CHARACTERS = 160
+_SHOWN_END = 40
 _SHOWN_DIFFERENCE, _SHOWN_BEFORE = 80, 20  # of either prompt, and of what both have before
 
 
@@ -45,6 +46,10 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
         first_prompt = prepared.previews.get(member.name, "")
         if first_prompt:
             yield f"{member.name}: {_prompt_text(first_prompt)}"
+            label = member.model.label_behind_prompt
+            if label:
+                end = first_prompt[-_SHOWN_END:] + label
+                yield f"{member.name}: with a label's text behind it, it ends in {end!r}"
         for view_of_member in member.model.counted_views:
             title = f"{member.name} (view {view_of_member.name})"
             prompt = prepared.previews.get(title, "")

@@ -33,6 +33,10 @@ from ensemble.members.huggingface.spec import CHILD, LANGUAGE_MODEL
 _OTHER_HEADS = ("ForSequenceClassification", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
 
 
+# Behind these a word has a space before it.
+_BEFORE_SPACE = ":;,.?!"
+_SHOWN_CHARACTERS = 30
+
 # Keys on which predictions depend, beside label_tokens.
 _KEYS = {"length_normalize", "apply_chat_template", "system_instruction"}
 
@@ -129,6 +133,22 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
         # A problem, not only a warning: prompts are cut at the beginning, which is the same text in all rows.
         if inspected is not None and self.settings.truncation is None:
             yield from self.fixed_text_problems(inspected)
+
+    def prompt_warnings(self, inspected: Checkpoint, prompt: str) -> Iterator[str]:
+        texts = self.settings.label_tokens.values() if self.settings.label_behind_prompt else ()
+        word = next((text for text in texts if text[:1].isalnum()), "")
+        if not word or not prompt:
+            return
+        end = repr(prompt[-_SHOWN_CHARACTERS:] + word)
+        if prompt[-1].isalnum() or prompt[-1] in _BEFORE_SPACE:
+            yield f"label_tokens: in text a space would stand before them ({end}); let them begin with it"
+        elif prompt[-1] == " ":
+            encode = stored_encode(inspected.tokenizer_folder)
+            if encode is not None and encode(f": {word}") != [*encode(": "), *label_ids(encode, word)]:
+                yield (
+                    f"label_tokens: the tokenizer joins the space at the prompt's end and the next word ({end}); "
+                    "end the prompt before the space, and let them begin with it"
+                )
 
     def memory(
         self, inspected: Checkpoint, lengths: npt.NDArray[np.int64], labels: int

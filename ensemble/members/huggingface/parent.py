@@ -339,6 +339,9 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
 
     def warnings(self, inspected: Checkpoint) -> Iterator[str]:
         yield from super().warnings(inspected)
+        tokens, positions = self.settings.max_length, inspected.described.max_positions
+        if tokens and positions and tokens > positions:
+            yield f"max_length: {tokens} is more than the {positions} positions of the model; rows are cut to these"
         for key, view in self._views():
             yield from (f"{key}{warning}" for warning in view.fixed_text_problems(inspected))
 

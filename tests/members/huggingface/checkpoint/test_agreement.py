@@ -23,7 +23,12 @@ from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.spec import CLASSIFIER
 from ensemble.members.questions import Answer, Question
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
-from tests.checkpoints import answers_of_this_process, inspect_folder, make_checkpoint
+from tests.checkpoints import (
+    answers_of_this_process,
+    inspect_folder,
+    make_checkpoint,
+    make_language_model,
+)
 from tests.project import Project
 
 LABELS = ["yes", "no", "tie"]
@@ -180,6 +185,31 @@ def test_validate_says_what_is_not_checked(project: Project, monkeypatch: pytest
     last_line = str(ensemble.validate("config.yaml")).splitlines()[-1]
     llama = project.models / "llama"
     assert last_line.startswith(f"not checked: {llama}, as said above. All other checks passed. A run")
+
+
+def test_validate_shows_where_a_prompt_ends_and_that_rows_are_cut(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = project.config()["labels"]
+    bert = make_checkpoint(project.folder / "bert", "bert", labels)
+    model = make_language_model(project.folder / "model", "llama")
+    asked = {
+        "task_type": "causal_lm",
+        "model_name_or_path": str(model),
+        "prompt_template": "{{ label }}\nAnswer:",
+        "label_tokens": {label: f" {label}" for label in labels},
+    }
+    models = [
+        {"name": "bert", "model_name_or_path": str(bert), "text_column": "text"},
+        {"name": "lm", **asked},
+    ]
+    project.write_config(project.config(models=models, defaults={"max_length": 300}))
+    monkeypatch.chdir(project.folder)
+    shown = str(ensemble.validate("config.yaml"))
+    assert "models[0].max_length: 300 is more than the 128 positions of the model" in shown
+    assert (
+        f"lm: with a label's text behind it, it ends in '{project.truth[0]}\\nAnswer: {labels[0]}'" in shown
+    )
 
 
 def test_labels_that_the_head_does_not_have(intact: dict[str, Path], tmp_path: Path) -> None:
