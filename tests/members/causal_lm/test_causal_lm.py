@@ -372,7 +372,7 @@ def test_the_plan_knows_keys_and_values_of_a_batch_whose_labels_have_several_tok
     layers: list[Any] = []
     made = member(tmp_path, folder, texts, label_tokens=BEHIND)
     made._classifier._model.register_forward_hook(
-        lambda _, __, output: layers.append(output.past_key_values.layers)
+        lambda _, __, output: layers.append((output.get("cache") or output.get("past_key_values")).layers)
     )
     predict(made, 1)
     tokens = layers[0][0].keys.shape[-2]
