@@ -18,7 +18,7 @@ from ensemble.data.json_cells import TemplateProblem
 from ensemble.members.base import Assigned, Candidate, MemberKind, RanWith, Reads, ResourceRequest
 from ensemble.members.batch_size import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
 from ensemble.members.footprint import MemoryEstimate
-from ensemble.members.huggingface.checkpoint.description import checkpoint_question
+from ensemble.members.huggingface.checkpoint.description import adapter_tokenizers, checkpoint_question
 from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
 from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, hub_folder
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
@@ -472,6 +472,8 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         commit = hub_commit(model.model_name_or_path, folder)
         tokenizer = tokenizer_digest(folder if commit is None else None, model.tokenizer_kwargs, files)
         made_of: list[object] = [commit, tokenizer]
+        for own in adapter_tokenizers(model).values():  # a worker loads them, so that the run watches them
+            tokenizer_digest(own, {}, files)
         # An adapter on the hub may have a tokenizer, which only the worker fetches; its commit is in the weights.
         made_of += [True for name in self._adapter_names() if not Path(name).is_dir()]
         return {**super().content(inspected, files), "tokenizer": digest_of(made_of)}

@@ -183,11 +183,11 @@ def test_adapters_whose_tokenizers_make_other_tokens_of_a_text_are_refused(
 
 def test_only_members_whose_tokenizer_is_another_one_are_computed_anew(base: Path, tmp_path: Path) -> None:
     adapter = make_adapter(tmp_path / "adapter", base, 3)
-    columns, files = OutputColumns("id", ("LABEL_0", "LABEL_1", "LABEL_2"), tmp_path), FileDigests(False)
+    columns = OutputColumns("id", ("LABEL_0", "LABEL_1", "LABEL_2"), tmp_path)
 
     def digest() -> str:
         kind = settings_of(base, adapter)
-        return str(kind.content(kind.inspect(columns), files)["tokenizer"])
+        return str(kind.content(kind.inspect(columns), FileDigests(False))["tokenizer"])
 
     before = digest()
     add_tokenizer(adapter, base)  # as our own trainings leave it
