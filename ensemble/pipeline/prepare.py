@@ -196,7 +196,10 @@ def prepare(
             *(
                 f"models[{index}].{text}"
                 for index, (name, kind) in enumerate(members.kinds.items())
-                for text in kind.warnings(members.inspected[name])
+                for text in (
+                    *kind.warnings(members.inspected[name]),
+                    *kind.prompt_warnings(members.inspected[name], previews.get(name, "")),
+                )
             ),
             *held.remarks,
             *warnings,
