@@ -327,11 +327,16 @@ def _truth_columns(
     raise DataError(f"{missing_column(data.path, 'label column', column, header)}; {advice}")
 
 
-def as_merged(predictions: Predictions, report: RunReport) -> Predictions:
-    """Return the predictions of a run after the calibrations and the allowed labels of its config."""
+def as_calibrated(predictions: Predictions, report: RunReport) -> Predictions:
+    """Return the predictions of a run after the calibrations of its config."""
     return predictions.calibrated(
         {member.name: CalibrationConfig.model_validate(member.calibration) for member in report.members}
-    ).masked()
+    )
+
+
+def as_merged(predictions: Predictions, report: RunReport) -> Predictions:
+    """Return the predictions of a run after the calibrations and the allowed labels of its config."""
+    return as_calibrated(predictions, report).masked()
 
 
 def read_run(run_dir: Path, with_truth: bool = True, label_column: str | None = None) -> Predictions:
