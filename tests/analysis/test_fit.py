@@ -271,14 +271,14 @@ def test_stacking_is_the_logistic_regression_of_scikit_learn(is_multi_label: boo
     if is_multi_label:
         for label in range(3):
             logits = np.column_stack([np.log(one[:, label] / (1 - one[:, label])) for one in values])
-            model = LogisticRegression(C=penalty, tol=1e-8, max_iter=5_000).fit(
+            model = LogisticRegression(C=penalty, tol=1e-10, max_iter=20_000).fit(
                 logits, np.asarray(found.truth)[:, label]
             )
-            np.testing.assert_allclose(merged[:, label], model.predict_proba(logits)[:, 1], atol=2e-3)
+            np.testing.assert_allclose(merged[:, label], model.predict_proba(logits)[:, 1], atol=1e-5)
     else:
         logs = np.log(np.column_stack(values))
-        model = LogisticRegression(C=penalty, tol=1e-8, max_iter=5_000).fit(logs, found.truth)
-        np.testing.assert_allclose(merged, model.predict_proba(logs), atol=2e-3)
+        model = LogisticRegression(C=penalty, tol=1e-10, max_iter=20_000).fit(logs, found.truth)
+        np.testing.assert_allclose(merged, model.predict_proba(logs), atol=1e-5)
     assert report.score < min(member.alone for member in report.members)
 
 
