@@ -12,6 +12,7 @@ import numpy as np
 from ensemble.analysis.metrics import (
     USUAL,
     Bootstrap,
+    Folds,
     Interval,
     Metric,
     MetricKind,
@@ -19,6 +20,7 @@ from ensemble.analysis.metrics import (
     find_metric,
 )
 from ensemble.analysis.predictions import (
+    FOLDS_UNKNOWN,
     LABEL_COLUMN,
     Predictions,
     as_merged,
@@ -215,7 +217,15 @@ def compare(
     changed: tuple[MetricChange, ...] = ()
     if truth is not None:
         chosen = requested or [find_metric(name) for name in USUAL[kind]]
-        changed = tuple(_metric_changes(pairs, chosen, truth, kind, remarks))
+        folds = _folds(source_a, source_b)
+        for metric in chosen:
+            if metric.kind == "ranks" and folds is not None:
+                remarks.append(
+                    f"{metric.name}: the mean over the folds, whose models are ranked by themselves"
+                )
+            elif metric.kind == "ranks" and None in (source_a.report, source_b.report):
+                remarks.append(f"{metric.name} {FOLDS_UNKNOWN}")
+        changed = tuple(_metric_changes(pairs, chosen, truth, kind, remarks, folds))
     if requested and not changed:
         problem = "no metric could be computed"
         if truth is None:
@@ -331,6 +341,12 @@ def _agreed_truth(first: _Source, second: _Source, remarks: list[str]) -> Truth 
     return ours
 
 
+def _folds(first: _Source, second: _Source) -> Folds | None:
+    """Return the folds in which each side has one model for all rows; None: there are none, or not known."""
+    known = [side.predictions.folds for side in (first, second) if side.predictions.folds is not None]
+    return np.unique(np.array(known), axis=1, return_inverse=True)[1] if known else None
+
+
 def _change(name: str, first: Values, second: Values, predictions: Predictions, kind: Activation) -> Change:
     numbers = np.flatnonzero(~(np.isnan(first) | np.isnan(second)).any(axis=1))
     first, second = first[numbers], second[numbers]
@@ -380,8 +396,9 @@ def _metric_changes(
     truth: Truth,
     kind: Activation,
     remarks: list[str],
+    folds: Folds | None,
 ) -> Iterator[MetricChange]:
-    bootstrap = Bootstrap(truth, kind)
+    bootstrap = Bootstrap(truth, kind, folds=folds)
     for name, pair in pairs.items():
         of_pair, (first, second) = bootstrap.of_common_rows(*pair)
         for metric in metrics:

@@ -13,7 +13,9 @@ import yaml
 
 from ensemble.analysis.fit import LOG_LOSS, QUADRATIC_KAPPA, Candidate, FitReport, Options, fit
 from ensemble.analysis.fit_auto import fit_auto
+from ensemble.analysis.metrics import find_metric
 from ensemble.analysis.predictions import (
+    FOLDS_UNKNOWN,
     LABEL_COLUMN,
     Predictions,
     read_files,
@@ -115,6 +117,9 @@ def fit_sources(
         may_lack_rows=partial,
         advice="give the same rows in each file, or --partial to fit to the rows that all of them have",
     )
+    if predictions.folds is None and find_metric(options.metric).kind == "ranks":
+        remarks = (*predictions.remarks, f"{options.metric} {FOLDS_UNKNOWN}")
+        predictions = replace(predictions, remarks=remarks)
     report = _fitted(predictions, replace(options, pool=merge_method or "mean"))
     names = ", ".join(path_of(file).name for file in files)
     return report, _overlay(report, report.options.pool, f"{names} by {labels.name}")

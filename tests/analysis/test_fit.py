@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 from scipy.optimize import minimize
@@ -14,6 +16,7 @@ from scipy.stats import norm, sem
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss, roc_auc_score
 
+import ensemble
 from ensemble.analysis.fit import MIN_ROWS_PER_NUMBER, FitReport, Method, Options, fit, folds
 from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.weights import Pool, WeightedBlend
@@ -210,6 +213,49 @@ def test_rows_of_different_folds_are_not_ranked_against_each_other() -> None:
     assert report.folds_scored == 5
     (said,) = [one for one in verdicts(report) if one.startswith("Held-out auc")]
     assert said.endswith("Each fold is scored by itself; the figures are the mean of 5 folds.")
+
+
+def test_the_rows_of_each_folds_model_are_ranked_by_themselves(tmp_path: Path) -> None:
+    """Of out-of-fold predictions whose folds are on other scales, the better member has the lower pooled AUC."""
+    random = np.random.default_rng(8)
+    rows = 900
+    truth, fold_of = random.integers(0, 2, rows), random.permutation(np.arange(rows) % 3)
+    scales = np.array([0.1, 0.5, 0.9])[fold_of]
+    ids = [f"r{row}" for row in range(rows)]
+    better = scales + 0.1 * expit(3 * truth - 1.5 + random.normal(size=rows)) - 0.05
+    worse = expit(1.5 * truth - 0.75 + random.normal(size=rows))
+    (tmp_path / "oof").mkdir()
+    (tmp_path / "training").mkdir()
+    for name, yes in (("better", better), ("worse", worse)):
+        frame = pd.DataFrame({"id": ids, "no": 1 - yes, "yes": yes})
+        frame.to_csv(tmp_path / "oof" / f"{name}.csv", index=False)
+    order = random.permutation(rows)
+    folds_csv = pd.DataFrame({"id": ids, "fold": fold_of}).iloc[order]
+    folds_csv.to_csv(tmp_path / "training" / "folds.csv", index=False)
+    labels = tmp_path / "train.csv"
+    pd.DataFrame({"id": ids, "label": np.array(["no", "yes"])[truth]}).to_csv(labels, index=False)
+
+    expected = {
+        name: np.mean([roc_auc_score(truth[fold_of == fold], yes[fold_of == fold]) for fold in range(3)])
+        for name, yes in (("better", better), ("worse", worse))
+    }
+    assert roc_auc_score(truth, better) < roc_auc_score(truth, worse) < expected["better"]
+    files = [tmp_path / "oof" / f"{name}.csv" for name in expected]
+    for method in ("greedy", "best_member", "auto"):
+        report = ensemble.fit(files, labels=labels, metric="auc", method=method, quiet=True)
+        assert {member.name: member.alone for member in report.members} == pytest.approx(expected)
+        assert report.best_member == "better"
+        assert report.folds_scored == 3
+    compared = ensemble.compare(*files, ["auc"], labels=labels, quiet=True)
+    (metric,) = compared.metrics
+    assert (metric.first.value, metric.second.value) == pytest.approx(tuple(expected.values()))
+    assert metric.better == "first"
+
+    (tmp_path / "training" / "folds.csv").unlink()
+    report = ensemble.fit(files, labels=labels, metric="auc", quiet=True)
+    compared = ensemble.compare(*files, ["auc"], labels=labels, quiet=True)
+    for remarks in (report.remarks, compared.remarks):
+        assert [remark for remark in remarks if "beside training/folds.csv" in remark]
 
 
 def test_the_interval_of_an_auc_is_delongs_within_each_fold() -> None:

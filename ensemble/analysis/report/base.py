@@ -135,7 +135,8 @@ class ReportData:
 
     @cached_property
     def _bootstrap(self) -> Bootstrap:
-        return Bootstrap(self.predictions.required_truth, self.predictions.activation)
+        known = self.predictions
+        return Bootstrap(known.required_truth, known.activation, folds=known.folds)
 
     @cached_property
     def table_texts(self) -> TableTexts:
