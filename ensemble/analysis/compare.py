@@ -218,14 +218,12 @@ def compare(
     if truth is not None:
         chosen = requested or [find_metric(name) for name in USUAL[kind]]
         folds = _folds(source_a, source_b)
-        for metric in chosen:
-            if metric.kind == "ranks" and folds is not None:
-                remarks.append(
-                    f"{metric.name}: the mean over the folds, whose models are ranked by themselves"
-                )
-            elif metric.kind == "ranks" and None in (source_a.report, source_b.report):
-                remarks.append(f"{metric.name} {FOLDS_UNKNOWN}")
         changed = tuple(_metric_changes(pairs, chosen, truth, kind, remarks, folds))
+        for name in dict.fromkeys(metric.metric for metric in changed if metric.kind == "ranks"):
+            if folds is not None:
+                remarks.append(f"{name}: the mean over the folds, whose models are ranked by themselves")
+            elif None in (source_a.report, source_b.report):
+                remarks.append(f"{name} {FOLDS_UNKNOWN}")
     if requested and not changed:
         problem = "no metric could be computed"
         if truth is None:

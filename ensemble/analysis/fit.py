@@ -141,7 +141,7 @@ class FitReport:
             ``rows_decided`` are decided by rules.
         score: the metric on held-out rows.
         equal: the same metric with equal weights; ``best`` is that of the member that is best on the other folds.
-        best_member: the member that is best most often.
+        best_member: the member that is best most often; ``best_in`` counts the folds in which it is.
         over_equal: how much better the score is than ``equal`` (below 0: worse); ``over_best`` compares it with
             ``best``.
         stacking: None if the ensemble has weights.
@@ -149,6 +149,7 @@ class FitReport:
         thresholds: None unless the metric is the quadratic kappa.
         folds_scored: the number of folds in which the metric is defined, if figures are means over folds; None if
             the metric is taken of all rows at once.
+        rejected: a fit that is worse than equal weights by more than noise, so that these were taken instead.
         candidates: what ``--method auto`` compared, the fewest numbers to fit first; empty without it.
     """
 
@@ -163,6 +164,7 @@ class FitReport:
     over_equal: Interval
     best: float
     best_member: str
+    best_in: int
     over_best: Interval
     stacking: StackingFit | None
     remarks: tuple[str, ...]
@@ -170,6 +172,7 @@ class FitReport:
     folds_scored: int | None
     thresholds: FittedThresholds | None = None
     candidates: tuple[Candidate, ...] = ()
+    rejected: FitReport | None = None
 
     @property
     def chosen(self) -> Candidate | None:
@@ -178,7 +181,7 @@ class FitReport:
 
 
 def fit(predictions: Predictions, options: Options) -> FitReport:
-    """Fit calibrations and weights, and cross-validate them.
+    """Fit calibrations and weights, and cross-validate them; take equal weights where the fitted ones do worse.
 
     Raises:
         ConfigError: the options do not go together, or not with such predictions.
@@ -188,7 +191,12 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
     sample, rows_decided = usable_rows(predictions, is_stacked=options.method == "stacking")
     check(sample, options, metric)
     options = with_known_folds(options, sample, metric)
-    return fit_sample(sample, options, metric, predictions, rows_decided, equal_pool=options.pool)
+    report = fit_sample(sample, options, metric, predictions, rows_decided, equal_pool=options.pool)
+    if not report.over_equal.high < 0:
+        return report
+    equal = replace(options, method="equal", calibration="none")
+    kept = fit_sample(sample, equal, metric, predictions, rows_decided, equal_pool=options.pool)
+    return replace(kept, rejected=report)
 
 
 def fit_sample(
@@ -231,6 +239,7 @@ def fit_sample(
         for number, (name, values) in enumerate(sample.masked().members.items())
     )
     interval = merged.interval
+    ((best_number, best_in),) = Counter(best_members).most_common(1)
     return FitReport(
         options=options,
         labels=sample.labels,
@@ -242,7 +251,8 @@ def fit_sample(
         equal=equal.value,
         over_equal=scorer.gain(merged, equal),
         best=best.value,
-        best_member=members[Counter(best_members).most_common(1)[0][0]].name,
+        best_member=members[best_number].name,
+        best_in=best_in,
         over_best=scorer.gain(merged, best),
         stacking=blend if isinstance(blend, StackingFit) else None,
         remarks=predictions.remarks,

@@ -435,11 +435,33 @@ def test_more_than_noise_is_an_interval_without_0(gain: Interval, said: str) -> 
     assert ("Equal weights do as well." in sentence) is not gain.excludes_zero
 
 
-def test_weights_that_lose_to_equal_ones_are_said_to() -> None:
+def test_equal_weights_are_taken_where_the_fitted_ones_do_worse() -> None:
+    report = fit(predictions(noise=(1.0, 1.0)), Options(method="best_member"))
+    assert report.rejected is not None
+    assert report.rejected.over_equal.high < 0
+    assert weights_of(report) == [1.0, 1.0]
+    assert (report.score, report.over_equal.value) == (report.equal, 0.0)
+    assert report.fitted_on.value == report.equal
+    assert report.equal == report.rejected.equal
+    sentences = [*verdicts(report)]
+    assert [text for text in sentences if text.startswith("Equal weights are kept: best_member does worse")]
+    assert not [text for text in sentences if text.startswith("Against equal weights")]
+    assert fit(predictions(300), Options()).rejected is None
+
+
+def test_a_best_member_that_is_chosen_anew_for_each_fold_is_said_to_be() -> None:
+    report = fit(predictions(noise=(1.0, 1.0)), Options())
+    for best_in, words in ((3, "best on the other folds, for 3 of 5 folds m0"), (5, "the best member, m0")):
+        changed = replace(report, best_member="m0", best_in=best_in)
+        (sentence,) = [text for text in verdicts(changed) if "m0" in text and "Against" in text]
+        assert words in sentence
+
+
+def test_a_member_without_any_difference_is_not_called_noise() -> None:
     report = fit(predictions(300), Options())
-    for gain, is_said in ((Interval(-0.01, -0.02, -0.001), True), (Interval(0.01, 0.001, 0.02), False)):
-        sentences = [*verdicts(replace(report, over_equal=gain))]
-        assert ("Keep equal weights: the fitted weights do worse." in sentences) is is_said
+    member = replace(report.members[0], gain=Interval(1e-9, -1e-9, 2e-9))
+    sentences = [*verdicts(replace(report, members=(member, *report.members[1:])))]
+    assert "m0 is not shown to help: without it no difference that these rows show." in sentences
 
 
 def test_the_table_says_that_a_vector_scaling_was_fitted() -> None:
