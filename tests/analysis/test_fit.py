@@ -241,19 +241,20 @@ def test_the_rows_of_each_folds_model_are_ranked_by_themselves(tmp_path: Path) -
     }
     assert roc_auc_score(truth, better) < roc_auc_score(truth, worse) < expected["better"]
     files = [tmp_path / "oof" / f"{name}.csv" for name in expected]
-    for method in ("greedy", "best_member", "auto"):
+    methods: tuple[Method, ...] = ("greedy", "best_member", "auto")
+    for method in methods:
         report = ensemble.fit(files, labels=labels, metric="auc", method=method, quiet=True)
         assert {member.name: member.alone for member in report.members} == pytest.approx(expected)
         assert report.best_member == "better"
         assert report.folds_scored == 3
-    compared = ensemble.compare(*files, ["auc"], labels=labels, quiet=True)
+    compared = ensemble.compare(files[0], files[1], ["auc"], labels=labels, quiet=True)
     (metric,) = compared.metrics
     assert (metric.first.value, metric.second.value) == pytest.approx(tuple(expected.values()))
     assert metric.better == "first"
 
     (tmp_path / "training" / "folds.csv").unlink()
     report = ensemble.fit(files, labels=labels, metric="auc", quiet=True)
-    compared = ensemble.compare(*files, ["auc"], labels=labels, quiet=True)
+    compared = ensemble.compare(files[0], files[1], ["auc"], labels=labels, quiet=True)
     for remarks in (report.remarks, compared.remarks):
         assert [remark for remark in remarks if "beside training/folds.csv" in remark]
 
