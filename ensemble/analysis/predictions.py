@@ -33,6 +33,7 @@ from ensemble.data.input_file import missing_column
 from ensemble.data.predictions_csv import (
     PredictionFile,
     demand_as_written,
+    file_stem,
     guessed_id_column,
     read_predictions,
 )
@@ -47,8 +48,13 @@ from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.reuse import read_bits
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
+from ensemble.pipeline.training_dir import TrainingDir
 
 LABEL_COLUMN: Final = "label"
+FOLDS_UNKNOWN: Final = (
+    "ranks all rows against each other; out-of-fold predictions belong in a folder oof beside training/folds.csv, "
+    "with columns id and fold, so that the rows of each fold's model are ranked by themselves"
+)
 _ADVICE: Final = "remove the file and run the config again, which computes it again"
 T = TypeVar("T")
 
@@ -68,6 +74,8 @@ class Predictions:
         ensemble: the merged values of a run, [rows, labels]; None for files, and if a run has merged nothing.
         allowed: the labels that are possible in each row, as a run merged them; None: all, as for files.
         rules: the rules that a run applied to them, with their rows; None for files, and for a run without rules.
+        folds: which rows were predicted by models of their own, as files in ``oof/`` are: the fold of each row,
+            int64 [rows]; None: not known, or one model for all rows.
         remarks: sentences for the user: which rows are left out, why there is no truth.
     """
 
@@ -80,6 +88,7 @@ class Predictions:
     remarks: tuple[str, ...] = ()
     allowed: AllowedLabels | None = None
     rules: RowRules | None = None
+    folds: npt.NDArray[np.int64] | None = None
 
     @property
     def rows(self) -> int:
@@ -113,6 +122,7 @@ class Predictions:
             ensemble=None if self.ensemble is None else taken(self.ensemble, rows),
             allowed=None if self.allowed is None else self.allowed.taken(rows),
             rules=None if self.rules is None else self.rules.taken(rows),
+            folds=None if self.folds is None else self.folds[rows],
         )
 
     def calibrated(self, settings: Mapping[str, CalibrationConfig | None]) -> Predictions:
@@ -185,12 +195,33 @@ def read_files(
     activations = dict.fromkeys(files, activation or "softmax")
     ids = all_ids([file.ids for file in files.values()]) if may_lack_rows else first.ids
     members = _joined(files, ids, activations, may_lack_rows, str(first.path), advice, ROWS_ADVICE)
-    predictions = Predictions(ids, label_names, members, activations)
+    predictions = Predictions(ids, label_names, members, activations, folds=known_folds(names.values(), ids))
     if labels is None:
         return predictions
     ids_there = id_column or first.id_column
     return predictions.with_truth(
         *read_truth(labels, ids, label_names, predictions.activation, label_column, ids_there)
+    )
+
+
+def known_folds(paths: Iterable[Path], ids: pa.ChunkedArray) -> npt.NDArray[np.int64] | None:
+    """Return the fold of each row, [rows], if out-of-fold predictions are among the paths; else None.
+
+    ``training/folds.csv`` says it of ``oof/<member>.csv``, and of ``training/oof``, the directory of their run.
+    Rows that several trainings divide are in one fold if they are in one fold of each.
+    """
+    files = set[Path]()
+    for path in paths:
+        trainings = TrainingDir(path.absolute().parent.parent)
+        is_out_of_fold = path.absolute() in (trainings.oof(file_stem(path)), trainings.oof_run)
+        if is_out_of_fold and trainings.folds.is_file():
+            files.add(trainings.folds)
+    if not files:
+        return None
+    columns = [read_predictions(file, ID_COLUMN, ["fold"]) for file in sorted(files)]
+    values = [file.join(ids, may_lack=True, may_have_others=True)[0][:, 0] for file in columns]
+    return np.asarray(
+        np.unique(np.nan_to_num(np.array(values), nan=-1), axis=1, return_inverse=True)[1], np.int64
     )
 
 
@@ -327,11 +358,16 @@ def _truth_columns(
     raise DataError(f"{missing_column(data.path, 'label column', column, header)}; {advice}")
 
 
-def as_merged(predictions: Predictions, report: RunReport) -> Predictions:
-    """Return the predictions of a run after the calibrations and the allowed labels of its config."""
+def as_calibrated(predictions: Predictions, report: RunReport) -> Predictions:
+    """Return the predictions of a run after the calibrations of its config."""
     return predictions.calibrated(
         {member.name: CalibrationConfig.model_validate(member.calibration) for member in report.members}
-    ).masked()
+    )
+
+
+def as_merged(predictions: Predictions, report: RunReport) -> Predictions:
+    """Return the predictions of a run after the calibrations and the allowed labels of its config."""
+    return as_calibrated(predictions, report).masked()
 
 
 def read_run(run_dir: Path, with_truth: bool = True, label_column: str | None = None) -> Predictions:
@@ -404,6 +440,7 @@ def read_run(run_dir: Path, with_truth: bool = True, label_column: str | None = 
         remarks=tuple(remarks),
         allowed=allowed,
         rules=rules,
+        folds=known_folds([run_dir], whole.ids),
     )
     if not with_truth:
         return predictions

@@ -156,11 +156,17 @@ def test_what_to_do_next(tmp_path: Path, project: Project, monkeypatch: pytest.M
     def last(report: RunReport, count: int) -> str:
         return reports.shown("out_of_fold", (report, files[:count], folds.loaded(keys).config))[-1]
 
-    assert last(reports.report(members[0]), 1) == "next: ensemble run CONFIG"
+    def of_config(report: RunReport) -> RunReport:
+        path = str(project.folder / "my config.yaml")
+        return replace(report, config_files=(path,), overrides=("limit=3",))
+
+    assert (
+        last(of_config(reports.report(members[0])), 1) == "next: ensemble run 'my config.yaml' --set limit=3"
+    )
     keys["models"] = [keys["models"][0], {**keys["models"][0], "name": "own"}]
-    assert last(reports.report(*members), 2) == (
-        "next: ensemble fit runs/first/oof/lora.csv runs/first/oof/own.csv --labels train.csv, "
-        "then: ensemble run CONFIG weights.yaml"
+    assert last(of_config(reports.report(*members)), 2) == (
+        "next: ensemble fit runs/first/oof/lora.csv runs/first/oof/own.csv --labels train.csv && "
+        "ensemble run 'my config.yaml' weights.yaml --set limit=3"
     )
     # One has failed: the weights would be those of another ensemble.
     assert last(reports.report(*members), 1) == "out-of-fold predictions: runs/first/oof/lora.csv"

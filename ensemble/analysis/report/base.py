@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from markupsafe import Markup
 
 from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap, Interval, Metric
-from ensemble.analysis.predictions import Predictions, as_merged, read_run
+from ensemble.analysis.predictions import Predictions, as_calibrated, read_run
 from ensemble.common.errors import DataError, EnsembleError
 from ensemble.common.files import unreadable
 from ensemble.common.text import plural, shown_path
@@ -74,7 +74,12 @@ class ReportData:
 
         The members' values are as they were merged, after the calibrations of the config.
         """
-        return as_merged(read_run(self.run_dir), self.report)
+        return self.calibrated.masked()
+
+    @cached_property
+    def calibrated(self) -> Predictions:
+        """Return the same before labels that are impossible in a row became 0, as ``fit`` takes them."""
+        return as_calibrated(read_run(self.run_dir), self.report)
 
     @cached_property
     def as_ruled(self) -> dict[str, Values]:
@@ -130,7 +135,8 @@ class ReportData:
 
     @cached_property
     def _bootstrap(self) -> Bootstrap:
-        return Bootstrap(self.predictions.required_truth, self.predictions.activation)
+        known = self.predictions
+        return Bootstrap(known.required_truth, known.activation, folds=known.folds)
 
     @cached_property
     def table_texts(self) -> TableTexts:
