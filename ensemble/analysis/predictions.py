@@ -279,6 +279,7 @@ def read_truth_of(
         limit=limit,
         label_columns=columns,
         truth_as=activation,
+        skip_unlabelled=data.skip_unlabelled,
     )
     table = read_table(data.path, needs)
     assert table.truth is not None
@@ -290,7 +291,7 @@ def read_truth_of(
         table="the predictions",
         advice="the truth of each row is needed",
     )
-    remarks = []
+    remarks = [*table.label_remarks]
     if others := table.rows - len(ids):
         remarks.append(f"{plural(others, 'row')} of {data.path} left out, of ids without predictions")
     rows = np.flatnonzero(places >= 0)

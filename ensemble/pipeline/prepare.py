@@ -281,6 +281,7 @@ def _table_needs(config: RunConfig, members: _Members) -> TableNeeds:
         text_columns=(),
         limit=config.limit,
         truth_as=merged_activation(members.inspected),
+        skip_unlabelled=config.data.skip_unlabelled,
     )
     return with_columns(needs, members.views)
 
