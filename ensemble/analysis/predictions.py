@@ -291,7 +291,7 @@ def read_truth_of(
         table="the predictions",
         advice="the truth of each row is needed",
     )
-    remarks = [*table.label_remarks]
+    remarks = [*table.file_remarks]
     if others := table.rows - len(ids):
         remarks.append(f"{plural(others, 'row')} of {data.path} left out, of ids without predictions")
     rows = np.flatnonzero(places >= 0)

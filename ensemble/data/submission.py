@@ -23,7 +23,7 @@ from ensemble.data.csv_file import (
     text_as_numbers,
 )
 from ensemble.data.ids import places_among
-from ensemble.data.input_file import first_ids, missing_column
+from ensemble.data.input_file import check_names, first_ids, missing_column
 from ensemble.data.parquet import write_parquet
 from ensemble.data.table import InputTable
 
@@ -42,6 +42,7 @@ def read_sample(path: Path, id_column: str, labels: Sequence[str], columns_map: 
         DataError: the file cannot be read, or has no column ``id_column``.
     """
     columns = read_header(path)
+    check_names(path, columns, columns)
     if id_column not in columns:
         raise DataError(missing_column(path, "id column", id_column, columns))
     ids = read_text_csv(path, [id_column]).column(0)

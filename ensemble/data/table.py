@@ -94,7 +94,7 @@ class InputTable:
             or with a null inside.
         null_turns: by column, the number of cells with a null inside a list or an object.
         file_rows: the numbers of these rows in the file, rising, int64 [rows]; None: all of the file's first rows.
-        label_remarks: sentences for the user: labels in another spelling, and rows that are left out.
+        file_remarks: sentences for the user: odd cells, labels in another spelling, and rows that are left out.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class InputTable:
         null_texts: dict[str, int],
         null_turns: Mapping[str, int] | None = None,
         file_rows: npt.NDArray[np.int64] | None = None,
-        label_remarks: Sequence[str] = (),
+        file_remarks: Sequence[str] = (),
     ) -> None:
         self.rows = len(ids)
         self.ids = ids
@@ -113,7 +113,7 @@ class InputTable:
         self.null_texts = null_texts
         self.null_turns = null_turns or {}
         self.file_rows = file_rows
-        self.label_remarks = tuple(label_remarks)
+        self.file_remarks = tuple(file_remarks)
         self._columns = columns
         self._text_lengths: dict[str, npt.NDArray[np.int64]] = {}
         self._digests: dict[tuple[tuple[str, ...], FileCells | None], str] = {}
@@ -123,7 +123,7 @@ class InputTable:
     @property
     def remarks(self) -> list[str]:
         """Return sentences for the user about labels and empty texts."""
-        remarks = [*self.label_remarks]
+        remarks = [*self.file_remarks]
         for column, count in self.null_texts.items():
             with_nulls = self.null_turns.get(column, 0)
             if count - with_nulls:
@@ -230,7 +230,7 @@ class InputTable:
         nulls = {name: self.null_texts[name] for name in columns}
         cells = self._columns.select(columns)
         return InputTable(
-            cells, self.ids, self.truth, nulls, self.null_turns, self.file_rows, self.label_remarks
+            cells, self.ids, self.truth, nulls, self.null_turns, self.file_rows, self.file_remarks
         )
 
     def forget_columns(self) -> None:
@@ -289,13 +289,14 @@ def read_table(path: Path, needs: TableNeeds) -> InputTable:
     if contents.ids is not None:
         problems += _id_problems(path, needs.id_column, contents.ids)
     truth: Truth | None = None
-    remarks: list[str] = []
+    remarks = [*contents.remarks]
     is_labelled = _labelled_rows(needs, contents)
     if not is_labelled.any():
         columns_text = listed([*filter(None, [needs.label_column]), *needs.label_columns])
         problems.append(f"{path}: no row has a label in {columns_text}; name another column")
     if contents.labels is not None:
-        numbers, remarks = _label_numbers(path, needs, contents.labels)
+        numbers, label_remarks = _label_numbers(path, needs, contents.labels)
+        remarks += label_remarks
         problems += _label_problems(path, needs, contents, numbers, is_labelled)
         truth = pc.fill_null(numbers, -1).to_numpy().astype(np.int64)
     elif needs.label_columns and not set(needs.label_columns) - set(names):

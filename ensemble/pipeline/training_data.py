@@ -181,7 +181,7 @@ class TrainingData:
             "whose text also stands in a table of training.extra, so that all models have learned it": in_extras,
             "whose text has another label in another row; their models learn both": with_labels,
         }
-        remarks = [text for table in self.tables for text in table.table.label_remarks]
+        remarks = [text for table in self.tables for text in table.table.file_remarks]
         for sentence, is_repeated in sentences.items():
             if is_repeated.any():
                 count = plural(int(is_repeated.sum()), "row")

@@ -405,6 +405,11 @@ def test_jsonl_broken_lines(tmp_path: Path) -> None:
     (found,) = problems(path)
     assert "4 broken lines; line 3: " in found
     assert "line 4: an object was expected, not '[1]'; line 5: not UTF-8 at byte 9" in found
+    path.write_bytes(
+        good + b'{"id": 2, "text": "a", "text": "b"}\n' + b'{"id": 3, "text": [{"n": 1, "n": 1}]}\n'
+    )
+    (found,) = problems(path)
+    assert "2 broken lines; line 2: the key 'text' comes more than once; line 3: the key 'n' comes" in found
     path = tmp_path / "x.json"
     path.write_text('[{"id": 1},\n{"id": 2}]\n')
     assert "one JSON array; write one object per line" in problems(path)[0]
