@@ -58,7 +58,7 @@ def shown_path(path: Path) -> str:
     """Return a path, relative to the working directory if it is below that."""
     try:
         return str(path.resolve().relative_to(Path.cwd().resolve()))
-    except (ValueError, OSError):
+    except (ValueError, OSError, RuntimeError):  # of links in a circle, say
         return str(path)
 
 

@@ -392,7 +392,8 @@ def _labelled_rows(needs: TableNeeds, contents: Contents) -> npt.NDArray[np.bool
     if not needs.skip_unlabelled or not cells:
         return np.ones(contents.rows, np.bool_)
     has_text = [pc.not_equal(pc.utf8_trim_whitespace(column_texts(column)), "") for column in cells]
-    return np.logical_or.reduce([pc.fill_null(flags, False).to_numpy() for flags in has_text])
+    flags = [pc.fill_null(column, False).to_numpy() for column in has_text]
+    return np.asarray(np.logical_or.reduce(flags))
 
 
 def _label_problems(

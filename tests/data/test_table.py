@@ -148,7 +148,9 @@ def test_a_label_that_two_spellings_could_mean_stays_unknown(tmp_path: Path) -> 
 
 @FORMATS
 def test_rows_without_a_label_are_left_out_where_the_config_says_so(tmp_path: Path, suffix: str) -> None:
-    rows = [{"id": f"i{n}", "text": f"t{n}" if n else "", "label": "ab"[n % 2]} for n in range(6)]
+    rows: list[dict[str, Any]] = [
+        {"id": f"i{n}", "text": f"t{n}" if n else "", "label": "ab"[n % 2]} for n in range(6)
+    ]
     for number in (0, 3):
         rows[number]["label"] = None if suffix != ".csv" else ""
     path = write_rows(tmp_path / f"x{suffix}", rows)

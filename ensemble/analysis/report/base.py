@@ -162,6 +162,7 @@ class TableTexts:
                 if contents.ids is None or contents.rows < report.rows:
                     raise DataError(f"{changed}: it has fewer rows, or no column {id_column!r} of ids")
                 places = places_among(ids, contents.ids)
+                table_ids = contents.ids
                 if (places >= 0).all():
                     break
         except OSError as error:
@@ -172,7 +173,7 @@ class TableTexts:
         if len(others):
             raise DataError(f"{changed}: row {others[0] + 1:,} is another one")
         for name in report.null_texts:
-            cells = contents.ids if name == id_column else contents.columns.column(name)
+            cells = table_ids if name == id_column else contents.columns.column(name)
             self._columns[name] = cells if contents.rows == len(ids) else cells.take(pa.array(places))
 
     def of_rows(self, rows: Sequence[int]) -> dict[int, dict[str, str]]:
