@@ -140,7 +140,8 @@ def _probabilities(
     values, _ = read_predictions(path, id_column, labels).join(
         table.ids, may_have_others=True, table=str(data.path), advice="give the values of every row"
     )
-    check = RowCheck(str(path), activation, table.ids, may_lack_rows=False, advice="correct these values")
+    advice = "correct these values"
+    check = RowCheck(str(path), activation, table.ids, may_lack_rows=False, advice=advice, columns=labels)
     check.look(0, values)
     try:
         check.refuse()

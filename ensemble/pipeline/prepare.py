@@ -451,7 +451,8 @@ def given_predictions(
     """Return the predictions of a member that needs no worker; a DataError says that they are no probabilities."""
     predictions = kind.predictions(table.ids, columns)
     source, may_lack = " and ".join(kind.sources()), kind.may_lack_rows
-    check = RowCheck(source, inspected.activation, table.ids, may_lack, kind.rows_advice)
+    advice = kind.rows_advice
+    check = RowCheck(source, inspected.activation, table.ids, may_lack, advice, columns.labels)
     for start, stop in block_spans(*predictions.values.shape):
         check.look(start, predictions.values[start:stop])
     try:
