@@ -110,6 +110,15 @@ class Sample:
             problems.append(_lacks(missing) + (f"; {_OTHER_TABLE}" if is_other else ""))
         return tuple(f"{self.path}: {problem}" for problem in problems)
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Return a sentence for the user about labels that are not submitted, unless one of two is."""
+        submitted = {self._label(name) for name in self._label_columns}
+        others = [label for label in self.labels if label not in submitted]
+        if not others or self.answers or len(self.labels) == 2:
+            return ()
+        return (f"{self.path}: has no column for {listed(others)}, whose probabilities are not submitted",)
+
     def value_problems(self) -> tuple[str, ...]:
         """Return why the sample's values cannot replace predictions: cells that are no finite number."""
         return self._read_values()[2]

@@ -200,6 +200,7 @@ def prepare(
             ),
             *held.remarks,
             *warnings,
+            *(() if sample is None else sample.remarks),
             *worker_warnings(plan),
             *run_warnings(loaded, members.inspected, table, allowed, rules, names),
         ),
