@@ -74,8 +74,9 @@ class RowCheck:
             rows = np.flatnonzero(is_wrong)
             if len(rows):
                 row = int(rows[0])
-                count, *first = self._bad.get(problem, (0, start + row, self._cells(problem, values[row])))
-                self._bad[problem] = count + len(rows), *first
+                nothing = (0, start + row, self._cells(problem, values[row]))
+                count, first, cells = self._bad.get(problem, nothing)
+                self._bad[problem] = count + len(rows), first, cells
         return is_present
 
     def _cells(self, problem: str, row: npt.NDArray[np.float64]) -> str:
