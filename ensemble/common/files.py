@@ -79,8 +79,19 @@ def cannot_write(key: str, path: Path, error: OSError) -> str:
     return f"{key}: cannot write to {path} ({error.strerror or error}); choose another directory or free it"
 
 
+def without_links(path: Path) -> Path:
+    """Return the absolute path that links lead to, also of links in a circle, for which ``Path.resolve`` fails."""
+    return Path(os.path.realpath(path))
+
+
 def unwritable_reason(key: str, path: Path) -> str | None:
     """Return why a directory cannot be made or written, as far as that shows without touching the disk."""
+    for folder in (path, *path.parents):
+        if folder.is_symlink() and not folder.exists():
+            return (
+                f"{key}: {folder} is a link to {folder.readlink()}, which leads to no directory; remove the link, "
+                "or choose another directory"
+            )
     parent = _existing_parent(path)
     if not parent.is_dir():
         return f"{key}: {path} cannot be a directory, because {parent} is a file; choose another directory"

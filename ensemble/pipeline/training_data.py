@@ -157,11 +157,14 @@ class TrainingData:
         extras = [(extra.data.path, extra.rows_like(source)) for extra in self.tables[1:]]
         added = {name: values[rows] for name, values in self.added_columns.items()}
         with atomic_path(path) as temporary:
-            copy_rows(source.path, FileRows(rows[rows < self.main.table.rows], extras, added), temporary)
+            numbers = rows[rows < self.main.table.rows]
+            if self.main.table.file_rows is not None:
+                numbers = self.main.table.file_rows[numbers]
+            copy_rows(source.path, FileRows(numbers, extras, added), temporary)
 
     @property
     def remarks(self) -> list[str]:
-        """Return sentences for the user: how many rows stand elsewhere, too, as a member reads them."""
+        """Return sentences for the user: about labels, and rows that stand elsewhere, too."""
         rows, labels = self.main.table.rows, self.targets.argmax(axis=1)
         has_label = np.concatenate([table.names_one_label for table in self.tables])
         has_label &= self.main.activation == "softmax"
@@ -178,7 +181,7 @@ class TrainingData:
             "whose text also stands in a table of training.extra, so that all models have learned it": in_extras,
             "whose text has another label in another row; their models learn both": with_labels,
         }
-        remarks = []
+        remarks = [text for table in self.tables for text in table.table.file_remarks]
         for sentence, is_repeated in sentences.items():
             if is_repeated.any():
                 count = plural(int(is_repeated.sum()), "row")

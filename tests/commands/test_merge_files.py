@@ -19,6 +19,7 @@ from pyarrow.csv import write_csv
 
 import ensemble
 from ensemble.common.errors import EnsembleError
+from ensemble.pipeline.prediction_files import ROWS_ADVICE
 from tests.project import ROOT, python_path
 from tests.sampling import one_in
 from tests.waiting import wait_until
@@ -232,9 +233,9 @@ def test_what_is_wrong_is_said_in_a_sentence_each(frames: dict[str, pd.DataFrame
     assert problem == "twice.csv: 1 id more than once ('00007'); keep one row for each id"
     assert "twice.csv: 1 id more than once" in said(twice, partial=True)
     sums = file("sums", whole.assign(pos=whole.pos.where(whole.index != 35_000, 0.0)))
+    cells = ", ".join(f"'{name}' is {pd.read_csv(sums).loc[35_000, name]:g}" for name in LABELS)
     assert said(sums) == (
-        "sums.csv: 1 row with values that do not sum to 1, the first is id 35000; correct the file, or say what "
-        "its values are with --activation"
+        f"sums.csv: 1 row with values that do not sum to 1, the first is id 35000 ({cells}); {ROWS_ADVICE}"
     )
     assert "cannot write to" in refused([good], Path("/proc/none/never.csv"))[0]
     assert said(file("other", whole.rename(columns={"neu": "mid"}))) == (

@@ -164,7 +164,7 @@ def test_a_header_that_is_longer_than_a_block(folder: Path, columns: int, width:
     table = outcome(folder / "x.csv", content, lambda path: read_table(path, needs(last)))
     missing = outcome(folder / "x.csv", content, lambda path: read_table(path, needs(f"{last} ", "d1")))
     twice = outcome(
-        folder / "x.csv", content.replace(b"c7,", b"c8,", 1), lambda path: read_table(path, needs("c1"))
+        folder / "x.csv", content.replace(b"c7,", b"c8,", 1), lambda path: read_table(path, needs("c8"))
     )
     if len(ids) == 1:
         assert isinstance(table, InputTable), table
