@@ -145,6 +145,11 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class Finish:
+    """Finish the batch, write a shard of the chunk's rows that are done, close and exit 0; the run is stopped."""
+
+
+@dataclass(frozen=True)
 class Started:
     """Report that Python is up and the libraries are imported."""
 
@@ -180,7 +185,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class ChunkDone:
-    """Report that the chunk's shard is complete."""
+    """Report that the chunk's shard is complete; after ``Finish`` it may lack rows, which count nowhere."""
 
     chunk: int
     shard: str  # the file's path within ``shards_dir``; a view's shards are in a folder
@@ -234,7 +239,7 @@ class Closed:
     peak_gpu_allocated_bytes: int | None = None
 
 
-Command: TypeAlias = Start | Load | Predict | Stop
+Command: TypeAlias = Start | Load | Predict | Stop | Finish
 Event: TypeAlias = Started | Ready | Heartbeat | Progress | ChunkDone | ChunkFailed | Failed | Closed
 
 _TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in (*get_args(Command), *get_args(Event))}

@@ -212,9 +212,10 @@ class MemberState:
         self.chunks.progress[progress.chunk] = progress
 
     def complete(self, chunk: Chunk, done: ChunkDone) -> None:
-        self.chunks.done_cost += chunk.cost
+        cost = chunk.cost * done.counters.rows / chunk.rows  # less where the run was stopped in it
+        self.chunks.done_cost += cost
         self.counters += done.counters
-        self.speed_meter.add_chunk(chunk.cost, done.counters.predict_seconds)
+        self.speed_meter.add_chunk(cost, done.counters.predict_seconds)
 
     def set_aside(self, reasons: Mapping[int, str], chunk: Chunk | None = None) -> None:
         """Note rows that cannot be computed; a ``chunk`` that consists of such a row counts as done."""

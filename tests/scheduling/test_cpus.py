@@ -115,6 +115,18 @@ def test_a_speed_is_of_the_cores_that_it_was_measured_with(models: Path) -> None
     assert seconds(4) == pytest.approx(0.002 * 2**0.75)
 
 
+def test_members_that_run_side_by_side_take_their_memory_together(models: Path) -> None:
+    def host_bytes(*members: dict[str, Any], cpu_workers: int = 2) -> int:
+        return plan(models, *members, cpu_workers=cpu_workers).host_bytes
+
+    small, large = {"replicas": 1}, {"replicas": 1, "batch_size": 256}
+    alone = host_bytes(small), host_bytes(large)
+    assert alone[0] < alone[1]
+    assert host_bytes(small, large) == sum(alone)
+    assert host_bytes(small, small, large) == sum(alone), "two at a time, the greatest"
+    assert host_bytes(small, large, cpu_workers=1) == alone[1], "one behind the other"
+
+
 def test_no_more_than_memory_holds(models: Path) -> None:
     """Three of the 8B model, and not four; the plan counts what it starts."""
     one = plan(models, {}, cpu_workers=1).host_bytes

@@ -225,20 +225,25 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
         done = 0
 
         def report_more(rows: int, tokens: int = 0, padded_tokens: int = 0) -> None:
-            report(done + rows)
+            report(done + rows)  # a block's batches are made of all of its images: it is finished in any case
 
         for encoded in self._blocks(rows, lambda: report_more(0)):
             part = self._score(self._classifier, encoded, report_more)
             bad_rows |= {done + row: reason for row, reason in part.bad_rows.items()}
             parts.append(part)
             done += len(encoded.lengths)
+            if report(done) is False:
+                break
+        values = np.full((len(rows), parts[0].values.shape[1]), np.nan)
+        values[:done] = np.concatenate([part.values for part in parts])
         counters = sum((part.counters for part in parts), Counters())
         return Prediction(
-            values=np.concatenate([part.values for part in parts]),
+            values=values,
             bad_rows=bad_rows,
             counters=replace(counters, tokens=0, padded_tokens=0),  # images have no tokens
             advice=next((part.advice for part in parts if np.isnan(part.values).any()), parts[-1].advice),
             choice=parts[-1].choice,
+            is_partial=done < len(rows),
         )
 
     def _read(self, rows: npt.NDArray[np.int64], step: Callable[[], None]) -> EncodedImages:

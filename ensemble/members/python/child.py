@@ -129,8 +129,10 @@ class FunctionPredictor(Predictor):
                 bad_rows[start] = f"its function ran out of memory with this row alone: {memory_error}"
                 self._batch_size = largest or 1  # the other rows fit as before
             start = stop
-            report(start)
-        return Prediction(values, bad_rows, Counters(batches=calls, oom_events=failures))
+            if report(start) is False:
+                break
+        counters = Counters(batches=calls, oom_events=failures)
+        return Prediction(values, bad_rows, counters, is_partial=start < len(rows))
 
     def _frame(self, rows: npt.NDArray[np.int64]) -> pd.DataFrame:
         """Return a frame of these rows; a column has the same type in every frame."""

@@ -103,7 +103,9 @@ class CheckpointMember(Predictor, Generic[_C, _E]):
         clause = f" in float32, which it needs because it overflows {self._loaded.dtype}"
         bad_rows |= {row: self._too_large(encoded, row, clause) for row in computed.too_large_in_float32}
         counters = computed.counters + self._more_counters(computed.logits)
-        return Prediction(values, bad_rows, counters, self._advice(), choice=self._choice())
+        return Prediction(
+            values, bad_rows, counters, self._advice(), self._choice(), is_partial=computed.is_partial
+        )
 
     def _start_in_float32(self) -> None:
         self._starts_in_float32 = True
@@ -288,7 +290,11 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         adapters = self._loaded.adapters
         if adapters is not None and adapters.use(view):
             self._classifier.forget()
-        encoded = self._encode(view, rows, lambda: report(0))
+
+        def step() -> None:
+            report(0)
+
+        encoded = self._encode(view, rows, step)
         prediction = self._score(self._classifier, encoded, report)
         counters = replace(
             prediction.counters, truncated_rows=encoded.truncated_rows, cut_tokens=encoded.cut_tokens
