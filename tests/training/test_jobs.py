@@ -24,6 +24,8 @@ from tests.project import LABELS, ROOT, Project, python_path
 from tests.sampling import one_in
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 # A user's script.  How it fares is asked for by files beside it, which a test makes and removes.
 SCRIPT = """
 import json, os, pathlib, shutil, subprocess, sys, time
