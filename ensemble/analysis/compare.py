@@ -17,6 +17,7 @@ from ensemble.analysis.metrics import (
     MetricKind,
     UndefinedMetric,
     find_metric,
+    order_remarks,
 )
 from ensemble.analysis.predictions import (
     LABEL_COLUMN,
@@ -31,6 +32,7 @@ from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.protocol import Activation
 from ensemble.common.text import listed, plural, shown_path
 from ensemble.config.document import SHOWN_CHARACTERS, Loc, place, shown
+from ensemble.data.answers import numbers_of
 from ensemble.data.ids import places_among
 from ensemble.data.table import Truth
 from ensemble.merging.methods.base import Values
@@ -164,7 +166,7 @@ def compare(
         ConfigError: there is no table that could have ``label_column``.
         DataError: a side cannot be read, two files have no row in common, or metrics are unknown or have no truth.
     """
-    requested = [find_metric(name) for name in metrics]
+    requested = [find_metric(name).name for name in metrics]
     if label_column is not None and labels is None and not any(path.is_dir() for path in (first, second)):
         raise ConfigError(
             "--label-column: is one of --labels or of a run's table, and these are CSVs; give --labels"
@@ -214,7 +216,9 @@ def compare(
         truth = _agreed_truth(source_a, source_b, remarks)
     changed: tuple[MetricChange, ...] = ()
     if truth is not None:
-        chosen = requested or [find_metric(name) for name in USUAL[kind]]
+        numbers = numbers_of(predictions.labels)
+        chosen = [find_metric(name, numbers) for name in requested or USUAL[kind]]
+        remarks += order_remarks(requested, predictions.labels)
         changed = tuple(_metric_changes(pairs, chosen, truth, kind, remarks))
     if requested and not changed:
         problem = "no metric could be computed"

@@ -19,11 +19,19 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.analysis.calibration import Kind, fit_temperature, fit_vector_scaling, one_hot, sampled_rows
-from ensemble.analysis.metrics import Bootstrap, Metric, Scored, UndefinedMetric, find_metric
+from ensemble.analysis.metrics import (
+    QUADRATIC_KAPPA,
+    Bootstrap,
+    Metric,
+    Scored,
+    UndefinedMetric,
+    find_metric,
+    order_remarks,
+)
 from ensemble.analysis.metrics import Rows as ScoredRows
 from ensemble.analysis.predictions import Predictions, taken
 from ensemble.analysis.stacking import StackingFit, fit_stacking
-from ensemble.analysis.thresholds import FittedThresholds, answered, fit_thresholds, numbers_of, rounding
+from ensemble.analysis.thresholds import FittedThresholds, answered, fit_thresholds, rounding
 from ensemble.analysis.weights import (
     Pool,
     WeightedBlend,
@@ -35,6 +43,7 @@ from ensemble.analysis.weights import (
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.text import nearest_or_all, plural, quoted
 from ensemble.config import CalibrationConfig, FittingConfig
+from ensemble.data.answers import numbers_of
 from ensemble.data.digests import truth_sha256
 from ensemble.data.table import Truth
 from ensemble.merging.methods.base import Values
@@ -47,7 +56,6 @@ Blend: TypeAlias = WeightedBlend | StackingFit
 Calibrations: TypeAlias = dict[str, CalibrationConfig | None]
 
 LOG_LOSS: Final = "log_loss"
-QUADRATIC_KAPPA: Final = "quadratic_kappa"
 _LOG_LOSS_METHODS: Final = ("simplex", "stacking")
 # Rows for each fitted number.  A fitted number costs log loss on new rows, on average 1 / (2 rows) nats (Akaike):
 # with fewer rows all numbers together cost 0.05 or more, and weights hardly ever gain as much.
@@ -184,10 +192,15 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
         ConfigError: the options do not go together, or not with such predictions.
         DataError: there is no truth, it has too few rows or a single label, or a member is the same in every row.
     """
-    metric = find_metric(options.metric)
+    metric = metric_of(options, predictions)
     sample, rows_decided = usable_rows(predictions, is_stacked=options.method == "stacking")
     check(sample, options, metric)
     return fit_sample(sample, options, metric, predictions, rows_decided, equal_pool=options.pool)
+
+
+def metric_of(options: Options, predictions: Predictions) -> Metric:
+    """Return the metric that is fitted for; raises a DataError if it is unknown."""
+    return find_metric(options.metric, options.numbers or numbers_of(predictions.labels))
 
 
 def fit_sample(
@@ -206,7 +219,10 @@ def fit_sample(
     scorer = HeldOutScorer(sample, metric, fold_of)
     calibrations = fit_calibrations(sample, options)
     blend = blend_fitter(values_to_merge(sample, calibrations, options), sample, options, metric)(None)
-    numbers = (options.numbers or numbers_of(sample.labels)) if options.metric == QUADRATIC_KAPPA else ()
+    numbers, order = tuple[float, ...](), list[str]()
+    if options.metric == QUADRATIC_KAPPA:
+        numbers = options.numbers or numbers_of(sample.labels)
+        order = [] if options.numbers else order_remarks([options.metric], sample.labels)
     held_out, answers, best_members = _cross_validated(sample, options, metric, fold_of, numbers, equal_pool)
     merged, equal, best, *without = map(scorer.score, held_out)
     thresholds: FittedThresholds | None = None
@@ -244,7 +260,7 @@ def fit_sample(
         best_member=members[Counter(best_members).most_common(1)[0][0]].name,
         over_best=scorer.gain(merged, best),
         stacking=blend if isinstance(blend, StackingFit) else None,
-        remarks=predictions.remarks,
+        remarks=(*predictions.remarks, *order),
         fitted_on=FittingConfig(
             rows=predictions.rows,
             sha256=truth_sha256(predictions.ids, predictions.labels, predictions.required_truth),

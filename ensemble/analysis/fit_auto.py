@@ -31,6 +31,7 @@ from ensemble.analysis.fit import (
     fit_sample,
     fitted_numbers,
     folds,
+    metric_of,
     problems_of,
     usable_rows,
     values_to_merge,
@@ -60,7 +61,7 @@ def fit_auto(predictions: Predictions, options: Options) -> FitReport:
         raise ConfigError(
             "--method auto: compares members with and without temperatures; leave --calibration out"
         )
-    metric = find_metric(options.metric)
+    metric = metric_of(options, predictions)
     # Stacking cannot use rows with a mask, and all candidates are compared on the same rows.
     sample, rows_decided = usable_rows(predictions, is_stacked=True)
     check(sample, options, metric)

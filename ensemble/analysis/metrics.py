@@ -7,8 +7,8 @@ truth of exclusive labels is probabilities, the label of a row is the most likel
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Final, Literal, TypeAlias
 
@@ -18,11 +18,13 @@ import numpy.typing as npt
 from ensemble.common.errors import DataError
 from ensemble.common.protocol import Activation
 from ensemble.common.text import nearest_or_all, plural, quoted
+from ensemble.data.answers import are_numbers
 from ensemble.data.table import Truth
 from ensemble.merging.blocks import block_spans
 from ensemble.merging.scoring import Interval as Interval
 from ensemble.merging.scoring import Resamples, Values, hits, row_losses
 
+QUADRATIC_KAPPA: Final = "quadratic_kappa"
 ECE_BINS: Final = 15
 _ROUNDING = 1e-12
 _ONE_LABEL = "the truth and the predictions hold one and the same label in all of them"
@@ -195,8 +197,10 @@ def _macro_f1(sums: Values, count: Values, is_exclusive: bool) -> Values:
     return np.asarray(scores.sum(axis=-1) / labels)
 
 
-def _label_moments(rows: Rows) -> Values:
-    true, predicted = rows.true_labels.astype(np.float64), rows.values.argmax(axis=1).astype(np.float64)
+def _label_moments(rows: Rows, numbers: Sequence[float]) -> Values:
+    """Return what the quadratic kappa sums, of the labels' places in rising order of their numbers."""
+    places = np.argsort(np.argsort(numbers or range(rows.values.shape[1]))).astype(np.float64)
+    true, predicted = places[rows.true_labels], places[rows.values.argmax(axis=1)]
     return np.stack([(true - predicted) ** 2, true, true**2, predicted, predicted**2], axis=1)
 
 
@@ -303,9 +307,9 @@ METRICS: Final[Mapping[str, Metric]] = {
             "cohen_kappa", "sums", _label_counts, _cohen_kappa, takes=("softmax",), why_undefined=_ONE_LABEL
         ),
         Metric(
-            "quadratic_kappa",
+            QUADRATIC_KAPPA,
             "sums",
-            _label_moments,
+            partial(_label_moments, numbers=()),
             _quadratic_kappa,
             takes=("softmax",),
             why_undefined=_ONE_LABEL,
@@ -322,13 +326,28 @@ USUAL: Final[Mapping[Activation, tuple[str, ...]]] = {
 }
 
 
-def find_metric(name: str) -> Metric:
-    """Return a metric by its name, ``map@K`` for any K; a DataError names the nearest."""
+def find_metric(name: str, numbers: Sequence[float] = ()) -> Metric:
+    """Return a metric by its name, ``map@K`` for any K; a DataError names the nearest.
+
+    ``numbers`` of the labels order them for the quadratic kappa; without any, they rise as the labels do.
+    """
+    if name == QUADRATIC_KAPPA:
+        return replace(METRICS[name], statistics=partial(_label_moments, numbers=numbers))
     if name in METRICS:
         return METRICS[name]
     if numbered := re.fullmatch(r"map@([1-9]\d{0,5})", str(name)):
         return _map(int(numbered[1]))
     raise DataError(f"metric {quoted(str(name))}: unknown; {nearest_or_all(str(name), [*METRICS], 'metric')}")
+
+
+def order_remarks(metrics: Iterable[str], labels: Sequence[str]) -> list[str]:
+    """Return the sentence on the order of labels that the quadratic kappa takes, where it is not their numbers'."""
+    if QUADRATIC_KAPPA not in metrics or are_numbers(labels):
+        return []
+    order = " < ".join(map(quoted, labels))
+    return [
+        f"{QUADRATIC_KAPPA}: the labels are no numbers, and rise in the order in which they are listed: {order}"
+    ]
 
 
 @dataclass(frozen=True)

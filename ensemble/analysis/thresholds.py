@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,16 +30,6 @@ class FittedThresholds:
     over_halfway: Interval
 
 
-def numbers_of(labels: Sequence[str]) -> tuple[float, ...]:
-    """Return the labels as numbers if they are such and rise, else their places from 0 on."""
-    places = tuple(map(float, range(len(labels))))
-    try:
-        numbers = tuple(map(float, labels))
-    except ValueError:
-        return places
-    return numbers if np.isfinite(numbers).all() and (np.diff(numbers) > 0).all() else places
-
-
 def rounding(numbers: tuple[float, ...]) -> Answer:
     """Return the answer that is the number nearest to the expected one."""
     return Answer(texts=(), numbers=numbers, thresholds=halfway(numbers))
@@ -59,7 +48,7 @@ def fit_thresholds(values: Values, truth: Truth, numbers: tuple[float, ...], see
         tried = replace(answer, thresholds=tuple(np.sort(thresholds).tolist()))
         return -tried.scores(truth, values, "softmax").get("quadratic_kappa", 0.0)
 
-    start, step = np.array(answer.thresholds), np.diff(numbers).min() / 4
+    start, step = np.array(answer.thresholds), np.diff(sorted(numbers)).min() / 4
     simplex = np.vstack([start, start + step * np.eye(len(start))])
     best = minimize(loss, start, method="Nelder-Mead", options={"initial_simplex": simplex})
     thresholds = tuple(np.sort(best.x).round(6).tolist())

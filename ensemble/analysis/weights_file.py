@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import yaml
 
-from ensemble.analysis.fit import LOG_LOSS, QUADRATIC_KAPPA, Candidate, FitReport, Options, fit
+from ensemble.analysis.fit import LOG_LOSS, Candidate, FitReport, Options, fit
 from ensemble.analysis.fit_auto import fit_auto
+from ensemble.analysis.metrics import QUADRATIC_KAPPA
 from ensemble.analysis.predictions import (
     LABEL_COLUMN,
     Predictions,

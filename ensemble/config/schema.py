@@ -33,6 +33,7 @@ from ensemble.config.values import (
     Columns,
     Count,
     DeviceList,
+    DistinctNumbers,
     Duration,
     Ends,
     Factors,
@@ -300,7 +301,7 @@ class AnswerConfig(StrictConfig):
     top: Count | None = None  # how many labels, the likeliest first; those of probability 0 are left out
     separator: Marker = " "  # text between these labels
     # A number for each label; the expected number decides which is the answer. With one label: its value decides.
-    expected: RisingNumbers | None = None
+    expected: DistinctNumbers | None = None
     # Expected numbers at which the next answer begins; left out: halfway between the numbers.
     thresholds: RisingNumbers | None = None
 

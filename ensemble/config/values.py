@@ -188,6 +188,12 @@ def _rising(value: tuple[Any, ...]) -> tuple[Any, ...]:
     return value
 
 
+def _distinct(value: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not value or len(set(value)) < len(value):
+        raise ValueError
+    return value
+
+
 # Not Field(...): in older pydantic, keys that share a Field also share its default.
 _WORD = StringConstraints(pattern=r"\S")
 _NAME = (
@@ -211,6 +217,12 @@ RisingNumbers = Annotated[
     BeforeValidator(as_tuple),
     AfterValidator(_rising),
     MustBe("a list of numbers, each more than the one before"),
+]
+DistinctNumbers = Annotated[
+    tuple[Finite, ...],
+    BeforeValidator(as_tuple),
+    AfterValidator(_distinct),
+    MustBe("a list of numbers, of which no two are equal"),
 ]
 Text = Annotated[str, _WORD, MustBe("text, and not empty")]
 Column = Annotated[str, _WORD, MustBe("the name of a column")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -20,6 +20,9 @@ from ensemble.data.template import PromptTemplate, compile_template
 # What a format calls the label or number.
 ANSWER: Final = "answer"
 _BLOCK_CELLS = 2**22  # that are sorted at a time
+# Digits behind the point of means and thresholds: the last bits of a sum depend on how many rows are multiplied at
+# a time, and 2/3 and 1/3 of 1 and 2 shall be 4/3.
+_DIGITS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +32,10 @@ class Answer:
     Attributes:
         texts: what is written for each label; unused with ``numbers``.
         top: how many labels are the answer.
-        numbers: the possible answers, rising, if these are numbers: one for each label, or any for a single label.
-        thresholds: means of these numbers by probability, or a single label's values, at which the next one begins.
+        numbers: the possible answers, if these are numbers: one for each label, or any for a single label; no two
+            are equal.
+        thresholds: means of these numbers by probability, or a single label's values, at which the next higher
+            number begins; rising.
         template: makes the text of a label or number; None: it is written as it is.
     """
 
@@ -56,9 +61,10 @@ class Answer:
             values: float64 [rows, labels].
         """
         if self.numbers:
-            # Rounded, because the last bits of a sum depend on how many rows are multiplied at a time.
-            means = values[:, 0] if values.shape[1] == 1 else (values @ np.array(self.numbers)).round(12)
-            return np.asarray(np.searchsorted(self.thresholds, means, side="right")[:, None])
+            means = values[:, 0] if values.shape[1] == 1 else values @ np.array(self.numbers)
+            thresholds = np.round(self.thresholds, _DIGITS)
+            ranks = np.searchsorted(thresholds, means.round(_DIGITS), side="right")
+            return np.asarray(np.argsort(self.numbers)[ranks][:, None])
         if self.top == 1:
             return np.asarray(values.argmax(axis=1)[:, None])
         choices = np.empty((len(values), self.top), np.int64)
@@ -108,19 +114,26 @@ class Answer:
     ) -> dict[str, float]:
         """Return the scores of the answers by metric.
 
-        These are the accuracy of a single answer, and of a number Cohen's quadratic kappa, too, if it is defined;
-        or the mean average precision of the ``top`` labels. ``values`` are float64 [rows, labels].
+        These are the accuracy of a single answer, and of a number Cohen's quadratic kappa, too, if it is defined
+        (of the numbers' places in rising order, as scikit-learn has it); or the mean average precision of the
+        ``top`` labels. ``values`` are float64 [rows, labels].
         """
         choices, rows = self.choices(values), np.arange(len(values))[:, None]
         labels = truth.argmax(axis=1) if truth.ndim == 2 else truth
         if self.numbers:
             numbers = np.array(self.numbers)
             answered, true = numbers[choices[:, 0]], truth[:, 0] if values.shape[1] == 1 else numbers[labels]
-            # The squared distance of a true number and another row's answer.
-            by_chance = float(true.var() + answered.var() + (true.mean() - answered.mean()) ** 2)
-            kappa = 1 - float(np.square(true - answered).mean()) / by_chance if by_chance else None
             accuracy = {"accuracy": float((answered == true).mean())}
-            return accuracy if kappa is None else {**accuracy, "quadratic_kappa": kappa}
+            rising = np.unique([*self.numbers, *true])
+            places, true_places = np.searchsorted(rising, answered), np.searchsorted(rising, true)
+            # The squared distance of a true number and another row's answer.
+            by_chance = float(true_places.var() + places.var() + (true_places.mean() - places.mean()) ** 2)
+            if not by_chance:
+                return accuracy
+            return {
+                **accuracy,
+                "quadratic_kappa": 1 - float(np.square(true_places - places).mean()) / by_chance,
+            }
         if activation == "softmax":
             is_hit, true_counts = choices == labels[:, None], np.ones(len(values))
         else:
@@ -141,7 +154,21 @@ def compile_format(source: str) -> PromptTemplate:
 
 def halfway(numbers: tuple[float, ...]) -> tuple[float, ...]:
     """Return the thresholds that round to the nearest of these numbers."""
-    return tuple((low + high) / 2 for low, high in pairwise(numbers))
+    return tuple((low + high) / 2 for low, high in pairwise(sorted(numbers)))
+
+
+def are_numbers(labels: Sequence[str]) -> bool:
+    """Return whether labels are numbers, no two of them equal."""
+    try:
+        numbers = np.array([*map(float, labels)])
+    except ValueError:
+        return False
+    return bool(np.isfinite(numbers).all()) and len(np.unique(numbers)) == len(labels)
+
+
+def numbers_of(labels: Sequence[str]) -> tuple[float, ...]:
+    """Return the labels as numbers if they are such, else their places in the config from 0 on."""
+    return tuple(map(float, labels if are_numbers(labels) else range(len(labels))))
 
 
 def whole_numbers(numbers: tuple[float, ...]) -> list[int] | list[float]:

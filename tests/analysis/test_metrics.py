@@ -12,9 +12,10 @@ import pytest
 import scipy.stats
 from sklearn import metrics as sk
 
-from ensemble.analysis.metrics import METRICS, Bootstrap, UndefinedMetric, find_metric
+from ensemble.analysis.metrics import METRICS, Bootstrap, UndefinedMetric, find_metric, order_remarks
 from ensemble.common.errors import DataError
 from ensemble.common.protocol import Activation
+from ensemble.data.answers import numbers_of
 from ensemble.merging import scoring
 
 _Array = npt.NDArray[Any]
@@ -105,6 +106,20 @@ def test_exclusive_labels(name: str, labels: int) -> None:
         truth, values = softmax_rows(400, labels, tenths)
         expected = of_exclusive(name, truth, values)
         assert find_metric(name).value(truth, values, "softmax") == pytest.approx(expected, rel=1e-9)
+
+
+def test_labels_in_text_order_have_the_kappa_of_their_numbers() -> None:
+    labels = sorted(map(str, range(1, 11)))  # 1, 10, 2, ...
+    truth, values = softmax_rows(400, 10, False)
+    grades = [int(label) for label in labels]
+    true, predicted = ([grades[place] for place in places] for places in (truth, values.argmax(axis=1)))
+    expected = sk.cohen_kappa_score(true, predicted, weights="quadratic", labels=range(1, 11))
+    metric = find_metric("quadratic_kappa", numbers_of(labels))
+    assert metric.value(truth, values, "softmax") == pytest.approx(expected, rel=1e-9)
+    words = order_remarks(["quadratic_kappa"], ["low", "mid", "high"])
+    assert order_remarks(["quadratic_kappa"], labels) == order_remarks(["auc"], ["a"]) == []
+    assert len(words) == 1
+    assert "'low' < 'mid' < 'high'" in words[0]
 
 
 @pytest.mark.parametrize("name", ["log_loss", "accuracy", "macro_f1", "auc", "brier", "ece", "map@2", "rmse"])

@@ -13,7 +13,8 @@ from sklearn.metrics import cohen_kappa_score
 
 import ensemble
 from ensemble.analysis.fit import folds
-from ensemble.analysis.thresholds import fit_thresholds, numbers_of
+from ensemble.analysis.thresholds import answered, fit_thresholds
+from ensemble.data.answers import numbers_of
 from tests.project import Project
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -50,8 +51,22 @@ def test_no_thresholds_of_a_grid_are_better() -> None:
 
 def test_numbers_of_labels() -> None:
     assert numbers_of(["1", "2.5", "4"]) == (1.0, 2.5, 4.0)
-    for labels in (["low", "mid", "high"], ["3", "2", "1"], ["1", "2", "inf"]):
+    assert numbers_of(["1", "10", "2"]) == (1.0, 10.0, 2.0)
+    for labels in (["low", "mid", "high"], ["1", "2", "inf"], ["1", "2", "1.0"]):
         assert numbers_of(labels) == (0.0, 1.0, 2.0)
+
+
+def test_thresholds_are_those_of_rising_labels_whatever_their_order_is() -> None:
+    values, truth = essays(300, 11)
+    labels = [str(number) for number in range(11)]
+    in_text_order = sorted(labels)
+    columns = [labels.index(label) for label in in_text_order]
+    places = np.argsort(columns)
+    rising = fit_thresholds(values, truth, numbers_of(labels), seed=0)
+    other = fit_thresholds(values[:, columns], places[truth], numbers_of(in_text_order), seed=0)
+    np.testing.assert_allclose(other.thresholds, rising.thresholds, atol=1e-6)
+    answers = answered(rising, values)[:, columns]
+    np.testing.assert_array_equal(answered(other, values[:, columns]), answers)
 
 
 @pytest.fixture

@@ -53,6 +53,29 @@ def test_the_value_of_a_single_label_is_the_expected_number() -> None:
     assert score["quadratic_kappa"] == pytest.approx(kappa, abs=1e-12)
 
 
+@pytest.mark.parametrize("numbers", [(1.0, 2.0, 5.0, 20.0), (1.0, 20.0, 2.0, 5.0)])
+def test_the_kappa_is_that_of_scikit_learn_by_places_of_rising_numbers(numbers: tuple[float, ...]) -> None:
+    random = np.random.default_rng(6)
+    values, truth = random.dirichlet(np.full(4, 0.2), 300), random.integers(0, 4, 300)
+    answer = Answer(texts=tuple("abcd"), numbers=numbers, thresholds=halfway(numbers))
+    answers, true = cells(answer, values), np.array(numbers)[truth].astype(int)
+    nearest = [
+        min(sorted(numbers), key=lambda number: (abs(number - mean), -number)) for mean in values @ numbers
+    ]
+    assert answers == nearest
+    kappa = cohen_kappa_score(answers, true, labels=sorted(map(int, numbers)), weights="quadratic")
+    assert answer.scores(truth, values, "softmax")["quadratic_kappa"] == pytest.approx(kappa, abs=1e-12)
+
+
+def test_a_number_that_equals_a_threshold_of_endless_digits_gets_the_higher_answer() -> None:
+    values = np.array([[2 / 3, 1 / 3], [1 - 1 / 3, 1 / 3]])
+    assert cells(Answer(texts=TEXTS, numbers=(1.0, 2.0), thresholds=(4 / 3,)), values) == [2, 2]
+    halves = Answer(texts=TEXTS, numbers=(0.1, 0.2), thresholds=halfway((0.1, 0.2)))
+    assert cells(halves, np.array([[0.5, 0.5]])) == [0.2]
+    single = Answer(texts=("score",), numbers=(0.0, 1.0), thresholds=(0.3,))
+    assert cells(single, np.array([[0.1 + 0.2], [1 - 0.7]])) == [1, 1]
+
+
 def test_a_format_stands_around_each_label() -> None:
     answer = Answer(texts=TEXTS, top=2, template=compile_format("{{ sign }}{{ answer }}"))
     signs = pa.table({"sign": ["?", "+", None]})

@@ -352,6 +352,11 @@ def test_votes_are_those_of_scikit_learn() -> None:
     np.testing.assert_allclose(found, shares, rtol=1e-12)
 
 
+def test_weights_that_are_equal_in_decimals_are_equal_votes() -> None:
+    votes = [np.array([[0.0, 1.0]]), np.array([[0.0, 1.0]]), np.array([[1.0, 0.0]])]
+    assert merged("vote", votes, [0.1, 0.2, 0.3]).argmax(axis=1).tolist() == [0]
+
+
 def test_votes_of_members_that_cannot_choose() -> None:
     split = merged(
         "vote", [np.array([[0.4, 0.4, 0.2], [1 / 3] * 3]), np.array([[0, 1, 0.0], [0, 0, 1]])], [2, 1]

@@ -103,14 +103,14 @@ _ENCODERS = (
 ).split()
 
 
-def make_family(folder: Path, family: str, labels: Sequence[str]) -> Path:
+def make_family(folder: Path, family: str, labels: Sequence[str], pad: str = "<pad>") -> Path:
     """Save a checkpoint of the family with a tokenizer; its random weights tell rows apart."""
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     model_type = family.partition(":")[0]
     kind = "encoder" if model_type in _ENCODERS else "decoder"
-    tokenizer = make_tokenizer(folder, kind=kind)
+    tokenizer = make_tokenizer(folder, kind=kind, pad=pad)
     config = AutoConfig.for_model(
         model_type,
         **FAMILIES[family],

@@ -6,6 +6,7 @@ that differs between them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from ensemble.common.protocol import ChunkDone, Predict, Ready
 from tests.checkpoints import make_texts, reference
 from tests.members.huggingface.scoring.test_compute import read_shard
-from tests.members.huggingface.scoring.test_predict import worker_spec
+from tests.members.huggingface.scoring.test_predict import with_ends, worker_spec
 from tests.releases.families import FAMILIES, make_family
 from tests.sampling import one_in
 from tests.worker.test_session import publish, served
@@ -44,12 +45,12 @@ def planned_attention(folder: Path) -> str:
 
 
 def worker_result(
-    folder: Path, place: Path, **settings: Any
+    folder: Path, place: Path, *, texts: Sequence[str] = TEXTS, **settings: Any
 ) -> tuple[npt.NDArray[np.float64], Ready, ChunkDone]:
     """A worker's probabilities of all texts, [rows, labels], and what it says of itself."""
     place.mkdir()
-    spec = worker_spec(folder, **publish(place, {"text": TEXTS}), **settings)
-    code, events = served(spec, Predict(0, 0, len(TEXTS)))
+    spec = worker_spec(folder, **publish(place, {"text": list(texts)}), **settings)
+    code, events = served(spec, Predict(0, 0, len(texts)))
     assert code == 0, events
     ready = next(event for event in events if isinstance(event, Ready))
     done = next(event for event in events if isinstance(event, ChunkDone))
@@ -64,7 +65,8 @@ def test_every_family_equals_eager_attention_row_by_row(family: str, tmp_path: P
     expected = reference(folder, TEXTS)
     assert expected.max(axis=1).std() > 0.02, "the checkpoint must tell rows apart"
     attention = planned_attention(folder)
-    for number, batching in enumerate(({}, {"batch_size": 5})):
+    batchings: list[dict[str, Any]] = [{}, {"batch_size": 5}]
+    for number, batching in enumerate(batchings):
         got, ready, _ = worker_result(
             folder,
             tmp_path / str(number),
@@ -74,3 +76,18 @@ def test_every_family_equals_eager_attention_row_by_row(family: str, tmp_path: P
         )
         np.testing.assert_allclose(got, expected, atol=2e-5, err_msg=str(batching))
         assert ready.attn_implementation == attention  # what plan says is what the run does
+
+
+# A decoder's head reads one token; transformers' generic head does, and forward passes of their own.
+@pytest.mark.parametrize(
+    "family", one_in(5, ["gpt2", "falcon", "opt", "gptj", "bloom", "llama", "mpt", "qwen3"])
+)
+def test_texts_that_end_with_the_pad_token_are_read_as_by_their_own_forward_pass(
+    family: str, tmp_path: Path
+) -> None:
+    folder = make_family(tmp_path / "a model", family, LABELS, pad="<eos>")
+    texts = with_ends(TEXTS)
+    got, _, _ = worker_result(
+        folder, tmp_path / "place", texts=texts, attn_implementation=planned_attention(folder), asked=()
+    )
+    np.testing.assert_allclose(got, reference(folder, texts), atol=2e-5)

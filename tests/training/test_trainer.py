@@ -39,7 +39,7 @@ from tests.checkpoints import (
     reference,
 )
 from tests.members.huggingface.scoring.test_compute import read_shard
-from tests.members.huggingface.scoring.test_predict import worker_spec
+from tests.members.huggingface.scoring.test_predict import with_ends, worker_spec
 from tests.training.made import LABEL_TOKENS, LABELS, make_spec, soft_targets, without_dropout
 from tests.waiting import PATIENCE_SECONDS
 from tests.worker.test_session import publish, served
@@ -168,6 +168,25 @@ def test_a_classifier_learns_the_token_ids_that_predictions_see(
         expected = tokenizer(f"Q: {text}!", truncation=True, max_length=12)["input_ids"]
         assert batch.inputs["input_ids"][number, :length].tolist() == expected
     assert examples.lengths.max() == 12
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("pad", ["<eos>", None])
+def test_a_classifier_learns_from_the_token_that_its_rows_are_read_at_alone(
+    pad: str | None, method: str, tmp_path: Path
+) -> None:
+    """Also where texts end with the pad token, and whether or not the base stores a pad id."""
+    base = make_checkpoint(tmp_path / "base", "llama", LABELS, pad=pad)
+    texts = [*with_ends(TEXTS[:-1])]
+    training = prepare(make_spec(tmp_path, base, texts, TARGETS, train={"method": method}))
+    batch = training.examples.batch(np.arange(len(texts)))
+    model = training.trainee.base.eval()
+    with torch.inference_mode():
+        with training.examples.reading(batch):
+            together = model(**batch.inputs).logits
+        for row, length in enumerate(batch.inputs["attention_mask"].sum(1).tolist()):
+            alone = model(input_ids=batch.inputs["input_ids"][row : row + 1, :length]).logits
+            torch.testing.assert_close(together[row : row + 1], alone, atol=1e-4, rtol=0)
 
 
 def test_a_language_model_learns_label_tokens_behind_the_prompts_of_predictions(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ensemble.common.errors import CheckpointError
+from ensemble.common.files import read_json
 from ensemble.config import MemberConfig
 from ensemble.members.base import Assigned, Draft, OutputColumns, Reads
 from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapter
@@ -93,13 +94,32 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
         }
 
     def fingerprint(self, inspected: Checkpoint, assigned: Assigned) -> Mapping[str, object]:
-        fingerprint = super().fingerprint(inspected, assigned)
-        if self.settings.choices is None:  # so that shards from before this key stay valid
-            return fingerprint
-        return {**fingerprint, "choices": self.settings.choices}
+        fingerprint = dict(super().fingerprint(inspected, assigned))
+        if self.settings.choices is not None:  # so that shards from before this key stay valid
+            fingerprint["choices"] = self.settings.choices
+        if _pads_with_a_token_of_texts(
+            inspected.folder
+        ):  # the same, of shards whose head read the token of the attention mask
+            fingerprint["head_reads"] = "pad_token_id"
+        return fingerprint
 
     def worker_settings(
         self, inspected: Checkpoint, assigned: Assigned, offload_folder: Path | None
     ) -> Mapping[str, Any]:
         settings = super().worker_settings(inspected, assigned, offload_folder)
         return {**settings, "choices": self.settings.choices}
+
+
+def _pads_with_a_token_of_texts(folder: Path) -> bool:
+    """Return whether a checkpoint stores a pad id that is also that of eos, of bos or of the unknown token."""
+    config = read_json(folder / "config.json")
+    config = {**config, **(config.get("text_config") or {})}
+    pad_token_id = config.get("pad_token_id")
+    if pad_token_id is None:
+        return False
+    tokenizer = read_json(folder / "tokenizer_config.json")
+    pad_token = tokenizer.get("pad_token")
+    ids = (config.get("bos_token_id"), config.get("eos_token_id"))
+    return any(pad_token_id in (ids_of if isinstance(ids_of, list) else [ids_of]) for ids_of in ids) or (
+        pad_token is not None and pad_token == tokenizer.get("unk_token")
+    )

@@ -4,7 +4,8 @@
     sigmoid   a member votes for each label above 1/2, and with half a vote for one at 1/2
     result    p(k)  =  sum over members i of w_i * vote_i(k)
 
-with w_i the weight over the sum of the weights of the members that have the row. Results are shares of the votes.
+with w_i the weight over the sum of the weights of the members that have the row. Results are shares of the votes,
+rounded to 12 digits: weights of 0.1 and 0.2 are as much as one of 0.3, which they are not in floating point.
 If two labels have the same share, the one that comes first in ``labels`` counts as the likeliest, as in
 scikit-learn's VotingClassifier. A label without a vote gets 0, which log loss punishes.
 
@@ -31,6 +32,7 @@ class Vote(MergeMethod):
         with np.errstate(invalid="ignore"):  # rows that a member lacks
             votes = map(_votes, block.probabilities, self.members.activations)
             shares = weighted_mean(weights, votes, block.is_present)
+        shares = shares.round(12)
         return scaled(shares) if weights.shape[2] > 1 and self.members.are_exclusive else shares
 
 

@@ -30,14 +30,16 @@ _PARTS_OF_LAYER = ("self_attn.q_proj", "self_attn.o_proj", "mlp")
 class Classifier(Scorer[Encoded]):
     """Run a loaded sequence classifier, which gives a row the same numbers in any batch.
 
-    Decoder checkpoints are classified at their last token.  transformers looks for it by comparing token ids
-    with the pad id, which fails if a checkpoint has none (Llama-3) and picks the wrong token if pad equals eos
-    and a text ends with eos.  So the position comes from the rows' lengths here, and only the last token's state
-    goes through the head if that is known to give the same numbers.
+    The head of a decoder reads one token: the last one whose id is not the pad id of the checkpoint's config, as
+    transformers' own forward has it, and with it whoever has trained the checkpoint.  If pad equals eos and a text
+    ends with eos, that is the token before.  Where the config has no pad id (Llama-3), it is the row's last token.
+    Only this token's state goes through the head if that is known to give the same numbers.
     """
 
     def __init__(self, model: Any, pad_token_id: int) -> None:
         super().__init__(model)
+        self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        self._stored_pad_token_id = _stored_pad_token_id(model.config, self._vocabulary)
         self._pad_token_id = pad_token_id
         is_generic = (
             isinstance(model, GenericForSequenceClassification)
@@ -46,7 +48,7 @@ class Classifier(Scorer[Encoded]):
         self._is_generic = is_generic
         # Models with an encoder and a decoder pool at eos, and use the pad id for shifting.
         is_encoder_decoder = getattr(model.config, "is_encoder_decoder", False)
-        # Whether a decoder's own forward finds the last token by the pad id (GPT-2, OPT, Falcon, Bloom, ...).  Base
+        # Whether a decoder's own forward finds its token by the pad id (GPT-2, OPT, Falcon, Bloom, ...).  Base
         # classes count, because some classes only delegate to transformers' generic forward.
         self._searches_pad_token = False
         if not is_generic and not is_encoder_decoder:
@@ -71,43 +73,59 @@ class Classifier(Scorer[Encoded]):
         if takes_ready_mask(model):
             self.possible |= {Shortcut.READY_MASK}
         self.taken = {Shortcut.LAST_TOKEN} if is_generic else set()
-        self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
 
     def logits(self, encoded: Encoded, rows: npt.NDArray[np.int64], with_mask: bool = False) -> torch.Tensor:
         model = self._model
-        last_token = Shortcut.LAST_TOKEN in self.taken
-        pad_token_id = self._pad_token_id
-        if self._searches_pad_token and not last_token:
-            pad_token_id = unused_token(encoded, rows, self._vocabulary)
-        arrays = padded(encoded, rows, pad_token_id, self._pad_left)
-        inputs = self._inputs(arrays, with_mask)
-        # Copied from the host: a copy between GPUs would wait for both.
-        last = on_device(encoded.lengths[rows] - 1, self.last_device)
-        if self._searches_pad_token:
-            # An id that no row of this batch holds, so that the search is exact; none if the model does not search,
-            # since some bodies warn of it.
-            text_config = model.config.get_text_config()
-            model.config.pad_token_id = text_config.pad_token_id = None if last_token else pad_token_id
-        with self._spread.forward_pass(), torch.inference_mode():
-            if not last_token:
+        if Shortcut.LAST_TOKEN not in self.taken:
+            arrays, pad_token_id = self.for_own_head(encoded, rows)
+            inputs = self._inputs(arrays, with_mask)
+            with self._searching(pad_token_id), self._spread.forward_pass(), torch.inference_mode():
                 logits: torch.Tensor = model(**inputs).logits
                 return logits.float()
-            parts = self._last_token_parts if Shortcut.LAST_TOKEN_LAYER in self.taken else []
-            with last_token_only(parts, last):
+        arrays = padded(encoded, rows, self._pad_token_id, self._pad_left)
+        # Copied from the host: a copy between GPUs would wait for both.
+        read = on_device(self._read_positions(encoded, rows, arrays), self.last_device)
+        inputs = self._inputs(arrays, with_mask)
+        parts = self._last_token_parts if Shortcut.LAST_TOKEN_LAYER in self.taken else []
+        # Without a pad id, since some bodies warn of one.
+        with self._searching(None), self._spread.forward_pass(), torch.inference_mode():
+            with last_token_only(parts, read):
                 hidden = getattr(model, model.base_model_prefix)(**inputs, use_cache=False).last_hidden_state
-            last_logits: torch.Tensor = model.score(hidden[_positions(hidden, last)])
+            last_logits: torch.Tensor = model.score(hidden[_positions(hidden, read)])
             return last_logits.float()
+
+    def _searching(self, pad_token_id: int | None) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a forward pass of the model's own looks for this pad id."""
+        return (
+            searching(self._model.config, pad_token_id)
+            if self._searches_pad_token
+            else contextlib.nullcontext()
+        )
+
+    def _read_positions(
+        self, encoded: Encoded, rows: npt.NDArray[np.int64], arrays: dict[str, npt.NDArray[np.int64]]
+    ) -> npt.NDArray[np.int64]:
+        """Return the place of the token that the head reads, int64 [rows], in a batch padded on the right.
+
+        It is 0 where a row has nothing but pad tokens, as in transformers.
+        """
+        if self._stored_pad_token_id is None:
+            return encoded.lengths[rows] - 1
+        is_read = (arrays["input_ids"] != self._stored_pad_token_id) & (arrays["attention_mask"] == 1)
+        places: npt.NDArray[np.int64] = (is_read * np.arange(is_read.shape[1])).max(axis=1)
+        return places
 
     def for_own_head(
         self, encoded: Encoded, rows: npt.NDArray[np.int64]
     ) -> tuple[dict[str, npt.NDArray[np.int64]], int]:
         """Return a batch for the model's own forward pass, head included, and its pad id.
 
-        With this id in the model's config the head reads each row's last token.
+        With this id in the model's config the head reads in each row the token that it reads in the row alone.
         """
         pad_token_id = self._pad_token_id
         if self._searches_pad_token or self._is_generic:
-            pad_token_id = unused_token(encoded, rows, self._vocabulary)
+            stored = self._stored_pad_token_id
+            pad_token_id = unused_token(encoded, rows, self._vocabulary) if stored is None else stored
         return padded(encoded, rows, pad_token_id, self._pad_left), pad_token_id
 
     def _inputs(self, arrays: dict[str, npt.NDArray[np.int64]], with_mask: bool) -> dict[str, torch.Tensor]:
@@ -142,6 +160,27 @@ def unused_token(encoded: Encoded, rows: npt.NDArray[np.int64], vocabulary: int)
     """Return a token id that none of the rows holds."""
     used = {token for row in rows.tolist() for token in encoded.inputs["input_ids"][row].tolist()}
     return next(token for token in range(vocabulary) if token not in used)
+
+
+def _stored_pad_token_id(config: Any, vocabulary: int) -> int | None:
+    """Return the pad id that a checkpoint's forward looks for; None where none is stored, or no token has it."""
+    stored = (part.pad_token_id for part in (config.get_text_config(), config))
+    pad_token_id = next((token_id for token_id in stored if token_id is not None), None)
+    return pad_token_id if pad_token_id is not None and 0 <= pad_token_id < vocabulary else None
+
+
+@contextlib.contextmanager
+def searching(config: Any, pad_token_id: int | None) -> Iterator[None]:
+    """Let the forward pass of a model with this config look for a pad id."""
+    parts = (config, config.get_text_config())
+    stored = [part.pad_token_id for part in parts]
+    for part in parts:
+        part.pad_token_id = pad_token_id
+    try:
+        yield
+    finally:
+        for part, before in zip(parts, stored, strict=True):
+            part.pad_token_id = before
 
 
 def on_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.nn import functional
 
 from ensemble.members.huggingface.loading.load import pad_token_id_of
 from ensemble.members.huggingface.scoring.batching import make_batches
-from ensemble.members.huggingface.scoring.classifier import Classifier
+from ensemble.members.huggingface.scoring.classifier import Classifier, searching
 from ensemble.members.huggingface.scoring.encode import Encoded
 from ensemble.members.huggingface.training.trainee import Trainee
 
@@ -96,7 +95,9 @@ class ClassifierExamples(Examples):
         super().__init__(encoded, [[row] for row in range(len(targets))])
         pad_token_id = pad_token_id_of(member.tokenizer)
         self._config = trainee.base.config
-        if self._config.pad_token_id is None:  # users of the checkpoint run it in batches, too
+        # A whole model is saved with a pad id, as users run it in batches, too: from now on its head goes by that.
+        # The config of an adapter's base stays as it is.
+        if self._config.pad_token_id is None and not trainee.has_adapter:
             self._config.pad_token_id = pad_token_id
         self._classifier = Classifier(trainee.base, pad_token_id)
         self._activation = trainee.activation
@@ -123,17 +124,8 @@ class ClassifierExamples(Examples):
         labels = {"targets": self._targets[sequences], "weights": self._weights[sequences]}
         return MicroBatch(inputs, labels, torch.tensor(pad_token_id))
 
-    @contextlib.contextmanager
-    def reading(self, batch: MicroBatch) -> Iterator[None]:
-        configs = (self._config, self._config.get_text_config())
-        stored = [config.pad_token_id for config in configs]
-        for config in configs:
-            config.pad_token_id = int(batch.reads)
-        try:
-            yield
-        finally:
-            for config, pad_token_id in zip(configs, stored, strict=True):
-                config.pad_token_id = pad_token_id
+    def reading(self, batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
+        return searching(self._config, int(batch.reads))
 
     def loss(self, outputs: Any, labels: dict[str, torch.Tensor], num_items_in_batch: int) -> torch.Tensor:
         logits = outputs.logits.float()

@@ -158,13 +158,26 @@ def test_truncation_is_the_tokenizers_own(side: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(got, reference(folder, texts, max_length=16, truncation_side=side), atol=1e-5)
 
 
-def test_a_text_that_ends_with_the_pad_token_is_pooled_at_its_own_last_token(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "llama", LABELS, pad=None)
-    texts = [text + "<eos>" for text in make_texts(20)]
+def with_ends(texts: list[str]) -> list[str]:
+    """Texts of which some end with the token that is also the pad token, and one that is nothing else."""
+    ends = ("", "<eos>", "<eos><eos>", "<eos> a")
+    return [text + ends[number % len(ends)] for number, text in enumerate(texts)] + ["<eos>"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pad"), [("llama", "<eos>"), ("llama", None), ("gpt2", "<eos>"), ("gemma3", "<eos>")]
+)
+def test_a_head_reads_the_token_that_its_own_forward_pass_reads(
+    architecture: str, pad: str | None, tmp_path: Path
+) -> None:
+    """That is the last token whose id is not the config's pad id, or the last one where the config has none."""
+    folder = make_checkpoint(tmp_path, architecture, LABELS, pad=pad)
+    texts = with_ends(make_texts(40))
     expected = reference(folder, texts)
     rows = [{"text": text} for text in texts]
-    got = compute(worker_spec(folder, tokenizer_kwargs={"pad_token": "<eos>"}), rows)
-    np.testing.assert_allclose(got, expected, atol=1e-5)
+    for pad_token in ("<eos>", "<bos>"):  # the tokenizer's own decides nothing
+        got = compute(worker_spec(folder, tokenizer_kwargs={"pad_token": pad_token}), rows)
+        np.testing.assert_allclose(got, expected, atol=1e-5, err_msg=pad_token)
 
 
 @pytest.mark.parametrize("problem_type", ["multi_label_classification", "regression"])
