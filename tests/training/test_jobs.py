@@ -392,6 +392,7 @@ def test_what_is_killed_is_begun_again(trained: Trained, who: str) -> None:
     assert not is_alive(command)
 
 
+@pytest.mark.long
 @pytest.mark.fault(43)
 def test_nothing_outlives_a_killed_parent_and_no_fold_is_repeated(trained: Trained) -> None:
     trained.mode(1, "wait")
