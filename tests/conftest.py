@@ -85,9 +85,7 @@ def _rest(items: list[pytest.Item], share: int) -> set[pytest.Item]:
     for tests in warm.values():
         usual = [item for item in tests if not _is_long(item)]
         if usual and not any(item.get_closest_marker("fresh") for item in usual):
-            chosen = usual[share % len(usual)]
-            chosen.add_marker("fresh")
-            wanted.add(chosen)
+            wanted.add(usual[share % len(usual)])
     return wanted
 
 
@@ -150,9 +148,9 @@ def warm(request: pytest.FixtureRequest) -> Iterator[None]:
     """Workers, and commands by ``Project.ensemble``, are forked by processes that have imported everything.
 
     For ``pytestmark = pytest.mark.usefixtures("warm")``.  A test of such a module that is marked ``fresh`` has
-    fresh processes always; the others have them where all tests run.
+    fresh processes always; the others have them where not the usual part of the tests runs.
     """
-    if sampling.part == "all":
+    if sampling.part != "usual":
         yield
         return
     address = request.getfixturevalue("fork_server")
