@@ -209,6 +209,7 @@ def refused(files: Any, output: Path, **keys: Any) -> list[str]:
     return [problem.replace(f"{output.parent}/", "") for problem in caught.value.problems]
 
 
+@pytest.mark.long
 def test_what_is_wrong_is_said_in_a_sentence_each(frames: dict[str, pd.DataFrame], folder: Path) -> None:
     out, good = folder / "never.csv", folder / "a.csv"
     whole = frames["a"].reset_index()
@@ -367,6 +368,7 @@ def many(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", one_in(2, [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP]))
 def test_a_signal_leaves_no_temporary_file(folder: Path, many: Path, number: signal.Signals) -> None:
     """Sent while the first of many rows are written; what SIGKILL leaves, the next merge removes."""

@@ -313,6 +313,7 @@ def test_did_you_mean() -> None:
     assert did_you_mean("x", []) == ""
 
 
+@pytest.mark.long
 def test_a_header_longer_than_a_block_and_no_row(tmp_path: Path) -> None:
     names = [f"column {number}" for number in range(60_000)]
     path = written(tmp_path / "x.csv", ",".join(names) + "\n")

@@ -525,6 +525,7 @@ def test_parquet_that_is_broken(tmp_path: Path) -> None:
 # ---- cost
 
 
+@pytest.mark.long
 def test_a_million_rows_stay_small(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     line = (

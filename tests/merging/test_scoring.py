@@ -200,6 +200,7 @@ def test_a_gain_of_one_row_and_of_none() -> None:
     assert (shifted.gain, shifted.low, shifted.high) == pytest.approx([np.log(3)] * 3, abs=1e-7)
 
 
+@pytest.mark.long
 def test_a_tiny_table_does_not_cry_wolf() -> None:
     chooser = np.random.default_rng(1)
     wrong = 0

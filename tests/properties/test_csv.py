@@ -149,6 +149,7 @@ def test_any_bytes_as_a_sample(folder: Path, content: bytes, labels: list[str]) 
         assert_sentences(sample.problems(ids, False), folder / "sample.csv")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ids", [["001"], ["001", "001"]])
 @pytest.mark.parametrize(
     ("columns", "width"), [(6_000, 90), pytest.param(100_000, 0, marks=pytest.mark.long)]

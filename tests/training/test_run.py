@@ -246,6 +246,7 @@ def test_models_without_the_base_that_they_learned_from(trained: Trained, tmp_pa
         train_for_run(loaded, display, boot_seconds(), owns_process=False)
 
 
+@pytest.mark.long
 def test_the_parent_of_trainings_stays_free_of_torch(trained: Trained) -> None:
     code = (
         "import sys, ensemble\n"

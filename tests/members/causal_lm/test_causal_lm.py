@@ -119,6 +119,7 @@ EIGHT_BITS = {"load_in_8bit": True}
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt")  # it says that it casts to float16
 @pytest.mark.parametrize(
     ("architecture", "bits", "label_tokens"),

@@ -126,6 +126,7 @@ def test_a_model_that_transformers_does_not_know_is_refused_in_its_words(
         inspected(changed(intact["bert"], tmp_path / "c", model_type="vit"))
 
 
+@pytest.mark.long
 def test_one_process_answers_for_all_and_its_answers_are_kept(
     intact: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
