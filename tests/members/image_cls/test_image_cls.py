@@ -112,7 +112,7 @@ def test_images_of_more_than_eight_bits_are_counted_and_read_as_transformers_rea
 
     folder = make_image_checkpoint(tmp_path / "vit", "vit", LABELS)
     numbers = np.random.default_rng(0)
-    deep = {
+    deep: dict[str, np.ndarray] = {
         "whole.png": numbers.integers(0, 65_536, (32, 32), dtype=np.uint16),
         "float.tif": numbers.random((32, 32), dtype=np.float32),
         "usual.png": numbers.integers(0, 256, (32, 32), dtype=np.uint8),
