@@ -36,6 +36,7 @@ class Counters:
     batches: int = 0  # forward passes
     truncated_rows: int = 0  # cut at max_length
     cut_tokens: int = 0  # tokens that these rows lost
+    clipped_images: int = 0  # of more than 8 bits a channel, cut at 255
     oom_events: int = 0  # forward passes that ran out of memory and were run again smaller
     recomputed_rows: int = 0  # came out non-finite and were computed again in float32
     float32_rows: int = 0  # computed in float32 at once, since most rows before them came out non-finite
