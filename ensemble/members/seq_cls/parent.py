@@ -97,7 +97,7 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
         fingerprint = dict(super().fingerprint(inspected, assigned))
         if self.settings.choices is not None:  # so that shards from before this key stay valid
             fingerprint["choices"] = self.settings.choices
-        if _pads_with_a_token_of_texts(
+        if not inspected.described.is_encoder and _pads_with_a_token_of_texts(
             inspected.folder
         ):  # the same, of shards whose head read the token of the attention mask
             fingerprint["head_reads"] = "pad_token_id"
