@@ -97,9 +97,8 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
         fingerprint = dict(super().fingerprint(inspected, assigned))
         if self.settings.choices is not None:  # so that shards from before this key stay valid
             fingerprint["choices"] = self.settings.choices
-        if not inspected.described.is_encoder and _pads_with_a_token_of_texts(
-            inspected.folder
-        ):  # the same, of shards whose head read the token of the attention mask
+        # The same, of shards whose head read the last token of the attention mask.
+        if not inspected.described.is_encoder and _pads_with_a_token_of_texts(inspected.folder):
             fingerprint["head_reads"] = "pad_token_id"
         return fingerprint
 
