@@ -460,7 +460,9 @@ def test_a_table_that_changes_meanwhile(trained: Trained) -> None:
         in output
     )
     done = trained.train("--fold", "0")
-    assert "a: trained anew: fold 0: the rows of the training table changed since it was trained" in done.stdout
+    assert (
+        "a: trained anew: fold 0: the rows of the training table changed since it was trained" in done.stdout
+    )
 
 
 @pytest.mark.long
