@@ -72,6 +72,8 @@ def run(
     *,
     fresh: bool = False,
     reuse: FilePath | None = None,
+    retrain: bool = False,
+    discard_old: bool = False,
     quiet: bool = False,
     verbose: bool = False,
 ) -> Run:
@@ -84,6 +86,8 @@ def run(
         overrides: Override a key, for example models.gemma2.weight=0.5.
         fresh: Start over; do not resume an earlier run.
         reuse: Another run, whose rows need not be computed again.
+        retrain: Begin even where a change makes more than an hour of finished training again.
+        discard_old: Remove finished trainings that others replace (default: keep them as fold-0.old).
         quiet: Print nothing but errors.
         verbose: Also print what the log records.
 
@@ -106,12 +110,13 @@ def run(
         from ensemble.pipeline.ending import raise_unless_complete
         from ensemble.pipeline.remote import copy_results
         from ensemble.pipeline.run import run as run_config
-        from ensemble.training.command import train_for_run
+        from ensemble.training.command import Asked, train_for_run
 
         display = choose_display(stream)
         began = boot_seconds() - _elapsed_seconds()
         with log_shown(display) if verbose else contextlib.nullcontext():
-            loaded = train_for_run(loaded, display, began, owns_process=_is_command)
+            asked = Asked(retrain=retrain, discard_old=discard_old)
+            loaded = train_for_run(loaded, display, began, asked, owns_process=_is_command)
             elapsed_seconds = boot_seconds() - began
             report = run_config(
                 loaded, display, fresh, elapsed_seconds, owns_process=_is_command, reuse=other
@@ -130,6 +135,8 @@ def train(
     *,
     fold: int | None = None,
     fresh: bool = False,
+    retrain: bool = False,
+    discard_old: bool = False,
     quiet: bool = False,
     verbose: bool = False,
 ) -> TrainingReport:
@@ -139,7 +146,7 @@ def train(
     only what lacks.
 
     Args:
-        config, overrides, quiet, verbose: as for ``run``.
+        config, overrides, retrain, discard_old, quiet, verbose: as for ``run``.
         fold: Train this fold only, counted from 0 (default: all folds).
         fresh: Train again what is trained already.
     """
@@ -150,13 +157,14 @@ def train(
         from ensemble.pipeline.out_of_fold import predict_held_out, raise_unless_predicted
         from ensemble.pipeline.trained_members import is_trained
         from ensemble.pipeline.training_dir import TrainingDir
-        from ensemble.training.command import raise_unless_trained, untrained_text
+        from ensemble.training.command import Asked, raise_unless_trained, untrained_text
         from ensemble.training.command import train as train_config
 
         display = choose_display(stream)
         began = boot_seconds() - _elapsed_seconds()
         with log_shown(display) if verbose else contextlib.nullcontext():
-            result = train_config(loaded, display, began, fold, fresh, owns_process=_is_command)
+            asked = Asked(fold=fold, fresh=fresh, retrain=retrain, discard_old=discard_old)
+            result = train_config(loaded, display, began, asked, owns_process=_is_command)
             show("training", result, stream)
             raise_unless_trained(result)
             if is_trained(loaded):
@@ -601,7 +609,7 @@ def checked_trainings(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
     from ensemble.pipeline.trained_members import with_trained
     from ensemble.training.command import preview_trainings
 
-    warnings = preview_trainings(loaded)
+    loaded, warnings = preview_trainings(loaded)
     return with_trained(loaded, may_lack=True), warnings
 
 

@@ -40,6 +40,8 @@ _OPTIONS: dict[str, Any] = {
     "path": Annotated[Path, argument("RUN_DIR")],
     "overrides": Annotated[list[str], option("--set", "KEY=VALUE", show_default=False)],
     "fresh": Annotated[bool, option("--fresh")],
+    "retrain": Annotated[bool, option("--retrain")],
+    "discard_old": Annotated[bool, option("--discard-old")],
     "reuse": Annotated[Path | None, option("--reuse", "RUN_DIR")],
     "predictions_from": Annotated[Path | None, option("--predictions-from", "RUN_DIR")],
     "rows": Annotated[int | None, option("--rows", "N", min=1)],

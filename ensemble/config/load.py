@@ -66,6 +66,8 @@ class LoadedConfig:
         trained: by name, members of ``config`` that a training has made.
         untrained: by name, why other members of ``config`` could not be trained.
         out_of_time: those of them for which only the time was lacking.
+        outdated: by name, of members with finished trainings that a change outdates, which folds are to be trained
+            (None: all rows), and why; an empty reason: that was never trained.
     """
 
     config: RunConfig
@@ -80,6 +82,7 @@ class LoadedConfig:
     trained: Mapping[str, TrainedMember] = field(default_factory=dict)
     untrained: Mapping[str, str] = field(default_factory=dict)
     out_of_time: frozenset[str] = frozenset()
+    outdated: Mapping[str, Mapping[int | None, str]] = field(default_factory=dict)
 
     @property
     def paths(self) -> tuple[Path, ...]:

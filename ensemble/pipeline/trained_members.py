@@ -59,6 +59,8 @@ def missing_parts(loaded: LoadedConfig, model: MemberConfig, splits: int = 1) ->
 
     ``splits`` is the number of folds if a column of the table tells it, and no training has read that yet.
     """
+    if model.name in loaded.outdated:
+        return [Part(fold) for fold in loaded.outdated[model.name]]
     files = TrainingDir(loaded.config.output_dir)
     trained_splits = fold_count(files.trained_rows(model.name))
     if trained_splits:

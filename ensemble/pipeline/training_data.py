@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -98,6 +98,30 @@ class TrainingData:
         for array in (self.trained_rows(member).digests[rows], *self._learned(rows).values()):
             hashed.update(array.tobytes())
         return hashed.hexdigest()
+
+    def digests(self, member: str) -> dict[str, str]:
+        """Return digests of what a member's trainings learn, by what a user calls it.
+
+        They tell what has changed where ``digest`` has; what the user changes less directly comes later.
+        """
+        rows = self.main.table.rows
+        cells = self.trained_rows(member).digests
+        main, *extra = self._file_digests if member in self.commands else [""] * len(self.tables)
+        folds = (self.folds if self.groups is None else np.stack([self.folds, self.groups], axis=1))[:rows]
+        parts: dict[str, Sequence[Any]] = {
+            "labels": [repr((self.main.labels, self.main.activation))],
+            "the rows of the training table": [main, cells[:rows]],
+            "what they are labelled with": [self.targets[:rows]],
+            "training.folds": [folds],
+            "training.extra": [*extra, cells[rows:], self.targets[rows:], self.weights[rows:]],
+        }
+        digests = {}
+        for name, values in parts.items():
+            hashed = blake2b(digest_size=32)
+            for value in values:
+                hashed.update(value.encode() if isinstance(value, str) else value.tobytes())
+            digests[name] = hashed.hexdigest()
+        return digests
 
     @cached_property
     def _file_digests(self) -> list[str]:

@@ -9,7 +9,10 @@ output_dir/
     features/         pooled features, which all heads are trained on
     models/<member>/  fold-0/: a finished checkpoint or adapter; fold-0.json: its seal, which says what it was made
                       of and what its files hold; fold-0.unfinished/: where a training writes; fold-0.spec.json:
-                      what our own trainer is to do; rows.bin: the digest and the fold of each row
+                      what our own trainer is to do; rows.bin: the digest and the fold of each row;
+                      fold-0.outdated.json: the seal of fold-0/ while that is not used, and waits to be replaced;
+                      fold-0.old/ and fold-0.old.json: what was replaced; fold-0.ended.json: a seal, still without
+                      files, of a training that has ended well
     rungs/            what is known to fit, by member and kind of device
     oof/              the run that predicts each row by models that have not seen it, with files as of any run
     logs/             train.log: what the parent did; <member>/fold-0.log: what the commands of a training printed;
@@ -18,10 +21,11 @@ output_dir/
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ensemble.common.files import TEMPORARY, remove_folder
+from ensemble.common.files import TEMPORARY, remove_folder, sync_directory
 from ensemble.config import MemberConfig
 
 
@@ -79,6 +83,18 @@ class TrainingDir:
     def unfinished(self, member: str, part: Part) -> Path:
         return self._of_member(member) / f"{part.name}.unfinished"
 
+    def outdated_seal(self, member: str, part: Part) -> Path:
+        return self._of_member(member) / f"{part.name}.outdated.json"
+
+    def old(self, member: str, part: Part) -> Path:
+        return self._of_member(member) / f"{part.name}.old"
+
+    def old_seal(self, member: str, part: Part) -> Path:
+        return self._of_member(member) / f"{part.name}.old.json"
+
+    def ended(self, member: str, part: Part) -> Path:
+        return self._of_member(member) / f"{part.name}.ended.json"
+
     def spec(self, member: str, part: Part) -> Path:
         return self._of_member(member) / f"{part.name}.spec.json"
 
@@ -93,7 +109,8 @@ class TrainingDir:
 
     def is_finished(self, member: str, part: Part) -> bool:
         """Return whether a checkpoint is in its place with its seal, without which nothing is trusted."""
-        return self.checkpoint(member, part).is_dir() and self.seal(member, part).is_file()
+        is_sealed = self.seal(member, part).is_file() and not self.outdated_seal(member, part).exists()
+        return is_sealed and self.checkpoint(member, part).is_dir()
 
     def tidy(self) -> None:
         """Remove the incomplete files that a killed command left, but those of the out-of-fold run.
@@ -104,8 +121,30 @@ class TrainingDir:
             if self.oof_run not in leftover.parents and not leftover.is_dir():
                 leftover.unlink(missing_ok=True)
 
-    def remove(self, member: str, part: Part) -> None:
-        """Remove a training, finished or not; its seal first, without which nothing is trusted."""
-        self.seal(member, part).unlink(missing_ok=True)
-        for folder in (self.checkpoint(member, part), self.unfinished(member, part)):
+    def set_aside(self, member: str, part: Part) -> None:
+        """Take a finished training out of use; its folder stays until its replacement is sealed."""
+        seal, outdated = self.seal(member, part), self.outdated_seal(member, part)
+        if seal.exists():
+            seal.rename(outdated)
+
+    def clear(self, member: str, part: Part) -> None:
+        """Remove what a training has left that was not sealed."""
+        self.ended(member, part).unlink(missing_ok=True)
+        remove_folder(self.unfinished(member, part))
+
+    def replace(self, member: str, part: Part, discard_old: bool = False) -> None:
+        """Put a sealed folder in its place; what was there moves to ``old``, or is removed."""
+        folder, old = self.checkpoint(member, part), self.old(member, part)
+        outdated, old_seal = self.outdated_seal(member, part), self.old_seal(member, part)
+        if discard_old:
             remove_folder(folder)
+            outdated.unlink(missing_ok=True)
+        elif os.path.lexists(folder):
+            remove_folder(old)
+            old_seal.unlink(missing_ok=True)
+            folder.rename(old)
+        if outdated.exists():
+            outdated.rename(old_seal)
+        self.unfinished(member, part).rename(folder)
+        self.ended(member, part).unlink(missing_ok=True)
+        sync_directory(folder.parent)

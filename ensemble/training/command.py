@@ -6,12 +6,12 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ensemble.common.clock import boot_seconds
 from ensemble.common.digests import FileDigests, digest_of
-from ensemble.common.errors import RESUMES, ConfigError, MembersFailed, TimeLimitReached
+from ensemble.common.errors import RESUMES, CheckpointError, ConfigError, MembersFailed, TimeLimitReached
 from ensemble.common.files import atomic_path, write_text
 from ensemble.common.python_process import python_command
 from ensemble.common.shards import file_sha256
@@ -25,12 +25,20 @@ from ensemble.pipeline.run_dir import RunDir, head, hold, logging_to, system_err
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.pipeline.trained_members import is_trained, missing_parts, with_trained
 from ensemble.pipeline.training_data import TrainingData
-from ensemble.pipeline.training_dir import Part, TrainingDir, parts_of
+from ensemble.pipeline.training_dir import TrainingDir, parts_of
+from ensemble.training.again import Again, consent_text, texts_by_reason
 from ensemble.training.check import check_trainings
 from ensemble.training.data import read_training_data
 from ensemble.training.jobs import Training, TrainingRun
 from ensemble.training.records import TrainingReport
-from ensemble.training.seal import why_to_train
+from ensemble.training.seal import (
+    TABLES,
+    ended_training,
+    output_columns,
+    seal_training,
+    settle,
+    why_to_train,
+)
 
 _PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
 # What {fold} is for a training on all rows.
@@ -42,12 +50,28 @@ _SAVING_SHARE = 0.1
 _SAVE_SECONDS = 60.0  # without a limit
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Hold what a user asks of trainings.
+
+    Attributes:
+        fold: only this one, of all members; None: all.
+        fresh: train anew what is trained already.
+        retrain: begin even where trainings of more than an hour are made again, because something has changed.
+        discard_old: remove finished trainings that others replace.
+    """
+
+    fold: int | None = None
+    fresh: bool = False
+    retrain: bool = False
+    discard_old: bool = False
+
+
 def train(
     loaded: LoadedConfig,
     display: Display,
     began: float,
-    fold: int | None = None,
-    fresh: bool = False,
+    asked: Asked | None = None,
     owns_process: bool = True,
 ) -> TrainingReport:
     """Train the members of a config; what an earlier command has trained of the same is kept.
@@ -56,22 +80,20 @@ def train(
 
     Args:
         began: when the command began, by ``boot_seconds``; ``time_limit`` covers trainings and predictions.
-        fold: only this one, of all members; None: all.
-        fresh: train anew what is trained already.
 
     Raises:
-        EnsembleError: of exit code 2 before anything is written, 3 if the directory is in use, 1 if the disk is
+        EnsembleError: of exit code 2 before any training begins, 3 if the directory is in use, 1 if the disk is
             full.
         Interrupted: a signal came.
     """
-    config = loaded.config
+    config, asked = loaded.config, asked or Asked()
     if not config.trained_members:
         raise ConfigError("models: no member has train, so that there is nothing to train; give it to one")
     for warning in check_trainings(loaded):
         display.say(warning)
     data = read_training_data(loaded)
-    if fold is not None and not 0 <= fold < data.splits:
-        raise ConfigError(f"--fold: the folds are 0 to {data.splits - 1}, not {fold}")
+    if asked.fold is not None and not 0 <= asked.fold < data.splits:
+        raise ConfigError(f"--fold: the folds are 0 to {data.splits - 1}, not {asked.fold}")
     rows = plural(data.main.table.rows, "row")
     display.say(f"{shown_path(config.training_data.path)}: {rows} in {plural(data.splits, 'fold')}")
     for remark in data.remarks:
@@ -84,11 +106,15 @@ def train(
             files.tidy()
             files.train_log.parent.mkdir(parents=True, exist_ok=True)
             with logging_to(files.train_log, loaded.redactor):
-                return _train(loaded, display, signals, data, fold, fresh, ends_at)
+                return _train(loaded, display, signals, data, asked, ends_at)
 
 
 def train_for_run(
-    loaded: LoadedConfig, display: Display, began: float, owns_process: bool = True
+    loaded: LoadedConfig,
+    display: Display,
+    began: float,
+    asked: Asked | None = None,
+    owns_process: bool = True,
 ) -> LoadedConfig:
     """Train what a run lacks, and return its config with ordinary members in place of those that are trained.
 
@@ -108,7 +134,7 @@ def train_for_run(
     if remark:
         display.say(remark)
         return with_trained(loaded)
-    report = train(loaded, display, began, owns_process=owns_process)
+    report = train(loaded, display, began, asked, owns_process)
     if config.on_member_failure == "fail" and config.time_limit is None:
         raise_unless_trained(report)
     failures = {member.name: member.failure for member in report.members}
@@ -116,8 +142,8 @@ def train_for_run(
     for model in config.trained_members:
         missing = ", ".join(part.text for part in missing_parts(loaded, model))
         if missing:
-            untrained[model.name] = (
-                failures.get(model.name) or f"there was no time to train {missing}; {RESUMES}"
+            untrained[model.name] = failures.get(model.name) or (
+                f"there was no time to train {missing}; {RESUMES}{_kept_text(config, model)}"
             )
             display.say(f"{model.name} is left out: {untrained[model.name]}")
     out_of_time = frozenset(name for name in untrained if not failures.get(name))
@@ -125,18 +151,46 @@ def train_for_run(
     return replace(loaded, untrained=untrained, out_of_time=out_of_time)
 
 
-def preview_trainings(loaded: LoadedConfig) -> list[str]:
-    """Check all that shows before a training begins, its tables included, and return sentences for the user.
+def _kept_text(config: RunConfig, model: MemberConfig) -> str:
+    """Return that finished trainings are there, but not used since a change; empty: there are none."""
+    files = TrainingDir(config.output_dir)
+    parts = parts_of(model, fold_count(files.trained_rows(model.name)))
+    kept = [part.text for part in parts if files.outdated_seal(model.name, part).exists()]
+    if not kept:
+        return ""
+    return f". Its earlier trainings are kept ({listed(kept, 10, str)}): undo the change, and they are used again"
+
+
+def preview_trainings(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
+    """Check all that shows before a training begins, its tables included.
+
+    Returns:
+        the config with what is to be trained anew (``outdated``), and sentences for the user.
 
     Raises:
         EnsembleError: of exit code 2, with the problems.
     """
-    if not loaded.config.trained_members:
-        return []
+    config, files = loaded.config, TrainingDir(loaded.config.output_dir)
+    if not config.trained_members:
+        return loaded, []
     remark = _taken_as_sealed(loaded)
     if remark:
-        return [remark]
-    return [*check_trainings(loaded), *read_training_data(loaded).remarks]
+        return loaded, [remark]
+    sentences, data = check_trainings(loaded), read_training_data(loaded)
+    outdated: dict[str, dict[int | None, str]] = {}
+    again: list[Again] = []
+    for model in config.trained_members:
+        reasons = {
+            training.part: why_to_train(files, model.name, training.part, training.made_of, training.tables)
+            for training in _trainings(config, files, data, model)
+        }
+        changed = [Again.of(files, model.name, part, why) for part, why in reasons.items() if why]
+        if changed:
+            outdated[model.name] = {part.fold: why for part, why in reasons.items() if why is not None}
+        again += changed
+    sentences += texts_by_reason(again, "would be trained anew")
+    sentences += filter(None, [consent_text(again)])
+    return replace(loaded, outdated=outdated), [*sentences, *data.remarks]
 
 
 def raise_unless_trained(report: TrainingReport) -> None:
@@ -198,36 +252,71 @@ def _train(
     display: Display,
     signals: Signals,
     data: TrainingData,
-    fold: int | None,
-    fresh: bool,
+    asked: Asked,
     ends_at: float | None,
 ) -> TrainingReport:
     """Sort out what is trained already, write the tables of the other trainings, and run these."""
     config, files = loaded.config, TrainingDir(loaded.config.output_dir)
-    trainings: list[Training] = []
+    trainings = [
+        training for model in config.trained_members for training in _trainings(config, files, data, model)
+    ]
+    refusals = [_take_up(config, files, training, asked.discard_old, display) for training in trainings]
+    reasons = [
+        refusal or why_to_train(files, training.model.name, training.part, training.made_of, training.tables)
+        for training, refusal in zip(trainings, refusals, strict=True)
+    ]
+    are_asked = [asked.fold in (None, training.part.fold) for training in trainings]
+    again: dict[bool, list[Again]] = {True: [], False: []}
+    for training, why, is_asked in zip(trainings, reasons, are_asked, strict=True):
+        if why:
+            again[is_asked].append(Again.of(files, training.model.name, training.part, why))
+    consent = consent_text(again[True])
+    if consent and not asked.retrain and not asked.fresh:
+        raise ConfigError([*texts_by_reason(again[True], "would be trained anew"), consent])
+    for is_asked, outcome in ((True, "trained anew"), (False, "kept, but not used")):
+        for text in texts_by_reason(again[is_asked], outcome):
+            display.say(text)
+    to_run: list[Training] = []
+    for training, why, is_asked in zip(trainings, reasons, are_asked, strict=True):
+        name, part = training.model.name, training.part
+        is_fresh = asked.fresh and is_asked
+        if why or is_fresh:  # never beside a fold of another division
+            files.set_aside(name, part)
+            if is_asked:
+                files.clear(name, part)
+        if why is None or is_asked:
+            to_run.append(replace(training, is_done=why is None and not is_fresh))
     for model in config.trained_members:
-        for training in _trainings(config, files, data, model):
-            is_asked = fold is None or training.part.fold == fold
-            reason = why_to_train(files, model.name, training.part, training.made_of)
-            is_done = reason is None and not (fresh and is_asked)
-            if reason or (fresh and is_asked):  # never beside a fold of another division
-                files.remove(model.name, training.part)
-            if reason:
-                outcome = "trained anew" if is_asked else "removed"
-                display.say(f"{model.name}: {training.part.text} is {outcome}: {reason}")
-            if is_done or is_asked:
-                trainings.append(replace(training, is_done=is_done))
-        for number in range(data.splits, fold_count(files.trained_rows(model.name))):  # of another division
-            files.remove(model.name, Part(number))
-        names = [training.part.text for training in trainings if training.model is model and training.is_done]
+        names = [training.part.text for training in to_run if training.model is model and training.is_done]
         if names:
             display.say(f"{model.name}: trained already: {listed(names, 10, str)}")
-    if fresh and fold is None:
+    if asked.fresh and asked.fold is None:
         shutil.rmtree(files.rungs, ignore_errors=True)
     data.write_folds(files.folds)
-    lacking = [training for training in trainings if not training.is_done]
+    lacking = [training for training in to_run if not training.is_done]
     _write_data(config, files, data, lacking, ends_at)
-    return TrainingRun(loaded, trainings, display, signals, data.file_states, ends_at).run()
+    run = TrainingRun(loaded, to_run, display, signals, data.file_states, ends_at, asked.discard_old)
+    return run.run()
+
+
+def _take_up(
+    config: RunConfig, files: TrainingDir, training: Training, discard_old: bool, display: Display
+) -> str:
+    """Finish what a command has begun with a training that has ended; return why it is refused, or ""."""
+    name, part = training.model.name, training.part
+    if settle(files, name, part, training.made_of, discard_old):
+        display.say(
+            f"{name}: {part.text} is used again, as nothing that it was trained from differs any more"
+        )
+    ended = ended_training(files, name, part, training.made_of)
+    if ended is None:
+        return ""
+    try:  # the user may have mended what was refused
+        note = seal_training(files, training.model, part, output_columns(config), ended, discard_old)
+    except (CheckpointError, ConfigError) as error:
+        return f"what it has left is refused: {'; '.join(error.problems)}"
+    display.say(f"{name}: {part.text}: what its training has left is taken now{note and f'; {note}'}")
+    return ""
 
 
 def _trainings(
@@ -236,7 +325,7 @@ def _trainings(
     """Yield a member's trainings, with the commands that do them."""
     assert model.training is not None
     from_base, users_command = training_from_base(model), model.training.command or ()
-    settings = made_of(config, model)
+    settings, tables = made_of(config, model), data.digests(model.name)
     for part in parts_of(model, data.splits):
         values = {
             "train": str(files.train_file(part, data.suffix).absolute()),
@@ -251,7 +340,8 @@ def _trainings(
             part=part,
             command=tuple(command),
             from_base=from_base,
-            made_of={"the training table": data.digest(model.name, data.rows_of(part.fold)), **settings},
+            made_of={TABLES: data.digest(model.name, data.rows_of(part.fold)), **settings},
+            tables=tables,
         )
 
 
@@ -287,12 +377,10 @@ def _write_data(
     table.parent.mkdir(exist_ok=True)
     for part in dict.fromkeys(training.part for training in trainings if not training.is_built_in):
         data.write_for_command(files.train_file(part, data.suffix), data.rows_of(part.fold))
-    to_train = {training.model.name for training in trainings}
-    for model in config.trained_members:
+    for model in config.trained_members:  # also of one that is used again, whose rows another has replaced
         rows = files.trained_rows(model.name)
-        if model.name in to_train or not fold_count(rows):
-            rows.parent.mkdir(parents=True, exist_ok=True)
-            write_trained_rows(rows, data.trained_rows(model.name))
+        rows.parent.mkdir(parents=True, exist_ok=True)
+        write_trained_rows(rows, data.trained_rows(model.name))
     built_in = [(training, training.from_base) for training in trainings if training.from_base is not None]
     if not built_in:
         return

@@ -19,7 +19,6 @@ from ensemble.common.protocol import ChunkDone, CommonSpec, Start, WorkerSpec
 from ensemble.common.python_process import environment_of_commands
 from ensemble.common.text import duration, gib, shown_path
 from ensemble.config import LoadedConfig, MemberConfig
-from ensemble.members.base import OutputColumns
 from ensemble.members.huggingface.training_from_base import TrainingFromBase
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.run import Display, rules_of
@@ -44,7 +43,7 @@ from ensemble.training.records import (
     read_record,
     write_record,
 )
-from ensemble.training.seal import seal_training
+from ensemble.training.seal import output_columns, seal_training
 
 _CHILD = "ensemble.training.worker"
 _REPORT_SECONDS = 5.0
@@ -57,7 +56,7 @@ class Training:
     Attributes:
         command: a program and its arguments.
         from_base: the training, if the command is our own, which goes on with what an earlier try has left.
-        made_of: see ``Seal``.
+        made_of, tables: see ``Seal``.
         is_done: whether it has ended well earlier.
     """
 
@@ -66,6 +65,7 @@ class Training:
     command: tuple[str, ...]
     from_base: TrainingFromBase | None
     made_of: Mapping[str, str]
+    tables: Mapping[str, str]
     is_done: bool = False
 
     @property
@@ -81,6 +81,7 @@ class TrainingRun(RunHooks):
         trainings: all that are asked for; those that are not done are run.
         watched: the states of the tables, which should not change meanwhile, by absolute path.
         ends_at: when all must have stopped, by ``boot_seconds``; None: no limit.
+        discard_old: whether what a training replaces is removed.
     """
 
     loaded: LoadedConfig
@@ -89,6 +90,7 @@ class TrainingRun(RunHooks):
     signals: Signals
     watched: Mapping[str, FileState]
     ends_at: float | None = None
+    discard_old: bool = False
 
     def __post_init__(self) -> None:
         self._config = self.loaded.config
@@ -175,7 +177,7 @@ class TrainingRun(RunHooks):
     def _part(self, training: Training) -> PartRecord:
         name, part = training.model.name, training.part
         seal = read_record(self._files.seal(name, part), Seal)
-        if seal is not None and self._files.checkpoint(name, part).is_dir():
+        if seal is not None and self._files.is_finished(name, part):
             return seal.record
         if training.is_done:  # somebody has removed it
             return PartRecord(part.fold, "waiting")
@@ -270,8 +272,12 @@ class TrainingRun(RunHooks):
                 f"{shown_path(Path(path))} changed while {name} was trained; {part.text} learned the rows as they "
                 "were read at the start: the same command again trains anew on the new ones"
             )
-        columns = OutputColumns(config.data.id_column, config.labels, config.data.path.parent)
-        seal_training(self._files, training.model, part, columns, Seal(dict(training.made_of), record))
+        seal = Seal(dict(training.made_of), record, tables=dict(training.tables))
+        note = seal_training(
+            self._files, training.model, part, output_columns(config), seal, self.discard_old
+        )
+        if note:
+            self.say(f"{name}: {part.text}: {note}")
         why = record.progress.get("why")
         how = f", {record.progress.get('rung')}: {why}" if why else ""
         self.say(f"{name}: {part.text} trained in {duration(record.seconds or 0.0)}{how}")

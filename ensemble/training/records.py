@@ -52,11 +52,13 @@ class Seal:
     Attributes:
         made_of: digests of what the training depends on, by its name, such as "train.command".
         files: by the path within the folder.
+        tables: digests of what the training tables' digest in ``made_of`` is of; empty in seals of older versions.
     """
 
     made_of: dict[str, str]
     record: PartRecord
     files: dict[str, FileDigest] = field(default_factory=dict)
+    tables: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

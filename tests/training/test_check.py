@@ -106,6 +106,46 @@ def test_keys_that_the_installed_libraries_do_not_know(bases: Path, tmp_path: Pa
     )
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "is_averaged"),
+    [
+        ("bias", "lora_only", False),
+        ("init_lora_weights", "pissa_niter_16", False),
+        ("layer_replication", [[0, 1], [0, 1]], False),
+        ("alora_invocation_tokens", [5], False),
+        ("target_modules", ["embed_tokens"], False),
+        ("use_dora", True, True),
+    ],
+)
+def test_adapters_that_could_not_share_a_base_are_refused_before_they_are_trained(
+    key: str, value: object, is_averaged: bool, bases: Path, tmp_path: Path
+) -> None:
+    keys = {"method": "lora", "lora_config": {key: value}} | (
+        {"predict_with": "average"} if is_averaged else {}
+    )
+    found = problems(tmp_path, base_model=str(bases / "llama"), **keys)
+    assert found[0].startswith(f"models[0].train.lora_config.{key}: the folds' adapters share one base"), (
+        found
+    )
+    assert not any("is not of its type" in sentence for sentence in found)
+
+
+@pytest.mark.parametrize(
+    "lora", [{"use_dora": True}, {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}}]
+)
+@pytest.mark.filterwarnings("ignore:lora with eva")
+def test_adapters_that_can_share_a_base(lora: dict[str, Any], bases: Path, tmp_path: Path) -> None:
+    assert problems(tmp_path, base_model=str(bases / "llama"), method="lora", lora_config=lora) == []
+
+
+@pytest.mark.parametrize("key", ["merge_adapter", "torch_compile"])
+def test_keys_of_a_member_with_which_adapters_cannot_take_turns(
+    key: str, bases: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: the folds' adapters take turns"):
+        config(tmp_path, base_model=str(bases / "llama"), method="lora", member={key: True})
+
+
 def test_keys_that_are_not_the_users(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         config(tmp_path, base_model="base", training_arguments={"auto_find_batch_size": True})

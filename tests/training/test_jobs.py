@@ -223,15 +223,16 @@ def test_which_rows_were_trained_on_is_written_again(trained: Trained, content: 
 
 
 @pytest.mark.long
-def test_one_fold_of_another_division_leaves_no_others(trained: Trained) -> None:
+def test_one_fold_of_another_division_leaves_no_others_in_use(trained: Trained) -> None:
     assert trained.train().returncode == 0
     trained.set_up(folds=2)
     done = trained.train("--fold", "0")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "fold 1 is removed: the training table changed since it was trained" in done.stdout
+    assert "a: kept, but not used: fold 1: training.folds changed since it was trained" in done.stdout
     assert trained.folds_called() == ["0", "1", "2", "0"]
-    left = [trained.files.is_finished("a", Part(fold)) for fold in range(3)]
-    assert left == [True, False, False]
+    left = [trained.files.is_finished("a", Part(fold)) for fold in range(2)]
+    assert left == [True, False]
+    assert trained.files.checkpoint("a", Part(1)).is_dir()
 
 
 @pytest.mark.long
@@ -247,7 +248,7 @@ def test_an_edited_script_and_the_python_that_runs_it(trained: Trained) -> None:
     script.write_text(f"{SCRIPT}# edited\n")
     done = trained.train("--fold", "1")
     assert (
-        "fold 1 is trained anew: the script my scripts/train.py changed since it was trained" in done.stdout
+        "a: trained anew: fold 1: the script my scripts/train.py changed since it was trained" in done.stdout
     )
     assert trained.folds_called() == ["0", "1", "1"]
 
@@ -257,12 +258,12 @@ def test_what_changed_is_said_and_trained_anew(trained: Trained) -> None:
     trained.set_up(folds=2)
     assert trained.train().returncode == 0
     done = trained.train("--set", "seed=7")
-    assert "fold 0 is trained anew: seed changed since it was trained" in done.stdout
+    assert "a: trained anew: fold 0, fold 1: seed changed since it was trained" in done.stdout
     assert trained.folds_called() == ["0", "1"] * 2
     config = trained.files.checkpoint("a", Part(1)) / "config.json"
     config.write_text(config.read_text() + " ")
     done = trained.train("--set", "seed=7")
-    assert "fold 1 is trained anew: the files in" in done.stdout
+    assert "a: trained anew: fold 1: the files in" in done.stdout
     assert trained.folds_called() == [*["0", "1"] * 2, "1"]
     assert config.read_text() == (trained.scripts / "trained/config.json").read_text()
     # A file that is touched and holds the same is as it was sealed.
@@ -271,7 +272,7 @@ def test_what_changed_is_said_and_trained_anew(trained: Trained) -> None:
     assert len(trained.calls()) == 5
     trained.files.seal("a", Part(1)).write_text("{}")
     done = trained.train("--set", "seed=7")
-    assert "fold 1 is trained anew: its seal cannot be read" in done.stdout
+    assert "a: trained anew: fold 1: its seal cannot be read" in done.stdout
     assert len(trained.calls()) == 6
     # Killed between the seal and the rename.
     folder, unfinished = trained.files.checkpoint("a", Part(0)), trained.files.unfinished("a", Part(0))
@@ -462,7 +463,9 @@ def test_a_table_that_changes_meanwhile(trained: Trained) -> None:
         in output
     )
     done = trained.train("--fold", "0")
-    assert "fold 0 is trained anew: the training table changed since it was trained" in done.stdout
+    assert (
+        "a: trained anew: fold 0: the rows of the training table changed since it was trained" in done.stdout
+    )
 
 
 @pytest.mark.long
@@ -520,6 +523,6 @@ def test_our_own_trainer_and_a_member_whose_labels_its_base_does_not_know(
     assert part.progress["step"] == part.progress["steps"] > 0
     # What only predictions take changes no training.
     done = trained.train("--fold", "0", "--set", "models.a.batch_size=3", "--set", "models.a.max_length=127")
-    assert "fold 0 is trained anew: how the member reads rows changed since it was trained" in done.stdout
+    assert "a: trained anew: fold 0: how the member reads rows changed since it was trained" in done.stdout
     done = trained.train("--fold", "0", "--set", "models.a.batch_size=4", "--set", "models.a.max_length=127")
     assert "trained already: fold 0" in done.stdout

@@ -136,13 +136,14 @@ def _training_facts(prepared: Prepared, member: MemberPlan) -> dict[str, Any] | 
     train = member.model.training
     if train is None:
         return None
-    missing = _missing_parts(prepared, member.model)
+    missing, outdated = _missing_parts(prepared, member.model), prepared.loaded.outdated.get(member.name, {})
     return {
         "method": None if train.command else train.method,
         "base_model": train.base_model,
         "command": train.command,
         "num_gpus": _gpus_of_training(prepared, train),
         "missing": missing and [part.name for part in missing],
+        "outdated": {Part(fold).name: why for fold, why in outdated.items() if why},
     }
 
 

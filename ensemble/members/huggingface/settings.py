@@ -175,6 +175,9 @@ class HuggingFaceSettings(MemberConfig):
         elif self.train.method not in self.training_methods:
             methods = ", ".join(self.training_methods)
             yield ("train", "method"), f"this kind of member has {methods}; choose one, or give a command"
+        for key in ("merge_adapter", "torch_compile"):
+            if self.train.method in ("lora", "qlora") and getattr(self, key):
+                yield (key,), "the folds' adapters take turns on one base, which this excludes; drop it"
 
     def _broken_trust(self) -> Iterator[Problem]:
         """Find keys that let files of the checkpoint run code, including those that bypass the keys for it."""

@@ -22,6 +22,7 @@ from ensemble.members.huggingface.checkpoint.description import Description, che
 from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
 from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install
 from ensemble.members.huggingface.checkpoint.inspect import read_checkpoint
+from ensemble.members.huggingface.checkpoint.several_adapters import unshared_settings
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.huggingface.spec import BACKBONE, CLASSIFIER
 from ensemble.members.questions import Answer, Question, ask
@@ -112,6 +113,13 @@ class TrainingFromBase:
             )
         for text in unsupported((), dict.fromkeys(self._packages, f"{key}.method")):
             yield f"{key}.method: {text}"
+        if "peft" in self._packages:
+            averages = self._train.predict_with == "average"
+            for name in unshared_settings(self._train.lora_config, averages):
+                yield (
+                    f"{key}.lora_config.{name}: the folds' adapters share one base"
+                    f"{' and have a mean' if averages else ''}, which this excludes; drop it"
+                )
         of_base, _, answer = self._found
         yield from (f"{key}.base_model: {text}" for text in of_base)
         yield from (f"{key}.{text}" for text in (answer.fields or {}).get("problems", ()))

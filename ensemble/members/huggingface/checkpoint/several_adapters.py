@@ -12,6 +12,8 @@ from ensemble.members.huggingface.checkpoint.adapter_files import Adapter
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Settings of adapters that are more than a product of two matrices added to a layer.
 _NOT_PLAIN = ("use_dora", "use_qalora", "use_bdlora", "target_parameters", "arrow_config")
+# Settings of adapters that cannot give way to others.
+_OF_ONE_ADAPTER = ("alora_invocation_tokens", "megatron_config")
 # How the names of a plain LoRA's tensors end.
 _MATRICES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
 
@@ -46,6 +48,18 @@ def tokenizer_problems(makes: Mapping[str, str]) -> Iterator[str]:
             "member share one; make it a member of its own, or copy into an adapter's folder the tokenizer that it "
             "was trained with (without one it has its base's)"
         )
+
+
+def unshared_settings(lora_config: Mapping[str, Any], is_averaged: bool) -> Iterator[str]:
+    """Yield the keys of ``LoraConfig`` with which adapters could not take turns on one base, or have no mean."""
+    changes_base = _changes_base(lora_config)
+    if changes_base:
+        yield changes_base.partition(":")[0]
+    yield from (key for key in _OF_ONE_ADAPTER if lora_config.get(key))
+    if "embed_tokens" in (lora_config.get("target_modules") or ()):  # peft saves these whole
+        yield "target_modules"
+    if is_averaged:
+        yield from (key for key in _NOT_PLAIN if lora_config.get(key))
 
 
 def average_problems(adapters: Sequence[Adapter], combination_type: str) -> Iterator[str]:

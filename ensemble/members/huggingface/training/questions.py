@@ -6,6 +6,8 @@ One short process answers for all members of a config: see ``members/questions.p
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, get_type_hints
@@ -17,11 +19,14 @@ from torch import nn
 
 from ensemble.common.text import did_you_mean, listed
 from ensemble.common.torch_errors import one_line
+from ensemble.members.huggingface.checkpoint.several_adapters import unshared_settings
 from ensemble.members.huggingface.loading.describe import answer_questions
 from ensemble.members.huggingface.training.trainee import LORA
 
 # What they say depends on the device, which this process does not use.
 _UNUSED = {"output_dir": "unused", "use_cpu": True}
+# peft's type names a pattern of values as if it was one.
+_PISSA, _PISSA_TYPE = re.compile(r"^pissa_niter_\d+$"), "pissa_niter_[number of iters]"
 _OF_DEVICE = ("bf16", "fp16", "tf32", "bf16_full_eval", "fp16_full_eval")
 
 
@@ -43,7 +48,8 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
 
     of_lora = [*_argument_problems("lora_config", LoraConfig, lora, {})]
     trainable = None
-    model = None if of_lora else _without_weights(question["folder"], question["auto_class"])
+    is_refused = bool(of_lora) or any(unshared_settings(lora, is_averaged=False))
+    model = None if is_refused else _without_weights(question["folder"], question["auto_class"])
     if model is not None:
         of_lora += _missing_targets(model, lora)
     if model is not None and not of_lora:
@@ -78,7 +84,11 @@ def _argument_problems(
             sentence = f"the installed {kind.__name__} has no such key{did_you_mean(name, names)}"
         else:
             with suppress(ValidationError):
-                TypeAdapter(hints[name]).validate_python(value, strict=True)
+                # As JSON, which has lists for tuples and mappings for dataclasses, as YAML does.
+                content = json.dumps(
+                    _PISSA.sub(_PISSA_TYPE, value) if isinstance(value, str) else value, default=str
+                )
+                TypeAdapter(hints[name]).validate_json(content, strict=True)
                 continue
             wanted = getattr(hints[name], "__name__", None) or hints[name]
             sentence = f"{value!r} is not of its type, {wanted}"

@@ -1,0 +1,236 @@
+"""What is trained is kept: until another training takes its place, and until a user says that it may go."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ensemble.cli.progress import QuietDisplay
+from ensemble.common.clock import boot_seconds
+from ensemble.common.digests import folder_digests
+from ensemble.common.errors import CheckpointError
+from ensemble.members.huggingface.checkpoint.left import lift_checkpoint
+from ensemble.pipeline.load import load
+from ensemble.pipeline.training_dir import Part
+from ensemble.training.command import Asked, preview_trainings, train
+from ensemble.training.records import TrainingReport
+from tests.project import Project
+from tests.training.test_jobs import Trained
+
+FOLDS = (Part(0), Part(1))
+
+
+class Listening(QuietDisplay):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.fixture
+def trained(project: Project, monkeypatch: pytest.MonkeyPatch) -> Trained:
+    """A member whose folds are to be trained."""
+    monkeypatch.chdir(project.folder)
+    made = Trained(project.folder, project.models)
+    made.write_table(rows=30)
+    made.set_up(folds=2)
+    return made
+
+
+def do(*overrides: str, **asked: Any) -> tuple[TrainingReport, list[str]]:
+    display = Listening()
+    loaded = load([Path("config.yaml")], ["retries=1", *overrides])
+    report = train(loaded, display, boot_seconds(), Asked(**asked), owns_process=False)
+    return report, display.said
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {name: file.digest for name, file in folder_digests(folder).items()}
+
+
+def digests_of_folds(trained: Trained) -> list[dict[str, str]]:
+    return [digests(trained.files.checkpoint("a", part)) for part in FOLDS]
+
+
+def took(trained: Trained, seconds: float) -> None:
+    """Let the seals say that each training took this long."""
+    for part in FOLDS:
+        path = trained.files.seal("a", part)
+        seal = json.loads(path.read_text(encoding="utf-8"))
+        seal["record"]["seconds"] = seconds
+        path.write_text(json.dumps(seal), encoding="utf-8")
+
+
+def test_a_finished_training_stays_until_its_replacement_is_sealed(trained: Trained) -> None:
+    assert do()[0].status == "complete"
+    before = digests_of_folds(trained)
+    (trained.scripts / "trained/note.txt").write_text("another result", encoding="utf-8")
+    trained.mode(0, "exit")
+    report, said = do("seed=7", fold=0)
+    assert report.status == "failed"
+    assert "a: trained anew: fold 0: seed changed since it was trained" in said
+    assert "a: kept, but not used: fold 1: seed changed since it was trained" in said
+    assert digests_of_folds(trained) == before
+    assert not any(trained.files.is_finished("a", part) for part in FOLDS), "no command takes them for seed 7"
+    # The change is undone: nothing was lost.
+    report, said = do()
+    assert report.status == "complete"
+    assert "a: trained already: fold 0, fold 1" in said
+    assert len(trained.calls()) == 3
+    trained.mode(0, "")
+    assert do("seed=7", fold=0)[0].status == "complete"
+    assert [trained.files.is_finished("a", part) for part in FOLDS] == [True, False]
+    assert digests(trained.files.old("a", Part(0))) == before[0]
+    assert digests_of_folds(trained)[0] != before[0]
+    assert digests_of_folds(trained)[1] == before[1]
+    # Without what is replaced.
+    assert do("seed=7", discard_old=True)[0].status == "complete"
+    assert not trained.files.old("a", Part(1)).exists()
+    assert trained.folds_called() == ["0", "1", "0", "0", "1"]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_kill_while_a_training_takes_the_place_of_another(trained: Trained, step: int) -> None:
+    """Once the new seal is written the new training counts, and the old one is still there."""
+    do()
+    files, part = trained.files, Part(0)
+    before = digests(files.checkpoint("a", part))
+    (trained.scripts / "trained/note.txt").write_text("another result", encoding="utf-8")
+    do("seed=7", fold=0)
+    after = digests(files.checkpoint("a", part))
+    # As it was before the last steps.
+    files.checkpoint("a", part).rename(files.unfinished("a", part))
+    if step < 3:
+        files.old_seal("a", part).rename(files.outdated_seal("a", part))
+    if step < 2:
+        files.old("a", part).rename(files.checkpoint("a", part))
+    assert not files.is_finished("a", part)
+    do("seed=7", fold=0)
+    assert trained.folds_called() == ["0", "1", "0"]
+    assert files.is_finished("a", part)
+    assert digests(files.checkpoint("a", part)) == after
+    assert digests(files.old("a", part)) == before
+
+
+def test_what_is_trained_anew_is_told_before_and_asked_for_if_it_takes_long(trained: Trained) -> None:
+    do()
+    took(trained, 2000.0)
+    before = digests_of_folds(trained)
+    # Another division outdates both, and a third was never trained.
+    changed = "training.folds.n_splits=3"
+    loaded, sentences = preview_trainings(load([Path("config.yaml")], [changed]))
+    assert (
+        sentences[0]
+        == "a: would be trained anew: fold 0, fold 1: training.folds changed since it was trained"
+    )
+    assert "2 finished trainings that took 1:06:40 h would be made again" in sentences[1]
+    assert [*loaded.outdated["a"]] == [0, 1, 2]
+    done = trained.ensemble("plan", "config.yaml", "--set", changed, "--json")
+    facts = json.loads(done.stdout)["members"][0]["training"]
+    assert facts["missing"] == ["fold-0", "fold-1", "fold-2"]
+    assert facts["outdated"] == dict.fromkeys(
+        ("fold-0", "fold-1"), "training.folds changed since it was trained"
+    )
+    for command in ("train", "run"):
+        done = trained.ensemble(command, "config.yaml", "--set", changed)
+        assert done.returncode == 2, done.stdout
+        assert "add --retrain to begin" in " ".join(done.stderr.split())
+    assert len(trained.calls()) == 2
+    assert digests_of_folds(trained) == before
+    assert do()[1][-1] == "a: trained already: fold 0, fold 1"
+    # One fold alone took less than an hour.
+    assert do(changed, fold=2)[0].status == "complete"
+    assert digests_of_folds(trained) == before
+
+
+def test_what_changed_is_named(trained: Trained) -> None:
+    do()
+    shutil.copyfile("test.csv", "more.csv")
+    config = yaml.safe_load(Path("config.yaml").read_text(encoding="utf-8"))
+    config["training"]["extra"] = [{"path": "more.csv"}]
+    trained.write_config(config)
+    sentences = preview_trainings(load([Path("config.yaml")]))[1]
+    assert (
+        "a: would be trained anew: fold 0, fold 1: training.extra changed since it was trained" in sentences
+    )
+    # A seal of an older version does not tell.
+    for part in FOLDS:
+        path = trained.files.seal("a", part)
+        seal = json.loads(path.read_text(encoding="utf-8"))
+        del seal["tables"]
+        path.write_text(json.dumps(seal), encoding="utf-8")
+    assert (
+        "(labels, training.data, training.folds or training.extra) changed"
+        in preview_trainings(load([Path("config.yaml")]))[1][0]
+    )
+
+
+def test_a_limit_that_leaves_no_time_to_train_anew_says_what_is_kept(trained: Trained) -> None:
+    do()
+    before = digests_of_folds(trained)
+    trained.mode(0, "wait")
+    trained.mode(1, "wait")
+    done = trained.ensemble("run", "config.yaml", "--set", "time_limit=1s", "--set", "seed=7")
+    assert done.returncode == 4
+    said = " ".join(done.stdout.split())
+    assert "a is left out: there was no time to train fold 0, fold 1" in said
+    assert "Its earlier trainings are kept (fold 0, fold 1): undo the change, and they are used again" in said
+    assert digests_of_folds(trained) == before
+
+
+@pytest.mark.parametrize("is_mended", [True, False])
+def test_a_result_that_was_refused_is_sealed_once_it_is_mended(trained: Trained, is_mended: bool) -> None:
+    trained.mode(1, "two")
+    report, _ = do()
+    assert report.status == "failed"
+    unfinished = trained.files.unfinished("a", Part(1))
+    if is_mended:
+        shutil.rmtree(unfinished / "checkpoint-9")
+    report, said = do()
+    if is_mended:
+        assert report.status == "complete"
+        assert any(text.startswith("a: fold 1: what its training has left is taken now") for text in said)
+        assert trained.folds_called().count("1") == 1
+    else:
+        assert report.status == "failed"
+        assert any(text.startswith("a: trained anew: fold 1: what it has left is refused: ") for text in said)
+        assert trained.folds_called().count("1") == 2
+
+
+def make(folder: Path, content: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(content, encoding="utf-8")
+    (folder / "model.safetensors").write_text(content, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("places", "taken"),
+    [
+        ([".", "checkpoint-5", "checkpoint-10"], "."),
+        (["final", "checkpoint-5"], "final"),
+        (["runs/final"], "runs/final"),
+        (["runs/final", "runs/checkpoint-5"], "runs/final"),
+        (["checkpoint-5"], "checkpoint-5"),
+        (["runs/checkpoint-5"], "runs/checkpoint-5"),
+        (["checkpoint-5", "checkpoint-10"], None),
+        (["first", "runs/second"], None),
+    ],
+)
+def test_layouts_of_trainer(tmp_path: Path, places: list[str], taken: str | None) -> None:
+    out = tmp_path / "out"
+    for place in places:
+        make(out / place, place)
+    if taken is None:
+        with pytest.raises(CheckpointError, match="it is unknown which is meant"):
+            lift_checkpoint(out)
+        return
+    note = lift_checkpoint(out)
+    assert (out / "config.json").read_text(encoding="utf-8") == taken
+    assert (out / "model.safetensors").read_text(encoding="utf-8") == taken
+    assert (taken in note) if "checkpoint" in taken else not note
