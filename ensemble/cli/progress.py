@@ -174,8 +174,8 @@ def describe(state: MemberState, short: bool = False) -> str:
     if phase in _BEFORE:
         is_light = phase == "loading" and bool(state.plan.row_names)
         return _BEFORE["starting" if is_light else phase]
-    if phase == "failed":
-        return "failed" if short or state.failure is None else f"failed: {state.failure.message}"
+    if state.failure is not None:
+        return state.failure.outcome if short else f"{state.failure.outcome}: {state.failure.message}"
     if phase == "done" and not state.workers:
         if state.plan.model.when is not None and not rows:
             return "no row of which the members before it are unsure"

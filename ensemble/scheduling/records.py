@@ -17,6 +17,7 @@ class Failure:
     """Say why a member failed: one sentence, the traceback if there is one, and its worker's log.
 
     ``is_dropped``: some of its rows could not be computed, and the config says to merge without the member.
+    ``is_out_of_time``: only the time to train it was lacking.
     """
 
     member: str
@@ -24,6 +25,12 @@ class Failure:
     traceback: str = ""
     log_path: str = ""
     is_dropped: bool = False
+    is_out_of_time: bool = False
+
+    @property
+    def outcome(self) -> str:
+        """Return what to call it: nothing has failed where there was no time."""
+        return "left out" if self.is_out_of_time else "failed"
 
 
 @dataclass(frozen=True)
