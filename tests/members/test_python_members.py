@@ -451,13 +451,13 @@ def test_an_error_names_the_file_and_line_of_the_users_code(
     monkeypatch.delitem(sys.modules, "helper", raising=False)
     Path("mine.py").write_text(code + "\n", encoding="utf-8")
     Path("helper.py").write_text("def of(frame):\n    return frame['score']\n", encoding="utf-8")
-    places = publish(tmp_path / "table", {"text": ["x"]})
+    places: dict[str, Any] = {**publish(tmp_path / "table", {"text": ["x"]})}
     ids = pa.field("ids", pa.string(), metadata={"ensemble": "ids"})
     schema = pa.schema([pa.field("text", pa.string()), ids], {"ensemble.rows": "1"})
     with pa.ipc.new_file(places["table_path"], schema) as file:
         file.write_table(pa.table([["x"], ["r0"]], schema=schema))
     common = CommonSpec(labels=tuple(LABELS), activation="none", gpus=0, seed=0, **places)
-    settings = {
+    settings: dict[str, Any] = {
         **{"module": "mine", "file": str(tmp_path / "mine.py"), "function": "predict", "batch_size": None},
         **{
             "setup": "setup" if place == "setup" else None,
