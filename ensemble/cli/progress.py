@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, TypeAlias
 
 from ensemble.cli.layout import page_width, wrapped
 from ensemble.common.protocol import Ready
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from ensemble.pipeline.run import Display
 
+Clock: TypeAlias = Callable[[], float]
 PLAIN_LINE_SECONDS = 5.0
 _BAR_WIDTH, _SHORTEST_BAR = 24, 6
 _STATUS_WIDTH = len("1,000,000/1,000,000 rows, 100,000 tokens/s, 10:00:00 h left")
@@ -61,7 +62,7 @@ class QuietDisplay:
 class PlainDisplay(QuietDisplay):
     """Print a line when a member comes to another phase, and one every few seconds in between."""
 
-    def __init__(self, file: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, file: IO[str], clock: Clock = time.monotonic) -> None:
         self._file = file
         self._clock = clock
         # By member, its phase at the last line, when that was printed, and how far it was then; -1: not said.
@@ -88,7 +89,10 @@ class PlainDisplay(QuietDisplay):
             if phase != last_phase:
                 fraction = -1.0
                 if phase == "predicting":
-                    text = f"predicting {plural(state.rows - state.reused_rows, 'row')}{_nodes_of(state)}"
+                    views = f" of {state.plan.views} views" if state.plan.views > 1 else ""
+                    text = (
+                        f"predicting {plural(state.rows - state.reused_rows, 'row')}{views}{_nodes_of(state)}"
+                    )
                     if state.plan.row_names:
                         text = f"training {listed(state.in_hand_texts, show=str)}"
             elif (
@@ -139,12 +143,7 @@ def _settings_text(state: MemberState, ready: Ready) -> str:
 class BarDisplay(PlainDisplay):
     """Redraw a bar for each member in place, on ``console`` or by default on the file."""
 
-    def __init__(
-        self,
-        file: IO[str],
-        console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, file: IO[str], console: Console | None = None, clock: Clock = time.monotonic) -> None:
         super().__init__(file, clock)
         self._tasks: dict[str, TaskID] = {}
         self._console = console

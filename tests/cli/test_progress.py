@@ -15,6 +15,7 @@ from ensemble.planning.plan import make_plan
 from ensemble.scheduling.records import WorkerRecord
 from ensemble.scheduling.state import MemberState
 from tests.planning.test_plan import config, facts
+from tests.planning.test_view_rows import TEMPLATES
 
 
 def member(rows: int = 1000) -> MemberState:
@@ -61,6 +62,16 @@ def test_a_terminal_shows_the_seconds_while_python_starts() -> None:
     display.stop()
     assert isinstance(console.file, io.StringIO)
     assert "starting Python, 7.0 s" in console.file.getvalue()
+
+
+def test_rows_of_several_views_are_called_that() -> None:
+    models, lengths = config({"views": TEMPLATES}), np.full(100, 100, dtype=np.int64)
+    (plan,) = make_plan(models, {"m0": facts(lengths, views=TEMPLATES)}, []).members
+    state, file = MemberState(plan, clock=lambda: 2.0), io.StringIO()
+    state.predicting_since = 1.0
+    PlainDisplay(file).update([state])
+    count = len(TEMPLATES)
+    assert file.getvalue() == f"m0: predicting {count * 100} rows of {count} views\n"
 
 
 def test_time_left_follows_the_work_and_not_the_rows() -> None:
