@@ -31,9 +31,9 @@ def raise_unless_complete(report: RunReport) -> None:
 
 
 def failure_text(failure: Failure) -> str:
-    """Return a sentence about why a member failed, and which log to read."""
+    """Return a sentence about why a member failed or is left out, and which log to read."""
     log = f"; its log: {failure.log_path}" if failure.log_path else ""
-    return f"member {failure.member} failed: {failure.message}{log}"
+    return f"member {failure.member} {failure.outcome}: {failure.message}{log}"
 
 
 def gain_text(report: RunReport) -> str:

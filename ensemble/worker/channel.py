@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from ensemble.common.clock import Watch
+from ensemble.common.files import keep_log_end
 from ensemble.common.protocol import Command, Event, Finish, Heartbeat, decode, encode
 
 INTERVAL_SECONDS = 2.0
@@ -68,6 +69,7 @@ class HeartbeatThread:
     def _run(self) -> None:
         while True:
             self._send(Heartbeat(self.idle_seconds()))
+            keep_log_end(1)
             time.sleep(INTERVAL_SECONDS)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ensemble.cli.views.plan import where_text
 from ensemble.common.gpus import Device
 from ensemble.common.text import gib
 from ensemble.pipeline import checks
@@ -235,3 +236,13 @@ def test_side_by_side(chunky: Project, tmp_path: Path, undisturbed: dict[str, by
     assert results(chunky) == undisturbed
     assert len(set(pids)) == 2
     assert all(b"OMP_NUM_THREADS=1" in one for one in variables)
+
+
+def test_a_plan_says_which_replicas_wait_until_another_member_is_done() -> None:
+    lengths = np.full(4000, 500, dtype=np.int64)
+    known = {"m0": facts(lengths), "m1": facts(lengths)}
+    both = make_plan(config({}, {}, cpu_workers=2), known, [], MACHINE, cpus=4)
+    alone = make_plan(config({}, cpu_workers=2), {"m0": known["m0"]}, [], MACHINE, cpus=4)
+    waits = ", all but the first when cores are left over"
+    for made, later in ((both, waits), (alone, "")):
+        assert where_text(made, made.members[0], 0) == f"2 replicas on the CPU, with 2 cores of 4{later}"

@@ -71,8 +71,8 @@ def _cells(report: RunReport, member: MemberReport) -> list[str]:
     """Return the six cells from the rows to the peak memory."""
     rows, workers, counters = member.progress.rows_done, member.workers_now, member.counters
     merged_rows = report.merged_rows.get(member.name)
-    if member.phase == "failed":
-        return ["failed", *[""] * 5]
+    if member.failure is not None:
+        return [member.failure.outcome, *[""] * 5]
     if member.phase != "done":
         # The merge may find more rows than a worker had time to report.
         return [f"{max(rows, merged_rows or 0):,}", "unfinished", *[""] * 4]
