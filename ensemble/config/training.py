@@ -74,7 +74,7 @@ class FoldsConfig(StrictConfig):
 
 
 class ExtraTable(StrictConfig):
-    """Another table, whose rows join the training part of every fold and are never predicted."""
+    """Another table, whose rows join the training part of every fold but their group's and are never predicted."""
 
     path: File = Field(examples=["synthetic.csv"])  # in any format of data.path, with the same columns
     weight: Share = 1.0  # of each of its rows in the loss; rows of training.data have 1
