@@ -61,7 +61,7 @@ def place_extra_rows(
     numbers = np.arange(sum(extra.table.rows for extra in extras))
     if groups is None or not len(numbers):
         return np.full_like(numbers, IN_ALL_FOLDS), -1 - numbers
-    columns = []
+    columns: list[pa.Array] = []
     for extra in extras:
         has_groups = groups.name in extra.table.types([groups.name])
         cells = (
