@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.numpy import load_file
 from sklearn.model_selection import StratifiedKFold
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
@@ -27,6 +28,7 @@ from ensemble.members.causal_lm.predictor import CausalMember
 from ensemble.members.huggingface.training.arguments import training_arguments
 from ensemble.members.huggingface.training.plan import divide, epoch_steps, make_plan
 from ensemble.members.huggingface.training.program import lacks_memory
+from ensemble.members.huggingface.training.questions import describe
 from ensemble.members.huggingface.training.step_trainer import NotFinite, StepTrainer
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 from ensemble.training.child import trainer as module
@@ -244,6 +246,29 @@ def test_an_adapter_predicts_by_plain_peft_what_it_learnt(bert: Path, tmp_path: 
         ]
     got = predicted(tmp_path, TEXTS[:12], bert, adapter_name_or_path=str(out))
     np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+def test_a_lora_config_as_peft_saves_it_trains_what_its_keys_train(bert: Path, tmp_path: Path) -> None:
+    keys = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["query", "value"]}
+    base = AutoModelForSequenceClassification.from_pretrained(bert)
+    get_peft_model(base, LoraConfig(task_type="SEQ_CLS", **keys)).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text(encoding="utf-8"))
+    assert saved["inference_mode"] is True
+    outs = []
+    for name, lora in (("keys", keys), ("saved", saved)):
+        spec = make_spec(tmp_path / name, bert, TEXTS, TARGETS, train={**LORA, "lora_config": lora})
+        question = {
+            "training_arguments": {},
+            "lora_config": spec["train"]["lora_config"],
+            "folder": str(bert),
+            "auto_class": "AutoModelForSequenceClassification",
+            "peft_task": "SEQ_CLS",
+        }
+        answer = describe(question)
+        assert answer["problems"] == []
+        assert answer["trainable"] > 0
+        outs.append(files(run(spec))["adapter_model.safetensors"])
+    assert outs[0] == outs[1]
 
 
 class StopAfter(TrainerCallback):  # type: ignore[misc]
