@@ -221,13 +221,11 @@ def describe(state: MemberState, short: bool = False) -> str:
 
 def _trained_text(state: MemberState, short: bool) -> str:
     """Return how many trainings of a member are done, and how far those in progress are."""
-    elapsed, computed = state.predicting_seconds, state.computed_cost
     reached = f"{state.rows_done:,}/{state.rows:,} trained"
     if state.phase == "done":
-        return f"{reached}, done in {duration(elapsed)}"
+        return f"{reached}, done in {duration(state.predicting_seconds)}"
     # A training whose steps are done is still to be stored and checked.
-    has_time_left = computed and state.fraction < 1
-    time_left = f"{duration(elapsed * (1 - state.fraction) / computed)} left" if has_time_left else ""
+    time_left = f"{duration(state.seconds_left)} left" if state.seconds_left else ""
     in_hand = "" if short else listed(state.in_hand_texts, show=str)
     return ", ".join(filter(None, (reached, in_hand, time_left)))
 

@@ -17,7 +17,7 @@ from ensemble import api
 from ensemble.analysis.report.base import ReportData
 from ensemble.analysis.report.sections import SECTIONS
 from ensemble.cli import app
-from ensemble.cli.progress import PlainDisplay
+from ensemble.cli.progress import PlainDisplay, describe
 from ensemble.cli.views.plan import document
 from ensemble.commands.doctor import Finding, examine
 from ensemble.data.trained_rows import TrainedRows, write_trained_rows
@@ -27,6 +27,8 @@ from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.planning.trainings import plan_trainings
 from ensemble.scheduling.records import FaultRecord, WorkerRecord
 from ensemble.scheduling.state import MemberState
+from ensemble.training.command import _trainings
+from ensemble.training.data import read_training_data
 from ensemble.training.records import MemberRecord, PartRecord, TrainingReport, write_record
 from tests.cli import reports
 from tests.planning.test_trainings import trained_config
@@ -133,8 +135,8 @@ def test_progress_says_nothing_twice_and_no_time_left_of_nothing() -> None:
     state.predicting_since = 1.0
     state.chunks.done_cost = 0.5
     state.take(state.chunks.pending[0])
-    state.follow_shares({0: 0.5, 1: 0.5})
-    for clock[0] in (2.0, 8.0):
+    for clock[0], share in ((2.0, 0.5), (8.0, 0.6)):
+        state.follow_shares({0: share, 1: share})
         display.update([state])
     state.follow_shares({0: 1.0, 1: 1.0})
     clock[0] = 14.0
@@ -144,6 +146,23 @@ def test_progress_says_nothing_twice_and_no_time_left_of_nothing() -> None:
     assert sum("starting Python" in line for line in lines) == 1
     assert lines[-2].endswith("left")
     assert lines[-1].endswith("(100%)")
+
+
+def test_the_time_left_of_trainings_that_tell_no_steps_counts_down() -> None:
+    clock, config = [0.0], trained_config(1)
+    names = [f"fold {number}" for number in range(4)]
+    state = MemberState(plan_trainings(config, config.models[0], names, []), clock=lambda: clock[0])
+    state.predicting_since = 0.0
+    clock[0], state.chunks.done_cost = 60.0, 0.25
+    shown = []
+    for clock[0] in (60.0, 80.0, 100.0):
+        state.follow_shares({})
+        shown.append(describe(state))
+    assert [text.rpartition(", ")[2] for text in shown] == ["3:00 min left", "2:40 min left", "2:20 min left"]
+    # One that takes longer than the first has no time left to tell.
+    clock[0] = 300.0
+    state.follow_shares({})
+    assert "left" not in describe(state)
 
 
 def test_what_to_do_next(tmp_path: Path, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,9 +223,12 @@ def test_plan_and_doctor_tell_what_is_trained_and_what_lacks(
     keys = folds.config(project, "refit")
     keys["models"][0]["train"]["command"] = [sys.executable, "train.py", "{train}", "{out}"]
     files = TrainingDir(Path(keys["output_dir"]))
-    for part in (Part(0), Part(2)):
-        files.checkpoint("lora", part).mkdir(parents=True)
-        files.seal("lora", part).write_text("{}")
+    given = folds.loaded(keys)
+    for training in _trainings(given.config, files, read_training_data(given), given.config.models[0]):
+        if training.part in (Part(0), Part(2)):
+            files.checkpoint("lora", training.part).mkdir(parents=True)
+            record = PartRecord(training.part.fold, "done", 1, 1.0, ("cpu",))
+            write_record(files.seal("lora", training.part), training.seal(record))
     digests = folds.read("train.csv").row_digests(("a", "b"))
     write_trained_rows(files.trained_rows("lora"), TrainedRows(digests, folds.FOLD_OF_ROW))
 
