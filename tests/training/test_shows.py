@@ -29,7 +29,7 @@ from ensemble.scheduling.records import FaultRecord, WorkerRecord
 from ensemble.scheduling.state import MemberState
 from ensemble.training.command import _trainings
 from ensemble.training.data import read_training_data
-from ensemble.training.records import MemberRecord, PartRecord, TrainingReport, write_record
+from ensemble.training.records import MemberRecord, PartRecord, Seal, TrainingReport, write_record
 from tests.cli import reports
 from tests.planning.test_trainings import trained_config
 from tests.project import Project
@@ -228,7 +228,8 @@ def test_plan_and_doctor_tell_what_is_trained_and_what_lacks(
         if training.part in (Part(0), Part(2)):
             files.checkpoint("lora", training.part).mkdir(parents=True)
             record = PartRecord(training.part.fold, "done", 1, 1.0, ("cpu",))
-            write_record(files.seal("lora", training.part), training.seal(record))
+            seal = Seal(made_of=training.made_of, tables=training.tables, files={}, record=record)
+            write_record(files.seal("lora", training.part), seal)
     digests = folds.read("train.csv").row_digests(("a", "b"))
     write_trained_rows(files.trained_rows("lora"), TrainedRows(digests, folds.FOLD_OF_ROW))
 
@@ -239,6 +240,7 @@ def test_plan_and_doctor_tell_what_is_trained_and_what_lacks(
         "command": tuple(keys["models"][0]["train"]["command"]),
         "num_gpus": 0,
         "missing": ["fold-1", "all"],
+        "outdated": {},
     }
     printed = "\n".join(reports.shown("plan", api.plan(keys).prepared))
     assert (
