@@ -86,20 +86,16 @@ class PlainDisplay(QuietDisplay):
                 self._say_settings(state)
             last_phase, last, last_fraction = self._shown.get(name, (None, now, -1.0))
             text, fraction = self._phrase(state), state.fraction
+            has_news = phase in _BEFORE or fraction != last_fraction
             if phase != last_phase:
                 fraction = -1.0
                 if phase == "predicting":
                     views = f" of {state.plan.views} views" if state.plan.views > 1 else ""
-                    text = (
-                        f"predicting {plural(state.rows - state.reused_rows, 'row')}{views}{_nodes_of(state)}"
-                    )
+                    rows = plural(state.rows - state.reused_rows, "row")
+                    text = f"predicting {rows}{views}{_nodes_of(state)}"
                     if state.plan.row_names:
                         text = f"training {listed(state.in_hand_texts, show=str)}"
-            elif (
-                phase not in _BUSY
-                or now - last < PLAIN_LINE_SECONDS
-                or (phase == "predicting" and fraction == last_fraction)  # there is nothing new
-            ):
+            elif phase not in _BUSY or now - last < PLAIN_LINE_SECONDS or not has_news:
                 continue
             self._shown[name] = (phase, now, fraction)
             self.say(f"{name}: {text}")

@@ -22,7 +22,7 @@ OnBadRow: TypeAlias = Literal["fail", "uniform", "drop_member"]
 MAX_BAD_ROWS = 100
 _MAX_BAD_ROWS_BEFORE_ANY_GOOD = 2
 # So many errors before any row is computed are probably every row's: rows alone tell sooner than halves.
-_MAX_ERRORS_BEFORE_ANY_GOOD = 2
+_ERRORS_BEFORE_ANY_GOOD = 2
 # Each death costs a start of a worker.  Each of two bad rows in a full chunk is found after 14 deaths; the rest is
 # for accidents.
 MAX_DEATHS = 40
@@ -130,7 +130,7 @@ class RetryRules:
             self._record(worker, fault, "again", chunk)
         elif chunk.rows > 1:
             parts, remedy = [*chunk.split(state.chunks.numbers)], "in halves"
-            if history.errors >= _MAX_ERRORS_BEFORE_ANY_GOOD and not _computed_rows(state):
+            if history.errors >= _ERRORS_BEFORE_ANY_GOOD and not _computed_rows(state):
                 parts, remedy = [chunk], "some alone"
                 while len(parts) <= _MAX_BAD_ROWS_BEFORE_ANY_GOOD + 1 and parts[-1].rows > 1:
                     rest = parts.pop()

@@ -180,13 +180,12 @@ def _with_place() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        steps = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-        # Without this file, and the import system, whose files are "<frozen ...>".
-        steps = [(file, line) for file, line in steps if file != __file__ and not file.startswith("<")]
+        steps = [(Path(frame.f_code.co_filename), line) for frame, line in walk_tb(error.__traceback__)]
+        # Not this file, and not the import system, whose files are "<frozen ...>".
+        steps = [step for step in steps if step[0] != Path(__file__) and step[0].is_file()]
         # If all is installed, the function of the config is the best guess.
-        places = [step for step in steps if not _is_library(Path(step[0]))][-1:] or steps[:1]
-        for file, line in places:
-            error.add_note(f"{shown_path(Path(file))}, line {line}")
+        for file, line in [step for step in steps if not _is_library(step[0])][-1:] or steps[:1]:
+            error.add_note(f"{shown_path(file)}, line {line}")
         raise
 
 
