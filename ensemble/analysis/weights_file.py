@@ -59,6 +59,7 @@ def fit_sources(
     merge_method: Pool | None = None,
     activation: Activation | None = None,
     partial: bool = False,
+    columns: Sequence[str] = (),
     has_overrides: bool = False,
     target: Path | None = None,
 ) -> tuple[FitReport, str]:
@@ -68,7 +69,7 @@ def fit_sources(
         labels: the table with the true labels; None: the config's table.
         label_column: of the table with the true labels; None: "label", or the config's column.
         id_column: of ``labels`` and of CSVs.
-        merge_method, activation, partial: only for CSVs, because a config has these settings.
+        merge_method, activation, partial, columns: only for CSVs, because a config has these settings.
         has_overrides: whether ``load`` overrides keys.
 
     Returns:
@@ -88,6 +89,7 @@ def fit_sources(
             "--merge-method": merge_method is not None,
             "--activation": activation is not None,
             "--partial": partial,
+            "--label": bool(columns),
             "--id-column": id_column is not None and labels is None,
         }
         problems = [
@@ -116,6 +118,7 @@ def fit_sources(
         activation,
         may_lack_rows=partial,
         advice="give the same rows in each file, or --partial to fit to the rows that all of them have",
+        columns=columns,
     )
     if predictions.folds is None and find_metric(options.metric).kind == "ranks":
         remarks = (*predictions.remarks, f"{options.metric} {FOLDS_UNKNOWN}")
