@@ -167,6 +167,20 @@ def test_numbers_and_labels_that_are_not_exclusive(tmp_path: Path) -> None:
     assert [(one.id, one.first, one.second) for one in change.examples] == [("y", "rude 0.2", "rude 0.8")]
 
 
+def test_members_without_any_change_are_one_line(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 2)):
+        probabilities(20, seed).to_csv(tmp_path / f"{name}.csv")
+    different = compare(tmp_path / "a.csv", tmp_path / "b.csv")
+    same = compare(tmp_path / "a.csv", tmp_path / "a.csv")
+    (change,), (unchanged,) = different.changes, same.changes
+    members = [replace(unchanged, name=name) for name in ("gemma", "llama")]
+    _, _, table, line, *_ = view(replace(different, changes=(change, *members)))
+    assert not isinstance(table, str)
+    assert [row[0] for row in table.rows] == ["predictions"]
+    assert line == "Predictions that are the same in all rows: gemma, llama"
+    assert not [part for part in view(same) if not isinstance(part, str)]
+
+
 def test_the_columns_of_labels_are_chosen_by_name(tmp_path: Path) -> None:
     """Of files with other columns beside them, as `merge` takes them; `--label` of the command line."""
     ours, theirs = probabilities(60, 1), probabilities(60, 2)
