@@ -305,6 +305,7 @@ def fit(
     folds: int = 5,
     seed: int = 0,
     partial: bool = False,
+    columns: Sequence[str] = (),
     output: FilePath | None = None,
     force: bool = False,
     quiet: bool = False,
@@ -317,7 +318,7 @@ def fit(
     Args:
         sources: YAML files of a run (later files override earlier ones), or CSVs of members' predictions.
         overrides, quiet: as for ``run``.
-        labels, label_column: as for ``compare``.
+        labels, label_column, columns: as for ``compare``.
         id_column, activation, partial: as for ``merge``.
         metric: Metric to optimize.
         method: Weights that minimize log loss (simplex), greedy selection for any metric, a logistic regression
@@ -357,6 +358,7 @@ def fit(
             merge_method=merge_method,
             activation=activation,
             partial=partial,
+            columns=_names("columns", columns),
             has_overrides=bool(overrides),
             target=target,
         )
@@ -379,6 +381,7 @@ def compare(
     label_column: str | None = None,
     id_column: str | None = None,
     activation: Activation | None = None,
+    columns: Sequence[str] = (),
     quiet: bool = False,
 ) -> Comparison:
     """Compare two runs, or two CSVs of predictions.
@@ -394,6 +397,7 @@ def compare(
         labels: Table with the true labels, if the run's table has none.
         label_column: Column of the true labels (default: label, or a column per label).
         id_column, activation: as for ``merge``.
+        columns: Label column of CSVs to read (default: all).
         quiet: Print nothing but errors.
 
     Note:
@@ -403,10 +407,16 @@ def compare(
     with imports(for_analysis=True):
         from ensemble.analysis.compare import compare as compare_sides
 
-    if isinstance(metrics, str):
-        raise ConfigError(f"metrics: give a list of names, such as [{quoted(metrics)}]")
     sides = local_path(_path(first)), local_path(_path(second))
-    result = compare_sides(*sides, metrics, _optional_input(labels), label_column, id_column, activation)
+    result = compare_sides(
+        *sides,
+        _names("metrics", metrics),
+        _optional_input(labels),
+        label_column,
+        id_column,
+        activation,
+        _names("columns", columns),
+    )
     show("compare", result, _stream(quiet))
     return result
 
@@ -451,8 +461,7 @@ def merge(
         from ensemble.commands.merge_files import merge_files
         from ensemble.pipeline.signals import heed_signals
 
-    if isinstance(labels, str):
-        raise ConfigError(f"labels: give a list of names, such as [{quoted(labels)}]")
+    labels = _names("labels", labels)
     sets = _texts(overrides)
     if method is not None:
         sets.insert(0, f"ensemble.method={method}")
@@ -681,6 +690,12 @@ def _optional_path(value: object) -> Path | None:
 def _optional_input(value: object) -> Path | None:
     """Return the path of a file to read, or of its copy if the value is an address."""
     return None if value is None else local_path(_path(value))
+
+
+def _names(argument: str, names: Sequence[str]) -> Sequence[str]:
+    if isinstance(names, str):
+        raise ConfigError(f"{argument}: give a list of names, such as [{quoted(names)}]")
+    return names
 
 
 def _texts(overrides: Overrides | None) -> list[str]:

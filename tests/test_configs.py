@@ -64,7 +64,7 @@ def test_the_demo_ensemble_beats_each_of_its_members(project: Project) -> None:
     done = project.ensemble("run", config)
     assert done.returncode == 0, done.stderr
     report = project.run_json("runs/demo")
-    assert done.stdout.endswith("report page: runs/demo/report.html\n")
+    assert done.stdout.endswith("report: runs/demo/report.html\n")
     assert "could not be made" not in (project.folder / "runs/demo/report.html").read_text(encoding="utf-8")
     scores = {name: score["log_loss"] for name, score in report["scores"].items()}
     truth = [row[2] for row in read_demo("test.csv")[1:]]

@@ -159,13 +159,14 @@ def compare(
     label_column: str | None = None,
     id_column: str | None = None,
     activation: Activation | None = None,
+    columns: Sequence[str] = (),
 ) -> Comparison:
     """Compare two runs, two CSVs of predictions, or a run with a CSV; see ``ensemble.compare``.
 
     Members of a run are compared after their ``calibration``, as in the scores of the run.
 
     Raises:
-        ConfigError: there is no table that could have ``label_column``.
+        ConfigError: there is no table that could have ``label_column``, or no CSV for ``columns``.
         DataError: a side cannot be read, two files have no row in common, or metrics are unknown or have no truth.
     """
     requested = [find_metric(name).name for name in metrics]
@@ -173,11 +174,13 @@ def compare(
         raise ConfigError(
             "--label-column: is one of --labels or of a run's table, and these are CSVs; give --labels"
         )
+    if columns and first.is_dir() and second.is_dir():
+        raise ConfigError("--label: names columns of CSVs, and these are runs; leave it out")
     sources, problems = dict[Path, _Source](), list[str]()
     # Read runs first, because a CSV gets the activation of the run on the other side.
     for path in sorted((first, second), key=lambda path: not path.is_dir()):
         try:
-            sources[path] = _read(path, id_column, activation, labels is None, label_column)
+            sources[path] = _read(path, id_column, activation, labels is None, label_column, columns)
             if path.is_dir():
                 activation = activation or sources[path].predictions.activation
         except DataError as error:
@@ -283,12 +286,14 @@ def _read(
     activation: Activation | None,
     wants_truth: bool,
     label_column: str | None,
+    columns: Sequence[str],
 ) -> _Source:
     if path.is_dir():
         report = RunReport.read(path / "run.json")
         predictions = read_run(path, wants_truth, label_column)
         return _Source(path, as_merged(predictions, report), report)
-    return _Source(path, read_files({"predictions": path}, id_column, activation=activation), None)
+    predictions = read_files({"predictions": path}, id_column, activation=activation, columns=columns)
+    return _Source(path, predictions, None)
 
 
 def _common(first: _Source, second: _Source, remarks: list[str]) -> tuple[_Source, _Source]:

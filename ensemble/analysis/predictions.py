@@ -42,7 +42,12 @@ from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.methods.base import Values
 from ensemble.merging.row_checks import RowCheck
 from ensemble.merging.rules import RowRules
-from ensemble.pipeline.prediction_files import ROWS_ADVICE, file_columns, named_files
+from ensemble.pipeline.prediction_files import (
+    ROWS_ADVICE,
+    activation_of_one_label,
+    file_columns,
+    named_files,
+)
 from ensemble.pipeline.prepared import common_activation
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.reuse import read_bits
@@ -161,6 +166,7 @@ def read_files(
     activation: Activation | None = None,
     may_lack_rows: bool = False,
     advice: str = "give the same rows in each file",
+    columns: Sequence[str] = (),
 ) -> Predictions:
     """Read predictions, each file a member, joined by id in the first file's order.
 
@@ -168,16 +174,17 @@ def read_files(
         paths: by the members' names, or see ``named_files``.
         id_column: in each file; None: see ``guessed_id_column``.
         labels, label_column, activation: see ``read_truth``; None as activation: of several labels "softmax", of a
-            single one "sigmoid" if all values are from 0 to 1, else "none".
+            single one see ``activation_of_one_label``.
         may_lack_rows: whether files may lack rows that others have, or have NaN or empty cells there; the others'
             ids follow the first's.
         advice: what to do about rows that some files lack.
+        columns: the labels to read; see ``file_columns``.
     """
     if activation is not None and activation not in get_args(Activation):
         hint = nearest_or_all(str(activation), get_args(Activation), "kind")
         raise ConfigError(f"--activation: {quoted(str(activation))} is unknown; {hint}")
     names = paths if isinstance(paths, Mapping) else named_files(paths)
-    id_columns, label_names = file_columns(names, id_column, (), label_column)
+    id_columns, label_names = file_columns(names, id_column, columns, label_column, "--label")
 
     def read(name: str) -> PredictionFile:
         file = read_predictions(names[name], id_columns[name], label_names, may_lack_rows)
@@ -187,14 +194,12 @@ def read_files(
         return file
 
     files, remarks = _for_each(names, read), list[str]()
-    if labels is not None and activation in (None, "softmax"):
+    if labels is not None and activation in (None, "softmax") and not columns:
         files, remarks = _without_spare_columns(files, labels, label_column)
     first = next(iter(files.values()))
     label_names = first.labels
     if activation is None and len(label_names) == 1:
-        values = [file.values for file in files.values()]
-        is_probability = all(np.nanmin(column) >= 0 and np.nanmax(column) <= 1 for column in values)
-        activation = "sigmoid" if is_probability else "none"
+        activation = activation_of_one_label(files.values())
     activations = dict.fromkeys(files, activation or "softmax")
     ids = all_ids([file.ids for file in files.values()]) if may_lack_rows else first.ids
     members = _joined(files, ids, activations, may_lack_rows, str(first.path), advice, ROWS_ADVICE)

@@ -18,6 +18,7 @@ from ensemble.analysis.predictions import (
     FOLDS_UNKNOWN,
     LABEL_COLUMN,
     Predictions,
+    known_folds,
     read_files,
     read_run,
     read_truth,
@@ -59,6 +60,7 @@ def fit_sources(
     merge_method: Pool | None = None,
     activation: Activation | None = None,
     partial: bool = False,
+    columns: Sequence[str] = (),
     has_overrides: bool = False,
     target: Path | None = None,
 ) -> tuple[FitReport, str]:
@@ -68,7 +70,7 @@ def fit_sources(
         labels: the table with the true labels; None: the config's table.
         label_column: of the table with the true labels; None: "label", or the config's column.
         id_column: of ``labels`` and of CSVs.
-        merge_method, activation, partial: only for CSVs, because a config has these settings.
+        merge_method, activation, partial, columns: only for CSVs, because a config has these settings.
         has_overrides: whether ``load`` overrides keys.
 
     Returns:
@@ -88,6 +90,7 @@ def fit_sources(
             "--merge-method": merge_method is not None,
             "--activation": activation is not None,
             "--partial": partial,
+            "--label": bool(columns),
             "--id-column": id_column is not None and labels is None,
         }
         problems = [
@@ -116,13 +119,19 @@ def fit_sources(
         activation,
         may_lack_rows=partial,
         advice="give the same rows in each file, or --partial to fit to the rows that all of them have",
+        columns=columns,
     )
-    if predictions.folds is None and find_metric(options.metric).kind == "ranks":
-        remarks = (*predictions.remarks, f"{options.metric} {FOLDS_UNKNOWN}")
-        predictions = replace(predictions, remarks=remarks)
+    predictions = _remarking_unknown_folds(predictions, options)
     report = _fitted(predictions, replace(options, pool=merge_method or "mean"))
     names = ", ".join(path_of(file).name for file in files)
     return report, _overlay(report, report.options.pool, f"{names} by {labels.name}")
+
+
+def _remarking_unknown_folds(predictions: Predictions, options: Options) -> Predictions:
+    """Return predictions of files, with a remark where their ranks may be those of several models."""
+    if predictions.folds is not None or find_metric(options.metric).kind != "ranks":
+        return predictions
+    return replace(predictions, remarks=(*predictions.remarks, f"{options.metric} {FOLDS_UNKNOWN}"))
 
 
 def _fitted(predictions: Predictions, options: Options) -> FitReport:
@@ -176,6 +185,10 @@ def _fit_run(
         members={name: predictions.members[name] for name in names},
         activations={name: predictions.activations[name] for name in names},
     )
+    files = [Path(getattr(model, "path")) for model in config.models if model.task_type == "csv"]  # noqa: B009
+    if files and predictions.folds is None:
+        predictions = replace(predictions, folds=known_folds(files, predictions.ids))
+        predictions = _remarking_unknown_folds(predictions, options)
     if options.method != "auto" and method == "logit_mean" and predictions.activation == "softmax":
         raise ConfigError(f"ensemble.method: logit_mean is not for labels that exclude each other; {advice}")
     rows = predictions.ids, predictions.labels, predictions.activation

@@ -52,6 +52,7 @@ _OPTIONS: dict[str, Any] = {
     "metrics": Annotated[list[str], option("--metric", "NAME", show_default=False)],
     "labels": Annotated[Path | None, option("--labels", "TABLE")],
     "label_column": Annotated[str | None, option("--label-column", "NAME")],
+    "columns": Annotated[list[str], option("--label", "NAME", show_default=False)],
     "id_column": Annotated[str | None, option("--id-column", "NAME")],
     "metric": Annotated[str, option("--metric", "NAME")],
     "method": Annotated[

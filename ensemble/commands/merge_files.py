@@ -42,7 +42,12 @@ from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members, MergeMethod, Values
 from ensemble.merging.row_checks import RowCheck
-from ensemble.pipeline.prediction_files import ROWS_ADVICE, file_columns, named_files
+from ensemble.pipeline.prediction_files import (
+    ROWS_ADVICE,
+    activation_of_one_label,
+    file_columns,
+    named_files,
+)
 
 CsvFile: TypeAlias = Any  # a member of the kind csv
 # Keys of a member that apply to a merge of files.
@@ -82,7 +87,8 @@ def merge_files(
         overrides: of a config of these members, such as ``ensemble.method=median``; they come last.
         weights: a YAML file with ``models`` and ``ensemble``, as ``fit`` writes it; it names all files.
         weight: of every file, as YAML, by name; they come after those of ``weights``.
-        keys: of every member, such as ``activation`` and ``partial``.
+        keys: of every member, such as ``activation`` and ``partial``; without ``activation`` files of one label
+            have that of ``activation_of_one_label``.
 
     Raises:
         EnsembleError: with every problem; no file is written.
@@ -101,7 +107,13 @@ def merge_files(
     if weight:
         _demand_all("--weight", [*weight], [*paths])
     weight_overrides = [f"models.{name}.weight={text}" for name, text in (weight or {}).items()]
-    config = _config(paths, id_columns, columns, keys or {}, weights, [*weight_overrides, *overrides])
+    keys = dict(keys or {})
+    if len(columns) == 1 and "activation" not in keys:
+        files_of_one = [
+            read_predictions(path, id_columns[name], columns, may_lack=True) for name, path in paths.items()
+        ]
+        keys["activation"] = activation_of_one_label(files_of_one)
+    config = _config(paths, id_columns, columns, keys, weights, [*weight_overrides, *overrides])
     files_to_merge = [member_kind(model) for model in config.models]
     members = Members(
         names=tuple(paths),

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from ensemble.common.errors import ConfigError, DataError, EnsembleError
+from ensemble.common.protocol import Activation
 from ensemble.common.remote_files import address_of, local_path
 from ensemble.common.text import listed, quoted
 from ensemble.config.values import MAX_NAME_CHARACTERS, is_member_name
@@ -126,6 +127,12 @@ def file_columns(
     if problems:
         raise DataError(problems)
     return ids, tuple(labels)
+
+
+def activation_of_one_label(files: Iterable[PredictionFile]) -> Activation:
+    """Return what files of a single label hold: "sigmoid" if all values are from 0 to 1, else "none"."""
+    is_outside = [bool((file.values < 0).any() or (file.values > 1).any()) for file in files]
+    return "none" if any(is_outside) else "sigmoid"
 
 
 def read_as_written(path: Path) -> PredictionFile:

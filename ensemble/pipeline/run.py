@@ -192,7 +192,7 @@ class _Run(RunState, RunHooks):
             if self.members:  # otherwise the report of an earlier run says more
                 # An error that ended the run matters more than one of its report; a merged run needs its report.
                 with contextlib.nullcontext() if self.status in MERGED else contextlib.suppress(WriteError):
-                    self.results.files |= {"log": rundir.run_log, "report": rundir.run_json}
+                    self.results.files |= {"log": rundir.run_log, "run.json": rundir.run_json}
                     self.report(self.status).write(rundir.run_json)
         # A member that was left out can resume from its shards.
         if self.status == "complete" and not self.left_out:
@@ -239,7 +239,7 @@ class _Run(RunState, RunHooks):
                 lambda: self._signals.came is not None,
                 self.say,
             )
-        return report if page is None else replace(report, files={**report.files, "report page": str(page)})
+        return report if page is None else replace(report, files={**report.files, "report": str(page)})
 
     def _seconds_left(self, reserve: float = 0.0) -> float:
         """Return the seconds until ``time_limit``, without the last ``reserve``; infinite if there is no limit."""

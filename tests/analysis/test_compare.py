@@ -12,9 +12,11 @@ import numpy as np
 import pandas as pd
 import pytest
 from sklearn import metrics as sk
+from typer.testing import CliRunner
 
 import ensemble
 from ensemble.analysis.compare import changed_settings, compare
+from ensemble.cli.app import app
 from ensemble.cli.views.compare import view
 from ensemble.common.errors import ConfigError, DataError
 from tests.cli.reports import shown
@@ -163,6 +165,46 @@ def test_numbers_and_labels_that_are_not_exclusive(tmp_path: Path) -> None:
     )
     (change,) = compare(tmp_path / "c.csv", tmp_path / "d.csv", activation="sigmoid").changes
     assert [(one.id, one.first, one.second) for one in change.examples] == [("y", "rude 0.2", "rude 0.8")]
+
+
+def test_members_without_any_change_are_one_line(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 2)):
+        probabilities(20, seed).to_csv(tmp_path / f"{name}.csv")
+    different = compare(tmp_path / "a.csv", tmp_path / "b.csv")
+    same = compare(tmp_path / "a.csv", tmp_path / "a.csv")
+    (change,), (unchanged,) = different.changes, same.changes
+    members = [replace(unchanged, name=name) for name in ("gemma", "llama")]
+    _, _, table, line, *_ = view(replace(different, changes=(change, *members)))
+    assert not isinstance(table, str)
+    assert [row[0] for row in table.rows] == ["predictions"]
+    assert line == "Predictions that are the same in all rows: gemma, llama"
+    assert not [part for part in view(same) if not isinstance(part, str)]
+
+
+def test_the_columns_of_labels_are_chosen_by_name(tmp_path: Path) -> None:
+    """Of files with other columns beside them, as `merge` takes them; `--label` of the command line."""
+    ours, theirs = probabilities(60, 1), probabilities(60, 2)
+    ours.assign(fold=3).to_csv(tmp_path / "a.csv")
+    theirs.assign(set=7).to_csv(tmp_path / "b.csv")
+    truth = pd.Series(np.random.default_rng(3).choice(NAMES, 60), ours.index, name="label")
+    truth.to_csv(tmp_path / "truth.csv")
+    files = [str(tmp_path / "a.csv"), str(tmp_path / "b.csv")]
+    chosen = [text for name in NAMES for text in ("--label", name)]
+    labels = ["--labels", str(tmp_path / "truth.csv"), *chosen]
+    for command in ("compare", "fit"):
+        output = ["-o", str(tmp_path / "weights.yaml")] if command == "fit" else []
+        finished = CliRunner().invoke(app, [command, *files, *labels, *output])
+        assert finished.exit_code == 0, finished.exception
+    report = ensemble.fit(files, labels=tmp_path / "truth.csv", columns=NAMES, quiet=True)
+    order = sorted(NAMES)
+    alone = {
+        name: sk.log_loss(truth, side[order], labels=order) for name, side in (("a", ours), ("b", theirs))
+    }
+    assert {member.name: member.alone for member in report.members} == pytest.approx(alone)
+    with pytest.raises(DataError, match="name those to take, such as --label winner_a"):
+        ensemble.fit(files, labels=tmp_path / "truth.csv", quiet=True)
+    with pytest.raises(ConfigError, match="--label: names columns of CSVs, and these are runs"):
+        compare(tmp_path, tmp_path, columns=NAMES)
 
 
 def test_what_cannot_be_compared(tmp_path: Path) -> None:

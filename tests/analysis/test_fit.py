@@ -252,7 +252,20 @@ def test_the_rows_of_each_folds_model_are_ranked_by_themselves(tmp_path: Path) -
     assert (metric.first.value, metric.second.value) == pytest.approx(tuple(expected.values()))
     assert metric.better == "first"
 
+    config = {
+        "data": {"path": labels, "label_column": "label"},
+        "labels": ["no", "yes"],
+        "models": [{"name": file.stem, "task_type": "csv", "path": file} for file in files],
+        "output_dir": tmp_path / "run",
+        "report": False,
+    }
+    ensemble.run(config, quiet=True)
+    report = ensemble.fit(config, metric="auc", quiet=True)
+    assert {member.name: member.alone for member in report.members} == pytest.approx(expected)
+
     (tmp_path / "training" / "folds.csv").unlink()
+    of_config = ensemble.fit(config, metric="auc", quiet=True)
+    assert [remark for remark in of_config.remarks if "beside training/folds.csv" in remark]
     report = ensemble.fit(files, labels=labels, metric="auc", quiet=True)
     compared = ensemble.compare(files[0], files[1], ["auc"], labels=labels, quiet=True)
     for remarks in (report.remarks, compared.remarks):

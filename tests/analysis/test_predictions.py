@@ -213,6 +213,9 @@ def test_columns_that_are_no_labels_of_the_table_are_left_out_and_named(tmp_path
     assert read.labels == ("neg", "pos")
     assert read.members["a"].tolist() == [[0.7, 0.3], [0.2, 0.8], [0.5, 0.5]]
     assert read.remarks == (f"columns left out, as they are no labels of {truth}: 'fold', 'target'",)
+    chosen = read_files([a], columns=["pos", "neg"])
+    assert (chosen.labels, chosen.remarks) == (("pos", "neg"), ())
+    assert chosen.members["a"].tolist() == [[*row] for row in zip(A["pos"], A["neg"], strict=True)]
     (refused,) = problems([a])
     cells = "1 row with values below 0 or above 1, the first is id 1e5 ('fold' is 3); "
     assert refused.startswith(

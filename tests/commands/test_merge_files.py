@@ -18,6 +18,7 @@ from pyarrow import parquet
 from pyarrow.csv import write_csv
 
 import ensemble
+from ensemble.analysis.predictions import read_files
 from ensemble.common.errors import EnsembleError
 from ensemble.pipeline.prediction_files import ROWS_ADVICE
 from tests.project import ROOT, python_path
@@ -197,6 +198,20 @@ def test_other_values_columns_and_a_single_label(folder: Path) -> None:
     pd.DataFrame({"score": [1.0, 3.0], "id": ["y", "x"]}).to_csv(folder / "raw2.csv", index=False)
     ensemble.merge(files, folder / "raw.csv", labels=["score"], activation="none")
     assert (folder / "raw.csv").read_text() == "key,score\nx,3.25\ny,0\n"
+
+
+@pytest.mark.parametrize(("scores", "activation"), [([0.25, 0.75], "sigmoid"), ([3.5, -1.0], "none")])
+def test_files_of_one_column_are_merged_as_fit_and_compare_read_them(
+    scores: list[float], activation: str, tmp_path: Path
+) -> None:
+    first = pd.DataFrame({"id": ["x", "y"], "score": scores})
+    first.to_csv(tmp_path / "first.csv", index=False)
+    first.assign(score=[0.5, 0.5]).to_csv(tmp_path / "second.csv", index=False)
+    files = paths(tmp_path, "first", "second")
+    ensemble.merge(files, tmp_path / "merged.csv", quiet=True)
+    expected = (first.score + 0.5) / 2
+    np.testing.assert_allclose(read(tmp_path / "merged.csv").score, expected, rtol=1e-12)
+    assert read_files(files).activation == activation
 
 
 def refused(files: Any, output: Path, **keys: Any) -> list[str]:

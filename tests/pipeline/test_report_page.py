@@ -45,13 +45,13 @@ def test_a_run_writes_it_once_and_again_only_for_other_results(project: Project)
     surroundings = {"MPLBACKEND": "no such backend", "HOME": "/proc/no/home"}
     done = project.ensemble("run", "config.yaml", environment=surroundings)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("report page: runs/first/report.html\n")
+    assert done.stdout.endswith("report: runs/first/report.html\n")
     text, first = page.read_text(encoding="utf-8"), page.stat()
     assert "<title>Run report: " in text
     assert "could not be made" not in text
 
     done = project.ensemble("run", "config.yaml")  # which has nothing to do
-    assert done.stdout.endswith("report page: runs/first/report.html\n")
+    assert done.stdout.endswith("report: runs/first/report.html\n")
     assert (page.stat().st_ino, page.stat().st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
 
     other = ("--set", "models.gemma.weight=3")
@@ -67,7 +67,7 @@ def test_a_run_writes_it_once_and_again_only_for_other_results(project: Project)
     done = project.ensemble("run", "config.yaml", "--set", "report=false")
     assert done.returncode == 0
     assert not page.exists()
-    assert "report page" not in done.stdout
+    assert "report: " not in done.stdout
 
 
 @pytest.mark.long
@@ -130,7 +130,7 @@ def test_a_full_disk_costs_the_report_alone_until_there_is_room(project: Project
         assert [*disk.rglob("*report*")] == [disk / "first/logs/report.log"], "no half of a page"
         (disk / "ballast").unlink()
         done = project.ensemble("run", "config.yaml")
-        assert done.stdout.endswith("report page: runs/first/report.html\n"), done.stdout
+        assert done.stdout.endswith("report: runs/first/report.html\n"), done.stdout
         page = (disk / "first/report.html").read_text(encoding="utf-8")
         assert page.rstrip().endswith("</html>")
 

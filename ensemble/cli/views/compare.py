@@ -25,8 +25,12 @@ def view(comparison: Comparison) -> Iterator[str | Table]:
         yield f"{setting.key}: {setting.first} -> {setting.second}"
     if comparison.settings == ():
         yield "The settings are the same."
+    changes = [change for change in comparison.changes if change.largest]
+    if changes:
+        yield Table(_ROWS, [_change_cells(change) for change in changes])
+    if unchanged := [change.name for change in comparison.changes if not change.largest]:
+        yield f"Predictions that are the same in all rows: {', '.join(unchanged)}"
     if comparison.changes:
-        yield Table(_ROWS, [_change_cells(change) for change in comparison.changes])
         first = comparison.changes[0]  # of the ensemble, as a rule
         for example in first.examples:
             yield f"{first.name}: id {example.id!r}: {example.first} -> {example.second}"
