@@ -27,6 +27,7 @@ from ensemble.common.protocol import Counters
 from ensemble.common.python_process import WORKER_MARK, die_with_parent, end_marked, python_command
 from ensemble.common.redact import Redactor
 from ensemble.common.text import gib, shown_path
+from ensemble.worker.last_words import last_words
 
 if TYPE_CHECKING:
     from ensemble.members.predictor import Report
@@ -37,8 +38,6 @@ _READ_BYTES = 1 << 16
 _QUIET_SECONDS = 1.0
 # Less free space than this is a full disk.
 _FULL_BYTES = 1 << 20
-# Of the end of a command's log in messages.
-_LAST_LINES, _LAST_CHARACTERS = 3, 240
 
 
 class CommandFailed(Exception):
@@ -163,12 +162,10 @@ class LoggedCommand:
         return kind(text, was_killed=code < 0)
 
     def _last_words(self, log_start: int) -> str:
-        """Return the last lines that the command has printed; its log had ``log_start`` bytes before."""
+        """Return the last words that the command has printed; its log had ``log_start`` bytes before."""
         with contextlib.suppress(OSError), self.log.open("rb") as file:
-            file.seek(max(log_start, self._log_size() - 4096))
-            text = file.read().decode("utf-8", "replace").replace("\r", "\n")
-            lines = [line.strip() for line in text.splitlines() if line.strip()]
-            return " | ".join(lines[-_LAST_LINES:])[-_LAST_CHARACTERS:]
+            file.seek(max(log_start, self._log_size() - _READ_BYTES))
+            return last_words(file.read().decode("utf-8", "replace"))
         return ""
 
 
