@@ -35,6 +35,7 @@ from ensemble.common.protocol import Counters
 from ensemble.common.python_process import WORKER_MARK, die_with_parent, end_marked, python_command
 from ensemble.common.redact import Redactor
 from ensemble.common.text import gib, shown_path
+from ensemble.worker.last_words import last_words
 
 if TYPE_CHECKING:
     from ensemble.members.predictor import Report
@@ -45,8 +46,6 @@ _READ_BYTES = 1 << 16
 _QUIET_SECONDS = 1.0
 # Less free space than this is a full disk.
 _FULL_BYTES = 1 << 20
-# Of the end of a command's log in messages.
-_LAST_LINES, _LAST_CHARACTERS = 3, 240
 
 
 class CommandFailed(Exception):
@@ -171,13 +170,12 @@ class LoggedCommand:
         return kind(text, was_killed=code < 0)
 
     def _last_words(self, log_start: int) -> str:
-        """Return the last lines that the command has printed; its log had ``log_start`` bytes before."""
+        """Return the last words that the command has printed; its log had ``log_start`` bytes before."""
         with contextlib.suppress(OSError), self.log.open("rb") as file:
             size = self._log_size()
-            file.seek(max(log_start if log_start <= size else 0, size - 4096))  # the log may have been cut
-            text = file.read().decode("utf-8", "replace").replace("\r", "\n")
-            lines = [line.strip() for line in text.splitlines() if line.strip()]
-            return " | ".join(lines[-_LAST_LINES:])[-_LAST_CHARACTERS:]
+            # The log may have been cut.
+            file.seek(max(log_start if log_start <= size else 0, size - _READ_BYTES))
+            return last_words(file.read().decode("utf-8", "replace"))
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Commands beneath a worker: a real process between, and what is left of its log."""
+"""Commands beneath a worker: what is left of their logs, and what is said of those that fail."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ensemble.common.files import MAX_LOG_BYTES
+from ensemble.worker.last_words import last_words
 from ensemble.worker.logged_command import CommandFailed, LoggedCommand
 
 
@@ -21,3 +22,58 @@ def test_the_log_of_a_command_that_prints_without_end_keeps_its_last_part(tmp_pa
         command.run(lambda rows, tokens=0, padded_tokens=0: None)
     assert log.stat().st_size < MAX_LOG_BYTES
     assert log.read_bytes().endswith(b"no gradient\n")
+
+
+SCRIPT = """
+def main():
+    try:
+        {}["grp"]
+    except KeyError as error:
+        raise ValueError("train.csv has no column grp") from error
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(["accelerate.commands.launch", "--cpu", "--num_processes", "1"], id="accelerate"),
+        pytest.param(
+            ["torch.distributed.run", "--nproc-per-node", "2"], id="torchrun", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_the_scripts_exception_is_said_and_not_its_launchers(launcher: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "a script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    command = LoggedCommand(
+        command=[sys.executable, "-m", *launcher, str(script)],
+        out=tmp_path / "out",
+        log=tmp_path / "log",
+        resumes=False,
+        environment={"TMPDIR": str(tmp_path)},  # torchrun leaves a folder there
+        settings={},
+    )
+    with pytest.raises(CommandFailed) as failed:
+        command.run(lambda *counts: None)
+    words = str(failed.value).partition(", with the last words: ")[2].split(" | ")
+    expected = ["KeyError: 'grp'", "ValueError: train.csv has no column grp"]
+    assert sorted(words) == expected, (tmp_path / "log").read_text(encoding="utf-8")
+
+
+def test_exceptions_of_ranks_are_said_once_and_other_logs_end_as_they_do() -> None:
+    trace = "Traceback (most recent call last):\n  File 'a.py', line 1\n\nOSError: no b.csv\n"
+    launchers = trace.replace(
+        "OSError: no b.csv", "torch.distributed.elastic.x.errors.ChildFailedError: \n====="
+    )
+    ranks = "".join(f"[rank{number}]: {line}\n" for number in (0, 1) for line in trace.splitlines())
+    assert last_words(f"{ranks}{launchers}a.py FAILED\n") == "OSError: no b.csv"
+    assert (
+        last_words(f"{launchers}a.py FAILED\n")
+        == "torch.distributed.elastic.x.errors.ChildFailedError: | ===== | a.py FAILED"
+    )
+    assert last_words(f"{trace}went on\r50%\r51%\n\n") == "went on | 50% | 51%"
+    assert last_words("") == ""
+    mixed = "".join(f"{line}\n{line}\n" for line in trace.splitlines())  # of two ranks
+    assert last_words(f"{mixed}{launchers}a.py FAILED\n") == "OSError: no b.csv"
