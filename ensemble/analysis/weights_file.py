@@ -34,6 +34,7 @@ from ensemble.common.text import plural
 from ensemble.config import CalibrationConfig, ConfigSource, LoadedConfig, MappingConfig
 from ensemble.config.yamlfile import parse
 from ensemble.data.answers import whole_numbers
+from ensemble.members.registry import member_kind
 from ensemble.merging.methods.base import Values
 from ensemble.merging.scoring import Interval
 from ensemble.pipeline.fingerprint import changed_members, changed_sentence
@@ -185,7 +186,8 @@ def _fit_run(
         members={name: predictions.members[name] for name in names},
         activations={name: predictions.activations[name] for name in names},
     )
-    files = [Path(getattr(model, "path")) for model in config.models if model.task_type == "csv"]  # noqa: B009
+    given = [kind for kind in map(member_kind, config.models) if not kind.needs_worker]
+    files = [Path(source) for kind in given for source in kind.sources()]
     if files and predictions.folds is None:
         predictions = replace(predictions, folds=known_folds(files, predictions.ids))
         predictions = _remarking_unknown_folds(predictions, options)
