@@ -377,10 +377,12 @@ def _write_data(
     table.parent.mkdir(exist_ok=True)
     for part in dict.fromkeys(training.part for training in trainings if not training.is_built_in):
         data.write_for_command(files.train_file(part, data.suffix), data.rows_of(part.fold))
-    for model in config.trained_members:  # also of one that is used again, whose rows another has replaced
+    to_train = {training.model.name for training in trainings}
+    for model in config.trained_members:
         rows = files.trained_rows(model.name)
-        rows.parent.mkdir(parents=True, exist_ok=True)
-        write_trained_rows(rows, data.trained_rows(model.name))
+        if model.name in to_train or not fold_count(rows):
+            rows.parent.mkdir(parents=True, exist_ok=True)
+            write_trained_rows(rows, data.trained_rows(model.name))
     built_in = [(training, training.from_base) for training in trainings if training.from_base is not None]
     if not built_in:
         return

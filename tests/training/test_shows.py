@@ -27,7 +27,9 @@ from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.planning.trainings import plan_trainings
 from ensemble.scheduling.records import FaultRecord, WorkerRecord
 from ensemble.scheduling.state import MemberState
-from ensemble.training.records import MemberRecord, PartRecord, TrainingReport, write_record
+from ensemble.training.command import _trainings
+from ensemble.training.data import read_training_data
+from ensemble.training.records import MemberRecord, PartRecord, Seal, TrainingReport, write_record
 from tests.cli import reports
 from tests.planning.test_trainings import trained_config
 from tests.project import Project
@@ -198,9 +200,12 @@ def test_plan_and_doctor_tell_what_is_trained_and_what_lacks(
     keys = folds.config(project, "refit")
     keys["models"][0]["train"]["command"] = [sys.executable, "train.py", "{train}", "{out}"]
     files = TrainingDir(Path(keys["output_dir"]))
-    for part in (Part(0), Part(2)):
-        files.checkpoint("lora", part).mkdir(parents=True)
-        files.seal("lora", part).write_text("{}")
+    given = folds.loaded(keys)
+    for training in _trainings(given.config, files, read_training_data(given), given.config.models[0]):
+        if training.part in (Part(0), Part(2)):
+            files.checkpoint("lora", training.part).mkdir(parents=True)
+            seal = Seal(dict(training.made_of), PartRecord(training.part.fold, "done"))
+            write_record(files.seal("lora", training.part), seal)
     digests = folds.read("train.csv").row_digests(("a", "b"))
     write_trained_rows(files.trained_rows("lora"), TrainedRows(digests, folds.FOLD_OF_ROW))
 
@@ -211,6 +216,7 @@ def test_plan_and_doctor_tell_what_is_trained_and_what_lacks(
         "command": tuple(keys["models"][0]["train"]["command"]),
         "num_gpus": 0,
         "missing": ["fold-1", "all"],
+        "outdated": {},
     }
     printed = "\n".join(reports.shown("plan", api.plan(keys).prepared))
     assert (
