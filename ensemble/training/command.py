@@ -282,8 +282,9 @@ def _train(
         is_fresh = asked.fresh and is_asked
         if why or is_fresh:  # never beside a fold of another division
             files.set_aside(name, part)
-            if is_asked:
-                files.clear(name, part)
+        # What another training left is not taken for what this one will leave.
+        if is_asked and (why or is_fresh or files.ended(name, part).exists()):
+            files.clear(name, part)
         if why is None or is_asked:
             to_run.append(replace(training, is_done=why is None and not is_fresh))
     for model in config.trained_members:

@@ -209,6 +209,16 @@ def test_a_result_that_was_refused_is_sealed_once_it_is_mended(trained: Trained,
         assert trained.folds_called().count("1") == 2
 
 
+def test_what_another_training_left_is_never_taken_for_a_refused_one(trained: Trained) -> None:
+    trained.mode(1, "two")
+    do(fold=1)
+    trained.mode(1, "exit")
+    do("seed=7", fold=1)
+    shutil.copytree(trained.scripts / "trained", trained.files.unfinished("a", Part(1)), dirs_exist_ok=True)
+    do(fold=1)
+    assert len(trained.calls()) == 3, "nothing is left of the first"
+
+
 def make(folder: Path, content: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(content, encoding="utf-8")
