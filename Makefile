@@ -35,7 +35,9 @@ help:
 run: $(VENV)/.runtime
 	$(BIN)/python -m ensemble run $(CONFIG)
 
-test: lint types unit
+# mypy takes one core for half a minute, beside tests that wait for processes now and then.
+test: lint
+	@$(MAKE) --no-print-directory -j 2 types unit
 
 test-all: rest overlays bench-share
 

@@ -1,6 +1,6 @@
 """Train a classifier on one CSV with plain transformers: the command of configs/train_command.yaml.
 
-By hand:  python configs/train_classifier.py --base MODEL --train train.csv --out FOLDER
+By hand:  python configs/train_classifier.py --base MODEL --train train.csv --text-column text --out FOLDER
 On two processes:  accelerate launch --num_processes 2 configs/train_classifier.py --base MODEL ...
 """
 
@@ -21,16 +21,19 @@ from transformers import (
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Train a classifier on the columns gloss and label of a CSV."
+        description="Train a classifier on two columns of a CSV: a text and its label."
     )
     parser.add_argument("--base", required=True, help="the checkpoint to start from")
     parser.add_argument("--train", required=True, help="a CSV of the rows to train on")
     parser.add_argument("--out", required=True, help="the folder that gets the trained checkpoint")
+    parser.add_argument("--text-column", default="text", help="the column of the texts")
+    parser.add_argument("--label-column", default="label", help="the column of the labels")
     parser.add_argument("--fold", type=int, default=-1, help="the fold that is held out, for the seed")
     parser.add_argument("--epochs", type=float, default=3)
     options = parser.parse_args()
     table = pd.read_csv(options.train, dtype=str, keep_default_na=False)
-    labels = sorted(table["label"].unique())
+    texts, answers = table[options.text_column].tolist(), table[options.label_column].tolist()
+    labels = sorted({*answers})
     tokenizer = AutoTokenizer.from_pretrained(options.base)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.bos_token
@@ -43,10 +46,9 @@ def main() -> None:
         pad_token_id=tokenizer.pad_token_id,
         dtype=torch.float32,
     )
-    texts = tokenizer(table["gloss"].tolist(), truncation=True, max_length=128)["input_ids"]
+    encoded = tokenizer(texts, truncation=True, max_length=128)["input_ids"]
     rows = [
-        {"input_ids": ids, "labels": labels.index(label)}
-        for ids, label in zip(texts, table["label"], strict=True)
+        {"input_ids": ids, "labels": labels.index(label)} for ids, label in zip(encoded, answers, strict=True)
     ]
     arguments = TrainingArguments(
         output_dir=options.out,

@@ -17,7 +17,12 @@ def main() -> None:
     """Run the command line."""
     # "python -m" puts the working directory first: a `numpy.py` there would be taken for the library.
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120  pathlib is slow
-    if sys.path and sys.path[0] in ("", os.getcwd()) and root != os.getcwd():  # noqa: PTH109
+    try:
+        here = os.getcwd()  # noqa: PTH109
+    except FileNotFoundError:
+        sys.stderr.write("error: the working directory is gone; change to one that is there\n")
+        sys.exit(2)
+    if sys.path and sys.path[0] in ("", here) and root != here:
         del sys.path[0]
     # If descriptors 0 to 2 were closed (``>&-``), no other file may get these numbers: libraries write to them.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:

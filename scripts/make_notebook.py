@@ -77,8 +77,11 @@ defaults:
       swap: {{columns: [response_a, response_b], labels: [winner_model_a, winner_model_b]}}"""
 
 REHEARSE = """\
-train = "{train}"
-ensemble("rehearse", *CONFIG, "--rows", "25000", "--lengths-from", train, good=(0, 1))"""
+import time
+
+train, began = "{train}", time.monotonic()
+ensemble("rehearse", *CONFIG, "--rows", "25000", "--lengths-from", train, good=(0, 1))
+print(f"This rehearsal took {{(time.monotonic() - began) / 60:.1f}} minutes of Kaggle's nine hours.")"""
 
 LOOK = """\
 import pandas as pd
@@ -109,10 +112,13 @@ def cells() -> list[dict[str, Any]]:
         _code("config", f"%%writefile config.yaml\n{text.strip()}"),
         _markdown(
             "options",
-            'An adapter, truncation by column and a swapped view. Without them: `CONFIG = ["config.yaml"]`.',
+            "An adapter, truncation by column and a swapped view: with `lora.yaml` in `CONFIG`, below.",
         ),
         _code("lora", LORA.format(inputs=inputs.parent)),
-        _code("chosen", 'CONFIG = ["config.yaml", "lora.yaml"]'),
+        _code(
+            "chosen",
+            'CONFIG = ["config.yaml"]\n# CONFIG.append("lora.yaml")  # if you have changed it to your inputs',
+        ),
         _markdown("checks", "Can it run here? Are config, data and models right? What fits where?"),
         _code("doctor", 'ensemble("doctor", *CONFIG)'),
         _code("validate", 'ensemble("validate", *CONFIG)'),

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import get_args
@@ -52,30 +53,39 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if sampling.part == "all":
         return
-
     wanted = _usual(items) if sampling.part == "usual" else _rest(items, sampling.chosen_share())
     if left_out := [item for item in items if item not in wanted]:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item in wanted]
 
 
+def _is_long(item: pytest.Item) -> bool:
+    """Whether a test is marked so, or runs under watch, for which a fork server of its own starts."""
+    return item.get_closest_marker("long") is not None or "forked" in getattr(item, "fixturenames", ())
+
+
 def _usual(items: list[pytest.Item]) -> set[pytest.Item]:
-    return {item for item in items if item.get_closest_marker("long") is None}
+    return {item for item in items if not _is_long(item)}
 
 
 def _rest(items: list[pytest.Item], share: int) -> set[pytest.Item]:
-    """Return a share of the long and sampled tests, and of each warm module a test for which nothing is forked."""
+    """Return a share of the long and sampled tests, and of each warm module a test for which nothing is forked.
+
+    Another share has another test of the module.
+    """
     wanted = {
         item
         for item in items
-        if (item.get_closest_marker("long") or item.get_closest_marker("sampled"))
-        and sampling.share_of(item.nodeid) == share
+        if (_is_long(item) or item.get_closest_marker("sampled")) and sampling.share_of(item.nodeid) == share
     }
-    for module in {item.path for item in items}:
-        warm = [item for item in items if item.path == module and "warm" in getattr(item, "fixturenames", ())]
-        usual = [item for item in warm if not item.get_closest_marker("long")]
-        if usual and not any(item.get_closest_marker("fresh") or item in wanted for item in warm):
-            wanted.add(usual[0])
+    warm = defaultdict(list)
+    for item in items:
+        if "warm" in getattr(item, "fixturenames", ()):
+            warm[item.path].append(item)
+    for tests in warm.values():
+        usual = [item for item in tests if not _is_long(item)]
+        if usual and not any(item.get_closest_marker("fresh") for item in usual):
+            wanted.add(usual[share % len(usual)])
     return wanted
 
 

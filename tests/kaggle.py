@@ -42,6 +42,7 @@ _INTRODUCTION = """\
 Made by `python -m tests.kaggle`, which runs [`configs/kaggle.ipynb`](../configs/kaggle.ipynb) as a test does: in a
 folder laid out like Kaggle's, without a network, on read-only inputs, with the project attached and not installed.
 Models and table are small stand-ins, and the machine has no GPU, so sizes, speeds and the CPU are not Kaggle's.
+`lora.yaml` is in `CONFIG` here.
 """
 
 
@@ -126,7 +127,8 @@ def run_notebook(
         What nbconvert did, and the notebook with its outputs, empty where a cell failed.
     """
     text = NOTEBOOK.read_text(encoding="utf-8").replace("/kaggle/input", f"{root}/input")
-    for old, new in {"/kaggle/working": f"{root}/working", **(changes or {})}.items():
+    with_options = {r"# CONFIG.append(\"lora.yaml\")": r"CONFIG.append(\"lora.yaml\")"}
+    for old, new in {"/kaggle/working": f"{root}/working", **with_options, **(changes or {})}.items():
         assert old in text, old
         text = text.replace(old, new)
     notebook, executed = root / "working" / "__notebook__.ipynb", root / "working" / "executed.ipynb"

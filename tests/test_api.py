@@ -89,6 +89,7 @@ def test_its_names() -> None:
         _ = ensemble.nope
 
 
+@pytest.mark.long
 def test_a_run_twice_in_one_process_leaves_all_as_it_was(project: Project) -> None:
     done = python(
         project,

@@ -58,6 +58,7 @@ def read_demo(name: str) -> list[list[str]]:
         return list(csv.reader(file))
 
 
+@pytest.mark.long
 def test_the_demo_ensemble_beats_each_of_its_members(project: Project) -> None:
     config = str(ROOT / "configs" / "demo.yaml")
     done = project.ensemble("run", config)
@@ -111,6 +112,7 @@ def test_each_row_in_two_views(project: Project) -> None:
     np.testing.assert_allclose(found, reference(folder, texts, 128), atol=2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft on transformers 5
 def test_an_adapter_over_a_four_bit_base(project: Project) -> None:
     """Each row as plain transformers and peft have it, alone, in both views."""

@@ -62,6 +62,7 @@ def merged(made: Project, site: Path, ensemble: dict[str, object]) -> np.ndarray
     return read(made.folder / "ours/ensemble.csv")
 
 
+@pytest.mark.long
 def test_the_trimmed_mean(made: Project, site: Path) -> None:
     ensemble = yaml.safe_load(blocks()["config.yaml"])["ensemble"]
     assert ensemble == {"method": "trimmed_mean", "scale": False}

@@ -61,6 +61,7 @@ def test_a_run_with_a_kind_of_another_package(project: Project, site: Path) -> N
     assert "small: weights changed since its predictions were made; it runs again" in again.stdout
 
 
+@pytest.mark.long
 def test_its_keys_are_checked_with_the_others(project: Project, site: Path) -> None:
     np.save(project.folder / "small.npy", np.zeros((256, 2)))
     text = blocks()["bytes.yaml"].replace(

@@ -86,6 +86,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return dict(zip(pieces[1::2], pieces[2::2], strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("test", "pattern"),
     [

@@ -50,6 +50,7 @@ def tracked() -> list[str]:
     return [name for name in done.stdout.split("\0") if name and not name.startswith(_LEFT_OUT)]
 
 
+@pytest.mark.long
 def test_the_source_distribution_holds_what_its_tests_need(built: Path) -> None:
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
@@ -58,6 +59,7 @@ def test_the_source_distribution_holds_what_its_tests_need(built: Path) -> None:
     assert not [name for name in inside if name.endswith(".pyc")]
 
 
+@pytest.mark.long
 def test_the_wheel_works_in_an_empty_folder(built: Path, project: Project, tmp_path: Path) -> None:
     (archive,) = built.glob("*.whl")
     site, empty = tmp_path / "site", tmp_path / "empty"

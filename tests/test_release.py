@@ -101,6 +101,7 @@ def test_what_is_not_ready_is_refused_at_once(checkout: Path) -> None:
     assert not (checkout / "dist").exists()
 
 
+@pytest.mark.long
 def test_every_link_of_the_index_page_leads_to_the_tag(checkout: Path) -> None:
     commit(checkout)
     done = release(checkout, f"v{__version__}")

@@ -457,10 +457,12 @@ def test_what_a_trainer_leaves_is_no_weights(llama: Path) -> None:
 
 
 def test_pickles_by_a_side_door(llama: Path) -> None:
+    whole = (llama / "model.safetensors").rename(llama / "model-1.safetensors")  # else no index is read
     (llama / "model.safetensors.index.json").write_text('{"weight_map": {"w": "pytorch_model.bin"}}')
     (llama / "pytorch_model.bin").write_bytes(b"")
     assert ["pytorch_model.bin is a pickle" in problem for problem in refusals(llama)] == [True]
     (llama / "model.safetensors.index.json").unlink()
+    whole.rename(llama / "model.safetensors")
     (llama / "adapter_config.json").write_text("{}")
     (llama / "adapter_model.bin").write_bytes(b"")
     assert ["adapter_model.bin is a pickle" in problem for problem in refusals(llama)] == [True]

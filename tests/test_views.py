@@ -200,6 +200,7 @@ def test_validate_shows_where_prompts_of_views_differ(pairs: Project) -> None:
     assert "gemma (view again): its first prompt is the same as in the first view" in said
 
 
+@pytest.mark.long
 def test_a_cascade_goes_by_the_mean_and_computes_its_rows_in_each_view(pairs: Project) -> None:
     """And when more rows are asked for, only these are computed."""
 
@@ -319,6 +320,7 @@ def part(project: Project, name: str) -> dict[str, list[float]]:
     return {row[0]: [float(cell) for cell in row[1:]] for row in rows}
 
 
+@pytest.mark.long
 def test_a_view_for_the_closest_calls_of_the_views_before_it(pairs: Project) -> None:
     """The model is loaded once, and what another rule asks for is computed, nothing else."""
     plain = by_hand(pairs, [f"one {a} other {b}" for a, b in cells(pairs)])

@@ -12,6 +12,7 @@ import numpy as np
 from ensemble.analysis.metrics import (
     USUAL,
     Bootstrap,
+    Folds,
     Interval,
     Metric,
     MetricKind,
@@ -20,6 +21,7 @@ from ensemble.analysis.metrics import (
     order_remarks,
 )
 from ensemble.analysis.predictions import (
+    FOLDS_UNKNOWN,
     LABEL_COLUMN,
     Predictions,
     as_merged,
@@ -219,7 +221,13 @@ def compare(
         numbers = numbers_of(predictions.labels)
         chosen = [find_metric(name, numbers) for name in requested or USUAL[kind]]
         remarks += order_remarks(requested, predictions.labels)
-        changed = tuple(_metric_changes(pairs, chosen, truth, kind, remarks))
+        folds = _folds(source_a, source_b)
+        changed = tuple(_metric_changes(pairs, chosen, truth, kind, remarks, folds))
+        for name in dict.fromkeys(metric.metric for metric in changed if metric.kind == "ranks"):
+            if folds is not None:
+                remarks.append(f"{name}: the mean over the folds, whose models are ranked by themselves")
+            elif None in (source_a.report, source_b.report):
+                remarks.append(f"{name} {FOLDS_UNKNOWN}")
     if requested and not changed:
         problem = "no metric could be computed"
         if truth is None:
@@ -335,6 +343,12 @@ def _agreed_truth(first: _Source, second: _Source, remarks: list[str]) -> Truth 
     return ours
 
 
+def _folds(first: _Source, second: _Source) -> Folds | None:
+    """Return the folds in which each side has one model for all rows; None: there are none, or not known."""
+    known = [side.predictions.folds for side in (first, second) if side.predictions.folds is not None]
+    return np.unique(np.array(known), axis=1, return_inverse=True)[1] if known else None
+
+
 def _change(name: str, first: Values, second: Values, predictions: Predictions, kind: Activation) -> Change:
     numbers = np.flatnonzero(~(np.isnan(first) | np.isnan(second)).any(axis=1))
     first, second = first[numbers], second[numbers]
@@ -384,8 +398,9 @@ def _metric_changes(
     truth: Truth,
     kind: Activation,
     remarks: list[str],
+    folds: Folds | None,
 ) -> Iterator[MetricChange]:
-    bootstrap = Bootstrap(truth, kind)
+    bootstrap = Bootstrap(truth, kind, folds=folds)
     for name, pair in pairs.items():
         of_pair, (first, second) = bootstrap.of_common_rows(*pair)
         for metric in metrics:

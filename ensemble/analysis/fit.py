@@ -149,7 +149,7 @@ class FitReport:
             ``rows_decided`` are decided by rules.
         score: the metric on held-out rows.
         equal: the same metric with equal weights; ``best`` is that of the member that is best on the other folds.
-        best_member: the member that is best most often.
+        best_member: the member that is best most often; ``best_in`` counts the folds in which it is.
         over_equal: how much better the score is than ``equal`` (below 0: worse); ``over_best`` compares it with
             ``best``.
         stacking: None if the ensemble has weights.
@@ -157,6 +157,7 @@ class FitReport:
         thresholds: None unless the metric is the quadratic kappa.
         folds_scored: the number of folds in which the metric is defined, if figures are means over folds; None if
             the metric is taken of all rows at once.
+        rejected: a fit that is worse than equal weights by more than noise, so that these were taken instead.
         candidates: what ``--method auto`` compared, the fewest numbers to fit first; empty without it.
     """
 
@@ -171,6 +172,7 @@ class FitReport:
     over_equal: Interval
     best: float
     best_member: str
+    best_in: int
     over_best: Interval
     stacking: StackingFit | None
     remarks: tuple[str, ...]
@@ -178,6 +180,7 @@ class FitReport:
     folds_scored: int | None
     thresholds: FittedThresholds | None = None
     candidates: tuple[Candidate, ...] = ()
+    rejected: FitReport | None = None
 
     @property
     def chosen(self) -> Candidate | None:
@@ -186,7 +189,7 @@ class FitReport:
 
 
 def fit(predictions: Predictions, options: Options) -> FitReport:
-    """Fit calibrations and weights, and cross-validate them.
+    """Fit calibrations and weights, and cross-validate them; take equal weights where the fitted ones do worse.
 
     Raises:
         ConfigError: the options do not go together, or not with such predictions.
@@ -195,7 +198,13 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
     metric = metric_of(options, predictions)
     sample, rows_decided = usable_rows(predictions, is_stacked=options.method == "stacking")
     check(sample, options, metric)
-    return fit_sample(sample, options, metric, predictions, rows_decided, equal_pool=options.pool)
+    options = with_known_folds(options, sample, metric)
+    report = fit_sample(sample, options, metric, predictions, rows_decided, equal_pool=options.pool)
+    if not report.over_equal.high < 0:
+        return report
+    equal = replace(options, method="equal", calibration="none")
+    kept = fit_sample(sample, equal, metric, predictions, rows_decided, equal_pool=options.pool)
+    return replace(kept, rejected=report)
 
 
 def metric_of(options: Options, predictions: Predictions) -> Metric:
@@ -215,7 +224,7 @@ def fit_sample(
 
     ``equal_pool`` is the merge method of the equal weights that the fit is compared with.
     """
-    fold_of = folds(sample.required_truth, options.folds, options.seed)
+    fold_of = folds_of(sample, options, metric)
     scorer = HeldOutScorer(sample, metric, fold_of)
     calibrations = fit_calibrations(sample, options)
     blend = blend_fitter(values_to_merge(sample, calibrations, options), sample, options, metric)(None)
@@ -240,12 +249,13 @@ def fit_sample(
             name=name,
             calibration=calibrations[name],
             weight=float(blend.weights[number]) if isinstance(blend, WeightedBlend) else None,
-            alone=metric.value(sample.required_truth, values, sample.activation),
+            alone=scorer.score(values).value,
             gain=scorer.gain(merged, without[number]) if without else None,
         )
         for number, (name, values) in enumerate(sample.masked().members.items())
     )
     interval = merged.interval
+    ((best_number, best_in),) = Counter(best_members).most_common(1)
     return FitReport(
         options=options,
         labels=sample.labels,
@@ -257,7 +267,8 @@ def fit_sample(
         equal=equal.value,
         over_equal=scorer.gain(merged, equal),
         best=best.value,
-        best_member=members[Counter(best_members).most_common(1)[0][0]].name,
+        best_member=members[best_number].name,
+        best_in=best_in,
         over_best=scorer.gain(merged, best),
         stacking=blend if isinstance(blend, StackingFit) else None,
         remarks=(*predictions.remarks, *order),
@@ -339,7 +350,8 @@ def check(sample: Predictions, options: Options, metric: Metric) -> None:
     problems = [*problems_of(sample, options, metric)]
     if problems:
         raise DataError(problems)
-    metric.value(sample.required_truth, next(iter(sample.members.values())), sample.activation)  # or raise
+    values = next(iter(sample.members.values()))
+    metric.value(sample.required_truth, values, sample.activation, sample.folds)  # or raise
 
 
 def problems_of(sample: Predictions, options: Options, metric: Metric) -> Iterator[str]:
@@ -432,7 +444,7 @@ def blend_fitter(
             np.array([float(number != left_out) for number in numbers]), pool, kind
         )
     if options.method == "best_member":
-        values = [metric.value(truth, member, sample.activation) for member in members]
+        values = [metric.value(truth, member, sample.activation, sample.folds) for member in members]
         scores = values if metric.greater_is_better else [-value for value in values]
 
         def best(left_out: int | None) -> Blend:
@@ -448,9 +460,10 @@ def blend_fitter(
         )
     # A greedy selection tries hundreds of means, so that a sample of the rows must do.
     rows = sampled_rows(len(truth), 20_000, options.seed)
+    folds_of_rows = None if sample.folds is None else sample.folds[rows]
 
     def score(values: Values) -> float:
-        value = metric.value(truth[rows], values, sample.activation)
+        value = metric.value(truth[rows], values, sample.activation, folds_of_rows)
         return value if metric.greater_is_better else -value
 
     return partial(fit_greedy, [taken(values, rows) for values in members], score, pool, kind)
@@ -480,7 +493,7 @@ def _cross_validated(
         is_scored = np.flatnonzero(fold_of == fold)
         others, scored = sample.taken(np.flatnonzero(fold_of != fold)), sample.taken(is_scored)
         scores = [
-            metric.value(others.required_truth, values, sample.activation)
+            metric.value(others.required_truth, values, sample.activation, others.folds)
             for values in others.masked().members.values()
         ]
         best_members.append(int(np.argmax(scores) if metric.greater_is_better else np.argmin(scores)))
@@ -507,6 +520,20 @@ def _cross_validated(
     return held_out, answers, best_members
 
 
+def with_known_folds(options: Options, sample: Predictions, metric: Metric) -> Options:
+    """Return the options with as many folds as ``folds_of`` gives."""
+    if metric.kind != "ranks" or sample.folds is None:
+        return options
+    return replace(options, folds=len(np.unique(sample.folds)))
+
+
+def folds_of(sample: Predictions, options: Options, metric: Metric) -> Rows:
+    """Return the fold of each row, [rows]: for a metric that ranks rows that of the models that predicted them."""
+    if metric.kind != "ranks" or sample.folds is None:
+        return folds(sample.required_truth, options.folds, options.seed)
+    return np.asarray(np.unique(sample.folds, return_inverse=True)[1], np.int64)
+
+
 def folds(truth: Truth, count: int, seed: int) -> Rows:
     """Return the fold of each row: rows drawn at random, each label dealt out evenly."""
     order = np.random.default_rng(seed).permutation(len(truth))
@@ -523,37 +550,17 @@ class HeldOutScorer:
 
     def __init__(self, sample: Predictions, metric: Metric, fold_of: Rows) -> None:
         self._metric = metric
-        self.folds_scored: int | None = None
-        parts = [np.arange(sample.rows)]
-        if metric.kind == "ranks":
-            parts = [np.flatnonzero(fold_of == fold) for fold in range(int(fold_of.max()) + 1)]
-            parts = [rows for rows in parts if _is_defined(sample.taken(rows), metric)]
-            self.folds_scored = len(parts)
-            if not parts:
-                raise DataError(
-                    f"--metric {metric.name}: no fold has rows with and without each label; use fewer --folds, or "
-                    "--metric log_loss"
-                )
-        self._parts = [
-            (rows, Bootstrap(sample.required_truth[rows], sample.activation, seed))
-            for seed, rows in enumerate(parts)
-        ]
+        self._bootstrap = Bootstrap(sample.required_truth, sample.activation, folds=fold_of)
+        try:
+            self.folds_scored = self.score(next(iter(sample.members.values()))).folds
+        except UndefinedMetric as error:
+            raise DataError(
+                [f"{problem}; use fewer --folds, or --metric log_loss" for problem in error.problems]
+            ) from None
 
     def score(self, values: Values) -> Scored:
-        scores = [bootstrap.score(self._metric, taken(values, rows)) for rows, bootstrap in self._parts]
-        value = float(np.mean([score.value for score in scores]))
-        return replace(
-            scores[0], value=value, replicates=np.mean([score.replicates for score in scores], axis=0)
-        )
+        return self._bootstrap.score(self._metric, values)
 
     def gain(self, score: Scored, other: Scored) -> Interval:
         """Return by how much a score is better than another (below 0: worse)."""
         return score.minus(other) if self._metric.greater_is_better else other.minus(score)
-
-
-def _is_defined(sample: Predictions, metric: Metric) -> bool:
-    try:
-        metric.value(sample.required_truth, next(iter(sample.members.values())), sample.activation)
-    except UndefinedMetric:
-        return False
-    return True

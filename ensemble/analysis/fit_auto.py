@@ -30,11 +30,12 @@ from ensemble.analysis.fit import (
     fit_calibrations,
     fit_sample,
     fitted_numbers,
-    folds,
+    folds_of,
     metric_of,
     problems_of,
     usable_rows,
     values_to_merge,
+    with_known_folds,
 )
 from ensemble.analysis.metrics import Metric, find_metric
 from ensemble.analysis.predictions import Predictions
@@ -65,6 +66,7 @@ def fit_auto(predictions: Predictions, options: Options) -> FitReport:
     # Stacking cannot use rows with a mask, and all candidates are compared on the same rows.
     sample, rows_decided = usable_rows(predictions, is_stacked=True)
     check(sample, options, metric)
+    options = with_known_folds(options, sample, metric)
     names, left_out = [*sample.members], dict[str, FittedMember]()
     while True:
         candidates, remarks = compare_candidates(sample, options, metric)
@@ -113,7 +115,7 @@ def compare_candidates(
         if problem
     ]
     ways = sorted((way for way in problems if not problems[way]), key=lambda way: fitted_numbers(sample, way))
-    fold_of = folds(sample.required_truth, options.folds, options.seed)
+    fold_of = folds_of(sample, options, metric)
     held_out = _held_out(ways, sample, metric, fold_of)
     scores = _scores(held_out, sample, metric, fold_of)
     log_losses: dict[Options, tuple[float, Interval]] = {}

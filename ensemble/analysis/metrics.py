@@ -6,6 +6,7 @@ truth of exclusive labels is probabilities, the label of a row is the most likel
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,8 @@ from ensemble.merging.scoring import Interval as Interval
 from ensemble.merging.scoring import Resamples, Values, hits, row_losses
 
 QUADRATIC_KAPPA: Final = "quadratic_kappa"
+# The fold of each row, [rows].
+Folds: TypeAlias = npt.NDArray[np.int64]
 ECE_BINS: Final = 15
 _ROUNDING = 1e-12
 _ONE_LABEL = "the truth and the predictions hold one and the same label in all of them"
@@ -111,19 +114,40 @@ class Metric:
     takes: tuple[Activation, ...] = ("softmax", "sigmoid")
     why_undefined: str = "its denominator is 0"
 
-    def value(self, truth: Truth, values: Values, activation: Activation) -> float:
+    def value(
+        self, truth: Truth, values: Values, activation: Activation, folds: Folds | None = None
+    ) -> float:
         """Return the metric of all rows.
 
         Args:
             truth: int64 [rows] (exclusive labels), or float64 [rows, labels].
             values: float64 [rows, labels].
+            folds: the fold of each row, [rows], if folds have models of their own: a metric that ranks rows is then
+                the mean over the folds in which it is defined.
 
         Raises:
             UndefinedMetric: there are no rows, or it has no value for this truth.
             DataError: it is not defined for such values, or some rows have none.
         """
+        if folds is not None and self.kind == "ranks":
+            parts = self.folds_to_score(truth, values, activation, folds)
+            return float(np.mean([self.value(truth[rows], values[rows], activation) for rows in parts]))
         rows = Rows(truth, values, activation)
         return self.of_all(rows, self.sums(rows, lambda _, statistics: statistics.sum(axis=0)))
+
+    def folds_to_score(
+        self, truth: Truth, values: Values, activation: Activation, folds: Folds
+    ) -> list[npt.NDArray[np.int64]]:
+        """Return the rows of each fold in which the metric is defined; raise UndefinedMetric if there are none."""
+        parts = []
+        for fold in np.unique(folds):
+            rows = np.flatnonzero(folds == fold)
+            with contextlib.suppress(UndefinedMetric):
+                self.value(truth[rows], values[rows], activation)
+                parts.append(rows)
+        if not parts:
+            raise UndefinedMetric(f"{self.name}: no fold has rows with and without each label")
+        return parts
 
     def sums(self, rows: Rows, add: Callable[[slice, Values], Values]) -> Values:
         """Sum the statistics by ``add``, in blocks that take little memory; raises what ``value`` raises."""
@@ -352,12 +376,16 @@ def order_remarks(metrics: Iterable[str], labels: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Scored:
-    """Hold a metric of all rows and of each resample; a biased one has an interval only in a difference."""
+    """Hold a metric of all rows and of each resample; a biased one has an interval only in a difference.
+
+    ``folds`` is the number of folds of which it is the mean; None: it is of all rows at once.
+    """
 
     value: float
     replicates: Values
     resamples: Resamples
     is_biased: bool = False
+    folds: int | None = None
 
     @property
     def interval(self) -> Interval:
@@ -373,16 +401,23 @@ class Scored:
 class Bootstrap:
     """Score predictions of the same rows on the same resamples, so that differences are paired.
 
-    The truth is int64 [rows], or float64 [rows, labels]; ``seed`` is that of the resamples.
+    The truth is int64 [rows], or float64 [rows, labels]; ``seed`` is that of the resamples. For ``folds`` see
+    ``Metric.value``; where they count, rows are resampled within folds.
     """
 
-    def __init__(self, truth: Truth, activation: Activation, seed: int = 0) -> None:
+    def __init__(
+        self, truth: Truth, activation: Activation, seed: int = 0, folds: Folds | None = None
+    ) -> None:
         self._truth = truth
         self._activation = activation
+        self._folds = folds
         self._resamples = Resamples(len(truth), seed)
+        self._parts: list[tuple[npt.NDArray[np.int64], Bootstrap]] = []
 
     def score(self, metric: Metric, values: Values) -> Scored:
         """Return a metric of float64 [rows, labels] with its resamples; raises what ``Metric.value`` raises."""
+        if metric.kind == "ranks" and self._folds is not None:
+            return self._score_by_fold(metric, values, self._folds)
         rows = Rows(self._truth, values, self._activation)
         by_group = metric.sums(rows, self._resamples.by_group)
         value = metric.of_all(rows, by_group.sum(axis=0))
@@ -391,10 +426,23 @@ class Bootstrap:
             replicates = metric.of_sums(resampled[:, :-1], resampled[:, -1], rows.is_exclusive)
         return Scored(value, replicates, self._resamples, is_biased=metric.kind == "bins")
 
+    def _score_by_fold(self, metric: Metric, values: Values, folds: Folds) -> Scored:
+        if not self._parts:
+            parts = metric.folds_to_score(self._truth, values, self._activation, folds)
+            self._parts = [
+                (rows, Bootstrap(self._truth[rows], self._activation, seed))
+                for seed, rows in enumerate(parts)
+            ]
+        scores = [bootstrap.score(metric, values[rows]) for rows, bootstrap in self._parts]
+        value = float(np.mean([score.value for score in scores]))
+        replicates = np.mean([score.replicates for score in scores], axis=0)
+        return replace(scores[0], value=value, replicates=replicates, folds=len(scores))
+
     def of_common_rows(self, *values: Values) -> tuple[Bootstrap, list[Values]]:
         """Return the values without rows in which any of them is NaN, and what scores these rows."""
         is_common = ~np.any([np.isnan(part).any(axis=1) for part in values], axis=0)
         if is_common.all():
             return self, [*values]
-        bootstrap = Bootstrap(self._truth[is_common], self._activation)
+        folds = None if self._folds is None else self._folds[is_common]
+        bootstrap = Bootstrap(self._truth[is_common], self._activation, folds=folds)
         return bootstrap, [part[is_common] for part in values]

@@ -18,25 +18,26 @@ import pyarrow as pa
 
 from ensemble.analysis.calibration import calibrated
 from ensemble.common.errors import ConfigError, DataError, EnsembleError
-from ensemble.common.protocol import Activation
+from ensemble.common.protocol import SUM_TOLERANCE, Activation
 from ensemble.common.shards import file_sha256
-from ensemble.common.text import nearest_or_all, plural, quoted
+from ensemble.common.text import listed, nearest_or_all, plural, quoted
 from ensemble.config.check import data_config
 from ensemble.config.document import Document
 from ensemble.config.overlays import apply_overrides, expand
 from ensemble.config.schema import CalibrationConfig
 from ensemble.config.table import DataConfig
 from ensemble.config.yamlfile import parse
-from ensemble.data.formats import column_names
+from ensemble.data.formats import column_names, read_contents
 from ensemble.data.ids import ID_COLUMN, all_ids, match_ids, refuse_repeated_ids
-from ensemble.data.input_file import missing_column
+from ensemble.data.input_file import Wanted, missing_column
 from ensemble.data.predictions_csv import (
     PredictionFile,
     demand_as_written,
+    file_stem,
     guessed_id_column,
     read_predictions,
 )
-from ensemble.data.table import TableNeeds, Truth, read_table
+from ensemble.data.table import TableNeeds, Truth, plain_label, read_table
 from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.methods.base import Values
 from ensemble.merging.row_checks import RowCheck
@@ -47,8 +48,13 @@ from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.reuse import read_bits
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
+from ensemble.pipeline.training_dir import TrainingDir
 
 LABEL_COLUMN: Final = "label"
+FOLDS_UNKNOWN: Final = (
+    "ranks all rows against each other; out-of-fold predictions belong in a folder oof beside training/folds.csv, "
+    "with columns id and fold, so that the rows of each fold's model are ranked by themselves"
+)
 _ADVICE: Final = "remove the file and run the config again, which computes it again"
 T = TypeVar("T")
 
@@ -68,6 +74,8 @@ class Predictions:
         ensemble: the merged values of a run, [rows, labels]; None for files, and if a run has merged nothing.
         allowed: the labels that are possible in each row, as a run merged them; None: all, as for files.
         rules: the rules that a run applied to them, with their rows; None for files, and for a run without rules.
+        folds: which rows were predicted by models of their own, as files in ``oof/`` are: the fold of each row,
+            int64 [rows]; None: not known, or one model for all rows.
         remarks: sentences for the user: which rows are left out, why there is no truth.
     """
 
@@ -80,6 +88,7 @@ class Predictions:
     remarks: tuple[str, ...] = ()
     allowed: AllowedLabels | None = None
     rules: RowRules | None = None
+    folds: npt.NDArray[np.int64] | None = None
 
     @property
     def rows(self) -> int:
@@ -113,6 +122,7 @@ class Predictions:
             ensemble=None if self.ensemble is None else taken(self.ensemble, rows),
             allowed=None if self.allowed is None else self.allowed.taken(rows),
             rules=None if self.rules is None else self.rules.taken(rows),
+            folds=None if self.folds is None else self.folds[rows],
         )
 
     def calibrated(self, settings: Mapping[str, CalibrationConfig | None]) -> Predictions:
@@ -176,8 +186,11 @@ def read_files(
         refuse_repeated_ids(file.path, file.ids, id_column or id_columns[name])
         return file
 
-    files = _for_each(names, read)
+    files, remarks = _for_each(names, read), list[str]()
+    if labels is not None and activation in (None, "softmax"):
+        files, remarks = _without_spare_columns(files, labels, label_column)
     first = next(iter(files.values()))
+    label_names = first.labels
     if activation is None and len(label_names) == 1:
         values = [file.values for file in files.values()]
         is_probability = all(np.nanmin(column) >= 0 and np.nanmax(column) <= 1 for column in values)
@@ -185,13 +198,68 @@ def read_files(
     activations = dict.fromkeys(files, activation or "softmax")
     ids = all_ids([file.ids for file in files.values()]) if may_lack_rows else first.ids
     members = _joined(files, ids, activations, may_lack_rows, str(first.path), advice, ROWS_ADVICE)
-    predictions = Predictions(ids, label_names, members, activations)
+    folds = known_folds(names.values(), ids)
+    predictions = Predictions(ids, label_names, members, activations, remarks=tuple(remarks), folds=folds)
     if labels is None:
         return predictions
     ids_there = id_column or first.id_column
     return predictions.with_truth(
         *read_truth(labels, ids, label_names, predictions.activation, label_column, ids_there)
     )
+
+
+def known_folds(paths: Iterable[Path], ids: pa.ChunkedArray) -> npt.NDArray[np.int64] | None:
+    """Return the fold of each row, [rows], if out-of-fold predictions are among the paths; else None.
+
+    ``training/folds.csv`` says it of ``oof/<member>.csv``, and of ``training/oof``, the directory of their run.
+    Rows that several trainings divide are in one fold if they are in one fold of each.
+    """
+    files = set[Path]()
+    for path in paths:
+        trainings = TrainingDir(path.absolute().parent.parent)
+        is_out_of_fold = path.absolute() in (trainings.oof(file_stem(path)), trainings.oof_run)
+        if is_out_of_fold and trainings.folds.is_file():
+            files.add(trainings.folds)
+    if not files:
+        return None
+    columns = [read_predictions(file, ID_COLUMN, ["fold"]) for file in sorted(files)]
+    values = [file.join(ids, may_lack=True, may_have_others=True)[0][:, 0] for file in columns]
+    return np.asarray(
+        np.unique(np.nan_to_num(np.array(values), nan=-1), axis=1, return_inverse=True)[1], np.int64
+    )
+
+
+def _without_spare_columns(
+    files: dict[str, PredictionFile], table: Path, label_column: str
+) -> tuple[dict[str, PredictionFile], list[str]]:
+    """Return the files without columns that are no label of a table, such as ``fold``, and a remark about them.
+
+    All stay unless the table's labels are columns whose values sum to 1 in each file without the others, and not
+    with them: a label that no row of the table has is no spare column.
+    """
+    labels, columns = set[str](), next(iter(files.values())).labels
+    if label_column in column_names(table):
+        cells = read_contents(table, Wanted("", label_column, (), None)).labels
+        labels = (
+            {plain_label(text) for text in cells.unique().to_pylist() if text}
+            if cells is not None
+            else labels
+        )
+    places = [place for place, column in enumerate(columns) if plain_label(column) in labels]
+    if len(places) < max(2, len(labels)) or len(places) == len(columns):
+        return files, []
+    for file in files.values():
+        sums = np.stack([file.values[:, places].sum(axis=1), file.values.sum(axis=1)])
+        is_one = (np.abs(sums - 1) <= SUM_TOLERANCE) | np.isnan(sums)
+        if not is_one[0].all() or is_one[1].all():
+            return files, []
+    kept = tuple(columns[place] for place in places)
+    others = listed([column for column in columns if column not in kept])
+    remark = f"columns left out, as they are no labels of {table}: {others}"
+    return {
+        name: replace(file, labels=kept, values=np.asfortranarray(file.values[:, places]))
+        for name, file in files.items()
+    }, [remark]
 
 
 def _for_each(names: Iterable[str], make: Callable[[str], T]) -> dict[str, T]:
@@ -221,7 +289,8 @@ def _joined(
     def join(name: str) -> Values:
         file = files[name]
         values, _ = file.join(ids, may_lack=may_lack_rows, table=table, advice=advice)
-        check = RowCheck(str(file.path), activations[name], ids, may_lack_rows, rows_advice)
+        path = str(file.path)
+        check = RowCheck(path, activations[name], ids, may_lack_rows, rows_advice, file.labels)
         check.look(0, values)
         check.refuse()
         return values
@@ -279,6 +348,7 @@ def read_truth_of(
         limit=limit,
         label_columns=columns,
         truth_as=activation,
+        skip_unlabelled=data.skip_unlabelled,
     )
     table = read_table(data.path, needs)
     assert table.truth is not None
@@ -290,7 +360,7 @@ def read_truth_of(
         table="the predictions",
         advice="the truth of each row is needed",
     )
-    remarks = []
+    remarks = [*table.file_remarks]
     if others := table.rows - len(ids):
         remarks.append(f"{plural(others, 'row')} of {data.path} left out, of ids without predictions")
     rows = np.flatnonzero(places >= 0)
@@ -327,11 +397,16 @@ def _truth_columns(
     raise DataError(f"{missing_column(data.path, 'label column', column, header)}; {advice}")
 
 
-def as_merged(predictions: Predictions, report: RunReport) -> Predictions:
-    """Return the predictions of a run after the calibrations and the allowed labels of its config."""
+def as_calibrated(predictions: Predictions, report: RunReport) -> Predictions:
+    """Return the predictions of a run after the calibrations of its config."""
     return predictions.calibrated(
         {member.name: CalibrationConfig.model_validate(member.calibration) for member in report.members}
-    ).masked()
+    )
+
+
+def as_merged(predictions: Predictions, report: RunReport) -> Predictions:
+    """Return the predictions of a run after the calibrations and the allowed labels of its config."""
+    return as_calibrated(predictions, report).masked()
 
 
 def read_run(run_dir: Path, with_truth: bool = True, label_column: str | None = None) -> Predictions:
@@ -404,6 +479,7 @@ def read_run(run_dir: Path, with_truth: bool = True, label_column: str | None = 
         remarks=tuple(remarks),
         allowed=allowed,
         rules=rules,
+        folds=known_folds([run_dir], whole.ids),
     )
     if not with_truth:
         return predictions

@@ -103,7 +103,8 @@ def _regression(inputs: Values, targets: Values, penalty: float) -> tuple[Values
     if len(present) == 1:
         intercepts[present] = 0
         return coefficients, intercepts
-    model = LogisticRegression(C=penalty, max_iter=500)
+    # Its default tolerance stops as far as 0.013 from the optimum's probabilities.
+    model = LogisticRegression(C=penalty, tol=1e-8, max_iter=5_000)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # what it gains is measured on other rows
         model.fit(inputs[rows], numbers, sample_weight=targets[rows, numbers])

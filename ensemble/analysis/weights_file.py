@@ -13,8 +13,9 @@ import yaml
 
 from ensemble.analysis.fit import LOG_LOSS, Candidate, FitReport, Options, fit
 from ensemble.analysis.fit_auto import fit_auto
-from ensemble.analysis.metrics import QUADRATIC_KAPPA
+from ensemble.analysis.metrics import QUADRATIC_KAPPA, find_metric
 from ensemble.analysis.predictions import (
+    FOLDS_UNKNOWN,
     LABEL_COLUMN,
     Predictions,
     read_files,
@@ -116,6 +117,9 @@ def fit_sources(
         may_lack_rows=partial,
         advice="give the same rows in each file, or --partial to fit to the rows that all of them have",
     )
+    if predictions.folds is None and find_metric(options.metric).kind == "ranks":
+        remarks = (*predictions.remarks, f"{options.metric} {FOLDS_UNKNOWN}")
+        predictions = replace(predictions, remarks=remarks)
     report = _fitted(predictions, replace(options, pool=merge_method or "mean"))
     names = ", ".join(path_of(file).name for file in files)
     return report, _overlay(report, report.options.pool, f"{names} by {labels.name}")
@@ -187,7 +191,7 @@ def _fit_run(
     columns = _submitted_columns(loaded) if options.metric == QUADRATIC_KAPPA else {}
     numbers = next(filter(None, (_numbers(column, config.labels) for column in columns.values())), ())
     report = _fitted(predictions, replace(options, pool=POOLS.get(method, "mean"), numbers=numbers))
-    if report.candidates and POOLS.get(method) != report.options.pool:
+    if POOLS.get(method) != report.options.pool:
         method = report.options.pool
     overlay = _overlay(report, method, f"the predictions in {run_dir.name}", columns if numbers else None)
     return report, loaded.redactor(overlay)
@@ -292,18 +296,26 @@ def check_output(output: Path, may_replace: bool, sources: Sequence[Path], label
 def verdicts(report: FitReport) -> Iterator[str]:
     """Yield sentences that compare the fit with equal weights, with the best member, and without each member."""
     metric, equal = report.options.metric.replace("_", " "), report.over_equal
+    if report.rejected is not None:
+        worse = difference(report.rejected.over_equal)
+        yield f"Equal weights are kept: {report.rejected.options.title} does worse on held-out rows, {worse}."
     if report.chosen is not None:
         yield from _comparison(report, report.chosen)
     yield (
         f"Held-out {metric} {_number(report.score, equal)}: {plural(report.rows, 'row')}, each predicted by a fit "
         f"to the other folds ({report.options.folds} folds; in brackets 95 % intervals).{_by_fold(report)}"
     )
-    as_well = "" if equal.excludes_zero or report.candidates else " Equal weights do as well."
-    yield f"{_against('equal weights', report.equal, equal)}{as_well}"
-    if equal.high < 0 and not report.candidates:
-        yield "Keep equal weights: the fitted weights do worse."
+    if report.rejected is None:
+        as_well = "" if equal.excludes_zero or report.candidates else " Equal weights do as well."
+        yield f"{_against('equal weights', report.equal, equal)}{as_well}"
     if len(report.members) > 1:
-        yield _against(f"the best member, {report.best_member}", report.best, report.over_best)
+        best = f"the best member, {report.best_member}"
+        if report.best_in < report.options.folds:
+            best = (
+                f"the member that is best on the other folds, for {report.best_in} of {report.options.folds} folds "
+                f"{report.best_member}"
+            )
+        yield _against(best, report.best, report.over_best)
     for member in report.members:
         gain = member.gain
         if gain is None or gain.low > 0:
@@ -314,7 +326,9 @@ def verdicts(report: FitReport) -> Iterator[str]:
         elif gain == Interval(0.0, 0.0, 0.0):
             yield f"{member.name} does not help: its weight is 0, whichever rows are held out."
         elif gain.value > 0:
-            yield f"{member.name} is not shown to help: {without}, which may be noise."
+            is_shown = without != "without it no difference"
+            doubt = ", which may be noise" if is_shown else " that these rows show"
+            yield f"{member.name} is not shown to help: {without}{doubt}."
         else:
             yield f"{member.name} {'does harm' if gain.excludes_zero else 'does not help'}: {without}."
     if report.thresholds is not None:

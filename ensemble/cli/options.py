@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import typer
 
@@ -83,7 +84,10 @@ def options_of(
         defaults: by argument, where they differ from the function's.
         others: annotated types of more options, or of arguments that are declared otherwise.
     """
-    sections = _SECTION.split(inspect.getdoc(function) or "")
+    description = inspect.getdoc(function)
+    if description is None:  # python -OO, or PYTHONOPTIMIZE=2, leaves docstrings out
+        description = ast.get_docstring(cast(ast.FunctionDef, ast.parse(inspect.getsource(function)).body[0]))
+    sections = _SECTION.split(description or "")
     descriptions = _descriptions[function.__name__] = {}
     _, *parts = _ARGUMENT.split(inspect.cleandoc(sections[sections.index("Args") + 1]))
     for names, text in zip(parts[::2], parts[1::2], strict=True):

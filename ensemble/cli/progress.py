@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, TypeAlias
 
 from ensemble.cli.layout import page_width, wrapped
 from ensemble.common.protocol import Ready
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from ensemble.pipeline.run import Display
 
+Clock: TypeAlias = Callable[[], float]
 PLAIN_LINE_SECONDS = 5.0
 _BAR_WIDTH, _SHORTEST_BAR = 24, 6
 _STATUS_WIDTH = len("1,000,000/1,000,000 rows, 100,000 tokens/s, 10:00:00 h left")
@@ -61,11 +62,12 @@ class QuietDisplay:
 class PlainDisplay(QuietDisplay):
     """Print a line when a member comes to another phase, and one every few seconds in between."""
 
-    def __init__(self, file: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, file: IO[str], clock: Clock = time.monotonic) -> None:
         self._file = file
         self._clock = clock
-        # By member, its phase at the last line, since when, and when the line was printed.
+        # By member, its phase at the last line, when that was printed, and how far it was then; -1: not said.
         self._shown: dict[str, tuple[Phase, float, float]] = {}
+        self._since: dict[str, tuple[str, float]] = {}  # by member, what it is doing, since when
         self._said: set[str] = set()
 
     def say(self, text: str) -> None:
@@ -77,24 +79,41 @@ class PlainDisplay(QuietDisplay):
 
     def update(self, members: Sequence[MemberState]) -> None:
         for state in members:
-            name, phase, now, text = state.plan.name, state.phase, self._clock(), describe(state)
+            name, phase, now = state.plan.name, state.phase, self._clock()
             if phase == "waiting" or (phase == "loading" and state.plan.row_names):  # which loads nothing
                 continue
             if not state.plan.row_names:
                 self._say_settings(state)
-            last_phase, since, last = self._shown.get(name, (None, now, now))
+            last_phase, last, last_fraction = self._shown.get(name, (None, now, -1.0))
+            text, fraction = self._phrase(state), state.fraction
             if phase != last_phase:
-                since = now
+                fraction = -1.0
                 if phase == "predicting":
-                    text = f"predicting {plural(state.rows - state.reused_rows, 'row')}{_nodes_of(state)}"
+                    views = f" of {state.plan.views} views" if state.plan.views > 1 else ""
+                    text = (
+                        f"predicting {plural(state.rows - state.reused_rows, 'row')}{views}{_nodes_of(state)}"
+                    )
                     if state.plan.row_names:
                         text = f"training {listed(state.in_hand_texts, show=str)}"
-            elif phase not in _BUSY or now - last < PLAIN_LINE_SECONDS:
+            elif (
+                phase not in _BUSY
+                or now - last < PLAIN_LINE_SECONDS
+                or (phase == "predicting" and fraction == last_fraction)  # there is nothing new
+            ):
                 continue
-            elif phase in _BEFORE:
-                text += f", {duration(round(now - since))}"
-            self._shown[name] = (phase, since, now)
+            self._shown[name] = (phase, now, fraction)
             self.say(f"{name}: {text}")
+
+    def _phrase(self, state: MemberState, short: bool = False) -> str:
+        """Return what a member is doing, with the seconds while nothing else shows that it goes on."""
+        text, now = describe(state, short), self._clock()
+        if state.phase not in ("starting", "loading"):
+            self._since.pop(state.plan.name, None)
+            return text
+        if self._since.get(state.plan.name, ("", now))[0] != text:
+            self._since[state.plan.name] = (text, now)
+        seconds = round(now - self._since[state.plan.name][1])
+        return f"{text}, {duration(seconds)}" if seconds else text
 
     def _say_settings(self, state: MemberState) -> None:
         """Say once what a member computes with, and each note of its workers."""
@@ -124,8 +143,8 @@ def _settings_text(state: MemberState, ready: Ready) -> str:
 class BarDisplay(PlainDisplay):
     """Redraw a bar for each member in place, on ``console`` or by default on the file."""
 
-    def __init__(self, file: IO[str], console: Console | None = None) -> None:
-        super().__init__(file)
+    def __init__(self, file: IO[str], console: Console | None = None, clock: Clock = time.monotonic) -> None:
+        super().__init__(file, clock)
         self._tasks: dict[str, TaskID] = {}
         self._console = console
         self._bars: Progress | None = None
@@ -140,7 +159,7 @@ class BarDisplay(PlainDisplay):
                 self._say_settings(state)
             if name not in self._tasks:
                 self._tasks[name] = self._bars.add_task(name, total=1.0, status="")
-            status = describe(state, short=True)
+            status = self._phrase(state, short=True)
             self._bars.update(self._tasks[name], completed=state.fraction, status=status)
 
     def _new_bars(self, name_width: int) -> Progress:
@@ -174,8 +193,8 @@ def describe(state: MemberState, short: bool = False) -> str:
     if phase in _BEFORE:
         is_light = phase == "loading" and bool(state.plan.row_names)
         return _BEFORE["starting" if is_light else phase]
-    if phase == "failed":
-        return "failed" if short or state.failure is None else f"failed: {state.failure.message}"
+    if state.failure is not None:
+        return state.failure.outcome if short else f"{state.failure.outcome}: {state.failure.message}"
     if phase == "done" and not state.workers:
         if state.plan.model.when is not None and not rows:
             return "no row of which the members before it are unsure"
@@ -202,13 +221,11 @@ def describe(state: MemberState, short: bool = False) -> str:
 
 def _trained_text(state: MemberState, short: bool) -> str:
     """Return how many trainings of a member are done, and how far those in progress are."""
-    elapsed, computed = state.predicting_seconds, state.computed_cost
     reached = f"{state.rows_done:,}/{state.rows:,} trained"
     if state.phase == "done":
-        return f"{reached}, done in {duration(elapsed)}"
+        return f"{reached}, done in {duration(state.predicting_seconds)}"
     # A training whose steps are done is still to be stored and checked.
-    has_time_left = computed and state.fraction < 1
-    time_left = f"{duration(elapsed * (1 - state.fraction) / computed)} left" if has_time_left else ""
+    time_left = f"{duration(state.seconds_left)} left" if state.seconds_left else ""
     in_hand = "" if short else listed(state.in_hand_texts, show=str)
     return ", ".join(filter(None, (reached, in_hand, time_left)))
 

@@ -261,7 +261,8 @@ def _merge(
         members = []
         for model, file, values in zip(config.models, files, values_of_files, strict=True):
             path, activation = str(file.settings.path), file.settings.activation
-            checks.append(RowCheck(path, activation, ids, file.may_lack_rows, ROWS_ADVICE))
+            may_lack = file.may_lack_rows
+            checks.append(RowCheck(path, activation, ids, may_lack, ROWS_ADVICE, config.labels))
             calibrate = calibrator(model.calibration, activation, config.labels)
             members.append(MergedMember(model.name, model.weight, values, checks[-1], None, calibrate))
         return members

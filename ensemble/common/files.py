@@ -19,6 +19,8 @@ from ensemble.common.text import listed
 
 PARQUET_EXTENSIONS = (".parquet", ".pq")
 TEMPORARY = ".tmp-"
+# A log that grows beyond the first keeps the second.
+MAX_LOG_BYTES, KEPT_LOG_BYTES = 64 << 20, 32 << 20
 # Size in bytes, and the times at which content and entry last changed, in nanoseconds. No program can set the
 # second time: it shows a file that was replaced and put back, or whose old time was restored (POSIX, sys/stat.h).
 # The inode is left out, because file systems in user space may change it for the same file.
@@ -79,8 +81,19 @@ def cannot_write(key: str, path: Path, error: OSError) -> str:
     return f"{key}: cannot write to {path} ({error.strerror or error}); choose another directory or free it"
 
 
+def without_links(path: Path) -> Path:
+    """Return the absolute path that links lead to, also of links in a circle, for which ``Path.resolve`` fails."""
+    return Path(os.path.realpath(path))
+
+
 def unwritable_reason(key: str, path: Path) -> str | None:
     """Return why a directory cannot be made or written, as far as that shows without touching the disk."""
+    for folder in (path, *path.parents):
+        if folder.is_symlink() and not folder.exists():
+            return (
+                f"{key}: {folder} is a link to {folder.readlink()}, which leads to no directory; remove the link, "
+                "or choose another directory"
+            )
     parent = _existing_parent(path)
     if not parent.is_dir():
         return f"{key}: {path} cannot be a directory, because {parent} is a file; choose another directory"
@@ -172,7 +185,22 @@ def atomic_path(path: Path) -> Iterator[Path]:
 def open_log(path: Path) -> BinaryIO:
     """Open a log to append to it; a link of that name is removed and not followed."""
     remove_link(path)
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab")
+    # Readable for ``keep_log_end``.
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab")
+
+
+def keep_log_end(log: int) -> None:
+    """Cut the beginning off a log, open by ``open_log``, that has become too long for the disk.
+
+    The file stays the same for all who append to it; what they write at that moment can be lost.
+    """
+    with contextlib.suppress(OSError):
+        status = os.fstat(log)
+        if not stat.S_ISREG(status.st_mode) or status.st_size <= MAX_LOG_BYTES:
+            return
+        end = os.pread(log, KEPT_LOG_BYTES, status.st_size - KEPT_LOG_BYTES)
+        os.ftruncate(log, 0)
+        os.write(log, b"[this log grew too long: its beginning is gone]\n" + end[end.find(b"\n") + 1 :])
 
 
 def create_empty(temporary: Path) -> None:

@@ -36,6 +36,7 @@ class Counters:
     batches: int = 0  # forward passes
     truncated_rows: int = 0  # cut at max_length
     cut_tokens: int = 0  # tokens that these rows lost
+    clipped_images: int = 0  # of more than 8 bits a channel, cut at 255
     oom_events: int = 0  # forward passes that ran out of memory and were run again smaller
     recomputed_rows: int = 0  # came out non-finite and were computed again in float32
     float32_rows: int = 0  # computed in float32 at once, since most rows before them came out non-finite
@@ -145,6 +146,11 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class Finish:
+    """Finish the batch, write a shard of the chunk's rows that are done, close and exit 0; the run is stopped."""
+
+
+@dataclass(frozen=True)
 class Started:
     """Report that Python is up and the libraries are imported."""
 
@@ -180,7 +186,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class ChunkDone:
-    """Report that the chunk's shard is complete."""
+    """Report that the chunk's shard is complete; after ``Finish`` it may lack rows, which count nowhere."""
 
     chunk: int
     shard: str  # the file's path within ``shards_dir``; a view's shards are in a folder
@@ -234,7 +240,7 @@ class Closed:
     peak_gpu_allocated_bytes: int | None = None
 
 
-Command: TypeAlias = Start | Load | Predict | Stop
+Command: TypeAlias = Start | Load | Predict | Stop | Finish
 Event: TypeAlias = Started | Ready | Heartbeat | Progress | ChunkDone | ChunkFailed | Failed | Closed
 
 _TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in (*get_args(Command), *get_args(Event))}

@@ -36,6 +36,8 @@ def python_environment() -> dict[str, str]:
         # Otherwise transformers looks for weights that a bot has converted, in a revision that no user named.
         "DISABLE_SAFETENSORS_CONVERSION": "1",
     }
+    if sys.flags.optimize > 1:  # transformers reads docstrings when it is imported
+        environment["PYTHONOPTIMIZE"] = "1"
     # By default a thread that waits keeps its core for milliseconds. Beside another program, it keeps the core from
     # the very thread that it waits for: the process then takes ten times as long.
     if not any(name in os.environ for name in WAITING):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -57,7 +58,7 @@ def shown_path(path: Path) -> str:
     """Return a path, relative to the working directory if it is below that."""
     try:
         return str(path.resolve().relative_to(Path.cwd().resolve()))
-    except (ValueError, OSError):
+    except (ValueError, OSError, RuntimeError):  # of links in a circle, say
         return str(path)
 
 
@@ -76,9 +77,24 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return `` (did you mean 'x'?)`` with the name nearest to ``name``, or nothing."""
+    """Return `` (did you mean 'x'?)`` with the name nearest to ``name``, or nothing.
+
+    Where only characters differ that nobody sees, or that look the same, these are named.
+    """
     near = nearest(name, names)
-    return f" (did you mean {near!r}?)" if near is not None else ""
+    if near is None:
+        return ""
+    if near != name and _visible(near) == _visible(name):
+        hidden = sorted(letter for letter in {*near} ^ {*name} if not letter.isascii())
+        shown = ", ".join(f"U+{ord(letter):04X} {unicodedata.name(letter, '')}".strip() for letter in hidden)
+        return f" ({near!r} only looks the same: it differs in {shown or 'spaces'}; rename one)"
+    return f" (did you mean {near!r}?)"
+
+
+def _visible(text: str) -> str:
+    """Return text without characters that cannot be seen, and others in their usual form."""
+    usual = unicodedata.normalize("NFKC", text)
+    return "".join(letter for letter in usual if unicodedata.category(letter) != "Cf").strip()
 
 
 def nearest_or_all(name: str, names: Sequence[str], noun: str) -> str:

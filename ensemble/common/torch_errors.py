@@ -89,9 +89,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException, redact: Callable[[str], str] = str) -> str:
-    """Return an error's text, or else its type, for a message: at most 500 characters."""
+    """Return an error's text, or else its type, for a message: at most 500 characters, and as many of its notes."""
     # Redacted before the text is cut, because a part of a secret would not be recognized.
-    return " ".join(redact(str(error)).split())[:500] or redact(repr(error))[:500]
+    text = " ".join(redact(str(error)).split())[:500] or redact(repr(error))[:500]
+    notes = " ".join(redact("; ".join(getattr(error, "__notes__", ()))).split())[:500]
+    return f"{text} ({notes})" if notes else text
 
 
 def _is_of_torch(error: BaseException, names: tuple[str, ...]) -> bool:

@@ -33,6 +33,8 @@ from ensemble.config.table import DataConfig
 from ensemble.config.values import Labels
 
 M = TypeVar("M", bound=StrictConfig)
+# Those of members that people look for elsewhere.
+_KEYS_OF_MODELS = ("text_column", "prompt_template", "max_length", "model_name_or_path", "label_map")
 Methods: TypeAlias = Mapping[str, type[EnsembleConfig]]
 Kinds: TypeAlias = Mapping[str, type[MemberConfig]]
 
@@ -325,4 +327,6 @@ def _unknown_key(key: str, models: Sequence[type[BaseModel]]) -> str:
         keys += model.model_fields
         if model is RunConfig:
             keys.append("defaults")
+        if key in _KEYS_OF_MODELS and not issubclass(model, MemberConfig):
+            return "belongs to a model, or to defaults"
     return f"unknown key; {nearest_or_all(key, [*dict.fromkeys(keys)], 'key')}"

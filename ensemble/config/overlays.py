@@ -1,8 +1,8 @@
 """Merge later files and ``--set a.b=value`` over a config, and expand ``${NAME}`` in its texts.
 
-A later file replaces what an earlier file says. The top level, the sections and each model are merged key by key,
-models by their names as they are written. Any other value is replaced as a whole, also a mapping such as
-``label_map``.
+A later file replaces what an earlier file says. The top level, the sections, each model and its ``train`` are
+merged key by key, models by their names as they are written. Any other value is replaced as a whole, also a mapping
+such as ``label_map``.
 """
 
 from __future__ import annotations
@@ -73,8 +73,20 @@ def _name(model: object) -> str | None:
 
 def _merge(document: Document, loc: Loc, over: Document, over_loc: Loc) -> None:
     values: Any = over.value(over_loc)
-    for key in values:
-        _put(document, (*loc, key), over, (*over_loc, key))
+    current: Any = document.value(loc)
+    for key, value in values.items():
+        if key == "train" and _trains_alike(current.get(key), value):
+            _merge(document, (*loc, key), over, (*over_loc, key))
+        else:
+            _put(document, (*loc, key), over, (*over_loc, key))
+
+
+def _trains_alike(current: object, value: object) -> bool:
+    """Return whether a ``train`` goes over another one key by key: unless it names another way to train."""
+    if not isinstance(current, dict) or not isinstance(value, dict):
+        return False
+    ways = {"command", "base_model"}
+    return not ways & {*value} or ways & {*value} == ways & {*current}
 
 
 def _put(document: Document, loc: Loc, over: Document, over_loc: Loc) -> None:

@@ -121,6 +121,11 @@ class MemberConfig(StrictConfig):
         return ()
 
     @property
+    def label_behind_prompt(self) -> str:
+        """Return the text of the first label if it follows the prompt; empty if nothing does."""
+        return ""
+
+    @property
     def counted_views(self) -> tuple["ViewConfig", ...]:
         """Return the views of each row without those of weight 0; empty for a member without views."""
         return tuple(view for view in self.all_views if view.weight > 0)

@@ -38,6 +38,7 @@ class DataConfig(StrictConfig):
     label_column: Column | None = None  # the true labels, for metrics
     # Or one column per label with its true probability, such as 0 or 1; a mapping if their names differ.
     label_columns: Labels | LabelMap | None = None
+    skip_unlabelled: bool = False  # leave out rows whose label is empty, in place of refusing them
     # Column with a JSON list of the labels that are possible in a row, others get 0; or that of another table.
     allowed_labels: ColumnOrTable | None = None
 

@@ -3,10 +3,10 @@
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from annotated_types import Ge, Le, Len
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from ensemble.config.document import Problem
 from ensemble.config.strict import StrictConfig
@@ -43,6 +43,14 @@ Command = Annotated[
 ]
 
 
+def _to_be_trained(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings without ``inference_mode: true``, as peft saves every adapter: it would train nothing."""
+    return {key: value for key, value in settings.items() if key != "inference_mode" or value is not True}
+
+
+LoraSettings = Annotated[Settings, AfterValidator(_to_be_trained)]
+
+
 class FoldsConfig(StrictConfig):
     """Divide the training table's rows into folds: give ``n_splits``, or the ``column`` that holds them."""
 
@@ -74,7 +82,7 @@ class FoldsConfig(StrictConfig):
 
 
 class ExtraTable(StrictConfig):
-    """Another table, whose rows join the training part of every fold and are never predicted."""
+    """Another table, whose rows join the training part of every fold but their group's and are never predicted."""
 
     path: File = Field(examples=["synthetic.csv"])  # in any format of data.path, with the same columns
     weight: Share = 1.0  # of each of its rows in the loss; rows of training.data have 1
@@ -142,7 +150,7 @@ class TrainConfig(StrictConfig):
     # The Trainer's own keys, such as {learning_rate: 2.0e-5, num_train_epochs: 3}
     training_arguments: Settings = Field(default_factory=dict)
     # peft's own keys of LoraConfig, such as {r: 16, lora_alpha: 32}
-    lora_config: Settings = Field(default_factory=dict)
+    lora_config: LoraSettings = Field(default_factory=dict)
     effective_batch_size: Count = 16  # rows in each step of the optimizer
     # Rows at a time on the device; auto: as many as fit, found by a trial on GPUs, 8 on a CPU. A training that runs
     # out of memory goes on with fewer.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import io
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,10 +26,12 @@ from ensemble.data.input_file import (
     Contents,
     Wanted,
     check_names,
+    delimiter,
     is_text,
     joined_text,
     missing_column,
     open_input,
+    other_separator,
 )
 
 # A row must fit into a block; if a row does not fit, the file is read again in larger blocks.
@@ -51,7 +53,7 @@ codecs.register_error("ensemble.csv", lambda error: (_NOT_UTF8, error.end))  # t
 
 
 def read_header(path: Path) -> tuple[str, ...]:
-    """Return the column names in the first row; raise DataError if it is not UTF-8, or names a column twice."""
+    """Return the column names in the first row; raise DataError if it is not UTF-8, or is Excel's own line."""
     for block_bytes in _BLOCK_BYTES:
         with open_input(path) as file:
             # Read into memory: from a file, Arrow reads ahead in a thread, which may still run when Python ends.
@@ -77,7 +79,8 @@ def read_header(path: Path) -> tuple[str, ...]:
             if names == (_END,):
                 raise DataError(f"{path}: the file holds only blank lines")
             continue
-        check_names(path, names)
+        if names[0].lower().startswith("sep="):
+            raise DataError(f"{path}: its first line is Excel's {names[0]!r} and no header; remove that line")
         return names
     raise _open_quote(path, 0)
 
@@ -89,7 +92,9 @@ def read_csv(path: Path, wanted: Wanted) -> Contents:
     """
     names = read_header(path)
     present = [name for name in wanted.names() if name in names]
-    read = present or names[:1]  # any column, to count the rows
+    # Any column, to count the rows.
+    read = present or [next((name for name in names if names.count(name) == 1), names[0])]
+    check_names(path, names, read)
     numbers = {*wanted.numbers} - {wanted.id_column}
     try:
         table = _read_columns(path, names, read, wanted.limit, numbers)
@@ -106,6 +111,7 @@ def read_csv(path: Path, wanted: Wanted) -> Contents:
         labels=column(wanted.label_column),
         columns=table.select([name for name in wanted.columns if name in present]),
         problems=(),
+        remarks=tuple(_swallowed_lines(path, table)),
     )
 
 
@@ -121,6 +127,7 @@ def read_text_csv(path: Path, columns: Sequence[str] | None = None, limit: int |
     missing = [name for name in names if name not in header]
     if missing:
         raise DataError([missing_column(path, "column", name, header) for name in missing])
+    check_names(path, header, names)
     return _read_columns(path, header, names, limit)
 
 
@@ -175,7 +182,7 @@ def _read_columns(
         if numbers and broken:
             raise pa.ArrowInvalid("rows with too few or too many cells")
         table = pa.Table.from_batches(batches, schema)
-        _refuse_broken_rows(path, [row for row in broken if limit is None or row.number <= limit + 1])
+        _refuse_broken_rows(path, header, [row for row in broken if limit is None or row.number <= limit + 1])
         if stream.has_other_bytes:
             _refuse_other_bytes(path, table if limit is None else table.slice(0, limit))
         pa.default_memory_pool().release_unused()
@@ -204,11 +211,31 @@ def _open_quote(path: Path, row: int) -> DataError:
     return DataError(f"{path}: a quote opens in {where} and never closes; {advice}")
 
 
-def _refuse_broken_rows(path: Path, broken: Sequence[pa_csv.InvalidRow]) -> None:
+def _swallowed_lines(path: Path, table: pa.Table) -> Iterator[str]:
+    """Yield a remark for each column with cells that hold a line like a row, as a stray quote makes them."""
+    # A first cell without spaces, as an id is; in prose a space follows a comma.
+    line = rf"\n[^\s{delimiter(path)}]+{delimiter(path)}\S"
+    for name, cells in zip(table.column_names, table.columns, strict=True):
+        if not is_text(cells.type):
+            continue
+        has_line = pc.and_(pc.match_substring(cells, "\n"), pc.match_substring_regex(cells, line))
+        count = pc.sum(has_line).as_py() or 0
+        if count:
+            where = f"{path}: column {quoted(name)}: row {pc.index(has_line, True).as_py() + 1:,}"
+            yield (
+                f"{where} is the first of {plural(count, 'cell')} with line ends followed by the separator; "
+                "if these lines are rows of their own, a stray quote joins them: double or remove it"
+            )
+
+
+def _refuse_broken_rows(path: Path, header: Sequence[str], broken: Sequence[pa_csv.InvalidRow]) -> None:
     """Raise DataError if there are rows with too few or too many cells."""
     if not broken:
         return
     shown, advice = [], "rows must be complete"
+    separator = other_separator(path, header)
+    if separator is not None:
+        raise DataError(f"{path}: {separator}")
     for row in broken:
         if _END in row.text:
             raise _open_quote(path, row.number - 1)
@@ -218,11 +245,6 @@ def _refuse_broken_rows(path: Path, broken: Sequence[pa_csv.InvalidRow]) -> None
         if row.actual_columns > row.expected_columns:
             advice = "put quotes around cells that hold the separator"
     raise DataError(f"{path}: {plural(len(broken), 'broken row')}; {'; '.join(shown)}; {advice}")
-
-
-def delimiter(path: Path) -> str:
-    """Return what separates a file's cells, judged by its name: a comma, or a tab."""
-    return "\t" if ".tsv" in [suffix.lower() for suffix in path.suffixes[-2:]] else ","
 
 
 def _checked(data: bytes, is_last: bool = True) -> tuple[bytes, bytes]:

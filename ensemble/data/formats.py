@@ -12,9 +12,9 @@ from pathlib import Path
 
 from ensemble.common.errors import DataError
 from ensemble.common.files import PARQUET_EXTENSIONS
-from ensemble.data.csv_file import copy_csv_rows, delimiter, read_csv, read_header
+from ensemble.data.csv_file import copy_csv_rows, read_csv, read_header
 from ensemble.data.file_rows import FileRows
-from ensemble.data.input_file import Contents, Wanted, refuse_url
+from ensemble.data.input_file import Contents, Wanted, delimiter, refuse_url
 from ensemble.data.jsonl import copy_jsonl_rows, read_jsonl
 from ensemble.data.parquet import copy_parquet_rows, read_parquet
 

@@ -7,7 +7,7 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,10 @@ JSON_MARK = {b"ensemble": b"json"}
 _OTHER_FORMATS = {
     b"PK\x03\x04": "is a zip archive, as Excel files are, not text; save its content as CSV",
     b"PAR1\x15": "is a Parquet file; give it a name that ends in .parquet",
+    b"\x1f\x8b": "is compressed with gzip, which its name does not say; unpack it, or add .gz to its name",
+    b"\x28\xb5\x2f\xfd": "is compressed with zstd; unpack it first",
+    b"\xfd7zXZ": "is compressed with xz; unpack it first",
+    b"BZh": "is compressed with bzip2; unpack it first",
 }
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
@@ -60,6 +64,7 @@ class Contents:
         ids: strings, [rows]; None if the column is missing or cannot be an id. ``labels`` is the same.
         columns: the wanted columns that the file has. A field marked with JSON_MARK has JSON text.
         problems: of single cells or types, a sentence each.
+        remarks: what the user should know of the cells, a sentence each.
     """
 
     rows: int
@@ -68,6 +73,7 @@ class Contents:
     labels: pa.ChunkedArray | None
     columns: pa.Table
     problems: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
 
 
 def shown_type(kind: pa.DataType) -> str:
@@ -128,20 +134,35 @@ def without_pandas_index(names: Sequence[str]) -> list[str]:
     return [name for name in names if not re.fullmatch(r"__index_level_\d+__", name)]
 
 
-def check_names(path: Path, names: Sequence[str]) -> None:
-    """Raise DataError if two columns have the same name."""
-    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+def check_names(path: Path, names: Sequence[str], read: Collection[str]) -> None:
+    """Raise DataError if two columns have the same name, of those that are read."""
+    twice = sorted(name for name, count in Counter(names).items() if count > 1 and name in read)
     if twice:
         raise DataError(f"{path}: the header names {listed(twice)} more than once; rename the columns")
+
+
+def delimiter(path: Path) -> str:
+    """Return what separates a CSV file's cells, judged by its name: a comma, or a tab."""
+    return "\t" if ".tsv" in [suffix.lower() for suffix in path.suffixes[-2:]] else ","
+
+
+def other_separator(path: Path, names: Sequence[str]) -> str | None:
+    """Return what separates the columns of a header that seems to have one, in words; None if nothing does."""
+    words = {"\t": "tabs; name it .tsv", ",": "commas; name it .csv", ";": "semicolons", "|": "bars"}
+    mark = next((mark for mark in words if mark != delimiter(path) and mark in names[0]), None)
+    if len(names) != 1 or mark is None:
+        return None
+    return (
+        f"its columns are separated by {words[mark]}{'' if '.' in words[mark] else '; write it with commas'}"
+    )
 
 
 def missing_column(
     path: Path, role: str, name: str, present: Sequence[str], read_by: str | None = None
 ) -> str:
     """Return the problem of a missing column, which the key ``read_by`` needs, with the columns that there are."""
-    hint = did_you_mean(name, present)
-    if len(present) == 1 and any(mark in present[0] for mark in ";\t|"):
-        hint = " (the header has a single column: are the columns separated by commas?)"
+    separator = other_separator(path, present)
+    hint = f" ({separator})" if separator else did_you_mean(name, present)
     reader = f", which {read_by} reads" if read_by else ""
     return f"{path}: no {role} {quoted(name)}{hint}{reader}; the columns are {listed(present)}"
 

@@ -7,6 +7,7 @@ objects back.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,15 @@ def _float(text: str) -> _Float:
     number = _Float(text)
     number.text = text
     return number
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return an object of JSON; raise ValueError if a key comes twice, of which each reader takes another one."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {quoted(twice)} comes more than once")
+    return value
 
 
 class _Column:
@@ -145,7 +155,7 @@ def _blocks(path: Path, limit: int | None) -> Iterator[list[dict[str, object]]]:
 
     At the end raise a DataError about all lines that are not JSON objects in UTF-8.
     """
-    decoder = json.JSONDecoder(parse_float=_float, parse_constant=refuse_constant)
+    decoder = json.JSONDecoder(parse_float=_float, parse_constant=refuse_constant, object_pairs_hook=_object)
     rows = 0
     broken: list[str] = []
     records: list[dict[str, object]] = []

@@ -68,6 +68,7 @@ def copy_parquet_rows(source: Path, rows: FileRows, path: Path) -> None:
 
     with parquet.ParquetFile(source) as file:
         table = file.read()
+    check_names(source, table.column_names, table.column_names)
     if rows.others:
         fields = [field.with_type(_plain_type(field.type)).with_nullable(True) for field in table.schema]
         table = table.cast(pa.schema(fields, table.schema.metadata))
@@ -89,8 +90,8 @@ def arrow_contents(
         DataError: two columns have one name, text is not UTF-8, values cannot be used by a template.
     """
     names = tuple(schema.names)
-    check_names(path, names)
     present = [name for name in wanted.names() if name in names]
+    check_names(path, names, present)
     columns = [name for name in wanted.columns if name in names]
     plain = pa.schema([pa.field(name, _plain_type(schema.field(name).type)) for name in present])
 

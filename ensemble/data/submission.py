@@ -23,7 +23,7 @@ from ensemble.data.csv_file import (
     text_as_numbers,
 )
 from ensemble.data.ids import places_among
-from ensemble.data.input_file import first_ids, missing_column
+from ensemble.data.input_file import check_names, first_ids, missing_column
 from ensemble.data.parquet import write_parquet
 from ensemble.data.table import InputTable
 
@@ -42,6 +42,7 @@ def read_sample(path: Path, id_column: str, labels: Sequence[str], columns_map: 
         DataError: the file cannot be read, or has no column ``id_column``.
     """
     columns = read_header(path)
+    check_names(path, columns, columns)
     if id_column not in columns:
         raise DataError(missing_column(path, "id column", id_column, columns))
     ids = read_text_csv(path, [id_column]).column(0)
@@ -108,6 +109,15 @@ class Sample:
             is_other = 2 * len(missing) > len(ids)
             problems.append(_lacks(missing) + (f"; {_OTHER_TABLE}" if is_other else ""))
         return tuple(f"{self.path}: {problem}" for problem in problems)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Return a sentence for the user about labels that are not submitted, unless one of two is."""
+        submitted = {self._label(name) for name in self._label_columns}
+        others = [label for label in self.labels if label not in submitted]
+        if not others or self.answers or len(self.labels) == 2:
+            return ()
+        return (f"{self.path}: has no column for {listed(others)}, whose probabilities are not submitted",)
 
     def value_problems(self) -> tuple[str, ...]:
         """Return why the sample's values cannot replace predictions: cells that are no finite number."""

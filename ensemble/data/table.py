@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,6 +66,7 @@ class TableNeeds:
             "sigmoid" for numbers from 0 to 1, "none" for any numbers.
         unequal_sums: what to do about probabilities that do not sum to 1, with a semicolon before it.
         may_lack_truth: whether the run can do without true labels, which messages then say.
+        skip_unlabelled: whether rows are left out whose label, or all of whose label columns, are empty.
     """
 
     id_column: str
@@ -78,6 +80,7 @@ class TableNeeds:
     truth_as: Activation = "softmax"
     unequal_sums: str = ""
     may_lack_truth: bool = True
+    skip_unlabelled: bool = False
     read_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     also: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -91,6 +94,8 @@ class InputTable:
         null_texts: by column, the number of null or empty cells; in a JSON column also of those with an empty list
             or with a null inside.
         null_turns: by column, the number of cells with a null inside a list or an object.
+        file_rows: the numbers of these rows in the file, rising, int64 [rows]; None: all of the file's first rows.
+        file_remarks: sentences for the user: odd cells, labels in another spelling, and rows that are left out.
     """
 
     def __init__(
@@ -100,12 +105,16 @@ class InputTable:
         truth: Truth | None,
         null_texts: dict[str, int],
         null_turns: Mapping[str, int] | None = None,
+        file_rows: npt.NDArray[np.int64] | None = None,
+        file_remarks: Sequence[str] = (),
     ) -> None:
         self.rows = len(ids)
         self.ids = ids
         self.truth = truth
         self.null_texts = null_texts
         self.null_turns = null_turns or {}
+        self.file_rows = file_rows
+        self.file_remarks = tuple(file_remarks)
         self._columns = columns
         self._text_lengths: dict[str, npt.NDArray[np.int64]] = {}
         self._digests: dict[tuple[tuple[str, ...], FileCells | None], str] = {}
@@ -114,8 +123,8 @@ class InputTable:
 
     @property
     def remarks(self) -> list[str]:
-        """Return sentences for the user about empty texts."""
-        remarks = []
+        """Return sentences for the user about labels and empty texts."""
+        remarks = [*self.file_remarks]
         for column, count in self.null_texts.items():
             with_nulls = self.null_turns.get(column, 0)
             if count - with_nulls:
@@ -229,7 +238,10 @@ class InputTable:
     def only(self, columns: Sequence[str]) -> InputTable:
         """Return the same rows with only these columns."""
         nulls = {name: self.null_texts[name] for name in columns}
-        return InputTable(self._columns.select(columns), self.ids, self.truth, nulls, self.null_turns)
+        cells = self._columns.select(columns)
+        return InputTable(
+            cells, self.ids, self.truth, nulls, self.null_turns, self.file_rows, self.file_remarks
+        )
 
     def forget_columns(self) -> None:
         """Free the columns' memory once they are published; ids, truth and counts stay."""
@@ -287,12 +299,18 @@ def read_table(path: Path, needs: TableNeeds) -> InputTable:
     if contents.ids is not None:
         problems += _id_problems(path, needs.id_column, contents.ids)
     truth: Truth | None = None
+    remarks = [*contents.remarks]
+    is_labelled = _labelled_rows(needs, contents)
+    if not is_labelled.any():
+        columns_text = listed([*filter(None, [needs.label_column]), *needs.label_columns])
+        problems.append(f"{path}: no row has a label in {columns_text}; name another column")
     if contents.labels is not None:
-        numbers = pc.index_in(contents.labels, value_set=pa.array(needs.labels, contents.labels.type))
-        problems += _label_problems(path, needs, contents, numbers)
+        numbers, label_remarks = _label_numbers(path, needs, contents.labels)
+        remarks += label_remarks
+        problems += _label_problems(path, needs, contents, numbers, is_labelled)
         truth = pc.fill_null(numbers, -1).to_numpy().astype(np.int64)
     elif needs.label_columns and not set(needs.label_columns) - set(names):
-        truth, label_problems = _probabilities(path, needs, contents)
+        truth, label_problems = _probabilities(path, needs, contents, is_labelled)
         problems += label_problems
     present = [name for name in contents.columns.column_names if name in columns]
     contents = replace(contents, columns=contents.columns.select(present))
@@ -301,7 +319,16 @@ def read_table(path: Path, needs: TableNeeds) -> InputTable:
     problems += json_problems
     if problems or contents.ids is None:
         raise DataError(problems)
-    return InputTable(contents.columns, contents.ids, truth, null_texts, null_turns)
+    if is_labelled.all():
+        return InputTable(contents.columns, contents.ids, truth, null_texts, null_turns, None, remarks)
+    rows, labelled = np.flatnonzero(is_labelled), pa.array(is_labelled)
+    left_out = plural(contents.rows - len(rows), "row")
+    remarks.append(f"{path}: {left_out} without a label left out, as data.skip_unlabelled says")
+    ids = contents.ids.filter(labelled)
+    contents = replace(contents, columns=contents.columns.filter(labelled), ids=ids)
+    null_texts, null_turns, _ = _cell_facts(path, needs, contents)  # of the rows that are left
+    truth = None if truth is None else truth[rows]
+    return InputTable(contents.columns, ids, truth, null_texts, null_turns, rows, remarks)
 
 
 def row_text(index: int, ids: pa.ChunkedArray | None) -> str:
@@ -337,10 +364,56 @@ def _first(mask: pa.ChunkedArray) -> tuple[int, list[int]]:
     return count, pc.indices_nonzero(pc.fill_null(mask, False))[:_SHOWN].to_pylist()
 
 
+def plain_label(label: str) -> str:
+    """Return a label as it was before pandas turned its column, for a missing value in it, into floats or objects.
+
+    ``1.0`` is ``1``, and ``True`` is ``true``; other labels are returned as they are.
+    """
+    whole = re.fullmatch(r"(-?[0-9]+)\.0*", label)
+    if whole is not None:
+        return whole[1]
+    return label.lower() if label.lower() in ("true", "false") else label
+
+
+def _label_numbers(
+    path: Path, needs: TableNeeds, labels: pa.ChunkedArray
+) -> tuple[pa.ChunkedArray, list[str]]:
+    """Return the number of each row's label, null for an unknown one, [rows]; and remarks about spellings."""
+    of_plain: dict[str, list[int]] = {}
+    for number, label in enumerate(needs.labels):
+        of_plain.setdefault(plain_label(label), []).append(number)
+    known = pa.array(needs.labels, labels.type)
+    unknown = labels.filter(pc.is_null(pc.index_in(labels, value_set=known))).unique().to_pylist()
+    numbers_by_text = {text: of_plain.get(plain_label(text), []) for text in unknown if text}
+    number_of = {text: numbers[0] for text, numbers in numbers_by_text.items() if len(numbers) == 1}
+    places = pc.index_in(labels, value_set=pa.array([*needs.labels, *number_of], labels.type))
+    remarks = []
+    if number_of:
+        taken = [f"{quoted(text)} is {quoted(needs.labels[number])}" for text, number in number_of.items()]
+        where = f"{path}: label column {quoted(str(needs.label_column))}"
+        remarks.append(f"{where}: spelled as pandas does after a missing value: {listed(taken, _SHOWN, str)}")
+    return pc.take(pa.array([*range(len(needs.labels)), *number_of.values()]), places), remarks
+
+
+def _labelled_rows(needs: TableNeeds, contents: Contents) -> npt.NDArray[np.bool_]:
+    """Return which rows have a label, or a cell in some label column; all, unless others are left out; [rows]."""
+    cells = [] if contents.labels is None else [contents.labels]
+    cells += [contents.columns[name] for name in needs.label_columns if name in contents.columns.column_names]
+    if not needs.skip_unlabelled or not cells:
+        return np.ones(contents.rows, np.bool_)
+    has_text = [pc.not_equal(pc.utf8_trim_whitespace(column_texts(column)), "") for column in cells]
+    flags = [pc.fill_null(column, False).to_numpy() for column in has_text]
+    return np.asarray(np.logical_or.reduce(flags))
+
+
 def _label_problems(
-    path: Path, needs: TableNeeds, contents: Contents, truth: pa.ChunkedArray
+    path: Path,
+    needs: TableNeeds,
+    contents: Contents,
+    truth: pa.ChunkedArray,
+    is_labelled: npt.NDArray[np.bool_],
 ) -> Iterator[str]:
-    unknown, rows = _first(pc.is_null(truth))
+    unknown, rows = _first(pc.and_(pc.is_null(truth), pa.array(is_labelled)))
     if not unknown or contents.labels is None:
         return
     shown = []
@@ -350,11 +423,14 @@ def _label_problems(
         shown.append(f"{row_text(row, contents.ids)}: {value}")
     count = plural(unknown, "row")
     where = f"{path}: label column {quoted(str(needs.label_column))}: {count} without a known label"
-    yield f"{where}; {'; '.join(shown)}; the labels are {listed(needs.labels)}"
+    advice = f"the labels are {listed(needs.labels)}"
+    if not any(contents.labels[row].as_py() for row in rows):
+        advice += "; skip_unlabelled: true beside label_column in a config leaves out rows without a label"
+    yield f"{where}; {'; '.join(shown)}; {advice}"
 
 
 def _probabilities(
-    path: Path, needs: TableNeeds, contents: Contents
+    path: Path, needs: TableNeeds, contents: Contents, is_labelled: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.float64], list[str]]:
     """Return the label columns as float64 [rows, labels], as ``truth_as`` says, and what is wrong with them."""
     columns = {name: contents.columns.column(name) for name in needs.label_columns}
@@ -376,7 +452,7 @@ def _probabilities(
         elif needs.truth_as == "sigmoid":
             is_wrong |= ((values < 0) | (values > 1)).any(axis=1)
             problem = "without a number from 0 to 1 for each label"
-    rows = np.flatnonzero(is_wrong)
+    rows = np.flatnonzero(is_wrong & is_labelled)
     if not len(rows):
         return values / sums[:, None] if needs.truth_as == "softmax" else values, []
     advice = needs.unequal_sums if needs.truth_as == "softmax" else ""

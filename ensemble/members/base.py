@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from ensemble.data.row_files import FileCells
 
 
+# What a warning says of files that only their library could check, behind their name and a colon.
+NOT_ASKED = "transformers could not be asked"
+
+
 @dataclass(frozen=True)
 class Inspection:
     """Hold what is known of a member without computing anything.
@@ -287,6 +291,10 @@ class MemberKind(ABC, Generic[S, I]):
 
     def warnings(self, inspected: I) -> Iterator[str]:
         """Yield warnings about the settings, each beginning with its key."""
+        return iter(())
+
+    def prompt_warnings(self, inspected: I, prompt: str) -> Iterator[str]:
+        """Yield warnings about the first row's prompt, each beginning with its key."""
         return iter(())
 
     def packages(self, inspected: I | None) -> Iterator[tuple[str, str]]:

@@ -52,9 +52,13 @@ def load_child(kind: str) -> Child:
 
 
 class Report(Protocol):
-    """Report that a step such as a batch is done, and how many rows and tokens are computed by now."""
+    """Report that a step such as a batch is done, and how many rows and tokens are computed by now.
 
-    def __call__(self, rows: int, tokens: int = 0, padded_tokens: int = 0) -> None: ...
+    False: the run is stopped, and no further batch is wanted (``Prediction.is_partial``). A kind that goes on all
+    the same may lose its chunk.
+    """
+
+    def __call__(self, rows: int, tokens: int = 0, padded_tokens: int = 0) -> bool | None: ...
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Prediction:
         bad_rows: why rows cannot be computed, by their positions among these.
         counters: the work done; chunks, rows, bad rows and the whole time are counted by the worker.
         choice: how the next batches would be made.
+        is_partial: whether it ended early, as ``Report`` asked for: rows of NaN are not done then, and not bad.
         advice: what is probably wrong, and what to do about it, where a row's values are not finite or no
             probabilities; such a row is a bad one, too.
     """
@@ -76,6 +81,7 @@ class Prediction:
     counters: Counters = field(default_factory=Counters)
     advice: str = ""
     choice: BatchChoice = field(default_factory=BatchChoice)
+    is_partial: bool = False
 
 
 class Predictor(ABC):

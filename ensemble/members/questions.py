@@ -21,7 +21,8 @@ from ensemble.common.files import write_text
 from ensemble.common.packages import installed_versions
 from ensemble.common.python_process import python_command, python_environment
 
-TIMEOUT_SECONDS = 60.0
+# For the start of its process, which imports torch, and for each question; on a busy machine.
+TIMEOUT_SECONDS, SECONDS_PER_QUESTION = 60.0, 30.0
 # Names another folder than the user's cache.
 CACHE = "ENSEMBLE_CACHE"
 _NO_NETWORK = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -102,12 +103,13 @@ def ask_process(module: str, questions: Sequence[Question]) -> list[Answer]:
     """Start a process that answers the questions; those behind a failure stay without an answer."""
     asked = [{"folder": str(question.folder), **question.arguments} for question in questions]
     failure = ""
+    timeout = TIMEOUT_SECONDS + SECONDS_PER_QUESTION * len(questions)
     try:
         done = subprocess.run(
             python_command(module),
             input=json.dumps(asked, default=str).encode(),
             capture_output=True,
-            timeout=TIMEOUT_SECONDS,
+            timeout=timeout,
             env={**os.environ, **python_environment(), **_NO_NETWORK, **_QUIET},
         )
         lines = done.stdout.splitlines()
@@ -115,7 +117,7 @@ def ask_process(module: str, questions: Sequence[Question]) -> list[Answer]:
         if done.returncode:
             failure = f"exit code {done.returncode}" + (f": {last_words[-1][:200]}" if last_words else "")
     except subprocess.TimeoutExpired as error:
-        lines, failure = (error.stdout or b"").splitlines(), f"no answer within {TIMEOUT_SECONDS:g} s"
+        lines, failure = (error.stdout or b"").splitlines(), f"no answer within {timeout:g} s"
     except OSError as error:
         lines, failure = [], str(error)
     answers = []

@@ -105,7 +105,8 @@ class Score:
     """Hold the score of a member, or of the ensemble, over ``rows``; None for metrics that such values do not have.
 
     ``log_loss`` is in nats per row, of labels that do not exclude each other the mean over labels, as ``rmse`` is.
-    ``prior_log_loss`` is that of always predicting the labels' frequencies, ``above_prior`` the log loss minus it.
+    ``prior_log_loss`` is that of always predicting the labels' frequencies, among the labels that are possible in a
+    row; ``above_prior`` is the log loss minus it.
     ``no_better_than_prior``: not even the low end of that interval is 1 % of the way from the prior to the truth.
     """
 
@@ -156,6 +157,7 @@ class Scoring:
         activation: what the values are; "none" is regression.
         resamples: of the rows, shared by all scorings that are compared.
         has_loss: False for values that are no probabilities; they have an accuracy at most.
+        possible: which labels are possible in each row, bool [rows, labels]; None: all.
     """
 
     def __init__(
@@ -164,11 +166,13 @@ class Scoring:
         activation: Activation = "softmax",
         resamples: Resamples | None = None,
         has_loss: bool = True,
+        possible: npt.NDArray[np.bool_] | None = None,
     ) -> None:
         self._truth = truth
         self._activation = activation
         self._resamples = resamples or Resamples(len(truth))
         self._has_loss = has_loss
+        self._possible = possible
         self._hits = 0
         self._squares = np.zeros(truth.shape[-1])  # of errors, [labels]
         self._losses = np.zeros((len(self._resamples.sizes), 1))
@@ -231,13 +235,39 @@ class Scoring:
         )
 
     def _prior_losses(self) -> Values:
-        """Return the losses of always predicting the labels' frequencies, [rows]."""
-        truth = self._truth
-        shares = (np.bincount(truth) if truth.ndim == 1 else truth.sum(axis=0)) / len(truth)
+        """Return the losses of always predicting the labels' frequencies, [rows].
+
+        Labels that are not possible in every row are weighed by how often they occur against how often even odds
+        among a row's possible labels would give them: the first step of Hunter's "MM algorithms for generalized
+        Bradley-Terry models" (2004), which is exact where all labels are equally likely. Where a true label is
+        impossible, all labels of the row count as possible.
+        """
+        truth, possible = self._truth, self._possible
+        if possible is not None:
+            is_impossible = ~possible & (truth > 0 if truth.ndim == 2 else _one_hot(truth, possible.shape[1]))
+            possible = possible | is_impossible.any(axis=1, keepdims=True)
+        if truth.ndim == 1:
+            labels = None if possible is None else possible.shape[1]
+            counts = np.bincount(truth.astype(np.int64), minlength=labels or 0).astype(np.float64)
+        else:
+            counts = truth.sum(axis=0)
         if self._activation == "sigmoid":
-            return row_losses(truth, np.broadcast_to(shares, truth.shape), "sigmoid")
+            rows_of_labels = len(truth) if possible is None else np.maximum(1, possible.sum(axis=0))
+            shares = np.broadcast_to(counts / rows_of_labels, truth.shape)
+            return row_losses(truth, shares if possible is None else shares * possible, "sigmoid")
+        sums: Values | float = 1.0
+        shares = counts / len(truth)
+        if possible is not None:
+            even_counts = (1 / possible.sum(axis=1)) @ possible
+            shares = counts / np.where(even_counts > 0, even_counts, np.inf)
+            sums = possible @ shares
         losses = -np.log(np.where(shares > 0, shares, 1 / len(truth)))
-        return np.asarray(losses[truth.astype(np.int64)] if truth.ndim == 1 else truth @ losses)
+        of_rows = losses[truth.astype(np.int64)] if truth.ndim == 1 else truth @ losses
+        return np.asarray(of_rows + np.log(sums))
+
+
+def _one_hot(truth: Truth, labels: int) -> npt.NDArray[np.bool_]:
+    return np.asarray(truth[:, None] == np.arange(labels))
 
 
 class CascadeScoring:

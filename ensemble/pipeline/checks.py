@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ensemble.common.errors import ConfigError, DataError, EnsembleError
-from ensemble.common.files import unreadable, unwritable_reason
+from ensemble.common.files import unreadable, unwritable_reason, without_links
 from ensemble.common.host import usable_cpus
 from ensemble.common.packages import installed_versions
 from ensemble.common.text import gib, plural, quoted
@@ -210,7 +210,8 @@ def place_problems(loaded: LoadedConfig, kinds: Kinds) -> Iterator[str]:
     config, rundir = loaded.config, RunDir(loaded.config.output_dir)
     # A run of the config.yaml that an earlier one left here writes it again as it is.
     is_kept = loaded.redactor(loaded.whole) == loaded.texts[0]
-    inputs = [path for path in loaded.paths if not (is_kept and path.resolve() == rundir.config.resolve())]
+    kept = without_links(rundir.config) if is_kept else None
+    inputs = [path for path in loaded.paths if without_links(path) != kept]
     inputs.append(config.data.path)
     inputs += [Path(name) for kind in kinds.values() for name in kind.sources()]
     folders: dict[str, Path | None] = {"output_dir": config.output_dir}
@@ -227,7 +228,7 @@ def place_problems(loaded: LoadedConfig, kinds: Kinds) -> Iterator[str]:
         folders["submission.path"] = target.parent
         if target.is_dir():
             yield f"submission.path: {target} is a directory; name a file in it"
-        if any(target.resolve().is_relative_to(path.resolve()) for path in inputs):
+        if any(without_links(target).is_relative_to(without_links(path)) for path in inputs):
             yield f"submission.path: {target} would replace what the run reads; choose another name"
     yield from rundir.endangered(inputs, target)
     reasons = [unwritable_reason(key, folder) for key, folder in folders.items() if folder is not None]

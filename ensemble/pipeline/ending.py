@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 from ensemble.common.errors import RESUMES, EnsembleError, MembersFailed, TimeLimitReached
 from ensemble.common.text import plural, were
@@ -11,6 +12,7 @@ from ensemble.merging.methods import METHODS
 from ensemble.merging.scoring import Interval
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import MemberReport, RunReport
+from ensemble.pipeline.training_dir import TrainingDir
 from ensemble.scheduling.records import Failure
 
 
@@ -29,9 +31,9 @@ def raise_unless_complete(report: RunReport) -> None:
 
 
 def failure_text(failure: Failure) -> str:
-    """Return a sentence about why a member failed, and which log to read."""
+    """Return a sentence about why a member failed or is left out, and which log to read."""
     log = f"; its log: {failure.log_path}" if failure.log_path else ""
-    return f"member {failure.member} failed: {failure.message}{log}"
+    return f"member {failure.member} {failure.outcome}: {failure.message}{log}"
 
 
 def gain_text(report: RunReport) -> str:
@@ -54,12 +56,18 @@ def gain_text(report: RunReport) -> str:
     low, high = difference.size.low, difference.size.high
     chance = "" if difference.excludes_zero else ", which may be chance"
     text += f" (95 % interval {low:{number}} to {high:{number}}{chance})"
-    if gain.gain < 0 and not chance:
+    if gain.gain < 0 and not chance and not _is_out_of_fold(report):
         with contextlib.suppress(EnsembleError):  # the method's package is not installed any more
             method = METHODS.load(str(report.ensemble.get("method", "mean")))
             options = f"{method.fit_options}{options}".strip()
             text += f"; `{f'python -m ensemble fit CONFIG {options}'.strip()}` finds better weights"
     return text
+
+
+def _is_out_of_fold(report: RunReport) -> bool:
+    """Return whether a run is of ``ensemble train``, which names the command that fits to its files."""
+    run_dir = Path(report.files.get(ENSEMBLE_ROW, ".")).parent
+    return TrainingDir(run_dir.parent.parent).oof_run == run_dir
 
 
 def answer_texts(report: RunReport) -> Iterator[str]:

@@ -67,6 +67,8 @@ class LabelledTable:
         learned = {other.label_column, *label_columns}
         names = tuple(name for name in column_names(other.path) if name not in learned)
         cells = read_contents(self.data.path, Wanted(self.data.id_column, None, names, None)).columns
+        if self.table.file_rows is not None:
+            cells = cells.take(pa.array(self.table.file_rows))
         if other.label_column is not None:
             likeliest = pa.array(self.targets.argmax(axis=1), mask=~self.names_one_label)
             cells = cells.append_column(other.label_column, pa.array(self.labels).take(likeliest))
@@ -107,6 +109,7 @@ def read_labelled_table(
         unequal_sums="; set problem_type: multi_label_classification if several labels can be true at once, or "
         "regression for numbers",
         may_lack_truth=False,
+        skip_unlabelled=data.skip_unlabelled,
         also=also or {},
     )
     table = read_table(data.path, with_columns(needs, views))
@@ -137,7 +140,8 @@ def _probabilities(
     values, _ = read_predictions(path, id_column, labels).join(
         table.ids, may_have_others=True, table=str(data.path), advice="give the values of every row"
     )
-    check = RowCheck(str(path), activation, table.ids, may_lack_rows=False, advice="correct these values")
+    advice = "correct these values"
+    check = RowCheck(str(path), activation, table.ids, may_lack_rows=False, advice=advice, columns=labels)
     check.look(0, values)
     try:
         check.refuse()

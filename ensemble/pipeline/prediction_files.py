@@ -25,7 +25,10 @@ from ensemble.data.predictions_csv import (
 )
 
 # Of any problem with rows that are no probabilities.
-ROWS_ADVICE: Final = "correct the file, or say what its values are with --activation"
+ROWS_ADVICE: Final = (
+    "correct the file, or name the columns of the labels with --label, if others are among them, or say what the "
+    "values are with --activation"
+)
 
 
 def path_of(file: str | os.PathLike[str]) -> Path:

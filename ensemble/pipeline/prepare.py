@@ -196,10 +196,14 @@ def prepare(
             *(
                 f"models[{index}].{text}"
                 for index, (name, kind) in enumerate(members.kinds.items())
-                for text in kind.warnings(members.inspected[name])
+                for text in (
+                    *kind.warnings(members.inspected[name]),
+                    *kind.prompt_warnings(members.inspected[name], previews.get(name, "")),
+                )
             ),
             *held.remarks,
             *warnings,
+            *(() if sample is None else sample.remarks),
             *worker_warnings(plan),
             *run_warnings(loaded, members.inspected, table, allowed, rules, names),
         ),
@@ -281,6 +285,7 @@ def _table_needs(config: RunConfig, members: _Members) -> TableNeeds:
         text_columns=(),
         limit=config.limit,
         truth_as=merged_activation(members.inspected),
+        skip_unlabelled=config.data.skip_unlabelled,
     )
     return with_columns(needs, members.views)
 
@@ -450,7 +455,8 @@ def given_predictions(
     """Return the predictions of a member that needs no worker; a DataError says that they are no probabilities."""
     predictions = kind.predictions(table.ids, columns)
     source, may_lack = " and ".join(kind.sources()), kind.may_lack_rows
-    check = RowCheck(source, inspected.activation, table.ids, may_lack, kind.rows_advice)
+    advice = kind.rows_advice
+    check = RowCheck(source, inspected.activation, table.ids, may_lack, advice, columns.labels)
     for start, stop in block_spans(*predictions.values.shape):
         check.look(start, predictions.values[start:stop])
     try:

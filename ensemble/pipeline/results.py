@@ -256,7 +256,9 @@ class ResultWriter:
         truth = self._prepared.truth
         if truth is None:
             return None
-        return Scoring(truth, self._prepared.activation, self._resamples, has_loss)
+        allowed = self._prepared.allowed_labels
+        possible = None if allowed is None else allowed.flags
+        return Scoring(truth, self._prepared.activation, self._resamples, has_loss, possible)
 
     def _merge_into(self, all_values: _Values, members: Sequence[MemberState]) -> Sequence[MergedMember]:
         """Merge members into ``all_values``, [rows, labels], NaN where no member has a row, and return them."""

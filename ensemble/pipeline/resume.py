@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from ensemble.common.digests import FileDigest, FileDigests, digest_of
 from ensemble.common.errors import CheckpointError, ConfigError, DataError, MergeError
-from ensemble.common.files import changed_files, changed_text, read_json, write_text
+from ensemble.common.files import changed_files, changed_text, read_json, without_links, write_text
 from ensemble.common.shards import (
     BAD_ROWS_FILE,
     CPU_CHOICE_FILE,
@@ -338,8 +338,8 @@ def take_over(
         return
     sources = list(EarlierWork.all_in(rundir))
     for folder in reuse:
-        if folder.resolve() != rundir.root.resolve():
-            sources += EarlierWork.all_in(RunDir(folder.resolve()), is_other_run=True)
+        if without_links(folder) != without_links(rundir.root):
+            sources += EarlierWork.all_in(RunDir(without_links(folder)), is_other_run=True)
     for source in sources:
         if work.is_done.all():
             return

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 
 from ensemble.common.errors import ConfigError, OutputInUse
-from ensemble.common.files import atomic_path, read_json
+from ensemble.common.files import atomic_path, read_json, without_links
 from ensemble.common.shards import bad_rows_in, gather_shards, rows_with_reasons, shard_name, shards_in
 from ensemble.data.digests import DIGEST_BYTES, RowDigests, find_rows
 from ensemble.data.ids import places_among
@@ -120,7 +120,7 @@ class EarlierWork:
 def demand_reusable(folder: Path, output_dir: Path) -> None:
     """Raise an error if ``folder`` is the run's own, no run's or in use, or if its predictions were changed."""
     rundir = RunDir(folder)
-    if folder.resolve() == output_dir.resolve():
+    if without_links(folder) == without_links(output_dir):
         raise ConfigError(
             f"--reuse: {folder} is the output_dir of this run, whose rows it keeps anyway; leave the option out, "
             "or set another output_dir"

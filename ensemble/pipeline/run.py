@@ -271,7 +271,8 @@ class _Run(RunState, RunHooks):
         for state in self.members:
             why_untrained = self.prepared.loaded.untrained.get(state.plan.name)
             if why_untrained is not None:
-                state.fail(Failure(state.plan.name, why_untrained))
+                is_out_of_time = state.plan.name in self.prepared.loaded.out_of_time
+                state.fail(Failure(state.plan.name, why_untrained, is_out_of_time=is_out_of_time))
 
     def _new_state(self, member: MemberPlan, work: MemberWork) -> MemberState:
         return MemberState(member, work.noted_bad_rows, self._watch, kept_batches(work.shards_dir))
@@ -425,7 +426,7 @@ class _Run(RunState, RunHooks):
         may_go_on = self._config.on_member_failure == "continue"
         is_timed = self._config.time_limit is not None
         weighted = [state for state in good if state.plan.model.has_weight]
-        out_of_time = [failure for failure in failures if failure.member in self.prepared.loaded.out_of_time]
+        out_of_time = [failure for failure in failures if failure.is_out_of_time]
         if not weighted and failures and failures == out_of_time:  # the first submission stands
             self.left_out, self.status = failures, "time_limit"
             return

@@ -32,7 +32,14 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from ensemble.common.errors import RESUMES, EnsembleError, OutputError, OutputInUse, WriteError
-from ensemble.common.files import TEMPORARY, cannot_write, create_empty, open_log, remove_link
+from ensemble.common.files import (
+    TEMPORARY,
+    cannot_write,
+    create_empty,
+    open_log,
+    remove_link,
+    without_links,
+)
 from ensemble.common.redact import RedactingFormatter, Redactor
 from ensemble.common.shards import read_shard
 from ensemble.common.version import __version__
@@ -121,7 +128,11 @@ class RunDir:
                 f"output_dir: {self.root} holds {', '.join(foreign)}, which no run has made and this one "
                 "would replace; choose another output_dir"
             )
-        if target is not None and target.resolve() != self.submission.resolve() and self._is_used(target):
+        if (
+            target is not None
+            and without_links(target) != without_links(self.submission)
+            and self._is_used(target)
+        ):
             yield f"submission.path: {target} is a file that the run itself writes; choose another name"
         for path in inputs:
             if self._is_used(path):
@@ -144,13 +155,13 @@ class RunDir:
 
     def demand_free(self, option: str, path: Path) -> None:
         """Raise an OutputError if runs, or ``tune``, write to a file that the user names for something else."""
-        if self._is_used(path) or path.resolve().is_relative_to(self.tune_dir.resolve()):
+        if self._is_used(path) or without_links(path).is_relative_to(without_links(self.tune_dir)):
             raise OutputError(f"{option}: runs write {path} themselves; choose another name")
 
     def _is_used(self, path: Path) -> bool:
         """Return whether runs write to a path."""
-        resolved = path.resolve()
-        return any(resolved.is_relative_to(used.resolve()) for used in (*self._run_paths, self.lock))
+        resolved = without_links(path)
+        return any(resolved.is_relative_to(without_links(used)) for used in (*self._run_paths, self.lock))
 
     def create(self) -> None:
         """Make the directory, or raise an OutputError if it cannot be written."""

@@ -314,7 +314,7 @@ class RunReport:
             lines.append(f"{name}: {', '.join(shown)}")
         if self.fitted_on is not None:
             lines.append(f"ensemble: {self.fitted_on.text}")
-        lines += [f"{failure.member} failed: {failure.message}" for failure in self.failures]
+        lines += [f"{failure.member} {failure.outcome}: {failure.message}" for failure in self.failures]
         return "\n".join(lines)
 
     def write(self, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -38,7 +38,8 @@ class TrainingData:
     Attributes:
         tables: with the same labels and ``activation``.
         table: the rows of all of them, with the columns that members read.
-        folds: of all rows, int64 [rows], from 0 to ``splits`` - 1; those of extra tables are ``IN_ALL_FOLDS``.
+        folds: of all rows, int64 [rows], from 0 to ``splits`` - 1; those of extra tables are ``IN_ALL_FOLDS``, or
+            have the fold of their group if the training table has that group.
         groups: of rows that stay together, int64 [rows]; None: there are no groups.
         columns: that a member reads in any of its views, by the member's name.
         files: the column that names files, by name of the members that read files.
@@ -76,7 +77,7 @@ class TrainingData:
         return np.concatenate([np.full(table.table.rows, table.weight) for table in self.tables])
 
     def rows_of(self, fold: int | None) -> _Numbers:
-        """Return the rows to train on, rising: all, or those outside a fold, extra rows among them."""
+        """Return the rows to train on, rising: all, or those outside a fold; extra rows are among them."""
         if fold is None:
             return np.arange(len(self.folds))
         return np.flatnonzero(self.folds != fold)
@@ -166,7 +167,7 @@ class TrainingData:
         return columns
 
     def write_for_command(self, path: Path, rows: _Numbers) -> None:
-        """Write a file like the training table's: some of its rows with all of their cells, and all extra rows.
+        """Write a file like the training table's: some of its rows with all of their cells, and some extra rows.
 
         Extra rows have the columns that both tables have, and their labels in the training table's columns; other
         cells are empty. ``added_columns`` come last.
@@ -178,23 +179,37 @@ class TrainingData:
             DataError: a cell of an extra table does not fit the format.
         """
         source = self.main.data
-        extras = [(extra.data.path, extra.rows_like(source)) for extra in self.tables[1:]]
+        extras = []
+        for extra, numbers in self._extra_rows(rows):
+            extras.append((extra.data.path, extra.rows_like(source).take(pa.array(numbers))))
         added = {name: values[rows] for name, values in self.added_columns.items()}
         with atomic_path(path) as temporary:
-            copy_rows(source.path, FileRows(rows[rows < self.main.table.rows], extras, added), temporary)
+            numbers = rows[rows < self.main.table.rows]
+            if self.main.table.file_rows is not None:
+                numbers = self.main.table.file_rows[numbers]
+            copy_rows(source.path, FileRows(numbers, extras, added), temporary)
+
+    def _extra_rows(self, rows: _Numbers) -> Iterator[tuple[LabelledTable, _Numbers]]:
+        """Yield each extra table, and the numbers in it of those of ``rows`` that it has."""
+        start = self.main.table.rows
+        for extra in self.tables[1:]:
+            end = start + extra.table.rows
+            yield extra, rows[(start <= rows) & (rows < end)] - start
+            start = end
 
     @property
     def remarks(self) -> list[str]:
-        """Return sentences for the user: how many rows stand elsewhere, too, as a member reads them."""
+        """Return sentences for the user: about labels, and rows that stand elsewhere, too."""
         rows, labels = self.main.table.rows, self.targets.argmax(axis=1)
         has_label = np.concatenate([table.names_one_label for table in self.tables])
         has_label &= self.main.activation == "softmax"
+        has_fold = self.folds >= 0
         in_folds = np.zeros(self.table.rows, np.bool_)
         in_extras, with_labels = in_folds.copy(), in_folds.copy()
         for names in {*self.columns.values()} - {()}:
             digests = self.table.row_digests(names)
-            in_folds[:rows] |= with_another(digests[:rows], self.folds[:rows])
-            in_extras[:rows] |= find_rows(digests[:rows], digests[rows:]) >= 0
+            in_folds[:rows] |= with_another(digests[has_fold], self.folds[has_fold])[:rows]
+            in_extras[:rows] |= find_rows(digests[:rows], digests[~has_fold]) >= 0
             with_labels[has_label] |= with_another(digests[has_label], labels[has_label])
         advice = "training.folds.group_column keeps rows together that belong together"
         sentences = {
@@ -202,10 +217,17 @@ class TrainingData:
             "whose text also stands in a table of training.extra, so that all models have learned it": in_extras,
             "whose text has another label in another row; their models learn both": with_labels,
         }
-        remarks = []
+        remarks = [text for table in self.tables for text in table.table.file_remarks]
         for sentence, is_repeated in sentences.items():
             if is_repeated.any():
                 count = plural(int(is_repeated.sum()), "row")
                 shown = first_ids(self.table.ids.filter(pa.array(is_repeated)))
                 remarks.append(f"{self.main.data.path}: {count} (id {shown}) {sentence}")
+        for extra, numbers in self._extra_rows(rows + np.flatnonzero(has_fold[rows:])):
+            if len(numbers):
+                count, shown = plural(len(numbers), "row"), first_ids(extra.table.ids.take(pa.array(numbers)))
+                remarks.append(
+                    f"{extra.data.path}: {count} (id {shown}) of groups of {self.main.data.path}, left out of the "
+                    "fold that holds their group out"
+                )
         return remarks

@@ -203,15 +203,21 @@ class Plan:
         """Return about how much of the host's memory the workers take at a time.
 
         A worker on a GPU takes only its process, as weights are mapped on their way to the GPU. A worker on the CPU
-        also takes the weights and a row or batch.
+        also takes the weights and a row or batch; members whose shares of the cores fit run side by side.
         """
         places = len(self.gpus) * self.config.max_workers_per_gpu
         gpu_workers = min(places, sum(member.replicas for member in self.members if member.gpus))
-        on_cpu = [0]
-        for member in self.members:
-            if member.needs_worker and not member.gpus:
-                on_cpu.append(min(member.replicas, round(1 / member.cpu_share)) * _cpu_bytes(member))
-        return gpu_workers * WORKER_HOST_BYTES + max(on_cpu)
+        on_cpu = [member for member in self.members if member.needs_worker and not member.gpus]
+        on_cpu.sort(key=_cpu_bytes, reverse=True)
+        together = [0]
+        for first in on_cpu:
+            size, room = 0, 1.0
+            for member in (first, *(other for other in on_cpu if other is not first)):
+                workers = min(member.replicas, int(room / member.cpu_share + 1e-6))  # shares are rounded
+                size += workers * _cpu_bytes(member)
+                room -= workers * member.cpu_share
+            together.append(size)
+        return gpu_workers * WORKER_HOST_BYTES + max(together)
 
     def again(self, gpus: Sequence[Device], cpu_choices: Mapping[str, CpuChoice] | None = None) -> Plan:
         """Return the plan of the same run on devices that have changed, or with other ``cpu_choices``."""

@@ -17,6 +17,7 @@ class Failure:
     """Say why a member failed: one sentence, the traceback if there is one, and its worker's log.
 
     ``is_dropped``: some of its rows could not be computed, and the config says to merge without the member.
+    ``is_out_of_time``: only the time to train it was lacking.
     """
 
     member: str
@@ -24,6 +25,12 @@ class Failure:
     traceback: str = ""
     log_path: str = ""
     is_dropped: bool = False
+    is_out_of_time: bool = False
+
+    @property
+    def outcome(self) -> str:
+        """Return what to call it: nothing has failed where there was no time."""
+        return "left out" if self.is_out_of_time else "failed"
 
 
 @dataclass(frozen=True)
@@ -109,18 +116,22 @@ class Gap:
 
 
 def idle_gaps(workers: Iterable[WorkerRecord]) -> tuple[Gap, ...]:
-    """Return the gaps between workers of different members on the same device."""
+    """Return the gaps between workers of different members on the same device.
+
+    A worker that was loading beside the other, such as with another share of the CPU, did not wait for it.
+    """
     spans = []
     for worker in workers:
         if worker.computed_from is not None:
             end = math.inf if worker.computed_to is None else worker.computed_to
-            spans.append((worker.computed_from, end, worker.member, worker.devices))
+            leased = worker.leased_after_seconds
+            spans.append((worker.computed_from, end, worker.member, worker.devices, leased))
     gaps = []
     busy: dict[str, tuple[float, str]] = {}  # until when each device computes, and for which member
-    for begin, end, member, devices in sorted(spans):
+    for begin, end, member, devices, leased in sorted(spans):
         for device in devices:
             until, before = busy.get(device, (begin, member))
-            if until <= begin and before != member:
+            if until <= begin and before != member and until <= leased:
                 gaps.append(Gap(device, before, member, round(begin - until, 3)))
             busy[device] = max((until, before), (end, member))
     return tuple(gaps)

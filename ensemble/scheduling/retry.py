@@ -21,6 +21,8 @@ OnBadRow: TypeAlias = Literal["fail", "uniform", "drop_member"]
 # If a model fails on more rows than this, the rows are not the cause.
 MAX_BAD_ROWS = 100
 _MAX_BAD_ROWS_BEFORE_ANY_GOOD = 2
+# So many errors before any row is computed are probably every row's: rows alone tell sooner than halves.
+_MAX_ERRORS_BEFORE_ANY_GOOD = 2
 # Each death costs a start of a worker.  Each of two bad rows in a full chunk is found after 14 deaths; the rest is
 # for accidents.
 MAX_DEATHS = 40
@@ -29,6 +31,7 @@ _SHOWN_ROWS = 3
 _NEXT_STEPS = {
     "again": "{they_are} tried again",
     "in halves": "{they_are} tried in halves",
+    "some alone": "some of them are tried alone",
     "another worker": "another worker is started",
     "without it": "its other workers continue",
 }
@@ -54,6 +57,7 @@ class _History:
 
     attempts: Counter[int] = field(default_factory=Counter)
     deaths: int = 0
+    errors: int = 0
     failed_starts: int = 0
 
 
@@ -98,7 +102,7 @@ class RetryRules:
                 self._record(worker, fault, "another worker")
 
     def chunk_failed(self, worker: RunningWorker, chunk: Chunk, fault: Fault) -> None:
-        """Queue a failed chunk again, whole or in halves, or set aside its only row."""
+        """Queue a failed chunk again, whole or in parts, or set aside its only row."""
         state = worker.state
         history, max_retries = self._histories[state.plan.name], self._max_retries(fault)
         worker.drop(chunk)
@@ -108,6 +112,7 @@ class RetryRules:
             fault = replace(fault, message=f"{name}: {fault.message}")
         may_repeat = False
         why_failed = fault.message if fault.kind == "lasting" else ""
+        history.errors += fault.kind == "error"
         if fault.kind not in ("lasting", "error"):
             history.deaths += 1
             history.attempts[chunk.index] += 1
@@ -124,13 +129,18 @@ class RetryRules:
             state.chunks.put_back(chunk)
             self._record(worker, fault, "again", chunk)
         elif chunk.rows > 1:
-            halves = chunk.split(state.chunks.numbers)
-            for half in halves:
+            parts, remedy = [*chunk.split(state.chunks.numbers)], "in halves"
+            if history.errors >= _MAX_ERRORS_BEFORE_ANY_GOOD and not _computed_rows(state):
+                parts, remedy = [chunk], "some alone"
+                while len(parts) <= _MAX_BAD_ROWS_BEFORE_ANY_GOOD + 1 and parts[-1].rows > 1:
+                    rest = parts.pop()
+                    parts += rest.split(state.chunks.numbers, rest.start + 1)
+            for part in parts:
                 # The larger chunk has used up the retries.  But a single row gets another retry, so that an
                 # accident does not make it a bad row.
-                history.attempts[half.index] = max_retries - (half.rows == 1)
-            state.chunks.put_back(*halves)
-            self._record(worker, fault, "in halves", chunk)
+                history.attempts[part.index] = max_retries - (part.rows == 1)
+            state.chunks.put_back(*parts)
+            self._record(worker, fault, remedy, chunk)
         else:
             self._record(worker, fault, "row set aside", chunk)
             self.bad_rows(worker, {int(state.plan.order[chunk.start]): fault.message}, chunk)
@@ -152,7 +162,7 @@ class RetryRules:
         else:
             rows = f"row {rows}"
         self._run.say(f"{state.plan.name}: {rows} could not be computed; {reason}")
-        computed = max(0, state.reused_rows + state.counters.rows - state.counters.bad_rows)
+        computed = _computed_rows(state)
         if len(state.bad_rows) > (MAX_BAD_ROWS if computed else _MAX_BAD_ROWS_BEFORE_ANY_GOOD):
             bad = plural(len(state.bad_rows), "row")
             others = f"{computed:,} others were" if computed else "no other row was"
@@ -211,3 +221,8 @@ class RetryRules:
             if chunk is not None and not is_named:
                 in_hand = f" with {plural(chunk.rows, 'row')} in hand"
             self._run.say(f"{name}: {fault.message}{in_hand}; {next_step}")
+
+
+def _computed_rows(state: MemberState) -> int:
+    """Return how many rows have values, in earlier runs, too."""
+    return max(0, state.reused_rows + state.counters.rows - state.counters.bad_rows)

@@ -13,18 +13,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
-from ensemble.common.errors import MergeError
+from ensemble.common.errors import RESUMES, Interrupted, MergeError
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import (
     ChunkDone,
     ChunkFailed,
     Event,
+    Finish,
     Load,
     Progress,
     ProtocolError,
     Ready,
     Stop,
 )
+from ensemble.common.text import plural
 from ensemble.planning.placement import rooms
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.device_pool import DevicePool
@@ -42,6 +44,8 @@ TICK_SECONDS = 0.25
 MAX_TURN_SECONDS = 4 * TICK_SECONDS
 # Time for a worker to exit after a Stop, or after it closed its channel: freeing a GPU takes a while.
 EXIT_SECONDS = 30.0
+# Time for workers to finish their batches when a signal stops the run; what stops containers gives 10 s.
+FINISH_SECONDS = 8.0
 # Time for a terminated worker to drop its work and exit.
 TERMINATE_SECONDS = 5.0
 # Time for a hanging worker to write its stacks to its log.
@@ -83,6 +87,7 @@ class Scheduler:
         self._retry = RetryRules(rules, run, self._elapsed)
         self._standbys = Standbys(launcher, run, self._elapsed, self._workers, deadline is not None)
         self._may_stand_by = rules.standby
+        self._is_stopped = False
         self._dispatcher = Dispatcher(members, self._workers, self.pool, self._standbys, deadline)
         # Calls ``on_finished``, for a single member at a time.
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="finishing")
@@ -93,6 +98,9 @@ class Scheduler:
         """Run every member until it is done or has failed, or until the deadline.
 
         No worker outlives this call, however it ends.
+
+        Raises:
+            Interrupted: a signal came; rows whose batches were done by then are kept.
         """
         try:
             self._settle_all()
@@ -121,6 +129,12 @@ class Scheduler:
                 if self._may_stand_by:
                     self._standbys.update(self.members, self._workers)
                 self._run.on_change(self.members)
+        except Interrupted as stopped:
+            lost_rows = self._finish_batches()
+            if not lost_rows:
+                raise
+            kept = f"what is done is kept, but for {plural(lost_rows, 'row')} of unfinished chunks; {RESUMES}"
+            raise Interrupted(stopped.exit_code - 128, kept) from None
         finally:
             self._end_all()
         self._check_finishing()
@@ -241,15 +255,39 @@ class Scheduler:
                 self._retry.bad_rows(worker, dict(zip(event.bad_rows, event.bad_row_reasons, strict=True)))
             self._settle(state)
             self._dispatch(worker)
-        elif isinstance(event, ChunkFailed):
+        elif isinstance(event, ChunkFailed) and not self._is_stopped:
             assert chunk is not None
             fault = Fault("error", f"{event.error_type}: {event.message}", event.traceback)
             self._retry.chunk_failed(worker, chunk, fault)
             self._settle(state)
             self._dispatch(worker)
 
+    def _finish_batches(self) -> int:
+        """Let workers finish their batches and write their rows, and return how many computed rows are lost.
+
+        These are of workers that take longer than ``FINISH_SECONDS``. A training keeps its own saves.
+        """
+        self._is_stopped = True
+        workers = [worker for worker in self._workers if worker.chunk and not worker.state.plan.row_names]
+        for worker in workers:
+            worker.handle.send(Finish())
+            log.info("%s is asked to finish its batch", worker.name)
+        give_up_at = time.monotonic() + FINISH_SECONDS
+        while time.monotonic() < give_up_at:
+            waiting = {worker.handle: worker for worker in workers if worker.chunk and worker.handle.is_open}
+            if not waiting:
+                break
+            for handle in self._launcher.wait(list(waiting), TICK_SECONDS):
+                self._receive(waiting[handle])
+        progress = [
+            worker.state.chunks.progress.get(worker.chunk.index) for worker in workers if worker.chunk
+        ]
+        return sum(chunk.rows for chunk in progress if chunk is not None)
+
     def _dispatch(self, worker: RunningWorker) -> None:
         """Send a worker its next chunk, or a Stop if there is none and none may come soon."""
+        if self._is_stopped:
+            return
         chunk = self._dispatcher.next_chunk(worker)
         now = self._clock()
         if chunk is None and self._dispatcher.may_wait(worker):

@@ -162,6 +162,8 @@ class MemberState:
         self.paused_at: float | None = None
         self.finished_at: float | None = None
         self._shares: dict[int, float] = {}
+        # Of trainings: what was computed at the last progress, and the seconds of predicting until then.
+        self._progress_seen: tuple[float, float] | None = None
         self._loaded = 0  # number of running workers that have loaded the model
         self.begin(plan)
 
@@ -207,14 +209,18 @@ class MemberState:
     def follow_shares(self, shares: Mapping[int, float]) -> None:
         """Note which share of each chunk in hand is done, by number, where workers do not count its rows."""
         self._shares = dict(shares)
+        computed = self.computed_cost
+        if self._progress_seen is None or self._progress_seen[0] != computed:
+            self._progress_seen = computed, self.predicting_seconds
 
     def advance(self, progress: Progress) -> None:
         self.chunks.progress[progress.chunk] = progress
 
     def complete(self, chunk: Chunk, done: ChunkDone) -> None:
-        self.chunks.done_cost += chunk.cost
+        cost = chunk.cost * done.counters.rows / chunk.rows  # less where the run was stopped in it
+        self.chunks.done_cost += cost
         self.counters += done.counters
-        self.speed_meter.add_chunk(chunk.cost, done.counters.predict_seconds)
+        self.speed_meter.add_chunk(cost, done.counters.predict_seconds)
 
     def set_aside(self, reasons: Mapping[int, str], chunk: Chunk | None = None) -> None:
         """Note rows that cannot be computed; a ``chunk`` that consists of such a row counts as done."""
@@ -442,9 +448,15 @@ class MemberState:
 
     @property
     def seconds_left(self) -> float:
-        """Return how long the member still needs at the speed so far; 0 before it has done anything."""
-        computed = self.computed_cost
-        return self.predicting_seconds * self.work_left / computed if computed else 0.0
+        """Return how long the member still needs at the speed so far; 0 before it has done anything.
+
+        Trainings may tell nothing for hours: theirs counts down from the last progress.
+        """
+        computed, elapsed = self.computed_cost, self.predicting_seconds
+        if not computed:
+            return 0.0
+        until = elapsed if self._progress_seen is None else self._progress_seen[1]
+        return max(0.0, until * self.work_left / computed - (elapsed - until))
 
     @property
     def phase(self) -> Phase:

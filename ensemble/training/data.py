@@ -21,7 +21,7 @@ from ensemble.pipeline.checks import Problems
 from ensemble.pipeline.labelled_table import LabelledTable, read_labelled_table
 from ensemble.pipeline.member_views import member_columns, member_files, member_views
 from ensemble.pipeline.training_data import TrainingData
-from ensemble.training.folds import divide
+from ensemble.training.folds import divide, place_extra_rows
 
 
 def read_training_data(loaded: LoadedConfig) -> TrainingData:
@@ -45,19 +45,22 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
     for number, extra in enumerate(training.extra or ()):
         with problems.at(loaded.document.where(("training", "extra", number))):
             keys = extra.as_data(data)
-            table = read_labelled_table(keys, config, views, activation, extra.labels, weight=extra.weight)
+            group_column = training.folds.group_column
+            has_groups = group_column is not None and group_column in column_names(keys.path)
+            also = {str(group_column): "training.folds.group_column"} if has_groups else {}
+            table = read_labelled_table(keys, config, views, activation, extra.labels, also, extra.weight)
             tables.append(table)
     problems.raise_any()
     columns = member_columns(views, trained)
     joined = tables[0].table.only([*dict.fromkeys(chain.from_iterable(columns.values()))])
     for other in tables[1:]:
         joined = joined.followed_by(other.table, other.data.path)
-    extra_rows = np.arange(joined.rows - len(folds))
+    extra_folds, extra_groups = place_extra_rows(tables[1:], folds, groups)
     result = TrainingData(
         tables=tuple(tables),
         table=joined,
-        folds=np.append(folds, np.full_like(extra_rows, IN_ALL_FOLDS)),
-        groups=None if groups is None else np.append(groups, -1 - extra_rows),  # a group for each
+        folds=np.append(folds, extra_folds),
+        groups=None if groups is None else np.append(groups.numbers, extra_groups),
         columns=columns,
         files=member_files(kinds, data.path.parent),
         commands=frozenset(name for name, train in trained.items() if train is not None and train.command),

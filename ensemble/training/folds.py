@@ -1,26 +1,29 @@
-"""Divide the rows of the training table into folds."""
+"""Divide the rows of the training table into folds, and give extra rows the folds of their groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from ensemble.common.errors import DataError
 from ensemble.common.text import listed, plural, quoted
 from ensemble.config.training import MAX_FOLDS, FoldsConfig
 from ensemble.data.distinct_cells import DistinctCells, distinct_cells
+from ensemble.data.trained_rows import IN_ALL_FOLDS
 from ensemble.pipeline.checks import Problems
 from ensemble.pipeline.labelled_table import LabelledTable
 
 Rows: TypeAlias = npt.NDArray[np.int64]
 
 
-def divide(table: LabelledTable, config: FoldsConfig) -> tuple[Rows, Rows | None]:
-    """Return the fold and the group of each row, int64 [rows]; None: there are no groups.
+def divide(table: LabelledTable, config: FoldsConfig) -> tuple[Rows, DistinctCells | None]:
+    """Return the fold of each row, int64 [rows], and the groups; None: there are no groups.
 
     Raises:
         EnsembleError: of exit code 2, with every problem of the columns, or of the numbers of rows and groups.
@@ -40,7 +43,46 @@ def divide(table: LabelledTable, config: FoldsConfig) -> tuple[Rows, Rows | None
         problems.add(_count_problems(table, config.splits, groups), DataError)
         problems.raise_any()
         folds = _split(table, config.splits, config.seed, groups)
-    return folds, None if groups is None else groups.numbers
+    return folds, groups
+
+
+def place_extra_rows(
+    extras: Sequence[LabelledTable], folds: Rows, groups: DistinctCells | None
+) -> tuple[Rows, Rows]:
+    """Return the fold and the group of each row of extra tables, int64 [rows].
+
+    A row of one of the training table's groups has that group's fold, so that it is left out of the same part. All
+    other rows are ``IN_ALL_FOLDS``; those with the same cell are a group, with a number below 0, and so is each row
+    without one.
+
+    Args:
+        folds: of the rows of the training table, and ``groups`` of the same rows.
+    """
+    numbers = np.arange(sum(extra.table.rows for extra in extras))
+    if groups is None or not len(numbers):
+        return np.full_like(numbers, IN_ALL_FOLDS), -1 - numbers
+    columns: list[pa.Array] = []
+    for extra in extras:
+        has_groups = groups.name in extra.table.types([groups.name])
+        cells = (
+            extra.table.texts(groups.name) if has_groups else pa.nulls(extra.table.rows, pa.large_string())
+        )
+        columns += cells.chunks if has_groups else [cells]
+    cells = pc.fill_null(_as_written(pa.chunked_array(columns, pa.large_string())), "")
+    _, first, places = np.unique(
+        pc.index_in(cells, value_set=cells.unique()).to_numpy(), return_index=True, return_inverse=True
+    )
+    first_row = np.where(pc.equal(cells, "").to_numpy(), numbers, first[places])
+    names = _as_written(pa.chunked_array([groups.values], pa.large_string()))
+    group = pc.fill_null(pc.index_in(cells, value_set=names), -1).to_numpy().astype(np.int64)
+    fold_of_group = np.empty(len(groups.values), np.int64)
+    fold_of_group[groups.numbers] = folds
+    return np.where(group < 0, IN_ALL_FOLDS, fold_of_group[group]), np.where(group < 0, -1 - first_row, group)
+
+
+def _as_written(cells: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return cells with whole numbers as 7, not as 7.0, as pandas writes them once a cell was missing."""
+    return pc.replace_substring_regex(cells, r"^(-?[0-9]+)\.0$", r"\1")
 
 
 def _column_problems(path: Path, column: DistinctCells, groups: DistinctCells | None) -> Iterator[str]:

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from ensemble.common.clock import Watch
-from ensemble.common.protocol import Command, Event, Heartbeat, decode, encode
+from ensemble.common.files import keep_log_end
+from ensemble.common.protocol import Command, Event, Finish, Heartbeat, decode, encode
 
 INTERVAL_SECONDS = 2.0
 
@@ -40,12 +41,14 @@ class HeartbeatThread:
 
     Attributes:
         clock: in seconds, without the time in which this process was stopped.
+        is_stopped: whether the run is stopped, and no batch after this one is wanted.
     """
 
     def __init__(self, send: Callable[[Event], None]) -> None:
         self._send = send
         self.clock: Callable[[], float] = Watch(1.5 * INTERVAL_SECONDS)  # read at every heartbeat
         self._last_step: float | None = self.clock()
+        self.is_stopped = False
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
@@ -66,6 +69,7 @@ class HeartbeatThread:
     def _run(self) -> None:
         while True:
             self._send(Heartbeat(self.idle_seconds()))
+            keep_log_end(1)
             time.sleep(INTERVAL_SECONDS)
 
 
@@ -84,7 +88,10 @@ def commands_from_stdin(heartbeat: HeartbeatThread) -> Iterator[Command]:
         try:
             with os.fdopen(commands_fd, encoding="utf-8") as lines:
                 for line in lines:
-                    arrived.put(decode(line))
+                    command = decode(line)
+                    if isinstance(command, Finish):  # the main thread reads it after its chunk
+                        heartbeat.is_stopped = True
+                    arrived.put(command)
         finally:
             os._exit(1)  # the parent is gone, or does not follow the protocol
 

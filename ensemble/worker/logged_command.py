@@ -21,7 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ensemble.common.files import file_state, files_below, free_bytes, open_log, read_json, remove_folder
+from ensemble.common.files import (
+    file_state,
+    files_below,
+    free_bytes,
+    keep_log_end,
+    open_log,
+    read_json,
+    remove_folder,
+)
 from ensemble.common.host import oom_kills
 from ensemble.common.protocol import Counters
 from ensemble.common.python_process import WORKER_MARK, die_with_parent, end_marked, python_command
@@ -165,7 +173,8 @@ class LoggedCommand:
     def _last_words(self, log_start: int) -> str:
         """Return the last lines that the command has printed; its log had ``log_start`` bytes before."""
         with contextlib.suppress(OSError), self.log.open("rb") as file:
-            file.seek(max(log_start, self._log_size() - 4096))
+            size = self._log_size()
+            file.seek(max(log_start if log_start <= size else 0, size - 4096))  # the log may have been cut
             text = file.read().decode("utf-8", "replace").replace("\r", "\n")
             lines = [line.strip() for line in text.splitlines() if line.strip()]
             return " | ".join(lines[-_LAST_LINES:])[-_LAST_CHARACTERS:]
@@ -230,6 +239,7 @@ def _write(log: int, data: bytes) -> None:
     with contextlib.suppress(OSError):  # a full disk: the command decides whether it can go on
         while data:
             data = data[os.write(log, data) :]
+    keep_log_end(log)
 
 
 def _end_all() -> None:

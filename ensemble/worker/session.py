@@ -146,12 +146,13 @@ class Session:
         self._chunk_began = self._heartbeat.clock()
         last = time.monotonic()
 
-        def report(rows: int, tokens: int = 0, padded_tokens: int = 0) -> None:
+        def report(rows: int, tokens: int = 0, padded_tokens: int = 0) -> bool:
             nonlocal last
             self._heartbeat.step()
             if time.monotonic() - last >= 0.5:
                 last = time.monotonic()
                 self._send(Progress(command.chunk, rows, tokens, padded_tokens))
+            return not self._heartbeat.is_stopped
 
         self.predictor.follow(command.choice)
         return self.predictor.predict(self._rows(command), report)

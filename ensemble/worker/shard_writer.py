@@ -33,7 +33,11 @@ def write_shard(
     reason = "came out as NaN, infinite or not as probabilities"
     if prediction.advice:
         reason += f"; {prediction.advice}"
-    bad = dict.fromkeys(np.flatnonzero(~good).tolist(), reason) | dict(prediction.bad_rows)
+    is_done = np.ones(len(rows), dtype=np.bool_)
+    if prediction.is_partial:
+        is_done &= np.isfinite(values).all(axis=1)
+        is_done[list(prediction.bad_rows)] = True
+    bad = dict.fromkeys(np.flatnonzero(~good & is_done).tolist(), reason) | dict(prediction.bad_rows)
     bad_places = sorted(bad, key=rows.__getitem__)
 
     folder, table_numbers = "", rows
@@ -48,7 +52,8 @@ def write_shard(
     buffer = pa.BufferOutputStream()
     pa_csv.write_csv(pa.table(columns), buffer)
     content = buffer.getvalue().to_pybytes()
-    name = folder + shard_name(command.start, command.stop, content, prediction.choice.in_float32)
+    done = int(is_done.sum())
+    name = folder + shard_name(command.start, command.start + done, content, prediction.choice.in_float32)
     if folder:  # may be missing on a machine that is not the run's
         (Path(spec.shards_dir) / folder).mkdir(parents=True, exist_ok=True)
     with atomic_path(Path(spec.shards_dir) / name) as temporary:
@@ -58,7 +63,7 @@ def write_shard(
     return ChunkDone(
         chunk=command.chunk,
         shard=name,
-        counters=replace(prediction.counters, chunks=1, rows=len(rows), bad_rows=len(bad)),
+        counters=replace(prediction.counters, chunks=1, rows=done, bad_rows=len(bad)),
         bad_rows=tuple(rows[bad_places].tolist()),
         bad_row_reasons=tuple(bad[place] for place in bad_places),
         choice=prediction.choice,

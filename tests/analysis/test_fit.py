@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 from scipy.optimize import minimize
@@ -14,6 +16,7 @@ from scipy.stats import norm, sem
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss, roc_auc_score
 
+import ensemble
 from ensemble.analysis.fit import MIN_ROWS_PER_NUMBER, FitReport, Method, Options, fit, folds
 from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.weights import Pool, WeightedBlend
@@ -212,6 +215,50 @@ def test_rows_of_different_folds_are_not_ranked_against_each_other() -> None:
     assert said.endswith("Each fold is scored by itself; the figures are the mean of 5 folds.")
 
 
+def test_the_rows_of_each_folds_model_are_ranked_by_themselves(tmp_path: Path) -> None:
+    """Of out-of-fold predictions whose folds are on other scales, the better member has the lower pooled AUC."""
+    random = np.random.default_rng(8)
+    rows = 900
+    truth, fold_of = random.integers(0, 2, rows), random.permutation(np.arange(rows) % 3)
+    scales = np.array([0.1, 0.5, 0.9])[fold_of]
+    ids = [f"r{row}" for row in range(rows)]
+    better = scales + 0.1 * expit(3 * truth - 1.5 + random.normal(size=rows)) - 0.05
+    worse = expit(1.5 * truth - 0.75 + random.normal(size=rows))
+    (tmp_path / "oof").mkdir()
+    (tmp_path / "training").mkdir()
+    for name, yes in (("better", better), ("worse", worse)):
+        frame = pd.DataFrame({"id": ids, "no": 1 - yes, "yes": yes})
+        frame.to_csv(tmp_path / "oof" / f"{name}.csv", index=False)
+    order = random.permutation(rows)
+    folds_csv = pd.DataFrame({"id": ids, "fold": fold_of}).iloc[order]
+    folds_csv.to_csv(tmp_path / "training" / "folds.csv", index=False)
+    labels = tmp_path / "train.csv"
+    pd.DataFrame({"id": ids, "label": np.array(["no", "yes"])[truth]}).to_csv(labels, index=False)
+
+    expected = {
+        name: np.mean([roc_auc_score(truth[fold_of == fold], yes[fold_of == fold]) for fold in range(3)])
+        for name, yes in (("better", better), ("worse", worse))
+    }
+    assert roc_auc_score(truth, better) < roc_auc_score(truth, worse) < expected["better"]
+    files = [tmp_path / "oof" / f"{name}.csv" for name in expected]
+    methods: tuple[Method, ...] = ("greedy", "best_member", "auto")
+    for method in methods:
+        report = ensemble.fit(files, labels=labels, metric="auc", method=method, quiet=True)
+        assert {member.name: member.alone for member in report.members} == pytest.approx(expected)
+        assert report.best_member == "better"
+        assert report.folds_scored == 3
+    compared = ensemble.compare(files[0], files[1], ["auc"], labels=labels, quiet=True)
+    (metric,) = compared.metrics
+    assert (metric.first.value, metric.second.value) == pytest.approx(tuple(expected.values()))
+    assert metric.better == "first"
+
+    (tmp_path / "training" / "folds.csv").unlink()
+    report = ensemble.fit(files, labels=labels, metric="auc", quiet=True)
+    compared = ensemble.compare(files[0], files[1], ["auc"], labels=labels, quiet=True)
+    for remarks in (report.remarks, compared.remarks):
+        assert [remark for remark in remarks if "beside training/folds.csv" in remark]
+
+
 def test_the_interval_of_an_auc_is_delongs_within_each_fold() -> None:
     """Of a member against the mean with one of noise, which no fold gives a weight."""
     found = on_two_scales()
@@ -271,14 +318,14 @@ def test_stacking_is_the_logistic_regression_of_scikit_learn(is_multi_label: boo
     if is_multi_label:
         for label in range(3):
             logits = np.column_stack([np.log(one[:, label] / (1 - one[:, label])) for one in values])
-            model = LogisticRegression(C=penalty, tol=1e-8, max_iter=5_000).fit(
+            model = LogisticRegression(C=penalty, tol=1e-10, max_iter=20_000).fit(
                 logits, np.asarray(found.truth)[:, label]
             )
-            np.testing.assert_allclose(merged[:, label], model.predict_proba(logits)[:, 1], atol=2e-3)
+            np.testing.assert_allclose(merged[:, label], model.predict_proba(logits)[:, 1], atol=1e-5)
     else:
         logs = np.log(np.column_stack(values))
-        model = LogisticRegression(C=penalty, tol=1e-8, max_iter=5_000).fit(logs, found.truth)
-        np.testing.assert_allclose(merged, model.predict_proba(logs), atol=2e-3)
+        model = LogisticRegression(C=penalty, tol=1e-10, max_iter=20_000).fit(logs, found.truth)
+        np.testing.assert_allclose(merged, model.predict_proba(logs), atol=1e-5)
     assert report.score < min(member.alone for member in report.members)
 
 
@@ -389,11 +436,33 @@ def test_more_than_noise_is_an_interval_without_0(gain: Interval, said: str) -> 
     assert ("Equal weights do as well." in sentence) is not gain.excludes_zero
 
 
-def test_weights_that_lose_to_equal_ones_are_said_to() -> None:
+def test_equal_weights_are_taken_where_the_fitted_ones_do_worse() -> None:
+    report = fit(predictions(noise=(1.0, 1.0)), Options(method="best_member"))
+    assert report.rejected is not None
+    assert report.rejected.over_equal.high < 0
+    assert weights_of(report) == [1.0, 1.0]
+    assert (report.score, report.over_equal.value) == (report.equal, 0.0)
+    assert report.fitted_on.value == report.equal
+    assert report.equal == report.rejected.equal
+    sentences = [*verdicts(report)]
+    assert [text for text in sentences if text.startswith("Equal weights are kept: best_member does worse")]
+    assert not [text for text in sentences if text.startswith("Against equal weights")]
+    assert fit(predictions(300), Options()).rejected is None
+
+
+def test_a_best_member_that_is_chosen_anew_for_each_fold_is_said_to_be() -> None:
+    report = fit(predictions(noise=(1.0, 1.0)), Options())
+    for best_in, words in ((3, "best on the other folds, for 3 of 5 folds m0"), (5, "the best member, m0")):
+        changed = replace(report, best_member="m0", best_in=best_in)
+        (sentence,) = [text for text in verdicts(changed) if "m0" in text and "Against" in text]
+        assert words in sentence
+
+
+def test_a_member_without_any_difference_is_not_called_noise() -> None:
     report = fit(predictions(300), Options())
-    for gain, is_said in ((Interval(-0.01, -0.02, -0.001), True), (Interval(0.01, 0.001, 0.02), False)):
-        sentences = [*verdicts(replace(report, over_equal=gain))]
-        assert ("Keep equal weights: the fitted weights do worse." in sentences) is is_said
+    member = replace(report.members[0], gain=Interval(1e-9, -1e-9, 2e-9))
+    sentences = [*verdicts(replace(report, members=(member, *report.members[1:])))]
+    assert "m0 is not shown to help: without it no difference that these rows show." in sentences
 
 
 def test_the_table_says_that_a_vector_scaling_was_fitted() -> None:

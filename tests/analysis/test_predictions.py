@@ -206,6 +206,28 @@ def test_a_truth_that_does_not_fit(tmp_path: Path, truth: dict[str, list[Any]], 
     assert said in found
 
 
+def test_columns_that_are_no_labels_of_the_table_are_left_out_and_named(tmp_path: Path) -> None:
+    spare = {**A, "fold": [0, 3, 1], "target": [0, 1, 1]}
+    a, truth = write(tmp_path, a=spare, truth={"id": A["id"], "label": ["neg", "neg", "pos"]})
+    read = read_files([a], labels=truth)
+    assert read.labels == ("neg", "pos")
+    assert read.members["a"].tolist() == [[0.7, 0.3], [0.2, 0.8], [0.5, 0.5]]
+    assert read.remarks == (f"columns left out, as they are no labels of {truth}: 'fold', 'target'",)
+    (refused,) = problems([a])
+    cells = "1 row with values below 0 or above 1, the first is id 1e5 ('fold' is 3); "
+    assert refused.startswith(
+        f"a.csv: {cells}correct the file, or name the columns of the labels with --label"
+    )
+    write(tmp_path, a={**A, "target": [0, 1, 0]})
+    (refused,) = problems([a])
+    assert (
+        "do not sum to 1, the first is id 1e5 ('neg' is 0.2, 'pos' is 0.8, 'target' is 1); correct" in refused
+    )
+    # A label that no row of the table has.
+    write(tmp_path, a={**A, "pos": [0.2, 0.8, 0.4], "tie": [0.1, 0, 0.1]})
+    assert read_files([a], labels=truth).labels == ("neg", "pos", "tie")
+
+
 def test_two_files_of_one_name(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

@@ -340,6 +340,7 @@ def test_torch_compile_is_tried_where_there_is_time_for_it(
     assert found.best != compiled.name, "a few rows do not pay for it"
 
 
+@pytest.mark.long
 def test_ctrl_c_keeps_what_is_tried_and_a_run_takes_what_is_written(
     project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -454,7 +454,7 @@ def test_labels_that_are_not_exclusive(files: Project) -> None:
     files.write_csv("truth.csv", ["id", *LABELS], cells)
     done = files.ensemble(*FIT)
     assert done.returncode == 2
-    assert "say what its values are with --activation" in " ".join(done.stderr.split())
+    assert "say what the values are with --activation" in " ".join(done.stderr.split())
     done = files.ensemble(*FIT[:1], "a=one.csv", *FIT[2:], "--activation", "sigmoid")
     assert done.returncode == 0, done.stderr
     weights = yaml.safe_load((files.folder / "weights.yaml").read_text())["models"]

@@ -99,6 +99,7 @@ def calls_of_dispatch(rows: int, workers: int, views: int, is_timed: bool) -> in
     return calls["all"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("views", "is_timed"), [(1, False), (1, True), (3, True)])
 def test_the_work_of_dispatch_grows_with_the_chunks_and_not_with_the_workers(
     views: int, is_timed: bool

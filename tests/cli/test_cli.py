@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import yaml
 
 from ensemble.cli.app import app
 from tests.checkpoints import reference
-from tests.project import LABELS, Project
+from tests.project import LABELS, Project, python_path
 from tests.sampling import one_in
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -324,6 +327,36 @@ def test_every_option_is_described() -> None:
         assert command.help, name
         for parameter in command.params:
             assert getattr(parameter, "help", None), f"{name}: {parameter.name}"
+
+
+@pytest.mark.fresh
+def test_options_are_described_where_python_drops_docstrings(project: Project) -> None:
+    usual, stripped = (
+        project.ensemble("fit", "--help", environment={"PYTHONOPTIMIZE": level}) for level in ("", "2")
+    )
+    assert stripped.returncode == 0, stripped.stderr
+    assert stripped.stdout == usual.stdout
+    project.write_table(5)
+    project.write_config(project.config(submission=None))
+    done = project.ensemble("run", "config.yaml", environment={"PYTHONOPTIMIZE": "2"})
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.fresh
+def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
+    command = 'mkdir gone && cd gone && rmdir ../gone && exec "$0" -m ensemble --version'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": python_path()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: the working directory is gone; change to one that is there\n",
+    )
 
 
 def test_version_and_help(project: Project) -> None:

@@ -106,6 +106,7 @@ def test_problems_in_lists_and_circles(here: Project) -> None:
     assert problems(3) == ("'3' is not a path",)
 
 
+@pytest.mark.long
 def test_what_a_notebook_shows_and_completes(here: Project, tmp_path: Path) -> None:
     run = ensemble.run(here.config(limit=60), quiet=True)
     (run.path / "report.html").write_text("a page")  # the config says report: false

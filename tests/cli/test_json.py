@@ -65,6 +65,7 @@ def test_problems_as_json_with_exit_code_2(project: Project) -> None:
     assert "num_gpus" in planned["problems"][0]
 
 
+@pytest.mark.long
 def test_json_of_status_and_the_log_on_the_terminal(project: Project) -> None:
     project.write_config(project.config(limit=40))
     done = project.ensemble("run", "config.yaml", "--verbose")

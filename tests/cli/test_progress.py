@@ -15,6 +15,7 @@ from ensemble.planning.plan import make_plan
 from ensemble.scheduling.records import WorkerRecord
 from ensemble.scheduling.state import MemberState
 from tests.planning.test_plan import config, facts
+from tests.planning.test_view_rows import TEMPLATES
 
 
 def member(rows: int = 1000) -> MemberState:
@@ -40,11 +41,37 @@ def test_plain_lines_come_with_each_phase_and_every_few_seconds() -> None:
     state.advance(Progress(chunk=chunk.index, rows=125, tokens=5000, padded_tokens=5100))
     for clock[0] in (108.0, 110.0, 113.5, 114.0, 118.6):
         display.update([state])
+    assert len(file.getvalue().splitlines()[2:]) == 2, "no row has come since the last line"
+    state.advance(Progress(chunk=chunk.index, rows=250, tokens=9000, padded_tokens=9100))
+    display.update([state])
     lines = file.getvalue().splitlines()[2:]
     assert lines[0] == "m0: predicting 1,000 rows"
     assert len(lines) == 3
     assert lines[1].startswith("m0: 125/1,000 rows (12% of the work), 909 tokens/s, ")
     assert lines[1].endswith("left")
+
+
+def test_a_terminal_shows_the_seconds_while_python_starts() -> None:
+    clock = [100.0]
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    display = BarDisplay(console.file, console, clock=lambda: clock[0])
+    state = member()
+    state.workers.append(WorkerRecord("m0", 0, ("cpu",), "7", "log", 0.0, 0.0))
+    for clock[0] in (101.0, 108.0):
+        display.update([state])
+    display.stop()
+    assert isinstance(console.file, io.StringIO)
+    assert "starting Python, 7.0 s" in console.file.getvalue()
+
+
+def test_rows_of_several_views_are_called_that() -> None:
+    models, lengths = config({"views": TEMPLATES}), np.full(100, 100, dtype=np.int64)
+    (plan,) = make_plan(models, {"m0": facts(lengths, views=TEMPLATES)}, []).members
+    state, file = MemberState(plan, clock=lambda: 2.0), io.StringIO()
+    state.predicting_since = 1.0
+    PlainDisplay(file).update([state])
+    count = len(TEMPLATES)
+    assert file.getvalue() == f"m0: predicting {count * 100} rows of {count} views\n"
 
 
 def test_time_left_follows_the_work_and_not_the_rows() -> None:

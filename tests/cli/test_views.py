@@ -158,6 +158,16 @@ def test_members_left_out_are_listed_in_the_order_of_the_config() -> None:
     assert said.startswith("merged without c, b: member c failed: ")
 
 
+def test_a_member_for_which_there_was_no_time_has_not_failed() -> None:
+    failure = Failure("b", "there was no time to train fold 1", is_out_of_time=True)
+    late = member("b", phase="failed", status="failed", failure=failure)
+    made = report(member("a"), late, status="time_limit", left_out=("b",))
+    lines = [*shown("summary", made), repr(made)]
+    assert ["b", "left", "out"] in [line.split() for line in lines]
+    assert any("there was no time to train fold 1" in line for line in lines)
+    assert not any("failed" in line for line in lines)
+
+
 def test_rows_that_a_time_limit_lost() -> None:
     slow = member("a", phase="paused", status="unfinished", lost_rows=33)
     both = member("b", phase="paused", status="unfinished", lost_rows=1, partial_rows=2)

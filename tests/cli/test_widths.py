@@ -65,6 +65,7 @@ def command(request: pytest.FixtureRequest, crowded: Project) -> tuple[tuple[str
     return arguments, {*_NUMBER.findall(one)} & {*_NUMBER.findall(other)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", one_in(3, [60, 80, 120]))
 def test_every_number_is_there_at_every_width(
     command: tuple[tuple[str, ...], set[str]], width: int, crowded: Project

@@ -80,6 +80,7 @@ def marks(findings: list[Finding]) -> list[str]:
 # The command
 
 
+@pytest.mark.long
 def test_a_machine_without_gpus_can_run(empty_project: Project) -> None:
     environment = {"CUDA_VISIBLE_DEVICES": "-1", "HF_HUB_OFFLINE": "1", "HF_TOKEN": "hf_s3cret"}
     done = empty_project.ensemble("doctor", environment=environment)

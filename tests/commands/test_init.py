@@ -72,6 +72,7 @@ def made(project: Project, name: str = "config.yaml") -> tuple[str, dict[str, An
     return text, yaml.safe_load(text)
 
 
+@pytest.mark.long
 def test_the_first_config_of_a_contest_runs(project: Project, contest_models: Path) -> None:
     rows = contest_rows()
     write(project, "test.csv", rows)
@@ -120,6 +121,7 @@ def test_the_first_config_of_a_contest_runs(project: Project, contest_models: Pa
     assert (project.folder / "pipe.yaml").is_fifo()
 
 
+@pytest.mark.long
 def test_a_language_model_says_the_labels_of_the_sample(project: Project, contest_models: Path) -> None:
     rows = contest_rows()
     write(project, "test.csv", rows)

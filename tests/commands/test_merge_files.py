@@ -19,6 +19,7 @@ from pyarrow.csv import write_csv
 
 import ensemble
 from ensemble.common.errors import EnsembleError
+from ensemble.pipeline.prediction_files import ROWS_ADVICE
 from tests.project import ROOT, python_path
 from tests.sampling import one_in
 from tests.waiting import wait_until
@@ -208,6 +209,7 @@ def refused(files: Any, output: Path, **keys: Any) -> list[str]:
     return [problem.replace(f"{output.parent}/", "") for problem in caught.value.problems]
 
 
+@pytest.mark.long
 def test_what_is_wrong_is_said_in_a_sentence_each(frames: dict[str, pd.DataFrame], folder: Path) -> None:
     out, good = folder / "never.csv", folder / "a.csv"
     whole = frames["a"].reset_index()
@@ -232,9 +234,9 @@ def test_what_is_wrong_is_said_in_a_sentence_each(frames: dict[str, pd.DataFrame
     assert problem == "twice.csv: 1 id more than once ('00007'); keep one row for each id"
     assert "twice.csv: 1 id more than once" in said(twice, partial=True)
     sums = file("sums", whole.assign(pos=whole.pos.where(whole.index != 35_000, 0.0)))
+    cells = ", ".join(f"'{name}' is {pd.read_csv(sums).loc[35_000, name]:g}" for name in LABELS)
     assert said(sums) == (
-        "sums.csv: 1 row with values that do not sum to 1, the first is id 35000; correct the file, or say what "
-        "its values are with --activation"
+        f"sums.csv: 1 row with values that do not sum to 1, the first is id 35000 ({cells}); {ROWS_ADVICE}"
     )
     assert "cannot write to" in refused([good], Path("/proc/none/never.csv"))[0]
     assert said(file("other", whole.rename(columns={"neu": "mid"}))) == (
@@ -366,6 +368,7 @@ def many(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", one_in(2, [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP]))
 def test_a_signal_leaves_no_temporary_file(folder: Path, many: Path, number: signal.Signals) -> None:
     """Sent while the first of many rows are written; what SIGKILL leaves, the next merge removes."""

@@ -63,6 +63,12 @@ def test_unknown_keys_elsewhere(problems: Problems, content: dict[str, Any], wor
     assert f"unknown key; {words}" in problem
 
 
+def test_a_key_of_a_model_elsewhere(problems: Problems) -> None:
+    (problem,) = problems(SMALL | {"data": {"path": "x", "text_column": "y"}})
+    assert problem.startswith("data.text_column")
+    assert problem.endswith(": belongs to a model, or to defaults")
+
+
 KEYS = SettingsByName(KINDS).values()
 MODELS: list[type[Any]] = [RunConfig, DataConfig, EnsembleConfig, SubmissionConfig, *KEYS]
 

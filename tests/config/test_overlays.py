@@ -51,6 +51,34 @@ def test_the_sections_are_those_of_a_config() -> None:
     assert {*SECTIONS} == {*sections, "defaults"}
 
 
+def test_a_train_goes_key_by_key_unless_it_names_another_way(overlaid: Overlaid) -> None:
+    base = """
+data: {path: t.csv, label_column: label}
+labels: [a, b]
+output_dir: out
+defaults: {text_column: text}
+models:
+  - name: m
+    train: {base_model: base, method: lora, lora_config: {r: 4}, training_arguments: {num_train_epochs: 2}}
+"""
+    (model,) = overlaid(
+        "models: [{name: m, train: {training_arguments: {learning_rate: 0.1}, num_gpus: 2}}]", base=base
+    ).config.models
+    assert model.train.model_dump(exclude_unset=True) == {
+        "base_model": "base",
+        "method": "lora",
+        "lora_config": {"r": 4},
+        "training_arguments": {"learning_rate": 0.1},
+        "num_gpus": 2,
+    }
+    by_command = 'models: [{name: m, train: {command: [sh, t.sh, "{train}", "{out}"]}}]'
+    (model,) = overlaid(by_command, base=base).config.models
+    assert model.train.model_dump(exclude_unset=True) == {"command": ("sh", "t.sh", "{train}", "{out}")}
+    (model,) = overlaid(by_command, "models: [{name: m, train: {num_gpus: 0}}]", base=base).config.models
+    assert model.train.num_gpus == 0
+    assert model.train.command is not None
+
+
 def test_what_a_fit_writes(overlaid: Overlaid) -> None:
     run = overlaid(
         "models: [{name: llama3, weight: 0.25}]",

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
+import lzma
 import os
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from ensemble.common.errors import DataError
 from ensemble.common.text import did_you_mean
 from ensemble.data.csv_file import read_csv, read_header, read_text_csv, write_csv
+from ensemble.data.formats import read_contents
 from ensemble.data.input_file import Wanted
 
 AWKWARD = [
@@ -197,6 +201,76 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         assert "not a whole gzip file" in problem(written(tmp_path / name, data))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.csv", "id;t\n1;2\n", "its columns are separated by semicolons; write it with commas"),
+        (
+            "a.csv",
+            "id;t\n1;2,5\n2;x, y, z\n",
+            "its columns are separated by semicolons; write it with commas",
+        ),
+        ("a.csv", "id\tt\n1\t2\n", "its columns are separated by tabs; name it .tsv"),
+        ("a.tsv", "id,t\n1,2\n", "its columns are separated by commas; name it .csv"),
+        ("a.csv", "sep=;\nid;t\n1;2\n", "its first line is Excel's 'sep=;' and no header; remove that line"),
+        ("a.csv", "sep=,\nid,t\n1,2\n", "its first line is Excel's 'sep=' and no header; remove that line"),
+        (
+            "a.csv",
+            gzip.compress(b"id,t\n1,2\n", mtime=0),
+            "is compressed with gzip, which its name does not say",
+        ),
+        (
+            "a.csv.gz",
+            gzip.compress(gzip.compress(b"id,t\n1,2\n", mtime=0), mtime=0),
+            "is compressed with gzip, which its name",
+        ),
+        ("a.csv", bz2.compress(b"id,t\n1,2\n"), "is compressed with bzip2; unpack it first"),
+        ("a.csv", lzma.compress(b"id,t\n1,2\n"), "is compressed with xz; unpack it first"),
+        ("a.csv", "\ufeff\ufeffid,t\n1,2\n", "differs in U+FEFF ZERO WIDTH NO-BREAK SPACE"),
+        (
+            "a.csv",
+            "id\xa0,t\n1,2\n",
+            "'id\\xa0' only looks the same: it differs in U+00A0 NO-BREAK SPACE; rename",
+        ),
+        ("a.csv", "id ,t\n1,2\n", "'id ' only looks the same: it differs in spaces; rename one"),
+    ],
+)
+def test_what_is_odd_about_a_file_is_said(tmp_path: Path, name: str, content: str | bytes, said: str) -> None:
+    assert said in problem(written(tmp_path / name, content), ["id"])
+
+
+def test_names_of_two_columns_are_refused_where_they_are_read(tmp_path: Path) -> None:
+    path = written(tmp_path / "x.csv", "a,id,,t,,a\n1,2,3,4,5,6\n")
+    assert read_text_csv(path, ["id", "t"]).to_pylist() == [{"id": "2", "t": "4"}]
+    assert read_csv(path, Wanted("no", None, (), None)).rows == 1
+    assert "the header names 'a' more than once" in problem(path, ["id", "a"])
+    assert "the header names '' more than once" in problem(path, ["id", ""])
+    pq.write_table(
+        pa.Table.from_arrays([[1], [2], [3]], names=["a", "id", "a"]), path.with_suffix(".parquet")
+    )
+    read = read_contents(path.with_suffix(".parquet"), Wanted("id", None, (), None))
+    assert read.ids is not None
+    assert read.ids.to_pylist() == ["2"]
+    with pytest.raises(DataError, match="the header names 'a' more than once"):
+        read_contents(path.with_suffix(".parquet"), Wanted("id", None, ("a",), None))
+
+
+@pytest.mark.parametrize("mark", [",", "\t"])
+def test_a_quote_that_swallows_lines_is_noted(tmp_path: Path, mark: str) -> None:
+    path = tmp_path / ("x.csv" if mark == "," else "x.tsv")
+    lines = ["id,text,label", '1,"a letter:\n\nDear Ann,\nthanks, Bob",x']
+    lines += ['2,"he said,x', "3,yes,x", '4,"no",x', '5,"one ""two"",x', '6,fine",x']
+    written(path, "".join(f"{line}\n" for line in lines).replace(",", mark))
+    contents = read_csv(path, Wanted("id", None, ("text",), None))
+    with path.open(newline="") as stream:
+        texts = [row["text"] for row in csv.DictReader(stream, delimiter=mark)]
+    assert contents.columns["text"].to_pylist() == texts
+    assert contents.remarks == (
+        f"{path}: column 'text': row 2 is the first of 2 cells with line ends followed by the separator; if these "
+        "lines are rows of their own, a stray quote joins them: double or remove it",
+    )
+
+
 def test_header_problems(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     assert "names 'id' more than once" in problem(written(path, "id,t,id\n1,2,3\n"))
@@ -205,7 +279,6 @@ def test_header_problems(tmp_path: Path) -> None:
     assert message.count("the columns are 'Id', 'txt'") == 3
     assert "'id' (did you mean 'Id'?)" in message
     assert "'text' (did you mean 'txt'?)" in message
-    assert "separated by commas?" in problem(written(path, "id;t\n1;2\n"), ["id"])
 
 
 def test_ragged_rows_are_counted_and_named(tmp_path: Path) -> None:
@@ -248,6 +321,7 @@ def test_did_you_mean() -> None:
     assert did_you_mean("x", []) == ""
 
 
+@pytest.mark.long
 def test_a_header_longer_than_a_block_and_no_row(tmp_path: Path) -> None:
     names = [f"column {number}" for number in range(60_000)]
     path = written(tmp_path / "x.csv", ",".join(names) + "\n")

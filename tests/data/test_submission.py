@@ -51,6 +51,15 @@ def test_a_sample_that_fits(tmp_path: Path) -> None:
     assert sample.problems(large, False) == ()
 
 
+def test_labels_without_a_column_are_named_unless_one_of_two_is_asked_for(tmp_path: Path) -> None:
+    sample = sample_of(tmp_path, "id,a,c\n1,0,0\n", ("a", "b", "c", "d"))
+    assert sample.problems(ids("1"), False) == ()
+    said = f"{sample.path}: has no column for 'b', 'd', whose probabilities are not submitted"
+    assert sample.remarks == (said,)
+    assert sample_of(tmp_path, "id,b\n1,0\n").remarks == ()
+    assert sample_of(tmp_path, "id,x,y,z\n1,0,0,0\n", ("a", "b", "c"), x="a", y="b", z="c").remarks == ()
+
+
 def test_every_problem_at_once(tmp_path: Path) -> None:
     text = "id,A,x,b\n1,,,\n1,,,\n" + "".join(f"s{i},,,\n" for i in range(9))
     sample = sample_of(tmp_path, text, x="c", winner="b")

@@ -109,6 +109,87 @@ def test_a_column_per_label(tmp_path: Path, suffix: str) -> None:
     assert "no label column 'mabe' (did you mean 'maybe'?)" in missing
 
 
+@FORMATS
+@pytest.mark.parametrize(
+    ("labels", "cells"),
+    [
+        (("1", "0"), [1, 0, None, 1]),
+        (("1.0", "0.0"), [1, 0, None, 1]),
+        (("true", "false"), [True, False, None, True]),
+        (("True", "False"), [True, False, None, True]),
+    ],
+)
+def test_labels_are_known_as_pandas_spells_them_beside_a_missing_value(
+    tmp_path: Path, suffix: str, labels: tuple[str, str], cells: list[object]
+) -> None:
+    path = tmp_path / f"x{suffix}"
+    frame = pd.DataFrame({"id": list("wxyz"), "text": list("tuvw"), "label": cells}).dropna()
+    if suffix == ".parquet":
+        frame.to_parquet(path)
+    elif suffix == ".jsonl":
+        frame.to_json(path, orient="records", lines=True)
+    else:
+        frame.to_csv(path, index=False)
+    table = read_table(path, needs(label_column="label", labels=labels))
+    assert table.truth is not None
+    assert table.truth.tolist() == [0, 1, 0]
+    if suffix == ".csv" and labels[0] in ("1", "true"):
+        written = {"1": "'1.0' is '1', '0.0' is '0'", "true": "'True' is 'true', 'False' is 'false'"}
+        where = f"{path}: label column 'label': spelled as pandas does after a missing value"
+        assert table.remarks == [f"{where}: {written[labels[0]]}"]
+
+
+def test_a_label_that_two_spellings_could_mean_stays_unknown(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("id,text,label\nx,t,1.00\ny,t,1\nz,t,01.0\n")
+    (wrong,) = problems(path, needs(label_column="label", labels=("1", "1.0")))
+    assert "2 rows without a known label; row 1 (id 'x'): '1.00'" in wrong
+
+
+@FORMATS
+def test_rows_without_a_label_are_left_out_where_the_config_says_so(tmp_path: Path, suffix: str) -> None:
+    rows: list[dict[str, Any]] = [
+        {"id": f"i{n}", "text": f"t{n}" if n else "", "label": "ab"[n % 2]} for n in range(6)
+    ]
+    for number in (0, 3):
+        rows[number]["label"] = None if suffix != ".csv" else ""
+    path = write_rows(tmp_path / f"x{suffix}", rows)
+    asked = needs(label_column="label")
+    (refused,) = problems(path, asked)
+    assert "2 rows without a known label; row 1 (id 'i0'): has no label" in refused
+    assert refused.endswith(
+        "skip_unlabelled: true beside label_column in a config leaves out rows without a label"
+    )
+    table = read_table(path, needs(label_column="label", skip_unlabelled=True))
+    assert table.ids.to_pylist() == ["i1", "i2", "i4", "i5"]
+    assert table.truth is not None
+    assert table.truth.tolist() == [1, 0, 0, 1]
+    assert [row["text"] for row in table.head(9)] == ["t1", "t2", "t4", "t5"]
+    assert table.null_texts == {"text": 0}, "the empty text is in a row that is left out"
+    assert table.file_rows is not None
+    assert table.file_rows.tolist() == [1, 2, 4, 5]
+    assert table.remarks == [f"{path}: 2 rows without a label left out, as data.skip_unlabelled says"]
+    (wrong,) = problems(
+        write_rows(path, [*rows, {"id": "i6", "text": "t", "label": "c"}]),
+        needs(label_column="label", skip_unlabelled=True),
+    )
+    assert "1 row without a known label; row 7 (id 'i6'): 'c'" in wrong
+
+
+def test_rows_without_any_label_column_are_left_out(tmp_path: Path) -> None:
+    path, asked = tmp_path / "x.csv", needs(label_columns=("a", "b"), skip_unlabelled=True)
+    path.write_text("id,text,a,b\n1,t,0.5,0.5\n2,t,,\n3,t,1,0\n")
+    table = read_table(path, asked)
+    assert table.truth is not None
+    assert table.truth.tolist() == [[0.5, 0.5], [1, 0]]
+    path.write_text("id,text,a,b\n1,t,,\n2,t,0.5,\n")
+    (wrong,) = problems(path, asked)
+    assert "1 row whose values are not probabilities that sum to 1; row 2 (id '2')" in wrong
+    path.write_text("id,text,a,b\n1,t,,\n")
+    (nothing,) = problems(path, asked)
+    assert nothing == f"{path}: no row has a label in 'a', 'b'; name another column"
+
+
 def test_label_columns_that_hold_no_probabilities(tmp_path: Path) -> None:
     path, asked = tmp_path / "x.csv", needs(label_columns=("a", "b"))
     path.write_text(
@@ -326,6 +407,11 @@ def test_jsonl_broken_lines(tmp_path: Path) -> None:
     (found,) = problems(path)
     assert "4 broken lines; line 3: " in found
     assert "line 4: an object was expected, not '[1]'; line 5: not UTF-8 at byte 9" in found
+    path.write_bytes(
+        good + b'{"id": 2, "text": "a", "text": "b"}\n' + b'{"id": 3, "text": [{"n": 1, "n": 1}]}\n'
+    )
+    (found,) = problems(path)
+    assert "2 broken lines; line 2: the key 'text' comes more than once; line 3: the key 'n' comes" in found
     path = tmp_path / "x.json"
     path.write_text('[{"id": 1},\n{"id": 2}]\n')
     assert "one JSON array; write one object per line" in problems(path)[0]
@@ -439,6 +525,7 @@ def test_parquet_that_is_broken(tmp_path: Path) -> None:
 # ---- cost
 
 
+@pytest.mark.long
 def test_a_million_rows_stay_small(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     line = (

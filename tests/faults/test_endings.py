@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.chunky import ids_of, results
+from tests.faults.chunky import chunky_config, ids_of, results
 from tests.faults.forked.runs import ForkedRuns
 from tests.faults.inject import Fault, Injected
 from tests.faults.test_workers import is_gone
@@ -56,6 +57,35 @@ def test_a_signal_in_mid_chunk_keeps_what_is_done(
     assert results(chunky) == undisturbed
     (member,) = chunky.run_json()["members"]
     assert (member["reused_rows"], member["rows"]) == (8, 8)
+
+
+@pytest.mark.fault(13)
+def test_a_signal_keeps_the_batches_of_an_unfinished_chunk_as_status_says(
+    chunky: Project, forked: ForkedRuns, tmp_path: Path
+) -> None:
+    """The worker waits in the second of four batches of the third chunk until it is asked to end with it."""
+    config = chunky_config(chunky)
+    config["models"][0]["batch_size"] = 1
+    chunky.write_config(config)
+    assert forked.run(chunky.folder) == 0, forked.printed
+    undisturbed = results(chunky)
+    shutil.rmtree(chunky.folder / "runs")
+    injected = Injected(tmp_path, Fault("wait", ids_of(chunky, 9), times=1))
+    log = chunky.folder / "runs/first/logs/run.log"
+    with start(chunky, injected) as process:
+        wait_for(lambda: bool(injected.pids()), process)
+        process.send_signal(signal.SIGINT)
+        wait_for(lambda: "is asked to finish its batch" in log.read_text(), process)
+        injected.let_go()
+        printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "stopped by Ctrl-C; what is done is kept, and the same command" in " ".join(printed.split())
+    status = " ".join(chunky.ensemble("status", "runs/first").stdout.split())
+    assert "llama unfinished 10 16" in status
+    assert forked.run(chunky.folder) == 0, forked.printed
+    assert results(chunky) == undisturbed
+    (member,) = chunky.run_json()["members"]
+    assert (member["reused_rows"], member["rows"]) == (10, 6)
 
 
 @pytest.mark.long

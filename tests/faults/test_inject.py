@@ -112,6 +112,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any,
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_a_fault_happens_as_asked(case: str, ended: dict[str, tuple[Any, Any, list[int]]]) -> None:
     _, code, expected = CASES[case]

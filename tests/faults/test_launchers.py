@@ -126,6 +126,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("chosen", "sentence"), one_in(4, WRONG))
 def test_what_is_wrong_with_a_launcher_is_said_at_validate(
     project: Project, site: Path, chosen: str, sentence: str

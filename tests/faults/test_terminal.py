@@ -272,6 +272,7 @@ _COMMANDS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.fault(32)
 @pytest.mark.parametrize("arguments", one_in(8, _COMMANDS))
 def test_every_command_prints_into_whatever_there_is(arguments: str, chunky: Project) -> None:

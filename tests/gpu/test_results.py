@@ -69,6 +69,7 @@ def test_folders_of_measurings_that_go_on_stay(tmp_path: Path, monkeypatch: pyte
     assert other.exists()
 
 
+@pytest.mark.long
 def test_a_failed_run_leaves_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text(ROWS, encoding="utf-8")
     (tmp_path / "broken.py").write_text(

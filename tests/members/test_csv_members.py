@@ -103,7 +103,7 @@ def test_every_row_must_be_there_once(path: Path) -> None:
         ("key,a,b\n1,0,1\n", "no id column 'id'; the columns are"),
         (
             "id;a;b\n1;0;1\n",
-            "no id column 'id' (the header has a single column: are the columns separated by commas?)",
+            "no id column 'id' (its columns are separated by",
         ),
         ("id,a,b,b\n1,0,1,1\n", "the header names 'b' more than once; rename the columns"),
         ("", "the file is empty"),
@@ -353,11 +353,13 @@ def test_all_that_is_wrong_is_said_before_anything_runs(project: Project) -> Non
     done = project.ensemble("validate", "config.yaml")
     assert done.returncode == 2
     text = " ".join(done.stderr.split())
-    first, second = project.ids[0], "correct the file"
+    first, second = f"the first is id {project.ids[0]}", "correct the file"
+    low = f"'{LABELS[0]}' is -1"
+    sums = ", ".join(f"'{label}' is {value}" for label, value in zip(LABELS, (0.2, 0.3, 0.6), strict=True))
     for words in (
-        f"models[0] (sums): sums.csv: 1 row with values that do not sum to 1, the first is id {first}; {second}",
-        f"models[1] (range): range.csv: 1 row with values below 0 or above 1, the first is id {first}; {second}",
-        f"models[2] (finite): finite.csv: 2 rows with no finite number, the first is id {first}; {second}",
+        f"models[0] (sums): sums.csv: 1 row with values that do not sum to 1, {first} ({sums}); {second}",
+        f"models[1] (range): range.csv: 1 row with values below 0 or above 1, {first} ({low}); {second}",
+        f"models[2] (finite): finite.csv: 2 rows with no finite number, {first} ('{LABELS[0]}' is nan); {second}",
         "models[3] (short): short.csv: 299 ids of the table missing (",
         "models[4] (gone): gone.csv: no such file",
     ):
@@ -657,8 +659,7 @@ def test_what_a_new_user_does_wrong_is_said_with_what_to_do(project: Project) ->
         "twice.tsv: 1 id of the table missing ('40'); a row is needed for each of them, or partial: true",
         f"renamed.csv.gz: no column of the label '{LABELS[0]}'",
         "columns: {COLUMN: LABEL} says which column is for a label of another name",
-        "logits.pq: 40 rows with values below 0 or above 1, the first is id 1; correct the file, or say with "
-        "values: logits or activation what they are",
+        "correct the file, or say with values: logits or activation what they are",
         "named.csv: is a Parquet file; give it a name that ends in .parquet",
         "sheet.csv: is a zip archive, as Excel files are, not text; save its content as CSV",
         "folder: is a directory; name the file inside it",

@@ -89,6 +89,7 @@ def test_images_of_every_kind_get_the_numbers_of_the_pipeline(project: Project) 
             np.testing.assert_allclose(alone[row], numbers, atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_changed_image_is_computed_again_and_no_other(project: Project) -> None:
     cells = [f"{number}.png" for number in range(6)]
     paths = [make_image(project.folder / "data" / cell, seed=seed) for seed, cell in enumerate(cells)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,29 @@ import pyarrow.parquet as pq
 import pytest
 
 from ensemble.common.errors import CheckpointError
+from ensemble.common.protocol import (
+    ChunkFailed,
+    CommonSpec,
+    Event,
+    Failed,
+    Load,
+    Predict,
+    Start,
+    Stop,
+    WorkerSpec,
+)
 from ensemble.members.base import OutputColumns
 from ensemble.members.python.parent import PythonFunction
 from ensemble.members.python.settings import PythonSettings
 from ensemble.members.python.source import find_source
+from ensemble.worker.channel import HeartbeatThread
+from ensemble.worker.session import serve
 from tests.faults.test_workers import is_gone
 from tests.nvml.sim import GIB, Gpu, Memory, NvmlSim, gpu_uuid
 from tests.project import LABELS, ROOT, Project, python_path
 from tests.sampling import one_in
 from tests.waiting import wait_until
+from tests.worker.test_session import publish
 
 pytestmark = pytest.mark.usefixtures("warm")
 COLUMNS = OutputColumns("id", tuple(LABELS))
@@ -409,6 +424,55 @@ def test_a_row_that_it_does_not_bear_is_found(project: Project, fault: str) -> N
     correct[5] = 1 / 3
     np.testing.assert_allclose(found, correct, rtol=1e-12)
     assert list(project.run_json()["members"][0]["bad_rows"]) == ["5"]
+
+
+FAILING = {
+    "itself": ("def predict(frame, context):\n    return frame['score']", "'score' (mine.py, line 2)"),
+    "helper": (
+        "import helper\n\ndef predict(frame, context):\n    return helper.of(frame)",
+        "'score' (helper.py, line 2)",
+    ),
+    "setup": (
+        "def setup(context):\n    open('none.bin')\n\ndef predict(frame, context): ...",
+        "No such file or directory: 'none.bin' (mine.py, line 2)",
+    ),
+    "import": ("import math\nmath.sqrt(-1)\n\ndef predict(frame, context): ...", "(mine.py, line 2)"),
+}
+
+
+@pytest.mark.parametrize("place", FAILING)
+def test_an_error_names_the_file_and_line_of_the_users_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    code, words = FAILING[place]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setattr(sys, "dont_write_bytecode", sys.dont_write_bytecode)
+    monkeypatch.delitem(sys.modules, "helper", raising=False)
+    Path("mine.py").write_text(code + "\n", encoding="utf-8")
+    Path("helper.py").write_text("def of(frame):\n    return frame['score']\n", encoding="utf-8")
+    places: dict[str, Any] = {**publish(tmp_path / "table", {"text": ["x"]})}
+    ids = pa.field("ids", pa.string(), metadata={"ensemble": "ids"})
+    schema = pa.schema([pa.field("text", pa.string()), ids], {"ensemble.rows": "1"})
+    with pa.ipc.new_file(places["table_path"], schema) as file:
+        file.write_table(pa.table([["x"], ["r0"]], schema=schema))
+    common = CommonSpec(labels=tuple(LABELS), activation="none", gpus=0, seed=0, **places)
+    settings: dict[str, Any] = {
+        **{"module": "mine", "file": str(tmp_path / "mine.py"), "function": "predict", "batch_size": None},
+        **{
+            "setup": "setup" if place == "setup" else None,
+            "kwargs": {},
+            "columns": ["text"],
+            "id_column": "id",
+        },
+    }
+    start = Start(WorkerSpec(common, "ensemble.members.python.child", settings))
+    events: list[Event] = []
+    heartbeat = HeartbeatThread(events.append)  # not started
+    serve([start, Load(), Predict(0, 0, 1), Stop()], events.append, heartbeat, 0.0)
+    sys.modules.pop("helper", None)
+    (failed,) = [event for event in events if isinstance(event, Failed | ChunkFailed)]
+    assert failed.message.endswith(words)
 
 
 @pytest.mark.parametrize("changed", one_in(3, ["mine.py", "helper.py", "model.bin"]))

@@ -13,6 +13,8 @@ import pytest
 from sklearn.metrics import accuracy_score, log_loss
 
 import ensemble
+from ensemble.analysis.report.base import ReportData
+from ensemble.analysis.report.sections.calibration import Calibration
 from ensemble.common.errors import EnsembleError
 from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.pipeline.load import load
@@ -327,6 +329,21 @@ def test_fit_takes_the_labels_of_the_run(project: Project) -> None:
         assert done.returncode == 2
         said = " ".join(done.stderr.split())
         assert "its run has other data.allowed_labels than the config; run the config again" in said
+
+
+def test_the_report_finds_the_temperature_that_fit_finds(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project.folder)
+    write(project)
+    run(project, "report=false")
+    fitted = ensemble.fit("config.yaml", method="equal", calibration="temperature", quiet=True)
+    run_dir = Path("runs/first")
+    data = ReportData(run_dir, ensemble.open_run(run_dir).report)
+    page = Calibration().html(data)
+    for member in fitted.members:
+        assert member.calibration is not None
+        assert f"<td>{member.calibration.temperature:.2f}</td>" in str(page)
 
 
 @pytest.mark.long

@@ -185,6 +185,7 @@ def broken_files(ids: list[str], folder: Path) -> Iterator[tuple[Path, str]]:
     yield path, 'member 1: 3 rows with values below 0 or above 1, the first is id say "hi"'
 
 
+@pytest.mark.long
 @pytest.mark.fault(10, 11)
 def test_what_does_not_fit_is_found_wherever_it_stands(ids: list[str], tmp_path: Path) -> None:
     good = write(tmp_path / "good.csv", ids, values_of(0))

@@ -200,6 +200,7 @@ def test_a_gain_of_one_row_and_of_none() -> None:
     assert (shifted.gain, shifted.low, shifted.high) == pytest.approx([np.log(3)] * 3, abs=1e-7)
 
 
+@pytest.mark.long
 def test_a_tiny_table_does_not_cry_wolf() -> None:
     chooser = np.random.default_rng(1)
     wrong = 0
@@ -222,3 +223,37 @@ def test_what_is_said_of_them() -> None:
     assert "500 rows" in text
     assert "b 1.2345" in text
     assert "a 0.4" not in text
+
+
+def test_noise_is_no_better_than_the_prior_of_the_labels_that_are_possible_in_a_row() -> None:
+    chooser = np.random.default_rng(11)
+    possible = np.arange(8) < chooser.integers(2, 6, 600)[:, None]  # two to five of eight choices
+    truth = np.array([chooser.choice(np.flatnonzero(flags)) for flags in possible])
+    values = np.where(possible, chooser.dirichlet(np.ones(8), 600), 0)
+    values /= values.sum(axis=1, keepdims=True)
+    scoring = Scoring(truth, possible=possible)
+    scoring.add(0, values)
+    score = scoring.score()
+    assert score is not None
+    assert score.no_better_than_prior
+    even = np.log(possible.sum(axis=1)).mean()
+    assert score.prior_log_loss == pytest.approx(even, abs=0.02)
+    # Where all labels are possible, or the true one is not, nothing changes.
+    for flags in (np.ones_like(possible), ~possible):
+        other = Scoring(truth, possible=flags)
+        other.add(0, values)
+        score = other.score()
+        assert score is not None
+        assert score.prior_log_loss == pytest.approx(scored(values, truth).prior_log_loss, rel=1e-9)
+
+
+def test_the_prior_of_independent_labels_is_of_the_rows_in_which_they_are_possible() -> None:
+    chooser = np.random.default_rng(12)
+    possible = chooser.random((500, 3)) < 0.3
+    truth = (possible & (chooser.random((500, 3)) < 0.5)).astype(np.float64)
+    scoring = Scoring(truth, "sigmoid", possible=possible)
+    scoring.add(0, np.where(possible, 0.5, 0.0))
+    score = scoring.score()
+    assert score is not None
+    assert score.log_loss == pytest.approx(np.log(2) * possible.mean(), rel=1e-9)
+    assert score.prior_log_loss == pytest.approx(score.log_loss, abs=0.002)

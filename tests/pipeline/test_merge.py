@@ -157,6 +157,7 @@ def test_rows_that_some_members_did_not_reach(made: Path, unfinished: Path) -> N
     assert results.filled_rows == 0
 
 
+@pytest.mark.long
 @pytest.mark.fault(26)
 @pytest.mark.parametrize("fill", ["uniform", "prior", "sample"])
 def test_rows_that_no_member_reached(made: Path, unfinished: Path, fill: str) -> None:

@@ -135,6 +135,7 @@ def test_a_full_disk_costs_the_report_alone_until_there_is_room(project: Project
         assert page.rstrip().endswith("</html>")
 
 
+@pytest.mark.long
 @pytest.mark.fault(41)
 @pytest.mark.parametrize(
     ("number", "times"),

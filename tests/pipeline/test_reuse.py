@@ -31,6 +31,7 @@ def first(project: Project) -> Project:
     return project
 
 
+@pytest.mark.long
 def test_equal_weights_are_held_against_fitted_ones(first: Project) -> None:
     _words(first.ensemble("fit", "config.yaml", "-q"))
     overlay = yaml.safe_load((first.folder / "weights.yaml").read_text(encoding="utf-8"))
@@ -114,6 +115,7 @@ def test_reuse_of_what_has_nothing_is_one_sentence(first: Project) -> None:
     )
 
 
+@pytest.mark.long
 def test_from_the_labelled_table_to_the_test_table_and_back(first: Project) -> None:
     """The error names the way out, and the way leads there."""
     rows = [[row_id, text] for row_id, text in zip(first.ids[:30], first.texts[:30], strict=True)]

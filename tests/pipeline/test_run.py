@@ -397,6 +397,7 @@ def test_no_worker_outlives_a_killed_parent(project: Project) -> None:
     assert project.ensemble("run", "config.yaml", "--quiet").returncode == 0
 
 
+@pytest.mark.long
 @pytest.mark.fault(1)
 def test_a_worker_that_was_killed_while_it_started_is_replaced(project: Project) -> None:
     only_llama(project)
@@ -409,6 +410,7 @@ def test_a_worker_that_was_killed_while_it_started_is_replaced(project: Project)
     assert len(project.read("runs/first/ensemble.csv")[1]) == 300
 
 
+@pytest.mark.long
 @pytest.mark.fault(20)
 def test_two_runs_on_one_directory(project: Project) -> None:
     only_llama(project)
@@ -447,6 +449,7 @@ def _run_on_a_terminal(project: Project, **environment: str) -> str:
     return printed.decode()
 
 
+@pytest.mark.long
 def test_bars_on_a_terminal_and_lines_in_a_notebook(project: Project) -> None:
     only_llama(project)
     terminal = _run_on_a_terminal(project, COLUMNS="80")

@@ -107,6 +107,7 @@ def test_a_hook_that_fails_is_a_warning(csv_run: Project, tmp_path: Path) -> Non
     assert start in (csv_run.folder / "runs/first/logs/run.log").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_hooks_are_called_of_a_run_that_fails_and_not_by_a_rehearsal(
     project: Project, tmp_path: Path
 ) -> None:

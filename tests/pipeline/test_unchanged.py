@@ -139,6 +139,7 @@ def test_fit_wants_the_predictions_of_the_csv_that_the_config_names(csv_run: Pro
     assert first["weight"] < second["weight"]
 
 
+@pytest.mark.long
 def test_weights_are_fitted_whatever_changes_no_predictions(csv_run: Project) -> None:
     _said(csv_run, "fit", "config.yaml", "--calibration", "temperature", code=0)
     for sets in (
@@ -154,6 +155,7 @@ def test_weights_are_fitted_whatever_changes_no_predictions(csv_run: Project) ->
     _said(csv_run, "fit", "config.yaml", "--force", code=0)
 
 
+@pytest.mark.long
 def test_fit_and_plan_want_predictions_by_the_settings_of_the_config(project: Project) -> None:
     """Of models: max_length, which no file tells; batches and devices change nothing."""
     config = project.config(time_limit=None)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import ensemble
+from ensemble.common.errors import ConfigError
 from ensemble.pipeline.run_dir import RunDir
 from tests.project import ROOT, Project, python_path
 
@@ -91,6 +93,28 @@ def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "predictions").touch()
     (problem,) = rundir.endangered((), None)
     assert "predictions is a file, and the run makes a folder there" in problem
+
+
+@pytest.mark.parametrize("output_dir", ["circle", "circle/below", "away"])
+def test_a_link_to_no_folder_in_place_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output_dir: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("circle").symlink_to("circle")
+    Path("away").symlink_to("not mounted/runs")
+    Path("m.csv").write_text("id,a,b\n1,0.5,0.5\n")
+    config = {
+        "data": {"path": "m.csv"},
+        "labels": ["a", "b"],
+        "models": [{"name": "m", "task_type": "csv", "path": "m.csv"}],
+        "output_dir": output_dir,
+    }
+    target = "circle" if output_dir != "away" else "not mounted/runs"
+    said = f"output_dir: {output_dir[:6].strip('/')} is a link to {target}, which leads to no directory"
+    for command in (ensemble.validate, ensemble.run):
+        with pytest.raises(ConfigError) as caught:
+            command(config)
+        assert caught.value.problems[0].startswith(said)
 
 
 def test_an_error_that_is_of_no_file(project: Project, tmp_path: Path) -> None:

@@ -85,10 +85,15 @@ def files(draw: st.DrawFn, header: Sequence[str], rows: cells.Records) -> tuple[
     return (f"x{suffix}.gz", gzip.compress(content, mtime=0)) if packed else (f"x{suffix}", content)
 
 
-def from_json(text: bytes) -> Any:
-    """The value, as json reads it; NaN and Infinity are no JSON."""
+def from_json(text: bytes, is_line: bool = False) -> Any:
+    """The value, as json reads it; NaN and Infinity are no JSON, and a line has no key twice."""
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
 
-    return json.loads(text.decode(), parse_constant=refuse)
+    def distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        if is_line and len({name for name, _ in pairs}) < len(pairs):
+            raise ValueError(pairs)
+        return dict(pairs)
+
+    return json.loads(text.decode(), parse_constant=refuse, object_pairs_hook=distinct)

@@ -24,7 +24,7 @@ def by_json(content: bytes) -> list[dict[str, Any]] | None:
     """The object in each line, or None for what is to be refused."""
     lines = [line.strip() for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n")]
     try:
-        found = [from_json(line) for line in lines if line]
+        found = [from_json(line, is_line=True) for line in lines if line]
     except (ValueError, RecursionError):
         return None
     return found if found and all(isinstance(item, dict) for item in found) else None

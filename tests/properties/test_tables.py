@@ -167,6 +167,7 @@ def by_json_text(cell: str) -> str | None:
     return cell
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
 def test_cells_of_ten_megabytes(folder: Path, suffix: str) -> None:
     rows = [["x" * 10_000_000, '"\r\n' * 2_500_000], ["001", ""]]

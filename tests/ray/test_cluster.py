@@ -22,6 +22,7 @@ pytest.importorskip("ray", reason="ray is not installed")
 pytestmark = pytest.mark.usefixtures("warm")
 
 
+@pytest.mark.long
 def test_the_same_bytes_as_here(project: Project, nodes: Nodes, nvml_sim: NvmlSim) -> None:
     project.write_config(project.config())
     nvml_sim.write([Gpu(gpu_uuid(9))])

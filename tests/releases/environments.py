@@ -51,9 +51,10 @@ OVERLAYS = (
     ),
     Environment("transformers-5.5", ("transformers==5.5.0",)),
     Environment("transformers-5.12", ("transformers==5.12.1",)),
+    Environment("transformers-5.24", ("transformers==5.24.0",)),
 )
 # Every change is tried with one of these; all others are for `make test-releases`.
-IN_CI = ("transformers-5.0", "transformers-5.12")
+IN_CI = ("transformers-5.0", "transformers-5.12", "transformers-5.24")
 ENVIRONMENTS = (
     Environment("oldest", (*_lowest(), *TOOLS), python="3.11"),
     Environment(

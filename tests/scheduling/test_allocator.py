@@ -51,6 +51,7 @@ def test_options_of_the_users_environment_go_before_the_configs(
     assert allocator_environment(expandable, split, users) == {OLD: expected, NEW: expected}
 
 
+@pytest.mark.long
 def test_torch_reads_them_without_complaint() -> None:
     users = {NEW: "roundup_power2_divisions:[256:1,>:4]"}
     environment = allocator_environment(True, 128, users)

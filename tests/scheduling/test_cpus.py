@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ensemble.cli.views.plan import where_text
 from ensemble.common.gpus import Device
 from ensemble.common.text import gib
 from ensemble.pipeline import checks
@@ -113,6 +114,18 @@ def test_a_speed_is_of_the_cores_that_it_was_measured_with(models: Path) -> None
     assert seconds(2) == pytest.approx(0.002)
     assert seconds(1) == pytest.approx(0.002 / 2**0.75)
     assert seconds(4) == pytest.approx(0.002 * 2**0.75)
+
+
+def test_members_that_run_side_by_side_take_their_memory_together(models: Path) -> None:
+    def host_bytes(*members: dict[str, Any], cpu_workers: int = 2) -> int:
+        return plan(models, *members, cpu_workers=cpu_workers).host_bytes
+
+    small, large = {"replicas": 1}, {"replicas": 1, "batch_size": 256}
+    alone = host_bytes(small), host_bytes(large)
+    assert alone[0] < alone[1]
+    assert host_bytes(small, large) == sum(alone)
+    assert host_bytes(small, small, large) == sum(alone), "two at a time, the greatest"
+    assert host_bytes(small, large, cpu_workers=1) == alone[1], "one behind the other"
 
 
 def test_no_more_than_memory_holds(models: Path) -> None:
@@ -223,3 +236,13 @@ def test_side_by_side(chunky: Project, tmp_path: Path, undisturbed: dict[str, by
     assert results(chunky) == undisturbed
     assert len(set(pids)) == 2
     assert all(b"OMP_NUM_THREADS=1" in one for one in variables)
+
+
+def test_a_plan_says_which_replicas_wait_until_another_member_is_done() -> None:
+    lengths = np.full(4000, 500, dtype=np.int64)
+    known = {"m0": facts(lengths), "m1": facts(lengths)}
+    both = make_plan(config({}, {}, cpu_workers=2), known, [], MACHINE, cpus=4)
+    alone = make_plan(config({}, cpu_workers=2), {"m0": known["m0"]}, [], MACHINE, cpus=4)
+    waits = ", all but the first when cores are left over"
+    for made, later in ((both, waits), (alone, "")):
+        assert where_text(made, made.members[0], 0) == f"2 replicas on the CPU, with 2 cores of 4{later}"

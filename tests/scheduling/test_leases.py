@@ -82,6 +82,7 @@ def test_a_flash_attention_that_does_not_work_is_not_planned_with(
     assert "flash" not in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("count", "per_gpu"), [(2, 1), (1, 2), (1, 1)])
 def test_threads_of_workers_on_gpus_are_their_share_of_the_cores(
     project: Project, nvml_sim: NvmlSim, count: int, per_gpu: int
@@ -134,6 +135,7 @@ def test_a_replica_on_each_gpu(project: Project, two_gpus: NvmlSim) -> None:
     assert "ENSEMBLE_SIMULATED_GPUS: the GPUs are simulated, running on the CPU" in printed
 
 
+@pytest.mark.long
 def test_gpus_that_torch_cannot_use_are_an_error_unless_they_are_simulated(
     project: Project, two_gpus: NvmlSim
 ) -> None:
@@ -438,6 +440,7 @@ def test_the_next_member_waits_until_the_memory_is_back(
     assert {used for _, used in report["device_memory"][A]["points"]} >= {9 * GIB, GIB // 4}
 
 
+@pytest.mark.long
 def test_a_browser_that_has_grown_meanwhile_costs_no_release_timeout(
     project: Project, nvml_sim: NvmlSim, at_work: Injected
 ) -> None:

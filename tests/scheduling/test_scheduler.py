@@ -199,7 +199,22 @@ def test_a_member_that_can_compute_nothing_fails_soon() -> None:
         "3 rows could not be computed, and no other row was: too many to continue; TypeError"
         in state.failure.message
     )
-    assert len(calls) < 30
+    assert [call.stop - call.start for call in calls[1:]] == [calls[0].stop // 2, 1, 1, 1]
+    assert [fault.remedy for fault in state.faults][:2] == ["in halves", "some alone"]
+
+
+def test_rows_are_halved_again_once_one_of_those_tried_alone_is_good() -> None:
+    bad = {0, 40}
+
+    def answer(command: Predict) -> Any:
+        if any(holds(command, place) for place in bad):
+            return ChunkFailed(command.chunk, "KeyError", "'score'", "trace")
+        return computed(command)
+
+    (state,) = schedule(one_member(), [], answer, "uniform")
+    assert state.finished
+    assert set(state.bad_rows) == {int(state.plan.order[place]) for place in bad}
+    assert [fault.remedy for fault in state.faults].count("some alone") == 1
 
 
 def test_rows_that_a_worker_names_are_set_aside() -> None:

@@ -212,8 +212,12 @@ def test_what_a_run_has_no_time_for_is_left_to_the_next(monkeypatch: pytest.Monk
     assert not any(state.failure for state in states)
 
 
-def computing(member: str, devices: str, begin: float | None, end: float | None) -> WorkerRecord:
-    record = WorkerRecord(member, 0, tuple(devices), "7", "log", 0.0, 0.0)
+def computing(
+    member: str, devices: str, begin: float | None, end: float | None, leased: float | None = None
+) -> WorkerRecord:
+    record = WorkerRecord(
+        member, 0, tuple(devices), "7", "log", 0.0, (begin or 0.0) if leased is None else leased
+    )
     return replace(record, computed_from=begin, computed_to=end)
 
 
@@ -232,6 +236,13 @@ def test_a_device_on_which_another_computes_has_no_gap() -> None:
     assert not idle_gaps(
         [computing("a", "0", 1.0, 3.0), computing("b", "0", 2.0, None), computing("c", "0", 4.0, 5.0)]
     )
+
+
+def test_members_that_are_side_by_side_on_a_cpu_do_not_wait_for_each_other() -> None:
+    beside = [computing("a", "c", 1.0, 1.5, leased=0.0), computing("b", "c", 2.0, 2.5, leased=0.1)]
+    assert not idle_gaps(beside), "b was loading while a computed"
+    after = computing("c", "c", 4.0, 5.0, leased=2.6)
+    assert idle_gaps([*beside, after]) == (Gap("c", "b", "c", 1.5),)
 
 
 def test_the_gaps_of_a_run_are_measured() -> None:

@@ -23,6 +23,7 @@ def config(project: Project, **member: Any) -> dict[str, Any]:
     return project.config(models=[*members, project.config()["models"][0]], training={})
 
 
+@pytest.mark.long
 def test_everything_else_is_checked(project: Project) -> None:
     project.write_config(config(project))
     done = project.ensemble("validate", "config.yaml")

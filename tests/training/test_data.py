@@ -204,7 +204,7 @@ def test_the_built_in_way_gets_the_table_and_the_rows_of_a_part(folder: Path) ->
     assert weights.tolist() == [1.0] * len(rows)
     own = rows < 60
     assert pd.Series(groups[own]).groupby(table["group"].iloc[rows[own]].to_numpy()).nunique().max() == 1
-    assert len(set(groups)) == table["group"].iloc[rows[own]].nunique() + 9
+    assert len(set(groups)) == table["group"].iloc[rows].nunique()
 
 
 def digests(data: TrainingData) -> tuple[str, str]:
@@ -294,6 +294,30 @@ def test_texts_that_stand_twice_are_counted_and_named(folder: Path) -> None:
         f"{where}: 1 row (id '0050') whose text also stands in a table of training.extra"
     )
     assert remarks[2].startswith(f"{where}: 2 rows (id '0040', '0044') whose text has another label")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_without_a_label_are_in_no_fold_and_no_commands_file(tmp_path: Path, name: str) -> None:
+    table, more = frame(), frame(9, seed=1, first=500)
+    for rows in (table, more):
+        rows.loc[[3, 5], "label"] = ""
+    source, extra = write(table, tmp_path / name), write(more, tmp_path / f"more-{name}")
+    keys = {"path": str(source), "skip_unlabelled": True}
+    data = read(tmp_path, BY_COMMAND, data=keys, folds={"n_splits": 3}, extra=[{"path": str(extra)}])
+    labelled = table.drop(index=[3, 5]).reset_index(drop=True)
+    assert data.main.table.ids.to_pylist() == labelled["id"].tolist()
+    path = tmp_path / f"part{data.suffix}"
+    data.write_for_command(path, data.rows_of(1))
+    written = as_pandas_reads(path, data.suffix)
+    own = labelled[data.folds[: len(labelled)] != 1]
+    expected = pd.concat([own, more.drop(index=[3, 5])])
+    assert (
+        written[["id", "text", "label"]].to_numpy().tolist()
+        == expected[["id", "text", "label"]].to_numpy().tolist()
+    )
+    assert [text.partition(": ")[2] for text in data.remarks[:2]] == [
+        "2 rows without a label left out, as data.skip_unlabelled says"
+    ] * 2
 
 
 def test_wrong_labels_are_refused_in_a_sentence(folder: Path) -> None:

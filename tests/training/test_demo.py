@@ -97,6 +97,7 @@ def test_a_script_on_two_processes(project: Project) -> None:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     script = [str(ROOT / "configs" / "train_classifier.py"), "--base", str(ROOT / "demo/models/gemma2")]
     places = ["--train", "{train}", "--fold", "{fold}", "--out", "{out}"]
+    places += ["--text-column", "gloss"]
     config["models"][0]["train"] = {
         "command": [*launcher, "--main_process_port", "0", *script, *places],
         "num_gpus": 0,

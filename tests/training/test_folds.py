@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from sklearn.model_selection import KFold, StratifiedGroupKFold, StratifiedKFold
 
-from tests.training.tables import BUILT_IN, LABELS, frame, problems, read
+from tests.training.tables import BUILT_IN, BY_COMMAND, LABELS, frame, problems, read
 
 
 @pytest.fixture
@@ -97,14 +97,15 @@ def test_every_row_is_held_out_once_and_never_trained_on_then(
         tmp_path, folds={**folds, **seeds}, extra=[{"path": str(tmp_path / "extra.csv"), "weight": 0.5}]
     )
     held_out = [np.flatnonzero(data.folds == fold) for fold in range(data.splits)]
-    assert sorted(np.concatenate(held_out)) == list(range(len(table)))
+    held_out_rows = np.concatenate(held_out)
+    assert sorted(held_out_rows[held_out_rows < len(table)]) == list(range(len(table)))
+    groups = pd.concat([table, extra])["group"]
     for fold, rows in enumerate(held_out):
         trained = data.rows_of(fold)
         assert not set(rows) & set(trained)
         assert sorted([*rows, *trained]) == list(range(len(table) + len(extra)))
         if "group_column" in folds:
-            own = trained[trained < len(table)]
-            assert not set(table["group"].iloc[rows]) & set(table["group"].iloc[own])
+            assert not set(groups.iloc[rows]) & set(groups.iloc[trained])
     assert data.rows_of(None).tolist() == list(range(len(table) + len(extra)))
 
 
@@ -176,3 +177,55 @@ def test_a_label_that_a_fold_cannot_learn_is_refused(folder: Path) -> None:
     table[table["label"] != "tie"].to_csv(folder / "train.csv", index=False)
     (text,) = problems(folder, folds={"n_splits": 3})
     assert "no row has the label 'tie'" in text
+
+
+@pytest.mark.parametrize("command", [False, True], ids=["built in", "command"])
+def test_extra_rows_are_left_out_of_the_fold_that_holds_their_group_out(folder: Path, command: bool) -> None:
+    table, copies = frame(), frame(24, seed=1, first=500)
+    others = frame(6, seed=2, first=700).assign(group=["new", "new", "", "", "g1", "7.0"])
+    table.loc[[7, 19, 31, 43, 55], "group"] = "7"  # as a file of numbers has it
+    others.to_csv(folder / "others.csv", index=False)
+    table.to_csv(folder / "train.csv", index=False)
+    copies.to_parquet(folder / "copies.parquet", index=False)
+    frame(5, seed=3, first=800).drop(columns="group").to_csv(folder / "ungrouped.csv", index=False)
+    names = ("copies.parquet", "others.csv", "ungrouped.csv")
+    data = read(
+        folder,
+        BY_COMMAND if command else BUILT_IN,
+        folds={"n_splits": 4, "group_column": "group"},
+        extra=[{"path": str(folder / name)} for name in names],
+    )
+    cells = np.array([*table["group"], *copies["group"], *others["group"], *[""] * 5])
+    cells[cells == "7.0"] = "7"
+    splitter = StratifiedGroupKFold(4, shuffle=True, random_state=0)
+    for fold, (_, held_out) in enumerate(splitter.split(table, table["label"], table["group"])):
+        is_held_out = np.isin(cells, table["group"].iloc[held_out].unique())
+        rows = data.rows_of(fold)
+        assert rows.tolist() == np.flatnonzero(~is_held_out).tolist()
+        data.write_for_command(folder / "part.csv", rows)
+        data.write_for_trainer(folder / "part.npz", rows)
+        written = pd.read_csv(folder / "part.csv", dtype=str)
+        assert written["id"].tolist() == data.table.ids.take(rows).to_pylist()
+        with np.load(folder / "part.npz") as arrays:
+            groups = arrays["groups"]
+        pairs = {(group, cells[row] or row) for group, row in zip(groups, rows, strict=True)}
+        assert len(pairs) == len({group for group, _ in pairs}) == len({cell for _, cell in pairs})
+    assert len(data.rows_of(None)) == len(cells), "a model of all rows learns all of them"
+    counted = [
+        remark for remark in data.remarks if "left out of the fold that holds their group out" in remark
+    ]
+    assert len(counted) == 2
+    assert counted[0].startswith(f"{folder / 'copies.parquet'}: 22 rows (id '0500', ")
+    assert counted[1].startswith(f"{folder / 'others.csv'}: 2 rows (id '0704', '0705')")
+
+
+def test_a_copy_in_its_own_fold_is_no_text_that_all_models_have_learned(folder: Path) -> None:
+    table = frame()
+    table.to_csv(folder / "train.csv", index=False)
+    table.iloc[:9].assign(id=[f"copy {row}" for row in range(9)]).to_csv(folder / "copies.csv", index=False)
+    extra = [{"path": str(folder / "copies.csv")}]
+    data = read(folder, folds={"n_splits": 3, "group_column": "group"}, extra=extra)
+    assert len(data.remarks) == 1, data.remarks
+    assert "9 rows (id 'copy 0'" in data.remarks[0]
+    assert len(read(folder, folds={"n_splits": 3}, extra=extra).remarks) == 1
+    assert "so that all models have learned it" in read(folder, folds={"n_splits": 3}, extra=extra).remarks[0]

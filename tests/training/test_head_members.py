@@ -163,3 +163,51 @@ def test_out_of_fold_predictions_equal_cross_val_predict(trained: Project) -> No
         of_folds.append(softmax(features @ tensors["weight"].T + tensors["bias"]))
     found = np.array([values[trained.ids[row]] for row in new])
     np.testing.assert_allclose(found, np.mean(of_folds, axis=0), atol=2e-5)
+
+
+@pytest.mark.long
+def test_soft_labels_and_weights_make_the_heads_of_scikit_learn_with_the_same_sample_weights(
+    trained: Project,
+) -> None:
+    from torch import nn
+
+    new = slice(ROWS, len(trained.ids))
+    random = np.random.default_rng(6)
+    targets = random.dirichlet(np.full(len(LABELS), 0.5), len(trained.ids)).round(4)
+    targets[:, -1] = 1 - targets[:, :-1].sum(axis=1)
+    targets[[2, 5]] = np.eye(len(LABELS))[[0, 2]]  # certain ones among them
+    weights = np.where(np.arange(len(targets)) < ROWS, 1.0, 0.25)
+    of_rows = [[name, *values] for name, values in zip(trained.ids, targets.tolist(), strict=True)]
+    trained.write_csv("soft.csv", ["id", *LABELS], of_rows[:ROWS])
+    trained.write_csv("pseudo.csv", ["id", *LABELS], of_rows[new])
+    texts = [[name, text] for name, text in zip(trained.ids[new], trained.texts[new], strict=False)]
+    trained.write_csv("more.csv", ["id", "a"], texts)
+    keys = config(trained)
+    keys["training"] |= {
+        "folds": {"column": "fold"},
+        "labels": "soft.csv",
+        "extra": [{"path": "more.csv", "weight": 0.25, "labels": "pseudo.csv"}],
+    }
+    trained.write_config(keys)
+    training = trained.ensemble("train", "config.yaml")
+    assert training.returncode == 0, training.stderr
+    header, rows = trained.read("runs/first/oof/head.csv")
+    assert header == ["id", *LABELS]
+    predicted = np.array([[float(cell) for cell in row[1:]] for row in rows])
+
+    read = trained.texts[: len(trained.ids)]
+    features = pooled_reference(trained.folder / "base", nn.Identity(), "cls", read, max_length=128)
+    expected = np.zeros_like(predicted)
+    fold_of_row = np.append(FOLD_OF_ROW, [-1] * (len(targets) - ROWS))
+    for fold in range(FOLDS):
+        part = fold_of_row != fold
+        model = LogisticRegression(C=0.5, tol=1e-8, max_iter=10_000)
+        model.fit(
+            np.repeat(features[part], len(LABELS), axis=0),
+            np.tile(np.arange(len(LABELS)), int(part.sum())),
+            sample_weight=(targets * weights[:, None])[part].ravel(),
+        )
+        held_out = fold == FOLD_OF_ROW
+        expected[held_out] = model.predict_proba(features[:ROWS][held_out])
+    assert expected.std(axis=0).min() > 0.01, "the features must tell rows apart"
+    np.testing.assert_allclose(predicted, expected, atol=1e-4)

@@ -24,6 +24,8 @@ from tests.project import LABELS, ROOT, Project, python_path
 from tests.sampling import one_in
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 # A user's script.  How it fares is asked for by files beside it, which a test makes and removes.
 SCRIPT = """
 import json, os, pathlib, shutil, subprocess, sys, time
@@ -391,6 +393,7 @@ def test_what_is_killed_is_begun_again(trained: Trained, who: str) -> None:
     assert not is_alive(command)
 
 
+@pytest.mark.long
 @pytest.mark.fault(43)
 def test_nothing_outlives_a_killed_parent_and_no_fold_is_repeated(trained: Trained) -> None:
     trained.mode(1, "wait")

@@ -219,6 +219,7 @@ def run(spec: Mapping[str, Any], **changes: Any) -> Path:
     return Path(spec["out"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("saves", "passes"), one_in(4, [(s, p) for s in (True, False) for p in range(1, STEPS + 1)])
 )
@@ -248,6 +249,7 @@ def test_out_of_memory_at_any_step_never_goes_on_from_half_trained_weights(
             np.testing.assert_allclose(got[name], expected[name], atol=1e-5, err_msg=name)
 
 
+@pytest.mark.long
 def test_a_trial_takes_the_longest_row_through_two_whole_steps(base: Path, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, base, sizes=[8, 4, 2])
     with ShortOfMemory(2) as memory:

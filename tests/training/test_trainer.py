@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.numpy import load_file
+from sklearn.model_selection import StratifiedKFold
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 
 from ensemble.common.protocol import ChunkDone, Predict
@@ -26,6 +28,7 @@ from ensemble.members.causal_lm.predictor import CausalMember
 from ensemble.members.huggingface.training.arguments import training_arguments
 from ensemble.members.huggingface.training.plan import divide, epoch_steps, make_plan
 from ensemble.members.huggingface.training.program import lacks_memory
+from ensemble.members.huggingface.training.questions import describe
 from ensemble.members.huggingface.training.step_trainer import NotFinite, StepTrainer
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 from ensemble.training.child import trainer as module
@@ -243,6 +246,29 @@ def test_an_adapter_predicts_by_plain_peft_what_it_learnt(bert: Path, tmp_path: 
         ]
     got = predicted(tmp_path, TEXTS[:12], bert, adapter_name_or_path=str(out))
     np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+def test_a_lora_config_as_peft_saves_it_trains_what_its_keys_train(bert: Path, tmp_path: Path) -> None:
+    keys = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["query", "value"]}
+    base = AutoModelForSequenceClassification.from_pretrained(bert)
+    get_peft_model(base, LoraConfig(task_type="SEQ_CLS", **keys)).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text(encoding="utf-8"))
+    assert saved["inference_mode"] is True
+    outs = []
+    for name, lora in (("keys", keys), ("saved", saved)):
+        spec = make_spec(tmp_path / name, bert, TEXTS, TARGETS, train={**LORA, "lora_config": lora})
+        question = {
+            "training_arguments": {},
+            "lora_config": spec["train"]["lora_config"],
+            "folder": str(bert),
+            "auto_class": "AutoModelForSequenceClassification",
+            "peft_task": "SEQ_CLS",
+        }
+        answer = describe(question)
+        assert answer["problems"] == []
+        assert answer["trainable"] > 0
+        outs.append(files(run(spec))["adapter_model.safetensors"])
+    assert outs[0] == outs[1]
 
 
 class StopAfter(TrainerCallback):  # type: ignore[misc]
@@ -477,13 +503,46 @@ def test_early_stopping_looks_at_whole_groups_that_are_not_trained_on(bert: Path
         "training_arguments": {"learning_rate": 0.0, "num_train_epochs": 9},
     }
     spec = make_spec(tmp_path, bert, TEXTS, TARGETS, train=own, groups=groups)
-    held_rows, rows = divide(np.array(groups), 0.2, spec["seed"])
+    held_rows, rows = divide(np.array(groups), TARGETS == 1, 0.2, spec["seed"])
     assert len(held_rows) == 10
     assert {groups[row] for row in held_rows}.isdisjoint(groups[row] for row in rows)
     out = run(spec)  # whose loss never falls: the first epoch is the best
     assert progress(out)["step"] == 2 * 3
     before, after = weights_of(bert), weights_of(out)
     assert all((before[name] == after[name]).all() for name in before)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_early_stopping_looks_at_each_labels_share_of_rows_as_scikit_learn_does(seed: int) -> None:
+    truth = np.random.default_rng(seed).permutation(np.repeat([0, 1, 2, 3], [230, 41, 8, 1]))
+    held_rows, rows = divide(np.arange(280), np.eye(4, dtype=bool)[truth], 0.2, seed)
+    assert sorted([*held_rows, *rows]) == list(range(280))
+    folds = StratifiedKFold(5, shuffle=True, random_state=seed).split(truth[truth < 3], truth[truth < 3])
+    expected = np.array([np.bincount(truth[truth < 3][part], minlength=4) for _, part in folds])
+    counts = np.bincount(truth[held_rows], minlength=4)
+    assert (expected.min(axis=0) <= counts).all()
+    assert (counts <= expected.max(axis=0)).all()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_early_stopping_takes_no_labels_last_rows_nor_parts_of_groups(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    groups = random.integers(0, 60, 300)
+    truth = np.where(groups < 3, 1 + (groups == 2), 0)  # of one label two groups, of another a single one
+    has_label = np.eye(3, dtype=bool)[truth] | (random.random((300, 3)) < [0.3, 0.0, 0.0])
+    held_rows, rows = divide(groups, has_label, 0.5, seed)
+    assert len(np.unique(groups[held_rows])) == round(0.5 * len(np.unique(groups)))
+    assert set(groups[held_rows]).isdisjoint(groups[rows])
+    assert has_label[rows].any(axis=0).all(), "each label is left to train on"
+    assert truth[held_rows].max() == 1, "each label that two groups have is looked at"
+
+
+def test_early_stopping_without_labels_takes_a_share_of_all_rows() -> None:
+    held_rows, rows = divide(np.arange(40), np.zeros((40, 0), dtype=bool), 0.1, 0)
+    assert (len(held_rows), len(rows)) == (4, 36)
+    for has_label in (np.eye(3, dtype=bool), np.zeros((1, 1), dtype=bool)):
+        with pytest.raises(ValueError, match="early_stopping: no rows can be held back"):
+            divide(np.arange(len(has_label)), has_label, 0.5, 0)
 
 
 def test_a_result_has_the_type_of_its_base(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def table(tmp_path: Path) -> Path:
 
 def train(launcher: list[str], table: Path, folder: Path) -> str:
     command = [*launcher, str(SCRIPT), "--base", str(BASE), "--train", str(table), "--out", str(folder)]
+    command += ["--text-column", "gloss"]
     scratch = folder.with_name("scratch")  # torch's launcher leaves an empty folder behind
     scratch.mkdir()
     environment = {

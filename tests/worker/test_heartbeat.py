@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from ensemble.common.clock import Watch
+from ensemble.common.files import MAX_LOG_BYTES, open_log
 from ensemble.common.protocol import Event, Heartbeat
 from ensemble.scheduling.launchers.local import LocalWorker
 from ensemble.worker.channel import HeartbeatThread
@@ -56,3 +57,19 @@ def test_a_worker_to_which_nobody_listens_ends(tmp_path: Path) -> None:
     finally:
         assert worker.close().code == 1
     assert (tmp_path / "log").read_text() == ""
+
+
+def test_the_log_of_a_worker_that_prints_without_end_keeps_its_last_part(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:  # takes no space
+        file.seek(MAX_LOG_BYTES)
+        file.write(b"\nlast line\n")
+    worker = LocalWorker({}, log)
+    try:
+        wait_until(lambda: log.stat().st_size < MAX_LOG_BYTES, "a shorter log")
+        wait_until(lambda: log.read_bytes().endswith(b"\nlast line\n"), "its end")
+        with open_log(log) as other:
+            other.write(b"by another\n")
+        assert log.read_bytes().endswith(b"\nlast line\nby another\n")
+    finally:
+        worker.close()

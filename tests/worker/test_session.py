@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,7 @@ from ensemble.common.protocol import (
     Counters,
     Event,
     Failed,
+    Finish,
     Load,
     Predict,
     Progress,
@@ -255,3 +257,31 @@ def test_a_child_side_without_a_table_gets_its_rows_by_number(monkeypatch: pytes
     assert computed == [[2]]
     (done,) = [event for event in events if isinstance(event, ChunkDone)]
     assert (done.chunk, done.shard, done.counters.rows, done.counters.tokens) == (4, "", 1, 5)
+
+
+def test_a_stopped_run_keeps_the_batches_that_are_done_and_goes_on_to_the_same_numbers(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    spec = worker_spec(checkpoint, batch_size=8, **publish(tmp_path, {"text": make_texts(40)}))
+    _, (*_, whole, _) = served(spec, Predict(0, 0, 40), Stop())
+    undisturbed = read_shard(tmp_path / "shards", whole.shard)
+    events: list[Event] = []
+    heartbeat = Heartbeat(events.append, lambda: None)
+
+    def commands() -> Iterator[Command]:
+        yield from (start(spec), Load())
+        heartbeat.is_stopped = True  # as when Finish comes behind the next command
+        yield from (Predict(0, 0, 40), Finish())
+
+    assert serve(commands(), events.append, heartbeat, time.monotonic()) == 0
+    (done,) = [event for event in events if isinstance(event, ChunkDone)]
+    assert (done.counters.rows, done.counters.batches, done.bad_rows) == (8, 1, ())
+    assert done.shard.startswith("000000000-000000008."), "by which status counts rows"
+    (tmp_path / "shards" / whole.shard).unlink()
+    kept = read_shard(tmp_path / "shards", done.shard)
+    (tmp_path / "shards" / done.shard).unlink()
+    left = [row for row in range(40) if row not in kept[:, 0]]
+    rows = base64.b64encode(np.array(left, "<i4").tobytes()).decode()
+    _, (*_, rest, _) = served(spec, Predict(1, 0, len(left), rows), Stop())
+    both = np.concatenate([kept, read_shard(tmp_path / "shards", rest.shard)])
+    np.testing.assert_array_equal(both[np.argsort(both[:, 0])], undisturbed)

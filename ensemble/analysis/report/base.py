@@ -18,12 +18,13 @@ import pyarrow.compute as pc
 from markupsafe import Markup
 
 from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap, Interval, Metric
-from ensemble.analysis.predictions import Predictions, as_merged, read_run
+from ensemble.analysis.predictions import Predictions, as_calibrated, read_run
 from ensemble.common.errors import DataError, EnsembleError
 from ensemble.common.files import unreadable
 from ensemble.common.text import plural, shown_path
 from ensemble.data.csv_file import read_header
 from ensemble.data.formats import read_contents
+from ensemble.data.ids import places_among
 from ensemble.data.input_file import Wanted, cell_texts
 from ensemble.merging.blocks import weights_by_bin
 from ensemble.merging.methods import METHODS
@@ -74,7 +75,12 @@ class ReportData:
 
         The members' values are as they were merged, after the calibrations of the config.
         """
-        return as_merged(read_run(self.run_dir), self.report)
+        return self.calibrated.masked()
+
+    @cached_property
+    def calibrated(self) -> Predictions:
+        """Return the same before labels that are impossible in a row became 0, as ``fit`` takes them."""
+        return as_calibrated(read_run(self.run_dir), self.report)
 
     @cached_property
     def as_ruled(self) -> dict[str, Values]:
@@ -130,7 +136,8 @@ class ReportData:
 
     @cached_property
     def _bootstrap(self) -> Bootstrap:
-        return Bootstrap(self.predictions.required_truth, self.predictions.activation)
+        known = self.predictions
+        return Bootstrap(known.required_truth, known.activation, folds=known.folds)
 
     @cached_property
     def table_texts(self) -> TableTexts:
@@ -156,17 +163,24 @@ class TableTexts:
         try:
             if path.stat().st_mtime > rundir.run_json.stat().st_mtime:
                 raise DataError(f"{changed}; run the config again")
-            contents = read_contents(path, Wanted(id_column, None, tuple(report.null_texts), report.rows))
+            for limit in (report.rows, None):  # a run may leave out rows without a label
+                contents = read_contents(path, Wanted(id_column, None, tuple(report.null_texts), limit))
+                if contents.ids is None or contents.rows < report.rows:
+                    raise DataError(f"{changed}: it has fewer rows, or no column {id_column!r} of ids")
+                places = places_among(ids, contents.ids)
+                table_ids = contents.ids
+                if (places >= 0).all():
+                    break
         except OSError as error:
             raise DataError(unreadable(path, error)) from error
-        if contents.ids is None or contents.rows < report.rows:
-            raise DataError(f"{changed}: it has fewer rows, or no column {id_column!r} of ids")
-        is_same = pc.equal(pc.cast(contents.ids, pa.large_string()), pc.cast(ids, pa.large_string()))
-        others = np.flatnonzero(~np.asarray(pc.fill_null(is_same, False)))
+        others = np.flatnonzero(places < 0)
+        if not len(others):
+            others = np.flatnonzero(places != np.sort(places))
         if len(others):
             raise DataError(f"{changed}: row {others[0] + 1:,} is another one")
         for name in report.null_texts:
-            self._columns[name] = contents.ids if name == id_column else contents.columns.column(name)
+            cells = table_ids if name == id_column else contents.columns.column(name)
+            self._columns[name] = cells if contents.rows == len(ids) else cells.take(pa.array(places))
 
     def of_rows(self, rows: Sequence[int]) -> dict[int, dict[str, str]]:
         """Return the whole texts of some rows, by row (from 0) and column."""

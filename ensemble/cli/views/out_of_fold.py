@@ -24,13 +24,15 @@ def view(subject: tuple[RunReport, Sequence[Path], RunConfig]) -> Iterator[str |
 
 def _next(report: RunReport, files: Sequence[Path], config: RunConfig) -> str:
     """Return the commands that lead to the ensemble; empty where ``fit`` would need to be told more."""
-    data = config.training_data
+    configs = [shown_path(Path(path)) for path in report.config_files]
+    sets = [text for override in report.overrides for text in ("--set", override)]
     if len(files) == 1:
-        return "next: ensemble run CONFIG"
+        return f"next: {shlex.join(['ensemble', 'run', *configs, *sets])}"
+    data = config.training_data
     is_exclusive = all(member.activation == "softmax" for member in report.members)
     if not is_exclusive or data.label_column is None:
         return ""
-    command = ["ensemble", "fit", *map(shown_path, files), "--labels", shown_path(data.path)]
+    fit = ["ensemble", "fit", *map(shown_path, files), "--labels", shown_path(data.path)]
     if data.label_column != "label":
-        command += ["--label-column", data.label_column]
-    return f"next: {shlex.join(command)}, then: ensemble run CONFIG weights.yaml"
+        fit += ["--label-column", data.label_column]
+    return f"next: {shlex.join(fit)} && {shlex.join(['ensemble', 'run', *configs, 'weights.yaml', *sets])}"

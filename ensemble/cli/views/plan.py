@@ -19,7 +19,7 @@ from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.pipeline.wait_for_gpus import held_texts
 from ensemble.planning.cascade import when_text
 from ensemble.planning.placement import Fit
-from ensemble.planning.plan import MemberPlan
+from ensemble.planning.plan import MemberPlan, Plan
 from ensemble.scheduling.launchers.base import Node
 from ensemble.training.check import disk_of_trainings
 
@@ -201,7 +201,7 @@ def _sentence(prepared: Prepared, member: MemberPlan) -> str:
         return f"{member.name}: not trained yet: {trainings_text(prepared, member.model)}"
     if not member.needs_worker:
         return f"{member.name}: {prepared.inspected[member.name].summary}, which need no worker"
-    facts = [_where(prepared, member), placement.reason]
+    facts = [where_text(prepared.plan, member, len(prepared.inventory.hosts)), placement.reason]
     if needed is not None:
         stored = f"{needed.quantization} weights, {needed.dtype}" if needed.quantization else needed.dtype
         facts.append(f"{stored}, {needed.attention} attention")
@@ -279,14 +279,17 @@ def _gpus_of_training(prepared: Prepared, train: TrainConfig) -> int:
     return min(1, len(prepared.inventory.gpus)) if train.num_gpus is None else train.num_gpus
 
 
-def _where(prepared: Prepared, member: MemberPlan) -> str:
-    plan, replicas = prepared.plan, plural(member.replicas, "replica")
+def where_text(plan: Plan, member: MemberPlan, nodes: int) -> str:
+    """Return on what a member runs, on how many ``nodes`` of a cluster, and how many replicas wait for room."""
+    replicas, later = plural(member.replicas, "replica"), ""
+    if member.first_replicas < member.replicas:
+        first = "" if member.first_replicas == 1 else f" {member.first_replicas}"
+        later = f", all but the first{first} when {'GPUs' if member.gpus else 'cores'} are left over"
     if not member.gpus:
-        nodes = prepared.inventory.hosts
-        cpu = f"the CPUs of {plural(len(nodes), 'node')}" if nodes else "the CPU"
+        cpu = f"the CPUs of {plural(nodes, 'node')}" if nodes else "the CPU"
         cores = threads_of(plan.cpus, member.cpu_share)
         share = f", with {plural(cores, 'core')} of {plan.cpus}" if cores < plan.cpus else ""
-        return f"{replicas} on {cpu}{share}"
+        return f"{replicas} on {cpu}{share}{later}"
     numbers = {gpu.uuid: str(number) for number, gpu in enumerate(plan.gpus)}
     used = [numbers[uuid] for uuid in member.placement.devices]
     if not used:
@@ -294,7 +297,6 @@ def _where(prepared: Prepared, member: MemberPlan) -> str:
     if member.gpus == member.replicas == 1:
         return f"{replicas} on GPU {' or '.join(used)}"
     over = f" over {member.gpus} GPUs each" if member.gpus > 1 else ""
-    later = "" if member.first_replicas == member.replicas else ", all but the first when GPUs are left over"
     return f"{replicas}{over} on GPUs {', '.join(used)}{later}"
 
 

@@ -71,8 +71,8 @@ def _cells(report: RunReport, member: MemberReport) -> list[str]:
     """Return the six cells from the rows to the peak memory."""
     rows, workers, counters = member.progress.rows_done, member.workers_now, member.counters
     merged_rows = report.merged_rows.get(member.name)
-    if member.phase == "failed":
-        return ["failed", *[""] * 5]
+    if member.failure is not None:
+        return [member.failure.outcome, *[""] * 5]
     if member.phase != "done":
         # The merge may find more rows than a worker had time to report.
         return [f"{max(rows, merged_rows or 0):,}", "unfinished", *[""] * 4]
@@ -157,6 +157,13 @@ def _notes(report: RunReport, member: MemberReport) -> Iterator[str]:
     if count:
         repeat = "repeats" if count == 1 else "repeat"
         yield f"{count:,} of {of_rows} {repeat} another row's text and {were(count)} not computed again"
+    count = counters.clipped_images
+    if count:
+        images = f"{plural(count, 'image')} {'has' if count == 1 else 'have'}"
+        yield (
+            f"{images} 16 or 32 bits a channel; values above 255 are cut, as in transformers, so that they are "
+            "nearly white or black: save them with 8 bits, scaled as in training"
+        )
     if counters.oom_events:
         key = "max_num_batched_tokens" if counters.tokens else "batch_size"
         batches = plural(counters.oom_events, "batch")

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from ensemble.cli.layout import Table
 from ensemble.cli.views.plan import chunks_text, nodes_table, trainings_text
 from ensemble.cli.views.summary import rule_text
-from ensemble.common.text import gib, plural, shown_path
+from ensemble.common.text import gib, listed, plural, shown_path
 from ensemble.config.values import weight_text
+from ensemble.members.base import NOT_ASKED
 from ensemble.pipeline.prepared import Prepared
 from ensemble.planning.cascade import when_text
 
 _SHOWN_CHARACTERS = 160
+_SHOWN_END = 40
 _SHOWN_DIFFERENCE, _SHOWN_BEFORE = 80, 20  # of either prompt, and of what both have before
 
 
@@ -44,6 +46,10 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
         first_prompt = prepared.previews.get(member.name, "")
         if first_prompt:
             yield f"{member.name}: {_prompt_text(first_prompt)}"
+            label = member.model.label_behind_prompt
+            if label:
+                end = first_prompt[-_SHOWN_END:] + label
+                yield f"{member.name}: with a label's text behind it, it ends in {end!r}"
         for view_of_member in member.model.counted_views:
             title = f"{member.name} (view {view_of_member.name})"
             prompt = prepared.previews.get(title, "")
@@ -55,7 +61,11 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
     if prepared.rules is not None:
         for number, (rule, rows) in enumerate(zip(prepared.rules.rules, prepared.rules.rows, strict=True)):
             yield rule_text(number, rule, int(rows.sum()), table.rows)
-    yield f"All checks passed. A run would write its results to {shown_path(config.output_dir)}"
+    not_asked = [text.partition(f": {NOT_ASKED}")[0] for text in prepared.warnings if NOT_ASKED in text]
+    passed = "All checks passed."
+    if not_asked:
+        passed = f"not checked: {listed(not_asked, 10, str)}, as said above. All other checks passed."
+    yield f"{passed} A run would write its results to {shown_path(config.output_dir)}"
 
 
 def _prompt_text(prompt: str) -> str:

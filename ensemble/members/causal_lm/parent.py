@@ -33,6 +33,10 @@ from ensemble.members.huggingface.spec import CHILD, LANGUAGE_MODEL
 _OTHER_HEADS = ("ForSequenceClassification", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
 
 
+# Behind these a word has a space before it.
+_BEFORE_SPACE = ":;,.?!"
+_SHOWN_CHARACTERS = 30
+
 # Keys on which predictions depend, beside label_tokens.
 _KEYS = {"length_normalize", "apply_chat_template", "system_instruction"}
 
@@ -82,7 +86,8 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
         model = self.settings
         name = model.model_name_or_path
         files = read_checkpoint(model, self.auto_class)
-        problems = [*token_problems(self._label_ids(files.folder), {}, model.single_token)]
+        checkpoint = files.checkpoint(model, "softmax", tuple(range(len(columns.labels))))
+        problems = [*token_problems(self._label_ids(checkpoint.tokenizer_folder), {}, model.single_token)]
         other_head = next((head for head in _OTHER_HEADS if files.architecture.endswith(head)), None)
         if other_head is not None:
             task = " (task_type: seq_cls runs it)" if other_head == _OTHER_HEADS[0] else ""
@@ -100,7 +105,7 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
             )
         if problems:
             raise CheckpointError(problems)
-        return files.checkpoint(model, "softmax", tuple(range(len(columns.labels))))
+        return checkpoint
 
     def _text_ids(self, folder: Path) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each label's text and of ``fixed_text``; empty where only the worker can tell."""
@@ -117,7 +122,7 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
 
     def max_prompt_tokens(self, inspected: Checkpoint) -> int | None:
         tokens = super().max_prompt_tokens(inspected)
-        ids = self._label_ids(inspected.folder)
+        ids = self._label_ids(inspected.tokenizer_folder)
         if tokens is None or not ids:
             return tokens
         # All tokens of a label but its last follow the prompt.
@@ -129,10 +134,26 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
         if inspected is not None and self.settings.truncation is None:
             yield from self.fixed_text_problems(inspected)
 
+    def prompt_warnings(self, inspected: Checkpoint, prompt: str) -> Iterator[str]:
+        texts = self.settings.label_tokens.values() if self.settings.label_behind_prompt else ()
+        word = next((text for text in texts if text[:1].isalnum()), "")
+        if not word or not prompt:
+            return
+        end = repr(prompt[-_SHOWN_CHARACTERS:] + word)
+        if prompt[-1].isalnum() or prompt[-1] in _BEFORE_SPACE:
+            yield f"label_tokens: in text a space would stand before them ({end}); let them begin with it"
+        elif prompt[-1] == " ":
+            encode = stored_encode(inspected.tokenizer_folder)
+            if encode is not None and encode(f": {word}") != [*encode(": "), *label_ids(encode, word)]:
+                yield (
+                    f"label_tokens: the tokenizer joins the space at the prompt's end and the next word ({end}); "
+                    "end the prompt before the space, and let them begin with it"
+                )
+
     def memory(
         self, inspected: Checkpoint, lengths: npt.NDArray[np.int64], labels: int
     ) -> MemoryEstimate | None:
-        ids = self._label_ids(inspected.folder)
+        ids = self._label_ids(inspected.tokenizer_folder)
         # Where the tokenizer cannot be read, each byte of a text may be a token.
         positions = CHOICE_POSITIONS
         if self.settings.choices is None:
@@ -140,7 +161,9 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
             positions = max(map(len, ids.values())) if ids else max(len(text.encode()) for text in texts)
         memory = checkpoint_memory(self.settings, inspected, lengths, labels, vocabulary_positions=positions)
         # Counts all text of the template, although only the text before the first column is shared.
-        fixed_tokens = len(self._text_ids(inspected.folder)[-1]) if ids else len(self.fixed_text().encode())
+        fixed_tokens = len(self.fixed_text().encode())
+        if ids:
+            fixed_tokens = len(self._text_ids(inspected.tokenizer_folder)[-1])
         return replace(
             memory,
             shared_tokens=min(memory.max_length, fixed_tokens),
@@ -153,7 +176,7 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
         fingerprint = {**super().fingerprint(inspected, assigned), "label_tokens": texts, **keys}
         if self.settings.choices is not None:
             fingerprint["choices"] = self.settings.choices
-        ids = self._label_ids(inspected.folder)
+        ids = self._label_ids(inspected.tokenizer_folder)
         is_single = self.settings.single_token or (bool(ids) and max(map(len, ids.values())) == 1)
         if not is_single and not self.settings.torch_compile:
             # Numbers from before labels ran behind their prompt's keys and values differ by rounding.

@@ -164,7 +164,7 @@ class CausalMember(TextMember[CausalSpec]):
             last_token = self._tokenizer("a", verbose=False)["input_ids"][-1]
             if last_token != self._token_ids("a")[-1]:
                 raise ValueError(
-                    f"the tokenizer of {spec.model_name_or_path} ends each text with "
+                    f"the tokenizer of {self._tokenizer.name_or_path} ends each text with "
                     f"{self._tokenizer.convert_ids_to_tokens(last_token)}, behind which no label can follow; set "
                     "add_special_tokens: false, or in tokenizer_kwargs add_eos_token: false"
                 )
@@ -242,7 +242,7 @@ class ChatPrompt(Prompt):
     def __init__(self, spec: CausalSpec, tokenizer: Any, max_length: int) -> None:
         self._tokenizer = tokenizer
         self._system = spec.system_instruction
-        name = spec.model_name_or_path
+        name = tokenizer.name_or_path
         if not tokenizer.chat_template:
             raise ValueError(
                 f"apply_chat_template: the tokenizer of {name} has no chat template; copy chat_template.jinja, or "

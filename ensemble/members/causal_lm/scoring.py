@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -171,6 +172,9 @@ class LabelScorer(Classifier):
         self._positions = positions
         self.possible -= {Shortcut.LAST_TOKEN}
         self.taken = {Shortcut.LAST_TOKEN}  # nothing else goes through the head
+        # transformers 5.24 has given the argument another name.
+        has_new_name = "cache" in inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if has_new_name else "past_key_values"
         self._prefix: Prefix | None = None
         self._chunk: Encoded | None = None  # the one that ``_shared`` belongs to
         self._shared = _NO_TOKENS  # that its rows begin with
@@ -279,7 +283,7 @@ class LabelScorer(Classifier):
         # The last layer's parts can compute one position of each row.
         is_single = one_pass.places.shape[1] == 1 and Shortcut.LAST_TOKEN_LAYER in self.taken
         parts = self._last_token_parts if is_single else []
-        options = {} if cache is None else {"past_key_values": cache}
+        options = {} if cache is None else {self._cache_argument: cache}
         head = self._model.get_output_embeddings()
         with last_token_only(parts, one_pass.places[:, 0]), head_at(head, one_pass.places):
             logits: torch.Tensor = self._model(
@@ -398,7 +402,7 @@ class LabelScorer(Classifier):
             inputs = on_device(self._shared[None], self._device)
             first_position = on_device(np.zeros((1, 1), dtype=np.int64), self.last_device)
             with head_at(self._model.get_output_embeddings(), first_position):
-                self._model(input_ids=inputs, past_key_values=cache, use_cache=True)
+                self._model(input_ids=inputs, use_cache=True, **{self._cache_argument: cache})
             self._prefix = Prefix(self._shared, [(layer.keys, layer.values) for layer in cache.layers])
         return self._prefix
 

@@ -48,6 +48,10 @@ class CausalSettings(TextSettings):
         "system_instruction": "system system_prompt system_message",
     }
 
+    @property
+    def label_behind_prompt(self) -> str:
+        return "" if self.apply_chat_template else next(iter(self.label_tokens.values()), "")
+
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         yield from super().broken_rules(labels)
         if isinstance(self.text_column, tuple):

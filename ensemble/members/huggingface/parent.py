@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from ensemble.common.digests import FileDigests, digest_of
+from ensemble.common.errors import CheckpointError
 from ensemble.common.files import HubFile, read_json
 from ensemble.common.host import is_wsl
 from ensemble.common.packages import installed_versions
@@ -17,7 +18,7 @@ from ensemble.data.json_cells import TemplateProblem
 from ensemble.members.base import Assigned, Candidate, MemberKind, RanWith, Reads, ResourceRequest
 from ensemble.members.batch_size import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
 from ensemble.members.footprint import MemoryEstimate
-from ensemble.members.huggingface.checkpoint.description import checkpoint_question
+from ensemble.members.huggingface.checkpoint.description import adapter_tokenizers, checkpoint_question
 from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
 from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, hub_folder
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
@@ -285,7 +286,12 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             return {"model_name_or_path": str(folder)}
         base = self.settings.model_name_or_path
         if base == TO_BE_TRAINED:
-            base = str(read_json(adapter_config).get("base_model_name_or_path") or base)
+            base = str(read_json(adapter_config).get("base_model_name_or_path") or "")
+        if not base:
+            raise CheckpointError(
+                f"{folder}: its adapter_config.json names no base (base_model_name_or_path is null); let the "
+                "command write the base's name there, or name it in the config (model_name_or_path)"
+            )
         return {"model_name_or_path": base, "adapter_name_or_path": str(folder)}
 
     def environment(self) -> Mapping[str, str]:
@@ -333,6 +339,9 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
 
     def warnings(self, inspected: Checkpoint) -> Iterator[str]:
         yield from super().warnings(inspected)
+        tokens, positions = self.settings.max_length, inspected.described.max_positions
+        if tokens and positions and tokens > positions:
+            yield f"max_length: {tokens} is more than the {positions} positions of the model; rows are cut to these"
         for key, view in self._views():
             yield from (f"{key}{warning}" for warning in view.fixed_text_problems(inspected))
 
@@ -374,7 +383,7 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         # A token is at least a byte, and a large vocabulary takes a second to read.
         if len(text.encode()) <= max_tokens:
             return
-        encode = stored_encode(inspected.folder)
+        encode = stored_encode(inspected.tokenizer_folder)
         tokens = 0 if encode is None else len(encode(text))
         if tokens > max_tokens:
             yield too_much_text(tokens, max_tokens, [*model.truncation.fields] if model.truncation else [])
@@ -459,10 +468,15 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
 
     def content(self, inspected: Checkpoint, files: FileDigests) -> Mapping[str, str]:
         """Return the digests of the weights, including the adapter's, and of the tokenizer."""
-        model, folder = self.settings, inspected.folder
+        model, folder = self.settings, inspected.tokenizer_folder
         commit = hub_commit(model.model_name_or_path, folder)
         tokenizer = tokenizer_digest(folder if commit is None else None, model.tokenizer_kwargs, files)
-        return {**super().content(inspected, files), "tokenizer": digest_of([commit, tokenizer])}
+        made_of: list[object] = [commit, tokenizer]
+        for own in adapter_tokenizers(model).values():  # a worker loads them, so that the run watches them
+            tokenizer_digest(own, {}, files)
+        # An adapter on the hub may have a tokenizer, which only the worker fetches; its commit is in the weights.
+        made_of += [True for name in self._adapter_names() if not Path(name).is_dir()]
+        return {**super().content(inspected, files), "tokenizer": digest_of(made_of)}
 
     def _max_length(self, inspected: Checkpoint) -> int | None:
         """Return the tokens that a row may have; None where only the worker's tokenizer tells."""
@@ -472,7 +486,8 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         # The files do not tell if the tokenizer has settings or code of its own, or may still be on the hub.
         if without_fetching(model.tokenizer_kwargs) or model.gguf_file or model.trust_remote_code:
             return None
-        return own_max_length(inspected.folder) if Path(model.model_name_or_path).is_dir() else None
+        has_files = inspected.adapter_tokenizer is not None or Path(model.model_name_or_path).is_dir()
+        return own_max_length(inspected.tokenizer_folder) if has_files else None
 
 
 def _for_worker(adapter: AdapterSource | None) -> AdapterSource | None:

@@ -17,6 +17,7 @@ from ensemble.common.errors import CheckpointError
 from ensemble.common.packages import installed_versions, unsupported
 from ensemble.config import MemberConfig
 from ensemble.config.training import TrainConfig
+from ensemble.members.base import NOT_ASKED
 from ensemble.members.huggingface.checkpoint.description import Description, checkpoint_question
 from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
 from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install
@@ -126,7 +127,7 @@ class TrainingFromBase:
     def warnings(self) -> Iterator[str]:
         failure = self._found[2].failure
         if failure:
-            yield f"transformers could not be asked about it ({failure}); the training checks it when it begins"
+            yield f"{NOT_ASKED} about it ({failure}); the training checks it when it begins"
 
     def disk_bytes(self, count: int) -> int:
         """Return what ``count`` trainings leave on disk, with a save beside it; 0: not known, or a head."""

@@ -42,6 +42,9 @@ from ensemble.members.predictor import Prediction, Report
 # Bytes of a block's float32 pixels; the host has one block, and another one that is being read.
 _BLOCK_BYTES = 256 << 20
 _MAX_BLOCK_ROWS = 512
+# Pillow's modes of one channel of 16 or 32 bits. Its conversion to three colours, which transformers uses, cuts
+# their values at 255 and scales none.
+_DEEP_MODES = ("I", "F")
 _TORCHVISION_CLASSES = ("TorchvisionBackend", "BaseImageProcessorFast")
 
 
@@ -61,12 +64,13 @@ class EncodedImages:
 
     ``inputs[i]`` are row i's arrays by the model's names for them, such as ``pixel_values``, without a batch
     dimension.  ``lengths`` is int64 [rows]: patches of 16 by 16 pixels, by which batches are made, or 0 if the
-    image cannot be read, for the reason in ``problems[i]``.
+    image cannot be read, for the reason in ``problems[i]``.  ``clipped`` counts images of 16 or 32 bits a channel.
     """
 
     inputs: Sequence[Mapping[str, npt.NDArray[Any]]]
     lengths: npt.NDArray[np.int64]
     problems: dict[int, str] = field(default_factory=dict)
+    clipped: int = 0
     first: None = None
 
 
@@ -88,33 +92,37 @@ class ImageReader:
         """Return the model's inputs for these rows; ``step`` is called after each row."""
         inputs: list[Mapping[str, npt.NDArray[Any]]] = []
         problems: dict[int, str] = {}
-        for row, result in enumerate(self._threads.map(self._read, rows)):
+        clipped = 0
+        for row, (result, is_clipped) in enumerate(self._threads.map(self._read, rows)):
+            clipped += is_clipped
             if isinstance(result, str):
                 problems[row] = result
             inputs.append({} if isinstance(result, str) else result)
             step()
-        return _encoded(inputs, problems)
+        return replace(_encoded(inputs, problems), clipped=clipped)
 
     def prepared(self, image: Image.Image) -> dict[str, npt.NDArray[Any]]:
         """Return the model's inputs for an image."""
         batch = self._processor(images=image, return_tensors="np")
         return {name: np.asarray(array)[0] for name, array in batch.items()}
 
-    def _read(self, row: Mapping[str, object]) -> dict[str, npt.NDArray[Any]] | str:
-        """Return a row's arrays; or why there are none, with the file's path."""
+    def _read(self, row: Mapping[str, object]) -> tuple[dict[str, npt.NDArray[Any]] | str, bool]:
+        """Return a row's arrays, or why there are none, and whether values of its image were cut at 255."""
         cell = row[self._files.column]
         path = self._files.path(cell)
         if path is None:
-            return f"its cell in {self._files.column!r} is empty"
+            return f"its cell in {self._files.column!r} is empty", False
         if not is_file(path):
             is_url = str(cell).startswith(("http://", "https://"))
-            return f"{cell} is on the web; download it" if is_url else f"{path}: no such file"
+            return f"{cell} is on the web; download it" if is_url else f"{path}: no such file", False
         try:
             with Image.open(path) as opened:
                 # As transformers' pipelines do (image_utils.load_image): rotated by the EXIF tag, in three colours.
-                return self.prepared(ImageOps.exif_transpose(opened).convert("RGB"))
+                arrays = self.prepared(ImageOps.exif_transpose(opened).convert("RGB"))
+                return arrays, opened.mode.startswith(_DEEP_MODES)
         except Exception as error:  # each format has its own types of errors
-            return f"{path} cannot be read as an image ({type(error).__name__}: {one_line(error)})"
+            reason = f"{path} cannot be read as an image ({type(error).__name__}: {one_line(error)})"
+            return reason, False
 
 
 def load_processor(spec: ImageSpec) -> Any:
@@ -222,23 +230,29 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
     def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
         parts: list[Prediction] = []
         bad_rows: dict[int, str] = {}
-        done = 0
+        done = clipped = 0
 
         def report_more(rows: int, tokens: int = 0, padded_tokens: int = 0) -> None:
-            report(done + rows)
+            report(done + rows)  # a block's batches are made of all of its images: it is finished in any case
 
         for encoded in self._blocks(rows, lambda: report_more(0)):
             part = self._score(self._classifier, encoded, report_more)
             bad_rows |= {done + row: reason for row, reason in part.bad_rows.items()}
             parts.append(part)
             done += len(encoded.lengths)
+            clipped += encoded.clipped
+            if report(done) is False:
+                break
+        values = np.full((len(rows), parts[0].values.shape[1]), np.nan)
+        values[:done] = np.concatenate([part.values for part in parts])
         counters = sum((part.counters for part in parts), Counters())
         return Prediction(
-            values=np.concatenate([part.values for part in parts]),
+            values=values,
             bad_rows=bad_rows,
-            counters=replace(counters, tokens=0, padded_tokens=0),  # images have no tokens
+            counters=replace(counters, tokens=0, padded_tokens=0, clipped_images=clipped),  # no tokens
             advice=next((part.advice for part in parts if np.isnan(part.values).any()), parts[-1].advice),
             choice=parts[-1].choice,
+            is_partial=done < len(rows),
         )
 
     def _read(self, rows: npt.NDArray[np.int64], step: Callable[[], None]) -> EncodedImages:

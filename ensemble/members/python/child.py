@@ -11,10 +11,13 @@ import importlib.util
 import inspect
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from traceback import walk_tb
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +30,7 @@ from ensemble.common.errors import MemberError
 from ensemble.common.host import usable_cpus
 from ensemble.common.protocol import CommonSpec, Counters, Ready
 from ensemble.common.shards import CACHE_FOLDER
+from ensemble.common.text import shown_path
 from ensemble.common.torch_errors import is_out_of_memory, one_line
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.predictor import Prediction, Predictor, Report
@@ -86,7 +90,8 @@ class FunctionPredictor(Predictor):
             cpu_threads=usable_cpus(),
         )
         sys.dont_write_bytecode = True  # a run writes nothing beside the user's files
-        module = _import_module(settings["module"], settings["file"])
+        with _with_place():
+            module = _import_module(settings["module"], settings["file"])
         self._predict = _function(module, settings["function"], "predict", ("the frame", "the context"))
         self._setup: Callable[..., Any] = lambda context: None
         if settings["setup"] is not None:
@@ -96,7 +101,8 @@ class FunctionPredictor(Predictor):
         self._context.cache_dir.mkdir(parents=True, exist_ok=True)
         random.seed(self._context.seed)
         np.random.seed(self._context.seed)  # the global generator, which libraries use
-        self._context.state = self._setup(self._context)
+        with _with_place():
+            self._context.state = self._setup(self._context)
         return Ready(device=self._context.device)
 
     def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
@@ -110,7 +116,9 @@ class FunctionPredictor(Predictor):
             ids = frame.index.copy()  # since the user's function may change the frame
             memory_error = ""
             try:
-                values[start:stop] = _values(self._predict(frame, self._context), ids, self._context.labels)
+                with _with_place():
+                    result = self._predict(frame, self._context)
+                values[start:stop] = _values(result, ids, self._context.labels)
                 calls += 1
                 largest = max(largest, len(ids))
             except (RuntimeError, MemoryError) as error:
@@ -129,8 +137,10 @@ class FunctionPredictor(Predictor):
                 bad_rows[start] = f"its function ran out of memory with this row alone: {memory_error}"
                 self._batch_size = largest or 1  # the other rows fit as before
             start = stop
-            report(start)
-        return Prediction(values, bad_rows, Counters(batches=calls, oom_events=failures))
+            if report(start) is False:
+                break
+        counters = Counters(batches=calls, oom_events=failures)
+        return Prediction(values, bad_rows, counters, is_partial=start < len(rows))
 
     def _frame(self, rows: npt.NDArray[np.int64]) -> pd.DataFrame:
         """Return a frame of these rows; a column has the same type in every frame."""
@@ -162,6 +172,27 @@ class FunctionPredictor(Predictor):
 
 def _report_rows(report: Report, start: int, stop: int, done: int) -> None:
     report(min(max(start, start + int(done)), stop))
+
+
+@contextmanager
+def _with_place() -> Iterator[None]:
+    """Add the file and line of the user's code to an error that it raises."""
+    try:
+        yield
+    except BaseException as error:
+        steps = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+        # Without this file, and the import system, whose files are "<frozen ...>".
+        steps = [(file, line) for file, line in steps if file != __file__ and not file.startswith("<")]
+        # If all is installed, the function of the config is the best guess.
+        places = [step for step in steps if not _is_library(Path(step[0]))][-1:] or steps[:1]
+        for file, line in places:
+            error.add_note(f"{shown_path(Path(file))}, line {line}")
+        raise
+
+
+def _is_library(file: Path) -> bool:
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(file.parts)
+    return is_installed or file.is_relative_to(sysconfig.get_path("stdlib"))
 
 
 def _import_module(name: str, file: str | None) -> ModuleType:

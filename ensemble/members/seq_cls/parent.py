@@ -97,9 +97,8 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
         fingerprint = dict(super().fingerprint(inspected, assigned))
         if self.settings.choices is not None:  # so that shards from before this key stay valid
             fingerprint["choices"] = self.settings.choices
-        if _pads_with_a_token_of_texts(
-            inspected.folder
-        ):  # the same, of shards whose head read the token of the attention mask
+        # The same, of shards whose head read the last token of the attention mask.
+        if not inspected.described.is_encoder and _pads_with_a_token_of_texts(inspected.folder):
             fingerprint["head_reads"] = "pad_token_id"
         return fingerprint
 
@@ -111,7 +110,7 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
 
 
 def _pads_with_a_token_of_texts(folder: Path) -> bool:
-    """Return whether a checkpoint stores a pad id that is also that of eos, of bos or of the unknown token."""
+    """Return whether a checkpoint stores a pad id that may stand in texts: that of eos, bos or any other token."""
     config = read_json(folder / "config.json")
     config = {**config, **(config.get("text_config") or {})}
     pad_token_id = config.get("pad_token_id")
@@ -121,5 +120,5 @@ def _pads_with_a_token_of_texts(folder: Path) -> bool:
     pad_token = tokenizer.get("pad_token")
     ids = (config.get("bos_token_id"), config.get("eos_token_id"))
     return any(pad_token_id in (ids_of if isinstance(ids_of, list) else [ids_of]) for ids_of in ids) or (
-        pad_token is not None and pad_token == tokenizer.get("unk_token")
+        pad_token is None or pad_token == tokenizer.get("unk_token")
     )

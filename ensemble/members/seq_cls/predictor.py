@@ -45,8 +45,8 @@ class SequenceClassifier(TextMember[ClassifierSpec]):
 
         share = len(rows) / max(1, len(read))
 
-        def report_share(rows: int, tokens: int = 0, padded_tokens: int = 0) -> None:
-            report(int(rows * share), tokens, padded_tokens)
+        def report_share(rows: int, tokens: int = 0, padded_tokens: int = 0) -> bool | None:
+            return report(int(rows * share), tokens, padded_tokens)
 
         scored = self._predict(self._table.view_of(rows), read, report_share)
         row_of = np.repeat(np.arange(len(rows)), counts)

@@ -29,7 +29,7 @@ from ensemble.members.huggingface.loading.describe import learnt_positions
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.training.arguments import is_checkpointed, training_arguments
 from ensemble.members.huggingface.training.callbacks import EarlyStop, Progress, Saves, remove, step_of
-from ensemble.members.huggingface.training.examples import Examples
+from ensemble.members.huggingface.training.examples import Examples, Rows
 from ensemble.members.huggingface.training.plan import Plan, divide, make_plan
 from ensemble.members.huggingface.training.program import lacks_memory, run_program
 from ensemble.members.huggingface.training.step_trainer import NotFinite, StepTrainer
@@ -107,6 +107,11 @@ class Training:
         with np.load(spec.rows) as data:
             rows, targets, weights = data["rows"], data["targets"], data["weights"]
             self._groups = data.get("groups", np.arange(len(rows)))
+        # The likeliest of soft labels; numbers of a regression are no labels.
+        is_regression = self.trainee.activation == "none"
+        self._has_label = (
+            (targets == targets.max(axis=1, keepdims=True)) & (targets > 0) & (not is_regression)
+        )
         encoded = member.encode(table.take(rows), learnt_positions(self.trainee.base))
         for row, reason in encoded.problems.items():
             raise ValueError(f"row {rows[row]:,} of the training table cannot be read: {reason}")
@@ -118,9 +123,9 @@ class Training:
         spec, stopping = self._spec, self._spec.train.get("early_stopping")
         held_rows, rows = np.arange(0), np.arange(len(self._groups))
         if stopping:
-            held_rows, rows = divide(self._groups, stopping["share"], spec.seed)
+            held_rows, rows = divide(self._groups, self._has_label, stopping["share"], spec.seed)
         plan = make_plan(self.examples, rows, spec.train, spec.micro_batch, spec.seed)
-        saves = Saves(self._out / "saves" / self._digest(), spec.save_seconds)
+        saves = Saves(self._out / "saves" / self._digest(held_rows), spec.save_seconds)
         trainer = self._make_trainer(plan, saves.folder)
         newest = saves.newest()
         early_stop, has_ended = None, False
@@ -143,10 +148,11 @@ class Training:
         remove(saves.folder)
         saves.folder.parent.rmdir()
 
-    def _digest(self) -> str:
+    def _digest(self, held_rows: Rows) -> str:
         """Return a digest of what saves belong to: another training, or optimizer, cannot go on from them."""
         spec, rows = self._spec, file_sha256(Path(self._spec.rows))
-        return digest_of([spec.labels, spec.seed, spec.settings, spec.train, spec.optim, rows])[:16]
+        slices = [held_rows.tolist()] if len(held_rows) else []
+        return digest_of([spec.labels, spec.seed, spec.settings, spec.train, spec.optim, rows, *slices])[:16]
 
     def _make_trainer(self, plan: Plan, folder: Path) -> StepTrainer:
         own, seed = self._spec.train["training_arguments"], self._spec.seed

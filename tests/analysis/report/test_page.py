@@ -201,6 +201,7 @@ def test_characters_that_nobody_sees_are_written_out(pages: dict[str, Path]) -> 
     assert "\\u202e \\u0001 _" in text
 
 
+@pytest.mark.long
 def test_a_folder_of_predictions_that_may_not_be_entered(tmp_path: Path) -> None:
     """One sentence, and no traceback for each section."""
     make_run(tmp_path)

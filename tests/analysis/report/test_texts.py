@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import ensemble
 from ensemble.analysis.predictions import read_run
 from ensemble.analysis.report.base import TableTexts
 from ensemble.common.errors import DataError
@@ -82,3 +83,22 @@ def test_texts_are_those_that_were_read(project: Project, name: str) -> None:
     os.utime(path, ns=(written, written))
     with pytest.raises(DataError, match=r"has fewer rows"):
         texts(run_dir, [59])
+
+
+def test_texts_are_those_of_the_rows_with_a_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.csv").write_text("id,text,label\n1,first,a\n2,second,\n3,third,b\n")
+    Path("half.py").write_text("def predict(frame, context):\n    return [[0.5, 0.5]] * len(frame)\n")
+    config = {
+        "data": {"path": "t.csv", "label_column": "label", "skip_unlabelled": True},
+        "labels": ["a", "b"],
+        "models": [{"name": "m", "task_type": "python", "predict": "half.py:predict", "columns": ["text"]}],
+        "output_dir": "out",
+        "report": False,
+    }
+    run = ensemble.run(config)
+    assert run.ensemble.index.tolist() == ["1", "3"]
+    assert texts(Path("out"), [0, 1]) == {0: {"text": "first"}, 1: {"text": "third"}}
+    truth = read_run(Path("out")).truth
+    assert truth is not None
+    assert truth.tolist() == [0, 1]

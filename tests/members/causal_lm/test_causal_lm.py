@@ -119,6 +119,7 @@ EIGHT_BITS = {"load_in_8bit": True}
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt")  # it says that it casts to float16
 @pytest.mark.parametrize(
     ("architecture", "bits", "label_tokens"),
@@ -372,7 +373,7 @@ def test_the_plan_knows_keys_and_values_of_a_batch_whose_labels_have_several_tok
     layers: list[Any] = []
     made = member(tmp_path, folder, texts, label_tokens=BEHIND)
     made._classifier._model.register_forward_hook(
-        lambda _, __, output: layers.append(output.past_key_values.layers)
+        lambda _, __, output: layers.append((output.get("cache") or output.get("past_key_values")).layers)
     )
     predict(made, 1)
     tokens = layers[0][0].keys.shape[-2]
@@ -561,6 +562,27 @@ def test_labels_that_cannot_be_told_apart_are_named_before_anything_loads(tmp_pa
     for text, token in (("<pad>", "pad_token"), ("a<eos>", "eos_token")):
         with pytest.raises(ValueError, match=rf"label_tokens.bad: its text holds the tokenizer's {token}"):
             member(tmp_path, folder, ["a"], label_tokens=ONE_TOKEN | {"bad": text})
+
+
+def test_labels_without_the_space_that_their_tokenizer_needs_are_warned_of(tmp_path: Path) -> None:
+    from bench.tokenizer import save_tokenizer
+    from tests.checkpoints import WORDS
+
+    folder = make_language_model(tmp_path, "llama")
+
+    def warnings(prompt: str, **keys: Any) -> list[str]:
+        member = kind(folder, **keys)
+        return [*member.prompt_warnings(member.inspect(OutputColumns("id", LABELS)), prompt)]
+
+    spaced = {label: f" {text}" for label, text in ONE_TOKEN.items()}
+    assert warnings("Answer: ") == []  # the space is a token of its own
+    assert warnings("Answer:", label_tokens=spaced) == warnings("Answer\n") == warnings("") == []
+    (glued,) = warnings("Answer:")
+    assert "in text a space would stand before them ('Answer:plants')" in glued
+    save_tokenizer(folder, [" ".join(WORDS)] * 3, vocabulary=400)
+    (joined,) = warnings("Answer: ")
+    assert "joins the space at the prompt's end and the next word ('Answer: plants')" in joined
+    assert warnings("Answer:", label_tokens=spaced) == []
 
 
 def test_two_texts_of_the_same_tokens(tmp_path: Path) -> None:

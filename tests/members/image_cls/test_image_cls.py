@@ -103,3 +103,23 @@ def test_too_little_memory_halves_batches(tmp_path: Path) -> None:
         found = member.predict(np.arange(2), lambda rows, tokens=0, padded_tokens=0: None)
     assert set(found.bad_rows) == {0, 1}
     assert "its image of 32 x 32 pixels does not fit into the memory of cpu even alone" in found.bad_rows[0]
+
+
+def test_images_of_more_than_eight_bits_are_counted_and_read_as_transformers_reads_them(
+    tmp_path: Path,
+) -> None:
+    from PIL import Image
+
+    folder = make_image_checkpoint(tmp_path / "vit", "vit", LABELS)
+    numbers = np.random.default_rng(0)
+    deep: dict[str, np.ndarray] = {
+        "whole.png": numbers.integers(0, 65_536, (32, 32), dtype=np.uint16),
+        "float.tif": numbers.random((32, 32), dtype=np.float32),
+        "usual.png": numbers.integers(0, 256, (32, 32), dtype=np.uint8),
+    }
+    for name, pixels in deep.items():
+        Image.fromarray(pixels).save(tmp_path / name)
+    paths = [tmp_path / name for name in deep]
+    values, bad_rows, counters = predict(make_member(folder, paths), range(3))
+    assert (counters.clipped_images, bad_rows) == (2, {})
+    np.testing.assert_allclose(values, image_reference(folder, paths), atol=2e-6)

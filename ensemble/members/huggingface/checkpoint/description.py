@@ -6,6 +6,7 @@ nothing is known.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,11 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from ensemble.common.files import read_json
-from ensemble.common.packages import installed_versions
 from ensemble.common.text import plural
 from ensemble.members.huggingface.checkpoint.adapter_files import is_head
+from ensemble.members.huggingface.checkpoint.digests import own_tokenizers
 from ensemble.members.huggingface.checkpoint.quantization_methods import BITSANDBYTES, method_of
-from ensemble.members.huggingface.checkpoint.tokenizer_files import TOKENIZER_FILES
+from ensemble.members.huggingface.checkpoint.several_adapters import tokenizer_problems
+from ensemble.members.huggingface.checkpoint.tokenizer_files import (
+    TOKENIZER_FILES,
+    has_vocabulary,
+    lacking_vocabulary,
+    size_problem,
+)
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor
 from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSettings
 from ensemble.members.huggingface.spec import IMAGE_CLASSIFIER, without_fetching
@@ -29,7 +36,6 @@ _PACKAGES = tuple(
     "transformers torch accelerate tokenizers sentencepiece protobuf tiktoken mistral-common timm pillow".split()
 )
 _FILES = ("config.json", "*processor_config.json", *TOKENIZER_FILES)
-_VOCABULARIES = ("tokenizer.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.spm")
 # The kind of member that runs a checkpoint, by the end of its class's name.
 _TASKS = {
     "ForSequenceClassification": "seq_cls",
@@ -37,7 +43,36 @@ _TASKS = {
     "ForMaskedLM": "pooled_cls",
     "ForImageClassification": "image_cls",
 }
+# Numbers of a config.json that some supported releases do not read, by model_type, and what these compute with:
+# 5.0 against 5.24, of the kinds that both have.
+_NO_LIMIT = {"time_step_limit": [0.0, math.inf]}
+_READ_BY_NEWER: Mapping[str, Mapping[str, Any]] = {
+    "gpt_oss": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+    "esm": {"rope_theta": 10000.0},
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), _NO_LIMIT),
+}
 _BLOCK = re.compile(r"(.*?\.)(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Hold what the installed transformers says of a tokenizer, or of an image processor.
+
+    Attributes:
+        error: in its words; ``{folder}`` stands for the folder.
+        files: those that the class reads, by their roles.
+        knows_text: whether it knows more than special tokens.
+        tokens: how many it knows; 0: not known.
+        makes: a digest of what it makes of texts, where adapters have tokenizers, too.
+    """
+
+    error: str = ""
+    class_name: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+    knows_text: bool = True
+    tokens: int = 0
+    makes: str = ""
+    pad_token_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +81,7 @@ class Description:
 
     Attributes:
         failure: why there is no answer; empty: there is, or nobody asked.
-        config_error, model_error, reader_error: in its words; ``{folder}`` stands for the folder.
+        config_error, model_error: in its words; ``{folder}`` stands for the folder.
         has_class: whether the auto class knows models of this kind.
         numbers: of the part that reads text (or images), defaults included.
         known_keys: of a ``config.json`` of this kind.
@@ -60,15 +95,14 @@ class Description:
         is_encoder: whether its tokens see those behind them.
         supports_sdpa: whether torch's fused attention works; None: not known.
         scores_every_position: whether a classifier computes logits at all positions.
-        tokenizer_files: those that the tokenizer's class reads instead of tokenizer.json.
-        knows_text: whether the tokenizer knows more than special tokens.
+        reader: the checkpoint's tokenizer, or its image processor.
+        adapter_readers: the tokenizers of adapters that have one, by the adapters' names.
         quantization: the ``methods`` that there are, and the ``keys`` of the member's.
     """
 
     failure: str = ""
     config_error: str = ""
     model_error: str = ""
-    reader_error: str = ""
     has_class: bool = True
     unknown_rope_type: str | None = None
     numbers: Mapping[str, Any] = field(default_factory=dict)
@@ -83,9 +117,8 @@ class Description:
     is_encoder: bool = False
     supports_sdpa: bool | None = None
     scores_every_position: bool = False
-    tokenizer_class: str = ""
-    tokenizer_files: Sequence[str] = ()
-    knows_text: bool = True
+    reader: Reader = Reader()
+    adapter_readers: Mapping[str, Reader] = field(default_factory=dict)
     quantization: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
@@ -97,24 +130,33 @@ def checkpoint_question(model: HuggingFaceSettings, folder: Path, auto_class: st
     """
     config = read_json(folder / "config.json")
     is_elsewhere = model.gguf_file is not None or "subfolder" in model.model_kwargs
-    if not config or is_elsewhere or model.trust_remote_code or config.get("quantization_config"):
+    is_quantized = bool(config.get("quantization_config"))
+    is_hidden = not config or is_elsewhere or is_quantized or model.trust_remote_code
+    tokenizers = adapter_tokenizers(model)
+    if is_hidden and not tokenizers:
         return None
     reader: str | None = None
-    kwargs: Mapping[str, Any] = {}
-    if Path(model.model_name_or_path).is_dir():  # the hub's cache may lack a tokenizer's files
+    kwargs: Mapping[str, Any] = getattr(model, "tokenizer_kwargs", {})
+    # The hub's cache may lack a tokenizer's files.
+    if Path(model.model_name_or_path).is_dir() and not (is_elsewhere or model.trust_remote_code):
         if auto_class != IMAGE_CLASSIFIER:
-            reader, kwargs = "AutoTokenizer", getattr(model, "tokenizer_kwargs", {})
+            reader = "AutoTokenizer"
         elif next(folder.glob("*processor_config.json"), None) is not None:
             reader, kwargs = "AutoImageProcessor", getattr(model, "processor_kwargs", {})
-    paths = {path for pattern in _FILES for path in folder.glob(pattern) if path.is_file()}
+    folders = [folder, *tokenizers.values()]
+    paths = {
+        path for place in folders for pattern in _FILES for path in place.glob(pattern) if path.is_file()
+    }
     return Question(
         _MODULE,
         folder,
         {
-            "auto_class": auto_class,
+            "auto_class": None if is_hidden else auto_class,
             "model_kwargs": without_fetching(model.model_kwargs),
             "reader": reader,
             "reader_kwargs": without_fetching(kwargs),
+            "tokenizers": {name: str(own) for name, own in tokenizers.items()},
+            "ignores_limit": getattr(model, "max_length", None) is not None,
             "quantization_method": method_of(model.quantization_config) or BITSANDBYTES,
         },
         tuple(sorted(paths)),
@@ -130,7 +172,41 @@ def describe(asked: Question | None) -> Description:
     if answer.fields is None:
         return Description(failure=answer.failure)
     names = {entry.name for entry in fields(Description)}
-    return Description(**{name: value for name, value in answer.fields.items() if name in names})
+    values = {name: value for name, value in answer.fields.items() if name in names}
+    values["reader"] = Reader(**values.get("reader", {}))
+    values["adapter_readers"] = {name: Reader(**own) for name, own in values["adapter_readers"].items()}
+    return Description(**values)
+
+
+def adapter_tokenizers(model: HuggingFaceSettings) -> dict[str, Path]:
+    """Return the folder of each adapter's own tokenizer, of those that are on this machine, by the adapter's name.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    if not isinstance(model, TextSettings):
+        return {}
+    names = [name for source in model.used_adapters for name in source.names]
+    return own_tokenizers({name: Path(name) for name in names})
+
+
+def used_tokenizer(
+    model: HuggingFaceSettings, folder: Path, described: Description
+) -> tuple[Path, Reader, tuple[str, ...]]:
+    """Return the folder of a member's tokenizer, what transformers says of it, and problems.
+
+    The folder is the checkpoint's, too, where its adapters' tokenizers do the same as its own.
+    """
+    own, base = adapter_tokenizers(model), described.reader
+    if not own:
+        return folder, base, ()
+    names = [name for source in model.view_adapters for name in (("",) if source is None else source.names)]
+    readers = {name: described.adapter_readers.get(name, Reader()) if name in own else base for name in names}
+    makes = {name or model.model_name_or_path: reader.makes for name, reader in readers.items()}
+    problems = () if "" in makes.values() else tuple(tokenizer_problems(makes))
+    first = readers[names[0]]
+    is_same = bool(first.makes) and (first.makes, first.pad_token_id) == (base.makes, base.pad_token_id)
+    return folder if is_same else own.get(names[0], folder), first, problems
 
 
 def description_problems(
@@ -141,7 +217,7 @@ def description_problems(
     auto_class: str,
     described: Description,
 ) -> Iterator[str]:
-    """Yield why transformers cannot load a checkpoint."""
+    """Yield why transformers cannot load a checkpoint, or read its inputs."""
     release = f"transformers {metadata.version('transformers')}" if not described.failure else ""
     model_type = config.get("model_type")
     if described.config_error:
@@ -166,35 +242,35 @@ def description_problems(
     elif described.model_error:
         yield (
             f"{name}: {release} cannot build the model of its config.json "
-            f"({_placed(described.model_error, folder)}); copy it again"
+            f"({_placed(described.model_error, folder)}); {config_advice(config, runs_code=False)}"
         )
+    folder, reader, problems = used_tokenizer(model, folder, described)
+    yield from problems
     is_text = isinstance(model, TextSettings)
-    if (
-        is_text
-        and described.reader_error
-        and not any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES)
-    ):
-        words = _placed(described.reader_error, folder)
+    is_plain = not getattr(model, "tokenizer_kwargs", {})  # which may name other files
+    lacking = lacking_vocabulary(folder, reader.files) if is_plain else ""
+    vocabulary = described.numbers.get("vocab_size")
+    too_small = size_problem(folder, reader.tokens, vocabulary if isinstance(vocabulary, int) else 0)
+    if is_text and reader.error and not has_vocabulary(folder):
+        words = _placed(reader.error, folder)
         yield f"{folder} has no tokenizer files with the vocabulary (no tokenizer.json; {words}); copy them too"
-    elif is_text and not described.knows_text:
-        missing = [file for file in described.tokenizer_files if not (folder / file).is_file()]
-        nor = f", nor {' and '.join(missing)}" if missing else ""
+    elif is_text and (lacking or not reader.knows_text):
+        files = f" ({lacking})" if lacking else ""
         yield (
-            f"{folder} has no tokenizer files with the vocabulary of {described.tokenizer_class} (no "
-            f"tokenizer.json{nor}), and the tokenizer would know special tokens only; copy them too"
+            f"{folder} has no tokenizer files with the vocabulary of {reader.class_name}{files}, and the tokenizer "
+            "would know special tokens only; copy them too"
         )
-    elif described.reader_error:
-        reader, advice = "image processor", "copy them again"
+    elif is_text and too_small:
+        yield too_small
+    elif reader.error:
+        kind, advice = "image processor", "copy them again"
         if is_text:
-            reader = "tokenizer"
+            kind = "tokenizer"
             advice = (
                 "copy tokenizer.json and tokenizer_config.json again, see that its tokenizer_class is the one "
                 "that the vocabulary is for, and look at tokenizer_kwargs"
             )
-        yield (
-            f"{name}: {release} cannot make its {reader} of its files "
-            f"({_placed(described.reader_error, folder)}); {advice}"
-        )
+        yield f"{folder}: {release} cannot make its {kind} of its files ({_placed(reader.error, folder)}); {advice}"
 
 
 def _placed(text: str, folder: Path) -> str:
@@ -276,21 +352,32 @@ def _shapes(
 
 
 def release_warning(name: str, config: Mapping[str, Any], described: Description) -> Iterator[str]:
-    """Yield a warning if a newer transformers than the installed one has saved the checkpoint."""
+    """Yield a warning if the installed transformers computes without a number that newer releases read."""
     written = config.get("transformers_version")
-    installed = installed_versions(("transformers",)).get("transformers")
-    if not isinstance(written, str) or installed is None or _release(written) <= _release(installed):
+    read_by_newer = _READ_BY_NEWER.get(str(config.get("model_type")), {})
+    if not described.known_keys:
         return
-    known_keys = set(described.known_keys)
-    unknown = sorted(
-        key for key in config if known_keys and not key.startswith("_") and key not in known_keys
-    )
-    hint = f", which knows nothing of its {', '.join(unknown)}" if unknown else ""
-    yield (
-        f"{name} was saved by transformers {written}, and {installed} is installed{hint}; what is unknown there is "
-        f"left out silently, and probabilities can differ: install transformers {written}"
-    )
+    for key, value in read_by_newer.items():
+        if key in described.known_keys or config.get(key, value) == value:
+            continue
+        yield (
+            f"{name} was saved by transformers {written} with {key}: {config[key]}, and "
+            f"{metadata.version('transformers')}, which is installed, computes with {value}: its probabilities are "
+            "others there; install a newer release"
+        )
 
 
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("dev")[0])[:3])
+def config_advice(config: Mapping[str, Any], runs_code: bool) -> str:
+    """Return what to do where no model can be made of a ``config.json``; ``runs_code``: its own code may run."""
+    if not config.get("auto_map"):
+        return "copy config.json again"
+    if runs_code:
+        written = config.get("transformers_version", "unknown")
+        return (
+            "it is made by Python code of its own, which may need another release of transformers than "
+            f"{metadata.version('transformers')} (that of its config.json is {written})"
+        )
+    return (
+        "it comes with Python code of its own, and transformers' class is another one: read the code, then set "
+        "trust_remote_code: true"
+    )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ensemble.common.errors import CheckpointError
 from ensemble.common.text import gib, nearest
-from ensemble.members.base import Inspection
+from ensemble.members.base import NOT_ASKED, Inspection
 from ensemble.members.huggingface.checkpoint.adapter_files import (
     Adapter,
     inspect_adapter,
@@ -26,6 +26,7 @@ from ensemble.members.huggingface.checkpoint.description import (
     describe,
     description_problems,
     release_warning,
+    used_tokenizer,
     weight_contradictions,
 )
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
@@ -58,12 +59,19 @@ class Checkpoint(Inspection):
     """Describe a member's checkpoint by its ``config.json``.
 
     ``folder`` holds its files; ``quantization`` has the settings of weights that are stored quantized;
-    ``described`` is what transformers says of it.
+    ``described`` is what transformers says of it; ``adapter_tokenizer`` is the folder of the adapter whose
+    tokenizer takes the place of the checkpoint's.
     """
 
     folder: Path
+    adapter_tokenizer: Path | None = None
     quantization: Mapping[str, Any] | None = None
     described: Description = field(default_factory=Description)
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Return the folder with the tokenizer's files."""
+        return self.adapter_tokenizer or self.folder
 
 
 @dataclass(frozen=True)
@@ -98,12 +106,14 @@ class CheckpointFiles:
         files = weight_files(self.folder) if gguf_file is None else [self.folder / gguf_file]
         weight_bytes = sum(file.stat().st_size for file in files if file.is_file()) or None
         model_type = str(self.config.get("model_type", ""))
+        tokenizer, _, _ = used_tokenizer(model, self.folder, self.described)
         shown = self.architecture or ("GGUF" if gguf_file is not None else "")
         return Checkpoint(
             summary=(shown or model_type) + ("" if weight_bytes is None else f", {gib(weight_bytes)}"),
             activation=activation,
             label_order=label_order,
             folder=self.folder,
+            adapter_tokenizer=None if tokenizer == self.folder else tokenizer,
             warnings=(*self.warnings, *warnings),
             quantization=quantization if isinstance(quantization, dict) and gguf_file is None else None,
             described=self.described,
@@ -165,8 +175,8 @@ def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFi
     warnings = [*release_warning(name_or_path, config, described)]
     if described.failure:
         warnings.append(
-            f"{name_or_path}: transformers could not be asked what it is ({described.failure}); its worker checks "
-            "it before the first chunk"
+            f"{name_or_path}: {NOT_ASKED} what it is ({described.failure}); its worker checks it before the first "
+            "chunk"
         )
     for adapter in adapters:
         trained_on = "" if adapter is None else other_base(adapter, name_or_path)

@@ -69,7 +69,7 @@ def code_problems(
         needed = "AutoConfig", "model"
     elif auto_class in codes and not described.has_class:
         needed = auto_class, "model"
-    elif reader in codes and _REFUSED in described.reader_error:
+    elif reader in codes and _REFUSED in described.reader.error:
         needed = reader, "image processor" if reader == _IMAGE_READER else "tokenizer"
     if needed is not None:
         yield (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ensemble.common.files import read_json, unreadable
@@ -15,8 +15,16 @@ TOKENIZER_FILES = (
     "*.tiktoken *.codes dict.txt tekken.json *_maps.json emoji.json normalizer.json word_*.json chat_template* "
     "*.jinja additional_chat_templates/*.jinja"
 ).split()
+# Those of them that hold a vocabulary.
+VOCABULARIES = ("tokenizer.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.spm", "tekken.json")
 # A whole tokenizer in one file; every class of transformers 5 that is built on tokenizers reads it.
 _WHOLE = "tokenizer.json"
+# What a class takes instead of the files that it names (tokenization_utils_base.py, from_pretrained).
+_INSTEAD = ("tokenizer.*json", "tokenizer.model", "tekken.json", "*.tiktoken")
+# Roles of files that a class names and does without.
+_OPTIONAL = ("tokenizer_file", "tokenizer_config_file", "normalizer_file", "target_vocab_file", "spm_file")
+# A model may have rows to spare, and not a hundred times as many as its tokenizer has tokens.
+_MOST_ROWS_PER_TOKEN = 100
 # transformers parses larger files; damage in small ones, which it may overlook, is found here.
 _MAX_PARSED_BYTES = 2 << 20
 
@@ -42,6 +50,36 @@ def small_file_problems(folder: Path) -> Iterator[str]:
             reason = f"is not JSON ({error})"
         if reason:
             yield f"{path} {reason}; copy it again"
+
+
+def has_vocabulary(folder: Path) -> bool:
+    """Return whether a folder holds a vocabulary, without which its other files make no tokenizer."""
+    return any(next(folder.glob(pattern), None) is not None for pattern in VOCABULARIES)
+
+
+def lacking_vocabulary(folder: Path, names: Mapping[str, str]) -> str:
+    """Return, as a clause, the files without which a tokenizer has made its vocabulary up; empty: none lacks.
+
+    Args:
+        names: the files that its class reads, by role (``vocab_files_names``); empty for bytes or characters.
+    """
+    if not names or any(next(folder.glob(pattern), None) is not None for pattern in _INSTEAD):
+        return ""
+    needed = [file for role, file in names.items() if role not in _OPTIONAL]
+    missing = [file for file in needed if not (folder / file).is_file()]
+    if not missing and (needed or has_vocabulary(folder)):
+        return ""
+    return f"no {_WHOLE}" + (f", nor {' and '.join(missing)}" if missing else "")
+
+
+def size_problem(name: str | Path, tokens: int, embeddings: int) -> str:
+    """Return the sentence that a tokenizer is too small for its model to be the right one; empty: it is not."""
+    if not 0 < tokens < embeddings / _MOST_ROWS_PER_TOKEN:
+        return ""
+    return (
+        f"the tokenizer of {name} knows {tokens:,} tokens, and its model has embeddings of {embeddings:,}: its "
+        "vocabulary is lost; copy its files again, such as tokenizer.json"
+    )
 
 
 def own_max_length(folder: Path) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +19,8 @@ from ensemble.common.files import load_json, unreadable
 from ensemble.common.text import listed
 
 LENGTH_BYTES = 8
+# transformers' names of a file with all weights, the first that there is; shards have an index of this name.
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
 # What a Trainer leaves beside the weights.
 _TRAINERS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state(_\d+)?)\.(bin|pt|pth)")
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
@@ -73,16 +75,32 @@ def read_tensors(folder: Path) -> tuple[Tensor, ...] | None:
     Raises:
         CheckpointError: a file is cut short, is missing though the index names it, or is no safetensors file.
     """
-    # transformers looks for the single file first, then for the index. Other files, such as Mistral's
-    # consolidated.safetensors, hold the same weights once more.
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        files = [single]
-    elif index.is_file():
-        files = [folder / name for name in shards_of(index)]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    files = [path for path in loaded_files(folder) if path.suffix == ".safetensors"]
     return tuple(tensor for file in files for tensor in read_file(file)) if files else None
+
+
+def loaded_files(folder: Path) -> Sequence[Path]:
+    """Return the weight files that transformers would load: not Mistral's consolidated.safetensors, for example.
+
+    Raises:
+        CheckpointError: the index is broken.
+    """
+    index = _index_of(folder)
+    if index is not None:
+        return [folder / name for name in shards_of(index)]
+    whole = [folder / name for name in _WHOLE if (folder / name).is_file()]
+    return whole[:1] or weight_files(folder)
+
+
+def _index_of(folder: Path) -> Path | None:
+    """Return the index that transformers would read; None: a file is whole, or there is none."""
+    # It looks for the whole file first, then for the index (modeling_utils.py, _get_resolved_checkpoint_files).
+    for name in _WHOLE:
+        if (folder / name).is_file():
+            return None
+        if (folder / f"{name}.index.json").is_file():
+            return folder / f"{name}.index.json"
+    return None
 
 
 def shards_of(index: Path) -> list[str]:
@@ -92,7 +110,10 @@ def shards_of(index: Path) -> list[str]:
         CheckpointError: the file is not such an index.
     """
     try:
-        return sorted({str(name) for name in load_json(index)["weight_map"].values()})
+        names = sorted({str(name) for name in load_json(index)["weight_map"].values()})
+        if names:
+            return names
+        raise ValueError("empty")
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         raise CheckpointError(f"{index} is not an index of weight files; copy it again") from None
 
@@ -194,22 +215,22 @@ def weight_problems(folder: Path, config: Mapping[str, Any], allow_pickle: bool)
     pickles += [path for path in files[:1] if path.suffix != ".safetensors"]
     if not allow_pickle:
         yield from (pickle_refused(path) for path in dict.fromkeys(pickles) if path.is_file())
-    for index in folder.glob("*.index.json"):
+    index = _index_of(folder)
+    try:
+        loaded = loaded_files(folder)
+    except CheckpointError as error:
+        yield from error.problems
+        return
+    unsafe = [path for path in loaded if path.suffix != ".safetensors"]
+    # transformers decides by each file's ending, whatever the name of the index.
+    if index is not None and unsafe and not allow_pickle and index.name.endswith(".safetensors.index.json"):
+        yield pickle_refused(unsafe[0])
+    missing = [path.name for path in loaded if not path.is_file()]
+    if missing and any(path.suffix == Path(missing[0]).suffix for path in files):
+        yield f"{index} names {listed(missing, 4, str)}, not there; copy what is missing"
+    for path in loaded:
         try:
-            shards = shards_of(index)
-        except CheckpointError as error:
-            yield from error.problems
-            continue
-        unsafe = [name for name in shards if not name.endswith(".safetensors")]
-        # transformers decides by each file's ending, whatever the name of the index.
-        if unsafe and not allow_pickle and index.name.endswith(".safetensors.index.json"):
-            yield pickle_refused(folder / unsafe[0])
-        missing = [name for name in shards if not (folder / name).is_file()]
-        if missing and any(path.suffix == Path(missing[0]).suffix for path in files):
-            yield f"{index} names {listed(missing, 4, str)}, not there; copy what is missing"
-    for path in files:
-        try:
-            if path.suffix == ".safetensors":
+            if path.suffix == ".safetensors" and path.is_file():
                 read_file(path)
         except CheckpointError as error:
             yield from error.problems

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from ensemble.common.text import plural
 from ensemble.members.huggingface.checkpoint.adapter_files import WEIGHTS
+from ensemble.members.huggingface.checkpoint.tokenizer_files import TOKENIZER_FILES
 from ensemble.members.huggingface.spec import AdapterSource, CheckpointSpec
 
 _PICKLE = "adapter_model.bin"
@@ -24,7 +25,7 @@ _HEADS = ("classifier", "score")
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """Hold an adapter's config, of peft, and the names of the tensors in its weights' file.
+    """Hold an adapter's config, of peft, and the shapes of the tensors in its weights' file, by name.
 
     ``title`` is its name in sentences, ``content`` its tensors if they are in no file.
     """
@@ -32,8 +33,23 @@ class AdapterFiles:
     title: str
     folder: Path
     config: Any
-    tensors: frozenset[str]
+    shapes: Mapping[str, tuple[int, ...]]
     content: Mapping[str, torch.Tensor] | None = None
+
+    @property
+    def tensors(self) -> Set[str]:
+        """Return the names of the tensors."""
+        return self.shapes.keys()
+
+    def rows_of(self, embeddings: str) -> int | None:
+        """Return the rows of the base's module of this name in the adapter; None: it has none of them."""
+        for name, shape in self.shapes.items():
+            if name.startswith(f"{PREFIX}{embeddings}."):
+                if name.endswith(".weight") and ".lora_" not in name:
+                    return shape[0]
+                if name.endswith(".lora_embedding_A"):
+                    return shape[1]
+        return None
 
     def whole_modules(self) -> list[str]:
         """Return the modules that were trained as a whole, by their names within the base."""
@@ -41,34 +57,41 @@ class AdapterFiles:
         return sorted({name.rpartition(".")[0] for name in names})
 
 
+def adapter_folder(name_or_path: str, allow_pickle: bool) -> Path:
+    """Return the folder with an adapter's files, and those of a tokenizer beside it, from the hub if need be."""
+    folder = Path(name_or_path)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    patterns = ["adapter_config.json", WEIGHTS, *TOKENIZER_FILES]
+    if allow_pickle:
+        patterns.append(_PICKLE)
+    return Path(snapshot_download(name_or_path, allow_patterns=patterns))
+
+
 def open_adapter(name_or_path: str, allow_pickle: bool = False) -> AdapterFiles:
-    """Read an adapter's config and the names of its tensors, from a folder or the hub."""
+    """Read an adapter's config and the names and shapes of its tensors, from a folder or the hub."""
     from peft import PeftConfig
 
-    folder = Path(name_or_path)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        patterns = ["adapter_config.json", WEIGHTS]
-        if allow_pickle:
-            patterns.append(_PICKLE)
-        folder = Path(snapshot_download(name_or_path, allow_patterns=patterns))
+    folder = adapter_folder(name_or_path, allow_pickle)
     config = PeftConfig.from_pretrained(str(folder))
     path = folder / WEIGHTS
     try:
         if not path.is_file() and allow_pickle:
             path = folder / _PICKLE
-            names = frozenset(torch.load(path, map_location="cpu", weights_only=True))
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            shapes = {name: tuple(tensor.shape) for name, tensor in content.items()}
         else:
             with safe_open(path, framework="pt") as file:
-                names = frozenset(file.keys())
+                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
         hint = "" if allow_pickle else f", or set allow_pickle: true if it has an {_PICKLE} that you trust"
         raise ValueError(f"{folder} has no {path.name}; copy it too{hint}") from error
     except (SafetensorError, UnpicklingError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path} is cut short or broken ({reason}); copy it again") from error
-    return AdapterFiles(name_or_path, folder, config, names)
+    return AdapterFiles(name_or_path, folder, config, shapes)
 
 
 class ViewAdapters:
@@ -117,9 +140,11 @@ def attach_adapters(
     # All as long as each other: peft looks for names that contain an adapter's.
     names = {source: f"adapter{number:03}" for number, source in enumerate(adapters)}
     model: Any = None
+    missing = [*missing, *_fit_embeddings(base, [*adapters.values()], spec)]
     for source, adapter in adapters.items():
         model = _attach(base, model, names[source], adapter, spec)
-        random = [parameter for parameter in missing if PREFIX + parameter not in adapter.tensors]
+        trained = {tensor.replace(".base_layer.", ".") for tensor in adapter.tensors}
+        random = [parameter for parameter in missing if PREFIX + parameter not in trained]
         if random:
             raise ValueError(
                 f"neither {spec.model_name_or_path} nor its adapter {adapter.title} has weights for "
@@ -143,6 +168,31 @@ def attach_adapters(
     by_view = [None if source is None else names[source] for source in spec.view_adapters]
     switch = ViewAdapters(model, by_view)
     return model.get_base_model(), switch if len(set(by_view)) > 1 else None
+
+
+def _fit_embeddings(base: Any, adapters: Sequence[AdapterFiles], spec: CheckpointSpec) -> list[str]:
+    """Give the base's embeddings the adapters' rows, and return the parameters that each adapter must have then.
+
+    Whoever adds tokens for a training does so before it (``resize_token_embeddings``).
+
+    Raises:
+        ValueError: the views need embeddings of different rows.
+    """
+    embeddings, head = base.get_input_embeddings(), base.get_output_embeddings()
+    names = {id(module): name for name, module in base.named_modules()}
+    rows = len(embeddings.weight)
+    rows_of = {adapter.title: adapter.rows_of(names[id(embeddings)]) or rows for adapter in adapters}
+    if None in spec.view_adapters:
+        rows_of[spec.model_name_or_path] = rows
+    if len(set(rows_of.values())) > 1:
+        each = ", ".join(f"{count:,} of {name}" for name, count in rows_of.items())
+        raise ValueError(f"its views need embeddings of different rows ({each}); make a member of each")
+    if {rows} == set(rows_of.values()):
+        return []
+    is_tied = head is None or head.weight is embeddings.weight
+    base.resize_token_embeddings(next(iter(rows_of.values())), mean_resizing=False)
+    resized = [names[id(embeddings)], *([] if is_tied else [names[id(head)]])]
+    return [f"{name}.{key}" for name in resized for key, _ in base.get_submodule(name).named_parameters()]
 
 
 def _attach(base: Any, model: Any, name: str, adapter: AdapterFiles, spec: CheckpointSpec) -> Any:

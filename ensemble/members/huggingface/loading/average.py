@@ -68,7 +68,8 @@ def average_adapters(title: str, adapters: Sequence[AdapterFiles], combination_t
         tensors[name] = pad(tensors[name], (0, 0, 0, missing)).contiguous()
         tensors[second] = pad(tensors[second], (0, missing)).contiguous()
     config = _config(adapters[0].config, rank, [*layers])
-    return AdapterFiles(title, adapters[0].folder, config, frozenset(tensors), tensors)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return AdapterFiles(title, adapters[0].folder, config, shapes, tensors)
 
 
 def _read(adapter: AdapterFiles) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from ensemble.common.files import read_json
 from ensemble.members.huggingface.checkpoint.adapter_files import is_head
+from ensemble.members.huggingface.checkpoint.tokenizer_files import lacking_vocabulary
 from ensemble.members.huggingface.checkpoint.weight_files import is_left_out, stands_beside_packed
 from ensemble.members.huggingface.loading.adapter import some
 from ensemble.members.huggingface.spec import BACKBONE, CheckpointSpec, ModelSpec
@@ -72,7 +73,7 @@ def check_unexpected_keys(spec: CheckpointSpec, keys: Sequence[str], is_quantize
 
 def check_tokenizer(spec: ModelSpec, tokenizer: Any, texts: Sequence[str]) -> Iterator[str]:
     """Yield a sentence for everything to know about a tokenizer, given texts of the first rows."""
-    name, made_by = spec.model_name_or_path, type(tokenizer).__name__
+    name, made_by = tokenizer.name_or_path, type(tokenizer).__name__
     try:
         tokenizer([_PLAIN_TEXT], verbose=False)
     except Exception as error:  # tokenizers has no kinds of errors
@@ -80,19 +81,29 @@ def check_tokenizer(spec: ModelSpec, tokenizer: Any, texts: Sequence[str]) -> It
             f"the tokenizer of {name} ({made_by}) fails on plain text ({error}); see that the tokenizer_class in "
             "tokenizer_config.json is the one that its vocabulary is for"
         ) from error
-    if not knows_text(tokenizer):
+    folder = Path(name)
+    is_plain = folder.is_dir() and not spec.tokenizer_kwargs and spec.gguf_file is None
+    if not knows_text(tokenizer) or (
+        is_plain and lacking_vocabulary(folder, tokenizer.vocab_files_names or {})
+    ):
         raise ValueError(
             f"the tokenizer of {name} ({made_by}) knows special tokens only, all text would be unknown to it; copy "
             "its vocabulary files, such as tokenizer.json"
         )
     texts = [text[:CHARACTERS] for text in texts if text.strip()]
-    path = _stored_file(spec)
+    path = _stored_file(name, spec.revision)
     is_comparable = not (spec.trust_remote_code or spec.gguf_file is not None or made_by in _TAKE_THE_FILE)
     if path is not None and is_comparable:
         yield from _differences(spec, tokenizer, path, texts)
     ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     unknown = tokenizer.unk_token_id
     count, total = sum(row.count(unknown) for row in ids), sum(map(len, ids))
+    if len(texts) > 1 and count == total:
+        raise ValueError(
+            f"the tokenizer of {name} ({made_by}) knows nothing of its first {len(texts)} rows: no token, or only "
+            f"{tokenizer.unk_token}, stands for their text; copy its vocabulary files, such as tokenizer.json, or "
+            "take a checkpoint for this kind of text"
+        )
     if total >= _MIN_TOKENS and count > _MAX_UNKNOWN_SHARE * total:
         yield (
             f"{count / total:.0%} of the tokens of its first {len(texts)} rows are {tokenizer.unk_token}: the "
@@ -108,12 +119,12 @@ def check_tokenizer(spec: ModelSpec, tokenizer: Any, texts: Sequence[str]) -> It
             )
 
 
-def _stored_file(spec: ModelSpec) -> Path | None:
-    """Return the tokenizer.json in the checkpoint's folder or the hub's cache; None if there is none."""
-    path = Path(spec.model_name_or_path) / "tokenizer.json"
+def _stored_file(name_or_path: str, revision: str | None) -> Path | None:
+    """Return the tokenizer.json in a folder or the hub's cache; None if there is none."""
+    path = Path(name_or_path) / "tokenizer.json"
     if path.parent.is_dir():
         return path if path.is_file() else None
-    cached = try_to_load_from_cache(spec.model_name_or_path, path.name, revision=spec.revision)
+    cached = try_to_load_from_cache(name_or_path, path.name, revision=revision)
     return Path(cached) if isinstance(cached, str) else None
 
 
@@ -148,7 +159,7 @@ def _differences(spec: ModelSpec, tokenizer: Any, path: Path, texts: Sequence[st
     is_other_class = differs(_PLAIN_TEXT)
     others = 0 if is_other_class else sum(map(differs, texts))
     made_by = (
-        f"{type(tokenizer).__name__}, by which transformers makes the tokenizer of {spec.model_name_or_path},"
+        f"{type(tokenizer).__name__}, by which transformers makes the tokenizer of {tokenizer.name_or_path},"
     )
     if not spec.tokenizer_kwargs and (is_other_class or 2 * others > len(texts)):
         raise ValueError(

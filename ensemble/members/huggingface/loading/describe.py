@@ -24,6 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ensemble.common.python_process import die_with_parent
 from ensemble.members.huggingface.loading.checks import knows_text
+from ensemble.members.huggingface.loading.tokenizer import what_it_makes
 
 # The names that transformers gives these numbers in every family (``attribute_map``).
 _NUMBERS = (
@@ -54,6 +55,14 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a ``Description``."""
     folder = str(question["folder"])
     answer: dict[str, Any] = {"quantization": quantization_keys(question["quantization_method"])}
+    if question["reader"] is not None:
+        answer["reader"] = _read_inputs(folder, question)
+    answer["adapter_readers"] = {
+        name: _read_inputs(own, {**question, "reader": "AutoTokenizer"})
+        for name, own in question["tokenizers"].items()
+    }
+    if question["auto_class"] is None:
+        return answer
     try:
         config, _ = transformers.AutoConfig.from_pretrained(
             folder, return_unused_kwargs=True, **{**question["model_kwargs"], **_NEVER}
@@ -61,10 +70,7 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
     except Exception as error:  # any: files of any content
         return {**answer, "config_error": _words(error, folder)}
     answer |= _read_config(config, question)
-    answer |= _build(config, question["auto_class"], folder)
-    if question["reader"] is not None:
-        answer |= _read_inputs(folder, question["reader"], question["reader_kwargs"])
-    return answer
+    return answer | _build(config, question["auto_class"], folder)
 
 
 def _words(error: Exception, folder: str) -> str:
@@ -180,22 +186,22 @@ def _mlp_width(shapes: Iterable[tuple[str, int, int]]) -> int:
     return max((sum(outputs) + max(outputs) for outputs in widths.values()), default=0)
 
 
-def _read_inputs(folder: str, reader: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Load the tokenizer, or check that the image processor can be loaded."""
+def _read_inputs(folder: str, question: Mapping[str, Any]) -> dict[str, Any]:
+    """Load the tokenizer in a folder, or check that the image processor can be loaded; return a ``Reader``."""
+    reader, kwargs = question["reader"], question["reader_kwargs"]
     try:
         loaded = getattr(transformers, reader).from_pretrained(folder, **{**kwargs, **_NEVER})
     except Exception as error:
-        return {"reader_error": _words(error, folder)}
+        return {"error": _words(error, folder)}
     if reader != "AutoTokenizer":
         return {}
     return {
-        "tokenizer_class": type(loaded).__name__,
-        "tokenizer_files": [
-            file
-            for role, file in (loaded.vocab_files_names or {}).items()
-            if role not in ("tokenizer_file", "tokenizer_config_file", "normalizer_file", "target_vocab_file")
-        ],
+        "class_name": type(loaded).__name__,
+        "files": dict(loaded.vocab_files_names or {}),
         "knows_text": knows_text(loaded),
+        "tokens": len(loaded.get_vocab()),
+        "makes": what_it_makes(loaded, question["ignores_limit"]) if question["tokenizers"] else "",
+        "pad_token_id": loaded.pad_token_id,
     }
 
 

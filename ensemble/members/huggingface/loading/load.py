@@ -10,6 +10,7 @@ import torch
 from ensemble.common.python_process import keep_freed_memory
 from ensemble.members.batch_size import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
 from ensemble.members.footprint import RESERVE_SHARE, coarse_room
+from ensemble.members.huggingface.checkpoint.tokenizer_files import size_problem
 from ensemble.members.huggingface.loading.adapter import ViewAdapters
 from ensemble.members.huggingface.loading.describe import learnt_positions
 from ensemble.members.huggingface.loading.first_allocation import (
@@ -66,9 +67,11 @@ def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
     tokens = max([len(tokenizer), *(1 + token_id for token_id in tokenizer.get_vocab().values())])
     if tokens > embeddings:
         raise ValueError(
-            f"the tokenizer of {spec.model_name_or_path} knows {tokens} tokens, its model only {embeddings}; "
+            f"the tokenizer of {tokenizer.name_or_path} knows {tokens} tokens, its model only {embeddings}; "
             "they do not belong together"
         )
+    if size_problem(tokenizer.name_or_path, tokens, embeddings):
+        raise ValueError(size_problem(tokenizer.name_or_path, tokens, embeddings))
     limit = max_length(spec, tokenizer, learnt_positions(loaded.model), notes)
     return replace(
         loaded,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import quantization_config as settings_of_transformers
 
+from ensemble.common.files import read_json
 from ensemble.members.footprint import Capability
+from ensemble.members.huggingface.checkpoint.description import config_advice
 from ensemble.members.huggingface.checkpoint.quantization_methods import (
     BITSANDBYTES,
     DYNAMIC_METHODS,
@@ -279,9 +282,10 @@ def from_pretrained(auto_class: Any, spec: CheckpointSpec, **options: Any) -> An
         reason = " ".join(str(error).split())
         if _ABOUT_ATTENTION.search(str(error)) or reason.startswith(name):
             raise
+        advice = config_advice(read_json(Path(name, "config.json")), spec.trust_remote_code)
         raise ValueError(
             f"{name}: transformers cannot make a model of its config.json and weights ({type(error).__name__}: "
-            f"{reason[:_MAX_REASON]}); copy config.json again"
+            f"{reason[:_MAX_REASON]}); {advice}"
         ) from error
 
 

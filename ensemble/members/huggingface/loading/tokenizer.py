@@ -1,32 +1,76 @@
-"""Load a member's tokenizer from the checkpoint's files, or from the vocabulary of its GGUF file."""
+"""Load a member's tokenizer from its adapters' files, the checkpoint's, or the vocabulary of its GGUF file."""
 
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from ensemble.members.huggingface.spec import ModelSpec
+from ensemble.members.huggingface.checkpoint.digests import own_tokenizers
+from ensemble.members.huggingface.checkpoint.several_adapters import tokenizer_problems
+from ensemble.members.huggingface.loading.adapter import adapter_folder
+from ensemble.members.huggingface.spec import ModelSpec, default_max_length
 
 # A folder with one of these has a tokenizer beside its GGUF file.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
 def load_tokenizer(spec: ModelSpec) -> Any:
-    """Load the tokenizer, with the settings of the config."""
+    """Load the tokenizer that lies beside the adapters, or else the checkpoint's, with the settings of the config.
+
+    Raises:
+        ValueError: it cannot be made of its files, or those of several adapters make other tokens of a text.
+    """
+    names = [name for source in spec.view_adapters for name in (("",) if source is None else source.names)]
+    own = own_tokenizers({name: adapter_folder(name, spec.allow_pickle) for name in names if name})
+    tokenizers = {folder: _load(spec, folder) for folder in dict.fromkeys(map(own.get, names))}
+    if len(tokenizers) > 1:
+        ignores_limit = "max_length" in spec.asked
+        makes = {folder: what_it_makes(tokenizer, ignores_limit) for folder, tokenizer in tokenizers.items()}
+        problems = [
+            *tokenizer_problems({name or spec.model_name_or_path: makes[own.get(name)] for name in names})
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+    return tokenizers[own.get(names[0])]
+
+
+def what_it_makes(tokenizer: Any, ignores_limit: bool) -> str:
+    """Return a digest of what a tokenizer makes of texts and chats, wherever its files are.
+
+    Args:
+        ignores_limit: whether the config says how many tokens a row may have.
+    """
+    if tokenizer.is_fast:
+        rules = json.loads(tokenizer.backend_tokenizer.to_str())
+        del rules["truncation"], rules["padding"]  # which calls leave there
+    else:
+        settings = {key: value for key, value in tokenizer.init_kwargs.items() if "name_or_path" not in key}
+        rules = [type(tokenizer).__name__, settings, tokenizer.get_vocab()]
+    limit = None if ignores_limit else default_max_length(tokenizer.model_max_length)
+    has_types = "token_type_ids" in tokenizer.model_input_names
+    makes = [rules, tokenizer.chat_template, tokenizer.truncation_side, has_types, limit]
+    return sha256(json.dumps(makes, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _load(spec: ModelSpec, folder: Path | None) -> Any:
+    """Load the tokenizer in an adapter's folder; None: the checkpoint's."""
     options = dict(spec.tokenizer_kwargs)
+    name = spec.model_name_or_path if folder is None else str(folder)
     # Files beside the GGUF file go first: a tokenizer converted from its vocabulary may lack some of their rules.
-    folder = Path(spec.model_name_or_path)
-    if spec.gguf_file is not None and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    has_files = any((Path(name) / file).is_file() for file in _TOKENIZER_FILES)
+    if spec.gguf_file is not None and folder is None and not has_files:
         options.setdefault("gguf_file", spec.gguf_file)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            spec.model_name_or_path,
+            name,
             revision=spec.revision or "main",
-            trust_remote_code=spec.trust_remote_code,
+            # Adapters are not pinned, so that their code might change.
+            trust_remote_code=spec.trust_remote_code and folder is None,
             **options,
         )
     except OSError:
@@ -39,7 +83,7 @@ def load_tokenizer(spec: ModelSpec) -> Any:
             raise  # perhaps by the checkpoint's own code, whose message says more
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         raise ValueError(
-            f"the tokenizer of {spec.model_name_or_path} cannot be made of its files ({type(error).__name__}: "
+            f"the tokenizer of {name} cannot be made of its files ({type(error).__name__}: "
             f"{reason}); copy tokenizer.json and tokenizer_config.json again, see that its tokenizer_class is the "
             "one that the vocabulary is for, and look at tokenizer_kwargs"
         ) from error
@@ -50,6 +94,7 @@ def load_tokenizer(spec: ModelSpec) -> Any:
         kept = [token for token in state["added_tokens"] if token["id"] < len(state["model"]["vocab"])]
         if len(kept) < len(state["added_tokens"]):
             tokenizer._tokenizer = Tokenizer.from_str(json.dumps({**state, "added_tokens": kept}))
+    tokenizer.name_or_path = name  # from where its checks take it
     if spec.truncation_side is not None:
         tokenizer.truncation_side = spec.truncation_side
     return tokenizer

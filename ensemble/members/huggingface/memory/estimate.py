@@ -18,7 +18,7 @@ from ensemble.members.huggingface.checkpoint.architecture import Architecture, r
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.checkpoint.quantization_methods import capability_problem
 from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length
-from ensemble.members.huggingface.checkpoint.weight_files import Tensor, read_tensors, shards_of
+from ensemble.members.huggingface.checkpoint.weight_files import Tensor, loaded_files, read_tensors
 from ensemble.members.huggingface.memory.sizes import Dtype, activation, cuda_context_bytes, weights
 from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSettings
 from ensemble.members.huggingface.spec import (
@@ -229,9 +229,8 @@ def whole_tensors(model: HuggingFaceSettings, folder: Path) -> tuple[Tensor, ...
     if model.gguf_file is not None:
         return None
     if not Path(model.model_name_or_path).is_dir():  # the hub's cache, which may lack some of the files
-        index = folder / "model.safetensors.index.json"
-        names = shards_of(index) if index.is_file() else ["model.safetensors"]
-        if not all((folder / name).is_file() for name in names):
+        files = loaded_files(folder)
+        if not files or not all(file.is_file() for file in files):
             return None
     return read_tensors(folder)
 

@@ -47,7 +47,8 @@ class Classifier(Scorer[Encoded]):
         )
         self._is_generic = is_generic
         # Models with an encoder and a decoder pool at eos, and use the pad id for shifting.
-        is_encoder_decoder = getattr(model.config, "is_encoder_decoder", False)
+        is_encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
+        self._is_encoder_decoder = is_encoder_decoder
         # Whether a decoder's own forward finds its token by the pad id (GPT-2, OPT, Falcon, Bloom, ...).  Base
         # classes count, because some classes only delegate to transformers' generic forward.
         self._searches_pad_token = False
@@ -122,10 +123,12 @@ class Classifier(Scorer[Encoded]):
 
         With this id in the model's config the head reads in each row the token that it reads in the row alone.
         """
-        pad_token_id = self._pad_token_id
-        if self._searches_pad_token or self._is_generic:
-            stored = self._stored_pad_token_id
-            pad_token_id = unused_token(encoded, rows, self._vocabulary) if stored is None else stored
+        pad_token_id, stored = self._pad_token_id, self._stored_pad_token_id
+        looks_for_pads = self._searches_pad_token or self._is_generic
+        if stored is not None and (looks_for_pads or self._is_encoder_decoder):
+            pad_token_id = stored
+        elif looks_for_pads:
+            pad_token_id = unused_token(encoded, rows, self._vocabulary)
         return padded(encoded, rows, pad_token_id, self._pad_left), pad_token_id
 
     def _inputs(self, arrays: dict[str, npt.NDArray[np.int64]], with_mask: bool) -> dict[str, torch.Tensor]:

@@ -27,7 +27,7 @@ from ensemble.members.huggingface.loading.device_map import input_device, last_d
 from ensemble.members.huggingface.loading.spread import Spread
 from ensemble.members.huggingface.scoring.batching import MemoryLimit, make_batches
 
-Report = Callable[[int, int, int], None]
+Report = Callable[[int, int, int], bool | None]
 Mode = Callable[[], AbstractContextManager[None]]
 Integers = npt.NDArray[np.int64]
 # Unfinished passes in the queue of a GPU; each GPU of a spread model works on a different pass.
@@ -112,6 +112,7 @@ class Computed:
         too_large: positions of rows that did not fit into memory even alone.
         too_large_in_float32: the same for rows that need float32.
         mostly_overflows: whether most rows overflowed half precision and got finite logits in float32.
+        is_partial: whether batches are left that were not wanted.
     """
 
     rows: Integers
@@ -120,6 +121,7 @@ class Computed:
     too_large: tuple[int, ...] = ()
     too_large_in_float32: tuple[int, ...] = ()
     mostly_overflows: bool = False
+    is_partial: bool = False
 
 
 @dataclass
@@ -194,7 +196,8 @@ def compute(
 
     Args:
         sizes: reduced when memory runs out, also for the next chunk.
-        report: called after each forward pass, failed or not, with rows, tokens and padded tokens so far.
+        report: called after each forward pass, failed or not, with rows, tokens and padded tokens so far; where it
+            returns False, the batches behind are left.
         in_float32: a context in which the model computes in float32.  Rows with NaN or infinite logits run again
             in this context.  None: these rows do not run again.
         starts_in_float32: whether all rows run only in float32; ``sizes`` must be for float32 then.
@@ -242,7 +245,9 @@ def _with_repeated(computed: Computed, repeated: Computed) -> Computed:
         computed,
         counters=computed.counters + counters,
         too_large_in_float32=repeated.too_large,
-        mostly_overflows=len(computed.rows) >= _MIN_TYPICAL_ROWS and 2 * improved > len(computed.rows),
+        mostly_overflows=not computed.is_partial
+        and len(computed.rows) >= _MIN_TYPICAL_ROWS
+        and 2 * improved > len(computed.rows),
     )
 
 
@@ -272,6 +277,9 @@ def _run(
     counters = Counters()
     queued: deque[torch.cuda.Event] = deque()
     size_before = sizes.batch_size
+    # A run that goes on must cut the rows that are left into the same batches. Where a pass is spread over GPUs, or
+    # rows share their first tokens, batches go by all rows of the chunk.
+    can_stop = sizes.stages == 1 and Shortcut.SHARED_PREFIX not in classifier.taken
     while batches:
         batch = batches.popleft()
         width = int(lengths[batch].max())
@@ -311,7 +319,8 @@ def _run(
                 tokens = int(skipped[row])
                 sizes.shrink(len(batch), padded - tokens * len(batch), width - tokens, tokens)
             batches = sizes.cut(lengths, remaining, skipped)
-        report(counters.rows, counters.tokens, counters.padded_tokens)
+        if report(counters.rows, counters.tokens, counters.padded_tokens) is False and can_stop:
+            break
     computed_rows = np.concatenate(done)
     order = np.argsort(computed_rows)
     # One copy from the device per chunk: a copy per batch would wait for each batch.
@@ -321,6 +330,7 @@ def _run(
         logits=on_host[torch.from_numpy(order)],
         counters=replace(counters, forward_seconds=time.perf_counter() - began),
         too_large=tuple(sorted(too_large)),
+        is_partial=bool(batches),
     )
 
 

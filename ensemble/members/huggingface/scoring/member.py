@@ -103,7 +103,9 @@ class CheckpointMember(Predictor, Generic[_C, _E]):
         clause = f" in float32, which it needs because it overflows {self._loaded.dtype}"
         bad_rows |= {row: self._too_large(encoded, row, clause) for row in computed.too_large_in_float32}
         counters = computed.counters + self._more_counters(computed.logits)
-        return Prediction(values, bad_rows, counters, self._advice(), choice=self._choice())
+        return Prediction(
+            values, bad_rows, counters, self._advice(), self._choice(), is_partial=computed.is_partial
+        )
 
     def _start_in_float32(self) -> None:
         self._starts_in_float32 = True
@@ -225,6 +227,14 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         """Return a sentence for everything else that the user should know."""
         return []
 
+    def _loses_segment_ids(self, config: Any) -> bool:
+        """Return whether the model reads which text of a pair a token is of, and the tokenizer does not say it."""
+        reads = config.model_type == "xlnet" or (getattr(config, "type_vocab_size", None) or 0) > 1
+        if not reads or not self._prompts[0].is_pair or "token_type_ids" in self._warmup.inputs:
+            return False
+        asked = self._tokenizer(TEXTS[0], TEXTS[1], return_token_type_ids=True)
+        return len(set(asked.get("token_type_ids", ()))) > 1  # RoBERTa's has never told them apart
+
     def load(self) -> Ready:
         spec = self._spec
         loaded = load(spec, self._tokenizer)
@@ -235,6 +245,11 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             # positions. Compiled code asks nothing, and would be made twice, with and without a mask.
             self._classifier.possible -= {Shortcut.LAST_TOKEN_LAYER, Shortcut.READY_MASK}
         notes = [*loaded.notes, *self._tokenizer_notes, *self._notes()]
+        if self._loses_segment_ids(loaded.model.config):
+            notes.append(
+                "its tokenizer gives text pairs no segment ids (token_type_ids), as in transformers 5; its model "
+                "reads them: trained with transformers 4, it gives other probabilities than in training"
+            )
         self._set_modes(loaded)
         warm_up = WarmUp(self._classifier, self._warmup, self._values, self._is_exact, self._in_float32)
         with self._passes(first=True):
@@ -243,6 +258,11 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             )
             if not_compared:
                 notes.append(not_compared)
+            if not warm_up.repeats():
+                notes.append(
+                    "the same rows get other numbers in each pass, as its forward draws random ones: a run that is "
+                    "repeated gives other probabilities, as plain transformers does"
+                )
             tolerates_padding = warm_up.tolerates_padding()
             if tolerates_padding and not spec.torch_compile:
                 self._take_shortcuts(1e-4 if warm_up.is_exact else 5e-2)
@@ -288,7 +308,11 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         adapters = self._loaded.adapters
         if adapters is not None and adapters.use(view):
             self._classifier.forget()
-        encoded = self._encode(view, rows, lambda: report(0))
+
+        def step() -> None:
+            report(0)
+
+        encoded = self._encode(view, rows, step)
         prediction = self._score(self._classifier, encoded, report)
         counters = replace(
             prediction.counters, truncated_rows=encoded.truncated_rows, cut_tokens=encoded.cut_tokens

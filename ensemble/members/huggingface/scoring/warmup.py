@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +107,16 @@ class WarmUp:
             f"by {difference:.2g} of the largest, and {tolerance:g} is what rounding does in {dtype}; set "
             f"attn_implementation: {_EAGER} for this member"
         )
+
+    def repeats(self) -> bool:
+        """Return whether the texts get the same numbers a second time, which a model that draws some does not."""
+        rows = np.arange(len(self.encoded.lengths))
+        with suppress(torch.OutOfMemoryError):  # the first chunk will fail with a better message
+            first, second = self._logits(rows, with_mask=True), self._logits(rows, with_mask=True)
+            is_finite = np.isfinite(first).all(axis=1) & np.isfinite(second).all(axis=1)
+            difference = np.abs(first - second)[is_finite].max(initial=0)
+            return bool(difference <= self._tolerance * np.abs(first[is_finite]).max(initial=1))
+        return True
 
     def tolerates_padding(self) -> bool:
         """Return whether the short text gets the same numbers alone and padded to the long one's length.

@@ -79,11 +79,41 @@ def epoch_steps(lengths: Rows, batch_size: int, seed: int, epoch: int) -> list[R
     return shuffled
 
 
-def divide(group_of_row: npt.NDArray[Any], share: float, seed: int) -> tuple[Rows, Rows]:
-    """Return the rows for early stopping, a share of all, and those to train on; rows of a group stay together."""
+def divide(
+    group_of_row: npt.NDArray[Any], has_label: npt.NDArray[np.bool_], share: float, seed: int
+) -> tuple[Rows, Rows]:
+    """Return the rows for early stopping, a share of all, and those to train on; rows of a group stay together.
+
+    Each label has its share of the slice, and at least one row to train on; a group counts for its rarest label.
+
+    Args:
+        has_label: bool [rows, labels]; a row may have several labels, or none.
+
+    Raises:
+        ValueError: every group is the only one with some label.
+    """
     groups = np.unique(group_of_row, return_inverse=True)[1]
-    order = np.random.default_rng(seed).permutation(groups.max() + 1)
-    is_held = np.isin(groups, order[: max(1, round(share * len(order)))])
-    if is_held.all():
-        raise ValueError("early_stopping: no rows are left to train on; it needs more rows, or more groups")
-    return np.flatnonzero(is_held), np.flatnonzero(~is_held)
+    # A last label, of every row, is the commonest.
+    rows, labels = np.nonzero(np.column_stack([has_label, np.ones(len(groups), np.bool_)]))
+    pairs = np.unique(np.stack([labels, groups[rows]]), axis=1)  # a label and a group that has it
+    order = np.argsort(np.bincount(labels), kind="stable")
+    rarity = np.empty_like(order)
+    rarity[order] = np.arange(len(order))
+    rarest = np.full(groups.max() + 1, len(order))
+    np.minimum.at(rarest, pairs[1], rarity[pairs[0]])
+    is_only_one = np.bincount(pairs[0])[pairs[0]] == 1
+    free = np.setdiff1d(np.arange(len(rarest)), pairs[1, is_only_one])
+    if not len(free):
+        raise ValueError(
+            "early_stopping: no rows can be held back that are not all rows of a label; add rows, or groups"
+        )
+    shuffled = np.random.default_rng(seed).permutation(free)
+    shuffled = shuffled[np.argsort(rarest[shuffled], kind="stable")]
+    count = min(max(1, round(share * len(rarest))), len(free))
+    is_held = np.zeros(len(rarest), np.bool_)
+    is_held[shuffled[((np.arange(count) + 0.5) * len(free) / count).astype(np.int64)]] = True
+    for label in np.unique(pairs[0]):
+        with_label = pairs[1, pairs[0] == label]
+        if is_held[with_label].all():
+            is_held[with_label[0]] = False
+    return np.flatnonzero(is_held[groups]), np.flatnonzero(~is_held[groups])

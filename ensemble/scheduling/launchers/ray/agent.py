@@ -283,6 +283,8 @@ class Agent:
         """Return what a worker has printed since the last call, up to a limit."""
         try:
             with worker.log.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < worker.printed:  # ``keep_log_end`` has cut it
+                    worker.printed = 0
                 file.seek(worker.printed)
                 text = file.read(_LOG_BYTES)
         except OSError:

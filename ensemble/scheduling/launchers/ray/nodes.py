@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from ensemble.common.files import open_log
+from ensemble.common.files import keep_log_end, open_log
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import Command, Event
 from ensemble.scheduling.launchers.base import Exit, Handle, WorkerStart
@@ -96,6 +96,7 @@ class RayWorker(Handle):
         """Append what the worker has printed to its log on this machine."""
         with contextlib.suppress(OSError), open_log(self._log) as file:
             file.write(text)
+            keep_log_end(file.fileno())
 
     def close(self) -> Exit:
         self.is_open = False

@@ -13,6 +13,8 @@ import pytest
 from ensemble.common.errors import CheckpointError
 from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapter
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
+from ensemble.members.seq_cls.parent import SequenceClassification
+from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 from tests.checkpoints import inspect_folder, make_adapter, make_base, make_checkpoint
 
 pytest.importorskip("peft")
@@ -208,3 +210,11 @@ def test_a_name_on_the_hub_that_cannot_be_had(
         CheckpointError, match=r"org/lora: no such folder.*cannot be reached.*--local-dir FOLDER"
     ):
         inspect(llama, Path("org/lora"))
+
+
+def test_an_adapter_that_a_training_left_without_the_name_of_its_base_says_so(tmp_path: Path) -> None:
+    member = {"name": "m", "text_column": "text", "train": {"command": ["python", "{train}", "{out}"]}}
+    kind = SequenceClassification(SequenceClassifierSettings.model_validate(member))
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": null}')
+    with pytest.raises(CheckpointError, match="base_model_name_or_path is null"):
+        kind.trained_settings(tmp_path)

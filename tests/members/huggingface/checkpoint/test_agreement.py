@@ -6,20 +6,29 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import ensemble
 from ensemble.common.errors import CheckpointError
 from ensemble.members import questions
-from ensemble.members.huggingface.checkpoint.description import checkpoint_question
+from ensemble.members.huggingface.checkpoint.description import (
+    Description,
+    checkpoint_question,
+    release_warning,
+)
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.spec import CLASSIFIER
 from ensemble.members.questions import Answer, Question
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
-from tests.checkpoints import answers_of_this_process, inspect_folder, make_checkpoint
+from tests.checkpoints import (
+    answers_of_this_process,
+    inspect_folder,
+    make_checkpoint,
+    make_language_model,
+)
 from tests.project import Project
 
 LABELS = ["yes", "no", "tie"]
@@ -54,6 +63,16 @@ def changed(folder: Path, copy: Path, **changes: Any) -> Path:
         json.dumps({key: value for key, value in config.items() if value is not None})
     )
     return copy
+
+
+def tokenizer_notes(folder: Path) -> list[str]:
+    """What the worker says of a tokenizer."""
+    from ensemble.members.huggingface.loading.checks import check_tokenizer
+    from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
+    from tests.members.huggingface.scoring.test_predict import worker_spec
+
+    spec = worker_spec(folder)
+    return list(check_tokenizer(spec, load_tokenizer(spec), ["some text"]))
 
 
 def inspected(folder: Path) -> Checkpoint:
@@ -107,6 +126,7 @@ def test_a_model_that_transformers_does_not_know_is_refused_in_its_words(
         inspected(changed(intact["bert"], tmp_path / "c", model_type="vit"))
 
 
+@pytest.mark.long
 def test_one_process_answers_for_all_and_its_answers_are_kept(
     intact: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,9 +164,53 @@ def test_a_process_that_dies_is_a_warning(
 ) -> None:
     monkeypatch.setattr(questions, "ask_process", REAL_PROCESS)
     monkeypatch.setattr(questions, "TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr(questions, "SECONDS_PER_QUESTION", 0.01)
     copy = changed(intact["llama"], tmp_path / "copy", hidden_act="gelu")
     (warning,) = inspected(copy).warnings
-    assert "could not be asked what it is (no answer within 0.01 s); its worker checks it before" in warning
+    assert "could not be asked what it is (no answer within 0.02 s); its worker checks it before" in warning
+
+
+def test_validate_says_what_is_not_checked(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_gemma(module: str, asked: Sequence[Question]) -> list[Answer]:
+        asleep = Answer(None, "no answer within 120 s")
+        return [
+            answers_of_this_process(module, [question])[0] if question.folder.name == "gemma" else asleep
+            for question in asked
+        ]
+
+    monkeypatch.setattr(questions, "_answers", {})
+    monkeypatch.setenv(questions.CACHE, str(project.folder / "cache"))
+    monkeypatch.setattr(questions, "ask_process", only_gemma)
+    monkeypatch.chdir(project.folder)
+    project.write_config(project.config())
+    last_line = str(ensemble.validate("config.yaml")).splitlines()[-1]
+    llama = project.models / "llama"
+    assert last_line.startswith(f"not checked: {llama}, as said above. All other checks passed. A run")
+
+
+def test_validate_shows_where_a_prompt_ends_and_that_rows_are_cut(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = project.config()["labels"]
+    bert = make_checkpoint(project.folder / "bert", "bert", labels)
+    model = make_language_model(project.folder / "model", "llama")
+    asked = {
+        "task_type": "causal_lm",
+        "model_name_or_path": str(model),
+        "prompt_template": "{{ label }}\nAnswer:",
+        "label_tokens": {label: f" {label}" for label in labels},
+    }
+    models = [
+        {"name": "bert", "model_name_or_path": str(bert), "text_column": "text"},
+        {"name": "lm", **asked},
+    ]
+    project.write_config(project.config(models=models, defaults={"max_length": 300}))
+    monkeypatch.chdir(project.folder)
+    shown = str(ensemble.validate("config.yaml"))
+    assert "models[0].max_length: 300 is more than the 128 positions of the model" in shown
+    assert (
+        f"lm: with a label's text behind it, it ends in '{project.truth[0]}\\nAnswer: {labels[0]}'" in shown
+    )
 
 
 def test_labels_that_the_head_does_not_have(intact: dict[str, Path], tmp_path: Path) -> None:
@@ -165,17 +229,30 @@ def test_rope_types_that_this_release_does_not_know(intact: dict[str, Path], tmp
 
 
 @pytest.mark.fault(30)
-def test_a_checkpoint_of_a_newer_release_is_said_with_the_keys_that_are_unknown_here(
+def test_numbers_that_only_a_newer_release_reads_are_said_and_no_other_keys(
     intact: dict[str, Path], tmp_path: Path
 ) -> None:
-    assert inspected(intact["llama"]).warnings == ()
-    copy = changed(intact["llama"], tmp_path / "copy", transformers_version="99.1.0", attention_curvature=2)
-    (warning,) = inspected(copy).warnings
-    assert "saved by transformers 99.1.0" in warning
-    assert (
-        f"{metadata.version('transformers')} is installed, which knows nothing of its attention_curvature;"
-        in warning
-    )
+    left_over = {"gradient_checkpointing": False, "position_embedding_type": "absolute"}
+    copy = changed(intact["llama"], tmp_path / "copy", transformers_version="99.1.0", **left_over)
+    assert inspected(copy).warnings == ()
+    config = {
+        "model_type": "gpt_oss",
+        "transformers_version": "5.24.0",
+        "swiglu_limit": 5.0,
+        "swiglu_alpha": 1.702,
+    }
+    (warning,) = release_warning("m", config, Description(known_keys=("vocab_size",)))
+    assert "with swiglu_limit: 5.0, and" in warning
+    assert "computes with 7.0" in warning
+    assert not [*release_warning("m", config, Description(known_keys=("swiglu_limit",)))]
+
+
+def test_a_checkpoint_with_code_of_its_own_is_said_to_have_it(
+    intact: dict[str, Path], tmp_path: Path
+) -> None:
+    code = {"auto_map": {"AutoModelForSequenceClassification": "modeling_own.Own"}, "num_attention_heads": 5}
+    with pytest.raises(CheckpointError, match="comes with Python code of its own"):
+        inspected(changed(intact["bert"], tmp_path / "copy", **code))
 
 
 @pytest.mark.fault(28)
@@ -204,6 +281,41 @@ def test_files_that_a_tokenizers_class_needs(
     with pytest.raises(CheckpointError) as caught:
         inspected(copy)
     assert said in str(caught.value)
+
+
+@pytest.mark.fault(28)
+@pytest.mark.parametrize("class_name", ["BertTokenizer", "GemmaTokenizer", "GPT2Tokenizer"])
+def test_a_class_that_makes_a_vocabulary_of_special_tokens_up_is_refused(
+    class_name: str, intact: dict[str, Path], tmp_path: Path
+) -> None:
+    copy = changed(intact["llama"], tmp_path / "copy")
+    (copy / "tokenizer.json").unlink()
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": class_name, "unk_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="has no tokenizer files with the vocabulary of"):
+        inspected(copy)
+    with pytest.raises(ValueError, match="copy its vocabulary files"):  # where the parent could not ask
+        tokenizer_notes(copy)
+
+
+@pytest.mark.fault(28)
+def test_a_tokenizer_of_less_than_a_hundredth_of_the_embeddings_is_refused(
+    intact: dict[str, Path], tmp_path: Path
+) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    from ensemble.members.huggingface.loading.load import load
+    from tests.members.huggingface.scoring.test_predict import worker_spec
+
+    copy = changed(intact["llama"], tmp_path / "copy")
+    vocabulary = Tokenizer(models.WordLevel({"<unk>": 0, "plants": 1, "food": 2}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=vocabulary, unk_token="<unk>").save_pretrained(copy)
+    with pytest.raises(CheckpointError, match="knows 3 tokens, and its model has embeddings of 359"):
+        inspected(copy)
+    with pytest.raises(ValueError, match="knows 3 tokens, and its model has embeddings of 359"):
+        load(worker_spec(copy))
 
 
 @pytest.mark.usefixtures("warm")

@@ -12,7 +12,7 @@ from ensemble.common.errors import CheckpointError
 from ensemble.members.huggingface.checkpoint import inspect
 from ensemble.members.huggingface.checkpoint.description import Description
 from ensemble.members.huggingface.checkpoint.labels import label_names, match_labels
-from tests.checkpoints import inspect_folder
+from tests.checkpoints import inspect_folder, make_checkpoint
 
 LABELS = ["a", "b", "c"]
 
@@ -119,6 +119,7 @@ def test_paths_that_hold_no_checkpoint(tmp_path: Path) -> None:
             b'{"weight_map": {"w": "a.safetensors"}}',
             "names a.safetensors, not there",
         ),
+        ("model.safetensors.index.json", b'{"weight_map": {}}', "is not an index of weight files"),
     ],
 )
 @pytest.mark.fault(22)
@@ -129,9 +130,32 @@ def test_files_that_are_missing_or_broken(
     if content is None:
         (folder / file).unlink()
     else:
+        if file.endswith("index.json"):  # which counts where no file is whole
+            (folder / "model.safetensors").rename(folder / "b.safetensors")
         (folder / file).write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         inspect_folder(folder, LABELS)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("model.safetensors.index.json", '{"weight_map": {"w": "model-00001-of-00002.safetensors"}}'),
+        ("model.safetensors.index.json", ""),
+        ("consolidated.safetensors.index.json", '{"weight_map": {"w": "consolidated-1.safetensors"}}'),
+        ("pytorch_model.bin.index.json", "{}"),
+        ("consolidated.safetensors", "the beginning of a download"),
+    ],
+)
+def test_files_that_transformers_does_not_read_refuse_no_whole_checkpoint(
+    file: str, content: str, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    folder = make_checkpoint(tmp_path / "m", "llama", LABELS)
+    (folder / file).write_text(content)
+    AutoModelForSequenceClassification.from_pretrained(folder, use_safetensors=True)
+    inspect_folder(folder, LABELS)
 
 
 @pytest.mark.fault(22)

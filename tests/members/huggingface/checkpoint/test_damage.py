@@ -286,6 +286,7 @@ def quiet() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.fault(28)
 @pytest.mark.fault(29)

@@ -85,11 +85,9 @@ def test_keys_and_values_of_a_prefix_are_seen() -> None:
     split = LONG - QUERIES_PER_BLOCK - 5
     with torch.inference_mode():
         prefix = model(input_ids=ids[:, :split], use_cache=True)
-        rest = model(
-            input_ids=ids[:, split:],
-            past_key_values=prefix.past_key_values,
-            attention_mask=torch.ones_like(ids),
-        )
+        name = "cache" if "cache" in prefix else "past_key_values"  # since transformers 5.24
+        cache = {name: prefix[name]}
+        rest = model(input_ids=ids[:, split:], attention_mask=torch.ones_like(ids), **cache)
     torch.testing.assert_close(rest.logits, whole[:, split:], rtol=0, atol=2e-5)
 
 

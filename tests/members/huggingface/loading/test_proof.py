@@ -253,8 +253,10 @@ def test_another_class_than_the_vocabulary_is_for(kind: str, tmp_path: Path) -> 
 def test_text_that_the_vocabulary_does_not_know_is_noted(tmp_path: Path) -> None:
     folder = with_tokenizer(tmp_path / "model", "BertTokenizer")
     texts = ["Ни одного знакомого слова здесь нет и не было никогда"] * 3
-    (note,) = notes_of(folder, tmp_path / "place", texts)
-    assert "of the tokens of its first 3 rows are [UNK]" in note
+    (note,) = notes_of(folder, tmp_path / "place", [*texts, "plants or food"])
+    assert "of the tokens of its first 4 rows are [UNK]" in note
+    with pytest.raises(ValueError, match="knows nothing of its first 3 rows"):
+        notes_of(folder, tmp_path / "nothing", texts)
 
 
 def test_text_that_does_not_come_back_is_noted(tmp_path: Path) -> None:

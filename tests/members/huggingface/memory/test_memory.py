@@ -79,6 +79,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "attention"),
     one_in(

@@ -1,0 +1,196 @@
+"""The tokenizer that lies in an adapter's folder, against plain transformers and peft one row at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ensemble.common.digests import FileDigests
+from ensemble.common.errors import CheckpointError
+from ensemble.members.base import OutputColumns
+from ensemble.members.huggingface.spec import AdapterSource
+from ensemble.members.seq_cls.parent import SequenceClassification
+from ensemble.members.seq_cls.settings import SequenceClassifierSettings
+from tests.checkpoints import label_reference, make_adapter, make_base, make_texts
+from tests.members.causal_lm.test_causal_lm import SEVERAL, member, predict
+from tests.members.huggingface.scoring.test_predict import LABELS, compute, worker_spec
+
+pytest.importorskip("peft")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft on transformers 5
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
+]
+TEXTS = [f"{text} [PART] {text[::-1]}" for text in make_texts(12, longest=20)]
+ROWS = [{"text": text} for text in TEXTS]
+SPARE = 8
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model whose embeddings have rows to spare."""
+    from transformers import AutoModelForCausalLM
+
+    folder = make_base(tmp_path_factory.mktemp("bases") / "llama", "llama")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(model.config.vocab_size + SPARE)
+    model.save_pretrained(folder)
+    return folder
+
+
+def add_tokenizer(folder: Path, base: Path, *tokens: str, **changes: Any) -> Any:
+    """Save the base's tokenizer beside an adapter, with further tokens and settings, as peft's users do."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*tokens]})
+    for key, value in changes.items():
+        setattr(tokenizer, key, value)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def plain(base: Path, adapter: Path, rows: int | None = None, task: str = "SequenceClassification") -> Any:
+    """The base with its adapter as peft's users load it, with so many rows of embeddings."""
+    import peft
+    import transformers
+
+    keys = {"num_labels": len(LABELS)} if task.startswith("Seq") else {}
+    model = getattr(transformers, f"AutoModelFor{task}").from_pretrained(
+        base, attn_implementation="eager", **keys
+    )
+    if rows is not None:
+        model.resize_token_embeddings(rows)
+    return peft.PeftModel.from_pretrained(model, str(adapter)).eval()
+
+
+def expected(base: Path, adapter: Path, rows: int | None = None) -> npt.NDArray[np.float64]:
+    import torch
+    from transformers import AutoTokenizer
+
+    model, tokenizer = plain(base, adapter, rows), AutoTokenizer.from_pretrained(adapter)
+    with torch.no_grad():
+        logits = [model(**tokenizer(text, return_tensors="pt")).logits[0] for text in TEXTS]
+    return np.asarray(torch.stack(logits).softmax(-1).double().numpy())
+
+
+def grown_adapter(folder: Path, base: Path, labels: int, **settings: Any) -> int:
+    """Save an adapter over embeddings that were grown for a tokenizer's new tokens; return their rows."""
+    import torch
+    import transformers
+
+    name = "AutoModelForSequenceClassification" if labels else "AutoModelForCausalLM"
+    grown = folder.parent / f"{folder.name}-base"
+    shutil.copytree(base, grown)
+    tokenizer = add_tokenizer(grown, base, *(f"[PART{number}]" for number in range(SPARE)), "[PART]")
+    model = getattr(transformers, name).from_pretrained(base, **({"num_labels": labels} if labels else {}))
+    torch.manual_seed(1)
+    model.resize_token_embeddings(len(tokenizer))
+    model.get_input_embeddings().weight.data[-1].normal_()
+    model.save_pretrained(grown)
+    make_adapter(folder, grown, labels, **settings)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(base)}))
+    tokenizer.save_pretrained(folder)
+    return len(tokenizer)
+
+
+def test_the_tokenizer_beside_an_adapter_is_used(base: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "adapter", base, 3)
+    spec = worker_spec(base, adapter_name_or_path=str(adapter))
+    without = compute(spec, ROWS)
+    add_tokenizer(adapter, base, "[PART]")
+    got = compute(spec, ROWS)
+    np.testing.assert_allclose(got, expected(base, adapter), atol=1e-5)
+    assert np.abs(got - without).max() > 0.05, "the token must matter"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj", "embed_tokens"]},  # peft saves the embeddings beside their adapter
+        {"target_modules": ["q_proj"], "modules_to_save": ["score", "embed_tokens"]},
+    ],
+    ids=["saved_whole", "modules_to_save"],
+)
+def test_an_adapter_over_grown_embeddings_gets_rows_for_them(
+    settings: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    adapter = tmp_path / "adapter"
+    rows = grown_adapter(adapter, base, 3, **settings)
+    got = compute(worker_spec(base, adapter_name_or_path=str(adapter)), ROWS)
+    np.testing.assert_allclose(got, expected(base, adapter, rows), atol=1e-5)
+
+
+@pytest.mark.parametrize("is_grown", [False, True])
+def test_a_language_model_is_read_with_its_adapters_tokenizer_and_chat_template(
+    is_grown: bool, base: Path, tmp_path: Path
+) -> None:
+    adapter, rows = tmp_path / "adapter", None
+    if is_grown:
+        settings = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+        rows = grown_adapter(adapter, base, 0, **settings)
+    else:
+        make_adapter(adapter, base, 0)
+    chat = "{% for message in messages %}[PART]{{ message.content }}{% endfor %}[PART]"
+    tokenizer = add_tokenizer(adapter, adapter if is_grown else base, "[PART]", chat_template=chat)
+    keys: dict[str, Any] = {"adapter_name_or_path": str(adapter), "prompt_template": "{{ text }}"}
+    made = member(tmp_path, base, TEXTS, label_tokens=SEVERAL, apply_chat_template=True, **keys)
+    prompts = [f"[PART]{text}[PART]" for text in TEXTS]
+    tokenizer.save_pretrained(tmp_path / "alone")
+    model = plain(base, adapter, rows, "CausalLM")
+    texts = [*SEVERAL.values()]
+    reference, _ = label_reference(tmp_path / "alone", prompts, texts, add_special_tokens=False, model=model)
+    np.testing.assert_allclose(predict(made, len(TEXTS)).values, reference, atol=1e-5)
+
+
+def settings_of(base: Path, *adapters: Path | None, **keys: Any) -> Any:
+    views = [
+        {"name": f"v{number}"} | ({} if adapter is None else {"adapter_name_or_path": str(adapter)})
+        for number, adapter in enumerate(adapters)
+    ]
+    member = {"name": "m", "model_name_or_path": str(base), "text_column": "text", "views": views, **keys}
+    return SequenceClassification(SequenceClassifierSettings.model_validate(member))
+
+
+def test_adapters_whose_tokenizers_make_other_tokens_of_a_text_are_refused(
+    base: Path, tmp_path: Path
+) -> None:
+    first, second, third = (make_adapter(tmp_path / name, base, 3) for name in ("first", "second", "third"))
+    add_tokenizer(first, base, "[PART]")
+    add_tokenizer(second, base, "[PART]", pad_token="<eos>")  # of no text
+    columns = OutputColumns("id", ("LABEL_0", "LABEL_1", "LABEL_2"), tmp_path)
+    settings_of(base, first, second).inspect(columns)
+    for other in (third, None):
+        with pytest.raises(CheckpointError) as caught:
+            settings_of(base, first, other).inspect(columns)
+        assert f"the tokenizer of {base if other is None else third} makes other tokens" in str(caught.value)
+    with pytest.raises(CheckpointError, match="makes other tokens"):
+        settings_of(base, None, adapters={"average": [str(first), str(third)]}).inspect(columns)
+    # The worker finds the same, where the parent could not ask.
+    spec = worker_spec(base)
+    sources = (AdapterSource((str(first),)), AdapterSource((str(third),)))
+    with pytest.raises(ValueError, match="makes other tokens"):
+        compute(replace(spec, view_adapters=sources, view_templates=(None, None)), ROWS)
+
+
+def test_only_members_whose_tokenizer_is_another_one_are_computed_anew(base: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "adapter", base, 3)
+    columns = OutputColumns("id", ("LABEL_0", "LABEL_1", "LABEL_2"), tmp_path)
+
+    def digest() -> str:
+        kind = settings_of(base, adapter)
+        return str(kind.content(kind.inspect(columns), FileDigests(False))["tokenizer"])
+
+    before = digest()
+    add_tokenizer(adapter, base)  # as our own trainings leave it
+    assert digest() == before
+    add_tokenizer(adapter, base, "[PART]")
+    assert digest() != before
