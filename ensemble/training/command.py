@@ -282,8 +282,9 @@ def _train(
         is_fresh = asked.fresh and is_asked
         if why or is_fresh:  # never beside a fold of another division
             files.set_aside(name, part)
-            if is_asked:
-                files.clear(name, part)
+        # What another training left is not taken for what this one will leave.
+        if is_asked and (why or is_fresh or files.ended(name, part).exists()):
+            files.clear(name, part)
         if why is None or is_asked:
             to_run.append(replace(training, is_done=why is None and not is_fresh))
     for model in config.trained_members:
@@ -377,10 +378,12 @@ def _write_data(
     table.parent.mkdir(exist_ok=True)
     for part in dict.fromkeys(training.part for training in trainings if not training.is_built_in):
         data.write_for_command(files.train_file(part, data.suffix), data.rows_of(part.fold))
-    for model in config.trained_members:  # also of one that is used again, whose rows another has replaced
+    to_train = {training.model.name for training in trainings}
+    for model in config.trained_members:
         rows = files.trained_rows(model.name)
-        rows.parent.mkdir(parents=True, exist_ok=True)
-        write_trained_rows(rows, data.trained_rows(model.name))
+        if model.name in to_train or not fold_count(rows):
+            rows.parent.mkdir(parents=True, exist_ok=True)
+            write_trained_rows(rows, data.trained_rows(model.name))
     built_in = [(training, training.from_base) for training in trainings if training.from_base is not None]
     if not built_in:
         return

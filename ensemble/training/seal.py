@@ -67,6 +67,7 @@ def settle(
     if seal is not None or not _may_return(trainings, member, part, made_of):
         return False
     trainings.clear(member, part)
+    trainings.trained_rows(member).unlink(missing_ok=True)  # those of the change
     trainings.outdated_seal(member, part).rename(trainings.seal(member, part))
     return True
 

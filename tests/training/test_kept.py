@@ -14,6 +14,7 @@ from ensemble.cli.progress import QuietDisplay
 from ensemble.common.clock import boot_seconds
 from ensemble.common.digests import folder_digests
 from ensemble.common.errors import CheckpointError
+from ensemble.data.trained_rows import fold_count
 from ensemble.members.huggingface.checkpoint.left import lift_checkpoint
 from ensemble.pipeline.load import load
 from ensemble.pipeline.training_dir import Part
@@ -82,6 +83,7 @@ def test_a_finished_training_stays_until_its_replacement_is_sealed(trained: Trai
     report, said = do()
     assert report.status == "complete"
     assert "a: trained already: fold 0, fold 1" in said
+    assert fold_count(trained.files.trained_rows("a")) == 2
     assert len(trained.calls()) == 3
     trained.mode(0, "")
     assert do("seed=7", fold=0)[0].status == "complete"
@@ -144,6 +146,10 @@ def test_what_is_trained_anew_is_told_before_and_asked_for_if_it_takes_long(trai
     assert len(trained.calls()) == 2
     assert digests_of_folds(trained) == before
     assert do()[1][-1] == "a: trained already: fold 0, fold 1"
+    do(changed, fold=2)
+    assert fold_count(trained.files.trained_rows("a")) == 3
+    do()
+    assert fold_count(trained.files.trained_rows("a")) == 2, "as it was trained"
     # One fold alone took less than an hour.
     assert do(changed, fold=2)[0].status == "complete"
     assert digests_of_folds(trained) == before
@@ -201,6 +207,16 @@ def test_a_result_that_was_refused_is_sealed_once_it_is_mended(trained: Trained,
         assert report.status == "failed"
         assert any(text.startswith("a: trained anew: fold 1: what it has left is refused: ") for text in said)
         assert trained.folds_called().count("1") == 2
+
+
+def test_what_another_training_left_is_never_taken_for_a_refused_one(trained: Trained) -> None:
+    trained.mode(1, "two")
+    do(fold=1)
+    trained.mode(1, "exit")
+    do("seed=7", fold=1)
+    shutil.copytree(trained.scripts / "trained", trained.files.unfinished("a", Part(1)), dirs_exist_ok=True)
+    do(fold=1)
+    assert len(trained.calls()) == 3, "nothing is left of the first"
 
 
 def make(folder: Path, content: str) -> None:
