@@ -119,6 +119,7 @@ GOOD: Final[dict[str, Any]] = {
         "id_column": "id",
         "label_column": "label",
         "label_columns": None,
+        "skip_unlabelled": False,
         "allowed_labels": {"path": "possible.csv", "key": "t", "column": "labels"},
     },
     "labels": ["neg", 2],

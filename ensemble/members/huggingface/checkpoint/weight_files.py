@@ -225,12 +225,12 @@ def weight_problems(folder: Path, config: Mapping[str, Any], allow_pickle: bool)
     # transformers decides by each file's ending, whatever the name of the index.
     if index is not None and unsafe and not allow_pickle and index.name.endswith(".safetensors.index.json"):
         yield pickle_refused(unsafe[0])
-    missing = [path.name for path in loaded if not path.is_file()]
+    missing = [path.name for path in loaded if index is not None and not path.is_file()]
     if missing and any(path.suffix == Path(missing[0]).suffix for path in files):
         yield f"{index} names {listed(missing, 4, str)}, not there; copy what is missing"
     for path in loaded:
         try:
-            if path.suffix == ".safetensors" and path.is_file():
+            if path.suffix == ".safetensors" and path.name not in missing:
                 read_file(path)
         except CheckpointError as error:
             yield from error.problems
