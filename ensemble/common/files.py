@@ -20,7 +20,7 @@ from ensemble.common.text import listed
 PARQUET_EXTENSIONS = (".parquet", ".pq")
 TEMPORARY = ".tmp-"
 # A log that grows beyond the first keeps the second.
-MAX_LOG_BYTES, KEPT_LOG_BYTES = 64 << 20, 32 << 20
+MAX_LOG_BYTES, KEPT_LOG_BYTES = 96 << 20, 64 << 20
 # Size in bytes, and the times at which content and entry last changed, in nanoseconds. No program can set the
 # second time: it shows a file that was replaced and put back, or whose old time was restored (POSIX, sys/stat.h).
 # The inode is left out, because file systems in user space may change it for the same file.
