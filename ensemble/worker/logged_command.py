@@ -166,6 +166,9 @@ class LoggedCommand:
         free = free_bytes(self.out)
         if free is not None and free < _FULL_BYTES:
             text += f"; the disk is full: {gib(free)} are free for {shown_path(self.out)}"
+            if not self.resumes:  # it would keep the same command from its start
+                remove_folder(self.out)
+                text += ", and what it had written there is removed"
         kind = OutOfMemory if has_host_killed else CommandFailed
         return kind(text, was_killed=code < 0)
 
