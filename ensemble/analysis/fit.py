@@ -198,6 +198,8 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
     metric = metric_of(options, predictions)
     sample, rows_decided = usable_rows(predictions, is_stacked=options.method == "stacking")
     check(sample, options, metric)
+    sample = without_useless_folds(sample, metric)
+    predictions = replace(predictions, remarks=sample.remarks)
     options = with_known_folds(options, sample, metric)
     report = fit_sample(sample, options, metric, predictions, rows_decided, equal_pool=options.pool)
     if not report.over_equal.high < 0:
@@ -518,6 +520,18 @@ def _cross_validated(
     for values in held_out:
         sample.mask(values, sample.activation)
     return held_out, answers, best_members
+
+
+def without_useless_folds(sample: Predictions, metric: Metric) -> Predictions:
+    """Return predictions without known folds if a metric that ranks rows is defined in one of them alone."""
+    if metric.kind != "ranks" or sample.folds is None:
+        return sample
+    values = next(iter(sample.members.values()))
+    parts = metric.folds_to_score(sample.required_truth, values, sample.activation, sample.folds)
+    if len(parts) > 1:
+        return sample
+    remark = f"{metric.name}: defined in one of the models' folds alone, so all rows are ranked together"
+    return replace(sample, folds=None, remarks=(*sample.remarks, remark))
 
 
 def with_known_folds(options: Options, sample: Predictions, metric: Metric) -> Options:

@@ -36,6 +36,7 @@ from ensemble.analysis.fit import (
     usable_rows,
     values_to_merge,
     with_known_folds,
+    without_useless_folds,
 )
 from ensemble.analysis.metrics import Metric, find_metric
 from ensemble.analysis.predictions import Predictions
@@ -66,6 +67,8 @@ def fit_auto(predictions: Predictions, options: Options) -> FitReport:
     # Stacking cannot use rows with a mask, and all candidates are compared on the same rows.
     sample, rows_decided = usable_rows(predictions, is_stacked=True)
     check(sample, options, metric)
+    sample = without_useless_folds(sample, metric)
+    predictions = replace(predictions, remarks=sample.remarks)
     options = with_known_folds(options, sample, metric)
     names, left_out = [*sample.members], dict[str, FittedMember]()
     while True:

@@ -63,6 +63,9 @@ FOLDS_UNKNOWN: Final = (
 _ADVICE: Final = "remove the file and run the config again, which computes it again"
 T = TypeVar("T")
 
+# Names of columns that stand beside predictions, and may be 0 in all rows.
+_NOT_LABELS = {"fold", "kfold", "split", "target"}
+
 
 @dataclass(frozen=True)
 class Predictions:
@@ -240,7 +243,7 @@ def _without_spare_columns(
     """Return the files without columns that are no label of a table, such as ``fold``, and a remark about them.
 
     All stay unless the table's labels are columns whose values sum to 1 in each file without the others, and not
-    with them: a label that no row of the table has is no spare column.
+    with them, or the others' names tell: a label that no row of the table has is no spare column.
     """
     labels, columns = set[str](), next(iter(files.values())).labels
     if label_column in column_names(table):
@@ -253,14 +256,15 @@ def _without_spare_columns(
     places = [place for place, column in enumerate(columns) if plain_label(column) in labels]
     if len(places) < max(2, len(labels)) or len(places) == len(columns):
         return files, []
+    others = [column for column in columns if plain_label(column) not in labels]
+    are_named = {column.lower() for column in others} <= _NOT_LABELS
     for file in files.values():
         sums = np.stack([file.values[:, places].sum(axis=1), file.values.sum(axis=1)])
         is_one = (np.abs(sums - 1) <= SUM_TOLERANCE) | np.isnan(sums)
-        if not is_one[0].all() or is_one[1].all():
+        if not is_one[0].all() or (is_one[1].all() and not are_named):
             return files, []
     kept = tuple(columns[place] for place in places)
-    others = listed([column for column in columns if column not in kept])
-    remark = f"columns left out, as they are no labels of {table}: {others}"
+    remark = f"columns left out, as they are no labels of {table}: {listed(others)}"
     return {
         name: replace(file, labels=kept, values=np.asfortranarray(file.values[:, places]))
         for name, file in files.items()

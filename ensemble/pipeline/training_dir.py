@@ -124,7 +124,9 @@ class TrainingDir:
     def set_aside(self, member: str, part: Part) -> None:
         """Take a finished training out of use; its folder stays until its replacement is sealed."""
         seal, outdated = self.seal(member, part), self.outdated_seal(member, part)
-        if seal.exists():
+        if outdated.exists():  # that is of the folder; a newer seal is of one that is gone
+            seal.unlink(missing_ok=True)
+        elif seal.exists():
             seal.rename(outdated)
 
     def clear(self, member: str, part: Part) -> None:

@@ -358,6 +358,8 @@ class Scheduler:
                 if worker.state is state and worker.exit_by is None:
                     self._terminate(worker)
             return
+        if self._is_stopped:  # a chunk may be done in part: the next run finishes members
+            return
         if state.waits_for_selection:
             self._run.on_views_done(state)
         if state.finished and state.finished_at is None:

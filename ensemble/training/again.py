@@ -27,7 +27,7 @@ class Again:
     def of(cls, files: TrainingDir, member: str, part: Part, why: str) -> Again:
         records = [files.ended(member, part)]
         if files.checkpoint(member, part).is_dir():
-            records.append(files.seal(member, part))
+            records += [files.seal(member, part), files.outdated_seal(member, part)]
         seals = [read_record(path, Seal) for path in records]
         return cls(member, part, why, sum(seal.record.seconds or 0.0 for seal in seals if seal is not None))
 
@@ -45,6 +45,6 @@ def consent_text(trainings: Sequence[Again]) -> str:
         return ""
     count = plural(len(trainings), "finished training")
     return (
-        f"{count} that took {duration(seconds)} would be made again: undo the change to keep them in use, or add "
-        "--retrain to begin"
+        f"{count} that took {duration(seconds)} would be made again: undo the change, or mend what is refused, to "
+        "use what is there, or add --retrain to begin"
     )

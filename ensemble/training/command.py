@@ -30,13 +30,14 @@ from ensemble.training.again import Again, consent_text, texts_by_reason
 from ensemble.training.check import check_trainings
 from ensemble.training.data import read_training_data
 from ensemble.training.jobs import Training, TrainingRun
-from ensemble.training.records import TrainingReport
+from ensemble.training.records import Seal, TrainingReport, read_record, write_record
 from ensemble.training.seal import (
     TABLES,
     ended_training,
     output_columns,
     seal_training,
     settle,
+    use_again,
     why_to_train,
 )
 
@@ -125,6 +126,8 @@ def train_for_run(
 
     Raises:
         MembersFailed: a member failed, and neither on_member_failure nor a time limit asks for results without it.
+        TimeLimitReached: no member could be trained, and an earlier submission would be replaced by one that says
+            nothing.
         EnsembleError: as for ``train``.
     """
     config = loaded.config
@@ -147,6 +150,13 @@ def train_for_run(
             )
             display.say(f"{model.name} is left out: {untrained[model.name]}")
     out_of_time = frozenset(name for name in untrained if not failures.get(name))
+    deciding = {model.name for model in config.models if model.has_weight}
+    submission = RunDir(config.output_dir).submission
+    if deciding and deciding <= out_of_time and submission.exists():
+        raise TimeLimitReached(
+            f"no member could be trained in time; {shown_path(submission)} stays as an earlier run has left it; "
+            f"{RESUMES}"
+        )
     loaded = with_trained(loaded, may_lack=True)
     return replace(loaded, untrained=untrained, out_of_time=out_of_time)
 
@@ -188,6 +198,15 @@ def preview_trainings(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
         if changed:
             outdated[model.name] = {part.fold: why for part, why in reasons.items() if why is not None}
         again += changed
+        back = [
+            part.text
+            for part, why in reasons.items()
+            if why is None and not files.is_finished(model.name, part)
+        ]
+        if back:
+            sentences.append(
+                f"{model.name}: {listed(back, 10, str)}: trained already, and used again by train or run"
+            )
     sentences += texts_by_reason(again, "would be trained anew")
     sentences += filter(None, [consent_text(again)])
     return replace(loaded, outdated=outdated), [*sentences, *data.remarks]
@@ -260,6 +279,10 @@ def _train(
     trainings = [
         training for model in config.trained_members for training in _trainings(config, files, data, model)
     ]
+    had_ended = [
+        ended_training(files, training.model.name, training.part, training.made_of) is not None
+        for training in trainings
+    ]
     refusals = [_take_up(config, files, training, asked.discard_old, display) for training in trainings]
     reasons = [
         refusal or why_to_train(files, training.model.name, training.part, training.made_of, training.tables)
@@ -277,11 +300,19 @@ def _train(
         for text in texts_by_reason(again[is_asked], outcome):
             display.say(text)
     to_run: list[Training] = []
-    for training, why, is_asked in zip(trainings, reasons, are_asked, strict=True):
+    for training, why, is_asked, ended in zip(trainings, reasons, are_asked, had_ended, strict=True):
         name, part = training.model.name, training.part
-        is_fresh = asked.fresh and is_asked
+        # What has just been sealed is what --fresh has asked for before.
+        is_fresh = asked.fresh and is_asked and not (ended and why is None)
+        if why is None and not is_fresh and use_again(files, name, part, training.made_of):
+            display.say(
+                f"{name}: {part.text} is used again, as nothing that it was trained from differs any more"
+            )
         if why or is_fresh:  # never beside a fold of another division
             files.set_aside(name, part)
+        aside = read_record(files.outdated_seal(name, part), Seal) if is_fresh else None
+        if aside is not None:
+            write_record(files.outdated_seal(name, part), replace(aside, is_replaced=True))
         # What another training left is not taken for what this one will leave.
         if is_asked and (why or is_fresh or files.ended(name, part).exists()):
             files.clear(name, part)
@@ -305,10 +336,7 @@ def _take_up(
 ) -> str:
     """Finish what a command has begun with a training that has ended; return why it is refused, or ""."""
     name, part = training.model.name, training.part
-    if settle(files, name, part, training.made_of, discard_old):
-        display.say(
-            f"{name}: {part.text} is used again, as nothing that it was trained from differs any more"
-        )
+    settle(files, name, part, discard_old)
     ended = ended_training(files, name, part, training.made_of)
     if ended is None:
         return ""

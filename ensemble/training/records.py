@@ -53,12 +53,16 @@ class Seal:
         made_of: digests of what the training depends on, by its name, such as "train.command".
         files: by the path within the folder.
         tables: digests of what the training tables' digest in ``made_of`` is of; empty in seals of older versions.
+        note: what the user should know of what was left; empty: nothing.
+        is_replaced: whether the user has asked for another in its place (``--fresh``); it is not used again.
     """
 
     made_of: dict[str, str]
     record: PartRecord
     files: dict[str, FileDigest] = field(default_factory=dict)
     tables: dict[str, str] = field(default_factory=dict)
+    note: str = ""
+    is_replaced: bool = False
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,16 @@ def why_to_train(
     if seal is None:
         if trainings.seal(member, part).exists():
             return "its seal cannot be read"
-        return None if _may_return(trainings, member, part, made_of) else ""
+        if _may_return(trainings, member, part, made_of):
+            return None
+        has_begun = trainings.unfinished(member, part).is_dir()
+        ended = read_record(trainings.ended(member, part), Seal) if has_begun else None
+        if ended is not None and _changed(ended, made_of):
+            return f"{listed(_changed(ended, made_of), 5, str)} changed since it ended, and it was not sealed"
+        # Of a finished training that is out of use, until another one in its place has begun.
+        seal = None if has_begun else read_record(trainings.outdated_seal(member, part), Seal)
+        if seal is None or seal.is_replaced or not folder.is_dir() or not _changed(seal, made_of):
+            return ""
     changed = _changed(seal, made_of)
     if TABLES in changed:
         changed.remove(TABLES)
@@ -54,17 +63,16 @@ def why_to_train(
     return f"the files in {shown_path(folder)} are not those that its training has left"
 
 
-def settle(
-    trainings: TrainingDir, member: str, part: Part, made_of: Mapping[str, str], discard_old: bool
-) -> bool:
-    """Put in place what was sealed before a kill; return whether a finished training is used again.
-
-    The latter is one that a change has taken out of use, and that was not replaced before the change was undone.
-    """
+def settle(trainings: TrainingDir, member: str, part: Part, discard_old: bool) -> None:
+    """Put in place what was sealed before a kill."""
     seal, unfinished = read_record(trainings.seal(member, part), Seal), trainings.unfinished(member, part)
     if seal is not None and unfinished.is_dir() and has_files(unfinished, seal.files):
         trainings.replace(member, part, discard_old)
-    if seal is not None or not _may_return(trainings, member, part, made_of):
+
+
+def use_again(trainings: TrainingDir, member: str, part: Part, made_of: Mapping[str, str]) -> bool:
+    """Use a finished training again whose change was undone; return whether there is such a one."""
+    if trainings.seal(member, part).exists() or not _may_return(trainings, member, part, made_of):
         return False
     trainings.clear(member, part)
     trainings.trained_rows(member).unlink(missing_ok=True)  # those of the change
@@ -102,7 +110,10 @@ def seal_training(
     """
     unfinished = trainings.unfinished(model.name, part)
     write_record(trainings.ended(model.name, part), seal)
-    note = lift_checkpoint(unfinished)
+    note = lift_checkpoint(unfinished) or seal.note
+    if note != seal.note:  # for the next try, should this one be refused
+        seal = replace(seal, note=note)
+        write_record(trainings.ended(model.name, part), seal)
     changes = member_kind(model).trained_settings(unfinished)
     kind = member_kind(trained_member(model, changes, columns.labels))
     question = kind.question()
@@ -126,6 +137,6 @@ def _changed(seal: Seal, made_of: Mapping[str, str]) -> list[str]:
 def _may_return(trainings: TrainingDir, member: str, part: Part, made_of: Mapping[str, str]) -> bool:
     """Return whether a training that is out of use is of these settings, and untouched."""
     seal = read_record(trainings.outdated_seal(member, part), Seal)
-    if seal is None or _changed(seal, made_of):
+    if seal is None or seal.is_replaced or _changed(seal, made_of):
         return False
     return has_files(trainings.checkpoint(member, part), seal.files)

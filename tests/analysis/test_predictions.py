@@ -226,6 +226,8 @@ def test_columns_that_are_no_labels_of_the_table_are_left_out_and_named(tmp_path
     assert (
         "do not sum to 1, the first is id 1e5 ('neg' is 0.2, 'pos' is 0.8, 'target' is 1); correct" in refused
     )
+    write(tmp_path, a={**A, "fold": [0, 0, 0]})  # the first fold alone, whose rows sum to 1 all the same
+    assert read_files([a], labels=truth).labels == ("neg", "pos")
     # A label that no row of the table has.
     write(tmp_path, a={**A, "pos": [0.2, 0.8, 0.4], "tie": [0.1, 0, 0.1]})
     assert read_files([a], labels=truth).labels == ("neg", "pos", "tie")

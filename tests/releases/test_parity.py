@@ -6,6 +6,7 @@ that differs between them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,16 @@ def test_texts_that_end_with_the_pad_token_are_read_as_by_their_own_forward_pass
         folder, tmp_path / "place", texts=texts, attn_implementation=planned_attention(folder), asked=()
     )
     np.testing.assert_allclose(got, reference(folder, texts), atol=2e-5)
+
+
+@pytest.mark.long
+def test_a_head_that_reads_at_eos_counts_no_padding(tmp_path: Path) -> None:
+    """BART's, where the config's pad id is that of eos and its tokenizer pads with another token."""
+    folder = make_family(tmp_path / "a model", "bart", LABELS)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "pad_token_id": config["eos_token_id"]}), encoding="utf-8"
+    )
+    got, _, done = worker_result(folder, tmp_path / "place", attn_implementation="eager", asked=())
+    assert not done.bad_rows
+    np.testing.assert_allclose(got, reference(folder, TEXTS), atol=2e-5)

@@ -13,7 +13,7 @@ import yaml
 from ensemble.cli.progress import QuietDisplay
 from ensemble.common.clock import boot_seconds
 from ensemble.common.digests import folder_digests
-from ensemble.common.errors import CheckpointError
+from ensemble.common.errors import CheckpointError, ConfigError
 from ensemble.data.trained_rows import fold_count
 from ensemble.members.huggingface.checkpoint.left import lift_checkpoint
 from ensemble.pipeline.load import load
@@ -188,6 +188,12 @@ def test_a_limit_that_leaves_no_time_to_train_anew_says_what_is_kept(trained: Tr
     assert "a is left out: there was no time to train fold 0, fold 1" in said
     assert "Its earlier trainings are kept (fold 0, fold 1): undo the change, and they are used again" in said
     assert digests_of_folds(trained) == before
+    submission = trained.folder / "runs/first/submission.csv"
+    submission.write_text("of an earlier run", encoding="utf-8")
+    done = trained.ensemble("run", "config.yaml", "--set", "time_limit=1s", "--set", "seed=7")
+    assert done.returncode == 4
+    assert "stays as an earlier run has left it" in " ".join(done.stderr.split())
+    assert submission.read_text(encoding="utf-8") == "of an earlier run"
 
 
 @pytest.mark.parametrize("is_mended", [True, False])
@@ -207,6 +213,57 @@ def test_a_result_that_was_refused_is_sealed_once_it_is_mended(trained: Trained,
         assert report.status == "failed"
         assert any(text.startswith("a: trained anew: fold 1: what it has left is refused: ") for text in said)
         assert trained.folds_called().count("1") == 2
+
+
+def test_fresh_goes_on_after_a_stop_and_never_returns_to_the_old_ones(trained: Trained) -> None:
+    do()
+    (trained.scripts / "trained/note.txt").write_text("another result", encoding="utf-8")
+    trained.mode(1, "two")
+    assert do(fresh=True)[0].status == "failed"
+    shutil.rmtree(trained.files.unfinished("a", Part(1)) / "checkpoint-9")
+    report, said = do()
+    assert report.status == "complete"
+    assert any(text.startswith("a: fold 1: what its training has left is taken now") for text in said)
+    assert trained.folds_called() == ["0", "1", "0", "1"]
+    assert all("note.txt" in digests for digests in digests_of_folds(trained))
+
+
+def test_a_finished_training_out_of_use_is_asked_for_again_and_again(trained: Trained) -> None:
+    do()
+    took(trained, 4000.0)
+    path = trained.files.seal("a", Part(0))
+    seal = json.loads(path.read_text(encoding="utf-8"))
+    seal["record"]["seconds"] = 1.0
+    path.write_text(json.dumps(seal), encoding="utf-8")
+    assert do("seed=7", fold=0)[0].status == "complete", "it took a second"
+    with pytest.raises(ConfigError) as refused:
+        do("seed=7")
+    assert "a: would be trained anew: fold 1: seed changed since it was trained" in refused.value.problems
+    assert do("seed=7", retrain=True)[0].status == "complete"
+
+
+def test_a_refused_result_is_not_removed_for_another_setting_without_a_word(trained: Trained) -> None:
+    trained.mode(1, "two")
+    do()
+    path = trained.files.ended("a", Part(1))
+    seal = json.loads(path.read_text(encoding="utf-8"))
+    seal["record"]["seconds"] = 4000.0
+    path.write_text(json.dumps(seal), encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        do("seed=7")
+    assert any(
+        "fold 1: seed changed since it ended, and it was not sealed" in text
+        for text in refused.value.problems
+    )
+    assert trained.files.unfinished("a", Part(1)).is_dir()
+
+
+def test_a_kill_while_a_result_is_moved_up_refuses_it_not(tmp_path: Path) -> None:
+    make(tmp_path / "final", "the weights")
+    aside = (tmp_path / "final").rename(tmp_path / ".final.moving")
+    (aside / "config.json").rename(tmp_path / "config.json")
+    assert lift_checkpoint(tmp_path) == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_what_another_training_left_is_never_taken_for_a_refused_one(trained: Trained) -> None:

@@ -157,6 +157,7 @@ def checkpoint_question(model: HuggingFaceSettings, folder: Path, auto_class: st
             "reader_kwargs": without_fetching(kwargs),
             "tokenizers": {name: str(own) for name, own in tokenizers.items()},
             "ignores_limit": getattr(model, "max_length", None) is not None,
+            "chats": bool(getattr(model, "apply_chat_template", False)),
             "quantization_method": method_of(model.quantization_config) or BITSANDBYTES,
         },
         tuple(sorted(paths)),

@@ -26,6 +26,8 @@ def lift_checkpoint(folder: Path) -> str:
     Raises:
         CheckpointError: there is none, or several.
     """
+    for aside in sorted(folder.glob(".*.moving")):  # a kill came while it was moved
+        _move_up(aside, folder)
     # A command may have removed it, or put a link in its place.
     left = [path for path in sorted(Path(path) for path, _, _ in os.walk(folder)) if _is_checkpoint(path)]
     on_the_way = [path for path in left if any(map(_OF_STEP.fullmatch, path.relative_to(folder).parts))]
@@ -48,12 +50,16 @@ def lift_checkpoint(folder: Path) -> str:
     if left == [folder]:
         return note
     aside = left[0].rename(folder / f".{left[0].name}.moving")  # a file in it may have the folder's name
+    _move_up(aside, folder)
+    return note
+
+
+def _move_up(aside: Path, folder: Path) -> None:
     for path in sorted(aside.iterdir()):
         target = folder / path.name
         remove_folder(target)
         path.rename(target)
     aside.rmdir()
-    return note
 
 
 def _is_checkpoint(folder: Path) -> bool:

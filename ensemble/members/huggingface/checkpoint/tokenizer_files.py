@@ -22,7 +22,9 @@ _WHOLE = "tokenizer.json"
 # What a class takes instead of the files that it names (tokenization_utils_base.py, from_pretrained).
 _INSTEAD = ("tokenizer.*json", "tokenizer.model", "tekken.json", "*.tiktoken")
 # Roles of files that a class names and does without.
-_OPTIONAL = ("tokenizer_file", "tokenizer_config_file", "normalizer_file", "target_vocab_file", "spm_file")
+_OPTIONAL = (
+    "tokenizer_file tokenizer_config_file normalizer_file target_vocab_file spm_file entity_vocab_file"
+).split()
 # A model may have rows to spare, and not a hundred times as many as its tokenizer has tokens.
 _MOST_ROWS_PER_TOKEN = 100
 # transformers parses larger files; damage in small ones, which it may overlook, is found here.
@@ -64,6 +66,10 @@ def lacking_vocabulary(folder: Path, names: Mapping[str, str]) -> str:
         names: the files that its class reads, by role (``vocab_files_names``); empty for bytes or characters.
     """
     if not names or any(next(folder.glob(pattern), None) is not None for pattern in _INSTEAD):
+        return ""
+    if (
+        folder / names.get("spm_file", _WHOLE)
+    ).is_file():  # BertJapanese reads either; others fail without both
         return ""
     needed = [file for role, file in names.items() if role not in _OPTIONAL]
     missing = [file for file in needed if not (folder / file).is_file()]

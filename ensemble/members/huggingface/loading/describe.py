@@ -200,7 +200,9 @@ def _read_inputs(folder: str, question: Mapping[str, Any]) -> dict[str, Any]:
         "files": dict(loaded.vocab_files_names or {}),
         "knows_text": knows_text(loaded),
         "tokens": len(loaded.get_vocab()),
-        "makes": what_it_makes(loaded, question["ignores_limit"]) if question["tokenizers"] else "",
+        "makes": what_it_makes(loaded, question["ignores_limit"], question["chats"])
+        if question["tokenizers"]
+        else "",
         "pad_token_id": loaded.pad_token_id,
     }
 

@@ -30,7 +30,10 @@ def load_tokenizer(spec: ModelSpec) -> Any:
     tokenizers = {folder: _load(spec, folder) for folder in dict.fromkeys(map(own.get, names))}
     if len(tokenizers) > 1:
         ignores_limit = "max_length" in spec.asked
-        makes = {folder: what_it_makes(tokenizer, ignores_limit) for folder, tokenizer in tokenizers.items()}
+        chats = bool(getattr(spec, "apply_chat_template", False))
+        makes = {
+            folder: what_it_makes(tokenizer, ignores_limit, chats) for folder, tokenizer in tokenizers.items()
+        }
         problems = [
             *tokenizer_problems({name or spec.model_name_or_path: makes[own.get(name)] for name in names})
         ]
@@ -39,21 +42,24 @@ def load_tokenizer(spec: ModelSpec) -> Any:
     return tokenizers[own.get(names[0])]
 
 
-def what_it_makes(tokenizer: Any, ignores_limit: bool) -> str:
+def what_it_makes(tokenizer: Any, ignores_limit: bool, chats: bool) -> str:
     """Return a digest of what a tokenizer makes of texts and chats, wherever its files are.
 
     Args:
         ignores_limit: whether the config says how many tokens a row may have.
+        chats: whether its chat template is used.
     """
     if tokenizer.is_fast:
         rules = json.loads(tokenizer.backend_tokenizer.to_str())
         del rules["truncation"], rules["padding"]  # which calls leave there
     else:
         settings = {key: value for key, value in tokenizer.init_kwargs.items() if "name_or_path" not in key}
+        settings.pop("chat_template", None)
         rules = [type(tokenizer).__name__, settings, tokenizer.get_vocab()]
     limit = None if ignores_limit else default_max_length(tokenizer.model_max_length)
     has_types = "token_type_ids" in tokenizer.model_input_names
-    makes = [rules, tokenizer.chat_template, tokenizer.truncation_side, has_types, limit]
+    template = tokenizer.chat_template if chats else None
+    makes = [rules, template, tokenizer.truncation_side, has_types, limit]
     return sha256(json.dumps(makes, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -125,7 +125,9 @@ class Classifier(Scorer[Encoded]):
         """
         pad_token_id, stored = self._pad_token_id, self._stored_pad_token_id
         looks_for_pads = self._searches_pad_token or self._is_generic
-        if stored is not None and (looks_for_pads or self._is_encoder_decoder):
+        # Heads such as BART's read at eos, and would count the padding.
+        shifts_by_pads = self._is_encoder_decoder and stored != self._model.config.eos_token_id
+        if stored is not None and (looks_for_pads or shifts_by_pads):
             pad_token_id = stored
         elif looks_for_pads:
             pad_token_id = unused_token(encoded, rows, self._vocabulary)
