@@ -326,7 +326,7 @@ def test_a_folder_without_what_is_asked_for(project: Project, tmp_path: Path) ->
     assert opened.members == ("gemma",)
     (project.folder / "runs/first/predictions/gemma.csv").write_text('"id","a"\n"01",half\n')
     (project.folder / "runs/first/predictions/gemma.json").unlink()  # else it is known to be another file
-    with pytest.raises(ensemble.DataError, match="is no number; write a number in every row"):
+    with pytest.raises(ensemble.DataError, match=r"in column '.*' is no number"):
         opened.predictions("gemma")
 
 

@@ -194,7 +194,7 @@ def test_files_that_do_not_fit(tmp_path: Path, other: dict[str, list[Any]], said
         ({"id": A["id"], "lable": ["neg", "pos", "pos"]}, "no label column 'label' (did you mean 'lable'?)"),
         (
             {"id": A["id"], "neg": [1, 0, 1], "pos": [1, 0, 0]},
-            "2 rows whose values are not probabilities that sum to 1",
+            "2 rows whose values are not probabilities",
         ),
         ({"id": ["007"] * 3, "label": ["neg"] * 3}, "1 id more than once"),
     ],

@@ -18,7 +18,7 @@ def test_exactly_one_input(problems: Problems) -> None:
         "models[0].prompt_template (line 10): give either prompt_template or text_column, not both",
     )
     (neither,) = problems(small(text_column=None))
-    assert neither.startswith("models[0] (line 7): prompt_template or text_column is required")
+    assert neither.startswith("models[0] (line 7): prompt_template or text_column")
 
 
 def test_code_from_the_hub_demands_a_revision(load: Load, problems: Problems, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_weights_by_label_and_by_length_bin(load: Load, problems: Problems) -> N
     assert said([0.5, 1], 1) == [
         "models[0].weight: a list of weights needs ensemble.length_bins; give one number for each bin"
     ]
-    all_0 = "are all 0; at least one must be more"
+    all_0 = "are all 0"
     assert said({"neg": 1, "pos": 0}, 0) == [f"models: the weights for pos {all_0}"]
     assert said({"neg": 1, "pos": 0}, [1, 0], length_bins=[9]) == [
         f"models: the weights for pos in length bin 2 of 2 {all_0}"
@@ -187,7 +187,7 @@ def test_label_columns(load: Load, problems: Problems) -> None:
 
     (both,) = told(label_column="label", label_columns=["pos", "neg"])
     assert both.startswith("data.label_columns (line ")
-    assert both.endswith("data.label_column is given as well; keep one of the two")
+    assert both.endswith("keep one of the two")
     (stranger,) = told(label_columns=["pos", "ngea"])
     assert "label_columns[1]" in stranger
     assert stranger.endswith("one of the labels (of a column with another name: {column: label}), not 'ngea'")

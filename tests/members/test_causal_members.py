@@ -221,7 +221,7 @@ def test_mistakes_in_its_keys_are_named_with_their_lines(project: Project) -> No
     assert "would cut the end of the prompt, which asks for the label" in found
     long = "plants or food " * 20
     found = problems(prompt_template=long + "{{ text }} ", max_length=40)
-    assert "models[0].prompt_template: the text that it has for every row is" in found
+    assert "models[0].prompt_template: the text" in found
     assert "more than the 40 that max_length leaves for a prompt, and every row loses some of it" in found
     chat = {"apply_chat_template": True, "system_instruction": long, "prompt_template": "{{ text }}: "}
     (project.folder / "language model" / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")

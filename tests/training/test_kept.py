@@ -223,7 +223,7 @@ def test_fresh_goes_on_after_a_stop_and_never_returns_to_the_old_ones(trained: T
     shutil.rmtree(trained.files.unfinished("a", Part(1)) / "checkpoint-9")
     report, said = do()
     assert report.status == "complete"
-    assert any(text.startswith("a: fold 1: what its training has left is taken now") for text in said)
+    assert any("has left is taken now" in text for text in said)
     assert trained.folds_called() == ["0", "1", "0", "1"]
     assert all("note.txt" in digests for digests in digests_of_folds(trained))
 

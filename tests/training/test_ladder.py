@@ -416,7 +416,7 @@ def test_a_trial_that_takes_too_long_is_ended(
     monkeypatch.setattr(worker, "TRIAL_SECONDS", 0.5)
     spec = spec_of(tmp_path, base)
     train_by_worker(spec, tmp_path, T4)
-    assert progress(Path(spec["out"]))["why"] == f"there was no time for a whole trial on {T4}"
+    assert "no time for a whole trial" in progress(Path(spec["out"]))["why"]
     assert progress(Path(spec["out"]))["rung"] == "1 row at a time and activation checkpointing"
 
 

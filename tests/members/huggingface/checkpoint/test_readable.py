@@ -141,7 +141,7 @@ def test_a_name_of_the_hub_where_there_is_none(monkeypatch: pytest.MonkeyPatch) 
     ):
         find_file("some/model", "config.json")
     monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
-    with pytest.raises(CheckpointError, match="add the model to the notebook as an input"):
+    with pytest.raises(CheckpointError, match="add the model to the notebook"):
         find_file("some/model", "config.json")
 
 
