@@ -336,6 +336,10 @@ def test_options_are_described_where_python_drops_docstrings(project: Project) -
     )
     assert stripped.returncode == 0, stripped.stderr
     assert stripped.stdout == usual.stdout
+
+
+@pytest.mark.long  # Python compiles all of torch and transformers for it
+def test_a_run_where_python_drops_docstrings(project: Project) -> None:
     project.write_table(5)
     project.write_config(project.config(submission=None))
     done = project.ensemble("run", "config.yaml", environment={"PYTHONOPTIMIZE": "2"})
