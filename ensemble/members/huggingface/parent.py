@@ -23,7 +23,6 @@ from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenize
 from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, hub_folder
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.checkpoint.quantization_methods import (
-    DYNAMIC_METHODS,
     package_of,
     quantization_problems,
     quantization_warnings,
@@ -203,10 +202,6 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
                 "int8, threshold 0": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
                 "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
             }
-            if on_gpu and assigned.capability is not None and not model.used_adapters:
-                for method, least in DYNAMIC_METHODS.items():
-                    if assigned.capability >= least:
-                        quantized[method] = {"quant_method": method}
             precisions += [
                 Candidate(name, {"dtype": "auto", "quantization_config": settings, **eager})
                 for name, settings in quantized.items()

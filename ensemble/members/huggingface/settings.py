@@ -30,7 +30,6 @@ from ensemble.config.values import (
     Text,
     as_tuple,
 )
-from ensemble.members.huggingface.checkpoint.quantization_methods import DYNAMIC_METHODS, method_of
 from ensemble.members.huggingface.spec import AdapterSource
 
 # Stands for the checkpoint of a member that a command of the user trains.
@@ -240,12 +239,6 @@ class HuggingFaceSettings(MemberConfig):
                 (self.adapter_key,),
                 "an adapter needs its base on the devices themselves, not offloaded; quantize it, give it more "
                 "GPUs, or merge the adapter into a checkpoint first",
-            )
-        method = method_of(self.quantization_config)
-        if method in DYNAMIC_METHODS and (self._offloads or self.used_adapters):
-            yield (
-                ("quantization_config",),
-                f"{method} goes neither with an adapter nor with offload; take load_in_4bit or load_in_8bit",
             )
         if self.torch_compile:
             yield from self._broken_compile()

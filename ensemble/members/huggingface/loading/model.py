@@ -20,7 +20,6 @@ from ensemble.members.footprint import Capability
 from ensemble.members.huggingface.checkpoint.description import config_advice
 from ensemble.members.huggingface.checkpoint.quantization_methods import (
     BITSANDBYTES,
-    DYNAMIC_METHODS,
     capability_problem,
     compute_dtype_of,
     method_of,
@@ -36,7 +35,6 @@ from ensemble.members.huggingface.loading.average import average_adapters
 from ensemble.members.huggingface.loading.capped_attention import register_capped_blocks
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys, is_unused
 from ensemble.members.huggingface.loading.device_map import check_placement, input_device, placement_options
-from ensemble.members.huggingface.loading.dynamic_8bit import register_dynamic_methods
 from ensemble.members.huggingface.loading.kernels import AMPERE
 from ensemble.members.huggingface.memory.sizes import UNQUANTIZED
 from ensemble.members.huggingface.spec import (
@@ -81,8 +79,6 @@ def load_model(
     problem = capability_problem(spec.quantization_config, least)
     if problem:
         raise ValueError(problem)
-    if method_of(spec.quantization_config) in DYNAMIC_METHODS:
-        register_dynamic_methods()
     dtype = model_dtype(spec, least, notes)
     options: dict[str, Any] = {**placement_options(spec, on_gpu), **spec.model_kwargs, **gguf}
     if spec.quantization_config is not None:
