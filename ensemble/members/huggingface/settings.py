@@ -66,9 +66,7 @@ class HuggingFaceSettings(MemberConfig):
     attn_implementation: Text | None = None  # such as sdpa, eager, capped_blocks
     torch_compile: bool = False  # by torch.compile: slower to load, faster to compute
     allow_tf32: bool = False  # float32 products in TF32, faster and good to three digits; from Ampere on
-    expandable_segments: bool = (
-        True  # of torch's allocator on GPUs: fits batches of changing size; off on WSL
-    )
+    expandable_segments: bool = True  # of torch's allocator on GPUs; off on WSL, and some vGPUs need false
     max_split_size_mb: SplitSize | None = None  # of torch's allocator: the older remedy for fragments
     num_gpus: Devices | None = None  # for each replica; 0: the CPU; None: one if there is any GPU
     replicas: Count | Literal["auto"] = "auto"  # loaded copies that share the rows
