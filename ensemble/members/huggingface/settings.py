@@ -84,6 +84,7 @@ class HuggingFaceSettings(MemberConfig):
 
     older_keys: ClassVar[Mapping[str, str]] = {
         "model_name_or_path": "model model_path model_name model_id path checkpoint pretrained",
+        f"model_name_or_path: {NO_GGUF}": "gguf_file gguf",
         "dtype": "torch_dtype precision fp16 bf16",
         "quantization_config: {load_in_4bit: true}": "load_in_4bit",
         "quantization_config: {load_in_8bit: true}": "load_in_8bit",
@@ -97,7 +98,6 @@ class HuggingFaceSettings(MemberConfig):
         "offload_folder": "offload offload_dir",
     }
     gone_keys: ClassVar[Mapping[str, str]] = {
-        "gguf_file": NO_GGUF,
         "quantized_cache": "each load quantizes; drop it, or save a 4-bit checkpoint once (docs/members.md)",
     }
 
