@@ -103,12 +103,11 @@ class CheckpointFiles:
         """Return the member's checkpoint, with further warnings."""
         quantization = self.config.get("quantization_config")
         files = weight_files(self.folder)
-        weight_bytes = sum(file.stat().st_size for file in files if file.is_file()) or None
-        model_type = str(self.config.get("model_type", ""))
+        weight_bytes = sum(file.stat().st_size for file in files if file.is_file())
+        shown = self.architecture or str(self.config.get("model_type", ""))
         tokenizer, _, _ = used_tokenizer(model, self.folder, self.described)
         return Checkpoint(
-            summary=(self.architecture or model_type)
-            + ("" if weight_bytes is None else f", {gib(weight_bytes)}"),
+            summary=f"{shown}, {gib(weight_bytes)}" if weight_bytes else shown,
             activation=activation,
             label_order=label_order,
             folder=self.folder,
