@@ -26,7 +26,7 @@ from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGE = ROOT / "scripts" / "kaggle_image.txt"
-EXTRAS = ("quantization", "adapters", "gguf")
+EXTRAS = ("quantization", "adapters")
 # What the wheel is made of.
 _SOURCES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "docs/config.schema.json", "ensemble")
 _BUILD_NEEDS = Version("77")  # of setuptools, as pyproject.toml says

@@ -21,7 +21,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.checkpoints import make_adapter, make_base, make_checkpoint, make_gguf, make_texts
+from tests.checkpoints import make_adapter, make_base, make_checkpoint, make_texts
 
 LABELS = ["winner_a", "winner_b", "tie"]
 TURNED = ["tie", "winner_a", "winner_b"]
@@ -101,9 +101,6 @@ def make_inputs(folder: Path) -> None:
     make_checkpoint(folder / "number", "bert", ["score"], problem_type="regression")
     base = make_base(folder / "base", "llama", seed=5)
     make_adapter(folder / "adapter", base, 3)
-    make_base(folder / "gguf", "llama", seed=6)
-    make_gguf(folder / "gguf" / "model.gguf", folder / "gguf")
-    make_adapter(folder / "gguf-adapter", folder / "gguf", 3)
 
 
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -135,8 +132,6 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "4-bit", config(member("llama", quantization_config=four_bits))
     adapted = {"model_name_or_path": "base", "adapter_name_or_path": "adapter", **map_labels}
     yield "adapters", config(member("a", **adapted), member("b", **adapted, merge_adapter=True))
-    gguf = {"model_name_or_path": "gguf", "gguf_file": "model.gguf", "adapter_name_or_path": "gguf-adapter"}
-    yield "gguf", config(member("g", **gguf, **map_labels))
     yield "sigmoid", config(member("sigmoid"), llama | {"problem_type": "multi_label_classification"})
     data = {"path": "test.csv", "id_column": "id"}
     yield "regression", config(member("number"), labels=["score"], data=data)

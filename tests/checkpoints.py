@@ -385,48 +385,6 @@ def four_bits_tolerance() -> float:
     return 2e-2 if has_kernel() else 1e-4
 
 
-def make_gguf(path: Path, base: Path) -> Path:
-    """The weights and the tokenizer of a Llama as a GGUF file, written with llama.cpp's own package in float32."""
-    import gguf
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
-    config = model.config
-    writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    stored = json.loads((base / "tokenizer.json").read_text(encoding="utf-8"))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([token for token, _ in vocabulary])
-    writer.add_token_types([3 if index < 3 else 1 for _, index in vocabulary])
-    writer.add_token_merges([" ".join(merge) for merge in stored["model"]["merges"]])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_add_bos_token(True)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
-            name.split(".")[-2]
-        )
-        values = tensor.numpy()
-        if heads is not None:  # llama.cpp turns neighbouring pairs, transformers turns halves
-            halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
-            values = halves.swapaxes(1, 2).reshape(values.shape)
-        writer.add_tensor(str(names.get_name(name, try_suffixes=(".weight",))), values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def adapter_reference(
     base: Path, adapter: Path, texts: Sequence[str], labels: int, max_length: int = 1024, **options: Any
 ) -> npt.NDArray[np.float64]:

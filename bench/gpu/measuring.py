@@ -78,7 +78,6 @@ class Measuring:
         self._lengths: list[int] = []
         # By model: operations for a token, and the tokens/s of the best budget.
         self._per_token: dict[str, float] = {}
-        self._best: dict[str, float] = {}
         # One of several: members side by side would have no gaps between them.
         self._devices = [place.roomiest.uuid] if place.roomiest is not None else []
 
@@ -117,7 +116,6 @@ class Measuring:
             self._show(f"No figure of a hand-made loop: {error}.")
         names = [member["name"] for member in members]
         lines = compared(lines, names)
-        self._best[model.name] = max(line["tokens/s"] for line in lines if line["member"] in names)
         kind = "short" if model is SMALL else "long"
         self._show(f"{model.name}, {rows:,} {kind} rows, members one after the other:", plain_table(lines))
 
@@ -129,21 +127,6 @@ class Measuring:
         printed = self._place.call(f"passes of {model.name}", arguments, ROOT, RUN_SECONDS, self._visible())
         lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
         self._show(f"{model.name}, each row has what the row before it has:", plain_table(lines))
-
-    def eight_bits(self, method: str, model: Model) -> None:
-        """Products of 8 bits, which are never chosen by themselves, against half precision."""
-        rows, length = self._write_table(model)
-        member: dict[str, Any] = {"name": method, "model_name_or_path": str(self._place.model(model))}
-        member |= {"replicas": 1, "quantization_config": {"quant_method": method}}
-        self._place.write_config(method, [member], "rows", rows, self._devices, length)
-        try:
-            self._place.call(method, ["-m", "ensemble", "validate", f"{method}.yaml"], self._place.folder, 60)
-        except Failed as error:
-            raise Skip(f"not offered here ({error})") from error
-        (line,) = self._rows_of(self._run(method, [member], rows, length), model)
-        best = self._best.get(model.name)
-        line["of the best budget's"] = line["tokens/s"] / best if best else None
-        self._show(f"{model.name}, {rows:,} long rows:", plain_table([line]))
 
     def several_gpus(self, model: Model) -> None:
         """A member over two GPUs against one, and against a replica in 4 bits on each: what ``plan`` predicts."""
@@ -226,8 +209,6 @@ def steps(measuring: Measuring) -> list[tuple[str, float, Callable[[], None]]]:
         parts.append((f"passes of {model.name}", seconds, partial(measuring.passes, model)))
     for model, seconds in ((GEMMA, 120), (LLAMA, 90), (ENCODER, 70), (SMALL, 55)):
         parts.append((f"{model.name} against a loop", seconds, partial(measuring.against_a_loop, model)))
-    for method in ("dynamic_fp8", "dynamic_int8"):
-        parts.append((f"{method} of {LLAMA.name}", 30, partial(measuring.eight_bits, method, LLAMA)))
     parts.append((SEVERAL, 150, partial(measuring.several_gpus, MIDDLE)))
     return parts
 

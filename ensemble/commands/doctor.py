@@ -349,7 +349,7 @@ def _of_trial(trial: DeviceTrial, driver_cuda: Version | None) -> Iterator[Findi
         yield Finding("problem", text + ", ".join(report.architectures), advice)
     elif errors and all("CUDA driver error" in error for error in errors.values()):
         text = f"torch {report.torch} cannot allocate with expandable segments here, as on some vGPUs"
-        yield Finding("note", text, "workers switch them off; expandable_segments: false does it at once")
+        yield Finding("problem", text, "set expandable_segments: false (under defaults, for all members)")
     elif errors:
         for tried, error in errors.items():
             advice = f"end what holds the memory, update the driver or reinstall torch: {INSTALL_TORCH}"

@@ -518,13 +518,13 @@ def test_devices_of_which_the_same_is_to_be_said_share_a_finding() -> None:
     assert second.text.startswith(f"Tesla T4 ({gpu_uuid(2)}): torch 2.9 (CUDA 12.4) computes correctly")
 
 
-def test_a_gpu_without_expandable_segments_is_no_problem() -> None:
+def test_a_gpu_without_expandable_segments_is_told_the_key_that_turns_them_off() -> None:
     error = "RuntimeError: CUDA driver error: operation not supported"
     (finding,) = judged(replace(GOOD, errors={"allocate 256 MiB": error, "multiply in float32": error}))
-    assert finding.mark == "note"
-    assert "cannot allocate with expandable segments here" in finding.text
-    (finding, _) = judged(replace(GOOD, errors={"allocate 256 MiB": error, "multiply in float32": "another"}))
     assert finding.mark == "problem"
+    assert finding.advice.startswith("set expandable_segments: false")
+    first, _ = judged(replace(GOOD, errors={"allocate 256 MiB": error, "multiply in float32": "another"}))
+    assert "expandable_segments" not in first.advice
 
 
 def test_imports_that_fail_are_told_besides() -> None:

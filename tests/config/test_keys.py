@@ -79,6 +79,14 @@ def test_a_key_that_is_gone_says_what_to_do_instead(problems: Problems) -> None:
     assert "no key any more; each load quantizes; drop it, or save a 4-bit checkpoint once" in problem
 
 
+@pytest.mark.parametrize("key", ["gguf_file", "model_kwargs", "tokenizer_kwargs"])
+def test_keys_that_name_a_gguf_file(key: str, problems: Problems) -> None:
+    value: Any = "model.gguf" if key == "gguf_file" else {"gguf_file": "model.gguf"}
+    (problem,) = problems({**SMALL, "models": [{**SMALL["models"][0], key: value}]})
+    assert f"{key} (line " in problem or f"{key}.gguf_file (line " in problem
+    assert problem.endswith("; name a folder with the original model's safetensors")
+
+
 def test_todays_keys_are_keys() -> None:
     """The table of older spellings names no key that is gone, and hides none that is there."""
     for model in MODELS:

@@ -54,11 +54,6 @@ TURNS = [{"name": "x", "adapter_name_or_path": "x"}, {"name": "y", "adapter_name
             "or merge the adapter into a checkpoint first",
         ),
         (
-            {"gguf_file": "x.gguf", "quantization_config": EIGHT_BITS},
-            "models[0].gguf_file (line ",
-            "drop quantization_config",
-        ),
-        (
             {"torch_compile": True, "quantization_config": EIGHT_BITS},
             "models[0].torch_compile (line ",
             "drop quantization_config, or this",
@@ -118,7 +113,6 @@ TURNS = [{"name": "x", "adapter_name_or_path": "x"}, {"name": "y", "adapter_name
             "models[0].adapters (line ",
             "or merge the adapter into a checkpoint first",
         ),
-        ({"gguf_file": "x.gguf", "offload_folder": "d"}, "models[0].gguf_file (line ", "drop offload_folder"),
     ],
 )
 def test_keys_that_exclude_each_other(keys: dict[str, Any], start: str, end: str, problems: Problems) -> None:
@@ -139,7 +133,7 @@ def test_keys_that_exclude_each_other(keys: dict[str, Any], start: str, end: str
         {"adapters": {"average": ["x", "y"]}, "merge_adapter": True},
         {"views": TURNS, "adapter_name_or_path": "z", "quantization_config": EIGHT_BITS},
         {"views": TURNS[:1], "merge_adapter": True, "torch_compile": True},
-        {"adapter_name_or_path": "x", "quantization_config": EIGHT_BITS, "gguf_file": None},
+        {"adapter_name_or_path": "x", "quantization_config": EIGHT_BITS},
     ],
 )
 def test_keys_that_go_together(keys: dict[str, Any], load: Load) -> None:

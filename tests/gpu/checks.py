@@ -43,7 +43,6 @@ from bench.rounds import say
 from ensemble.common.gpus import inventory, telemetry, used_memory
 from ensemble.members.batch_size import GPU_TOKEN_BUDGET
 from ensemble.members.footprint import RESERVE_SHARE
-from ensemble.members.huggingface.checkpoint.quantization_methods import DYNAMIC_METHODS
 from tests.gpu.bench import DEADLINE_SECONDS, EVEN_ROWS, TAILED_ROWS, Bench
 from tests.gpu.verdicts import (
     Apart,
@@ -237,25 +236,6 @@ def precision(bench: Bench) -> Iterator[Row]:
         yield f"{way}: {apart}", verdict
 
 
-@takes(35)
-def eight_bits(bench: Bench) -> Iterator[Row]:
-    """Products of 8 bits against float32; ``python -m bench.gpu`` measures their speed."""
-    ways: dict[str, dict[str, Any]] = {"float32": {"dtype": "float32"}}
-    capabilities = [gpu.compute_capability for gpu in bench.gpus if gpu.compute_capability is not None]
-    for method, least in DYNAMIC_METHODS.items():
-        if capabilities and min(capabilities) < least:
-            yield f"{method}: not for this GPU", "skipped"
-        else:
-            ways[method] = {"quantization_config": {"quant_method": method}}
-    path = str(bench.model(SMALL))
-    members = ({"name": name, "model_name_or_path": path, "replicas": 1, **ways[name]} for name in ways)
-    bench.measure("eight", *members, rows=200, workers_per_gpu=_TOGETHER)
-    exact = bench.probabilities("eight", "float32")
-    for method in list(ways)[1:]:
-        apart = Apart.of(bench.probabilities("eight", method), exact)
-        yield f"{method}: {apart}", apart.verdict()
-
-
 @takes(20)
 def forecast(bench: Bench) -> Iterator[Row]:
     """The plan against the measured peak, for a small model."""
@@ -426,7 +406,6 @@ CHECKS: dict[str, Check] = {
     "4 and 8 bits, llama8b": quantized(LLAMA),
     "copies between GPUs": pair_copies,
     "types, attention, quantization": precision,
-    "products of 8 bits": eight_bits,
     "release between members": release,
     "soft cap": soft_cap,
     "out-of-memory recovery": recovery,

@@ -53,10 +53,10 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "model_kwargs": {"model_kwargs": {"attention_dropout": 0.5}},
     "tokenizer_kwargs": {"tokenizer_kwargs": {"use_fast": False}},
 }
-# Tested by themselves, because they need files: the adapter's, a GGUF file, the hub's cache, a compiler; and a head
+# Tested by themselves, because they need files: the adapter's, the hub's cache, a compiler; and a head
 # of one output (test_choice_members.py).
 NUMBERS_WITH_FILES = {
-    *("model_name_or_path", "adapter_name_or_path", "adapters", "merge_adapter", "gguf_file", "revision"),
+    *("model_name_or_path", "adapter_name_or_path", "adapters", "merge_adapter", "revision"),
     *("torch_compile", "choices"),
 }
 HARMLESS: dict[str, dict[str, Any]] = {
@@ -100,7 +100,7 @@ SPELT_OUT: dict[str, list[dict[str, Any]]] = {
 SPELT_OUT_ELSEWHERE = {"quantization_config", "revision"}
 # They have no value that they would have anyway.
 ALWAYS_GIVEN = {
-    *("model_name_or_path", "adapter_name_or_path", "adapters", "gguf_file", "prompt_template", "truncation"),
+    *("model_name_or_path", "adapter_name_or_path", "adapters", "prompt_template", "truncation"),
     "choices",
 }
 # Their usual value is the tokenizer's, and its files count.
@@ -259,7 +259,6 @@ def test_a_change_that_no_time_tells_voids_all_shards(make: Make, own_llama: Pat
 def test_all_files_are_watched_of_which_a_member_is_made(make: Make, project: Project) -> None:
     folder = shutil.copytree(project.models / "llama", project.folder / "own")
     (folder / "modeling_own.py").write_text("x = 1")
-    (folder / "a.gguf").write_bytes(b"GGUF" + b"weights")
     adapter = project.folder / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
@@ -275,16 +274,15 @@ def test_all_files_are_watched_of_which_a_member_is_made(make: Make, project: Pr
     prepared = make()
     inspected: Any = prepared.inspected["llama"]
     inspected = dataclasses.replace(inspected, folder=folder)
-    for gguf_file in (None, "a.gguf"):
-        files = FileDigests(whole=False)
-        model = prepared.config.models[0].model_copy(update={**keys, "gguf_file": gguf_file})
-        member_kind(model).content(inspected, files)
-        names = {str(Path(path).relative_to(project.folder)) for path in files.seen}
-        assert names == {
-            *("own/config.json", "own/modeling_own.py", "own/tokenizer.json", "own/tokenizer_config.json"),
-            *("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "vocabulary.txt"),
-            "own/model.safetensors" if gguf_file is None else "own/a.gguf",
-        }
+    files = FileDigests(whole=False)
+    model = prepared.config.models[0].model_copy(update=keys)
+    member_kind(model).content(inspected, files)
+    names = {str(Path(path).relative_to(project.folder)) for path in files.seen}
+    assert names == {
+        *("own/config.json", "own/modeling_own.py", "own/tokenizer.json", "own/tokenizer_config.json"),
+        *("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "vocabulary.txt"),
+        "own/model.safetensors",
+    }
 
 
 def test_no_key_has_been_forgotten() -> None:
@@ -442,21 +440,6 @@ def test_adapters(make: Make, project: Project) -> None:
     linear = first(make({"adapters": {"average": both, "combination_type": "linear"}}))
     assert linear.changed_from(mean) == ("settings",)
     assert first(make({"adapters": {"average": both[::-1]}})).changed_from(mean) == ("weights",)
-    _change_gguf_files(make, project, adapter)
-
-
-def _change_gguf_files(make: Make, project: Project, adapter: Path) -> None:
-    folder = shutil.copytree(project.models / "llama", project.folder / "gguf")
-    (folder / "model.safetensors").unlink()
-    for name in ("a.gguf", "b.gguf"):
-        (folder / name).write_bytes(b"GGUF" + b"weights")
-    model = {"model_name_or_path": str(folder), "adapter_name_or_path": str(adapter), "gguf_file": "a.gguf"}
-    before = first(make(model))
-    (folder / "b.gguf").write_bytes(b"GGUF" + b"others")
-    assert first(make(model)) == before
-    assert first(make({**model, "gguf_file": "b.gguf"})).changed_from(before) == ("settings", "weights")
-    (folder / "a.gguf").write_bytes(b"GGUF" + b"another")
-    assert first(make(model)).changed_from(before) == ("weights",)
 
 
 @pytest.fixture

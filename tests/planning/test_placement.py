@@ -60,14 +60,11 @@ def planned(models: Path, model: Any, lengths: npt.NDArray[np.int64]) -> MemberF
 
 
 def test_a_gpu_without_tensor_cores_for_the_quantization_is_refused(models: Path) -> None:
-    fp8 = {"quantization_config": {"quant_method": "dynamic_fp8"}}
-    (problem,) = plan(models, [card(0, 80), card(1, 80, (9, 0))], fp8).problems
-    assert problem.startswith(
-        "models[0].quantization_config: dynamic_fp8 needs compute capability 8.9, and the "
-    )
-    assert "least capable GPU has 7.5; use load_in_4bit: true, leave such GPUs out" in problem
-    assert not plan(models, [card(0, 80, (8, 9))], fp8).problems
-    assert not plan(models, [], fp8).problems, "a CPU computes it, slowly"
+    int8 = {"quantization_config": {"load_in_8bit": True}}
+    (problem,) = plan(models, [card(0, 80, (7, 0)), card(1, 80, (9, 0))], int8).problems
+    assert problem.startswith("models[0].quantization_config: load_in_8bit needs compute capability 7.5")
+    assert not plan(models, [card(0, 80, (7, 5))], int8).problems
+    assert not plan(models, [], int8).problems, "a CPU computes it, slowly"
 
 
 def known(models: Path, model: Any, lengths: npt.NDArray[np.int64]) -> CheckpointMemory:

@@ -72,7 +72,6 @@ _MEMBER: Final = {
     "adapter_name_or_path": None,
     "adapters": None,
     "merge_adapter": False,
-    "gguf_file": None,
     "weight": 0.5,
     "when": None,
     "calibration": {"temperature": 1.5, "scale": {"neg": 0.9}, "bias": {"2": -0.1, "neg": 0}},

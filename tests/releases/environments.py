@@ -10,7 +10,7 @@ from ensemble.common.packages import own_requirements
 # What the tests need, besides the package and its extras.
 # setuptools builds the packages that extend this one, as pyproject.toml asks.
 TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "setuptools>=77")
-EXTRAS = ("bitsandbytes", "gguf", "peft", "pillow", "ray")
+EXTRAS = ("bitsandbytes", "peft", "pillow", "ray")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from ensemble.members.huggingface.parent import allocator_environment
+from ensemble.members.registry import member_kind
+from tests.planning.test_plan import config
 
 OLD, NEW = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 
@@ -67,3 +69,20 @@ def test_torch_reads_them_without_complaint() -> None:
         pytest.skip("this torch does not tell without a GPU")
     assert done.stdout.strip() == environment[NEW]
     assert done.stderr == ""
+
+
+def test_on_wsl_they_are_off_unless_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, asked = config({}, {"expandable_segments": True}).models
+    variable = "PYTORCH_CUDA_ALLOC_CONF"
+    for wsl, expected in ((False, "True"), (True, "False")):
+        monkeypatch.setattr("ensemble.members.huggingface.parent.is_wsl", lambda wsl=wsl: wsl)
+        assert member_kind(plain).environment()[variable] == f"expandable_segments:{expected}"
+        assert member_kind(asked).environment()[variable] == "expandable_segments:True"
+
+
+def test_wsl_is_known_by_its_kernel() -> None:
+    from ensemble.common.host import is_wsl
+
+    assert is_wsl("5.15.153.1-microsoft-standard-WSL2\n")
+    assert not is_wsl("6.8.0-45-generic\n")
+    is_wsl()

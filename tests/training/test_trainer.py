@@ -638,7 +638,6 @@ def test_at_least_96_percent_of_tokens_are_real(bert: Path, tmp_path: Path) -> N
     ("keys", "problem"),
     [
         ({"choices": "options"}, "a member with choices is trained by a command only"),
-        ({"gguf_file": "a.gguf"}, "quantized weights in a file are not trained"),
         ({"views": [{"name": "v", "model_name_or_path": "models/v"}]}, "makes the member's checkpoints"),
     ],
 )

@@ -110,7 +110,7 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
     def _text_ids(self, folder: Path) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each label's text and of ``fixed_text``; empty where only the worker can tell."""
         path, model = folder / "tokenizer.json", self.settings
-        if not path.is_file() or model.gguf_file is not None or model.trust_remote_code:
+        if not path.is_file() or model.trust_remote_code:
             return ()
         return _token_ids(folder, path.stat().st_mtime_ns, (*model.label_tokens.values(), self.fixed_text()))
 

@@ -23,7 +23,6 @@ from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenize
 from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, hub_folder
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.checkpoint.quantization_methods import (
-    DYNAMIC_METHODS,
     package_of,
     quantization_problems,
     quantization_warnings,
@@ -49,12 +48,11 @@ if TYPE_CHECKING:
 
 # Keys of a member that model_kwargs may not repeat.
 _MEMBER_KEYS = (
-    "dtype revision trust_remote_code quantization_config attn_implementation device_map max_memory offload_folder "
-    "gguf_file"
+    "dtype revision trust_remote_code quantization_config attn_implementation device_map max_memory offload_folder"
 ).split()
 # The fingerprint takes these keys as they are, and the effect of the others, so that writing a default into the
 # config changes nothing.
-_VERBATIM_KEYS = ("allow_tf32", "merge_adapter", "gguf_file", "trust_remote_code")
+_VERBATIM_KEYS = ("allow_tf32", "merge_adapter", "trust_remote_code")
 # Keys of a view that came later than views.
 _VIEW_KEYS = ("model_name_or_path", "revision", "head", "adapter_name_or_path", "adapters")
 _VERBATIM_TEXT_KEYS = ("prompt_template", "add_special_tokens", "truncation_side")
@@ -89,7 +87,6 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
     def request(self) -> ResourceRequest:
         model = self.settings
         # Quantized layers are offloaded only in float32, which is too large for a member that does not fit its GPU.
-        is_plain = model.quantization_config is None and model.gguf_file is None
         return ResourceRequest(
             num_gpus=model.num_gpus,
             replicas=model.replicas,
@@ -98,7 +95,7 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             device_map=model.device_map if isinstance(model.device_map, dict) else None,
             max_memory=model.max_memory,
             offload_folder=model.offload_folder,
-            may_offload=is_plain and not model.used_adapters,
+            may_offload=model.quantization_config is None and not model.used_adapters,
         )
 
     def sources(self) -> tuple[str, ...]:
@@ -113,7 +110,7 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         files: list[HubFile] = []
         commit = hub_commit(model.model_name_or_path, inspected.folder)
         if commit:
-            files.append(HubFile(model.model_name_or_path, model.gguf_file or "config.json", commit))
+            files.append(HubFile(model.model_name_or_path, "config.json", commit))
         names = dict.fromkeys(self._adapter_names())
         files += [HubFile(name, "adapter_config.json", None) for name in names if not Path(name).is_dir()]
         return tuple(files)
@@ -152,8 +149,6 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             yield stored_package, ", a quantized checkpoint,"
         if model.used_adapters:
             yield "peft", f".{model.adapter_key}"
-        if model.gguf_file is not None:
-            yield "gguf", ".gguf_file"
 
     def fingerprint(self, inspected: C, assigned: Assigned) -> Mapping[str, object]:
         model = self.settings
@@ -196,17 +191,12 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         plain: dict[str, Any] = {} if model.quantization_config is None else {"quantization_config": None}
         eager = {"torch_compile": False} if model.torch_compile else {}
         precisions = [Candidate(dtype, {"dtype": dtype, **plain, **eager}) for dtype in dtypes]
-        is_as_stored = inspected.quantization is not None or model.gguf_file is not None
-        if not is_as_stored and not model.merge_adapter:
+        if inspected.quantization is None and not model.merge_adapter:
             quantized: dict[str, dict[str, Any]] = {
                 "int8": {"load_in_8bit": True},
                 "int8, threshold 0": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
                 "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
             }
-            if on_gpu and assigned.capability is not None and not model.used_adapters:
-                for method, least in DYNAMIC_METHODS.items():
-                    if assigned.capability >= least:
-                        quantized[method] = {"quant_method": method}
             precisions += [
                 Candidate(name, {"dtype": "auto", "quantization_config": settings, **eager})
                 for name, settings in quantized.items()
@@ -308,7 +298,7 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         model, folder = self.settings, inspected.folder
         weights: list[object] = [
             hub_commit(model.model_name_or_path, folder)
-            or weights_digest(folder, model.model_kwargs, model.gguf_file, model.trust_remote_code, files)
+            or weights_digest(folder, model.model_kwargs, model.trust_remote_code, files)
         ]
         if model.switches_adapters:
             weights.append([self._adapter_digests(adapter, files) for adapter in model.view_adapters])
@@ -320,7 +310,7 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         digests = []
         for name in () if adapter is None else adapter.names:
             folder = find_file(name, "adapter_config.json").parent
-            digests.append(hub_commit(name, folder) or weights_digest(folder, {}, None, False, files))
+            digests.append(hub_commit(name, folder) or weights_digest(folder, {}, False, files))
         return digests
 
 
@@ -378,7 +368,7 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         """Yield a sentence if the template's text for every row is longer than a prompt may be."""
         model, text = self.settings, self.fixed_text()
         max_tokens = self.max_prompt_tokens(inspected)
-        if max_tokens is None or model.gguf_file or model.trust_remote_code:
+        if max_tokens is None or model.trust_remote_code:
             return
         # A token is at least a byte, and a large vocabulary takes a second to read.
         if len(text.encode()) <= max_tokens:
@@ -484,7 +474,7 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         if model.max_length:
             return model.max_length
         # The files do not tell if the tokenizer has settings or code of its own, or may still be on the hub.
-        if without_fetching(model.tokenizer_kwargs) or model.gguf_file or model.trust_remote_code:
+        if without_fetching(model.tokenizer_kwargs) or model.trust_remote_code:
             return None
         has_files = inspected.adapter_tokenizer is not None or Path(model.model_name_or_path).is_dir()
         return own_max_length(inspected.tokenizer_folder) if has_files else None

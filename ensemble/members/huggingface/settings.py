@@ -30,7 +30,7 @@ from ensemble.config.values import (
     Text,
     as_tuple,
 )
-from ensemble.members.huggingface.checkpoint.quantization_methods import DYNAMIC_METHODS, method_of
+from ensemble.members.huggingface.checkpoint.weight_files import NO_GGUF
 from ensemble.members.huggingface.spec import AdapterSource
 
 # Stands for the checkpoint of a member that a command of the user trains.
@@ -39,14 +39,19 @@ COMMIT: Final = r"[0-9a-fA-F]{40}"
 _PICKLE_ADVICE: Final = "drop this; the model's own key allow_pickle says whether pickles may be read"
 _KERNEL_ADVICE: Final = "runs compiled code from the hub; it needs trust_remote_code: true"
 _MEMBER_KEY_ADVICE: Final = "use the model's own key of this name instead"
-_UNTRUSTED_KWARGS: Final = {
+_REFUSED_KWARGS: Final = {
     "model_kwargs": {
+        "gguf_file": NO_GGUF,
         "use_safetensors": _PICKLE_ADVICE,
         "weights_only": _PICKLE_ADVICE,
         "allow_all_kernels": _KERNEL_ADVICE,
         "kernel_config": _KERNEL_ADVICE,
     },
-    "tokenizer_kwargs": {"revision": _MEMBER_KEY_ADVICE, "trust_remote_code": _MEMBER_KEY_ADVICE},
+    "tokenizer_kwargs": {
+        "gguf_file": NO_GGUF,
+        "revision": _MEMBER_KEY_ADVICE,
+        "trust_remote_code": _MEMBER_KEY_ADVICE,
+    },
     "processor_kwargs": {"revision": _MEMBER_KEY_ADVICE, "trust_remote_code": _MEMBER_KEY_ADVICE},
 }
 
@@ -59,7 +64,6 @@ class HuggingFaceSettings(MemberConfig):
     revision: Text | None = None  # the hub's branch, tag or commit; a commit with trust_remote_code
     adapter_name_or_path: Source | None = None  # a LoRA adapter of peft, a folder or a name on the hub
     merge_adapter: bool = False  # into the weights; False: computed beside them, as in training
-    gguf_file: Text | None = None  # the file of model_name_or_path that holds the weights, dequantized
     batch_size: Count | Literal["auto"] = "auto"  # rows in one forward pass
     max_num_batched_tokens: Count | None = None  # tokens in one forward pass, padding included
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"  # of the weights
@@ -67,9 +71,7 @@ class HuggingFaceSettings(MemberConfig):
     attn_implementation: Text | None = None  # such as sdpa, eager, capped_blocks
     torch_compile: bool = False  # by torch.compile: slower to load, faster to compute
     allow_tf32: bool = False  # float32 products in TF32, faster and good to three digits; from Ampere on
-    expandable_segments: bool = (
-        True  # of torch's allocator on GPUs: fits batches of changing size; off on WSL
-    )
+    expandable_segments: bool = True  # of torch's allocator on GPUs; off on WSL, and some vGPUs need false
     max_split_size_mb: SplitSize | None = None  # of torch's allocator: the older remedy for fragments
     num_gpus: Devices | None = None  # for each replica; 0: the CPU; None: one if there is any GPU
     replicas: Count | Literal["auto"] = "auto"  # loaded copies that share the rows
@@ -82,6 +84,7 @@ class HuggingFaceSettings(MemberConfig):
 
     older_keys: ClassVar[Mapping[str, str]] = {
         "model_name_or_path": "model model_path model_name model_id path checkpoint pretrained",
+        f"model_name_or_path: {NO_GGUF}": "gguf_file gguf",
         "dtype": "torch_dtype precision fp16 bf16",
         "quantization_config: {load_in_4bit: true}": "load_in_4bit",
         "quantization_config: {load_in_8bit: true}": "load_in_8bit",
@@ -117,7 +120,7 @@ class HuggingFaceSettings(MemberConfig):
     @property
     def computed_as(self) -> str:
         keys = (
-            "model_name_or_path adapter_name_or_path gguf_file quantization_config dtype attn_implementation "
+            "model_name_or_path adapter_name_or_path quantization_config dtype attn_implementation "
             "max_length num_gpus prompt_template text_column"
         ).split()
         if self.torch_compile:
@@ -165,11 +168,6 @@ class HuggingFaceSettings(MemberConfig):
             yield (self.adapter_key,), "with train the training makes the member's adapters; drop this"
         if self.train is None or self.train.command is not None:
             return
-        if self.gguf_file is not None:
-            yield (
-                ("gguf_file",),
-                "quantized weights in a file are not trained; drop it, or give train.command",
-            )
         if not self.training_methods:
             yield ("train",), "this kind of member is trained by a command only; give train.command"
         elif self.train.method not in self.training_methods:
@@ -180,7 +178,7 @@ class HuggingFaceSettings(MemberConfig):
                 yield (key,), "the folds' adapters take turns on one base, which this excludes; drop it"
 
     def _broken_trust(self) -> Iterator[Problem]:
-        """Find keys that let files of the checkpoint run code, including those that bypass the keys for it."""
+        """Find keys that let files of the checkpoint run code, that bypass the keys for it, or name GGUF files."""
         commit = (
             "a commit's whole hash (40 hexadecimal digits), since a branch or tag can be moved to other code"
         )
@@ -190,7 +188,7 @@ class HuggingFaceSettings(MemberConfig):
                 yield ("revision",), f"required with trust_remote_code: true; name {commit}"
             elif not re.fullmatch(COMMIT, self.revision):
                 yield ("revision",), f"with trust_remote_code: true this is {commit}"
-        for key, advice_by_name in _UNTRUSTED_KWARGS.items():
+        for key, advice_by_name in _REFUSED_KWARGS.items():
             for name in getattr(self, key, ()):
                 advice = advice_by_name.get(name)
                 if advice is not None and not (self.trust_remote_code and advice is _KERNEL_ADVICE):
@@ -241,21 +239,8 @@ class HuggingFaceSettings(MemberConfig):
                 "an adapter needs its base on the devices themselves, not offloaded; quantize it, give it more "
                 "GPUs, or merge the adapter into a checkpoint first",
             )
-        method = method_of(self.quantization_config)
-        if method in DYNAMIC_METHODS and (self._offloads or self.used_adapters):
-            yield (
-                ("quantization_config",),
-                f"{method} goes neither with an adapter nor with offload; take load_in_4bit or load_in_8bit",
-            )
         if self.torch_compile:
             yield from self._broken_compile()
-        if self.gguf_file is not None and is_quantized:
-            yield (
-                ("gguf_file",),
-                "its weights are quantized already and are read as they were; drop quantization_config",
-            )
-        if self.gguf_file is not None and self.offload_folder is not None:
-            yield ("gguf_file",), "transformers cannot offload a GGUF file to disk; drop offload_folder"
 
     def _broken_compile(self) -> Iterator[Problem]:
         """Find keys that exclude ``torch_compile``."""

@@ -84,7 +84,6 @@ class CheckpointSettings:
     allow_pickle: bool
     view_adapters: tuple[AdapterSource | None, ...]
     merge_adapter: bool
-    gguf_file: str | None
     label_order: tuple[int, ...]
     batch_size: int | None
     token_budget: int | None

@@ -167,7 +167,7 @@ class TrainingFromBase:
             return made_of
         base = [
             hub_commit(self.base_model, folder),
-            weights_digest(folder, model.model_kwargs, None, model.trust_remote_code, files),
+            weights_digest(folder, model.model_kwargs, model.trust_remote_code, files),
             tokenizer_digest(folder, model.tokenizer_kwargs, files),
         ]
         settings = self._kind.training_settings(labels)

@@ -26,7 +26,6 @@ class ImageClassifierSettings(HuggingFaceSettings):
 
     task_type: Literal["image_cls"] = "image_cls"
     adapter_name_or_path: Source | None = None  # none here: merge it into its base first
-    gguf_file: Text | None = None  # none here: such files hold no image classifier
     image_column: Column = Field(examples=["image"])  # names each row's file
     image_folder: Folder | None = None  # where relative paths start; None: the table's folder
     image_suffix: Text | None = None  # stands behind each cell in the file's name, such as .jpg
@@ -51,5 +50,3 @@ class ImageClassifierSettings(HuggingFaceSettings):
                 ("adapter_name_or_path",),
                 "image classifiers load no adapters; merge it into its base (peft: merge_and_unload), name that",
             )
-        if self.gguf_file is not None:
-            yield ("gguf_file",), "a GGUF file holds no image classifier; name a checkpoint with safetensors"

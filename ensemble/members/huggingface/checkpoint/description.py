@@ -129,7 +129,7 @@ def checkpoint_question(model: HuggingFaceSettings, folder: Path, auto_class: st
         folder: with its files.
     """
     config = read_json(folder / "config.json")
-    is_elsewhere = model.gguf_file is not None or "subfolder" in model.model_kwargs
+    is_elsewhere = "subfolder" in model.model_kwargs
     is_quantized = bool(config.get("quantization_config"))
     is_hidden = not config or is_elsewhere or is_quantized or model.trust_remote_code
     tokenizers = adapter_tokenizers(model)

@@ -31,14 +31,11 @@ _DESCRIPTIONS = ("config.json", "adapter_config.json", "*.index.json")
 _FORMAT_KEYS = ("variant", "use_safetensors")
 
 
-def weights_digest(
-    folder: Path, model_kwargs: Mapping[str, Any], gguf_file: str | None, runs_code: bool, files: FileDigests
-) -> str:
+def weights_digest(folder: Path, model_kwargs: Mapping[str, Any], runs_code: bool, files: FileDigests) -> str:
     """Return a digest of the weights in a folder and of the files that describe them, whatever the folder's name.
 
     Args:
         model_kwargs: the member's; they can choose among the files.
-        gguf_file: the only file with weights, instead of those that transformers would look for.
         runs_code: whether the folder's Python files are part of the model.
 
     Raises:
@@ -48,14 +45,11 @@ def weights_digest(
     small: list[Path] = []
     patterns = (*_DESCRIPTIONS, "*.py") if runs_code else _DESCRIPTIONS
     for subfolder in _folders(folder, model_kwargs):
-        if gguf_file is None:
-            weights += weight_files(subfolder)
+        weights += weight_files(subfolder)
         if any(key in model_kwargs for key in _FORMAT_KEYS):
             weights += subfolder.glob("*.bin")
         for pattern in patterns:
             small += subfolder.glob(pattern)
-    if gguf_file is not None:
-        weights.append(folder / gguf_file)
     return _together(folder, weights, small, files)
 
 

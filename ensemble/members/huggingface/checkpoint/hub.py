@@ -12,6 +12,7 @@ from ensemble.common.errors import CheckpointError
 from ensemble.common.files import dangling_link, load_json, unreadable
 from ensemble.common.redact import Redactor
 from ensemble.common.text import first_line, nearest, not_attached
+from ensemble.members.huggingface.checkpoint.weight_files import gguf_problem
 
 _HUB_SECONDS = 5.0
 _KAGGLE = "KAGGLE_KERNEL_RUN_TYPE"
@@ -38,6 +39,9 @@ def find_file(name_or_path: str, file: str, revision: str | None = None) -> Path
         raise CheckpointError(unreadable(folder, error)) from error
     if has_file:
         return folder / file
+    gguf = gguf_problem(folder)
+    if gguf:
+        raise CheckpointError(gguf)
     if is_folder:
         deeper = [*sorted(folder.glob(f"*/{file}")), *sorted(folder.glob(f"*/*/{file}"))]
         hint = ""

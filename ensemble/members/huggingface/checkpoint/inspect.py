@@ -5,13 +5,13 @@ The parent does so before any worker starts, so that a typo costs seconds and no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ensemble.common.errors import CheckpointError
-from ensemble.common.text import gib, nearest
+from ensemble.common.text import gib
 from ensemble.members.base import NOT_ASKED, Inspection
 from ensemble.members.huggingface.checkpoint.adapter_files import (
     Adapter,
@@ -80,7 +80,7 @@ class CheckpointFiles:
 
     Attributes:
         architecture: the class that it was saved as; empty: not stored.
-        tensors: empty where they are not known yet, on the hub or in a GGUF file.
+        tensors: empty where they are not known yet, on the hub.
         adapters: of the member's views, also those that are averaged; None: the base alone.
         described: what transformers says of it.
     """
@@ -101,21 +101,19 @@ class CheckpointFiles:
         warnings: Sequence[str] = (),
     ) -> Checkpoint:
         """Return the member's checkpoint, with further warnings."""
-        gguf_file = model.gguf_file
         quantization = self.config.get("quantization_config")
-        files = weight_files(self.folder) if gguf_file is None else [self.folder / gguf_file]
-        weight_bytes = sum(file.stat().st_size for file in files if file.is_file()) or None
-        model_type = str(self.config.get("model_type", ""))
+        files = weight_files(self.folder)
+        weight_bytes = sum(file.stat().st_size for file in files if file.is_file())
+        shown = self.architecture or str(self.config.get("model_type", ""))
         tokenizer, _, _ = used_tokenizer(model, self.folder, self.described)
-        shown = self.architecture or ("GGUF" if gguf_file is not None else "")
         return Checkpoint(
-            summary=(shown or model_type) + ("" if weight_bytes is None else f", {gib(weight_bytes)}"),
+            summary=f"{shown}, {gib(weight_bytes)}" if weight_bytes else shown,
             activation=activation,
             label_order=label_order,
             folder=self.folder,
             adapter_tokenizer=None if tokenizer == self.folder else tokenizer,
             warnings=(*self.warnings, *warnings),
-            quantization=quantization if isinstance(quantization, dict) and gguf_file is None else None,
+            quantization=quantization if isinstance(quantization, dict) else None,
             described=self.described,
         )
 
@@ -130,22 +128,15 @@ def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFi
         CheckpointError: no ``config.json``, files that are missing or broken or would run code, an adapter for
             another base; every problem is listed.
     """
-    name_or_path, gguf_file = model.model_name_or_path, model.gguf_file
-    path = Path(name_or_path) / "config.json"
-    if gguf_file is None:
-        path = find_file(name_or_path, "config.json", model.revision)
-    is_local = Path(name_or_path).is_dir()
-    # Beside a GGUF file there need be no config.json.
-    has_config = gguf_file is None or path.is_file()
-    config = read_config(path, f"{name_or_path}: its config.json") if has_config else {}
-    folder = path.parent
+    name_or_path = model.model_name_or_path
+    path = find_file(name_or_path, "config.json", model.revision)
+    config = read_config(path, f"{name_or_path}: its config.json")
+    folder, is_local = path.parent, Path(name_or_path).is_dir()
     stored = config.get("architectures")
     architecture = str(stored[0]) if isinstance(stored, list) and stored and stored[0] else ""
     described = describe(checkpoint_question(model, folder, auto_class))
     problems = [*code_problems(model, folder, config, auto_class, described)]
-    if is_local and gguf_file is not None:
-        problems += _gguf_problems(folder, gguf_file)
-    elif is_local:
+    if is_local:
         problems += weight_problems(folder, config, model.allow_pickle)
         problems += small_file_problems(folder)
     if not problems:
@@ -167,7 +158,7 @@ def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFi
         problems += shared_base_problems(adapters)
     tensors: Sequence[Tensor] = ()
     # The hub's cache may lack some of the weights.
-    if not problems and gguf_file is None and is_local:
+    if not problems and is_local:
         tensors = read_tensors(folder) or ()
         problems += weight_contradictions(name_or_path, config, described, tensors, uses_base_head(adapters))
     if problems:
@@ -207,18 +198,13 @@ def inspect_checkpoint(
         CheckpointError: as ``read_checkpoint``, and where labels do not match; every problem is listed.
     """
     files = read_checkpoint(model, auto_class)
-    name_or_path, gguf_file = model.model_name_or_path, model.gguf_file
+    name_or_path = model.model_name_or_path
     config, architecture, tensors = files.config, files.architecture, files.tensors
     names, where = label_names(config, name_or_path), name_or_path
     own_labels = next((adapter for adapter in files.adapters if adapter is not None and adapter.labels), None)
     uses_own_head = uses_base_head(files.adapters)
     warnings: list[str] = []
     encoder = read_cross_encoder(name_or_path, files.folder, config, len(names), model.revision, problem_type)
-    if uses_own_head and gguf_file is not None:
-        raise CheckpointError(
-            f"{gguf_file}: a GGUF file holds no classification head; name an adapter that brings one "
-            "(adapter_name_or_path)"
-        )
     if uses_own_head and ("ForCausalLM" in architecture or "ForMaskedLM" in architecture):
         if tensors and not any(is_head(tensor.name) for tensor in tensors):
             names_of_adapters = [adapter.name for adapter in files.adapters if adapter is not None]
@@ -260,17 +246,6 @@ def inspect_checkpoint(
         if problem_type is None and encoder.activation is not None:
             activation = encoder.activation
     return files.checkpoint(model, activation, match_labels(names, labels, label_map, where), warnings)
-
-
-def _gguf_problems(folder: Path, gguf_file: str) -> Iterator[str]:
-    path = folder / gguf_file
-    if not path.is_file():
-        near = nearest(gguf_file, (entry.name for entry in folder.glob("*.gguf")))
-        yield f"gguf_file: {folder} has no file {gguf_file}" + (f"; did you mean {near}?" if near else "")
-    else:
-        with path.open("rb") as opened:
-            if opened.read(4) != b"GGUF":
-                yield f"gguf_file: {path} is not a GGUF file; copy it again"
 
 
 def row_limit(config: Mapping[str, Any], folder: Path) -> int | None:

@@ -12,7 +12,7 @@ from ensemble.common.text import listed, shown_path
 from ensemble.members.huggingface.spec import HEAD_FILE
 
 _OF_STEP = re.compile(r"checkpoint-\d+")  # Trainer's own names
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def lift_checkpoint(folder: Path) -> str:

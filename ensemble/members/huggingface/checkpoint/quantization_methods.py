@@ -10,10 +10,6 @@ from ensemble.common.text import nearest
 from ensemble.members.footprint import Capability
 
 BITSANDBYTES = "bitsandbytes"
-# Methods of our own (loading/dynamic_8bit.py), with the compute capability that has their products: tensor cores
-# for int8 came with Turing, those for FP8 with Ada (CUDA C++ Programming Guide, "Compute Capabilities").
-DYNAMIC_INT8, DYNAMIC_FP8 = "dynamic_int8", "dynamic_fp8"
-DYNAMIC_METHODS: Mapping[str, Capability] = {DYNAMIC_INT8: (7, 5), DYNAMIC_FP8: (8, 9)}
 # bitsandbytes' products of int8 take the tensor cores of Turing (its documentation, "LLM.int8()").
 _INT8_CAPABILITY: Capability = (7, 5)
 # The package of each method that needs one (transformers, quantizers/quantizer_*.py, validate_environment).
@@ -53,19 +49,14 @@ def compute_dtype_of(settings: Mapping[str, Any] | None) -> str:
 
 def capability_problem(settings: Mapping[str, Any] | None, capability: Capability | None) -> str:
     """Return why a GPU cannot compute with these settings, key first; empty if it can, or if nothing is known."""
-    if settings is None or capability is None:
+    if settings is None or capability is None or not settings.get("load_in_8bit"):
         return ""
-    if settings.get("load_in_8bit"):
-        method, least = "load_in_8bit", _INT8_CAPABILITY
-    else:
-        method = method_of(settings) or ""
-        least = DYNAMIC_METHODS.get(method, (0, 0))
-    if capability >= least:
+    if capability >= _INT8_CAPABILITY:
         return ""
+    needed, available = (f"{major}.{minor}" for major, minor in (_INT8_CAPABILITY, capability))
     return (
-        f"quantization_config: {method} needs compute capability {least[0]}.{least[1]}, and the least capable GPU "
-        f"has {capability[0]}.{capability[1]}; use load_in_4bit: true, leave such GPUs out (devices), or set "
-        "num_gpus: 0"
+        f"quantization_config: load_in_8bit needs compute capability {needed}, and the least capable GPU has "
+        f"{available}; use load_in_4bit: true, leave such GPUs out (devices), or set num_gpus: 0"
     )
 
 

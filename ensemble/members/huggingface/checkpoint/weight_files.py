@@ -19,6 +19,9 @@ from ensemble.common.files import load_json, unreadable
 from ensemble.common.text import listed
 
 LENGTH_BYTES = 8
+NO_GGUF = (
+    "GGUF files are llama.cpp's and cannot be loaded; name a folder with the original model's safetensors"
+)
 # transformers' names of a file with all weights, the first that there is; shards have an index of this name.
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 # What a Trainer leaves beside the weights.
@@ -200,7 +203,10 @@ def weight_problems(folder: Path, config: Mapping[str, Any], allow_pickle: bool)
     files = weight_files(folder)
     others = sorted(path for pattern in ("*.pt", "*.pth") for path in folder.glob(pattern))
     unread = [path for path in others if not _TRAINERS.fullmatch(path.name)]
-    if not files and unread:
+    gguf = gguf_problem(folder)
+    if gguf:
+        yield gguf
+    elif not files and unread:
         yield (
             f"{unread[0]} is a pickle of a kind that transformers does not read; load it where you trust it, and "
             "save it with save_pretrained, which writes safetensors"
@@ -234,6 +240,14 @@ def weight_problems(folder: Path, config: Mapping[str, Any], allow_pickle: bool)
                 read_file(path)
         except CheckpointError as error:
             yield from error.problems
+
+
+def gguf_problem(path: Path) -> str:
+    """Return the sentence for a GGUF file, or for a folder with no other weights; empty: it is neither."""
+    files = [path] if path.is_file() else sorted(path.glob("*.gguf"))
+    if not files or files[0].suffix != ".gguf" or weight_files(path):
+        return ""
+    return f"{files[0]}: {NO_GGUF}"
 
 
 def pickle_refused(path: Path) -> str:

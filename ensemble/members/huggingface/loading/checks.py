@@ -82,7 +82,7 @@ def check_tokenizer(spec: ModelSpec, tokenizer: Any, texts: Sequence[str]) -> It
             "tokenizer_config.json is the one that its vocabulary is for"
         ) from error
     folder = Path(name)
-    is_plain = folder.is_dir() and not spec.tokenizer_kwargs and spec.gguf_file is None
+    is_plain = folder.is_dir() and not spec.tokenizer_kwargs
     if not knows_text(tokenizer) or (
         is_plain and lacking_vocabulary(folder, tokenizer.vocab_files_names or {})
     ):
@@ -92,8 +92,7 @@ def check_tokenizer(spec: ModelSpec, tokenizer: Any, texts: Sequence[str]) -> It
         )
     texts = [text[:CHARACTERS] for text in texts if text.strip()]
     path = _stored_file(name, spec.revision)
-    is_comparable = not (spec.trust_remote_code or spec.gguf_file is not None or made_by in _TAKE_THE_FILE)
-    if path is not None and is_comparable:
+    if path is not None and not spec.trust_remote_code and made_by not in _TAKE_THE_FILE:
         yield from _differences(spec, tokenizer, path, texts)
     ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     unknown = tokenizer.unk_token_id

@@ -211,9 +211,6 @@ def quantization_keys(method: str) -> dict[str, Any]:
     """Return the methods of the installed transformers, and the keys of one."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-    from ensemble.members.huggingface.loading.dynamic_8bit import register_dynamic_methods
-
-    register_dynamic_methods()
     methods = {"bitsandbytes": transformers.BitsAndBytesConfig, **AUTO_QUANTIZATION_CONFIG_MAPPING}
     keys: set[str] = set()
     for base in methods[method].__mro__ if method in methods else ():

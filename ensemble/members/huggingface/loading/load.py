@@ -13,11 +13,6 @@ from ensemble.members.footprint import RESERVE_SHARE, coarse_room
 from ensemble.members.huggingface.checkpoint.tokenizer_files import size_problem
 from ensemble.members.huggingface.loading.adapter import ViewAdapters
 from ensemble.members.huggingface.loading.describe import learnt_positions
-from ensemble.members.huggingface.loading.first_allocation import (
-    fill_each_gpu,
-    switch_off_expandable_segments,
-    try_allocation,
-)
 from ensemble.members.huggingface.loading.fused_norms import fuse_norms
 from ensemble.members.huggingface.loading.kernels import capability, choose_kernels, set_tf32
 from ensemble.members.huggingface.loading.model import load_model
@@ -97,7 +92,6 @@ def load_on_devices(spec: CheckpointSpec) -> Loaded:
         if torch.cuda.device_count() < spec.gpus:
             raise ValueError(f"assigned {spec.gpus} GPUs, but torch sees {torch.cuda.device_count()} of them")
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        try_allocation(notes, fill_each_gpu, switch_off_expandable_segments)
     elif spec.gpus > 0:
         notes.append(instead_of_gpu())
     least = capability(on_gpu)

@@ -13,14 +13,12 @@ import transformers
 from transformers import AutoConfig, BitsAndBytesConfig
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.quantizers.auto import AutoQuantizationConfig
-from transformers.utils import quantization_config as settings_of_transformers
 
 from ensemble.common.files import read_json
 from ensemble.members.footprint import Capability
 from ensemble.members.huggingface.checkpoint.description import config_advice
 from ensemble.members.huggingface.checkpoint.quantization_methods import (
     BITSANDBYTES,
-    DYNAMIC_METHODS,
     capability_problem,
     compute_dtype_of,
     method_of,
@@ -36,7 +34,6 @@ from ensemble.members.huggingface.loading.average import average_adapters
 from ensemble.members.huggingface.loading.capped_attention import register_capped_blocks
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys, is_unused
 from ensemble.members.huggingface.loading.device_map import check_placement, input_device, placement_options
-from ensemble.members.huggingface.loading.dynamic_8bit import register_dynamic_methods
 from ensemble.members.huggingface.loading.kernels import AMPERE
 from ensemble.members.huggingface.memory.sizes import UNQUANTIZED
 from ensemble.members.huggingface.spec import (
@@ -77,31 +74,23 @@ def load_model(
         and what switches between the adapters of views; None: all have the same adapter, or none.
     """
     name, on_gpu = spec.model_name_or_path, least is not None
-    gguf: dict[str, Any] = {} if spec.gguf_file is None else {"gguf_file": spec.gguf_file}
     problem = capability_problem(spec.quantization_config, least)
     if problem:
         raise ValueError(problem)
-    if method_of(spec.quantization_config) in DYNAMIC_METHODS:
-        register_dynamic_methods()
     dtype = model_dtype(spec, least, notes)
-    options: dict[str, Any] = {**placement_options(spec, on_gpu), **spec.model_kwargs, **gguf}
+    options: dict[str, Any] = {**placement_options(spec, on_gpu), **spec.model_kwargs}
     if spec.quantization_config is not None:
         options["quantization_config"] = quantization_config(spec.quantization_config, dtype)
     sources = dict.fromkeys(spec.view_adapters)
     adapters = {source: _open_source(source, spec) for source in sources if source is not None}
     if adapters:
         # Keys of model_kwargs that belong to the config are in it now.
-        options["config"], unused = _config_for(adapters.values(), spec, gguf)
+        options["config"], unused = _config_for(adapters.values(), spec)
         for key in spec.model_kwargs.keys() - unused.keys():
             del options[key]
-    # Newer releases keep GGUF weights packed if they find kernels on the hub; adapters have no layers for those.
-    # Older releases have no such setting and always unpack.
-    gguf_config = getattr(settings_of_transformers, "GgufConfig", None)
-    if gguf and gguf_config is not None:
-        options["quantization_config"] = gguf_config(dequantize=True)
     attention = spec.attn_implementation
     if attention is None:  # the plan could not read the architecture
-        is_capped = is_soft_capped(from_pretrained(AutoConfig, spec, **gguf).to_dict())
+        is_capped = is_soft_capped(from_pretrained(AutoConfig, spec).to_dict())
         attention = choose_attention(is_capped, supports_sdpa=True, flash_suits=False)
     if attention == CAPPED_BLOCKS:
         register_capped_blocks()
@@ -148,14 +137,12 @@ def _open_source(source: AdapterSource, spec: CheckpointSpec) -> AdapterFiles:
     return average_adapters(str(source), files, source.combination_type)
 
 
-def _config_for(
-    adapters: Iterable[AdapterFiles], spec: CheckpointSpec, gguf: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
+def _config_for(adapters: Iterable[AdapterFiles], spec: CheckpointSpec) -> tuple[Any, dict[str, Any]]:
     """Return the config of the base of adapters, and the arguments of ``model_kwargs`` that are no part of it.
 
     It has the adapters' number of labels, and leaves their heads out of the base's quantization.
     """
-    config, unused = from_pretrained(AutoConfig, spec, return_unused_kwargs=True, **gguf, **spec.model_kwargs)
+    config, unused = from_pretrained(AutoConfig, spec, return_unused_kwargs=True, **spec.model_kwargs)
     if spec.auto_class in WITH_LABELS:
         config.num_labels = len(spec.label_order)
     stored = getattr(config, "quantization_config", None)

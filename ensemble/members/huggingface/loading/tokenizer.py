@@ -1,4 +1,4 @@
-"""Load a member's tokenizer from its adapters' files, the checkpoint's, or the vocabulary of its GGUF file."""
+"""Load a member's tokenizer from its adapters' files or the checkpoint's."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from ensemble.members.huggingface.checkpoint.digests import own_tokenizers
 from ensemble.members.huggingface.checkpoint.several_adapters import tokenizer_problems
 from ensemble.members.huggingface.loading.adapter import adapter_folder
 from ensemble.members.huggingface.spec import ModelSpec, default_max_length
-
-# A folder with one of these has a tokenizer beside its GGUF file.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
 def load_tokenizer(spec: ModelSpec) -> Any:
@@ -65,19 +61,14 @@ def what_it_makes(tokenizer: Any, ignores_limit: bool, chats: bool) -> str:
 
 def _load(spec: ModelSpec, folder: Path | None) -> Any:
     """Load the tokenizer in an adapter's folder; None: the checkpoint's."""
-    options = dict(spec.tokenizer_kwargs)
     name = spec.model_name_or_path if folder is None else str(folder)
-    # Files beside the GGUF file go first: a tokenizer converted from its vocabulary may lack some of their rules.
-    has_files = any((Path(name) / file).is_file() for file in _TOKENIZER_FILES)
-    if spec.gguf_file is not None and folder is None and not has_files:
-        options.setdefault("gguf_file", spec.gguf_file)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name,
             revision=spec.revision or "main",
             # Adapters are not pinned, so that their code might change.
             trust_remote_code=spec.trust_remote_code and folder is None,
-            **options,
+            **spec.tokenizer_kwargs,
         )
     except OSError:
         raise
@@ -93,13 +84,6 @@ def _load(spec: ModelSpec, folder: Path | None) -> Any:
             f"{reason}); copy tokenizer.json and tokenizer_config.json again, see that its tokenizer_class is the "
             "one that the vocabulary is for, and look at tokenizer_kwargs"
         ) from error
-    if "gguf_file" in options:
-        # transformers builds each byte-level vocabulary as GPT-2's, and that class adds its own <|endoftext|>
-        # behind the file's vocabulary (integrations/gguf/gguf_tokenizer_mapping.py): the model has no row for it.
-        state = json.loads(tokenizer.backend_tokenizer.to_str())
-        kept = [token for token in state["added_tokens"] if token["id"] < len(state["model"]["vocab"])]
-        if len(kept) < len(state["added_tokens"]):
-            tokenizer._tokenizer = Tokenizer.from_str(json.dumps({**state, "added_tokens": kept}))
     tokenizer.name_or_path = name  # from where its checks take it
     if spec.truncation_side is not None:
         tokenizer.truncation_side = spec.truncation_side

@@ -226,8 +226,6 @@ def _widest_lora(adapter: AdapterSource) -> tuple[int, int]:
 
 def whole_tensors(model: HuggingFaceSettings, folder: Path) -> tuple[Tensor, ...] | None:
     """Return a checkpoint's tensors; None where they are not known or incomplete."""
-    if model.gguf_file is not None:
-        return None
     if not Path(model.model_name_or_path).is_dir():  # the hub's cache, which may lack some of the files
         files = loaded_files(folder)
         if not files or not all(file.is_file() for file in files):

@@ -17,9 +17,7 @@ from typing import Any, Literal
 from ensemble.members.footprint import Activation, Capability, Stage, Weights
 from ensemble.members.huggingface.checkpoint.architecture import Architecture
 from ensemble.members.huggingface.checkpoint.quantization_methods import (
-    DYNAMIC_METHODS,
     compute_dtype_of,
-    method_of,
     quantized_bits,
 )
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor, is_left_out, stands_beside_packed
@@ -121,9 +119,6 @@ def _is_linear(tensor: Tensor, settings: Mapping[str, Any]) -> bool:
     """Return whether a tensor is quantized: a linear layer's weight, except embeddings and heads."""
     if len(tensor.shape) != 2 or not tensor.name.endswith(".weight") or _EMBEDDING.search(tensor.name):
         return False
-    # transformers puts the experts of a layer into one parameter, which our own methods leave as it is.
-    if ".experts." in tensor.name and method_of(settings) in DYNAMIC_METHODS:
-        return False
     module = tensor.name.removesuffix(".weight")
     skipped = settings.get("llm_int8_skip_modules") or ()
     # As transformers' should_convert_module: from the start up to a dot, or at the end.
@@ -133,7 +128,7 @@ def _is_linear(tensor: Tensor, settings: Mapping[str, Any]) -> bool:
 
 
 def _quantized_bytes(tensor: Tensor, bits: int, settings: Mapping[str, Any]) -> int:
-    if settings.get("load_in_8bit") or method_of(settings) in DYNAMIC_METHODS:
+    if settings.get("load_in_8bit"):
         return tensor.elements + 4 * tensor.shape[0]  # with a float32 scale for each row
     blocks = math.ceil(tensor.elements / _BLOCK)
     weight_bytes = math.ceil(tensor.elements * bits / 8) + _TABLE_BYTES

@@ -71,7 +71,7 @@ class Backbone:
         folder = find_file(name, "config.json", settings["revision"]).parent
         digests = [
             FileDigests(whole=True).digest(self.table),
-            weights_digest(folder, settings["model_kwargs"], settings["gguf_file"], runs_code, files),
+            weights_digest(folder, settings["model_kwargs"], runs_code, files),
             tokenizer_digest(folder, settings["tokenizer_kwargs"], files),
         ]
         others = {key: value for key, value in settings.items() if key != "model_name_or_path"}

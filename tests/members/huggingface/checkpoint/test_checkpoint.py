@@ -159,6 +159,23 @@ def test_files_that_transformers_does_not_read_refuse_no_whole_checkpoint(
 
 
 @pytest.mark.fault(22)
+@pytest.mark.parametrize("beside", [(), ("config.json",)])
+def test_gguf_files_are_told_by_what_they_are(beside: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "model-Q4_K_M.gguf"
+    file.write_bytes(b"GGUF")
+    for name in beside:
+        (tmp_path / name).write_text('{"model_type": "llama"}')
+    for path in (tmp_path, file):
+        with pytest.raises(CheckpointError) as refused:
+            inspect_folder(path, ["a", "b"])
+        (problem,) = refused.value.problems
+        assert problem.startswith(f"{file}: GGUF files are llama.cpp's and cannot be loaded; ")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError) as refused:
+        inspect_folder(tmp_path, ["a", "b"])
+    assert "GGUF" not in str(refused.value)
+
+
 def test_a_cut_weight_file_is_named_with_its_sizes(tmp_path: Path) -> None:
     folder = Path(write(tmp_path / "m", id2label={"0": "a", "1": "b", "2": "c"}))
     whole = (folder / "model.safetensors").read_bytes()

@@ -195,7 +195,7 @@ def test_every_file_that_a_tokenizer_of_transformers_reads_counts(tmp_path: Path
 
 
 def weights_of(folder: Path, *, runs_code: bool = False, **model_kwargs: object) -> str:
-    return weights_digest(folder, model_kwargs, None, runs_code, FileDigests(whole=False))
+    return weights_digest(folder, model_kwargs, runs_code, FileDigests(whole=False))
 
 
 def test_files_that_the_settings_choose_count(tmp_path: Path) -> None:

@@ -34,7 +34,6 @@ def worker_spec(folder: Path, **changes: Any) -> ModelSpec:
         "trust_remote_code": False,
         "allow_pickle": False,
         "merge_adapter": False,
-        "gguf_file": None,
         "label_order": (0, 1, 2),
         "activation": "softmax",
         "prompt_template": None,
