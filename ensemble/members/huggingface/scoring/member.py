@@ -243,9 +243,8 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             return []
         if is_asked and spec.asks_for_segments:
             tokenizer.model_input_names = [*tokenizer.model_input_names, "token_type_ids"]
-        how = f"{'asked for' if is_asked else 'left out'}, as its config is of {names[0] or 'an unknown release'}"
-        key = "tokenizer_kwargs.model_input_names decides otherwise"
-        return [f"segment ids (token_type_ids), which transformers 5 gives no more, are {how}; {key}"]
+        how = f"{'asked for' if is_asked else 'left out'}, as transformers {names[0] or '?'} saved its config"
+        return [f"segment ids (token_type_ids) {how}; tokenizer_kwargs.model_input_names decides otherwise"]
 
     def load(self) -> Ready:
         spec = self._spec
