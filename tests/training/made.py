@@ -32,11 +32,13 @@ def make_spec(
     train: dict[str, Any] | None = None,
     groups: Sequence[int] | None = None,
     labels: Sequence[str] = LABELS,
+    others: Sequence[str] = (),
     **changes: Any,
 ) -> dict[str, Any]:
     """The content of a training's spec, with all that it names."""
     folder.mkdir(exist_ok=True)
-    places = publish(folder / "table", {"text": list(texts)})
+    columns = {"text": list(texts), **({"other": list(others)} if others else {})}
+    places = publish(folder / "table", columns)
     keys: dict[str, Any] = {
         "name": "m",
         "text_column": "text",

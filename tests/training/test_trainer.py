@@ -43,6 +43,7 @@ from tests.checkpoints import (
 )
 from tests.members.huggingface.scoring.test_compute import read_shard
 from tests.members.huggingface.scoring.test_predict import with_ends, worker_spec
+from tests.members.huggingface.scoring.test_segment_ids import make_model, ours
 from tests.training.made import LABEL_TOKENS, LABELS, make_spec, soft_targets, without_dropout
 from tests.waiting import PATIENCE_SECONDS
 from tests.worker.test_session import publish, served
@@ -246,6 +247,33 @@ def test_an_adapter_predicts_by_plain_peft_what_it_learnt(bert: Path, tmp_path: 
         ]
     got = predicted(tmp_path, TEXTS[:12], bert, adapter_name_or_path=str(out))
     np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("method", "written", "is_asked"),
+    [("lora", "4.57.3", True), ("lora", "5.1.0", False), ("full", "4.57.3", False)],
+)
+def test_pairs_are_learnt_with_the_segment_ids_with_which_the_result_predicts(
+    method: str, written: str, is_asked: bool, tmp_path: Path
+) -> None:
+    base = make_model(tmp_path / "base", "albert", written)
+    pairs = list(zip(TEXTS, reversed(TEXTS), strict=True))
+    train = LORA if method == "lora" else FAST
+    member = {"text_column": ["text", "other"]}
+    spec = make_spec(tmp_path, base, TEXTS, TARGETS, others=TEXTS[::-1], train=train, member=member)
+    # Those that were learnt without are made again, and no others.
+    assert spec["settings"]["member"].get("asks_for_segments", False) == is_asked
+    training = prepare(spec)
+    training.train()
+    batch = training.examples.batch(np.arange(len(TEXTS)))
+    assert ("token_type_ids" in batch.inputs) == is_asked
+    with torch.no_grad():
+        expected = training.trainee.model.eval()(**batch.inputs).logits.softmax(-1).numpy()
+    out = Path(spec["out"])
+    settings = {"adapter_name_or_path": str(out)} if method == "lora" else {}
+    got, note = ours(tmp_path / "worker", base if method == "lora" else out, list(pairs), **settings)
+    np.testing.assert_allclose(got, expected, atol=2e-5)
+    assert ("asked for" in note) == is_asked
 
 
 def test_a_lora_config_as_peft_saves_it_trains_what_its_keys_train(bert: Path, tmp_path: Path) -> None:

@@ -27,7 +27,11 @@ from ensemble.members.huggingface.checkpoint.quantization_methods import (
     quantization_problems,
     quantization_warnings,
 )
-from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length, stored_encode
+from ensemble.members.huggingface.checkpoint.tokenizer_files import (
+    asks_for_segments,
+    own_max_length,
+    stored_encode,
+)
 from ensemble.members.huggingface.settings import TO_BE_TRAINED, HuggingFaceSettings, TextSettings
 from ensemble.members.huggingface.spec import (
     CAPPED_BLOCKS,
@@ -397,6 +401,8 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         }
         if model.truncation:  # left out otherwise, so that shards from before this key stay valid
             fingerprint["truncation"] = model.truncation.model_dump()
+        if self._may_ask_for_segments(inspected):
+            fingerprint["segment_ids"] = True  # the same
         return fingerprint
 
     def predicted_by(self) -> dict[str, object]:
@@ -449,11 +455,15 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         base = type(self)(model.model_copy(update=of_base))
         inspected = Checkpoint("none", tuple(range(len(labels))), "", (), folder=folder)
         assigned = Assigned(gpus=0, dtype=model.dtype, attention=model.attn_implementation)
+        settings = base.worker_settings(inspected, assigned, None)
+        # What is saved whole is of transformers 5, where runs do not ask for them.
+        if model.train.method != "full" and base._may_ask_for_segments(inspected):
+            settings = {**settings, "asks_for_segments": True}
         return {
             "predictor": self.child.partition(":")[2],
             "examples": self.examples,
             "problem_type": getattr(model, "problem_type", None),
-            "member": base.worker_settings(inspected, assigned, None),
+            "member": settings,
         }
 
     def content(self, inspected: Checkpoint, files: FileDigests) -> Mapping[str, str]:
@@ -467,6 +477,13 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         # An adapter on the hub may have a tokenizer, which only the worker fetches; its commit is in the weights.
         made_of += [True for name in self._adapter_names() if not Path(name).is_dir()]
         return {**super().content(inspected, files), "tokenizer": digest_of(made_of)}
+
+    def _may_ask_for_segments(self, inspected: Checkpoint) -> bool:
+        """Return whether the worker asks the tokenizer for segment ids, as far as files tell."""
+        config = read_json(inspected.folder / "config.json")
+        tokenizer = read_json(inspected.tokenizer_folder / "tokenizer_config.json")
+        names = config.get("transformers_version"), tokenizer.get("tokenizer_class")
+        return bool(asks_for_segments(config, *names, len(self.settings.text_columns)))
 
     def _max_length(self, inspected: Checkpoint) -> int | None:
         """Return the tokens that a row may have; None where only the worker's tokenizer tells."""

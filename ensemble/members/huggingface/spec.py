@@ -148,6 +148,8 @@ class ModelSettings(CheckpointSettings):
 class ModelSpec(ModelSettings, CheckpointSpec):
     """Join a text model's settings with those of every worker: all that loading and scoring need."""
 
+    asks_for_segments: bool = True  # where ``asks_for_segments`` says so
+
 
 def choose_dtype(asked: str, stored: str | None, gpus: int, capability: tuple[int, int] | None) -> str:
     """Choose the type of the weights: what the user asked for, or what suits the device.

@@ -94,7 +94,8 @@ class Training:
         common = CommonSpec(
             labels=tuple(spec.labels), activation="softmax", gpus=0, seed=spec.seed, table_path=spec.table
         )
-        self.member_spec = predictor.Spec.of(common, spec.settings["member"])
+        settings = {"asks_for_segments": spec.train["method"] != "full", **spec.settings["member"]}
+        self.member_spec = predictor.Spec.of(common, settings)
         table = PublishedTable(Path(spec.table))
         member = predictor(self.member_spec, table)
         self.trainee = load_trainee(

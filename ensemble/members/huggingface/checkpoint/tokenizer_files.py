@@ -27,6 +27,12 @@ _OPTIONAL = (
 ).split()
 # A model may have rows to spare, and not a hundred times as many as its tokenizer has tokens.
 _MOST_ROWS_PER_TOKEN = 100
+# Classes that gave segment ids (``token_type_ids``) in 4.57 and do not from 5.0 on, where only names in a class's
+# ``model_input_names`` are given; TokenizersBackend was PreTrainedTokenizerFast.
+_LOSE_SEGMENTS = (
+    "AlbertTokenizer BertJapaneseTokenizer FunnelTokenizer HerbertTokenizer PreTrainedTokenizer RemBertTokenizer "
+    "RoCBertTokenizer RoFormerTokenizer SplinterTokenizer TokenizersBackend XLNetTokenizer"
+).split()
 # transformers parses larger files; damage in small ones, which it may overlook, is found here.
 _MAX_PARSED_BYTES = 2 << 20
 
@@ -86,6 +92,24 @@ def size_problem(name: str | Path, tokens: int, embeddings: int) -> str:
         f"the tokenizer of {name} knows {tokens:,} tokens, and its model has embeddings of {embeddings:,}: its "
         "vocabulary is lost; copy its files again, such as tokenizer.json"
     )
+
+
+def asks_for_segments(
+    config: Mapping[str, object], release: object, tokenizer: object, texts: int
+) -> bool | None:
+    """Return whether segment ids that its class loses are asked of a tokenizer, for rows of so many texts.
+
+    Only what was trained with transformers 4 has seen them: the release that wrote the (base's) config decides.
+    None: they are not lost, or the model reads none.
+    """
+    kind, segments = config.get("model_type"), config.get("type_vocab_size")
+    is_read = texts == 2 and (kind == "funnel" or (isinstance(segments, int) and segments > 1))
+    is_lost = str(tokenizer or "TokenizersBackend").removesuffix("Fast") in _LOSE_SEGMENTS
+    # XLNet's tokenizer marks the token that its head reads, in a single text, too.
+    if not is_lost or not (is_read or kind == "xlnet"):
+        return None
+    major = str(release).partition(".")[0]
+    return major.isdecimal() and int(major) < 5
 
 
 def own_max_length(folder: Path) -> int | None:

@@ -12,11 +12,12 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import masking_utils
+from transformers import AutoConfig, masking_utils
 
 from ensemble.common.protocol import BatchChoice, Counters, Ready
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.published_table import PublishedTable
+from ensemble.members.huggingface.checkpoint.tokenizer_files import asks_for_segments
 from ensemble.members.huggingface.loading.checks import ROWS, check_tokenizer
 from ensemble.members.huggingface.loading.float32_retry import (
     in_float32,
@@ -24,6 +25,7 @@ from ensemble.members.huggingface.loading.float32_retry import (
     why_not_float32,
 )
 from ensemble.members.huggingface.loading.load import Loaded, load, max_length
+from ensemble.members.huggingface.loading.model import from_pretrained
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.classifier import Classifier, probabilities
 from ensemble.members.huggingface.scoring.encode import Encoded, Prompt, Text
@@ -35,7 +37,7 @@ from ensemble.members.huggingface.scoring.warmup import (
     TEXTS,
     WarmUp,
 )
-from ensemble.members.huggingface.spec import CAPPED_BLOCKS, CheckpointSpec, ModelSpec
+from ensemble.members.huggingface.spec import CAPPED_BLOCKS, LANGUAGE_MODEL, CheckpointSpec, ModelSpec
 from ensemble.members.predictor import Prediction, Predictor, Report
 
 _C = TypeVar("_C", bound=CheckpointSpec)
@@ -177,7 +179,7 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
                 self._first_texts.append(self._prompts[0].render(row))
         parts = [(text,) if isinstance(text, str) else text for text in self._first_texts]
         notes = check_tokenizer(spec, self._tokenizer, [part for text in parts for part in text])
-        self._tokenizer_notes = list(notes)
+        self._tokenizer_notes = [*notes, *self._ask_for_segments()]
         is_pair = self._prompts[0].is_pair
         self._warmup_texts: list[Text] = [(text, text) if is_pair else text for text in TEXTS]
         if parts:
@@ -227,13 +229,22 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         """Return a sentence for everything else that the user should know."""
         return []
 
-    def _loses_segment_ids(self, config: Any) -> bool:
-        """Return whether the model reads which text of a pair a token is of, and the tokenizer does not say it."""
-        reads = config.model_type == "xlnet" or (getattr(config, "type_vocab_size", None) or 0) > 1
-        if not reads or not self._prompts[0].is_pair or "token_type_ids" in self._warmup.inputs:
-            return False
-        asked = self._tokenizer(TEXTS[0], TEXTS[1], return_token_type_ids=True)
-        return len(set(asked.get("token_type_ids", ()))) > 1  # RoBERTa's has never told them apart
+    def _ask_for_segments(self) -> list[str]:
+        """Let the tokenizer give segment ids that it leaves out, if it is to be asked for them; return a note."""
+        spec, tokenizer, texts = self._spec, self._tokenizer, max(1, len(self._spec.text_columns))
+        if "token_type_ids" in tokenizer.model_input_names or "model_input_names" in tokenizer.init_kwargs:
+            return []  # it gives what it is told to
+        if spec.gguf_file is not None or spec.auto_class == LANGUAGE_MODEL:
+            return []
+        config = from_pretrained(AutoConfig, spec, **spec.model_kwargs)
+        names = config.transformers_version, type(tokenizer).__name__
+        is_asked = asks_for_segments(config.to_dict(), *names, texts)
+        if is_asked is None or not any(tokenizer(*["a"] * texts, return_token_type_ids=True).token_type_ids):
+            return []
+        if is_asked and spec.asks_for_segments:
+            tokenizer.model_input_names = [*tokenizer.model_input_names, "token_type_ids"]
+        how = f"{'asked for' if is_asked else 'left out'}, as transformers {names[0] or '?'} saved its config"
+        return [f"segment ids (token_type_ids) {how}; tokenizer_kwargs.model_input_names decides otherwise"]
 
     def load(self) -> Ready:
         spec = self._spec
@@ -245,11 +256,6 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             # positions. Compiled code asks nothing, and would be made twice, with and without a mask.
             self._classifier.possible -= {Shortcut.LAST_TOKEN_LAYER, Shortcut.READY_MASK}
         notes = [*loaded.notes, *self._tokenizer_notes, *self._notes()]
-        if self._loses_segment_ids(loaded.model.config):
-            notes.append(
-                "its tokenizer gives text pairs no segment ids (token_type_ids), as in transformers 5; its model "
-                "reads them: trained with transformers 4, it gives other probabilities than in training"
-            )
         self._set_modes(loaded)
         warm_up = WarmUp(self._classifier, self._warmup, self._values, self._is_exact, self._in_float32)
         with self._passes(first=True):

@@ -251,29 +251,3 @@ def test_peaks_are_of_what_torch_reserved_and_of_what_tensors_took(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", [30, 50].__getitem__)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", [20, 40].__getitem__)
     assert (member.peak_gpu_memory_bytes(), member.peak_gpu_allocated_bytes()) == (50, 40)
-
-
-@pytest.mark.parametrize("columns", [("text",), ("text", "other")])
-@pytest.mark.parametrize("gives_segments", [True, False])
-def test_text_pairs_without_the_segment_ids_that_the_model_reads_are_noted(
-    columns: tuple[str, ...], gives_segments: bool, tmp_path: Path
-) -> None:
-    import json
-
-    import pyarrow as pa
-
-    from ensemble.data.table import InputTable
-
-    folder = make_checkpoint(tmp_path, "bert", LABELS)
-    if not gives_segments:  # as tokenizers of ALBERT and others are in transformers 5
-        path = folder / "tokenizer_config.json"
-        names = ["input_ids", "attention_mask"]
-        path.write_text(json.dumps({**json.loads(path.read_text()), "model_input_names": names}))
-    cells = pa.table({"text": make_texts(4), "other": make_texts(4, seed=1)})
-    ids = pa.chunked_array([["a", "b", "c", "d"]])
-    InputTable(cells, ids, None, {}).publish(tmp_path / "table.arrow")
-    member = predictor(
-        worker_spec(folder, table_path=str(tmp_path / "table.arrow"), text_columns=columns, max_length=64)
-    )
-    noted = any("token_type_ids" in note for note in member.load().notes)
-    assert noted == (len(columns) == 2 and not gives_segments)
