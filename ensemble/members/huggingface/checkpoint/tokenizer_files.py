@@ -99,8 +99,8 @@ def asks_for_segments(
 ) -> bool | None:
     """Return whether segment ids that its class loses are asked of a tokenizer, for rows of so many texts.
 
-    Only what was trained with transformers 4 has seen them: the release that wrote the (base's) config decides.
-    None: they are not lost, or the model reads none.
+    Only what was trained with transformers 4 has seen them: the release that wrote the (base's) config decides,
+    and every release from 4.2 on writes its number.  None: they are not lost, or the model reads none.
     """
     kind, segments = config.get("model_type"), config.get("type_vocab_size")
     is_read = texts == 2 and (kind == "funnel" or (isinstance(segments, int) and segments > 1))
@@ -108,8 +108,7 @@ def asks_for_segments(
     # XLNet's tokenizer marks the token that its head reads, in a single text, too.
     if not is_lost or not (is_read or kind == "xlnet"):
         return None
-    major = str(release).partition(".")[0]
-    return major.isdecimal() and int(major) < 5
+    return release is None or str(release).startswith(("2.", "3.", "4."))
 
 
 def own_max_length(folder: Path) -> int | None:

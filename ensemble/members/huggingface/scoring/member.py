@@ -234,7 +234,7 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         spec, tokenizer, texts = self._spec, self._tokenizer, max(1, len(self._spec.text_columns))
         if "token_type_ids" in tokenizer.model_input_names or "model_input_names" in tokenizer.init_kwargs:
             return []  # it gives what it is told to
-        if spec.gguf_file is not None or spec.auto_class == LANGUAGE_MODEL:
+        if spec.auto_class == LANGUAGE_MODEL:
             return []
         config = from_pretrained(AutoConfig, spec, **spec.model_kwargs)
         names = config.transformers_version, type(tokenizer).__name__
@@ -243,7 +243,8 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             return []
         if is_asked and spec.asks_for_segments:
             tokenizer.model_input_names = [*tokenizer.model_input_names, "token_type_ids"]
-        how = f"{'asked for' if is_asked else 'left out'}, as transformers {names[0] or '?'} saved its config"
+        release = config.transformers_version or "before 4.2"
+        how = f"{'asked for' if is_asked else 'left out'}, as transformers {release} saved its config"
         return [f"segment ids (token_type_ids) {how}; tokenizer_kwargs.model_input_names decides otherwise"]
 
     def load(self) -> Ready:

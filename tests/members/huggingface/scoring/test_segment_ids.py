@@ -169,11 +169,11 @@ def test_pairs_get_the_segment_ids_that_their_model_was_trained_with(
     checkpoint = make_model(tmp_path / "model", kind, written)
     got, note = ours(tmp_path, checkpoint, list(TEXTS), max_length=24)
     with_ids, without = (plain(checkpoint, list(TEXTS), 24, given) for given in (True, False))
-    is_asked = written == "4.57.3"
+    is_asked = written != "5.1.0"
     np.testing.assert_allclose(got, with_ids if is_asked else without, atol=2e-5)
     assert np.abs(with_ids - without).max() > 1e-3
     assert note.count("token_type_ids") == 1
-    assert ("asked for" in note, f"transformers {written or '?'}" in note) == (is_asked, True)
+    assert ("asked for" in note, f"transformers {written or 'before 4.2'}" in note) == (is_asked, True)
     assert may_be_asked(checkpoint, ["a", "b"]) == is_asked
 
 
