@@ -33,18 +33,6 @@ _LIST_ENDS = ("", "-1", "NoDevFiles")
 _T = TypeVar("_T")
 # A desktop or the driver itself uses less than this.
 MIN_REPORTED_BYTES = 512 << 20
-# The bits of nvmlDeviceGetCurrentClocksEventReasons, which say why clocks are lowered, with nvidia-smi's names for
-# them (NVML API reference, "NvmlClocksEventReasons"). Bit 0, an idle GPU, is left out.
-_CLOCK_EVENTS = {
-    0x002: "applications_clocks_setting",
-    0x004: "sw_power_cap",
-    0x008: "hw_slowdown",
-    0x010: "sync_boost",
-    0x020: "sw_thermal_slowdown",
-    0x040: "hw_thermal_slowdown",
-    0x080: "hw_power_brake_slowdown",
-    0x100: "display_clock_setting",
-}
 
 
 @dataclass(frozen=True)
@@ -87,17 +75,6 @@ class Inventory:
     mask_problem: str = ""  # if CUDA_VISIBLE_DEVICES hides all GPUs because it names an unknown one
     # The CPUs of a cluster's nodes, each of which takes a worker at a time; empty without a cluster.
     hosts: tuple[Device, ...] = ()
-
-
-@dataclass(frozen=True)
-class Telemetry:
-    """Hold a GPU's state now; None for what it does not report. A MIG slice has the state of its GPU."""
-
-    sm_clock_mhz: int | None
-    max_sm_clock_mhz: int | None
-    temperature_celsius: int | None
-    power_watts: float | None
-    clock_events: tuple[str, ...]  # why clocks are lowered, in nvidia-smi's names
 
 
 @dataclass
@@ -210,11 +187,6 @@ def used_memory(uuids: Iterable[str]) -> dict[str, int | None]:
     While the driver does not respond, the last answers count for half a minute.
     """
     return _ask_each("memory", uuids, lambda nvml, handle: _memory(nvml, handle)[1])
-
-
-def telemetry(uuids: Iterable[str]) -> dict[str, Telemetry | None]:
-    """Return the devices' state now, by UUID; None if unknown."""
-    return _ask_each("telemetry", uuids, _telemetry)
 
 
 def driver_cuda_version() -> tuple[int, int] | None:
@@ -420,22 +392,6 @@ def _memory(nvml: ModuleType, handle: object) -> tuple[int, int]:
         total, free = total_memory_bytes() or 0, available_memory_bytes() or 0
         return total, total - free
     return int(info.total) - int(info.reserved), int(info.used)
-
-
-def _telemetry(nvml: ModuleType, handle: object) -> Telemetry:
-    with contextlib.suppress(nvml.NVMLError):  # not a slice, or the driver has none
-        handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-    events = _optional(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle)
-    if events is None:  # a driver before R535
-        events = _optional(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
-    milliwatts = _optional(nvml, "nvmlDeviceGetPowerUsage", handle)
-    return Telemetry(
-        sm_clock_mhz=_optional(nvml, "nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM),
-        max_sm_clock_mhz=_optional(nvml, "nvmlDeviceGetMaxClockInfo", handle, nvml.NVML_CLOCK_SM),
-        temperature_celsius=_optional(nvml, "nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
-        power_watts=None if milliwatts is None else milliwatts / 1000,
-        clock_events=tuple(name for bit, name in _CLOCK_EVENTS.items() if events & bit),
-    )
 
 
 def _visible(gpus: Sequence[_Gpu], environ: Mapping[str, str], warnings: list[str]) -> tuple[Device, ...]:

@@ -86,8 +86,6 @@ class RunState:
             timing={"total_seconds": round(boot_seconds() - self.began, 3)},
             idle_gaps=idle_gaps(worker for state in self.members for worker in state.workers),
             releases=tuple(self.pool.releases) if self.pool else (),
-            device_memory=dict(self.pool.curves) if self.pool else {},
-            device_telemetry=dict(self.pool.telemetry) if self.pool else {},
             members=tuple(map(self._member, self.members)),
             left_out=tuple(name for name in names if name in left_out),
             merged_rows=dict(results.merged_rows),

@@ -40,7 +40,7 @@ from bench.gpu.place import (
 )
 from bench.gpu.results import Results
 from bench.rounds import say
-from ensemble.common.gpus import inventory, telemetry, used_memory
+from ensemble.common.gpus import inventory, used_memory
 from ensemble.members.batch_size import GPU_TOKEN_BUDGET
 from ensemble.members.footprint import RESERVE_SHARE
 from ensemble.members.huggingface.checkpoint.quantization_methods import DYNAMIC_METHODS
@@ -368,16 +368,15 @@ def driver(bench: Bench) -> Iterator[Row]:
         raise Skip("NVML shows no GPU")
     uuids = [gpu.uuid for gpu in found]
     began = time.monotonic()
-    used, told = used_memory(uuids), telemetry(uuids)
+    used = used_memory(uuids)
     first, began = time.monotonic() - began, time.monotonic()
-    used_memory(uuids), telemetry(uuids)
+    used_memory(uuids)
     again = time.monotonic() - began
     for gpu in found:
-        seen, size = told[gpu.uuid], used[gpu.uuid]
-        is_right = size is not None and size < gpu.total_bytes and seen is not None
-        unknown = seen is None or None in (seen.sm_clock_mhz, seen.temperature_celsius, seen.power_watts)
-        text = f"{gpu.name}: {seen}; first look {1000 * first:.0f} ms, second {1000 * again:.0f} ms"
-        yield text, "FAILED" if not is_right else "skipped" if unknown else "ok"
+        size = used[gpu.uuid]
+        is_right = size is not None and size < gpu.total_bytes
+        looks = f"first look {1000 * first:.0f} ms, second {1000 * again:.0f} ms"
+        yield f"{gpu.name}: {size} of {gpu.total_bytes} bytes used; {looks}", "ok" if is_right else "FAILED"
 
 
 @takes(30)

@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 
 from ensemble.common.host import usable_cpus
-from ensemble.pipeline.run_report import RunReport
 from ensemble.scheduling.device_pool import SAMPLE_SECONDS
 from tests.faults.forked import client
 from tests.faults.inject import Fault, Injected
-from tests.nvml.sim import GIB, GPU_IS_LOST, Fail, Gpu, Health, Memory, NvmlSim, gpu_uuid
+from tests.nvml.sim import GIB, GPU_IS_LOST, Fail, Gpu, Memory, NvmlSim, gpu_uuid
 from tests.project import ROOT, Project, python_path
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -126,6 +125,7 @@ def test_a_replica_on_each_gpu(project: Project, two_gpus: NvmlSim) -> None:
     project.write_config(project.config())
     code, printed, seen = watch_run(project, two_gpus.environment(), "--set", "defaults.replicas=2")
     assert code == 0, printed
+    assert [what for what, pid in two_gpus.sessions() if pid not in seen] == ["open"], "one session for all"
     report = project.run_json()
     check_leases(report, seen)
     first, second = devices(report)
@@ -198,31 +198,6 @@ def save_in_four_bits(source: Path, folder: Path) -> Path:
     ).save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     return folder
-
-
-@pytest.mark.long
-@pytest.mark.fault(38)
-def test_a_gpu_that_was_throttled_is_told_of(project: Project, nvml_sim: NvmlSim) -> None:
-    """And the driver was asked all of it in one session, which was closed when the run ended."""
-    hot = Health(630, 1590, 93, 68.0, events=0x8 | 0x40)
-    nvml_sim.write([Gpu(B, pci=(0, 2, 0), health=Health()), Gpu(A, pci=(0, 1, 0), health=hot)])
-    project.write_table(rows=2500)
-    project.write_config(project.config())
-    code, printed, seen = watch_run(project, nvml_sim.environment())
-    assert code == 0, printed
-    told = " ".join(printed.split())
-    assert f"Simulated T4 ({A}) was throttled for " in told
-    assert re.search(r"\(thermal [\d.:]+ \w+\)", told), told
-    assert "check its cooling: it reached 93 °C" in told
-    assert f"({B}) was throttled" not in told
-    curves = RunReport.read(project.folder / "runs/first/run.json").device_telemetry
-    assert curves[A].throttled_seconds == curves[A].seconds > 0
-    assert curves[B].throttled_seconds == 0 < curves[B].seconds
-    point = curves[A].points[0]
-    facts = (point.sm_clock_mhz, point.temperature_celsius, point.power_watts, point.clock_events)
-    assert facts == (630, 93, 68.0, ("hw_slowdown", "hw_thermal_slowdown"))
-    opened = [what for what, pid in nvml_sim.sessions() if pid not in seen]
-    assert opened == ["open"]
 
 
 @pytest.mark.long
@@ -370,7 +345,7 @@ def test_a_run_waits_for_memory_that_others_hold(project: Project, nvml_sim: Nvm
         nvml_sim.write([Gpu(A, memory=Memory(used=GIB // 4))])
         printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, printed
-    assert project.run_json()["device_memory"][A]["baseline_bytes"] == GIB // 4
+    assert devices(project.run_json()) == [[A]]
 
 
 @pytest.mark.fault(24)
@@ -436,10 +411,9 @@ def test_the_next_member_waits_until_the_memory_is_back(
     assert release["used_bytes"] == GIB // 4
     steps = re.findall(r"gemma-0 ended|released|llama-0 has", log.read_text())
     assert steps[:3] == ["gemma-0 ended", "released", "llama-0 has"]
-    assert report["device_memory"][A]["baseline_bytes"] == GIB // 4
-    assert {used for _, used in report["device_memory"][A]["points"]} >= {9 * GIB, GIB // 4}
 
 
+@pytest.mark.fault(38)
 @pytest.mark.long
 def test_a_browser_that_has_grown_meanwhile_costs_no_release_timeout(
     project: Project, nvml_sim: NvmlSim, at_work: Injected
@@ -463,6 +437,7 @@ def test_a_browser_that_has_grown_meanwhile_costs_no_release_timeout(
     assert second["is_free"]
 
 
+@pytest.mark.fault(38)
 @pytest.mark.fresh
 @pytest.mark.long
 def test_a_device_that_never_comes_free_is_left_out(
