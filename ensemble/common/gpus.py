@@ -143,8 +143,8 @@ _MAX_AGE_SECONDS = 30.0
 # The process that has NVML open, and when it was last opened anew; used in the driver's thread alone.
 _opened_by = 0
 _reopened_at = -math.inf
-# The last answers by question and UUID, and when they came.
-_answers: dict[tuple[str, str], tuple[float, Any]] = {}
+# The last bytes used by UUID, and when the answer came.
+_answers: dict[str, tuple[float, int | None]] = {}
 
 
 def inventory(environ: Mapping[str, str] | None = None) -> Inventory:
@@ -186,7 +186,28 @@ def used_memory(uuids: Iterable[str]) -> dict[str, int | None]:
 
     While the driver does not respond, the last answers count for half a minute.
     """
-    return _ask_each("memory", uuids, lambda nvml, handle: _memory(nvml, handle)[1])
+    uuids = list(uuids)
+
+    def read(uuid: str, nvml: ModuleType) -> int:
+        return _memory(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))[1]
+
+    def read_all() -> dict[str, int | None]:
+        answers: dict[str, int | None] = dict.fromkeys(uuids)
+        for uuid in uuids:
+            with contextlib.suppress(_NoDriverError):
+                answers[uuid] = _ask(partial(read, uuid))
+        # In the driver's thread, because an answer that comes when nobody waits any more counts, too.
+        now = time.monotonic()
+        _answers.update({uuid: (now, answer) for uuid, answer in answers.items()})
+        return answers
+
+    earliest = time.monotonic() - _MAX_AGE_SECONDS
+    last = {uuid: _answers.get(uuid, (-math.inf, None)) for uuid in uuids}
+    is_known = all(when >= earliest for when, _ in last.values())
+    try:
+        return _driver.ask(read_all, _NO_HURRY_SECONDS if is_known else _SHORT_PATIENCE_SECONDS)
+    except _SilentDriverError:
+        return {uuid: answer if when >= earliest else None for uuid, (when, answer) in last.items()}
 
 
 def driver_cuda_version() -> tuple[int, int] | None:
@@ -204,7 +225,8 @@ def processes_on(uuid: str) -> list[tuple[int, str | None, int | None]]:
     In a container, ids may be the host's, and processes may be missing.
     """
 
-    def read(nvml: ModuleType, handle: object) -> list[tuple[int, str | None, int | None]]:
+    def read(nvml: ModuleType) -> list[tuple[int, str | None, int | None]]:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         processes: list[tuple[int, str | None, int | None]] = []
         for process in nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle):
             name = None
@@ -214,7 +236,9 @@ def processes_on(uuid: str) -> list[tuple[int, str | None, int | None]]:
             processes.append((process.pid, name, process.usedGpuMemory))
         return processes
 
-    return _ask_each("processes", [uuid], read)[uuid] or []
+    with contextlib.suppress(_NoDriverError):
+        return _driver.ask(partial(_ask, read), _SHORT_PATIENCE_SECONDS)
+    return []
 
 
 def gpu_users(device: Device) -> str:
@@ -252,34 +276,6 @@ def worker_environment(devices: Sequence[Device]) -> dict[str, str]:
     if len(uuids) > 1 and any(uuid.startswith("MIG-") for uuid in uuids):
         raise DeviceError(f"a process can use one MIG slice alone, not {', '.join(uuids)}: set num_gpus: 1")
     return {_MASK: ",".join(uuids), _ORDER: _PCI_ORDER}
-
-
-def _ask_each(
-    name: str, uuids: Iterable[str], question: Callable[[ModuleType, object], _T]
-) -> dict[str, _T | None]:
-    """Return the answers by UUID, the last ones while the driver is silent; None for devices that do not answer."""
-    uuids = list(uuids)
-
-    def ask(uuid: str, nvml: ModuleType) -> _T:
-        return question(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
-
-    def ask_all() -> dict[str, _T | None]:
-        answers: dict[str, _T | None] = dict.fromkeys(uuids)
-        for uuid in uuids:
-            with contextlib.suppress(_NoDriverError):
-                answers[uuid] = _ask(partial(ask, uuid))
-        # In the driver's thread, because an answer that comes when nobody waits any more counts, too.
-        now = time.monotonic()
-        _answers.update({(name, uuid): (now, answer) for uuid, answer in answers.items()})
-        return answers
-
-    earliest = time.monotonic() - _MAX_AGE_SECONDS
-    last = {uuid: _answers.get((name, uuid), (-math.inf, None)) for uuid in uuids}
-    is_known = all(when >= earliest for when, _ in last.values())
-    try:
-        return _driver.ask(ask_all, _NO_HURRY_SECONDS if is_known else _SHORT_PATIENCE_SECONDS)
-    except _SilentDriverError:
-        return {uuid: answer if when >= earliest else None for uuid, (when, answer) in last.items()}
 
 
 def _ask(question: Callable[[ModuleType], _T]) -> _T:

@@ -2,9 +2,9 @@
 
 A driver frees memory some time after a process has ended.  So a released device is leased again only when its used
 memory is back where it was before its worker.  On a desktop's device other programs' memory may have grown
-meanwhile: after some seconds it is enough that most of what the worker held is gone.  A device that stays full past
-the time-out is set aside, and used again only if no other device is left.  Memory is compared instead of process
-ids, because in a container NVML shows the host's ids.
+meanwhile: after some seconds a little more counts as theirs.  A device that stays full past the time-out is set
+aside, and used again only if no other device is left.  Memory is compared instead of process ids, because in a
+container NVML shows the host's ids.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ensemble.scheduling.launchers.base import Launcher
 # Drivers keep a little memory on a GPU that was used, and other programs may need a little.
 TOLERANCE_BYTES = 256 << 20
 SAMPLE_SECONDS = 0.25
-# A browser's or compositor's memory grows by some hundred MiB while a worker computes. What a driver has still not
-# freed after so many seconds is more.
-_MAX_DRIFT_BYTES = 1 << 30
-_DRIFT_SECONDS = 5.0
+# A browser's or compositor's memory grows by some hundred MiB while a worker computes. What is left after so many
+# seconds, and is no more than this, counts as theirs.
+_GROWTH_BYTES = 1 << 30
+_GROWTH_SECONDS = 5.0
 log = logging.getLogger(__name__)
 
 
@@ -40,25 +40,6 @@ class Release:
     seconds: float
     used_bytes: int | None
     is_free: bool
-
-
-@dataclass
-class _Lease:
-    """Remember a leased device's memory, to tell what its workers held from what other programs hold.
-
-    Attributes:
-        bytes_before: used when the first of its workers got it.
-        most_bytes: the most that was used since.
-    """
-
-    bytes_before: int
-    most_bytes: int
-
-    def is_gone(self, used: int, seconds: float) -> bool:
-        """Return whether the memory of workers is free, ``seconds`` after the last one ended."""
-        rest = used - self.bytes_before
-        is_drift = rest <= min(_MAX_DRIFT_BYTES, (self.most_bytes - self.bytes_before) // 2)
-        return rest <= TOLERANCE_BYTES or (is_drift and seconds >= _DRIFT_SECONDS)
 
 
 class DevicePool:
@@ -91,7 +72,7 @@ class DevicePool:
         self._workers_per_gpu = workers_per_gpu
         self._taken = dict.fromkeys(self._gpus, 0)  # places of each device that are taken
         self._releasing: dict[str, float] = {}  # when devices that are not free yet were released
-        self._leases: dict[str, _Lease] = {}  # the last of each device whose memory is known
+        self._bytes_before: dict[str, int] = {}  # used when a device was last leased, where it tells
         self._full: set[str] = set()  # devices whose memory was never freed
         self._suspect: set[str] = set()  # devices on which a worker could not start
         self._timeout_seconds = release_timeout_seconds
@@ -166,7 +147,7 @@ class DevicePool:
         for gpu in leased:
             used = self._used.get(gpu.uuid)
             if not self._taken[gpu.uuid] and used is not None:
-                self._leases[gpu.uuid] = _Lease(used, used)
+                self._bytes_before[gpu.uuid] = used
             self._taken[gpu.uuid] += places
             self._full.discard(gpu.uuid)
         return leased
@@ -198,8 +179,6 @@ class DevicePool:
             return
         self._sampled_at = now
         self._used = self._launcher.used_memory([*self._gpus])
-        for uuid, lease in self._leases.items():
-            lease.most_bytes = max(lease.most_bytes, self._used.get(uuid) or 0)
         for uuid, since in list(self._releasing.items()):
             used, seconds = self._used.get(uuid), round(now - since, 3)
             is_free = self._is_free(uuid, seconds)
@@ -218,14 +197,15 @@ class DevicePool:
         if used is not None:
             problem = (
                 f": {gib(used)} still in use {self._timeout_seconds:g} s after its worker ended, "
-                f"{gib(self._leases[gpu.uuid].bytes_before)} before it started; "
+                f"{gib(self._bytes_before[gpu.uuid])} before it started; "
                 f"{gpu_users(gpu)}. The device"
             )
         self._say(f"{gpu.title}{problem} is left out as long as other devices can be used")
 
     def _is_free(self, uuid: str, seconds: float = 0.0) -> bool:
         """Return whether the device is free ``seconds`` after its last worker ended."""
-        used, lease = self._used.get(uuid), self._leases.get(uuid)
-        if lease is None:
+        used, before = self._used.get(uuid), self._bytes_before.get(uuid)
+        if before is None:
             return True  # the device does not report its memory, so there is nothing to wait for
-        return used is not None and lease.is_gone(used, seconds)
+        growth = TOLERANCE_BYTES if seconds < _GROWTH_SECONDS else _GROWTH_BYTES
+        return used is not None and used <= before + growth
