@@ -85,7 +85,6 @@ class RunState:
             null_texts=dict(prepared.table.null_texts),
             timing={"total_seconds": round(boot_seconds() - self.began, 3)},
             idle_gaps=idle_gaps(worker for state in self.members for worker in state.workers),
-            releases=tuple(self.pool.releases) if self.pool else (),
             members=tuple(map(self._member, self.members)),
             left_out=tuple(name for name in names if name in left_out),
             merged_rows=dict(results.merged_rows),

@@ -21,7 +21,6 @@ from ensemble.config.schema import FittingConfig, RuleConfig
 from ensemble.config.values import AnyWeight, weight_numbers
 from ensemble.merging.scoring import CascadeComparison, Gain, Score
 from ensemble.planning.forecast import Speed
-from ensemble.scheduling.device_pool import Release
 from ensemble.scheduling.records import Failure, FaultRecord, Gap
 from ensemble.scheduling.state import Phase
 
@@ -264,7 +263,6 @@ class RunReport:
     null_texts: dict[str, int]
     timing: dict[str, float]
     idle_gaps: tuple[Gap, ...]
-    releases: tuple[Release, ...]
     members: tuple[MemberReport, ...]
     left_out: tuple[str, ...]
     merged_rows: dict[str, int]

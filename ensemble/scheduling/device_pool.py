@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 from ensemble.common.gpus import Device, gpu_users
 from ensemble.common.text import gib
@@ -26,20 +25,6 @@ SAMPLE_SECONDS = 0.25
 _GROWTH_BYTES = 1 << 30
 _GROWTH_SECONDS = 5.0
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Release:
-    """Describe how a device was released.
-
-    Attributes:
-        seconds: until its memory was free of the worker's (``is_free``), or until the time-out.
-    """
-
-    device: str
-    seconds: float
-    used_bytes: int | None
-    is_free: bool
 
 
 class DevicePool:
@@ -82,7 +67,6 @@ class DevicePool:
         self._clock = clock
         self._sampled_at = clock()
         self._used = launcher.used_memory([*self._gpus]) if gpus else {}
-        self.releases: list[Release] = []
 
     @property
     def gpus(self) -> tuple[Device, ...]:
@@ -184,8 +168,8 @@ class DevicePool:
             is_free = self._is_free(uuid, seconds)
             if is_free or used is None or seconds >= self._timeout_seconds:
                 del self._releasing[uuid]
-                self.releases.append(Release(uuid, seconds, used, is_free))
-                log.info("%s released: %s", uuid, self.releases[-1])
+                state = "released" if is_free else "not free"
+                log.info("%s %s after %.2f s, with %s bytes in use", uuid, state, seconds, used)
                 if not is_free:
                     self._leave_out(self._gpus[uuid], used)
         # Memory may still be freed after the time-out.

@@ -13,7 +13,6 @@ from ensemble.common.gpus import Device
 from ensemble.data.csv_file import write_csv
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
-from ensemble.scheduling.device_pool import Release
 from ensemble.scheduling.records import FaultRecord, Gap
 from tests.cli.reports import member, report, worker
 
@@ -71,9 +70,6 @@ def make_run(
         driver_version="550.90.07",
         idle_gaps=tuple(
             Gap(f"GPU-{n}", names[k], names[k + 1], 3.1 + k) for k in range(len(names) - 1) for n in (0, 1)
-        ),
-        releases=tuple(
-            Release(f"GPU-{n}", 1.5, GIB // 4, not (n and k == 1)) for k in range(len(names)) for n in (0, 1)
         ),
         warnings=(said,),
         explanation=said,
