@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 
-from ensemble.common.gpus import Device, Inventory, Telemetry
+from ensemble.common.gpus import Device, Inventory
 from ensemble.common.protocol import (
     ChunkDone,
     Closed,
@@ -46,7 +46,6 @@ _GPU_BYTES, _HOST_BYTES = 80 * _GIB, 512 * _GIB
 _START_SECONDS, _LOAD_SECONDS, _WRITE_SECONDS = 0.3, 0.2, 0.02
 # As a worker's own, see ``ensemble.worker``.
 _HEARTBEAT_SECONDS, _PROGRESS_SECONDS = 2.0, 0.5
-_TELEMETRY = Telemetry(1980, 1980, 60, 400.0, ())
 # Probabilities have so many digits, so that a run of 50 million rows fits on a small disk.
 DIGITS = 3
 
@@ -176,9 +175,6 @@ class PretendedLauncher(Launcher):
 
     def used_memory(self, uuids: Collection[str]) -> dict[str, int | None]:
         return dict.fromkeys(uuids, 0)
-
-    def telemetry(self, uuids: Collection[str]) -> dict[str, Telemetry | None]:
-        return dict.fromkeys(uuids, _TELEMETRY)
 
     def available_memory(self, devices: Sequence[Device]) -> int | None:
         return _HOST_BYTES

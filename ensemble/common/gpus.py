@@ -33,18 +33,6 @@ _LIST_ENDS = ("", "-1", "NoDevFiles")
 _T = TypeVar("_T")
 # A desktop or the driver itself uses less than this.
 MIN_REPORTED_BYTES = 512 << 20
-# The bits of nvmlDeviceGetCurrentClocksEventReasons, which say why clocks are lowered, with nvidia-smi's names for
-# them (NVML API reference, "NvmlClocksEventReasons"). Bit 0, an idle GPU, is left out.
-_CLOCK_EVENTS = {
-    0x002: "applications_clocks_setting",
-    0x004: "sw_power_cap",
-    0x008: "hw_slowdown",
-    0x010: "sync_boost",
-    0x020: "sw_thermal_slowdown",
-    0x040: "hw_thermal_slowdown",
-    0x080: "hw_power_brake_slowdown",
-    0x100: "display_clock_setting",
-}
 
 
 @dataclass(frozen=True)
@@ -87,17 +75,6 @@ class Inventory:
     mask_problem: str = ""  # if CUDA_VISIBLE_DEVICES hides all GPUs because it names an unknown one
     # The CPUs of a cluster's nodes, each of which takes a worker at a time; empty without a cluster.
     hosts: tuple[Device, ...] = ()
-
-
-@dataclass(frozen=True)
-class Telemetry:
-    """Hold a GPU's state now; None for what it does not report. A MIG slice has the state of its GPU."""
-
-    sm_clock_mhz: int | None
-    max_sm_clock_mhz: int | None
-    temperature_celsius: int | None
-    power_watts: float | None
-    clock_events: tuple[str, ...]  # why clocks are lowered, in nvidia-smi's names
 
 
 @dataclass
@@ -166,8 +143,8 @@ _MAX_AGE_SECONDS = 30.0
 # The process that has NVML open, and when it was last opened anew; used in the driver's thread alone.
 _opened_by = 0
 _reopened_at = -math.inf
-# The last answers by question and UUID, and when they came.
-_answers: dict[tuple[str, str], tuple[float, Any]] = {}
+# The last bytes used by UUID, and when the answer came.
+_answers: dict[str, tuple[float, int | None]] = {}
 
 
 def inventory(environ: Mapping[str, str] | None = None) -> Inventory:
@@ -209,12 +186,28 @@ def used_memory(uuids: Iterable[str]) -> dict[str, int | None]:
 
     While the driver does not respond, the last answers count for half a minute.
     """
-    return _ask_each("memory", uuids, lambda nvml, handle: _memory(nvml, handle)[1])
+    uuids = list(uuids)
 
+    def read(uuid: str, nvml: ModuleType) -> int:
+        return _memory(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))[1]
 
-def telemetry(uuids: Iterable[str]) -> dict[str, Telemetry | None]:
-    """Return the devices' state now, by UUID; None if unknown."""
-    return _ask_each("telemetry", uuids, _telemetry)
+    def read_all() -> dict[str, int | None]:
+        answers: dict[str, int | None] = dict.fromkeys(uuids)
+        for uuid in uuids:
+            with contextlib.suppress(_NoDriverError):
+                answers[uuid] = _ask(partial(read, uuid))
+        # In the driver's thread, because an answer that comes when nobody waits any more counts, too.
+        now = time.monotonic()
+        _answers.update({uuid: (now, answer) for uuid, answer in answers.items()})
+        return answers
+
+    earliest = time.monotonic() - _MAX_AGE_SECONDS
+    last = {uuid: _answers.get(uuid, (-math.inf, None)) for uuid in uuids}
+    is_known = all(when >= earliest for when, _ in last.values())
+    try:
+        return _driver.ask(read_all, _NO_HURRY_SECONDS if is_known else _SHORT_PATIENCE_SECONDS)
+    except _SilentDriverError:
+        return {uuid: answer if when >= earliest else None for uuid, (when, answer) in last.items()}
 
 
 def driver_cuda_version() -> tuple[int, int] | None:
@@ -232,7 +225,8 @@ def processes_on(uuid: str) -> list[tuple[int, str | None, int | None]]:
     In a container, ids may be the host's, and processes may be missing.
     """
 
-    def read(nvml: ModuleType, handle: object) -> list[tuple[int, str | None, int | None]]:
+    def read(nvml: ModuleType) -> list[tuple[int, str | None, int | None]]:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         processes: list[tuple[int, str | None, int | None]] = []
         for process in nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle):
             name = None
@@ -242,7 +236,9 @@ def processes_on(uuid: str) -> list[tuple[int, str | None, int | None]]:
             processes.append((process.pid, name, process.usedGpuMemory))
         return processes
 
-    return _ask_each("processes", [uuid], read)[uuid] or []
+    with contextlib.suppress(_NoDriverError):
+        return _driver.ask(partial(_ask, read), _SHORT_PATIENCE_SECONDS)
+    return []
 
 
 def gpu_users(device: Device) -> str:
@@ -280,34 +276,6 @@ def worker_environment(devices: Sequence[Device]) -> dict[str, str]:
     if len(uuids) > 1 and any(uuid.startswith("MIG-") for uuid in uuids):
         raise DeviceError(f"a process can use one MIG slice alone, not {', '.join(uuids)}: set num_gpus: 1")
     return {_MASK: ",".join(uuids), _ORDER: _PCI_ORDER}
-
-
-def _ask_each(
-    name: str, uuids: Iterable[str], question: Callable[[ModuleType, object], _T]
-) -> dict[str, _T | None]:
-    """Return the answers by UUID, the last ones while the driver is silent; None for devices that do not answer."""
-    uuids = list(uuids)
-
-    def ask(uuid: str, nvml: ModuleType) -> _T:
-        return question(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
-
-    def ask_all() -> dict[str, _T | None]:
-        answers: dict[str, _T | None] = dict.fromkeys(uuids)
-        for uuid in uuids:
-            with contextlib.suppress(_NoDriverError):
-                answers[uuid] = _ask(partial(ask, uuid))
-        # In the driver's thread, because an answer that comes when nobody waits any more counts, too.
-        now = time.monotonic()
-        _answers.update({(name, uuid): (now, answer) for uuid, answer in answers.items()})
-        return answers
-
-    earliest = time.monotonic() - _MAX_AGE_SECONDS
-    last = {uuid: _answers.get((name, uuid), (-math.inf, None)) for uuid in uuids}
-    is_known = all(when >= earliest for when, _ in last.values())
-    try:
-        return _driver.ask(ask_all, _NO_HURRY_SECONDS if is_known else _SHORT_PATIENCE_SECONDS)
-    except _SilentDriverError:
-        return {uuid: answer if when >= earliest else None for uuid, (when, answer) in last.items()}
 
 
 def _ask(question: Callable[[ModuleType], _T]) -> _T:
@@ -420,22 +388,6 @@ def _memory(nvml: ModuleType, handle: object) -> tuple[int, int]:
         total, free = total_memory_bytes() or 0, available_memory_bytes() or 0
         return total, total - free
     return int(info.total) - int(info.reserved), int(info.used)
-
-
-def _telemetry(nvml: ModuleType, handle: object) -> Telemetry:
-    with contextlib.suppress(nvml.NVMLError):  # not a slice, or the driver has none
-        handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-    events = _optional(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle)
-    if events is None:  # a driver before R535
-        events = _optional(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
-    milliwatts = _optional(nvml, "nvmlDeviceGetPowerUsage", handle)
-    return Telemetry(
-        sm_clock_mhz=_optional(nvml, "nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM),
-        max_sm_clock_mhz=_optional(nvml, "nvmlDeviceGetMaxClockInfo", handle, nvml.NVML_CLOCK_SM),
-        temperature_celsius=_optional(nvml, "nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
-        power_watts=None if milliwatts is None else milliwatts / 1000,
-        clock_events=tuple(name for bit, name in _CLOCK_EVENTS.items() if events & bit),
-    )
 
 
 def _visible(gpus: Sequence[_Gpu], environ: Mapping[str, str], warnings: list[str]) -> tuple[Device, ...]:

@@ -21,7 +21,6 @@ from ensemble.config.schema import FittingConfig, RuleConfig
 from ensemble.config.values import AnyWeight, weight_numbers
 from ensemble.merging.scoring import CascadeComparison, Gain, Score
 from ensemble.planning.forecast import Speed
-from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve
 from ensemble.scheduling.records import Failure, FaultRecord, Gap
 from ensemble.scheduling.state import Phase
 
@@ -264,15 +263,12 @@ class RunReport:
     null_texts: dict[str, int]
     timing: dict[str, float]
     idle_gaps: tuple[Gap, ...]
-    releases: tuple[Release, ...]
-    device_memory: dict[str, MemoryCurve]
     members: tuple[MemberReport, ...]
     left_out: tuple[str, ...]
     merged_rows: dict[str, int]
     filled_rows: int
     scores: dict[str, Score]
     on_bad_row: str
-    device_telemetry: dict[str, TelemetryCurve] = field(default_factory=dict)
     nodes: tuple[NodeReport, ...] = ()
     gain: Gain | None = None
     answers: dict[str, dict[str, float]] = field(default_factory=dict)

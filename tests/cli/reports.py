@@ -52,7 +52,7 @@ def report(*members: MemberReport, **changes: Any) -> RunReport:
             "null_texts": {},
             "timing": {"total_seconds": 60.0},
         },
-        **{"idle_gaps": (), "releases": (), "device_memory": {}, "left_out": (), "merged_rows": {}},
+        **{"idle_gaps": (), "left_out": (), "merged_rows": {}},
         **{"filled_rows": 0, "scores": {}, "on_bad_row": "uniform"},
     }
     return RunReport(members=members, **{**usual, **changes})

@@ -19,7 +19,6 @@ from ensemble.pipeline.fingerprint import Fingerprint
 from ensemble.pipeline.resume import find_work, write_manifest
 from ensemble.pipeline.run_dir import RunDir, hold
 from ensemble.pipeline.run_report import MemoryForecast, ProgressReport, RunReport
-from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve, TelemetryPoint
 from ensemble.scheduling.records import Failure, FaultRecord, Gap
 from tests.cli import reports
 from tests.cli.reports import member, report, worker
@@ -108,13 +107,6 @@ def test_a_report_comes_back_as_it_was_written(tmp_path: Path) -> None:
         ),
         devices=(Device("GPU-1", "T4", (7, 5), 16, 1),),
         idle_gaps=(Gap("GPU-1", "a", "b", 1.5),),
-        releases=(Release("GPU-1", 1.0, None, True),),
-        device_memory={"GPU-1": MemoryCurve(None, [(0.5, 7)])},
-        device_telemetry={
-            "GPU-1": TelemetryCurve(
-                1590, 90, 9.0, 1.5, {"thermal": 1.5}, [TelemetryPoint(1, 2, None, 3.0, ())]
-            )
-        },
         scores={"m": Score(0.4, 0.9, 500, 1.0, False, above_prior=Interval(-0.6, -0.7, -0.5))},
     )
     full.write(tmp_path / "run.json")

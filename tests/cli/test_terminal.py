@@ -11,10 +11,8 @@ from rich.console import Console
 
 from ensemble.cli.progress import BarDisplay, PlainDisplay
 from ensemble.cli.views.summary import view
-from ensemble.common.gpus import Device, Telemetry
 from ensemble.common.protocol import Ready
 from ensemble.pipeline.run_report import MemberReport
-from ensemble.scheduling.device_pool import TelemetryCurve
 from ensemble.scheduling.records import Gap, WorkerRecord
 from ensemble.scheduling.state import MemberState
 from tests.cli import test_progress
@@ -75,39 +73,6 @@ def test_time_between_members() -> None:
     told = sentences(member(), idle_gaps=gaps[:2])
     assert told == ["idle between members: 3.2 s (a to b), 0.5 s (b to c0)"]
     assert sentences(member(), idle_gaps=gaps)[0].endswith("0.5 s (b to c2), 2 more in run.json")
-
-
-def test_what_throttled_a_gpu() -> None:
-    """Of two reasons at once each has all of the time; no idling, and no clock that somebody has set, is one."""
-    curve = TelemetryCurve()
-    seen = [
-        (10.0, 1590, 60, ("applications_clocks_setting",)),
-        (10.0, 1200, 75, ("sw_power_cap",)),
-        (10.0, 600, 91, ("sw_power_cap", "hw_slowdown", "hw_thermal_slowdown")),
-        (60.0, 900, 91, ("hw_slowdown",)),
-        (1.0, None, None, ()),
-    ]
-    now = 0.0
-    for seconds, clock, heat, events in seen:
-        now += seconds
-        curve.add(now, seconds, Telemetry(clock, 1590, heat, 70.0, events))
-    assert curve.throttled_by == {"power cap": 20.0, "thermal": 10.0, "hardware slowdown": 60.0}
-    assert [(point.seconds, point.clock_events) for point in curve.points] == [
-        (10.0, ("applications_clocks_setting",)),
-        (90.0, ("hw_slowdown",)),
-    ]
-    gpu = Device("GPU-1", "T4", (7, 5), 16, 1)
-    (told,) = sentences(member(), devices=(gpu,), device_telemetry={"GPU-1": curve})
-    assert told == (
-        "T4 (GPU-1) was throttled for 1:20 min of 1:31 min (hardware slowdown 1:00 min, power cap 20.0 s, thermal "
-        "10.0 s); check its cooling: it reached 91 °C"
-    )
-    capped = TelemetryCurve()
-    capped.add(1.0, 1.0, Telemetry(None, None, None, None, ("sw_power_cap",)))
-    (told,) = sentences(member(), devices=(gpu,), device_telemetry={"GPU-1": capped, "GPU-2": curve})
-    assert told == (
-        "T4 (GPU-1) was throttled for 1.0 s of 1.0 s (power cap 1.0 s); nvidia-smi -q -d PERFORMANCE shows more"
-    )
 
 
 def test_rows_that_were_computed_once_for_several() -> None:

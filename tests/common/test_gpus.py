@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from tests.nvml.sim import (
     UNKNOWN,
     Fail,
     Gpu,
-    Health,
     Memory,
     NvmlSim,
     Slice,
@@ -350,24 +348,6 @@ answer = [gpu.total_bytes, gpu.used_bytes, *gpus.used_memory(["{PARENT}"]).value
     assert run(code, nvml_sim.environment(old_driver=True)) == [16 * GIB, *[GIB + 300 * MIB] * 2]
 
 
-# Telemetry
-
-
-@pytest.mark.parametrize("old_driver", [False, True])
-def test_telemetry_of_gpus_slices_and_those_that_do_not_tell(nvml_sim: NvmlSim, old_driver: bool) -> None:
-    hot = Health(945, 1590, 88, 69.5, events=0x1 | 0x20 | 0x4)
-    lost = Gpu(gpu_uuid(3), pci=(0, 4, 0), fails=[Fail("*", GPU_IS_LOST)])
-    nvml_sim.write([replace(gpus(1)[0], health=hot), gpus(2)[1], replace(MIG_GPU, health=Health()), lost])
-    asked = [gpu_uuid(0), gpu_uuid(1), SLICES[1].uuid, gpu_uuid(3), "cpu"]
-    code = "answer = {uuid: one and asdict(one) for uuid, one in gpus.telemetry(sys.argv[1:]).items()}"
-    found = run(code, nvml_sim.environment(old_driver), *asked)
-    names = ("sm_clock_mhz", "max_sm_clock_mhz", "temperature_celsius", "power_watts", "clock_events")
-    values = [(945, 1590, 88, 69.5, ["sw_power_cap", "sw_thermal_slowdown"]), (*[None] * 4, [])]
-    values.append((1590, 1590, 60, 50.0, []))  # a slice's are its GPU's
-    told = [dict(zip(names, one, strict=True)) for one in values]
-    assert found == dict(zip(asked, [*told, None, None], strict=True))
-
-
 # The session
 
 
@@ -375,7 +355,7 @@ def test_nvml_is_opened_once(nvml_sim: NvmlSim) -> None:
     nvml_sim.write([Gpu(PARENT, memory=Memory(used=GIB))])
     code = f"""
 answer = [gpus.used_memory(["{PARENT}"])["{PARENT}"] for _ in range(5)]
-gpus.inventory(), gpus.processes_on("{PARENT}"), gpus.telemetry(["{PARENT}"])
+gpus.inventory(), gpus.processes_on("{PARENT}")
 """
     assert run(code, nvml_sim.environment()) == [GIB] * 5
     assert [what for what, _ in nvml_sim.sessions()] == ["open"]
@@ -419,10 +399,9 @@ for _ in range(8):
     seconds.append(time.monotonic() - began)
 gpus._MAX_AGE_SECONDS = 0.0
 answer.append(gpus.used_memory(["{PARENT}"])["{PARENT}"])
-answer.append(gpus.telemetry(["{PARENT}"])["{PARENT}"])
 answer.append(sum(each > 0.2 for each in seconds) >= 1)
 """
-    assert run(code, nvml_sim.environment()) == [*[GIB] * 8, None, None, True]
+    assert run(code, nvml_sim.environment()) == [*[GIB] * 8, None, True]
 
 
 def test_an_answer_that_comes_late_counts(nvml_sim: NvmlSim) -> None:

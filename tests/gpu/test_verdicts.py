@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from bench.gpu.measuring import DEADLINE_SECONDS as BENCH_SECONDS
 from bench.gpu.measuring import Measuring, names_to_run, step_names, steps
 from bench.gpu.place import GEMMA, GIB, NF4, Failed, Place, Skip, check_devices, chosen
 from ensemble.common.gpus import Device
-from ensemble.scheduling.device_pool import Release
 from tests.gpu.bench import DEADLINE_SECONDS, Bench
 from tests.gpu.checks import CHECKS, main, rows_of, seconds_of, takes
 from tests.gpu.verdicts import Apart, Row, against_plan, follows_turing_rules, releases, too_little
@@ -61,17 +59,17 @@ def test_a_worker_beside_the_gpu_is_no_success(name: str | None) -> None:
 @pytest.mark.parametrize(
     ("release", "verdict"),
     [
-        (Release("GPU-0", 0.5, GIB, True), "ok"),
-        (Release("GPU-0", 60.0, GIB, False), "FAILED"),
-        (Release("GPU-0", 0.0, 2 * GIB, True), "FAILED"),  # called free, and is not
-        (Release("GPU-0", 0.0, None, True), "FAILED"),
-        (Release("GPU-1", 0.0, GIB, True), "FAILED"),
-        (None, "FAILED"),
+        (f"GPU-0 released after 0.50 s, with {GIB} bytes in use", "ok"),
+        (f"GPU-0 not free after 60.00 s, with {GIB} bytes in use", "FAILED"),
+        (f"GPU-0 released after 0.00 s, with {2 * GIB} bytes in use", "FAILED"),  # called free, and is not
+        ("GPU-0 released after 0.00 s, with None bytes in use", "FAILED"),
+        (f"GPU-1 released after 0.00 s, with {GIB} bytes in use", "FAILED"),
+        ("", "FAILED"),
     ],
 )
-def test_a_release_is_held_to_the_memory_before_the_first_run(release: Release | None, verdict: str) -> None:
-    report = {"releases": [asdict(release)] if release else []}
-    assert [row[1] for row in releases(report, {"GPU-0": GIB}, False)] == [verdict]
+def test_a_release_is_held_to_the_memory_before_the_first_run(release: str, verdict: str) -> None:
+    log = f"2026-01-01 12:00:00 INFO {release}\n"
+    assert [row[1] for row in releases(log, {"GPU-0": GIB}, False)] == [verdict]
 
 
 def test_the_memory_for_recovery_holds_half_a_batch_and_not_the_whole() -> None:

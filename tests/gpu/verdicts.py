@@ -1,10 +1,11 @@
-"""PURE: what a run.json and its probabilities say about a check, as rows of the table: (text, verdict).
+"""PURE: what a run.json, its log and its probabilities say about a check, as rows of the table: (text, verdict).
 
 Nothing is ``ok`` because nothing was measured: outside of a rehearsal that is ``FAILED``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ Row = tuple[str, str]
 _PLAN_TOLERANCE = 0.15
 # A device that is free again may hold this much more than before the first run: the driver's own share, and others.
 _RELEASE_BYTES = 512 << 20
+_RELEASE = re.compile(r"(\S+) (released|not free) after ([\d.]+) s, with (\d+|None) bytes in use")
 # Of the planned activation, what a batch is given that must not fit, while its half must.
 _TOO_LITTLE = 0.6
 # A row must be this much closer to itself than to another one for a comparison to say anything.
@@ -57,23 +59,23 @@ class Apart:
         )
 
 
-def releases(report: Mapping[str, Any], used_before: Mapping[str, int], is_rehearsal: bool) -> Iterator[Row]:
+def releases(log: str, used_before: Mapping[str, int], is_rehearsal: bool) -> Iterator[Row]:
     """One row for each device that came back.
 
     Args:
+        log: the text of the run's log.
         used_before: bytes used by UUID, measured before the first run.
     """
-    if not report["releases"]:
+    given_back = _RELEASE.findall(log)
+    if not given_back:
         yield "no device was given back", "skipped" if is_rehearsal else "FAILED"
-    for one in report["releases"]:
-        used, before = one["used_bytes"], used_before.get(one["device"])
-        if used is None or before is None:
-            yield f"{one['device']}: its memory was not measured", "FAILED"
+    for device, state, seconds, used in given_back:
+        before = used_before.get(device)
+        if used == "None" or before is None:
+            yield f"{device}: its memory was not measured", "FAILED"
             continue
-        good = one["is_free"] and used <= before + _RELEASE_BYTES
-        text = (
-            f"{one['device']}: {one['seconds']:.2f} s, {used / GIB:.2f} GiB used, {before / GIB:.2f} before"
-        )
+        good = state == "released" and int(used) <= before + _RELEASE_BYTES
+        text = f"{device}: {seconds} s, {int(used) / GIB:.2f} GiB used, {before / GIB:.2f} before"
         yield text, "ok" if good else "FAILED"
 
 

@@ -19,11 +19,6 @@
  *       used_after_calls CALLS USED             USED from that many memory questions on, counted per process
  *       used_at EPOCH_SECONDS USED              USED from that time on
  *       process PID USED|-                      -: the driver does not know how much
- *       clocks SM MAX                           MHz; no line here or in the next two: not supported
- *       temperature CELSIUS
- *       power MILLIWATTS
- *       events BITS                             nvmlDeviceGetCurrentClocksEventReasons, in hexadecimal
- *       events_at EPOCH_SECONDS BITS            BITS from that time on
  *       mig MODE MAX_SLICES                     MODE 1: on, 0: off; no line: not supported
  *       fail CALL|* CODE AFTER                  on this GPU, once this process has asked it AFTER questions
  *       slice NUMBER UUID GPU_INSTANCE COMPUTE_INSTANCE
@@ -49,7 +44,6 @@ enum {
     VERSION_MISMATCH = 25, UNKNOWN = 999
 };
 enum { MAX_GPUS = 16, MAX_PARTS = 9, MAX_PROCESSES = 8, MAX_FAILS = 8, MAX_NAMES = 16 };
-enum { SM_CLOCK = 1 };
 enum { MEMORY_V2 = 0x02000028, NO_INSTANCE = 0xFFFFFFFF, FIRST_HANDLE = 0x5100 };
 
 typedef struct { u64 total, free, used; } Memory;
@@ -77,10 +71,6 @@ typedef struct {
     Part part[MAX_PARTS];
     u32 domain, bus, device;
     int major, minor, mig_mode, mig_slices, fails;
-    int sm_clock, max_sm_clock, temperature, power;
-    u64 events, events_at;
-    int has_events;
-    double at;
     Fail fail[MAX_FAILS];
 } Gpu;
 typedef struct {
@@ -133,14 +123,6 @@ static void read_gpu_line(const char *line, Gpu *gpu, Part **part)
     u32 number;
     if (sscanf(line, "pci %x %x %x", &gpu->domain, &gpu->bus, &gpu->device) == 3) return;
     if (sscanf(line, "cc %d %d", &gpu->major, &gpu->minor) == 2) return;
-    if (sscanf(line, "clocks %d %d", &gpu->sm_clock, &gpu->max_sm_clock) == 2) return;
-    if (sscanf(line, "temperature %d", &gpu->temperature) == 1) return;
-    if (sscanf(line, "power %d", &gpu->power) == 1) return;
-    if (sscanf(line, "events_at %lf %llx", &gpu->at, &gpu->events_at) == 2) return;
-    if (sscanf(line, "events %llx", &gpu->events) == 1) {
-        gpu->has_events = 1;
-        return;
-    }
     if (sscanf(line, "mig %d %d", &gpu->mig_mode, &gpu->mig_slices) == 2) return;
     if (strncmp(line, "fail ", 5) == 0) {
         read_fail(line, gpu->fail, &gpu->fails);
@@ -530,77 +512,3 @@ int nvmlDeviceGetComputeInstanceId(nvmlDevice_t handle, u32 *id)
     u32 other;
     return instances("DeviceGetComputeInstanceId", handle, &other, id);
 }
-
-/* What a GPU as a whole tells of itself: slices do not. */
-static int begin_gpu(const char *call, nvmlDevice_t handle, Query *q)
-{
-    int code = begin_handle(call, handle, q);
-    if (!code && number_of(handle) > 0) {
-        code = NOT_SUPPORTED;
-        free(q->state);
-    }
-    return code;
-}
-
-static int end_number(Query *q, int number, u32 *answer)
-{
-    *answer = (u32)number;
-    free(q->state);
-    return number ? OK : NOT_SUPPORTED;
-}
-
-int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(nvmlDevice_t handle, nvmlDevice_t *parent)
-{
-    Query q;
-    int code = begin_handle("DeviceGetDeviceHandleFromMigDeviceHandle", handle, &q);
-    if (code) return code;
-    free(q.state);
-    *parent = to_handle(index_of(handle), 0);
-    return number_of(handle) > 0 ? OK : INVALID_ARGUMENT;
-}
-
-int nvmlDeviceGetClockInfo(nvmlDevice_t handle, int clock, u32 *mhz)
-{
-    Query q;
-    int code = begin_gpu("DeviceGetClockInfo", handle, &q);
-    return code ? code : end_number(&q, clock == SM_CLOCK ? q.gpu->sm_clock : 0, mhz);
-}
-
-int nvmlDeviceGetMaxClockInfo(nvmlDevice_t handle, int clock, u32 *mhz)
-{
-    Query q;
-    int code = begin_gpu("DeviceGetMaxClockInfo", handle, &q);
-    return code ? code : end_number(&q, clock == SM_CLOCK ? q.gpu->max_sm_clock : 0, mhz);
-}
-
-int nvmlDeviceGetTemperature(nvmlDevice_t handle, int sensor, u32 *celsius)
-{
-    Query q;
-    int code = begin_gpu("DeviceGetTemperature", handle, &q);
-    return code ? code : end_number(&q, sensor == 0 ? q.gpu->temperature : 0, celsius);
-}
-
-int nvmlDeviceGetPowerUsage(nvmlDevice_t handle, u32 *milliwatts)
-{
-    Query q;
-    int code = begin_gpu("DeviceGetPowerUsage", handle, &q);
-    return code ? code : end_number(&q, q.gpu->power, milliwatts);
-}
-
-int nvmlDeviceGetCurrentClocksThrottleReasons(nvmlDevice_t handle, u64 *bits)
-{
-    Query q;
-    int code = begin_gpu("DeviceGetCurrentClocksEventReasons", handle, &q);
-    if (code) return code;
-    *bits = q.gpu->at > 0 && now_seconds() >= q.gpu->at ? q.gpu->events_at : q.gpu->events;
-    code = q.gpu->has_events ? OK : NOT_SUPPORTED;
-    free(q.state);
-    return code;
-}
-
-#ifndef OLD_DRIVER
-int nvmlDeviceGetCurrentClocksEventReasons(nvmlDevice_t handle, u64 *bits)
-{
-    return nvmlDeviceGetCurrentClocksThrottleReasons(handle, bits);
-}
-#endif

@@ -70,24 +70,8 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Health:
-    """What a GPU tells of itself; ``events`` are the bits of its clocks' event reasons, ``later`` from then on."""
-
-    sm_clock_mhz: int = 1590
-    max_sm_clock_mhz: int = 1590
-    temperature_celsius: int = 60
-    power_watts: float = 50.0
-    events: int = 0
-    later: int = 0
-    at_seconds: float | None = None
-
-
-@dataclass(frozen=True)
 class Gpu:
-    """A GPU; ``pci`` is (domain, bus, device), ``processes`` the bytes by process id, None where not told.
-
-    Without ``health`` the driver knows none of it.
-    """
+    """A GPU; ``pci`` is (domain, bus, device), ``processes`` the bytes by process id, None where not told."""
 
     uuid: str
     name: str = "Simulated T4"
@@ -98,7 +82,6 @@ class Gpu:
     mig_mode: bool | None = None
     slices: Sequence[Slice] = ()
     fails: Sequence[Fail] = ()
-    health: Health | None = None
 
 
 class NvmlSim:
@@ -190,13 +173,6 @@ def _gpu_lines(gpu: Gpu) -> list[str]:
     if gpu.mig_mode is not None:
         slots = 1 + max((part.number for part in gpu.slices), default=-1)
         lines.append(f"mig {int(gpu.mig_mode)} {slots}")
-    if (health := gpu.health) is not None:
-        lines.append(f"clocks {health.sm_clock_mhz} {health.max_sm_clock_mhz}")
-        lines.append(f"temperature {health.temperature_celsius}")
-        lines.append(f"power {round(health.power_watts * 1000)}")
-        lines.append(f"events {health.events:x}")
-        if health.at_seconds is not None:
-            lines.append(f"events_at {health.at_seconds:.6f} {health.later:x}")
     lines += _part_lines(gpu)
     for part in gpu.slices:
         lines.append(f"slice {part.number} {part.uuid} {part.gpu_instance} {part.compute_instance}")

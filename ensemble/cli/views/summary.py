@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ensemble.cli.layout import Table
-from ensemble.common.gpus import Device
 from ensemble.common.text import duration, listed, plural, rate, shown_path, were
 from ensemble.config.schema import RuleConfig
 from ensemble.config.values import takes_time_left
@@ -15,7 +14,6 @@ from ensemble.merging.scoring import Interval
 from ensemble.pipeline.ending import answer_texts, failure_text, gain_text, rows_in_views, rows_of
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import CascadeReport, MemberReport, NodeReport, RunReport
-from ensemble.scheduling.device_pool import TelemetryCurve
 
 _HEADERS = "member,rows,seconds,tokens/s,rows/s,real tokens,peak memory,log loss,accuracy,RMSE".split(",")
 _SHOWN_GAPS = 4
@@ -50,10 +48,6 @@ def view(report: RunReport) -> Iterator[str | Table]:
         more = f", {len(gaps) - _SHOWN_GAPS} more in run.json" if len(gaps) > _SHOWN_GAPS else ""
         yield f"idle between members: {', '.join(gaps[:_SHOWN_GAPS])}{more}"
     yield from map(node_text, report.nodes)
-    for device in report.devices:
-        curve = report.device_telemetry.get(device.uuid)
-        if curve is not None and curve.throttled_seconds:
-            yield _throttled(device, curve)
     if report.tuned_on is not None:
         tuned = report.tuned_on
         devices = ", ".join(dict.fromkeys(tuned["devices"]))
@@ -234,16 +228,3 @@ def _change(difference: Interval) -> str:
     size = difference.size
     better = "lower" if difference.value < 0 else "higher"
     return f"{size.value:.4f} {better} (95 % interval {size.low:.4f} to {size.high:.4f})"
-
-
-def _throttled(device: Device, curve: TelemetryCurve) -> str:
-    """Return for how long a GPU was throttled, why, and what to do."""
-    causes = sorted(curve.throttled_by.items(), key=lambda cause: -cause[1])
-    shown = ", ".join(f"{cause} {duration(seconds)}" for cause, seconds in causes)
-    advice = "nvidia-smi -q -d PERFORMANCE shows more"
-    if "thermal" in curve.throttled_by:
-        advice = f"check its cooling: it reached {curve.max_temperature_celsius} °C"
-    return (
-        f"{device.title} was throttled for {duration(curve.throttled_seconds)} of {duration(curve.seconds)} "
-        f"({shown}); {advice}"
-    )

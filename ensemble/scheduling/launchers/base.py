@@ -17,7 +17,7 @@ from ensemble.common.device_trials import DeviceTrial, run_trials
 from ensemble.common.errors import ConfigError
 from ensemble.common.extensions import Registry
 from ensemble.common.files import HubFile
-from ensemble.common.gpus import Device, Inventory, Telemetry
+from ensemble.common.gpus import Device, Inventory
 from ensemble.common.protocol import Command, Event, Start, WorkerSpec
 from ensemble.scheduling.records import NodeChange
 
@@ -251,10 +251,6 @@ class Launcher(ABC):
                 used_bytes = device.used_bytes
             updated.append(replace(device, used_bytes=used_bytes))
         return tuple(updated)
-
-    def telemetry(self, uuids: Collection[str]) -> dict[str, Telemetry | None]:
-        """Return the telemetry of these devices, by UUID; None if a device does not answer."""
-        return gpus.telemetry(uuids)
 
     def available_memory(self, devices: Sequence[Device]) -> int | None:
         """Return how much memory a host has left for a worker with these devices; None if it is not known."""

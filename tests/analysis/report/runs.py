@@ -13,7 +13,6 @@ from ensemble.common.gpus import Device
 from ensemble.data.csv_file import write_csv
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
-from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve, TelemetryPoint
 from ensemble.scheduling.records import FaultRecord, Gap
 from tests.cli.reports import member, report, worker
 
@@ -72,13 +71,6 @@ def make_run(
         idle_gaps=tuple(
             Gap(f"GPU-{n}", names[k], names[k + 1], 3.1 + k) for k in range(len(names) - 1) for n in (0, 1)
         ),
-        releases=tuple(
-            Release(f"GPU-{n}", 1.5, GIB // 4, not (n and k == 1), 220.0 * (k + 1))
-            for k in range(len(names))
-            for n in (0, 1)
-        ),
-        device_memory={f"GPU-{n}": _memory(len(names)) for n in (0, 1)},
-        device_telemetry={f"GPU-{n}": _telemetry() for n in (0, 1)},
         warnings=(said,),
         explanation=said,
         table=str(table),
@@ -118,18 +110,3 @@ def _member(place: int, name: str, rows: int, said: str) -> Any:
         bad_rows={"3": said},
         replicas=2,
     )
-
-
-def _memory(members: int) -> MemoryCurve:
-    curve = MemoryCurve(GIB // 4)
-    for place in range(members):
-        begin = 220.0 * place
-        for step in range(200):
-            curve.points.append((begin + step, int((0.25 + min(step, 38) / 5 + step % 7 / 4) * GIB)))
-        curve.points.append((begin + 219.0, GIB // 4))
-    return curve
-
-
-def _telemetry() -> TelemetryCurve:
-    points = [TelemetryPoint(60.0 * n, 1_200 - 30 * n, 60 + n, 68.5, ("sw_power_cap",)) for n in range(10)]
-    return TelemetryCurve(1_590, 71, 600.0, 100.0, {"power cap": 100.0}, points)

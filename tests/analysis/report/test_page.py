@@ -162,6 +162,7 @@ def test_the_file_holds_no_script_and_nothing_from_elsewhere(pages: dict[str, Pa
     assert len({*named}) == parser.tags["svg"] == parser.tags["figcaption"], (
         "each picture once, with its name"
     )
+    assert "Workers of the devices over time" in named, "what ran where"
     assert re.findall(r"url\((?!#)", text) == []
     (policy,) = [
         value for tag, name, value in parser.attributes if tag == "meta" and "default-src 'none'" in value

@@ -23,7 +23,7 @@ from pathlib import Path
 from ensemble.common import gpus, host
 from ensemble.common.device_trials import DeviceTrial, run_trials
 from ensemble.common.files import FileState, HubFile, file_state, free_bytes
-from ensemble.common.gpus import Device, Inventory, Telemetry
+from ensemble.common.gpus import Device, Inventory
 from ensemble.common.packages import DISTRIBUTION, installed_versions
 from ensemble.common.protocol import ChunkDone, Command, Event, Failed, ProtocolError, WorkerSpec
 from ensemble.common.python_process import python_environment
@@ -65,8 +65,7 @@ class Batch:
     """Tell what has happened on a node since the last batch."""
 
     workers: Mapping[int, WorkerNews] = field(default_factory=dict)  # by number
-    used_bytes: Mapping[str, int | None] = field(default_factory=dict)  # by UUID, as is telemetry
-    telemetry: Mapping[str, Telemetry | None] = field(default_factory=dict)
+    used_bytes: Mapping[str, int | None] = field(default_factory=dict)  # by UUID
     available_bytes: int | None = None  # of the host's memory
 
 
@@ -259,7 +258,7 @@ class Agent:
             numbers = workers.keys() & self._workers.keys()
             news = {number: self._news_of(workers[number]) for number in numbers}
         uuids = [device.uuid for device in self._facts.node.gpus]
-        batch = Batch(news, gpus.used_memory(uuids), gpus.telemetry(uuids), host.available_memory_bytes())
+        batch = Batch(news, gpus.used_memory(uuids), host.available_memory_bytes())
         self._forgotten_at = time.monotonic() + forgotten_seconds
         return batch
 

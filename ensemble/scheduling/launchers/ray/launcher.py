@@ -27,7 +27,7 @@ from ensemble.common.clock import Watch
 from ensemble.common.device_trials import DeviceTrial
 from ensemble.common.errors import CheckpointError, ConfigError, DeviceError
 from ensemble.common.files import HubFile
-from ensemble.common.gpus import Device, Inventory, Telemetry
+from ensemble.common.gpus import Device, Inventory
 from ensemble.common.protocol import ChunkDone, Failed
 from ensemble.common.python_process import WAITING
 from ensemble.common.shards import write_shards
@@ -593,10 +593,6 @@ class RayLauncher(Launcher):
         self.wait((), 0)
         nodes = self._node_of
         return {uuid: nodes[uuid].batch.used_bytes.get(uuid) if uuid in nodes else None for uuid in uuids}
-
-    def telemetry(self, uuids: Collection[str]) -> dict[str, Telemetry | None]:
-        nodes = self._node_of
-        return {uuid: nodes[uuid].batch.telemetry.get(uuid) if uuid in nodes else None for uuid in uuids}
 
     def available_memory(self, devices: Sequence[Device]) -> int | None:
         nodes = [self._node_of[device.uuid] for device in devices] or self._nodes
