@@ -50,14 +50,14 @@ class Release:
 
     Attributes:
         seconds: until its memory was free of the worker's (``is_free``), or until the time-out.
-        after_seconds: from the run's start to the end of the last worker; None in reports of earlier versions.
+        after_seconds: from the run's start to the end of the last worker.
     """
 
     device: str
     seconds: float
     used_bytes: int | None
     is_free: bool
-    after_seconds: float | None = None
+    after_seconds: float
 
 
 @dataclass

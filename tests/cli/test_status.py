@@ -108,7 +108,7 @@ def test_a_report_comes_back_as_it_was_written(tmp_path: Path) -> None:
         ),
         devices=(Device("GPU-1", "T4", (7, 5), 16, 1),),
         idle_gaps=(Gap("GPU-1", "a", "b", 1.5),),
-        releases=(Release("GPU-1", 1.0, None, True),),
+        releases=(Release("GPU-1", 1.0, None, True, 2.0),),
         device_memory={"GPU-1": MemoryCurve(None, [(0.5, 7)])},
         device_telemetry={
             "GPU-1": TelemetryCurve(

@@ -61,11 +61,11 @@ def test_a_worker_beside_the_gpu_is_no_success(name: str | None) -> None:
 @pytest.mark.parametrize(
     ("release", "verdict"),
     [
-        (Release("GPU-0", 0.5, GIB, True), "ok"),
-        (Release("GPU-0", 60.0, GIB, False), "FAILED"),
-        (Release("GPU-0", 0.0, 2 * GIB, True), "FAILED"),  # called free, and is not
-        (Release("GPU-0", 0.0, None, True), "FAILED"),
-        (Release("GPU-1", 0.0, GIB, True), "FAILED"),
+        (Release("GPU-0", 0.5, GIB, True, 9.0), "ok"),
+        (Release("GPU-0", 60.0, GIB, False, 9.0), "FAILED"),
+        (Release("GPU-0", 0.0, 2 * GIB, True, 9.0), "FAILED"),  # called free, and is not
+        (Release("GPU-0", 0.0, None, True, 9.0), "FAILED"),
+        (Release("GPU-1", 0.0, GIB, True, 9.0), "FAILED"),
         (None, "FAILED"),
     ],
 )

@@ -102,12 +102,12 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
         )
 
     def fingerprint(self, inspected: CsvInspection, assigned: Assigned) -> Mapping[str, object]:
-        read_as: dict[str, object] = {"id_column": inspected.id_column, "activation": inspected.activation}
-        if self.settings.columns:
-            read_as["columns"] = dict(self.settings.columns)
-        if self._are_logits:
-            read_as["values"] = "logits"
-        return read_as
+        return {
+            "id_column": inspected.id_column,
+            "activation": inspected.activation,
+            "columns": self.settings.columns,
+            "are_logits": self._are_logits,
+        }
 
     def predicted_by(self) -> dict[str, object]:
         keys_without_effect = ("partial", "sha256")

@@ -52,12 +52,12 @@ _MEMBER_KEYS = (
     "dtype revision trust_remote_code quantization_config attn_implementation device_map max_memory offload_folder "
     "gguf_file"
 ).split()
-# The fingerprint takes these keys as they are, and the effect of the others, so that writing a default into the
-# config changes nothing.
-_VERBATIM_KEYS = ("allow_tf32", "merge_adapter", "gguf_file", "trust_remote_code")
-# Keys of a view that came later than views.
-_VIEW_KEYS = ("model_name_or_path", "revision", "head", "adapter_name_or_path", "adapters")
-_VERBATIM_TEXT_KEYS = ("prompt_template", "add_special_tokens", "truncation_side")
+# The fingerprint takes these keys as they are, where a kind has them, and the effect of the others, so that writing
+# a default into the config changes nothing.
+_VERBATIM_KEYS = set(
+    "allow_tf32 merge_adapter gguf_file trust_remote_code quantization_config torch_compile prompt_template "
+    "add_special_tokens truncation_side truncation choices".split()
+)
 # Keys that change loading and memory, but no prediction.
 _KEYS_WITHOUT_EFFECT = (
     "expandable_segments",
@@ -158,24 +158,17 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
     def fingerprint(self, inspected: C, assigned: Assigned) -> Mapping[str, object]:
         model = self.settings
         is_on_hub = not inspected.folder.is_dir()  # so that only its name identifies it
-        fingerprint = {
-            **{key: getattr(model, key) for key in _VERBATIM_KEYS},
+        return {
+            **model.model_dump(include=_VERBATIM_KEYS),
             "attn_implementation": assigned.attention,
-            "quantization_config": model.quantization_config,
             "label_order": inspected.label_order,
             "activation": inspected.activation,
+            "combination_type": model.adapter.combination_type if model.adapter else "",
             "dtype": assigned.dtype,
+            "compute_dtype": self._compute_dtype(inspected, assigned),
             "model_kwargs": without_fetching(model.model_kwargs),
             "source": [model.model_name_or_path, model.revision or "main"] if is_on_hub else None,
         }
-        compute_dtype = self._compute_dtype(inspected, assigned)
-        if compute_dtype:
-            fingerprint["compute_dtype"] = compute_dtype
-        if model.torch_compile:  # left out otherwise, so that shards from before this key stay valid
-            fingerprint["torch_compile"] = True
-        if model.adapter is not None and model.adapter.combination_type:  # the same
-            fingerprint["adapters"] = model.adapter.combination_type
-        return fingerprint
 
     def predicted_by(self) -> dict[str, object]:
         return {
@@ -398,31 +391,12 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
 
     def fingerprint(self, inspected: Checkpoint, assigned: Assigned) -> Mapping[str, object]:
         model = self.settings
-        fingerprint = {
+        return {
             **super().fingerprint(inspected, assigned),
-            **{key: getattr(model, key) for key in _VERBATIM_TEXT_KEYS},
             "text_columns": model.text_columns,
             "max_length": self._max_length(inspected),
             "tokenizer_kwargs": without_fetching(model.tokenizer_kwargs),
         }
-        if model.truncation:  # left out otherwise, so that shards from before this key stay valid
-            fingerprint["truncation"] = model.truncation.model_dump()
-        return fingerprint
-
-    def predicted_by(self) -> dict[str, object]:
-        # Keys that are not set are left out, so that digests from before their keys stay equal.
-        keys = super().predicted_by()
-        if keys["adapters"] is None:
-            del keys["adapters"]
-        views = keys["views"]
-        if isinstance(views, list | tuple):
-            keys["views"] = [
-                {key: value for key, value in view.items() if value is not None or key not in _VIEW_KEYS}
-                for view in views
-            ]
-        if keys.get("choices") is None:
-            keys.pop("choices", None)
-        return keys
 
     def worker_settings(
         self, inspected: Checkpoint, assigned: Assigned, offload_folder: Path | None
@@ -471,12 +445,10 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         model, folder = self.settings, inspected.tokenizer_folder
         commit = hub_commit(model.model_name_or_path, folder)
         tokenizer = tokenizer_digest(folder if commit is None else None, model.tokenizer_kwargs, files)
-        made_of: list[object] = [commit, tokenizer]
         for own in adapter_tokenizers(model).values():  # a worker loads them, so that the run watches them
             tokenizer_digest(own, {}, files)
         # An adapter on the hub may have a tokenizer, which only the worker fetches; its commit is in the weights.
-        made_of += [True for name in self._adapter_names() if not Path(name).is_dir()]
-        return {**super().content(inspected, files), "tokenizer": digest_of(made_of)}
+        return {**super().content(inspected, files), "tokenizer": digest_of([commit, tokenizer])}
 
     def _max_length(self, inspected: Checkpoint) -> int | None:
         """Return the tokens that a row may have; None where only the worker's tokenizer tells."""
