@@ -25,7 +25,7 @@ from ensemble.pipeline.run_dir import RunDir
 from ensemble.planning.plan import MemberPlan
 
 # Raise it when the meaning of digests changes: fingerprints of an older scheme are never taken for equal.
-SCHEME = 3
+SCHEME = 4
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
     Settings: ClassVar[type[MemberConfig]] = CsvSettings
     needs_worker: ClassVar[bool] = False
     activation_key: ClassVar[str] = "activation"
+    keys_without_effect: ClassVar[tuple[str, ...]] = ("partial", "sha256")
     rows_advice: ClassVar[str] = "correct the file, or say with values: logits or activation what they are"
 
     @classmethod
@@ -108,10 +109,6 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
             "columns": self.settings.columns,
             "are_logits": self._are_logits,
         }
-
-    def predicted_by(self) -> dict[str, object]:
-        keys_without_effect = ("partial", "sha256")
-        return {key: value for key, value in super().predicted_by().items() if key not in keys_without_effect}
 
     def content(self, inspected: CsvInspection, files: FileDigests) -> Mapping[str, str]:
         return {"file": files.digest(self.settings.path)}

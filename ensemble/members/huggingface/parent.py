@@ -58,13 +58,6 @@ _VERBATIM_KEYS = set(
     "allow_tf32 merge_adapter gguf_file trust_remote_code quantization_config torch_compile prompt_template "
     "add_special_tokens truncation_side truncation choices".split()
 )
-# Keys that change loading and memory, but no prediction.
-_KEYS_WITHOUT_EFFECT = (
-    "expandable_segments",
-    "max_split_size_mb",
-    "allow_pickle",
-    "single_token",
-)
 # Keys that the parent decides for all workers where the config does not.
 _DECIDED_KEYS = ("dtype", "attn_implementation", "max_length")
 # The time without torch.compile: compiling takes 20 to 25 s and has saved 4 to 36 % (docs/tuning.md).
@@ -85,6 +78,11 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
     """
 
     auto_class: ClassVar[str]
+    keys_without_effect: ClassVar[tuple[str, ...]] = (
+        "expandable_segments",
+        "max_split_size_mb",
+        "allow_pickle",
+    )
 
     def request(self) -> ResourceRequest:
         model = self.settings
@@ -174,7 +172,6 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         return {
             key: without_fetching(value) if key.endswith("_kwargs") and isinstance(value, dict) else value
             for key, value in super().predicted_by().items()
-            if key not in _KEYS_WITHOUT_EFFECT
         }
 
     def candidates(
@@ -242,13 +239,19 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             return ()
         return [Candidate("torch.compile", {"torch_compile": True}, _COMPILING_PAYS_FROM_SECONDS)]
 
-    def _loading(self, inspected: C, assigned: Assigned, offload_folder: Path | None) -> dict[str, Any]:
-        """Return the values of ``CheckpointSettings``."""
+    def _loading(
+        self,
+        settings_class: type[CheckpointSettings],
+        inspected: C,
+        assigned: Assigned,
+        offload_folder: Path | None,
+        **further: object,
+    ) -> dict[str, Any]:
+        """Return settings for workers: keys of the config, what follows from the others, and ``further`` ones."""
         model, footprint = self.settings, assigned.footprint
         per_token, per_pair = footprint.activation.line(footprint.width) if footprint else (None, None)
-        keys = (field.name for field in fields(CheckpointSettings))
-        return {
-            **{key: getattr(model, key) for key in keys if hasattr(model, key)},
+        values: dict[str, Any] = {
+            **model.model_dump(include={field.name for field in fields(settings_class)}),
             "auto_class": self.auto_class,
             "view_adapters": tuple(map(_for_worker, model.view_adapters)),
             # The commit that was checked: a branch on the hub may have moved since.
@@ -266,7 +269,9 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             "bytes_per_token_pair": per_pair,
             "fixed_bytes": footprint.activation.fixed_bytes if footprint else 0,
             "width": footprint.width if footprint else None,
+            **further,
         }
+        return asdict(settings_class(**values))
 
     def _compute_dtype(self, inspected: C, assigned: Assigned) -> str | None:
         capability = assigned.capability if assigned.gpus else None
@@ -402,15 +407,15 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         self, inspected: Checkpoint, assigned: Assigned, offload_folder: Path | None
     ) -> Mapping[str, Any]:
         model = self.settings
-        keys = [field.name for field in fields(ModelSettings)]
-        settings = {
-            **{key: getattr(model, key) for key in keys if hasattr(model, key)},
-            **self._loading(inspected, assigned, offload_folder),
-            "max_length": self._max_length(inspected),
-            "truncation": model.truncation and model.truncation.model_dump(),
-            "view_templates": tuple(view.changes.get("prompt_template") for view in model.counted_views),
-        }
-        return asdict(ModelSettings(**settings))
+        return self._loading(
+            ModelSettings,
+            inspected,
+            assigned,
+            offload_folder,
+            text_columns=model.text_columns,
+            max_length=self._max_length(inspected),
+            view_templates=tuple(view.changes.get("prompt_template") for view in model.counted_views),
+        )
 
     def training_settings(self, labels: Sequence[str]) -> Mapping[str, Any]:
         """Return what the process that trains the member from ``train.base_model`` must know, as JSON values.
