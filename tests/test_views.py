@@ -356,7 +356,7 @@ def test_a_view_for_the_closest_calls_of_the_views_before_it(pairs: Project) -> 
     run(pairs, AS_IS, {**SWAPPED, "weight": 3.0})
     (member,) = pairs.run_json()["members"]
     assert member["rows"] == ROWS - computed_before
-    assert member["settings"] == settings, "as in run directories from before this key"
+    assert member["settings"] == settings, "what `when` selects is no setting of it"
     np.testing.assert_allclose(values(pairs), (plain + 3 * swapped) / 4, atol=2e-5)
 
 

@@ -120,7 +120,7 @@ class Measuring:
         self._show(f"{model.name}, {rows:,} {kind} rows, members one after the other:", plain_table(lines))
 
     def passes(self, model: Model) -> None:
-        """What each means of ours gives in forward passes: capped blocks, shortcuts, ready masks, fused norms."""
+        """What each means of ours gives in forward passes: capped blocks, shortcuts, fused norms."""
         quantization = self._place.settings(model).get("quantization_config")
         path = str(self._place.model(model))
         arguments = ["-m", "bench.gpu.passes", path, json.dumps(quantization)]

@@ -74,10 +74,7 @@ def tokens_per_second(classifier: Classifier, encoded: Encoded, on_gpu: bool) ->
 def ways(
     folder: Path, device: torch.device, quantization: Mapping[str, Any] | None = None
 ) -> Iterator[dict[str, object]]:
-    """Each row has what the row before it has, and one thing more.
-
-    Rows of equal length need no mask at all, so encoders are measured with both.
-    """
+    """Each row has what the row before it has, and one thing more."""
     attention, on_gpu = attention_of(folder), device.type == "cuda"
     longest = 2000 if on_gpu else 100
     batches = {

@@ -440,9 +440,7 @@ def read_run(run_dir: Path, with_truth: bool = True, label_column: str | None = 
         remarks.append(f"{run_dir}: no complete predictions of {', '.join(missing)}; left out")
     if not complete:
         raise DataError(f"{run_dir}: no member's predictions are complete; run its config to the end first")
-    activations = {member.name: member.activation for member in complete if member.activation is not None}
-    if len(activations) < len(complete):
-        raise DataError(f"{run_dir}: its run.json was written by an older version; run the config again")
+    activations = {member.name: member.activation for member in complete}
     id_column, *labels = column_names(rundir.predictions(next(iter(activations))))
 
     def read(name: str) -> PredictionFile:

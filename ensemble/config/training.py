@@ -168,10 +168,7 @@ class TrainConfig(StrictConfig):
         "training_arguments": "trainer args training_args",
         "lora_config: {r: 16}": "r lora_r lora_alpha target_modules",
         "lora_config": "lora peft peft_config",
-        "effective_batch_size": "batch_size train_batch_size total_batch_size",
-    }
-    gone_keys: ClassVar[Mapping[str, str]] = {
-        "gradient_accumulation_steps": "it follows from effective_batch_size and per_device_train_batch_size",
+        "effective_batch_size": "batch_size train_batch_size total_batch_size gradient_accumulation_steps",
     }
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:

@@ -220,6 +220,7 @@ class MemberKind(ABC, Generic[S, I]):
         child: the child side that its workers run (see ``predictor.load_child``).
         activation_key: the key that says what its values are, for advice; empty: there is no such key.
         rows_advice: what to do about wrong values in predictions that it has already.
+        keys_without_effect: keys on which no prediction depends, beside those of merging and of devices.
     """
 
     Settings: ClassVar[type[MemberConfig]]
@@ -227,6 +228,7 @@ class MemberKind(ABC, Generic[S, I]):
     child: ClassVar[str] = ""
     activation_key: ClassVar[str] = ""
     rows_advice: ClassVar[str] = "correct the file"
+    keys_without_effect: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, settings: S) -> None:
         self.settings = settings
@@ -323,8 +325,8 @@ class MemberKind(ABC, Generic[S, I]):
     def predicted_by(self) -> dict[str, object]:
         """Return the config's keys and values that its predictions may depend on; keys of devices are left out."""
         device_keys = {field.name for field in fields(ResourceRequest)}
-        left_out: dict[str, Any] = dict.fromkeys(("name", "train", *MERGE_KEYS, *device_keys), True)
-        left_out["views"] = {"__all__": {"when"}}
+        keys = ("name", "train", *MERGE_KEYS, *device_keys, *self.keys_without_effect)
+        left_out: dict[str, Any] = {**dict.fromkeys(keys, True), "views": {"__all__": {"when"}}}
         return self.settings.model_dump(exclude=left_out)
 
     @abstractmethod

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ from ensemble.pipeline.run_dir import RunDir
 from ensemble.planning.plan import MemberPlan
 
 # Raise it when the meaning of digests changes: fingerprints of an older scheme are never taken for equal.
-SCHEME = 3
+SCHEME = 4
 
 
 @dataclass(frozen=True)
@@ -120,11 +119,13 @@ def mean_fingerprint(
     """
     weights = [view.weight for view in member.model.counted_views]
     parts = [[view.settings, view.rows, weight] for view, weight in zip(views, weights, strict=True)]
-    settings: dict[str, object] = {"mean of views": parts}
-    if member.model.views_with_when:  # a mean of other views than that of all of them
-        settings["when"] = True
-    if rows_of_views is not None:
-        settings["rows"] = [sha256(np.packbits(rows).tobytes()).hexdigest() for rows in rows_of_views]
+    rows = None if rows_of_views is None else np.packbits(rows_of_views, axis=1).tobytes().hex()
+    settings = {
+        "mean of views": parts,
+        # Then it is a mean of other views than that of all of them.
+        "when": bool(member.model.views_with_when),
+        "rows": rows,
+    }
     return replace(whole, settings=digest_of(settings))
 
 
@@ -179,12 +180,11 @@ def _settings(prepared: Prepared, member: MemberPlan, number: int | None) -> str
         view, checkpoint = model.counted_views[number], member.checkpoint_of(number)
         model, swap = model.as_view(view), view.swap
         inspected, assigned = inspected.of_checkpoint(checkpoint), assigned.of_checkpoint(checkpoint)
-    settings: dict[str, object] = {
+    settings = {
         **member_kind(model).fingerprint(inspected, assigned),
         "task_type": model.task_type,
         "seed": config.seed,
         "csv": [config.data.id_column, *config.labels],
+        "swap": swap and [sorted(swap.columns), sorted(swap.labels or ())],
     }
-    if swap is not None:
-        settings["swap"] = [sorted(swap.columns), sorted(swap.labels or ())]
     return digest_of(settings)

@@ -34,7 +34,7 @@ class WorkerReport(Counters):
     """Report a worker; ``..._after_seconds`` count from the run's start, None: the worker did not get so far.
 
     ``peak_gpu_memory_bytes`` is what torch reserved on the GPU, ``peak_gpu_allocated_bytes`` what tensors took of
-    that (None in reports of earlier versions).
+    that.
     """
 
     replica: int
@@ -49,7 +49,7 @@ class WorkerReport(Counters):
     forward_share: float | None
     peak_memory_bytes: int | None
     peak_gpu_memory_bytes: int | None
-    peak_gpu_allocated_bytes: int | None = None
+    peak_gpu_allocated_bytes: int | None
     device_name: str | None
     dtype: str | None
     attn_implementation: str | None
@@ -166,6 +166,7 @@ class MemberReport:
     taken_over: dict[str, int]
     work: float
     computed_as: str
+    settings: dict[str, str]
     speed: Speed
     forecast: MemoryForecast | None
     progress: ProgressReport
@@ -178,14 +179,13 @@ class MemberReport:
     faults: tuple[FaultRecord, ...]
     failure: Failure | None
     workers: tuple[WorkerReport, ...]
+    activation: Activation
     cascade: CascadeReport | None = None
-    activation: Activation | None = None
     calibration: dict[str, Any] = field(default_factory=dict)
     views: dict[str, ViewReport] = field(default_factory=dict)
     view_cascades: dict[str, CascadeReport] = field(default_factory=dict)
     partial_rows: int = 0
     lost_rows: int = 0
-    settings: dict[str, str] = field(default_factory=dict)
     computed: Computation | None = None
     computed_before: tuple[Computation, ...] = ()
 

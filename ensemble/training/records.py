@@ -52,7 +52,7 @@ class Seal:
     Attributes:
         made_of: digests of what the training depends on, by its name, such as "train.command".
         files: by the path within the folder.
-        tables: digests of what the training tables' digest in ``made_of`` is of; empty in seals of older versions.
+        tables: digests of what the training tables' digest in ``made_of`` is of.
         note: what the user should know of what was left; empty: nothing.
         is_replaced: whether the user has asked for another in its place (``--fresh``); it is not used again.
     """

@@ -52,10 +52,9 @@ def why_to_train(
     if TABLES in changed:
         changed.remove(TABLES)
         of_tables = [name for name, digest in (tables or {}).items() if seal.tables.get(name) != digest]
-        unknown = "what it learns (labels, training.data, training.folds or training.extra)"
         # What follows in that order may follow from the first: other rows are divided otherwise.
         causes = [name for name in of_tables[1:] if name == "training.extra" and of_tables[0] != "labels"]
-        changed += [of_tables[0], *causes] if seal.tables and of_tables else [unknown]
+        changed += [of_tables[0], *causes] if of_tables else ["training.extra"]
     if changed:
         return f"{listed(changed, 5, str)} changed since it was trained"
     if any(has_files(path, seal.files) for path in (folder, trainings.unfinished(member, part))):

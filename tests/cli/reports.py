@@ -15,6 +15,7 @@ def worker(**changes: Any) -> WorkerReport:
         **{"replica": 0, "devices": ("cpu",), "process": "7", "exit_code": 0, "started_after_seconds": 0.1},
         **{"leased_after_seconds": 0.1, "start_seconds": 1.0, "load_seconds": 1.0, "life_seconds": 9.0},
         **{"forward_share": 0.5, "peak_memory_bytes": 2**30, "peak_gpu_memory_bytes": None, "notes": ()},
+        **{"peak_gpu_allocated_bytes": None},
         **{"device_name": "cpu", "dtype": "float32", "attn_implementation": "sdpa", "parameters": 12},
         **{"max_length": 128, "token_budget": 2048, "log": "logs/m-0.log"},
     }
@@ -27,6 +28,7 @@ def member(name: str = "m", **changes: Any) -> MemberReport:
         **{"fingerprint": "f" * 64, "reused_rows": 0, "taken_over": {}, "work": 1.0},
         **{
             "computed_as": "same",
+            "settings": {},
             "speed": Speed(10.0, 0.5, True, True),
             "forecast": None,
             "chunks": 4,

@@ -73,12 +73,6 @@ KEYS = SettingsByName(KINDS).values()
 MODELS: list[type[Any]] = [RunConfig, DataConfig, EnsembleConfig, SubmissionConfig, *KEYS]
 
 
-def test_a_key_that_is_gone_says_what_to_do_instead(problems: Problems) -> None:
-    (problem,) = problems({**SMALL, "models": [{**SMALL["models"][0], "quantized_cache": True}]})
-    assert "quantized_cache" in problem
-    assert "no key any more; each load quantizes; drop it, or save a 4-bit checkpoint once" in problem
-
-
 @pytest.mark.parametrize("key", ["gguf_file", "model_kwargs", "tokenizer_kwargs"])
 def test_keys_that_name_a_gguf_file(key: str, problems: Problems) -> None:
     value: Any = "model.gguf" if key == "gguf_file" else {"gguf_file": "model.gguf"}
@@ -88,7 +82,7 @@ def test_keys_that_name_a_gguf_file(key: str, problems: Problems) -> None:
 
 
 def test_todays_keys_are_keys() -> None:
-    """The table of older spellings names no key that is gone, and hides none that is there."""
+    """The table of older spellings names no key that is not there, and hides none that is."""
     for model in MODELS:
         for today, old in model.older_keys.items():
             keys = MemberConfig.model_fields if "in each model" in today else model.model_fields

@@ -217,7 +217,7 @@ def test_bad_rows_of_a_trial(policy: str, chunky: Project, forked: ForkedRuns, t
 
 @pytest.mark.fault(17)
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("harm", one_in(4, ["rows", "predictions", "manifest", "older"]))
+@pytest.mark.parametrize("harm", one_in(4, ["rows", "predictions", "manifest", "scheme"]))
 def test_work_that_cannot_be_proved_is_not_taken_over(
     harm: str, chunky: Project, forked: ForkedRuns, undisturbed: dict[str, bytes]
 ) -> None:
@@ -232,7 +232,7 @@ def test_work_that_cannot_be_proved_is_not_taken_over(
         predictions.write_bytes(predictions.read_bytes().replace(b"0.", b"0.1", 1))
     elif harm == "manifest":
         manifest.unlink()
-    else:  # of the version before this one
+    else:
         document = json.loads(manifest.read_text())
         document["fingerprint"]["scheme"] = 1
         manifest.write_text(json.dumps(document, indent=2))
@@ -240,7 +240,7 @@ def test_work_that_cannot_be_proved_is_not_taken_over(
     assert forked.run(chunky.folder) == 0, forked.printed
     assert counts(chunky) == {"llama": (0, ROWS)}
     assert results(chunky) == undisturbed
-    assert ("its predictions are of another version" in forked.printed) == (harm == "older")
+    assert ("its predictions are of another version" in forked.printed) == (harm == "scheme")
 
 
 @pytest.mark.long

@@ -357,7 +357,7 @@ def test_stored_float32_layers_that_compute_in_half_precision_are_others(make: M
         placement = dataclasses.replace(member.placement, gpus=1, dtype=dtype, capability=capability)
         return member_fingerprint(prepared, dataclasses.replace(member, placement=placement))
 
-    as_stored = on_gpu("bfloat16", None)  # what earlier versions computed
+    as_stored = on_gpu("bfloat16", None)
     assert on_gpu("bfloat16", (8, 0)).changed_from(as_stored) == ("settings",)
     assert on_gpu("float32", (8, 0)) == on_gpu("float32", None)
 

@@ -198,13 +198,3 @@ def test_settings_of_a_run_that_was_stopped_are_not_those_of_earlier_predictions
     document["members"][0]["settings"]["seed"] = "0" * 16
     path.write_text(json.dumps(document), encoding="utf-8")
     _said(csv_run, "fit", "config.yaml", code=0)
-
-
-def test_a_run_from_before_there_were_digests_of_settings_is_read(csv_run: Project) -> None:
-    path = csv_run.folder / "runs/first/run.json"
-    document = json.loads(path.read_text(encoding="utf-8"))
-    for member in document["members"]:
-        del member["settings"]
-    path.write_text(json.dumps(document), encoding="utf-8")
-    _said(csv_run, "fit", "config.yaml", code=0)
-    assert "m0 (file)" in _said(csv_run, "fit", "config.yaml", "--force", "--set", "models.m0.path=other.csv")

@@ -165,16 +165,6 @@ def test_what_changed_is_named(trained: Trained) -> None:
     assert (
         "a: would be trained anew: fold 0, fold 1: training.extra changed since it was trained" in sentences
     )
-    # A seal of an older version does not tell.
-    for part in FOLDS:
-        path = trained.files.seal("a", part)
-        seal = json.loads(path.read_text(encoding="utf-8"))
-        del seal["tables"]
-        path.write_text(json.dumps(seal), encoding="utf-8")
-    assert (
-        "(labels, training.data, training.folds or training.extra) changed"
-        in preview_trainings(load([Path("config.yaml")]))[1][0]
-    )
 
 
 def test_a_limit_that_leaves_no_time_to_train_anew_says_what_is_kept(trained: Trained) -> None:

@@ -37,8 +37,8 @@ _OTHER_HEADS = ("ForSequenceClassification", "ForMaskedLM", "ForTokenClassificat
 _BEFORE_SPACE = ":;,.?!"
 _SHOWN_CHARACTERS = 30
 
-# Keys on which predictions depend, beside label_tokens.
-_KEYS = {"length_normalize", "apply_chat_template", "system_instruction"}
+# Keys on which predictions depend, beside those of all members that read text.
+_KEYS = {"label_tokens", "length_normalize", "apply_chat_template", "system_instruction"}
 
 
 @lru_cache(maxsize=16)
@@ -54,6 +54,7 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
     Settings: ClassVar[type[MemberConfig]] = CausalSettings
     child: ClassVar[str] = f"{CHILD}:ensemble.members.causal_lm.predictor.CausalMember"
     auto_class: ClassVar[str] = LANGUAGE_MODEL
+    keys_without_effect: ClassVar[tuple[str, ...]] = (*TextCheckpoint.keys_without_effect, "single_token")
     examples: ClassVar[str] = "ensemble.members.causal_lm.training:LabelTextExamples"
 
     @classmethod
@@ -171,20 +172,10 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
         )
 
     def fingerprint(self, inspected: Checkpoint, assigned: Assigned) -> Mapping[str, object]:
-        texts = dict(sorted(self.settings.label_tokens.items()))
-        keys = self.settings.model_dump(include=_KEYS)
-        fingerprint = {**super().fingerprint(inspected, assigned), "label_tokens": texts, **keys}
-        if self.settings.choices is not None:
-            fingerprint["choices"] = self.settings.choices
-        ids = self._label_ids(inspected.tokenizer_folder)
-        is_single = self.settings.single_token or (bool(ids) and max(map(len, ids.values())) == 1)
-        if not is_single and not self.settings.torch_compile:
-            # Numbers from before labels ran behind their prompt's keys and values differ by rounding.
-            fingerprint["keeps_prompts"] = True
-        return fingerprint
+        return {**super().fingerprint(inspected, assigned), **self.settings.model_dump(include=_KEYS)}
 
     def worker_settings(
         self, inspected: Checkpoint, assigned: Assigned, offload_folder: Path | None
     ) -> Mapping[str, Any]:
-        keys = self.settings.model_dump(include={"label_tokens", "choices", "single_token", *_KEYS})
+        keys = self.settings.model_dump(include={"choices", "single_token", *_KEYS})
         return {**super().worker_settings(inspected, assigned, offload_folder), **keys}

@@ -25,7 +25,7 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from ensemble.common.torch_errors import Verdict, classify
-from ensemble.members.huggingface.scoring.classifier import Classifier, last_token_only, on_device, padded
+from ensemble.members.huggingface.scoring.classifier import Classifier, on_device, padded
 from ensemble.members.huggingface.scoring.encode import Encoded
 from ensemble.members.huggingface.scoring.forward import Shortcut
 from ensemble.members.huggingface.scoring.key_values import (
@@ -280,12 +280,9 @@ class LabelScorer(Classifier):
 
     def _read(self, one_pass: _Pass, cache: Cache | None) -> torch.Tensor:
         """Return the vocabulary's logits at a pass's places, float32 [paths, k, vocabulary]."""
-        # The last layer's parts can compute one position of each row.
-        is_single = one_pass.places.shape[1] == 1 and Shortcut.LAST_TOKEN_LAYER in self.taken
-        parts = self._last_token_parts if is_single else []
         options = {} if cache is None else {self._cache_argument: cache}
         head = self._model.get_output_embeddings()
-        with last_token_only(parts, one_pass.places[:, 0]), head_at(head, one_pass.places):
+        with head_at(head, one_pass.places):
             logits: torch.Tensor = self._model(
                 **one_pass.inputs, **options, use_cache=cache is not None
             ).logits

@@ -44,6 +44,7 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
     Settings: ClassVar[type[MemberConfig]] = CsvSettings
     needs_worker: ClassVar[bool] = False
     activation_key: ClassVar[str] = "activation"
+    keys_without_effect: ClassVar[tuple[str, ...]] = ("partial", "sha256")
     rows_advice: ClassVar[str] = "correct the file, or say with values: logits or activation what they are"
 
     @classmethod
@@ -102,16 +103,12 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
         )
 
     def fingerprint(self, inspected: CsvInspection, assigned: Assigned) -> Mapping[str, object]:
-        read_as: dict[str, object] = {"id_column": inspected.id_column, "activation": inspected.activation}
-        if self.settings.columns:
-            read_as["columns"] = dict(self.settings.columns)
-        if self._are_logits:
-            read_as["values"] = "logits"
-        return read_as
-
-    def predicted_by(self) -> dict[str, object]:
-        keys_without_effect = ("partial", "sha256")
-        return {key: value for key, value in super().predicted_by().items() if key not in keys_without_effect}
+        return {
+            "id_column": inspected.id_column,
+            "activation": inspected.activation,
+            "columns": self.settings.columns,
+            "are_logits": self._are_logits,
+        }
 
     def content(self, inspected: CsvInspection, files: FileDigests) -> Mapping[str, str]:
         return {"file": files.digest(self.settings.path)}

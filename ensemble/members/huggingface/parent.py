@@ -54,18 +54,11 @@ if TYPE_CHECKING:
 _MEMBER_KEYS = (
     "dtype revision trust_remote_code quantization_config attn_implementation device_map max_memory offload_folder"
 ).split()
-# The fingerprint takes these keys as they are, and the effect of the others, so that writing a default into the
-# config changes nothing.
-_VERBATIM_KEYS = ("allow_tf32", "merge_adapter", "trust_remote_code")
-# Keys of a view that came later than views.
-_VIEW_KEYS = ("model_name_or_path", "revision", "head", "adapter_name_or_path", "adapters")
-_VERBATIM_TEXT_KEYS = ("prompt_template", "add_special_tokens", "truncation_side")
-# Keys that change loading and memory, but no prediction.
-_KEYS_WITHOUT_EFFECT = (
-    "expandable_segments",
-    "max_split_size_mb",
-    "allow_pickle",
-    "single_token",
+# The fingerprint takes these keys as they are, where a kind has them, and the effect of the others, so that writing
+# a default into the config changes nothing.
+_VERBATIM_KEYS = set(
+    "allow_tf32 merge_adapter trust_remote_code quantization_config torch_compile prompt_template "
+    "add_special_tokens truncation_side truncation choices".split()
 )
 # Keys that the parent decides for all workers where the config does not.
 _DECIDED_KEYS = ("dtype", "attn_implementation", "max_length")
@@ -87,6 +80,11 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
     """
 
     auto_class: ClassVar[str]
+    keys_without_effect: ClassVar[tuple[str, ...]] = (
+        "expandable_segments",
+        "max_split_size_mb",
+        "allow_pickle",
+    )
 
     def request(self) -> ResourceRequest:
         model = self.settings
@@ -157,30 +155,22 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
     def fingerprint(self, inspected: C, assigned: Assigned) -> Mapping[str, object]:
         model = self.settings
         is_on_hub = not inspected.folder.is_dir()  # so that only its name identifies it
-        fingerprint = {
-            **{key: getattr(model, key) for key in _VERBATIM_KEYS},
+        return {
+            **model.model_dump(include=_VERBATIM_KEYS),
             "attn_implementation": assigned.attention,
-            "quantization_config": model.quantization_config,
             "label_order": inspected.label_order,
             "activation": inspected.activation,
+            "combination_type": model.adapter.combination_type if model.adapter else "",
             "dtype": assigned.dtype,
+            "compute_dtype": self._compute_dtype(inspected, assigned),
             "model_kwargs": without_fetching(model.model_kwargs),
             "source": [model.model_name_or_path, model.revision or "main"] if is_on_hub else None,
         }
-        compute_dtype = self._compute_dtype(inspected, assigned)
-        if compute_dtype:
-            fingerprint["compute_dtype"] = compute_dtype
-        if model.torch_compile:  # left out otherwise, so that shards from before this key stay valid
-            fingerprint["torch_compile"] = True
-        if model.adapter is not None and model.adapter.combination_type:  # the same
-            fingerprint["adapters"] = model.adapter.combination_type
-        return fingerprint
 
     def predicted_by(self) -> dict[str, object]:
         return {
             key: without_fetching(value) if key.endswith("_kwargs") and isinstance(value, dict) else value
             for key, value in super().predicted_by().items()
-            if key not in _KEYS_WITHOUT_EFFECT
         }
 
     def candidates(
@@ -243,13 +233,19 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             return ()
         return [Candidate("torch.compile", {"torch_compile": True}, _COMPILING_PAYS_FROM_SECONDS)]
 
-    def _loading(self, inspected: C, assigned: Assigned, offload_folder: Path | None) -> dict[str, Any]:
-        """Return the values of ``CheckpointSettings``."""
+    def _loading(
+        self,
+        settings_class: type[CheckpointSettings],
+        inspected: C,
+        assigned: Assigned,
+        offload_folder: Path | None,
+        **further: object,
+    ) -> dict[str, Any]:
+        """Return settings for workers: keys of the config, what follows from the others, and ``further`` ones."""
         model, footprint = self.settings, assigned.footprint
         per_token, per_pair = footprint.activation.line(footprint.width) if footprint else (None, None)
-        keys = (field.name for field in fields(CheckpointSettings))
-        return {
-            **{key: getattr(model, key) for key in keys if hasattr(model, key)},
+        values: dict[str, Any] = {
+            **model.model_dump(include={field.name for field in fields(settings_class)}),
             "auto_class": self.auto_class,
             "view_adapters": tuple(map(_for_worker, model.view_adapters)),
             # The commit that was checked: a branch on the hub may have moved since.
@@ -267,7 +263,9 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             "bytes_per_token_pair": per_pair,
             "fixed_bytes": footprint.activation.fixed_bytes if footprint else 0,
             "width": footprint.width if footprint else None,
+            **further,
         }
+        return asdict(settings_class(**values))
 
     def _compute_dtype(self, inspected: C, assigned: Assigned) -> str | None:
         capability = assigned.capability if assigned.gpus else None
@@ -392,47 +390,27 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
 
     def fingerprint(self, inspected: Checkpoint, assigned: Assigned) -> Mapping[str, object]:
         model = self.settings
-        fingerprint = {
+        return {
             **super().fingerprint(inspected, assigned),
-            **{key: getattr(model, key) for key in _VERBATIM_TEXT_KEYS},
             "text_columns": model.text_columns,
             "max_length": self._max_length(inspected),
             "tokenizer_kwargs": without_fetching(model.tokenizer_kwargs),
+            "asks_for_segments": self._may_ask_for_segments(inspected),
         }
-        if model.truncation:  # left out otherwise, so that shards from before this key stay valid
-            fingerprint["truncation"] = model.truncation.model_dump()
-        if self._may_ask_for_segments(inspected):
-            fingerprint["segment_ids"] = True  # the same
-        return fingerprint
-
-    def predicted_by(self) -> dict[str, object]:
-        # Keys that are not set are left out, so that digests from before their keys stay equal.
-        keys = super().predicted_by()
-        if keys["adapters"] is None:
-            del keys["adapters"]
-        views = keys["views"]
-        if isinstance(views, list | tuple):
-            keys["views"] = [
-                {key: value for key, value in view.items() if value is not None or key not in _VIEW_KEYS}
-                for view in views
-            ]
-        if keys.get("choices") is None:
-            keys.pop("choices", None)
-        return keys
 
     def worker_settings(
         self, inspected: Checkpoint, assigned: Assigned, offload_folder: Path | None
     ) -> Mapping[str, Any]:
         model = self.settings
-        keys = [field.name for field in fields(ModelSettings)]
-        settings = {
-            **{key: getattr(model, key) for key in keys if hasattr(model, key)},
-            **self._loading(inspected, assigned, offload_folder),
-            "max_length": self._max_length(inspected),
-            "truncation": model.truncation and model.truncation.model_dump(),
-            "view_templates": tuple(view.changes.get("prompt_template") for view in model.counted_views),
-        }
-        return asdict(ModelSettings(**settings))
+        return self._loading(
+            ModelSettings,
+            inspected,
+            assigned,
+            offload_folder,
+            text_columns=model.text_columns,
+            max_length=self._max_length(inspected),
+            view_templates=tuple(view.changes.get("prompt_template") for view in model.counted_views),
+        )
 
     def training_settings(self, labels: Sequence[str]) -> Mapping[str, Any]:
         """Return what the process that trains the member from ``train.base_model`` must know, as JSON values.
@@ -471,12 +449,10 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         model, folder = self.settings, inspected.tokenizer_folder
         commit = hub_commit(model.model_name_or_path, folder)
         tokenizer = tokenizer_digest(folder if commit is None else None, model.tokenizer_kwargs, files)
-        made_of: list[object] = [commit, tokenizer]
         for own in adapter_tokenizers(model).values():  # a worker loads them, so that the run watches them
             tokenizer_digest(own, {}, files)
         # An adapter on the hub may have a tokenizer, which only the worker fetches; its commit is in the weights.
-        made_of += [True for name in self._adapter_names() if not Path(name).is_dir()]
-        return {**super().content(inspected, files), "tokenizer": digest_of(made_of)}
+        return {**super().content(inspected, files), "tokenizer": digest_of([commit, tokenizer])}
 
     def _may_ask_for_segments(self, inspected: Checkpoint) -> bool:
         """Return whether the worker asks the tokenizer for segment ids, as far as files tell."""

@@ -97,9 +97,6 @@ class HuggingFaceSettings(MemberConfig):
         "allow_tf32": "tf32",
         "offload_folder": "offload offload_dir",
     }
-    gone_keys: ClassVar[Mapping[str, str]] = {
-        "quantized_cache": "each load quantizes; drop it, or save a 4-bit checkpoint once (docs/members.md)",
-    }
 
     # What train.method may be for this kind; none: it is trained by a command only.
     training_methods: ClassVar[tuple[str, ...]] = ()
@@ -121,12 +118,8 @@ class HuggingFaceSettings(MemberConfig):
     def computed_as(self) -> str:
         keys = (
             "model_name_or_path adapter_name_or_path quantization_config dtype attn_implementation "
-            "max_length num_gpus prompt_template text_column"
+            "max_length num_gpus prompt_template text_column torch_compile adapters"
         ).split()
-        if self.torch_compile:
-            keys.append("torch_compile")
-        if getattr(self, "adapters", None) is not None:
-            keys.append("adapters")
         return sha256(repr([getattr(self, key, None) for key in keys]).encode()).hexdigest()[:16]
 
     @property

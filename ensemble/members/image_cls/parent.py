@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -126,7 +126,7 @@ class ImageClassification(HuggingFaceMember[ImageClassifierSettings, ImageCheckp
     ) -> Mapping[str, Any]:
         model = self.settings
         return {
-            **asdict(CheckpointSettings(**self._loading(inspected, assigned, offload_folder))),
+            **self._loading(CheckpointSettings, inspected, assigned, offload_folder),
             "image_column": model.image_column,
             "image_folder": str(inspected.image_folder),
             "image_suffix": model.image_suffix or "",

@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 from ensemble.common.protocol import Ready
 from ensemble.members.huggingface.loading.device_map import last_device
 from ensemble.members.huggingface.loading.load import Loaded
-from ensemble.members.huggingface.scoring.classifier import Classifier, last_token_only, on_device, padded
+from ensemble.members.huggingface.scoring.classifier import Classifier, on_device, padded, states_at
 from ensemble.members.huggingface.scoring.encode import Encoded
 from ensemble.members.huggingface.scoring.forward import Shortcut
 from ensemble.members.huggingface.scoring.member import TextMember
@@ -103,8 +103,6 @@ class PooledClassifier(Classifier):
         self.head = head
         self._mode = pooling_mode
         self.possible -= {Shortcut.LAST_TOKEN}
-        if pooling_mode != "lasttoken":
-            self.possible -= {Shortcut.LAST_TOKEN_LAYER}
         self.taken = {Shortcut.LAST_TOKEN}  # the head gets only pooled states
 
     def logits(self, encoded: Encoded, rows: npt.NDArray[np.int64], with_mask: bool = False) -> torch.Tensor:
@@ -132,12 +130,9 @@ class PooledClassifier(Classifier):
         counts = on_device(lengths, self.last_device)
         inputs = self._inputs(arrays, with_mask)
         with self._spread.forward_pass(), torch.inference_mode():
-            parts = self._last_token_parts if Shortcut.LAST_TOKEN_LAYER in self.taken else []
-            with last_token_only(parts, position):
-                states: torch.Tensor = self._model(**inputs).last_hidden_state
+            states: torch.Tensor = self._model(**inputs).last_hidden_state
             if self._mode == "mean":
                 is_padding = mask.to(states.device)[..., None] == 0
                 total = states.masked_fill_(is_padding, 0).sum(1, dtype=torch.float32)
                 return total / counts.to(states.device)[:, None]
-            rows_index = torch.arange(len(states), device=states.device)
-            return states[rows_index, position.to(states.device)].float()
+            return states_at(states, position).float()

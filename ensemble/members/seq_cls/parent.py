@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ensemble.common.errors import CheckpointError
-from ensemble.common.files import read_json
 from ensemble.config import MemberConfig
 from ensemble.members.base import Assigned, Draft, OutputColumns, Reads
 from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapter
@@ -93,43 +92,8 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
             "pooling_mode": train.pooling_mode,
         }
 
-    def fingerprint(self, inspected: Checkpoint, assigned: Assigned) -> Mapping[str, object]:
-        fingerprint = dict(super().fingerprint(inspected, assigned))
-        if self.settings.choices is not None:  # so that shards from before this key stay valid
-            fingerprint["choices"] = self.settings.choices
-        # The same, of shards whose head read the last token of the attention mask.
-        pad_token_id = inspected.described.reader.pad_token_id
-        if not inspected.described.is_encoder and _pads_with_a_token_of_texts(inspected.folder, pad_token_id):
-            fingerprint["head_reads"] = "pad_token_id"
-        return fingerprint
-
     def worker_settings(
         self, inspected: Checkpoint, assigned: Assigned, offload_folder: Path | None
     ) -> Mapping[str, Any]:
         settings = super().worker_settings(inspected, assigned, offload_folder)
         return {**settings, "choices": self.settings.choices}
-
-
-def _pads_with_a_token_of_texts(folder: Path, tokenizers_pad: int | None) -> bool:
-    """Return whether a checkpoint stores a pad id that may stand in texts: that of eos, bos or any other token.
-
-    ``tokenizers_pad`` is the pad id of its tokenizer; None: it has none, or it is not known.
-    """
-    config = read_json(folder / "config.json")
-    config = {**config, **(config.get("text_config") or {})}
-    pad_token_id = config.get("pad_token_id")
-    if pad_token_id is None:
-        return False
-    others = [config.get("bos_token_id"), config.get("eos_token_id")]
-    is_other = any(pad_token_id in (ids if isinstance(ids, list) else [ids]) for ids in others)
-    tokens = read_json(folder / "tokenizer_config.json")
-    pad, unknown = (_content(tokens.get(name)) for name in ("pad_token", "unk_token"))
-    if tokenizers_pad is None:
-        is_other |= pad is None
-    else:
-        is_other |= tokenizers_pad != pad_token_id
-    return is_other or (pad is not None and pad == unknown)
-
-
-def _content(token: object) -> object:
-    return token.get("content") if isinstance(token, dict) else token

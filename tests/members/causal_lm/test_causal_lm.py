@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from ensemble.common.digests import digest_of
 from ensemble.common.errors import CheckpointError
 from ensemble.common.protocol import CommonSpec
 from ensemble.data.published_table import PublishedTable
@@ -341,19 +342,31 @@ def test_a_row_runs_whole_where_memory_is_too_short_for_its_keys_and_values(tmp_
     np.testing.assert_allclose(found.values, expected, atol=3e-5)
 
 
-def test_shards_from_before_labels_ran_behind_their_prompt_are_not_mixed_with_new_ones(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("keys", "changes"),
+    [
+        ({"label_tokens": SEVERAL}, True),
+        ({"label_tokens": {}, "choices": "texts"}, True),
+        ({"length_normalize": "tokens"}, True),
+        ({"apply_chat_template": True}, True),
+        ({"apply_chat_template": True, "system_instruction": "Answer."}, True),
+        ({"torch_compile": True}, True),
+        ({"single_token": True}, False),
+        ({"label_tokens": dict(reversed(ONE_TOKEN.items()))}, False),
+    ],
+)
+def test_keys_that_change_scores_change_the_fingerprint(
+    keys: dict[str, Any], changes: bool, tmp_path: Path
 ) -> None:
     folder = make_language_model(tmp_path, "llama")
 
-    def fingerprint(**keys: Any) -> dict[str, object]:
+    def fingerprint(**keys: Any) -> str:
         parent = kind(folder, **keys)
-        inspected = parent.inspect(OutputColumns("id", LABELS))
-        return dict(parent.fingerprint(inspected, Assigned(gpus=0)))
+        return digest_of(parent.fingerprint(parent.inspect(OutputColumns("id", LABELS)), Assigned(gpus=0)))
 
-    assert "keeps_prompts" not in fingerprint(), "labels of one token give the bytes of before"
-    assert fingerprint(label_tokens=BEHIND)["keeps_prompts"] is True
-    assert "keeps_prompts" not in fingerprint(label_tokens=BEHIND, torch_compile=True)
+    without_system = {key: value for key, value in keys.items() if key != "system_instruction"}
+    before = fingerprint(**(without_system if without_system != keys else {}))
+    assert (fingerprint(**keys) != before) == changes
 
 
 def test_the_plan_knows_keys_and_values_of_a_batch_whose_labels_have_several_tokens(tmp_path: Path) -> None:

@@ -1,9 +1,4 @@
-"""Turn batches into probabilities: the forward pass, the last token's logits, the activation.
-
-A decoder's head sees only each row's last token.  So the last layer needs keys and values of every token, but
-queries, the projection after attention and the feed-forward only of the last token (the last-token layer).  This
-saves a fifth of the work in a model of four layers, and a fiftieth in a model of 42.
-"""
+"""Turn batches into probabilities: the forward pass, the last token's logits, the activation."""
 
 from __future__ import annotations
 
@@ -15,16 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from ensemble.common.protocol import Activation
 from ensemble.members.huggingface.scoring.encode import Encoded
-from ensemble.members.huggingface.scoring.encoder_mask import ready_mask, takes_ready_mask
 from ensemble.members.huggingface.scoring.forward import Scorer, Shortcut
-
-# Parts of a layer that work on each position by itself, as transformers' decoders similar to Llama name them.
-_PARTS_OF_LAYER = ("self_attn.q_proj", "self_attn.o_proj", "mlp")
 
 
 class Classifier(Scorer[Encoded]):
@@ -58,7 +48,6 @@ class Classifier(Scorer[Encoded]):
         # Whether all attention is declared causal: no token sees a later one, nor padding on the right.
         flags = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
         is_causal = not is_encoder_decoder and bool(flags) and all(flag is True for flag in flags)
-        self._last_token_parts = _last_token_parts(model)
         # Padding is on the right, whatever side the tokenizer names: positions then start at 0, encoders pool their
         # first token, and causal attention does not see it. Only XLNet pools the last position.
         self._pad_left = model.config.model_type == "xlnet"
@@ -69,10 +58,6 @@ class Classifier(Scorer[Encoded]):
             self.possible |= {Shortcut.LAST_TOKEN}
         if is_causal and not self._pad_left:
             self.possible |= {Shortcut.NO_MASK}
-        if self._last_token_parts:
-            self.possible |= {Shortcut.LAST_TOKEN_LAYER}
-        if takes_ready_mask(model):
-            self.possible |= {Shortcut.READY_MASK}
         self.taken = {Shortcut.LAST_TOKEN} if is_generic else set()
 
     def logits(self, encoded: Encoded, rows: npt.NDArray[np.int64], with_mask: bool = False) -> torch.Tensor:
@@ -87,12 +72,10 @@ class Classifier(Scorer[Encoded]):
         # Copied from the host: a copy between GPUs would wait for both.
         read = on_device(self._read_positions(encoded, rows, arrays), self.last_device)
         inputs = self._inputs(arrays, with_mask)
-        parts = self._last_token_parts if Shortcut.LAST_TOKEN_LAYER in self.taken else []
         # Without a pad id, since some bodies warn of one.
         with self._searching(None), self._spread.forward_pass(), torch.inference_mode():
-            with last_token_only(parts, read):
-                hidden = getattr(model, model.base_model_prefix)(**inputs, use_cache=False).last_hidden_state
-            last_logits: torch.Tensor = model.score(hidden[_positions(hidden, read)])
+            hidden = getattr(model, model.base_model_prefix)(**inputs, use_cache=False).last_hidden_state
+            last_logits: torch.Tensor = model.score(states_at(hidden, read))
             return last_logits.float()
 
     def _searching(self, pad_token_id: int | None) -> contextlib.AbstractContextManager[None]:
@@ -135,15 +118,12 @@ class Classifier(Scorer[Encoded]):
 
     def _inputs(self, arrays: dict[str, npt.NDArray[np.int64]], with_mask: bool) -> dict[str, torch.Tensor]:
         """Return a batch on the device where a pass begins; ``arrays`` are those of ``padded``."""
-        inputs: dict[str, npt.NDArray[Any]] = dict(arrays)
-        mask: npt.NDArray[Any] | None = inputs.pop("attention_mask")
-        if not with_mask and Shortcut.NO_MASK in self.taken:
-            mask = None
-        elif not with_mask and Shortcut.READY_MASK in self.taken:
-            mask = ready_mask(arrays["attention_mask"])
-        if mask is not None:
-            inputs["attention_mask"] = mask
-        return {name: on_device(array, self._device) for name, array in inputs.items()}
+        needs_mask = with_mask or Shortcut.NO_MASK not in self.taken
+        return {
+            name: on_device(array, self._device)
+            for name, array in arrays.items()
+            if needs_mask or name != "attention_mask"
+        }
 
 
 def padded(
@@ -211,41 +191,6 @@ def _names_in(function: object) -> set[str]:
     return set(inspect.unwrap(function).__code__.co_names) if inspect.isfunction(function) else set()
 
 
-def _last_token_parts(model: Any) -> list[nn.Module]:
-    """Return the parts of a model's last layer that can compute single positions of [rows, tokens, numbers]."""
-    layers = getattr(getattr(model, model.base_model_prefix, model), "layers", None)
-    if not isinstance(layers, nn.ModuleList) or getattr(model, "hf_quantizer", None) is not None:
-        return []
-    modules = dict(layers[-1].named_modules())
-    return [modules[name] for name in _PARTS_OF_LAYER if name in modules and _is_linear(modules[name])]
-
-
-def _is_linear(part: nn.Module) -> bool:
-    owners = [module for module in part.modules() if next(module.parameters(recurse=False), None) is not None]
-    return bool(owners) and all(isinstance(module, nn.Linear) for module in owners)
-
-
-@contextlib.contextmanager
-def last_token_only(parts: list[nn.Module], last: torch.Tensor) -> Iterator[None]:
-    """Let parts compute only the positions ``last``, int64 [rows]; their output is repeated for all positions."""
-    tokens = 0
-
-    def take(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        nonlocal tokens
-        states, *others = inputs
-        tokens = states.shape[1]
-        return (states[_positions(states, last)][:, None], *others)
-
-    def give(_: nn.Module, __: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        return output.expand(-1, tokens, -1)
-
-    with contextlib.ExitStack() as hooks:
-        for part in parts:
-            hooks.callback(part.register_forward_pre_hook(take).remove)
-            hooks.callback(part.register_forward_hook(give).remove)
-        yield
-
-
-def _positions(states: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of each row's last token in [rows, tokens, numbers]."""
-    return torch.arange(len(states), device=states.device), last.to(states.device)
+def states_at(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return the state of one token of each row, [rows, numbers], of [rows, tokens, numbers]."""
+    return states[torch.arange(len(states), device=states.device), positions.to(states.device)]

@@ -61,8 +61,6 @@ class Shortcut(Enum):
 
     LAST_TOKEN = "body and head run separately, the head only on each row's last token"
     NO_MASK = "batches have no attention mask, as no token sees the padding behind it"
-    LAST_TOKEN_LAYER = "the last layer computes only the last token, too"
-    READY_MASK = "the host makes an encoder's mask, so that no pass asks the device whether there is padding"
     SHARED_PREFIX = "tokens that all rows begin with are computed once, if the kind of member supports this"
     KEPT_PROMPT = "labels run behind the keys and values of their prompt, if the kind of member supports this"
 

@@ -252,10 +252,6 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         loaded = load(spec, self._tokenizer)
         self._set_max_length(loaded.max_length)
         self._classifier = self._make_classifier(loaded)
-        if spec.torch_compile:
-            # The hooks of LAST_TOKEN_LAYER are new in each pass, and compiled code would keep the first pass's
-            # positions. Compiled code asks nothing, and would be made twice, with and without a mask.
-            self._classifier.possible -= {Shortcut.LAST_TOKEN_LAYER, Shortcut.READY_MASK}
         notes = [*loaded.notes, *self._tokenizer_notes, *self._notes()]
         self._set_modes(loaded)
         warm_up = WarmUp(self._classifier, self._warmup, self._values, self._is_exact, self._in_float32)
@@ -273,11 +269,6 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             tolerates_padding = warm_up.tolerates_padding()
             if tolerates_padding and not spec.torch_compile:
                 self._take_shortcuts(1e-4 if warm_up.is_exact else 5e-2)
-        if Shortcut.READY_MASK in warm_up.refused and loaded.device_name != "cpu":
-            notes.append(
-                "its masks are made by transformers in each pass, as its numbers change with ready ones: slower on "
-                "a GPU, which waits for the host then"
-            )
         if Shortcut.NO_MASK in self._classifier.taken:
             # Without a mask transformers would ask the device in each pass whether rows are packed into one.
             masking_utils.find_packed_sequence_indices = lambda position_ids: None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,6 @@ class WarmUp:
         is_exact: whether the model computes in full float32.
         in_float32: to tell rounding from another formula, and for models that overflow on these texts; None: it
             cannot.
-        refused: shortcuts that were tried and changed the numbers.
     """
 
     classifier: Scorer[Any]
@@ -51,7 +50,6 @@ class WarmUp:
     values: Callable[[torch.Tensor], npt.NDArray[np.float64]]
     is_exact: bool
     in_float32: Mode | None = None
-    refused: set[Shortcut] = field(default_factory=set)
 
     def check_attention(self, model: Any, dtype: str, is_asked: bool) -> str:
         """Refuse a model whose logits on the texts are not those of eager attention.
@@ -135,12 +133,6 @@ class WarmUp:
             self._try_shortcut(Shortcut.LAST_TOKEN, separate)
             if Shortcut.LAST_TOKEN in self.classifier.taken:
                 self._try_shortcut(Shortcut.NO_MASK, separate)
-                self._try_shortcut(Shortcut.LAST_TOKEN_LAYER, separate)
-            if Shortcut.READY_MASK in self.classifier.possible:
-                # All texts: the third is longer than what local attention sees. One text alone has no padding.
-                batches = (np.arange(len(self.encoded.lengths)), _LONG)
-                with_mask = np.concatenate([self._logits(batch, with_mask=True) for batch in batches])
-                self._try_shortcut(Shortcut.READY_MASK, with_mask, batches)
         except torch.OutOfMemoryError:
             pass  # the first chunk will fail with a better message
         return True
@@ -154,29 +146,21 @@ class WarmUp:
     def _tolerance(self) -> float:
         return 1e-4 if self.is_exact else 5e-2
 
-    def _try_shortcut(
-        self,
-        shortcut: Shortcut,
-        expected: npt.NDArray[np.float64],
-        batches: tuple[npt.NDArray[np.int64], ...] = (_BOTH,),
-    ) -> None:
-        """Take a shortcut if the logits of these batches of texts stay the same."""
+    def _try_shortcut(self, shortcut: Shortcut, expected: npt.NDArray[np.float64]) -> None:
+        """Take a shortcut if the logits of both texts stay the same."""
         if shortcut not in self.classifier.possible:
             return
         self.classifier.taken.add(shortcut)
         is_same = False
         try:
             scale = np.abs(expected).max(initial=1)
-            logits = np.concatenate([self._logits(batch) for batch in batches])
-            is_same = np.allclose(logits, expected, rtol=0, atol=self._tolerance * scale)
+            is_same = np.allclose(self._logits(_BOTH), expected, rtol=0, atol=self._tolerance * scale)
         except Exception as error:  # a forward that is not written for this
             if classify(error) is Verdict.SUSPECT:  # out of memory, or CUDA has failed
                 raise
         finally:
             if not is_same:
                 self.classifier.taken.remove(shortcut)
-        if not is_same:
-            self.refused.add(shortcut)
 
     def _has_same_values(self, separate: npt.NDArray[np.float64], together: npt.NDArray[np.float64]) -> bool:
         values = self.values(torch.from_numpy(np.stack([separate[0], together[0]])))
