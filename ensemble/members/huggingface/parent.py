@@ -320,7 +320,10 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         digests = []
         for name in () if adapter is None else adapter.names:
             folder = find_file(name, "adapter_config.json").parent
-            digests.append(hub_commit(name, folder) or weights_digest(folder, {}, None, False, files))
+            digests.append(
+                hub_commit(name, folder)
+                or weights_digest(folder, {}, None, self.settings.trust_remote_code, files)
+            )
         return digests
 
 
@@ -472,7 +475,9 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         commit = hub_commit(model.model_name_or_path, folder)
         tokenizer = tokenizer_digest(folder if commit is None else None, model.tokenizer_kwargs, files)
         made_of: list[object] = [commit, tokenizer]
-        for own in adapter_tokenizers(model).values():  # a worker loads them, so that the run watches them
+        for own in filter(
+            None, adapter_tokenizers(model).values()
+        ):  # a worker loads them, so that the run watches them
             tokenizer_digest(own, {}, files)
         # An adapter on the hub may have a tokenizer, which only the worker fetches; its commit is in the weights.
         made_of += [True for name in self._adapter_names() if not Path(name).is_dir()]

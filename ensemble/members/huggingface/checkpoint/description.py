@@ -17,18 +17,15 @@ from typing import Any
 from ensemble.common.files import read_json
 from ensemble.common.text import plural
 from ensemble.members.huggingface.checkpoint.adapter_files import is_head
-from ensemble.members.huggingface.checkpoint.digests import own_tokenizers
 from ensemble.members.huggingface.checkpoint.quantization_methods import BITSANDBYTES, method_of
-from ensemble.members.huggingface.checkpoint.several_adapters import tokenizer_problems
 from ensemble.members.huggingface.checkpoint.tokenizer_files import (
     TOKENIZER_FILES,
     has_vocabulary,
-    lacking_vocabulary,
     size_problem,
 )
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor
 from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSettings
-from ensemble.members.huggingface.spec import IMAGE_CLASSIFIER, without_fetching
+from ensemble.members.huggingface.spec import IMAGE_CLASSIFIER, tokenizer_names, without_fetching
 from ensemble.members.questions import Answer, Question, ask
 
 _MODULE = "ensemble.members.huggingface.loading.describe"
@@ -59,19 +56,12 @@ class Reader:
     """Hold what the installed transformers says of a tokenizer, or of an image processor.
 
     Attributes:
-        error: in its words; ``{folder}`` stands for the folder.
-        files: those that the class reads, by their roles.
-        knows_text: whether it knows more than special tokens.
+        problem: why it cannot be used, in a sentence; ``{folder}`` stands for the folder.
         tokens: how many it knows; 0: not known.
-        makes: a digest of what it makes of texts, where adapters have tokenizers, too.
     """
 
-    error: str = ""
-    class_name: str = ""
-    files: Mapping[str, str] = field(default_factory=dict)
-    knows_text: bool = True
+    problem: str = ""
     tokens: int = 0
-    makes: str = ""
     pad_token_id: int | None = None
 
 
@@ -95,8 +85,7 @@ class Description:
         is_encoder: whether its tokens see those behind them.
         supports_sdpa: whether torch's fused attention works; None: not known.
         scores_every_position: whether a classifier computes logits at all positions.
-        reader: the checkpoint's tokenizer, or its image processor.
-        adapter_readers: the tokenizers of adapters that have one, by the adapters' names.
+        reader: the tokenizer that is used, the checkpoint's or an adapter's, or the image processor.
         quantization: the ``methods`` that there are, and the ``keys`` of the member's.
     """
 
@@ -118,7 +107,6 @@ class Description:
     supports_sdpa: bool | None = None
     scores_every_position: bool = False
     reader: Reader = Reader()
-    adapter_readers: Mapping[str, Reader] = field(default_factory=dict)
     quantization: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
@@ -132,18 +120,20 @@ def checkpoint_question(model: HuggingFaceSettings, folder: Path, auto_class: st
     is_elsewhere = model.gguf_file is not None or "subfolder" in model.model_kwargs
     is_quantized = bool(config.get("quantization_config"))
     is_hidden = not config or is_elsewhere or is_quantized or model.trust_remote_code
-    tokenizers = adapter_tokenizers(model)
-    if is_hidden and not tokenizers:
-        return None
-    reader: str | None = None
-    kwargs: Mapping[str, Any] = getattr(model, "tokenizer_kwargs", {})
     # The hub's cache may lack a tokenizer's files.
-    if Path(model.model_name_or_path).is_dir() and not (is_elsewhere or model.trust_remote_code):
-        if auto_class != IMAGE_CLASSIFIER:
-            reader = "AutoTokenizer"
-        elif next(folder.glob("*processor_config.json"), None) is not None:
-            reader, kwargs = "AutoImageProcessor", getattr(model, "processor_kwargs", {})
-    folders = [folder, *tokenizers.values()]
+    is_there = Path(model.model_name_or_path).is_dir() and not (is_elsewhere or model.trust_remote_code)
+    tokenizers: dict[str, str | None] = {}
+    for name, own in adapter_tokenizers(model).items() if not model.trust_remote_code else ():
+        if own is not None:
+            tokenizers[name] = str(own)
+        elif is_there and (not name or Path(name).is_dir()):
+            tokenizers[name] = None
+    if is_hidden and not any(tokenizers.values()):
+        return None
+    processor_kwargs = None
+    if is_there and auto_class == IMAGE_CLASSIFIER and any(folder.glob("*processor_config.json")):
+        processor_kwargs = without_fetching(getattr(model, "processor_kwargs", {}))
+    folders = [folder, *(Path(own) for own in tokenizers.values() if own)]
     paths = {
         path for place in folders for pattern in _FILES for path in place.glob(pattern) if path.is_file()
     }
@@ -153,9 +143,9 @@ def checkpoint_question(model: HuggingFaceSettings, folder: Path, auto_class: st
         {
             "auto_class": None if is_hidden else auto_class,
             "model_kwargs": without_fetching(model.model_kwargs),
-            "reader": reader,
-            "reader_kwargs": without_fetching(kwargs),
-            "tokenizers": {name: str(own) for name, own in tokenizers.items()},
+            "processor_kwargs": processor_kwargs,
+            "tokenizers": tokenizers,
+            "tokenizer_kwargs": without_fetching(getattr(model, "tokenizer_kwargs", {})),
             "ignores_limit": getattr(model, "max_length", None) is not None,
             "chats": bool(getattr(model, "apply_chat_template", False)),
             "quantization_method": method_of(model.quantization_config) or BITSANDBYTES,
@@ -175,39 +165,21 @@ def describe(asked: Question | None) -> Description:
     names = {entry.name for entry in fields(Description)}
     values = {name: value for name, value in answer.fields.items() if name in names}
     values["reader"] = Reader(**values.get("reader", {}))
-    values["adapter_readers"] = {name: Reader(**own) for name, own in values["adapter_readers"].items()}
     return Description(**values)
 
 
-def adapter_tokenizers(model: HuggingFaceSettings) -> dict[str, Path]:
-    """Return the folder of each adapter's own tokenizer, of those that are on this machine, by the adapter's name.
+def adapter_tokenizers(model: HuggingFaceSettings) -> dict[str, Path | None]:
+    """Return the folder of each adapter's own tokenizer, in the views' order; None: it has the checkpoint's.
 
-    Raises:
-        CheckpointError: a file cannot be read.
+    The name of no adapter is empty.  What an adapter on the hub has, only the worker knows.
     """
-    if not isinstance(model, TextSettings):
-        return {}
-    names = [name for source in model.used_adapters for name in source.names]
-    return own_tokenizers({name: Path(name) for name in names})
+    names = tokenizer_names(model.view_adapters) if isinstance(model, TextSettings) else []
+    return {name: Path(name) if name and has_vocabulary(Path(name)) else None for name in names}
 
 
-def used_tokenizer(
-    model: HuggingFaceSettings, folder: Path, described: Description
-) -> tuple[Path, Reader, tuple[str, ...]]:
-    """Return the folder of a member's tokenizer, what transformers says of it, and problems.
-
-    The folder is the checkpoint's, too, where its adapters' tokenizers do the same as its own.
-    """
-    own, base = adapter_tokenizers(model), described.reader
-    if not own:
-        return folder, base, ()
-    names = [name for source in model.view_adapters for name in (("",) if source is None else source.names)]
-    readers = {name: described.adapter_readers.get(name, Reader()) if name in own else base for name in names}
-    makes = {name or model.model_name_or_path: reader.makes for name, reader in readers.items()}
-    problems = () if "" in makes.values() else tuple(tokenizer_problems(makes))
-    first = readers[names[0]]
-    is_same = bool(first.makes) and (first.makes, first.pad_token_id) == (base.makes, base.pad_token_id)
-    return folder if is_same else own.get(names[0], folder), first, problems
+def tokenizer_folder(model: HuggingFaceSettings, folder: Path) -> Path:
+    """Return the folder of a member's tokenizer: its first adapter's, or that of its checkpoint."""
+    return next(iter(adapter_tokenizers(model).values()), None) or folder
 
 
 def description_problems(
@@ -245,33 +217,11 @@ def description_problems(
             f"{name}: {release} cannot build the model of its config.json "
             f"({_placed(described.model_error, folder)}); {config_advice(config, runs_code=False)}"
         )
-    folder, reader, problems = used_tokenizer(model, folder, described)
-    yield from problems
-    is_text = isinstance(model, TextSettings)
-    is_plain = not getattr(model, "tokenizer_kwargs", {})  # which may name other files
-    lacking = lacking_vocabulary(folder, reader.files) if is_plain else ""
-    vocabulary = described.numbers.get("vocab_size")
-    too_small = size_problem(folder, reader.tokens, vocabulary if isinstance(vocabulary, int) else 0)
-    if is_text and reader.error and not has_vocabulary(folder):
-        words = _placed(reader.error, folder)
-        yield f"{folder} has no tokenizer files with the vocabulary (no tokenizer.json; {words}); copy them too"
-    elif is_text and (lacking or not reader.knows_text):
-        files = f" ({lacking})" if lacking else ""
-        yield (
-            f"{folder} has no tokenizer files with the vocabulary of {reader.class_name}{files}, and the tokenizer "
-            "would know special tokens only; copy them too"
-        )
-    elif is_text and too_small:
-        yield too_small
-    elif reader.error:
-        kind, advice = "image processor", "copy them again"
-        if is_text:
-            kind = "tokenizer"
-            advice = (
-                "copy tokenizer.json and tokenizer_config.json again, see that its tokenizer_class is the one "
-                "that the vocabulary is for, and look at tokenizer_kwargs"
-            )
-        yield f"{folder}: {release} cannot make its {kind} of its files ({_placed(reader.error, folder)}); {advice}"
+    reader, vocabulary = described.reader, described.numbers.get("vocab_size")
+    embeddings = vocabulary if isinstance(vocabulary, int) else 0
+    problem = reader.problem or size_problem(tokenizer_folder(model, folder), reader.tokens, embeddings)
+    if problem:
+        yield _placed(problem, folder)
 
 
 def _placed(text: str, folder: Path) -> str:

@@ -26,7 +26,7 @@ from ensemble.members.huggingface.checkpoint.description import (
     describe,
     description_problems,
     release_warning,
-    used_tokenizer,
+    tokenizer_folder,
     weight_contradictions,
 )
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
@@ -106,7 +106,7 @@ class CheckpointFiles:
         files = weight_files(self.folder) if gguf_file is None else [self.folder / gguf_file]
         weight_bytes = sum(file.stat().st_size for file in files if file.is_file()) or None
         model_type = str(self.config.get("model_type", ""))
-        tokenizer, _, _ = used_tokenizer(model, self.folder, self.described)
+        tokenizer = tokenizer_folder(model, self.folder)
         shown = self.architecture or ("GGUF" if gguf_file is not None else "")
         return Checkpoint(
             summary=(shown or model_type) + ("" if weight_bytes is None else f", {gib(weight_bytes)}"),

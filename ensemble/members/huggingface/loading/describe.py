@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -23,15 +24,14 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ensemble.common.python_process import die_with_parent
-from ensemble.members.huggingface.loading.checks import knows_text
-from ensemble.members.huggingface.loading.tokenizer import what_it_makes
+from ensemble.members.huggingface.loading.tokenizer import common_tokenizer, make_tokenizer
 
 # The names that transformers gives these numbers in every family (``attribute_map``).
 _NUMBERS = (
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size"
 ).split()
 _POSITIONS = re.compile(r"(^|[._])(wpe|positions?_embed\w*|embed_positions?)$")
-_NEVER = {"local_files_only": True, "trust_remote_code": False}
+_NEVER: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 def main() -> None:
@@ -55,12 +55,10 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a ``Description``."""
     folder = str(question["folder"])
     answer: dict[str, Any] = {"quantization": quantization_keys(question["quantization_method"])}
-    if question["reader"] is not None:
-        answer["reader"] = _read_inputs(folder, question)
-    answer["adapter_readers"] = {
-        name: _read_inputs(own, {**question, "reader": "AutoTokenizer"})
-        for name, own in question["tokenizers"].items()
-    }
+    if question["processor_kwargs"] is not None:
+        answer["reader"] = _read_processor(folder, question["processor_kwargs"])
+    elif question["tokenizers"]:
+        answer["reader"] = _read_tokenizer(folder, question)
     if question["auto_class"] is None:
         return answer
     try:
@@ -186,25 +184,31 @@ def _mlp_width(shapes: Iterable[tuple[str, int, int]]) -> int:
     return max((sum(outputs) + max(outputs) for outputs in widths.values()), default=0)
 
 
-def _read_inputs(folder: str, question: Mapping[str, Any]) -> dict[str, Any]:
-    """Load the tokenizer in a folder, or check that the image processor can be loaded; return a ``Reader``."""
-    reader, kwargs = question["reader"], question["reader_kwargs"]
+def _read_processor(folder: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Check that the image processor in a folder can be made; return a ``Reader``."""
     try:
-        loaded = getattr(transformers, reader).from_pretrained(folder, **{**kwargs, **_NEVER})
+        transformers.AutoImageProcessor.from_pretrained(folder, **{**settings, **_NEVER})
     except Exception as error:
-        return {"error": _words(error, folder)}
-    if reader != "AutoTokenizer":
-        return {}
-    return {
-        "class_name": type(loaded).__name__,
-        "files": dict(loaded.vocab_files_names or {}),
-        "knows_text": knows_text(loaded),
-        "tokens": len(loaded.get_vocab()),
-        "makes": what_it_makes(loaded, question["ignores_limit"], question["chats"])
-        if question["tokenizers"]
-        else "",
-        "pad_token_id": loaded.pad_token_id,
-    }
+        release, words = f"transformers {transformers.__version__}", _words(error, folder)
+        problem = f"{release} cannot make its image processor of its files ({words}); copy them again"
+        return {"problem": f"{{folder}}: {problem}"}
+    return {}
+
+
+def _read_tokenizer(folder: str, question: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the tokenizer that a member would use; return a ``Reader``."""
+
+    def load(own: Path | None) -> Any:
+        return make_tokenizer(str(own or folder), question["tokenizer_kwargs"], **_NEVER)
+
+    folders = {name or folder: own and Path(own) for name, own in question["tokenizers"].items()}
+    try:
+        tokenizer = common_tokenizer(load, folders, question["ignores_limit"], question["chats"])
+    except ValueError as error:
+        return {"problem": str(error).replace(folder, "{folder}")}
+    except Exception as error:
+        return {"problem": f"{{folder}}: {_words(error, folder)}"}
+    return {"tokens": len(tokenizer.get_vocab()), "pad_token_id": tokenizer.pad_token_id}
 
 
 def quantization_keys(method: str) -> dict[str, Any]:
