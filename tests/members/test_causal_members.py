@@ -219,14 +219,6 @@ def test_mistakes_in_its_keys_are_named_with_their_lines(project: Project) -> No
     assert "must be one column here" in found
     found = problems(truncation_side="right")
     assert "would cut the end of the prompt, which asks for the label" in found
-    long = "plants or food " * 20
-    found = problems(prompt_template=long + "{{ text }} ", max_length=40)
-    assert "models[0].prompt_template: the text that it has for every row is" in found
-    assert "more than the 40 that max_length leaves for a prompt, and every row loses some of it" in found
-    chat = {"apply_chat_template": True, "system_instruction": long, "prompt_template": "{{ text }}: "}
-    (project.folder / "language model" / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
-    found = problems(**chat, max_length=40, truncation={"fields": {"text": {}}})
-    assert "leaves for a prompt, and truncation cuts only text; shorten it, or raise max_length" in found
 
 
 def test_labels_of_the_same_tokens_and_prompts_of_nothing(project: Project) -> None:

@@ -52,6 +52,21 @@ class CausalSettings(TextSettings):
     def label_behind_prompt(self) -> str:
         return "" if self.apply_chat_template else next(iter(self.label_tokens.values()), "")
 
+    @property
+    def fixed_text(self) -> str:
+        """Return the text that every prompt has, whatever the row."""
+        if self.prompt_template is None:
+            return self.system_instruction or ""
+        # Imported late because Jinja2 slows the start down.
+        from ensemble.data.json_cells import TemplateProblem
+        from ensemble.data.template import compile_template
+
+        try:
+            texts = compile_template(self.prompt_template).fixed_texts
+        except TemplateProblem:  # which the check of the template reports
+            texts = ()
+        return "".join([self.system_instruction or "", *texts])
+
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         yield from super().broken_rules(labels)
         if isinstance(self.text_column, tuple):

@@ -7,14 +7,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.errors import CheckpointError
 from ensemble.common.files import HubFile, read_json
 from ensemble.common.host import is_wsl
 from ensemble.common.packages import installed_versions
-from ensemble.data.json_cells import TemplateProblem
 from ensemble.members.base import Assigned, Candidate, MemberKind, RanWith, Reads, ResourceRequest
 from ensemble.members.batch_size import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
 from ensemble.members.footprint import MemoryEstimate
@@ -28,7 +27,7 @@ from ensemble.members.huggingface.checkpoint.quantization_methods import (
     quantization_problems,
     quantization_warnings,
 )
-from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length, stored_encode
+from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length
 from ensemble.members.huggingface.settings import TO_BE_TRAINED, HuggingFaceSettings, TextSettings
 from ensemble.members.huggingface.spec import (
     CAPPED_BLOCKS,
@@ -37,7 +36,6 @@ from ensemble.members.huggingface.spec import (
     ModelSettings,
     choose_compute_dtype,
     is_soft_capped,
-    too_much_text,
     without_fetching,
 )
 
@@ -337,59 +335,17 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
 
     def problems(self, inspected: Checkpoint | None) -> Iterator[str]:
         yield from super().problems(inspected)
-        for key, view in self._views():
-            yield from (f"{key}{problem}" for problem in view.cut_problems(inspected))
+        yield from self.settings.truncation_problems()
+        for number, view in enumerate(self.settings.views or ()):
+            if "prompt_template" in view.changes:
+                problems = self.settings.as_view(view).truncation_problems()
+                yield from (f"views[{number}]: {problem}" for problem in problems)
 
     def warnings(self, inspected: Checkpoint) -> Iterator[str]:
         yield from super().warnings(inspected)
         tokens, positions = self.settings.max_length, inspected.described.max_positions
         if tokens and positions and tokens > positions:
             yield f"max_length: {tokens} is more than the {positions} positions of the model; rows are cut to these"
-        for key, view in self._views():
-            yield from (f"{key}{warning}" for warning in view.fixed_text_problems(inspected))
-
-    def _views(self) -> Iterator[tuple[str, Self]]:
-        """Yield this member and each view with other settings, after the prefix that names it in sentences."""
-        yield "", self
-        for number, view in enumerate(self.settings.views or ()):
-            if "prompt_template" in view.changes:
-                yield f"views[{number}]: ", type(self)(self.settings.as_view(view))
-
-    def cut_problems(self, inspected: Checkpoint | None) -> Iterator[str]:
-        """Yield problems with how prompts are cut; None: the checkpoint could not be inspected."""
-        yield from self.settings.truncation_problems()
-        if inspected is not None and self.settings.truncation is not None:
-            yield from self.fixed_text_problems(inspected)
-
-    def fixed_text(self) -> str:
-        """Return the text that every prompt has, whatever the row."""
-        if self.settings.prompt_template is None:
-            return ""
-        # Imported late because Jinja2 slows the start down.
-        from ensemble.data.template import compile_template
-
-        try:
-            return "".join(compile_template(self.settings.prompt_template).fixed_texts)
-        except TemplateProblem:  # which the check of the template reports
-            return ""
-
-    def max_prompt_tokens(self, inspected: Checkpoint) -> int | None:
-        """Return the tokens that a prompt may have; None where only the worker's tokenizer tells."""
-        return self._max_length(inspected)
-
-    def fixed_text_problems(self, inspected: Checkpoint) -> Iterator[str]:
-        """Yield a sentence if the template's text for every row is longer than a prompt may be."""
-        model, text = self.settings, self.fixed_text()
-        max_tokens = self.max_prompt_tokens(inspected)
-        if max_tokens is None or model.gguf_file or model.trust_remote_code:
-            return
-        # A token is at least a byte, and a large vocabulary takes a second to read.
-        if len(text.encode()) <= max_tokens:
-            return
-        encode = stored_encode(inspected.tokenizer_folder)
-        tokens = 0 if encode is None else len(encode(text))
-        if tokens > max_tokens:
-            yield too_much_text(tokens, max_tokens, [*model.truncation.fields] if model.truncation else [])
 
     def memory(
         self, inspected: Checkpoint, lengths: npt.NDArray[np.int64], labels: int

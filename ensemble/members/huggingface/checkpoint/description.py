@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -58,10 +58,12 @@ class Reader:
     Attributes:
         problem: why it cannot be used, in a sentence; ``{folder}`` stands for the folder.
         tokens: how many it knows; 0: not known.
+        text_ids: the tokens of each text of ``label_tokens``, and of the text that all prompts have.
     """
 
     problem: str = ""
     tokens: int = 0
+    text_ids: Sequence[Sequence[int]] = ()
     pad_token_id: int | None = None
 
 
@@ -93,7 +95,6 @@ class Description:
     config_error: str = ""
     model_error: str = ""
     has_class: bool = True
-    unknown_rope_type: str | None = None
     numbers: Mapping[str, Any] = field(default_factory=dict)
     known_keys: Sequence[str] = ()
     parameters: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -128,11 +129,11 @@ def checkpoint_question(model: HuggingFaceSettings, folder: Path, auto_class: st
             tokenizers[name] = str(own)
         elif is_there and (not name or Path(name).is_dir()):
             tokenizers[name] = None
-    if is_hidden and not any(tokenizers.values()):
-        return None
     processor_kwargs = None
-    if is_there and auto_class == IMAGE_CLASSIFIER and any(folder.glob("*processor_config.json")):
+    if is_there and auto_class == IMAGE_CLASSIFIER:
         processor_kwargs = without_fetching(getattr(model, "processor_kwargs", {}))
+    if is_hidden and not tokenizers and processor_kwargs is None:
+        return None
     folders = [folder, *(Path(own) for own in tokenizers.values() if own)]
     paths = {
         path for place in folders for pattern in _FILES for path in place.glob(pattern) if path.is_file()
@@ -146,6 +147,7 @@ def checkpoint_question(model: HuggingFaceSettings, folder: Path, auto_class: st
             "processor_kwargs": processor_kwargs,
             "tokenizers": tokenizers,
             "tokenizer_kwargs": without_fetching(getattr(model, "tokenizer_kwargs", {})),
+            "texts": [*getattr(model, "label_tokens", {}).values(), getattr(model, "fixed_text", "")],
             "ignores_limit": getattr(model, "max_length", None) is not None,
             "chats": bool(getattr(model, "apply_chat_template", False)),
             "quantization_method": method_of(model.quantization_config) or BITSANDBYTES,
@@ -162,10 +164,7 @@ def describe(asked: Question | None) -> Description:
     answer: Answer = ask([asked])[0]
     if answer.fields is None:
         return Description(failure=answer.failure)
-    names = {entry.name for entry in fields(Description)}
-    values = {name: value for name, value in answer.fields.items() if name in names}
-    values["reader"] = Reader(**values.get("reader", {}))
-    return Description(**values)
+    return Description(**{**answer.fields, "reader": Reader(**answer.fields.get("reader", {}))})
 
 
 def adapter_tokenizers(model: HuggingFaceSettings) -> dict[str, Path | None]:
@@ -207,11 +206,6 @@ def description_problems(
             f"{name}: {release} has no model of the kind {model_type!r} for this task; {advice} install a newer "
             "release"
         )
-    elif described.unknown_rope_type is not None:
-        yield (
-            f"{name}: its config.json asks for the rope_type {described.unknown_rope_type!r}, which {release} "
-            "does not know; install a newer release"
-        )
     elif described.model_error:
         yield (
             f"{name}: {release} cannot build the model of its config.json "
@@ -244,17 +238,17 @@ def weight_contradictions(
         return
     prefix = f"{described.prefix}."
     stored = {tensor.name: tensor for tensor in tensors}
-    stored_parameters: dict[str, Tensor] = {}
-    for parameter in described.parameters:
-        for candidate in (parameter, prefix + parameter, parameter.removeprefix(prefix)):
-            if candidate in stored:
-                stored_parameters[parameter] = stored[candidate]
-                break
+    stored_parameters = {
+        parameter: stored[name]
+        for parameter in described.parameters
+        for name in (parameter.removeprefix(prefix), prefix + parameter, parameter)
+        if name in stored
+    }
     contradictions = [
         *_depths(described, stored, prefix),
         *_shapes(config, described, stored_parameters, with_head),
     ]
-    for contradiction in contradictions[:4]:
+    for contradiction in contradictions[:2]:
         yield f"{name}: its config.json does not fit its weights: {contradiction}; they are of two models"
 
 
@@ -285,17 +279,12 @@ def _shapes(
     stored_parameters: Mapping[str, Tensor],
     with_head: bool,
 ) -> Iterator[str]:
-    """Yield tensors of other shapes, one for each pair of sizes."""
-    reported: set[tuple[int, ...]] = set()
+    """Yield tensors of other shapes than the model's."""
     for parameter, tensor in stored_parameters.items():
         shape = tuple(described.parameters[parameter])
         if shape == tensor.shape or not tensor.is_float or (is_head(parameter) and not with_head):
             continue
-        sizes = {pair for pair in zip(shape, tensor.shape, strict=False) if pair[0] != pair[1]}
-        if sizes & reported and len(shape) == len(tensor.shape):
-            continue
-        reported |= sizes
-        wrong = [size for size, _ in sizes]
+        wrong = [size for size, stored in zip(shape, tensor.shape, strict=False) if size != stored]
         numbers = {**described.numbers, **config}.items()
         named = [f"{key} is {value:,}" for key, value in numbers if type(value) is int and value in wrong]
         hint = f" ({', '.join(named[:3])})" if named else ""
@@ -321,7 +310,7 @@ def release_warning(name: str, config: Mapping[str, Any], described: Description
 def config_advice(config: Mapping[str, Any], runs_code: bool) -> str:
     """Return what to do where no model can be made of a ``config.json``; ``runs_code``: its own code may run."""
     if not config.get("auto_map"):
-        return "copy config.json again"
+        return "copy config.json again, or install a newer release"
     if runs_code:
         written = config.get("transformers_version", "unknown")
         return (

@@ -221,16 +221,11 @@ def inspect_checkpoint(
         )
     if uses_own_head and ("ForCausalLM" in architecture or "ForMaskedLM" in architecture):
         if tensors and not any(is_head(tensor.name) for tensor in tensors):
-            names_of_adapters = [adapter.name for adapter in files.adapters if adapter is not None]
-            other = "and it has no adapter"
-            if None not in files.adapters:
-                other = f"nor has its adapter {names_of_adapters[0]}"
-            elif names_of_adapters:
-                other = "and one of its views has no adapter"
             raise CheckpointError(
-                f"{name_or_path} ({architecture}) has no classification head, {other}; name a checkpoint that "
-                "was trained for sequence classification, or its adapter (adapter_name_or_path); a language model "
-                "itself is for task_type: causal_lm, a head in a file of its own for pooled_cls"
+                f"{name_or_path} ({architecture}) has no classification head, and not each of its views has an "
+                "adapter that brings one; name a checkpoint that was trained for sequence classification, or its "
+                "adapter (adapter_name_or_path); a language model itself is for task_type: causal_lm, a head in a "
+                "file of its own for pooled_cls"
             )
         warnings.append(
             f"{name_or_path} was saved as {architecture}, which has no classification head; "

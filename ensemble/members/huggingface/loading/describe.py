@@ -21,10 +21,9 @@ import transformers
 from accelerate import init_empty_weights
 from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ensemble.common.python_process import die_with_parent
-from ensemble.members.huggingface.loading.tokenizer import common_tokenizer, make_tokenizer
+from ensemble.members.huggingface.loading.tokenizer import common_tokenizer, label_ids, make_tokenizer
 
 # The names that transformers gives these numbers in every family (``attribute_map``).
 _NUMBERS = (
@@ -87,14 +86,7 @@ def _read_config(config: Any, question: Mapping[str, Any]) -> dict[str, Any]:
         number = getattr(part, name, None)
         if isinstance(number, int):
             numbers[name] = number
-    known_keys = {
-        *transformers.PretrainedConfig().to_dict(),
-        *type(config).attribute_map,
-        "torch_dtype",
-        "auto_map",
-    }
-    known_keys |= set(inspect.signature(type(config)).parameters)
-    known_keys |= set(getattr(type(config), "sub_configs", {}))
+    known_keys = set(inspect.signature(type(config)).parameters)
     with suppress(Exception):  # a config of several parts may have no defaults
         known_keys |= set(type(config)().to_dict())
     return {"numbers": numbers, "known_keys": sorted(known_keys)}
@@ -109,11 +101,8 @@ def _build(config: Any, auto_class: str, folder: str) -> dict[str, Any]:
         with init_empty_weights():
             model = auto.from_config(config, attn_implementation="eager")
     except Exception as error:
-        kinds = set(re.findall(r'"rope_type": "([^"]*)"', json.dumps(config.to_dict(), default=str)))
-        unknown = next(iter(sorted(kinds - {*ROPE_INIT_FUNCTIONS, "default"})), None)
         # A model that cannot be built without its tensors may still be loaded.
-        answer = {} if "meta" in str(error) else {"model_error": _words(error, folder)}
-        return {**answer, "unknown_rope_type": unknown}
+        return {} if "meta" in str(error) else {"model_error": _words(error, folder)}
     return _look_at(model)
 
 
@@ -208,7 +197,15 @@ def _read_tokenizer(folder: str, question: Mapping[str, Any]) -> dict[str, Any]:
         return {"problem": str(error).replace(folder, "{folder}")}
     except Exception as error:
         return {"problem": f"{{folder}}: {_words(error, folder)}"}
-    return {"tokens": len(tokenizer.get_vocab()), "pad_token_id": tokenizer.pad_token_id}
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    return {
+        "tokens": len(tokenizer.get_vocab()),
+        "text_ids": [label_ids(encode, text) for text in question["texts"]],
+        "pad_token_id": tokenizer.pad_token_id,
+    }
 
 
 def quantization_keys(method: str) -> dict[str, Any]:

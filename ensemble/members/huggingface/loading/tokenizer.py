@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -21,6 +21,9 @@ from ensemble.members.huggingface.spec import ModelSpec, default_max_length, tok
 # A folder with one of these has a tokenizer beside its GGUF file.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 _MAX_REASON = 500
+# A label's text is tokenized behind one of these: alone it would get the space that some tokenizers put before the
+# first word of a text.  The first anchor that does not merge with the text decides.
+_ANCHORS = (":", "\n", "")
 
 
 def load_tokenizer(spec: ModelSpec) -> Any:
@@ -164,3 +167,13 @@ def _knows_text(tokenizer: Any) -> bool:
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     # Without a vocabulary, T5's class makes up the token for a space.
     return not tokenizer.get_vocab().keys() <= special | {*tokenizer.all_special_tokens, "▁"}
+
+
+def label_ids(encode: Callable[[str], Sequence[int]], text: str) -> tuple[int, ...]:
+    """Return the tokens of a label's text behind other text."""
+    for anchor in _ANCHORS:
+        anchor_ids = tuple(encode(anchor)) if anchor else ()
+        ids = tuple(encode(anchor + text))
+        if ids[: len(anchor_ids)] == anchor_ids:
+            return ids[len(anchor_ids) :]
+    raise AssertionError("no text at all joins with nothing")
