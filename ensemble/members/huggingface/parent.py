@@ -17,7 +17,11 @@ from ensemble.common.packages import installed_versions
 from ensemble.members.base import Assigned, Candidate, MemberKind, RanWith, Reads, ResourceRequest
 from ensemble.members.batch_size import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
 from ensemble.members.footprint import MemoryEstimate
-from ensemble.members.huggingface.checkpoint.description import adapter_tokenizers, checkpoint_question
+from ensemble.members.huggingface.checkpoint.description import (
+    adapter_tokenizers,
+    checkpoint_question,
+    tokenizer_folder,
+)
 from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
 from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, hub_folder
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
@@ -427,7 +431,7 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
 
     def content(self, inspected: Checkpoint, files: FileDigests) -> Mapping[str, str]:
         """Return the digests of the weights, including the adapter's, and of the tokenizer."""
-        model, folder = self.settings, inspected.tokenizer_folder
+        model, folder = self.settings, tokenizer_folder(self.settings, inspected.folder)
         commit = hub_commit(model.model_name_or_path, folder)
         tokenizer = tokenizer_digest(folder if commit is None else None, model.tokenizer_kwargs, files)
         made_of: list[object] = [commit, tokenizer]
@@ -447,8 +451,9 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         # The files do not tell if the tokenizer has settings or code of its own, or may still be on the hub.
         if without_fetching(model.tokenizer_kwargs) or model.gguf_file or model.trust_remote_code:
             return None
-        has_files = inspected.adapter_tokenizer is not None or Path(model.model_name_or_path).is_dir()
-        return own_max_length(inspected.tokenizer_folder) if has_files else None
+        folder = tokenizer_folder(model, inspected.folder)
+        has_files = folder != inspected.folder or Path(model.model_name_or_path).is_dir()
+        return own_max_length(folder) if has_files else None
 
 
 def _for_worker(adapter: AdapterSource | None) -> AdapterSource | None:

@@ -26,7 +26,6 @@ from ensemble.members.huggingface.checkpoint.description import (
     describe,
     description_problems,
     release_warning,
-    tokenizer_folder,
     weight_contradictions,
 )
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
@@ -59,19 +58,12 @@ class Checkpoint(Inspection):
     """Describe a member's checkpoint by its ``config.json``.
 
     ``folder`` holds its files; ``quantization`` has the settings of weights that are stored quantized;
-    ``described`` is what transformers says of it; ``adapter_tokenizer`` is the folder of the adapter whose
-    tokenizer takes the place of the checkpoint's.
+    ``described`` is what transformers says of it.
     """
 
     folder: Path
-    adapter_tokenizer: Path | None = None
     quantization: Mapping[str, Any] | None = None
     described: Description = field(default_factory=Description)
-
-    @property
-    def tokenizer_folder(self) -> Path:
-        """Return the folder with the tokenizer's files."""
-        return self.adapter_tokenizer or self.folder
 
 
 @dataclass(frozen=True)
@@ -106,14 +98,12 @@ class CheckpointFiles:
         files = weight_files(self.folder) if gguf_file is None else [self.folder / gguf_file]
         weight_bytes = sum(file.stat().st_size for file in files if file.is_file()) or None
         model_type = str(self.config.get("model_type", ""))
-        tokenizer = tokenizer_folder(model, self.folder)
         shown = self.architecture or ("GGUF" if gguf_file is not None else "")
         return Checkpoint(
             summary=(shown or model_type) + ("" if weight_bytes is None else f", {gib(weight_bytes)}"),
             activation=activation,
             label_order=label_order,
             folder=self.folder,
-            adapter_tokenizer=None if tokenizer == self.folder else tokenizer,
             warnings=(*self.warnings, *warnings),
             quantization=quantization if isinstance(quantization, dict) and gguf_file is None else None,
             described=self.described,

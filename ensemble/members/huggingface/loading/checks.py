@@ -17,9 +17,9 @@ from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer
 
 from ensemble.common.files import read_json
+from ensemble.common.text import listed
 from ensemble.members.huggingface.checkpoint.adapter_files import is_head
 from ensemble.members.huggingface.checkpoint.weight_files import is_left_out, stands_beside_packed
-from ensemble.members.huggingface.loading.adapter import some
 from ensemble.members.huggingface.spec import BACKBONE, CheckpointSpec, ModelSpec
 
 # How many of a member's first rows are checked, and how many characters of each.
@@ -65,8 +65,8 @@ def check_unexpected_keys(spec: CheckpointSpec, keys: Sequence[str], is_quantize
     if lost:
         changed = f", or take {', '.join(spec.model_kwargs)} out of model_kwargs" if spec.model_kwargs else ""
         raise ValueError(
-            f"{spec.model_name_or_path} has weights that its config.json has no place for: {some(lost)}; they "
-            f"would be left out. Copy the config.json that was saved with them{changed}"
+            f"{spec.model_name_or_path} has weights that its config.json has no place for: {listed(lost, 4, str)}; "
+            f"they would be left out. Copy the config.json that was saved with them{changed}"
         )
 
 

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from ensemble.common.digests import FileDigests
+from ensemble.common.text import error_text
 from ensemble.members.huggingface.checkpoint.digests import tokenizer_digest
 from ensemble.members.huggingface.checkpoint.tokenizer_files import has_vocabulary, lacking_vocabulary
 from ensemble.members.huggingface.loading.adapter import adapter_folder
@@ -140,7 +141,7 @@ def make_tokenizer(name: str, settings: Mapping[str, Any], trust_remote_code: bo
         is_of_hub = isinstance(error, OSError) and not folder.is_dir()
         if trust_remote_code or isinstance(error, ImportError) or is_of_hub:
             raise  # perhaps by the checkpoint's own code, whose message says more
-        reason = f"{type(error).__name__}: {' '.join(str(error).split()) or 'no reason given'}"[:_MAX_REASON]
+        reason = f"{type(error).__name__}: {error_text(error, _MAX_REASON) or 'no reason given'}"
         problem = (
             f"{name} has no tokenizer files with the vocabulary (no tokenizer.json; {reason}); copy them too"
         )
