@@ -295,7 +295,7 @@ class MemberKind(ABC, Generic[S, I]):
         """Yield warnings about the settings, each beginning with its key."""
         return iter(())
 
-    def prompt_warnings(self, inspected: I, prompt: str) -> Iterator[str]:
+    def prompt_warnings(self, prompt: str) -> Iterator[str]:
         """Yield warnings about the first row's prompt, each beginning with its key."""
         return iter(())
 

@@ -91,8 +91,8 @@ class SeveralCheckpoints(MemberKind[MemberConfig, Inspection]):
     def warnings(self, inspected: Inspection) -> Iterator[str]:
         yield from _once(kind.warnings(of_kind) for kind, of_kind in self._with(inspected))
 
-    def prompt_warnings(self, inspected: Inspection, prompt: str) -> Iterator[str]:
-        return self._whole.prompt_warnings(inspected.of_checkpoint(0), prompt)
+    def prompt_warnings(self, prompt: str) -> Iterator[str]:
+        return self._whole.prompt_warnings(prompt)
 
     def packages(self, inspected: Inspection | None) -> Iterator[tuple[str, str]]:
         yield from _once(kind.packages(of_kind) for kind, of_kind in self._with(inspected))

@@ -198,7 +198,7 @@ def prepare(
                 for index, (name, kind) in enumerate(members.kinds.items())
                 for text in (
                     *kind.warnings(members.inspected[name]),
-                    *kind.prompt_warnings(members.inspected[name], previews.get(name, "")),
+                    *kind.prompt_warnings(previews.get(name, "")),
                 )
             ),
             *held.remarks,

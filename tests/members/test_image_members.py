@@ -203,7 +203,7 @@ def test_mistakes_are_named_before_a_model_loads(project: Project) -> None:
     make_checkpoint(project.folder / "text", "bert", THEIRS)
     assert "for this task; task_type: seq_cls runs its " in problems(**right, model_name_or_path="text")
     (project.folder / "models/eyes/preprocessor_config.json").unlink()
-    assert "has no preprocessor_config.json, which says how images are resized" in problems(**right)
+    assert "cannot make its image processor of its files" in problems(**right)
 
 
 def test_init_guesses_the_column_that_names_the_images(project: Project) -> None:

@@ -1,25 +1,11 @@
-"""Turn the texts of labels into token ids, and check them, first in the parent, by ``tokenizer.json``."""
+"""Check the tokens of the labels' texts, first in the parent, as far as it knows them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-Encode = Callable[[str], Sequence[int]]
 # Positions of a row that go through the vocabulary at a time where labels are choices of any length.
 CHOICE_POSITIONS = 32
-# A label's text is tokenized behind one of these: alone it would get the space that some tokenizers put before the
-# first word of a text.  The first anchor that does not merge with the text decides.
-_ANCHORS = (":", "\n", "")
-
-
-def label_ids(encode: Encode, text: str) -> tuple[int, ...]:
-    """Return the tokens of a label's text behind other text."""
-    for anchor in _ANCHORS:
-        anchor_ids = tuple(encode(anchor)) if anchor else ()
-        ids = tuple(encode(anchor + text))
-        if ids[: len(anchor_ids)] == anchor_ids:
-            return ids[len(anchor_ids) :]
-    raise AssertionError("no text at all joins with nothing")
 
 
 def token_problems(

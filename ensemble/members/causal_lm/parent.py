@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ from ensemble.common.errors import CheckpointError
 from ensemble.common.files import read_json
 from ensemble.config import MemberConfig
 from ensemble.members.base import Assigned, Draft, OutputColumns, Reads
-from ensemble.members.causal_lm.label_tokens import CHOICE_POSITIONS, label_ids, token_problems
+from ensemble.members.causal_lm.label_tokens import CHOICE_POSITIONS, token_problems
 from ensemble.members.causal_lm.settings import CausalSettings
 from ensemble.members.footprint import MemoryEstimate
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
@@ -25,7 +24,6 @@ from ensemble.members.huggingface.checkpoint.inspect import (
     read_checkpoint,
     row_limit,
 )
-from ensemble.members.huggingface.checkpoint.tokenizer_files import stored_encode
 from ensemble.members.huggingface.memory.estimate import checkpoint_memory
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.huggingface.spec import CHILD, LANGUAGE_MODEL
@@ -39,13 +37,6 @@ _SHOWN_CHARACTERS = 30
 
 # Keys on which predictions depend, beside those of all members that read text.
 _KEYS = {"label_tokens", "length_normalize", "apply_chat_template", "system_instruction"}
-
-
-@lru_cache(maxsize=16)
-def _token_ids(folder: Path, changed_ns: int, texts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each text; empty if the tokenizer, changed at ``changed_ns``, cannot be read here."""
-    encode = stored_encode(folder)
-    return () if encode is None else tuple(label_ids(encode, text) for text in texts)
 
 
 class CausalLanguageModel(TextCheckpoint[CausalSettings]):
@@ -88,7 +79,7 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
         name = model.model_name_or_path
         files = read_checkpoint(model, self.auto_class)
         checkpoint = files.checkpoint(model, "softmax", tuple(range(len(columns.labels))))
-        problems = [*token_problems(self._label_ids(checkpoint.tokenizer_folder), {}, model.single_token)]
+        problems = [*token_problems(self._label_ids(checkpoint), {}, model.single_token)]
         other_head = next((head for head in _OTHER_HEADS if files.architecture.endswith(head)), None)
         if other_head is not None:
             task = " (task_type: seq_cls runs it)" if other_head == _OTHER_HEADS[0] else ""
@@ -108,53 +99,27 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
             raise CheckpointError(problems)
         return checkpoint
 
-    def _text_ids(self, folder: Path) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each label's text and of ``fixed_text``; empty where only the worker can tell."""
-        path, model = folder / "tokenizer.json", self.settings
-        if not path.is_file() or model.trust_remote_code:
-            return ()
-        return _token_ids(folder, path.stat().st_mtime_ns, (*model.label_tokens.values(), self.fixed_text()))
+    def _label_ids(self, inspected: Checkpoint) -> dict[str, Sequence[int]]:
+        """Return the tokens of each label's text; empty where only the worker can tell."""
+        return dict(zip(self.settings.label_tokens, inspected.described.reader.text_ids, strict=False))
 
-    def _label_ids(self, folder: Path) -> dict[str, tuple[int, ...]]:
-        return dict(zip(self.settings.label_tokens, self._text_ids(folder)[:-1], strict=False))
+    @property
+    def needs_whole_templates(self) -> bool:
+        return True  # prompts are cut at the beginning, which is the same text in all rows
 
-    def fixed_text(self) -> str:
-        return (self.settings.system_instruction or "") + super().fixed_text()
-
-    def max_prompt_tokens(self, inspected: Checkpoint) -> int | None:
-        tokens = super().max_prompt_tokens(inspected)
-        ids = self._label_ids(inspected.tokenizer_folder)
-        if tokens is None or not ids:
-            return tokens
-        # All tokens of a label but its last follow the prompt.
-        return tokens - max(map(len, ids.values())) + 1
-
-    def cut_problems(self, inspected: Checkpoint | None) -> Iterator[str]:
-        yield from super().cut_problems(inspected)
-        # A problem, not only a warning: prompts are cut at the beginning, which is the same text in all rows.
-        if inspected is not None and self.settings.truncation is None:
-            yield from self.fixed_text_problems(inspected)
-
-    def prompt_warnings(self, inspected: Checkpoint, prompt: str) -> Iterator[str]:
+    def prompt_warnings(self, prompt: str) -> Iterator[str]:
         texts = self.settings.label_tokens.values() if self.settings.label_behind_prompt else ()
         word = next((text for text in texts if text[:1].isalnum()), "")
         if not word or not prompt:
             return
-        end = repr(prompt[-_SHOWN_CHARACTERS:] + word)
         if prompt[-1].isalnum() or prompt[-1] in _BEFORE_SPACE:
+            end = repr(prompt[-_SHOWN_CHARACTERS:] + word)
             yield f"label_tokens: in text a space would stand before them ({end}); let them begin with it"
-        elif prompt[-1] == " ":
-            encode = stored_encode(inspected.tokenizer_folder)
-            if encode is not None and encode(f": {word}") != [*encode(": "), *label_ids(encode, word)]:
-                yield (
-                    f"label_tokens: the tokenizer joins the space at the prompt's end and the next word ({end}); "
-                    "end the prompt before the space, and let them begin with it"
-                )
 
     def memory(
         self, inspected: Checkpoint, lengths: npt.NDArray[np.int64], labels: int
     ) -> MemoryEstimate | None:
-        ids = self._label_ids(inspected.tokenizer_folder)
+        ids = self._label_ids(inspected)
         # Where the tokenizer cannot be read, each byte of a text may be a token.
         positions = CHOICE_POSITIONS
         if self.settings.choices is None:
@@ -162,9 +127,8 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
             positions = max(map(len, ids.values())) if ids else max(len(text.encode()) for text in texts)
         memory = checkpoint_memory(self.settings, inspected, lengths, labels, vocabulary_positions=positions)
         # Counts all text of the template, although only the text before the first column is shared.
-        fixed_tokens = len(self.fixed_text().encode())
-        if ids:
-            fixed_tokens = len(self._text_ids(inspected.tokenizer_folder)[-1])
+        text_ids = inspected.described.reader.text_ids[len(self.settings.label_texts) :]
+        fixed_tokens = len(text_ids[0] if text_ids else self.settings.fixed_text.encode())
         return replace(
             memory,
             shared_tokens=min(memory.max_length, fixed_tokens),

@@ -13,9 +13,10 @@ import torch
 
 from ensemble.common.protocol import Counters
 from ensemble.data.json_cells import parse_json_cell, replace_lone_surrogates
-from ensemble.members.causal_lm.label_tokens import CHOICE_POSITIONS, label_ids, token_problems
+from ensemble.members.causal_lm.label_tokens import CHOICE_POSITIONS, token_problems
 from ensemble.members.causal_lm.scoring import EncodedChoices, LabelScorer, LabelTexts
 from ensemble.members.huggingface.loading.load import Loaded
+from ensemble.members.huggingface.loading.tokenizer import label_ids
 from ensemble.members.huggingface.scoring.classifier import probabilities
 from ensemble.members.huggingface.scoring.encode import Encoded, Prompt, Text
 from ensemble.members.huggingface.scoring.member import TextMember

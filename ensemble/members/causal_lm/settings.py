@@ -52,6 +52,14 @@ class CausalSettings(TextSettings):
     def label_behind_prompt(self) -> str:
         return "" if self.apply_chat_template else next(iter(self.label_tokens.values()), "")
 
+    @property
+    def label_texts(self) -> Sequence[str]:
+        return tuple(self.label_tokens.values())
+
+    @property
+    def fixed_text(self) -> str:
+        return (self.system_instruction or "") + super().fixed_text
+
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         yield from super().broken_rules(labels)
         if isinstance(self.text_column, tuple):

@@ -7,18 +7,21 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.errors import CheckpointError
 from ensemble.common.files import HubFile, read_json
 from ensemble.common.host import is_wsl
 from ensemble.common.packages import installed_versions
-from ensemble.data.json_cells import TemplateProblem
 from ensemble.members.base import Assigned, Candidate, MemberKind, RanWith, Reads, ResourceRequest
 from ensemble.members.batch_size import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
 from ensemble.members.footprint import MemoryEstimate
-from ensemble.members.huggingface.checkpoint.description import adapter_tokenizers, checkpoint_question
+from ensemble.members.huggingface.checkpoint.description import (
+    adapter_tokenizers,
+    checkpoint_question,
+    tokenizer_folder,
+)
 from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
 from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, hub_folder
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
@@ -30,7 +33,6 @@ from ensemble.members.huggingface.checkpoint.quantization_methods import (
 from ensemble.members.huggingface.checkpoint.tokenizer_files import (
     asks_for_segments,
     own_max_length,
-    stored_encode,
 )
 from ensemble.members.huggingface.settings import TO_BE_TRAINED, HuggingFaceSettings, TextSettings
 from ensemble.members.huggingface.spec import (
@@ -312,7 +314,8 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         digests = []
         for name in () if adapter is None else adapter.names:
             folder = find_file(name, "adapter_config.json").parent
-            digests.append(hub_commit(name, folder) or weights_digest(folder, {}, False, files))
+            runs_code = self.settings.trust_remote_code
+            digests.append(hub_commit(name, folder) or weights_digest(folder, {}, runs_code, files))
         return digests
 
 
@@ -326,59 +329,36 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
 
     def problems(self, inspected: Checkpoint | None) -> Iterator[str]:
         yield from super().problems(inspected)
-        for key, view in self._views():
-            yield from (f"{key}{problem}" for problem in view.cut_problems(inspected))
+        for key, settings in self.settings.by_template.items():
+            yield from (f"{key}{problem}" for problem in settings.truncation_problems())
+        if inspected is not None and self.needs_whole_templates:
+            yield from self._too_long_texts(inspected)
 
     def warnings(self, inspected: Checkpoint) -> Iterator[str]:
         yield from super().warnings(inspected)
         tokens, positions = self.settings.max_length, inspected.described.max_positions
         if tokens and positions and tokens > positions:
             yield f"max_length: {tokens} is more than the {positions} positions of the model; rows are cut to these"
-        for key, view in self._views():
-            yield from (f"{key}{warning}" for warning in view.fixed_text_problems(inspected))
+        if not self.needs_whole_templates:
+            yield from self._too_long_texts(inspected)
 
-    def _views(self) -> Iterator[tuple[str, Self]]:
-        """Yield this member and each view with other settings, after the prefix that names it in sentences."""
-        yield "", self
-        for number, view in enumerate(self.settings.views or ()):
-            if "prompt_template" in view.changes:
-                yield f"views[{number}]: ", type(self)(self.settings.as_view(view))
+    @property
+    def needs_whole_templates(self) -> bool:
+        """Return whether a template that is longer than a prompt may be is a problem, not only a warning."""
+        return self.settings.truncation is not None
 
-    def cut_problems(self, inspected: Checkpoint | None) -> Iterator[str]:
-        """Yield problems with how prompts are cut; None: the checkpoint could not be inspected."""
-        yield from self.settings.truncation_problems()
-        if inspected is not None and self.settings.truncation is not None:
-            yield from self.fixed_text_problems(inspected)
-
-    def fixed_text(self) -> str:
-        """Return the text that every prompt has, whatever the row."""
-        if self.settings.prompt_template is None:
-            return ""
-        # Imported late because Jinja2 slows the start down.
-        from ensemble.data.template import compile_template
-
-        try:
-            return "".join(compile_template(self.settings.prompt_template).fixed_texts)
-        except TemplateProblem:  # which the check of the template reports
-            return ""
-
-    def max_prompt_tokens(self, inspected: Checkpoint) -> int | None:
-        """Return the tokens that a prompt may have; None where only the worker's tokenizer tells."""
-        return self._max_length(inspected)
-
-    def fixed_text_problems(self, inspected: Checkpoint) -> Iterator[str]:
-        """Yield a sentence if the template's text for every row is longer than a prompt may be."""
-        model, text = self.settings, self.fixed_text()
-        max_tokens = self.max_prompt_tokens(inspected)
-        if max_tokens is None or model.trust_remote_code:
+    def _too_long_texts(self, inspected: Checkpoint) -> Iterator[str]:
+        """Yield a sentence for each template whose text for every row is longer than a prompt may be."""
+        tokens = self._max_length(inspected)
+        ids, labels = inspected.described.reader.text_ids, len(self.settings.label_texts)
+        if tokens is None:
             return
-        # A token is at least a byte, and a large vocabulary takes a second to read.
-        if len(text.encode()) <= max_tokens:
-            return
-        encode = stored_encode(inspected.tokenizer_folder)
-        tokens = 0 if encode is None else len(encode(text))
-        if tokens > max_tokens:
-            yield too_much_text(tokens, max_tokens, [*model.truncation.fields] if model.truncation else [])
+        # All tokens of a label but its last follow the prompt.
+        tokens -= max(map(len, ids[:labels]), default=1) - 1
+        for (key, settings), text in zip(self.settings.by_template.items(), ids[labels:], strict=False):
+            if len(text) > tokens:
+                cut = [*settings.truncation.fields] if settings.truncation else []
+                yield f"{key}{too_much_text(len(text), tokens, cut)}"
 
     def memory(
         self, inspected: Checkpoint, lengths: npt.NDArray[np.int64], labels: int
@@ -446,10 +426,11 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
 
     def content(self, inspected: Checkpoint, files: FileDigests) -> Mapping[str, str]:
         """Return the digests of the weights, including the adapter's, and of the tokenizer."""
-        model, folder = self.settings, inspected.tokenizer_folder
+        model, folder = self.settings, tokenizer_folder(self.settings, inspected.folder)
         commit = hub_commit(model.model_name_or_path, folder)
         tokenizer = tokenizer_digest(folder if commit is None else None, model.tokenizer_kwargs, files)
-        for own in adapter_tokenizers(model).values():  # a worker loads them, so that the run watches them
+        # A worker loads those of adapters, so that the run watches them.
+        for own in filter(None, adapter_tokenizers(model).values()):
             tokenizer_digest(own, {}, files)
         # An adapter on the hub may have a tokenizer, which only the worker fetches; its commit is in the weights.
         return {**super().content(inspected, files), "tokenizer": digest_of([commit, tokenizer])}
@@ -457,7 +438,7 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
     def _may_ask_for_segments(self, inspected: Checkpoint) -> bool:
         """Return whether the worker asks the tokenizer for segment ids, as far as files tell."""
         config = read_json(inspected.folder / "config.json")
-        tokenizer = read_json(inspected.tokenizer_folder / "tokenizer_config.json")
+        tokenizer = read_json(tokenizer_folder(self.settings, inspected.folder) / "tokenizer_config.json")
         names = config.get("transformers_version"), tokenizer.get("tokenizer_class")
         return bool(asks_for_segments(config, *names, len(self.settings.text_columns)))
 
@@ -469,8 +450,9 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         # The files do not tell if the tokenizer has settings or code of its own, or may still be on the hub.
         if without_fetching(model.tokenizer_kwargs) or model.trust_remote_code:
             return None
-        has_files = inspected.adapter_tokenizer is not None or Path(model.model_name_or_path).is_dir()
-        return own_max_length(inspected.tokenizer_folder) if has_files else None
+        folder = tokenizer_folder(model, inspected.folder)
+        has_files = folder != inspected.folder or Path(model.model_name_or_path).is_dir()
+        return own_max_length(folder) if has_files else None
 
 
 def _for_worker(adapter: AdapterSource | None) -> AdapterSource | None:

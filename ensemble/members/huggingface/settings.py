@@ -385,6 +385,34 @@ class TextSettings(HuggingFaceSettings, ReaderConfig):
     )
 
     @property
+    def label_texts(self) -> Sequence[str]:
+        """Return the texts that may follow a prompt."""
+        return ()
+
+    @property
+    def fixed_text(self) -> str:
+        """Return the text that every prompt has, whatever the row."""
+        if self.prompt_template is None:
+            return ""
+        # Imported late because Jinja2 slows the start down.
+        from ensemble.data.json_cells import TemplateProblem
+        from ensemble.data.template import compile_template
+
+        try:
+            return "".join(compile_template(self.prompt_template).fixed_texts)
+        except TemplateProblem:  # which the check of the template reports
+            return ""
+
+    @property
+    def by_template(self) -> dict[str, Self]:
+        """Return these settings and those of views with another template, by what begins sentences about them."""
+        views = enumerate(self.views or ())
+        others = {
+            f"views[{n}]: ": self.as_view(view) for n, view in views if "prompt_template" in view.changes
+        }
+        return {"": self, **others}
+
+    @property
     def view_checkpoints(self) -> tuple[int, ...]:
         loads = [tuple(self.as_view(view).loads.values()) for view in self.counted_views]
         if set(loads) <= {tuple(self.loads.values())}:

@@ -57,6 +57,11 @@ class AdapterSource:
         return f"mean ({self.combination_type}) of {names}" if self.combination_type else names
 
 
+def tokenizer_names(view_adapters: Sequence[AdapterSource | None]) -> list[str]:
+    """Return the names of the views' adapters, each of which may bring a tokenizer; "" for the base alone."""
+    return [name for source in view_adapters for name in (("",) if source is None else source.names)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
     """State how to load a checkpoint, whatever it reads, and how large its batches may be.

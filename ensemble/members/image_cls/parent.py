@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.errors import CheckpointError
-from ensemble.common.files import read_json
 from ensemble.config import MemberConfig
 from ensemble.data.row_files import FileCells
 from ensemble.members.base import Assigned, Draft, OutputColumns, Reads
@@ -83,16 +82,10 @@ class ImageClassification(HuggingFaceMember[ImageClassifierSettings, ImageCheckp
         checkpoint = inspect_checkpoint(
             model, columns.labels, model.label_map, model.problem_type, IMAGE_CLASSIFIER
         )
-        folder = checkpoint.folder
-        problems: list[str] = []
         if find_spec("PIL") is None:
-            problems.append(f"image_column needs Pillow, which is not installed: {how_to_install('pillow')}")
-        if Path(model.model_name_or_path).is_dir() and not _has_processor(folder):
-            problems.append(
-                f"{folder} has no {_PROCESSOR_FILES[0]}, which says how images are resized and scaled; copy it too"
+            raise CheckpointError(
+                f"image_column needs Pillow, which is not installed: {how_to_install('pillow')}"
             )
-        if problems:
-            raise CheckpointError(problems)
         image_folder = (model.image_folder or columns.table_folder).absolute()
         return ImageCheckpoint(**vars(checkpoint), image_folder=image_folder)
 
@@ -132,10 +125,3 @@ class ImageClassification(HuggingFaceMember[ImageClassifierSettings, ImageCheckp
             "image_suffix": model.image_suffix or "",
             "processor_kwargs": model.processor_kwargs,
         }
-
-
-def _has_processor(folder: Path) -> bool:
-    preprocessor_file, processor_file = _PROCESSOR_FILES
-    if (folder / preprocessor_file).is_file() or "image_processor" in read_json(folder / processor_file):
-        return True
-    return "pretrained_cfg" in read_json(folder / "config.json")  # of timm

@@ -17,10 +17,10 @@ from ensemble.common.errors import CheckpointError
 from ensemble.common.protocol import CommonSpec
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.base import Assigned, OutputColumns
-from ensemble.members.causal_lm.label_tokens import label_ids
 from ensemble.members.causal_lm.parent import CausalLanguageModel
 from ensemble.members.causal_lm.predictor import CausalSpec
 from ensemble.members.causal_lm.settings import CausalSettings
+from ensemble.members.huggingface.loading.tokenizer import label_ids
 from ensemble.members.huggingface.memory.estimate import CheckpointMemory
 from tests.checkpoints import (
     four_bits_tolerance,
@@ -578,24 +578,17 @@ def test_labels_that_cannot_be_told_apart_are_named_before_anything_loads(tmp_pa
 
 
 def test_labels_without_the_space_that_their_tokenizer_needs_are_warned_of(tmp_path: Path) -> None:
-    from bench.tokenizer import save_tokenizer
-    from tests.checkpoints import WORDS
-
     folder = make_language_model(tmp_path, "llama")
 
     def warnings(prompt: str, **keys: Any) -> list[str]:
-        member = kind(folder, **keys)
-        return [*member.prompt_warnings(member.inspect(OutputColumns("id", LABELS)), prompt)]
+        return [*kind(folder, **keys).prompt_warnings(prompt)]
 
     spaced = {label: f" {text}" for label, text in ONE_TOKEN.items()}
-    assert warnings("Answer: ") == []  # the space is a token of its own
-    assert warnings("Answer:", label_tokens=spaced) == warnings("Answer\n") == warnings("") == []
+    assert warnings("Answer:", label_tokens=spaced) == []
+    for prompt in ("Answer: ", "Answer\n", ""):
+        assert warnings(prompt) == []
     (glued,) = warnings("Answer:")
     assert "in text a space would stand before them ('Answer:plants')" in glued
-    save_tokenizer(folder, [" ".join(WORDS)] * 3, vocabulary=400)
-    (joined,) = warnings("Answer: ")
-    assert "joins the space at the prompt's end and the next word ('Answer: plants')" in joined
-    assert warnings("Answer:", label_tokens=spaced) == []
 
 
 def test_two_texts_of_the_same_tokens(tmp_path: Path) -> None:

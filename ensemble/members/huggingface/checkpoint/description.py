@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,15 @@ from typing import Any
 from ensemble.common.files import read_json
 from ensemble.common.text import plural
 from ensemble.members.huggingface.checkpoint.adapter_files import is_head
-from ensemble.members.huggingface.checkpoint.digests import own_tokenizers
 from ensemble.members.huggingface.checkpoint.quantization_methods import BITSANDBYTES, method_of
-from ensemble.members.huggingface.checkpoint.several_adapters import tokenizer_problems
 from ensemble.members.huggingface.checkpoint.tokenizer_files import (
     TOKENIZER_FILES,
     has_vocabulary,
-    lacking_vocabulary,
     size_problem,
 )
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor
 from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSettings
-from ensemble.members.huggingface.spec import IMAGE_CLASSIFIER, without_fetching
+from ensemble.members.huggingface.spec import IMAGE_CLASSIFIER, tokenizer_names, without_fetching
 from ensemble.members.questions import Answer, Question, ask
 
 _MODULE = "ensemble.members.huggingface.loading.describe"
@@ -59,19 +56,14 @@ class Reader:
     """Hold what the installed transformers says of a tokenizer, or of an image processor.
 
     Attributes:
-        error: in its words; ``{folder}`` stands for the folder.
-        files: those that the class reads, by their roles.
-        knows_text: whether it knows more than special tokens.
+        problem: why it cannot be used, in a sentence; ``{folder}`` stands for the folder.
         tokens: how many it knows; 0: not known.
-        makes: a digest of what it makes of texts, where adapters have tokenizers, too.
+        text_ids: the tokens of the label texts, and of the fixed text of each template.
     """
 
-    error: str = ""
-    class_name: str = ""
-    files: Mapping[str, str] = field(default_factory=dict)
-    knows_text: bool = True
+    problem: str = ""
     tokens: int = 0
-    makes: str = ""
+    text_ids: Sequence[Sequence[int]] = ()
     pad_token_id: int | None = None
 
 
@@ -95,8 +87,7 @@ class Description:
         is_encoder: whether its tokens see those behind them.
         supports_sdpa: whether torch's fused attention works; None: not known.
         scores_every_position: whether a classifier computes logits at all positions.
-        reader: the checkpoint's tokenizer, or its image processor.
-        adapter_readers: the tokenizers of adapters that have one, by the adapters' names.
+        reader: the tokenizer that is used, the checkpoint's or an adapter's, or the image processor.
         quantization: the ``methods`` that there are, and the ``keys`` of the member's.
     """
 
@@ -104,7 +95,6 @@ class Description:
     config_error: str = ""
     model_error: str = ""
     has_class: bool = True
-    unknown_rope_type: str | None = None
     numbers: Mapping[str, Any] = field(default_factory=dict)
     known_keys: Sequence[str] = ()
     parameters: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -118,7 +108,6 @@ class Description:
     supports_sdpa: bool | None = None
     scores_every_position: bool = False
     reader: Reader = Reader()
-    adapter_readers: Mapping[str, Reader] = field(default_factory=dict)
     quantization: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
@@ -132,18 +121,23 @@ def checkpoint_question(model: HuggingFaceSettings, folder: Path, auto_class: st
     is_elsewhere = "subfolder" in model.model_kwargs
     is_quantized = bool(config.get("quantization_config"))
     is_hidden = not config or is_elsewhere or is_quantized or model.trust_remote_code
-    tokenizers = adapter_tokenizers(model)
-    if is_hidden and not tokenizers:
-        return None
-    reader: str | None = None
-    kwargs: Mapping[str, Any] = getattr(model, "tokenizer_kwargs", {})
     # The hub's cache may lack a tokenizer's files.
-    if Path(model.model_name_or_path).is_dir() and not (is_elsewhere or model.trust_remote_code):
-        if auto_class != IMAGE_CLASSIFIER:
-            reader = "AutoTokenizer"
-        elif next(folder.glob("*processor_config.json"), None) is not None:
-            reader, kwargs = "AutoImageProcessor", getattr(model, "processor_kwargs", {})
-    folders = [folder, *tokenizers.values()]
+    is_there = Path(model.model_name_or_path).is_dir() and not (is_elsewhere or model.trust_remote_code)
+    tokenizers: dict[str, str | None] = {}
+    for name, own in adapter_tokenizers(model).items() if not model.trust_remote_code else ():
+        if own is not None:
+            tokenizers[name] = str(own)
+        elif is_there and (not name or Path(name).is_dir()):
+            tokenizers[name] = None
+    processor_kwargs = None
+    if is_there and auto_class == IMAGE_CLASSIFIER:
+        processor_kwargs = without_fetching(getattr(model, "processor_kwargs", {}))
+    if is_hidden and not tokenizers and processor_kwargs is None:
+        return None
+    texts: list[str] = []
+    if isinstance(model, TextSettings):
+        texts = [*model.label_texts, *(settings.fixed_text for settings in model.by_template.values())]
+    folders = [folder, *(Path(own) for own in tokenizers.values() if own)]
     paths = {
         path for place in folders for pattern in _FILES for path in place.glob(pattern) if path.is_file()
     }
@@ -153,9 +147,10 @@ def checkpoint_question(model: HuggingFaceSettings, folder: Path, auto_class: st
         {
             "auto_class": None if is_hidden else auto_class,
             "model_kwargs": without_fetching(model.model_kwargs),
-            "reader": reader,
-            "reader_kwargs": without_fetching(kwargs),
-            "tokenizers": {name: str(own) for name, own in tokenizers.items()},
+            "processor_kwargs": processor_kwargs,
+            "tokenizers": tokenizers,
+            "tokenizer_kwargs": without_fetching(getattr(model, "tokenizer_kwargs", {})),
+            "texts": texts,
             "ignores_limit": getattr(model, "max_length", None) is not None,
             "chats": bool(getattr(model, "apply_chat_template", False)),
             "quantization_method": method_of(model.quantization_config) or BITSANDBYTES,
@@ -172,42 +167,21 @@ def describe(asked: Question | None) -> Description:
     answer: Answer = ask([asked])[0]
     if answer.fields is None:
         return Description(failure=answer.failure)
-    names = {entry.name for entry in fields(Description)}
-    values = {name: value for name, value in answer.fields.items() if name in names}
-    values["reader"] = Reader(**values.get("reader", {}))
-    values["adapter_readers"] = {name: Reader(**own) for name, own in values["adapter_readers"].items()}
-    return Description(**values)
+    return Description(**{**answer.fields, "reader": Reader(**answer.fields.get("reader", {}))})
 
 
-def adapter_tokenizers(model: HuggingFaceSettings) -> dict[str, Path]:
-    """Return the folder of each adapter's own tokenizer, of those that are on this machine, by the adapter's name.
+def adapter_tokenizers(model: HuggingFaceSettings) -> dict[str, Path | None]:
+    """Return the folder of each adapter's own tokenizer, in the views' order; None: it has the checkpoint's.
 
-    Raises:
-        CheckpointError: a file cannot be read.
+    The name of no adapter is empty.  What an adapter on the hub has, only the worker knows.
     """
-    if not isinstance(model, TextSettings):
-        return {}
-    names = [name for source in model.used_adapters for name in source.names]
-    return own_tokenizers({name: Path(name) for name in names})
+    names = tokenizer_names(model.view_adapters) if isinstance(model, TextSettings) else []
+    return {name: Path(name) if name and has_vocabulary(Path(name)) else None for name in names}
 
 
-def used_tokenizer(
-    model: HuggingFaceSettings, folder: Path, described: Description
-) -> tuple[Path, Reader, tuple[str, ...]]:
-    """Return the folder of a member's tokenizer, what transformers says of it, and problems.
-
-    The folder is the checkpoint's, too, where its adapters' tokenizers do the same as its own.
-    """
-    own, base = adapter_tokenizers(model), described.reader
-    if not own:
-        return folder, base, ()
-    names = [name for source in model.view_adapters for name in (("",) if source is None else source.names)]
-    readers = {name: described.adapter_readers.get(name, Reader()) if name in own else base for name in names}
-    makes = {name or model.model_name_or_path: reader.makes for name, reader in readers.items()}
-    problems = () if "" in makes.values() else tuple(tokenizer_problems(makes))
-    first = readers[names[0]]
-    is_same = bool(first.makes) and (first.makes, first.pad_token_id) == (base.makes, base.pad_token_id)
-    return folder if is_same else own.get(names[0], folder), first, problems
+def tokenizer_folder(model: HuggingFaceSettings, folder: Path) -> Path:
+    """Return the folder of a member's tokenizer: its first adapter's, or that of its checkpoint."""
+    return next(iter(adapter_tokenizers(model).values()), None) or folder
 
 
 def description_problems(
@@ -235,43 +209,16 @@ def description_problems(
             f"{name}: {release} has no model of the kind {model_type!r} for this task; {advice} install a newer "
             "release"
         )
-    elif described.unknown_rope_type is not None:
-        yield (
-            f"{name}: its config.json asks for the rope_type {described.unknown_rope_type!r}, which {release} "
-            "does not know; install a newer release"
-        )
     elif described.model_error:
         yield (
             f"{name}: {release} cannot build the model of its config.json "
             f"({_placed(described.model_error, folder)}); {config_advice(config, runs_code=False)}"
         )
-    folder, reader, problems = used_tokenizer(model, folder, described)
-    yield from problems
-    is_text = isinstance(model, TextSettings)
-    is_plain = not getattr(model, "tokenizer_kwargs", {})  # which may name other files
-    lacking = lacking_vocabulary(folder, reader.files) if is_plain else ""
-    vocabulary = described.numbers.get("vocab_size")
-    too_small = size_problem(folder, reader.tokens, vocabulary if isinstance(vocabulary, int) else 0)
-    if is_text and reader.error and not has_vocabulary(folder):
-        words = _placed(reader.error, folder)
-        yield f"{folder} has no tokenizer files with the vocabulary (no tokenizer.json; {words}); copy them too"
-    elif is_text and (lacking or not reader.knows_text):
-        files = f" ({lacking})" if lacking else ""
-        yield (
-            f"{folder} has no tokenizer files with the vocabulary of {reader.class_name}{files}, and the tokenizer "
-            "would know special tokens only; copy them too"
-        )
-    elif is_text and too_small:
-        yield too_small
-    elif reader.error:
-        kind, advice = "image processor", "copy them again"
-        if is_text:
-            kind = "tokenizer"
-            advice = (
-                "copy tokenizer.json and tokenizer_config.json again, see that its tokenizer_class is the one "
-                "that the vocabulary is for, and look at tokenizer_kwargs"
-            )
-        yield f"{folder}: {release} cannot make its {kind} of its files ({_placed(reader.error, folder)}); {advice}"
+    reader, vocabulary = described.reader, described.numbers.get("vocab_size")
+    embeddings = vocabulary if isinstance(vocabulary, int) else 0
+    problem = reader.problem or size_problem(tokenizer_folder(model, folder), reader.tokens, embeddings)
+    if problem:
+        yield _placed(problem, folder)
 
 
 def _placed(text: str, folder: Path) -> str:
@@ -294,17 +241,17 @@ def weight_contradictions(
         return
     prefix = f"{described.prefix}."
     stored = {tensor.name: tensor for tensor in tensors}
-    stored_parameters: dict[str, Tensor] = {}
-    for parameter in described.parameters:
-        for candidate in (parameter, prefix + parameter, parameter.removeprefix(prefix)):
-            if candidate in stored:
-                stored_parameters[parameter] = stored[candidate]
-                break
+    stored_parameters = {
+        parameter: stored[name]
+        for parameter in described.parameters
+        for name in (parameter.removeprefix(prefix), prefix + parameter, parameter)
+        if name in stored
+    }
     contradictions = [
         *_depths(described, stored, prefix),
         *_shapes(config, described, stored_parameters, with_head),
     ]
-    for contradiction in contradictions[:4]:
+    for contradiction in contradictions[:2]:
         yield f"{name}: its config.json does not fit its weights: {contradiction}; they are of two models"
 
 
@@ -335,17 +282,12 @@ def _shapes(
     stored_parameters: Mapping[str, Tensor],
     with_head: bool,
 ) -> Iterator[str]:
-    """Yield tensors of other shapes, one for each pair of sizes."""
-    reported: set[tuple[int, ...]] = set()
+    """Yield tensors of other shapes than the model's."""
     for parameter, tensor in stored_parameters.items():
         shape = tuple(described.parameters[parameter])
         if shape == tensor.shape or not tensor.is_float or (is_head(parameter) and not with_head):
             continue
-        sizes = {pair for pair in zip(shape, tensor.shape, strict=False) if pair[0] != pair[1]}
-        if sizes & reported and len(shape) == len(tensor.shape):
-            continue
-        reported |= sizes
-        wrong = [size for size, _ in sizes]
+        wrong = [size for size, stored in zip(shape, tensor.shape, strict=False) if size != stored]
         numbers = {**described.numbers, **config}.items()
         named = [f"{key} is {value:,}" for key, value in numbers if type(value) is int and value in wrong]
         hint = f" ({', '.join(named[:3])})" if named else ""
@@ -371,7 +313,7 @@ def release_warning(name: str, config: Mapping[str, Any], described: Description
 def config_advice(config: Mapping[str, Any], runs_code: bool) -> str:
     """Return what to do where no model can be made of a ``config.json``; ``runs_code``: its own code may run."""
     if not config.get("auto_map"):
-        return "copy config.json again"
+        return "copy config.json again, or install a newer release"
     if runs_code:
         written = config.get("transformers_version", "unknown")
         return (

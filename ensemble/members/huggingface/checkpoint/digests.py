@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ensemble.common.digests import FileDigests, Samples
-from ensemble.members.huggingface.checkpoint.tokenizer_files import TOKENIZER_FILES, has_vocabulary
+from ensemble.members.huggingface.checkpoint.tokenizer_files import TOKENIZER_FILES
 from ensemble.members.huggingface.checkpoint.weight_files import (
     LENGTH_BYTES,
     header_entries,
@@ -70,23 +70,6 @@ def tokenizer_digest(folder: Path | None, tokenizer_kwargs: Mapping[str, Any], f
         for pattern in TOKENIZER_FILES:
             paths += subfolder.glob(pattern)
     return _together(folder or Path(), (), paths, files)
-
-
-def own_tokenizers(adapters: Mapping[str, Path]) -> dict[str, Path]:
-    """Return the folder of the tokenizer of each adapter that has one: of equal files those of the first.
-
-    Args:
-        adapters: folders by the adapters' names.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
-    first: dict[str, Path] = {}
-    files = FileDigests(True)
-    own = {name: folder for name, folder in adapters.items() if has_vocabulary(folder)}
-    return {
-        name: first.setdefault(tokenizer_digest(folder, {}, files), folder) for name, folder in own.items()
-    }
 
 
 def hub_commit(name_or_path: str, folder: Path) -> str | None:

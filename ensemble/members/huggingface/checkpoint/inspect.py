@@ -26,7 +26,6 @@ from ensemble.members.huggingface.checkpoint.description import (
     describe,
     description_problems,
     release_warning,
-    used_tokenizer,
     weight_contradictions,
 )
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
@@ -59,19 +58,12 @@ class Checkpoint(Inspection):
     """Describe a member's checkpoint by its ``config.json``.
 
     ``folder`` holds its files; ``quantization`` has the settings of weights that are stored quantized;
-    ``described`` is what transformers says of it; ``adapter_tokenizer`` is the folder of the adapter whose
-    tokenizer takes the place of the checkpoint's.
+    ``described`` is what transformers says of it.
     """
 
     folder: Path
-    adapter_tokenizer: Path | None = None
     quantization: Mapping[str, Any] | None = None
     described: Description = field(default_factory=Description)
-
-    @property
-    def tokenizer_folder(self) -> Path:
-        """Return the folder with the tokenizer's files."""
-        return self.adapter_tokenizer or self.folder
 
 
 @dataclass(frozen=True)
@@ -105,13 +97,11 @@ class CheckpointFiles:
         files = weight_files(self.folder)
         weight_bytes = sum(file.stat().st_size for file in files if file.is_file())
         shown = self.architecture or str(self.config.get("model_type", ""))
-        tokenizer, _, _ = used_tokenizer(model, self.folder, self.described)
         return Checkpoint(
             summary=f"{shown}, {gib(weight_bytes)}" if weight_bytes else shown,
             activation=activation,
             label_order=label_order,
             folder=self.folder,
-            adapter_tokenizer=None if tokenizer == self.folder else tokenizer,
             warnings=(*self.warnings, *warnings),
             quantization=quantization if isinstance(quantization, dict) else None,
             described=self.described,
@@ -207,16 +197,11 @@ def inspect_checkpoint(
     encoder = read_cross_encoder(name_or_path, files.folder, config, len(names), model.revision, problem_type)
     if uses_own_head and ("ForCausalLM" in architecture or "ForMaskedLM" in architecture):
         if tensors and not any(is_head(tensor.name) for tensor in tensors):
-            names_of_adapters = [adapter.name for adapter in files.adapters if adapter is not None]
-            other = "and it has no adapter"
-            if None not in files.adapters:
-                other = f"nor has its adapter {names_of_adapters[0]}"
-            elif names_of_adapters:
-                other = "and one of its views has no adapter"
             raise CheckpointError(
-                f"{name_or_path} ({architecture}) has no classification head, {other}; name a checkpoint that "
-                "was trained for sequence classification, or its adapter (adapter_name_or_path); a language model "
-                "itself is for task_type: causal_lm, a head in a file of its own for pooled_cls"
+                f"{name_or_path} ({architecture}) has no classification head, and not each of its views has an "
+                "adapter that brings one; name a checkpoint that was trained for sequence classification, or its "
+                "adapter (adapter_name_or_path); a language model itself is for task_type: causal_lm, a head in a "
+                "file of its own for pooled_cls"
             )
         warnings.append(
             f"{name_or_path} was saved as {architecture}, which has no classification head; "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ensemble.common.files import read_json
-from ensemble.members.huggingface.checkpoint.description import Description
+from ensemble.members.huggingface.checkpoint.description import Description, adapter_tokenizers
 from ensemble.members.huggingface.settings import COMMIT, HuggingFaceSettings
 from ensemble.members.huggingface.spec import IMAGE_CLASSIFIER
 
@@ -41,14 +41,15 @@ def code_problems(
     # The classes that a member uses, and the key of the config that has their code_revision.
     reader, key = _READERS.get(auto_class, ("AutoTokenizer", "tokenizer_kwargs"))
     kinds = {"AutoConfig": "model_kwargs", auto_class: "model_kwargs", reader: key}
-    tokenizer_config = read_json(folder / "tokenizer_config.json")
-    processor_config = read_json(folder / "preprocessor_config.json")
-    classes = _classes(config) | _classes(tokenizer_config) | _classes(processor_config)
-    codes = {kind: code for kind, code in classes.items() if kind in kinds}
+    folders = [folder, *filter(None, adapter_tokenizers(model).values())]
+    paths = [folder / "preprocessor_config.json", *(path / "tokenizer_config.json" for path in folders)]
+    configs = [config, *map(read_json, paths)]
+    classes = [pair for file in configs for pair in _classes(file).items() if pair[0] in kinds]
+    codes = dict(classes)
     name = model.model_name_or_path
     if model.trust_remote_code:
         unpinned = {}
-        for kind, code in codes.items():
+        for kind, code in classes:
             # transformers takes "org/name--module.Class" from that repository, and by the checkpoint's revision
             # only where that is where the checkpoint itself comes from.
             repository, separator, _ = code.partition("--")
@@ -69,7 +70,7 @@ def code_problems(
         needed = "AutoConfig", "model"
     elif auto_class in codes and not described.has_class:
         needed = auto_class, "model"
-    elif reader in codes and _REFUSED in described.reader.error:
+    elif reader in codes and _REFUSED in described.reader.problem:
         needed = reader, "image processor" if reader == _IMAGE_READER else "tokenizer"
     if needed is not None:
         yield (

@@ -34,22 +34,6 @@ def shared_base_problems(adapters: Sequence[Adapter | None]) -> Iterator[str]:
             )
 
 
-def tokenizer_problems(makes: Mapping[str, str]) -> Iterator[str]:
-    """Yield the first two sources of a member's tokenizer that make other tokens of a text.
-
-    Args:
-        makes: a digest of what each adapter's tokenizer makes of texts; an adapter without one has its base's.
-    """
-    first = next(iter(makes), "")
-    other = next((name for name, digest in makes.items() if digest != makes[first]), None)
-    if other is not None:
-        yield (
-            f"the tokenizer of {other} makes other tokens of a text than that of {first}, and all views of a "
-            "member share one; make it a member of its own, or copy into an adapter's folder the tokenizer that it "
-            "was trained with (without one it has its base's)"
-        )
-
-
 def unshared_settings(lora_config: Mapping[str, Any], is_averaged: bool) -> Iterator[str]:
     """Yield the keys of ``LoraConfig`` with which adapters could not take turns on one base, or have no mean."""
     changes_base = _changes_base(lora_config)

@@ -1,9 +1,9 @@
-"""Check that the small files of a tokenizer can be read, and tokenize text with them."""
+"""Check that the small files of a tokenizer can be read, and that none is missing."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ensemble.common.files import read_json, unreadable
@@ -124,25 +124,3 @@ def tokenizer_limit(folder: Path) -> float | None:
     """Return a tokenizer's limit of tokens, an astronomic number for no limit; None: not stored."""
     limit = read_json(folder / "tokenizer_config.json").get("model_max_length")
     return limit if isinstance(limit, int | float) and not isinstance(limit, bool) else None
-
-
-def stored_encode(folder: Path) -> Callable[[str], list[int]] | None:
-    """Return a function that tokenizes text without special tokens, by the folder's ``tokenizer.json``.
-
-    None: there is no such file, or it cannot be read; the worker reports why.  A large vocabulary takes a second.
-    """
-    path = folder / _WHOLE
-    if not path.is_file():
-        return None
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception:  # tokenizers raises no other class
-        return None
-    tokenizer.no_truncation()
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False).ids)
-
-    return encode

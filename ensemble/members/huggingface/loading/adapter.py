@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ensemble.common.text import plural
+from ensemble.common.text import listed, plural
 from ensemble.members.huggingface.checkpoint.adapter_files import WEIGHTS
 from ensemble.members.huggingface.checkpoint.tokenizer_files import TOKENIZER_FILES
 from ensemble.members.huggingface.spec import AdapterSource, CheckpointSpec
@@ -148,8 +148,8 @@ def attach_adapters(
         if random:
             raise ValueError(
                 f"neither {spec.model_name_or_path} nor its adapter {adapter.title} has weights for "
-                f"{some(random)}; they would be random. Name an adapter that was trained with its head (task "
-                "type SEQ_CLS), or a base that has one"
+                f"{listed(random, 4, str)}; they would be random. Name an adapter that was trained with its head "
+                "(task type SEQ_CLS), or a base that has one"
             )
     for key, parameter in model.named_parameters():
         # On a quantized base peft makes its layers in float32, whatever the base computes in.
@@ -247,25 +247,20 @@ def _attach(base: Any, model: Any, name: str, adapter: AdapterFiles, spec: Check
     of_base = {key.replace(".base_layer.", ".") for key in of_model}
     lost = _comparable(adapter.tensors - expected - of_model - of_base)
     if lost:
-        raise ValueError(f"{is_not_for}, which has no place for {some(lost)}; {trained_on}")
+        raise ValueError(f"{is_not_for}, which has no place for {listed(lost, 4, str)}; {trained_on}")
     of_base_too = _comparable(adapter.tensors - expected)
     if of_base_too and len(set(spec.view_adapters)) > 1:
         raise ValueError(
-            f"adapter {title} brings {some(of_base_too)} of the base, which other views use, too; make it a member "
-            "of its own"
+            f"adapter {title} brings {listed(of_base_too, 4, str)} of the base, which other views use, too; "
+            "make it a member of its own"
         )
     absent = _comparable(expected - adapter.tensors)
     if absent:
         raise ValueError(
-            f"adapter {title} has no weights for {some(absent)}; they would be random. Copy it again, or name the "
-            "base that it was trained on"
+            f"adapter {title} has no weights for {listed(absent, 4, str)}; they would be random. Copy it again, or "
+            "name the base that it was trained on"
         )
     return model
-
-
-def some(names: Sequence[str]) -> str:
-    """Return the first few of many names, and how many there are beside them."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _has_lora(module: Any, name: str) -> bool:

@@ -17,10 +17,9 @@ from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer
 
 from ensemble.common.files import read_json
+from ensemble.common.text import listed
 from ensemble.members.huggingface.checkpoint.adapter_files import is_head
-from ensemble.members.huggingface.checkpoint.tokenizer_files import lacking_vocabulary
 from ensemble.members.huggingface.checkpoint.weight_files import is_left_out, stands_beside_packed
-from ensemble.members.huggingface.loading.adapter import some
 from ensemble.members.huggingface.spec import BACKBONE, CheckpointSpec, ModelSpec
 
 # How many of a member's first rows are checked, and how many characters of each.
@@ -66,8 +65,8 @@ def check_unexpected_keys(spec: CheckpointSpec, keys: Sequence[str], is_quantize
     if lost:
         changed = f", or take {', '.join(spec.model_kwargs)} out of model_kwargs" if spec.model_kwargs else ""
         raise ValueError(
-            f"{spec.model_name_or_path} has weights that its config.json has no place for: {some(lost)}; they "
-            f"would be left out. Copy the config.json that was saved with them{changed}"
+            f"{spec.model_name_or_path} has weights that its config.json has no place for: {listed(lost, 4, str)}; "
+            f"they would be left out. Copy the config.json that was saved with them{changed}"
         )
 
 
@@ -81,15 +80,6 @@ def check_tokenizer(spec: ModelSpec, tokenizer: Any, texts: Sequence[str]) -> It
             f"the tokenizer of {name} ({made_by}) fails on plain text ({error}); see that the tokenizer_class in "
             "tokenizer_config.json is the one that its vocabulary is for"
         ) from error
-    folder = Path(name)
-    is_plain = folder.is_dir() and not spec.tokenizer_kwargs
-    if not knows_text(tokenizer) or (
-        is_plain and lacking_vocabulary(folder, tokenizer.vocab_files_names or {})
-    ):
-        raise ValueError(
-            f"the tokenizer of {name} ({made_by}) knows special tokens only, all text would be unknown to it; copy "
-            "its vocabulary files, such as tokenizer.json"
-        )
     texts = [text[:CHARACTERS] for text in texts if text.strip()]
     path = _stored_file(name, spec.revision)
     if path is not None and not spec.trust_remote_code and made_by not in _TAKE_THE_FILE:
@@ -125,13 +115,6 @@ def _stored_file(name_or_path: str, revision: str | None) -> Path | None:
         return path if path.is_file() else None
     cached = try_to_load_from_cache(name_or_path, path.name, revision=revision)
     return Path(cached) if isinstance(cached, str) else None
-
-
-def knows_text(tokenizer: Any) -> bool:
-    """Return whether a tokenizer knows more than special tokens."""
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    # Without a vocabulary, T5's class makes up the token for a space.
-    return not tokenizer.get_vocab().keys() <= special | {*tokenizer.all_special_tokens, "▁"}
 
 
 def _differences(spec: ModelSpec, tokenizer: Any, path: Path, texts: Sequence[str]) -> Iterator[str]:

@@ -14,24 +14,23 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import transformers
 from accelerate import init_empty_weights
 from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ensemble.common.python_process import die_with_parent
-from ensemble.members.huggingface.loading.checks import knows_text
-from ensemble.members.huggingface.loading.tokenizer import what_it_makes
+from ensemble.members.huggingface.loading.tokenizer import common_tokenizer, label_ids, make_tokenizer
 
 # The names that transformers gives these numbers in every family (``attribute_map``).
 _NUMBERS = (
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size"
 ).split()
 _POSITIONS = re.compile(r"(^|[._])(wpe|positions?_embed\w*|embed_positions?)$")
-_NEVER = {"local_files_only": True, "trust_remote_code": False}
+_NEVER: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 def main() -> None:
@@ -55,12 +54,10 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a ``Description``."""
     folder = str(question["folder"])
     answer: dict[str, Any] = {"quantization": quantization_keys(question["quantization_method"])}
-    if question["reader"] is not None:
-        answer["reader"] = _read_inputs(folder, question)
-    answer["adapter_readers"] = {
-        name: _read_inputs(own, {**question, "reader": "AutoTokenizer"})
-        for name, own in question["tokenizers"].items()
-    }
+    if question["processor_kwargs"] is not None:
+        answer["reader"] = _read_processor(folder, question["processor_kwargs"])
+    elif question["tokenizers"]:
+        answer["reader"] = _read_tokenizer(folder, question)
     if question["auto_class"] is None:
         return answer
     try:
@@ -89,14 +86,7 @@ def _read_config(config: Any, question: Mapping[str, Any]) -> dict[str, Any]:
         number = getattr(part, name, None)
         if isinstance(number, int):
             numbers[name] = number
-    known_keys = {
-        *transformers.PretrainedConfig().to_dict(),
-        *type(config).attribute_map,
-        "torch_dtype",
-        "auto_map",
-    }
-    known_keys |= set(inspect.signature(type(config)).parameters)
-    known_keys |= set(getattr(type(config), "sub_configs", {}))
+    known_keys = set(inspect.signature(type(config)).parameters)
     with suppress(Exception):  # a config of several parts may have no defaults
         known_keys |= set(type(config)().to_dict())
     return {"numbers": numbers, "known_keys": sorted(known_keys)}
@@ -111,11 +101,8 @@ def _build(config: Any, auto_class: str, folder: str) -> dict[str, Any]:
         with init_empty_weights():
             model = auto.from_config(config, attn_implementation="eager")
     except Exception as error:
-        kinds = set(re.findall(r'"rope_type": "([^"]*)"', json.dumps(config.to_dict(), default=str)))
-        unknown = next(iter(sorted(kinds - {*ROPE_INIT_FUNCTIONS, "default"})), None)
         # A model that cannot be built without its tensors may still be loaded.
-        answer = {} if "meta" in str(error) else {"model_error": _words(error, folder)}
-        return {**answer, "unknown_rope_type": unknown}
+        return {} if "meta" in str(error) else {"model_error": _words(error, folder)}
     return _look_at(model)
 
 
@@ -186,24 +173,38 @@ def _mlp_width(shapes: Iterable[tuple[str, int, int]]) -> int:
     return max((sum(outputs) + max(outputs) for outputs in widths.values()), default=0)
 
 
-def _read_inputs(folder: str, question: Mapping[str, Any]) -> dict[str, Any]:
-    """Load the tokenizer in a folder, or check that the image processor can be loaded; return a ``Reader``."""
-    reader, kwargs = question["reader"], question["reader_kwargs"]
+def _read_processor(folder: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Check that the image processor in a folder can be made; return a ``Reader``."""
     try:
-        loaded = getattr(transformers, reader).from_pretrained(folder, **{**kwargs, **_NEVER})
+        transformers.AutoImageProcessor.from_pretrained(folder, **{**settings, **_NEVER})
     except Exception as error:
-        return {"error": _words(error, folder)}
-    if reader != "AutoTokenizer":
-        return {}
+        release, words = f"transformers {transformers.__version__}", _words(error, folder)
+        problem = f"{release} cannot make its image processor of its files ({words}); copy them again"
+        return {"problem": f"{{folder}}: {problem}"}
+    return {}
+
+
+def _read_tokenizer(folder: str, question: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the tokenizer that a member would use; return a ``Reader``."""
+
+    def load(own: Path | None) -> Any:
+        return make_tokenizer(str(own or folder), question["tokenizer_kwargs"], **_NEVER)
+
+    folders = {name or folder: own and Path(own) for name, own in question["tokenizers"].items()}
+    try:
+        tokenizer = common_tokenizer(load, folders, question["ignores_limit"], question["chats"])
+    except ValueError as error:
+        return {"problem": str(error).replace(folder, "{folder}")}
+    except Exception as error:
+        return {"problem": f"{{folder}}: {_words(error, folder)}"}
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
     return {
-        "class_name": type(loaded).__name__,
-        "files": dict(loaded.vocab_files_names or {}),
-        "knows_text": knows_text(loaded),
-        "tokens": len(loaded.get_vocab()),
-        "makes": what_it_makes(loaded, question["ignores_limit"], question["chats"])
-        if question["tokenizers"]
-        else "",
-        "pad_token_id": loaded.pad_token_id,
+        "tokens": len(tokenizer.get_vocab()),
+        "text_ids": [label_ids(encode, text) for text in question["texts"]],
+        "pad_token_id": tokenizer.pad_token_id,
     }
 
 

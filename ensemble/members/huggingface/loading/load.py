@@ -57,7 +57,6 @@ def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
     """Load a member that reads text onto the devices this process can see."""
     tokenizer = tokenizer or load_tokenizer(spec)
     loaded = load_on_devices(spec)
-    notes = list(loaded.notes)
     embeddings = int(loaded.model.get_input_embeddings().weight.shape[0])
     tokens = max([len(tokenizer), *(1 + token_id for token_id in tokenizer.get_vocab().values())])
     if tokens > embeddings:
@@ -65,16 +64,12 @@ def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
             f"the tokenizer of {tokenizer.name_or_path} knows {tokens} tokens, its model only {embeddings}; "
             "they do not belong together"
         )
-    if size_problem(tokenizer.name_or_path, tokens, embeddings):
-        raise ValueError(size_problem(tokenizer.name_or_path, tokens, embeddings))
-    limit = max_length(spec, tokenizer, learnt_positions(loaded.model), notes)
-    return replace(
-        loaded,
-        notes=tuple(notes),
-        tokenizer=tokenizer,
-        pad_token_id=pad_token_id_of(tokenizer),
-        max_length=limit,
-    )
+    problem = size_problem(tokenizer.name_or_path, tokens, embeddings)
+    if problem:
+        raise ValueError(problem)
+    limit = max_length(spec, tokenizer, learnt_positions(loaded.model))
+    pad_token_id = pad_token_id_of(tokenizer)
+    return replace(loaded, tokenizer=tokenizer, pad_token_id=pad_token_id, max_length=limit)
 
 
 def pad_token_id_of(tokenizer: Any) -> int:
@@ -124,19 +119,14 @@ def load_on_devices(spec: CheckpointSpec) -> Loaded:
     )
 
 
-def max_length(spec: ModelSpec, tokenizer: Any, limit: int | None, notes: list[str]) -> int:
+def max_length(spec: ModelSpec, tokenizer: Any, limit: int | None = None) -> int:
     """Return how many tokens a row may have, special tokens included.
 
     Args:
         limit: the model's positions; None if there is no limit, or none is known yet.
     """
     length = spec.max_length or default_max_length(tokenizer.model_max_length)
-    if limit is not None and length > limit:
-        if "max_length" in spec.asked:
-            notes.append(
-                f"max_length {length} is more than the {limit} positions of the model: using {limit}"
-            )
-        length = limit
+    length = length if limit is None else min(length, limit)
     is_pair = len(spec.text_columns) == 2
     special = tokenizer.num_special_tokens_to_add(is_pair) if spec.add_special_tokens else 0
     if length <= special:

@@ -15,6 +15,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from ensemble.common.files import read_json
+from ensemble.common.text import listed
 from ensemble.members.footprint import Capability
 from ensemble.members.huggingface.checkpoint.description import config_advice
 from ensemble.members.huggingface.checkpoint.quantization_methods import (
@@ -28,7 +29,6 @@ from ensemble.members.huggingface.loading.adapter import (
     ViewAdapters,
     attach_adapters,
     open_adapter,
-    some,
 )
 from ensemble.members.huggingface.loading.average import average_adapters
 from ensemble.members.huggingface.loading.capped_attention import register_capped_blocks
@@ -121,8 +121,8 @@ def load_model(
     if missing and None in spec.view_adapters:
         trained = _TRAINED.get(spec.auto_class, "that was trained for this")
         raise ValueError(
-            f"{name} has no weights for {some(missing)}; they would be random. Name a checkpoint {trained}, or its "
-            "adapter"
+            f"{name} has no weights for {listed(missing, 4, str)}; they would be random. Name a checkpoint "
+            f"{trained}, or its adapter"
         )
     if not adapters:
         return model, None

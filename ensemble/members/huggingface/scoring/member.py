@@ -37,7 +37,13 @@ from ensemble.members.huggingface.scoring.warmup import (
     TEXTS,
     WarmUp,
 )
-from ensemble.members.huggingface.spec import CAPPED_BLOCKS, LANGUAGE_MODEL, CheckpointSpec, ModelSpec
+from ensemble.members.huggingface.spec import (
+    CAPPED_BLOCKS,
+    LANGUAGE_MODEL,
+    CheckpointSpec,
+    ModelSpec,
+    too_much_text,
+)
 from ensemble.members.predictor import Prediction, Predictor, Report
 
 _C = TypeVar("_C", bound=CheckpointSpec)
@@ -171,7 +177,7 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         super().__init__(spec, table)
         self._tokenizer = load_tokenizer(spec)
         # The model's own limit is not known yet.
-        self._max_length = max_length(spec, self._tokenizer, None, [])
+        self._max_length = max_length(spec, self._tokenizer)
         self._prompts = self._make_prompts()
         self._first_texts: list[Text] = []
         for row in table.take(np.arange(min(ROWS, table.rows))):
@@ -196,7 +202,7 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
 
     def encode(self, rows: Sequence[Mapping[str, object]], positions: int | None) -> Encoded:
         """Return the token ids that a model with so many learnt positions gets to see of rows."""
-        self._set_max_length(max_length(self._spec, self._tokenizer, positions, []))
+        self._set_max_length(max_length(self._spec, self._tokenizer, positions))
         return self._encode(0, rows, lambda: None)
 
     def _set_max_length(self, tokens: int) -> None:
@@ -227,7 +233,8 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
 
     def _notes(self) -> list[str]:
         """Return a sentence for everything else that the user should know."""
-        return []
+        tokens = self._prompts[0].fixed_tokens()
+        return [too_much_text(tokens, self._max_length, ())] if tokens > self._max_length else []
 
     def _ask_for_segments(self) -> list[str]:
         """Let the tokenizer give segment ids that it leaves out, if it is to be asked for them; return a note."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, get_type_hints
@@ -25,8 +24,8 @@ from ensemble.members.huggingface.training.trainee import LORA
 
 # What they say depends on the device, which this process does not use.
 _UNUSED = {"output_dir": "unused", "use_cpu": True}
-# peft's type names a pattern of values as if it was one.
-_PISSA, _PISSA_TYPE = re.compile(r"^pissa_niter_\d+$"), "pissa_niter_[number of iters]"
+# peft's type names a pattern of values as if it was one, and its layers refuse others.
+_IN_WORDS = "init_lora_weights"
 _OF_DEVICE = ("bf16", "fp16", "tf32", "bf16_full_eval", "fp16_full_eval")
 
 
@@ -83,12 +82,11 @@ def _argument_problems(
         if name not in names:
             sentence = f"the installed {kind.__name__} has no such key{did_you_mean(name, names)}"
         else:
+            if name == _IN_WORDS:
+                continue
             with suppress(ValidationError):
                 # As JSON, which has lists for tuples and mappings for dataclasses, as YAML does.
-                content = json.dumps(
-                    _PISSA.sub(_PISSA_TYPE, value) if isinstance(value, str) else value, default=str
-                )
-                TypeAdapter(hints[name]).validate_json(content, strict=True)
+                TypeAdapter(hints[name]).validate_json(json.dumps(value, default=str), strict=True)
                 continue
             wanted = getattr(hints[name], "__name__", None) or hints[name]
             sentence = f"{value!r} is not of its type, {wanted}"

@@ -14,9 +14,9 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
 
 from ensemble.common.files import write_text
 from ensemble.common.protocol import Activation
+from ensemble.common.text import listed
 from ensemble.members.huggingface.checkpoint.adapter_files import LABELS_FILE, is_head
 from ensemble.members.huggingface.checkpoint.labels import activation_of
-from ensemble.members.huggingface.loading.adapter import some
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys, is_unused
 from ensemble.members.huggingface.loading.device_map import placement_options
 from ensemble.members.huggingface.loading.kernels import AMPERE, capability, choose_kernels, set_tf32
@@ -112,7 +112,7 @@ def load_trainee(
     lost = [key for key in absent if not is_unused(replace(spec, auto_class=BACKBONE), key)]
     if lost:
         raise ValueError(
-            f"base_model: {spec.model_name_or_path} has no weights for {some(lost)}; copy it again"
+            f"base_model: {spec.model_name_or_path} has no weights for {listed(lost, 4, str)}; copy it again"
         )
     if is_new_head:
         _reset_head(model, len(label_order))

@@ -223,7 +223,7 @@ def test_rope_types_that_this_release_does_not_know(intact: dict[str, Path], tmp
     copy = changed(
         intact["llama"], tmp_path / "a", rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}
     )
-    with pytest.raises(CheckpointError, match="asks for the rope_type 'spiral', which transformers"):
+    with pytest.raises(CheckpointError, match=r"cannot build .*spiral.*install a newer release"):
         inspected(copy)
     inspected(changed(intact["llama"], tmp_path / "b", rope_parameters=LLAMA3))
 
@@ -295,7 +295,7 @@ def test_a_class_that_makes_a_vocabulary_of_special_tokens_up_is_refused(
     (copy / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match="has no tokenizer files with the vocabulary of"):
         inspected(copy)
-    with pytest.raises(ValueError, match="copy its vocabulary files"):  # where the parent could not ask
+    with pytest.raises(ValueError, match="would know special tokens only"):  # where the parent could not ask
         tokenizer_notes(copy)
 
 

@@ -130,7 +130,7 @@ def test_a_tokenizer_that_is_not_json(spoil: Callable[[Path], object], words: st
 def test_json_that_is_no_tokenizer_is_refused_in_a_sentence(own: Project) -> None:
     (own.folder / "llama/tokenizer.json").write_text('{"version": "1.0"}')
     said = validate(own)
-    assert "cannot make its tokenizer of its files (" in said
+    assert "cannot be made of its files (" in said
     assert "copy tokenizer.json and tokenizer_config.json again" in said
 
 

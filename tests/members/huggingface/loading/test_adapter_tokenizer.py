@@ -15,6 +15,7 @@ import pytest
 from ensemble.common.digests import FileDigests
 from ensemble.common.errors import CheckpointError
 from ensemble.members.base import OutputColumns
+from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.spec import AdapterSource
 from ensemble.members.seq_cls.parent import SequenceClassification
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
@@ -181,7 +182,38 @@ def test_adapters_whose_tokenizers_make_other_tokens_of_a_text_are_refused(
         compute(replace(spec, view_adapters=sources, view_templates=(None, None)), ROWS)
 
 
-def test_only_members_whose_tokenizer_is_another_one_are_computed_anew(base: Path, tmp_path: Path) -> None:
+CODE = """from transformers import PreTrainedTokenizerFast
+
+
+class Own(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def test_a_tokenizer_with_code_of_its_own_is_loaded_where_that_is_allowed(base: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "adapter", base, 3)
+    add_tokenizer(adapter, base, "[PART]")
+    settings = json.loads((adapter / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "tokenization_own.Own"]}}
+    (adapter / "tokenizer_config.json").write_text(json.dumps(settings))
+    (adapter / "tokenization_own.py").write_text(CODE)
+    columns = OutputColumns("id", ("LABEL_0", "LABEL_1", "LABEL_2"), tmp_path)
+    with pytest.raises(CheckpointError, match="then set trust_remote_code: true"):
+        settings_of(base, adapter).inspect(columns)
+    allowed = settings_of(base, adapter, trust_remote_code=True)
+    inspected = allowed.inspect(columns)
+    before = allowed.content(inspected, FileDigests(False))
+    tokenizer = load_tokenizer(worker_spec(base, adapter_name_or_path=str(adapter), trust_remote_code=True))
+    assert type(tokenizer).__name__ == "Own"
+    (adapter / "tokenization_own.py").write_text(f"{CODE}\n# another one\n")
+    assert allowed.content(inspected, FileDigests(False)) != before, "its code decides what it computes"
+    settings["auto_map"] = {"AutoTokenizer": [None, "org/other--tokenization_own.Own"]}
+    (adapter / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="takes its code from another repository"):
+        allowed.inspect(columns)
+
+
+def test_the_tokenizer_beside_an_adapter_is_part_of_what_was_computed(base: Path, tmp_path: Path) -> None:
     adapter = make_adapter(tmp_path / "adapter", base, 3)
     columns = OutputColumns("id", ("LABEL_0", "LABEL_1", "LABEL_2"), tmp_path)
 
@@ -189,8 +221,8 @@ def test_only_members_whose_tokenizer_is_another_one_are_computed_anew(base: Pat
         kind = settings_of(base, adapter)
         return str(kind.content(kind.inspect(columns), FileDigests(False))["tokenizer"])
 
-    before = digest()
-    add_tokenizer(adapter, base)  # as our own trainings leave it
-    assert digest() == before
-    add_tokenizer(adapter, base, "[PART]")
-    assert digest() != before
+    digests = [digest()]
+    for token in ("[PART]", "[OTHER]"):
+        add_tokenizer(adapter, base, token)
+        digests.append(digest())
+    assert len({*digests}) == 3

@@ -156,7 +156,7 @@ def may_be_asked(checkpoint: Path, column: str | list[str]) -> bool:
     inspected = inspect_folder(checkpoint, LABELS)
     settings = {"name": "m", "model_name_or_path": str(checkpoint), "text_column": column}
     kind = SequenceClassification(SequenceClassifierSettings.model_validate(settings))
-    return "segment_ids" in kind.fingerprint(inspected, Assigned(0, "float32", "eager"))
+    return bool(kind.fingerprint(inspected, Assigned(0, "float32", "eager"))["asks_for_segments"])
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.checkpoints import WORDS, reference
+from tests.checkpoints import WORDS, make_checkpoint, reference
+from tests.members.huggingface.scoring.test_predict import LABELS, predictor, worker_spec
 from tests.project import Project
 from tests.sampling import one_in
+from tests.worker.test_session import publish
 
 pytestmark = pytest.mark.usefixtures("warm")
 TEMPLATE = "{{ prompt | fromjson | join(' ') }} <a> {{ answer }} <b> which"
@@ -73,6 +76,15 @@ def test_a_template_without_room_is_named_before_any_model_loads(project: Projec
     done = project.ensemble("validate", "config.yaml")
     assert done.returncode == 0, done.stderr
     assert "the text that it has for every row" in done.stdout + done.stderr
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_rows_that_all_lose_some_of_the_templates_text_are_noted(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "bert", "bert", LABELS)
+    table = publish(tmp_path, {"prompt": ["[]"], "answer": ["plants"]})
+    keys: dict[str, Any] = {"prompt_template": TEMPLATE, "text_columns": (), "max_length": 4}
+    notes = predictor(worker_spec(folder, **keys, **table)).load().notes
+    assert any("the text that it has for every row is" in note for note in notes)
 
 
 @pytest.mark.parametrize(
