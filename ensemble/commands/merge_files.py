@@ -63,6 +63,7 @@ class Merged:
     """Describe what was written; ``rows_of`` counts the rows from each file, by its name."""
 
     path: Path
+    remarks: tuple[str, ...]
     method: str
     labels: tuple[str, ...]
     rows: int
@@ -103,7 +104,7 @@ def merge_files(
     reason = unwritable_reason(str(output), target.parent)
     if reason is not None:
         raise OutputError(reason)
-    id_columns, columns = file_columns(paths, id_column, labels, choose="--label")
+    id_columns, columns, remarks = file_columns(paths, id_column, labels, choose="--label")
     if weight:
         _demand_all("--weight", [*weight], [*paths])
     weight_overrides = [f"models.{name}.weight={text}" for name, text in (weight or {}).items()]
@@ -143,6 +144,7 @@ def merge_files(
             write_parquet(temporary, names, [cells])
     return Merged(
         path=output,
+        remarks=tuple(remarks),
         method=config.ensemble.method,
         labels=config.labels,
         rows=len(ids),
