@@ -7,7 +7,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -158,9 +158,6 @@ class RunState:
         # If an earlier run completed the member, the report shows the workers of that run.
         is_reused = work.is_complete and not state.workers
         workers = work.workers if is_reused else tuple(map(_worker_report, state.workers))
-        status: Literal["failed", "complete", "unfinished"] = "complete" if state.finished else "unfinished"
-        if state.failure:
-            status = "failed"
         bad_rows = work.bad_rows_of_views(state.bad_rows)
         view_rows: Sequence[int | None] = results.view_rows.get(name, (None,) * len(views))
         if work.is_complete:
@@ -168,7 +165,7 @@ class RunState:
         return MemberReport(
             name=name,
             phase=state.phase,
-            status=status,
+            status=state.failure.outcome if state.failure else "complete" if state.finished else "unfinished",
             weight=model.weight,
             calibration={} if model.calibration is None else model.calibration.model_dump(mode="json"),
             replicas=plan.replicas,
