@@ -30,9 +30,7 @@ _OTHER_FORMATS = {
     b"PK\x03\x04": "is a zip archive, as Excel files are, not text; save its content as CSV",
     b"PAR1\x15": "is a Parquet file; give it a name that ends in .parquet",
     b"\x1f\x8b": "is compressed with gzip, which its name does not say; unpack it, or add .gz to its name",
-    b"\x28\xb5\x2f\xfd": "is compressed with zstd; unpack it first",
-    b"\xfd7zXZ": "is compressed with xz; unpack it first",
-    b"BZh": "is compressed with bzip2; unpack it first",
+    **dict.fromkeys((b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"BZh"), "is compressed; unpack it first"),
 }
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
