@@ -30,15 +30,19 @@ from ensemble.analysis.metrics import (
 )
 from ensemble.analysis.metrics import Rows as ScoredRows
 from ensemble.analysis.predictions import Predictions, taken
-from ensemble.analysis.stacking import StackingFit, fit_stacking
-from ensemble.analysis.thresholds import FittedThresholds, answered, fit_thresholds, rounding
 from ensemble.analysis.weights import (
+    FittedThresholds,
     Pool,
+    StackingFit,
     WeightedBlend,
+    answered,
     fit_greedy,
+    fit_stacking,
+    fit_thresholds,
     geometric_loss,
     mean_loss,
     minimize_on_simplex,
+    rounding,
 )
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.text import nearest_or_all, plural, quoted

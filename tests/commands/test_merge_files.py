@@ -226,7 +226,9 @@ def test_columns_beside_the_labels_are_left_out_by_merge_and_compare(
     assert (tmp_path / "merged.csv").read_text() == "id,no,yes\nx,0.5,0.5\ny,0.5,0.5\n"
     assert f"{files[1]}: left out, as no labels: 'Target'" in capsys.readouterr().out
     first[["id"]].assign(label=["yes", "no"]).to_csv(tmp_path / "truth.csv", index=False)
-    compared = ensemble.compare(*files, labels=tmp_path / "truth.csv", metrics=["accuracy"], quiet=True)
+    compared = ensemble.compare(
+        files[0], files[1], labels=tmp_path / "truth.csv", metrics=["accuracy"], quiet=True
+    )
     assert (compared.metrics[0].first.value, compared.metrics[0].second.value) == (1, 0.5)
     assert any("'fold'" in remark for remark in compared.remarks)
 
