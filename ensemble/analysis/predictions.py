@@ -39,8 +39,8 @@ from ensemble.data.predictions_csv import (
 )
 from ensemble.data.table import TableNeeds, Truth, read_table
 from ensemble.merging.allowed_labels import AllowedLabels
+from ensemble.merging.blocks import RowCheck
 from ensemble.merging.methods.base import Values
-from ensemble.merging.row_checks import RowCheck
 from ensemble.merging.rules import RowRules
 from ensemble.pipeline.prediction_files import (
     ROWS_ADVICE,

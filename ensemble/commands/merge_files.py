@@ -37,11 +37,10 @@ from ensemble.data.ids import all_ids, refuse_repeated_ids
 from ensemble.data.parquet import write_parquet
 from ensemble.data.predictions_csv import read_predictions
 from ensemble.members.registry import KINDS, member_kind
-from ensemble.merging.blocks import MergedMember, merge_blocks
+from ensemble.merging.blocks import MergedMember, RowCheck, merge_blocks
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members, MergeMethod, Values
-from ensemble.merging.row_checks import RowCheck
 from ensemble.pipeline.prediction_files import (
     ROWS_ADVICE,
     activation_of_one_label,

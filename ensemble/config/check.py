@@ -321,9 +321,6 @@ def _unknown_key(key: str, models: Sequence[type[BaseModel]]) -> str:
         for today, older in getattr(model, "older_keys", {}).items():
             if key in older.split():
                 return f"unknown key; use {today}"
-        advice = getattr(model, "gone_keys", {}).get(key)
-        if advice is not None:
-            return f"no key any more; {advice}"
         keys += model.model_fields
         if model is RunConfig:
             keys.append("defaults")

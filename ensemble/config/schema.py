@@ -399,10 +399,6 @@ class TuningConfig(StrictConfig):
     tolerance: Number = Field(examples=[0.02])  # how far probabilities may be from the reference's
     date: Text = Field(examples=["'2026-01-31'"])  # day of the measurement
 
-    gone_keys: ClassVar[Mapping[str, str]] = {
-        "cores": "tune measures no cpu_workers; remove the line, or run tune again"
-    }
-
 
 class FittingConfig(StrictConfig):
     """The rows that the weights were fitted on, and the score on held-out rows.

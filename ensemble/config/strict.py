@@ -24,7 +24,6 @@ class StrictConfig(BaseModel):
 
     # By key, what people type instead out of habit, separated by spaces; only what is not similar to the key.
     older_keys: ClassVar[Mapping[str, str]] = {}
-    gone_keys: ClassVar[Mapping[str, str]] = {}  # earlier releases had them; what to do instead
     # Pairs of keys of which one excludes the other: a model's own key replaces the other one of the defaults, and a
     # later file's key that of an earlier file.
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()

@@ -146,13 +146,10 @@ def delimiter(path: Path) -> str:
 
 def other_separator(path: Path, names: Sequence[str]) -> str | None:
     """Return what separates the columns of a header that seems to have one, in words; None if nothing does."""
-    words = {"\t": "tabs; name it .tsv", ",": "commas; name it .csv", ";": "semicolons", "|": "bars"}
-    mark = next((mark for mark in words if mark != delimiter(path) and mark in names[0]), None)
-    if len(names) != 1 or mark is None:
-        return None
-    return (
-        f"its columns are separated by {words[mark]}{'' if '.' in words[mark] else '; write it with commas'}"
-    )
+    words = {"\t": "tabs; name it .tsv", ",": "commas; name it .csv"}
+    words |= {";": "semicolons; write it with commas", "|": "bars; write it with commas"}
+    marks = [mark for mark in words if mark != delimiter(path) and mark in names[0]]
+    return f"its columns are separated by {words[marks[0]]}" if len(names) == 1 and marks else None
 
 
 def missing_column(

@@ -83,9 +83,8 @@ class RowRules:
         """Return the rows from ``start`` to ``stop`` in which rules mask every label, as numbers in the table."""
         is_masked: _Mask = np.zeros((stop - start, len(self._labels)), dtype=np.bool_)
         for number, rows in self._selections(start, stop):
-            rule_values = self._rule_values[number]
-            is_fixed = ~np.isnan(rule_values)
-            is_masked[np.ix_(rows, is_fixed)] = rule_values[is_fixed] == 0
+            is_fixed = ~np.isnan(self._rule_values[number])
+            is_masked[np.ix_(rows, is_fixed)] = self._rule_values[number, is_fixed] == 0
         return start + np.flatnonzero(is_masked.all(axis=1))
 
     def _selections(

@@ -18,10 +18,9 @@ import pytest
 import yaml
 
 import ensemble
-from ensemble.analysis.tune import trials
+from ensemble.analysis.tune import command
 from ensemble.analysis.tune import tuning as tunings
-from ensemble.analysis.tune.command import overrides_beside
-from ensemble.analysis.tune.trials import MemberTrials, distances
+from ensemble.analysis.tune.command import MemberTrials, distances, overrides_beside
 from ensemble.analysis.tune.tuning import MemberTuning, Trial, Tuning
 from ensemble.cli import views
 from ensemble.common.gpus import Device
@@ -179,7 +178,7 @@ def test_settings_that_change_probabilities_or_labels_are_refused_however_fast(
         return file
 
     with monkeypatch.context() as patched:
-        patched.setattr(trials, "read_as_written", without_one)
+        patched.setattr(command, "read_as_written", without_one)
         (lacking,) = ensemble.tune("crash.yaml", rows=6, quiet=True).members
     assert lacking.best.startswith("float32")
     assert [one.failure for one in lacking.trials[1:3]] == ["some values are not numbers"] * 2
@@ -211,7 +210,7 @@ def test_what_takes_twice_as_long_as_the_best_is_stopped(
     project.write_config(project.config(models=project.config()["models"][1:], defaults=defaults))
     monkeypatch.chdir(project.folder)
     for name in ("_MIN_SECONDS", "_TOO_SLOW"):
-        monkeypatch.setattr(trials, name, 0.0)
+        monkeypatch.setattr(command, name, 0.0)
     injected = Injected(tmp_path, Fault("sleep", seconds=0.2))
     for name, value in injected.environment.items():
         monkeypatch.setenv(name, value)

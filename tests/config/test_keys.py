@@ -73,12 +73,6 @@ KEYS = SettingsByName(KINDS).values()
 MODELS: list[type[Any]] = [RunConfig, DataConfig, EnsembleConfig, SubmissionConfig, *KEYS]
 
 
-def test_a_key_that_is_gone_says_what_to_do_instead(problems: Problems) -> None:
-    (problem,) = problems({**SMALL, "models": [{**SMALL["models"][0], "quantized_cache": True}]})
-    assert "quantized_cache" in problem
-    assert "no key any more; each load quantizes; drop it, or save a 4-bit checkpoint once" in problem
-
-
 def test_todays_keys_are_keys() -> None:
     """The table of older spellings names no key that is gone, and hides none that is there."""
     for model in MODELS:

@@ -94,9 +94,6 @@ class HuggingFaceSettings(MemberConfig):
         "allow_tf32": "tf32",
         "offload_folder": "offload offload_dir",
     }
-    gone_keys: ClassVar[Mapping[str, str]] = {
-        "quantized_cache": "each load quantizes; drop it, or save a 4-bit checkpoint once (docs/members.md)",
-    }
 
     # What train.method may be for this kind; none: it is trained by a command only.
     training_methods: ClassVar[tuple[str, ...]] = ()
