@@ -107,17 +107,14 @@ def file_columns(
     if columns:
         return ids, tuple(columns), []
     labels_by_name: dict[str, list[str]] = {}
-    remarks = []
+    left_out: dict[str, None] = {}
     for name, header in headers.items():
         others = [column for column in without_pandas_index(header) if column != ids[name]]
         # If the truth column is the only one, it is a label.
         others = [column for column in others if column != truth_column] or others
         spare = _spare_columns(paths[name], ids[name], others)
         labels_by_name[name] = [column for column in others if column not in spare]
-        if spare:
-            remarks.append(
-                f"{paths[name]}: left out, as no labels: {listed(spare)}; --label takes any column"
-            )
+        left_out |= dict.fromkeys(spare)
     first = next(iter(paths))
     labels = labels_by_name[first]
     if not labels:
@@ -138,7 +135,8 @@ def file_columns(
             )
     if problems:
         raise DataError(problems)
-    return ids, tuple(labels), remarks
+    remark = f"columns left out, as no labels: {listed([*left_out])}; --label takes any column"
+    return ids, tuple(labels), [remark] if left_out else []
 
 
 def _spare_columns(path: Path, id_column: str, columns: Sequence[str]) -> list[str]:
@@ -147,10 +145,15 @@ def _spare_columns(path: Path, id_column: str, columns: Sequence[str]) -> list[s
     labels = [column for column in columns if column not in spare]
     if not spare or not labels:
         return []
-    values = read_predictions(path, id_column, [*labels, *spare], may_lack=True).values
-    without, of_all = (np.abs(part.sum(axis=1) - 1) for part in (values[:, : len(labels)], values))
+    try:
+        values = read_predictions(path, id_column, [*labels, *spare], may_lack=True).values
+    except DataError:  # said with the problems of other files, when all are read
+        return []
+    with np.errstate(invalid="ignore"):  # infinite values
+        without, of_all = (np.abs(part.sum(axis=1) - 1) for part in (values[:, : len(labels)], values))
+        has_shares = bool((values[:, len(labels) :] % 1 > 0).any())
     completes_sums = bool((without > SUM_TOLERANCE).any() and not (of_all > SUM_TOLERANCE).any())
-    return [] if completes_sums or (values[:, len(labels) :] % 1 > 0).any() else spare
+    return [] if completes_sums or has_shares else spare
 
 
 def activation_of_one_label(files: Iterable[PredictionFile]) -> Activation:

@@ -211,7 +211,7 @@ def test_columns_that_are_no_labels_by_name_and_value_are_left_out_and_named(tmp
     read = read_files([a])
     assert read.labels == ("neg", "pos")
     assert read.members["a"].tolist() == [[0.7, 0.3], [0.2, 0.8], [0.5, 0.5]]
-    assert read.remarks == (f"{a}: left out, as no labels: 'fold', 'target'; --label takes any column",)
+    assert read.remarks == ("columns left out, as no labels: 'fold', 'target'; --label takes any column",)
     chosen = read_files([a], columns=["pos", "neg"])
     assert (chosen.labels, chosen.remarks) == (("pos", "neg"), ())
     assert chosen.members["a"].tolist() == [[*row] for row in zip(A["pos"], A["neg"], strict=True)]

@@ -224,7 +224,7 @@ def test_columns_beside_the_labels_are_left_out_by_merge_and_compare(
     files = paths(tmp_path, "first", "second")
     ensemble.merge(files, tmp_path / "merged.csv")
     assert (tmp_path / "merged.csv").read_text() == "id,no,yes\nx,0.5,0.5\ny,0.5,0.5\n"
-    assert f"{files[1]}: left out, as no labels: 'Target'" in capsys.readouterr().out
+    assert "columns left out, as no labels: 'fold', 'Target'" in capsys.readouterr().out
     first[["id"]].assign(label=["yes", "no"]).to_csv(tmp_path / "truth.csv", index=False)
     compared = ensemble.compare(
         files[0], files[1], labels=tmp_path / "truth.csv", metrics=["accuracy"], quiet=True
