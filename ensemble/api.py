@@ -35,7 +35,7 @@ from ensemble.common.text import quoted
 if TYPE_CHECKING:
     from ensemble.analysis.compare import Comparison
     from ensemble.analysis.fit import FitReport
-    from ensemble.analysis.tune.tuning import Tuning
+    from ensemble.analysis.tune.command import Tuning
     from ensemble.cli.result_objects import Preview, Run
     from ensemble.commands.rehearse import Rehearsal
     from ensemble.common.protocol import Activation

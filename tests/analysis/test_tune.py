@@ -19,9 +19,14 @@ import yaml
 
 import ensemble
 from ensemble.analysis.tune import command
-from ensemble.analysis.tune import tuning as tunings
-from ensemble.analysis.tune.command import MemberTrials, distances, overrides_beside
-from ensemble.analysis.tune.tuning import MemberTuning, Trial, Tuning
+from ensemble.analysis.tune.command import (
+    MemberTrials,
+    MemberTuning,
+    Trial,
+    Tuning,
+    distances,
+    overrides_beside,
+)
 from ensemble.cli import views
 from ensemble.common.gpus import Device
 from ensemble.config import TuningConfig
@@ -43,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("warm")
 @pytest.fixture(autouse=True)
 def however_speeds_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sample of a few rows is computed in a moment, which may be twice as long the next time."""
-    monkeypatch.setattr(tunings, "_MOVED", float("inf"))
+    monkeypatch.setattr(command, "_MOVED", float("inf"))
 
 
 def test_a_rows_distance_is_its_largest_whatever_the_number_of_labels() -> None:
@@ -254,7 +259,7 @@ def test_nothing_is_chosen_where_the_reference_moved_by_more_than_twice(
     project: Project, monkeypatch: pytest.MonkeyPatch, again: float, best: str
 ) -> None:
     monkeypatch.chdir(project.folder)
-    monkeypatch.setattr(tunings, "_MOVED", 2.0)
+    monkeypatch.setattr(command, "_MOVED", 2.0)
     project.write_config(project.config(models=project.config()["models"][1:]))
     prepared = prepare(load([Path("config.yaml")], []))
     member = Faked(prepared, 0, 64, project.folder / "x", 0.02, lambda _: None, owns_process=False)
