@@ -4,7 +4,7 @@ The functions leave nothing changed in the caller's process: no module is kept o
 stream is replaced, and handlers of signals and loggers are put back. Errors and printed text hold no secrets. Where
 the command would fail, its function raises an ``EnsembleError`` with every problem found.
 
-The command line takes its help from the docstrings (``cli/options.py``): paragraphs before ``Args`` describe the
+The command line takes its help from the docstrings (``cli/app.py``): paragraphs before ``Args`` describe the
 command, ``Args`` its options.
 """
 
@@ -35,7 +35,7 @@ from ensemble.common.text import quoted
 if TYPE_CHECKING:
     from ensemble.analysis.compare import Comparison
     from ensemble.analysis.fit import FitReport
-    from ensemble.analysis.tune.tuning import Tuning
+    from ensemble.analysis.tune.command import Tuning
     from ensemble.cli.result_objects import Preview, Run
     from ensemble.commands.rehearse import Rehearsal
     from ensemble.common.protocol import Activation
@@ -165,7 +165,7 @@ def train(
         with log_shown(display) if verbose else contextlib.nullcontext():
             asked = Asked(fold=fold, fresh=fresh, retrain=retrain, discard_old=discard_old)
             result = train_config(loaded, display, began, asked, owns_process=_is_command)
-            show("training", result, stream)
+            show("training_status", result, stream)
             raise_unless_trained(result)
             if is_trained(loaded):
                 report = predict_held_out(loaded, display, began, owns_process=_is_command)

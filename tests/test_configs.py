@@ -120,7 +120,7 @@ def test_an_adapter_over_a_four_bit_base(project: Project) -> None:
     pytest.importorskip("bitsandbytes")
     done = project.ensemble("run", str(ROOT / "configs" / "lora.yaml"), "--set", "report=false")
     assert done.returncode == 0, done.stderr
-    assert "160 of 600 rows were cut at max_length 96" in done.stdout
+    assert "160 of 600 rows of 2 views were cut at max_length 96" in done.stdout
     assert project.run_json("runs/lora")["scores"]["ensemble"]["log_loss"] < 0.3, "chance is 1.1"
     table = pd.read_csv(ROOT / "demo" / "pairs.csv", index_col="id")
     folder = project.folder / "runs/lora/predictions"

@@ -180,9 +180,15 @@ def compare(
     # Read runs first, because a CSV gets the activation of the run on the other side.
     for path in sorted((first, second), key=lambda path: not path.is_dir()):
         try:
-            sources[path] = _read(path, id_column, activation, labels is None, label_column, columns)
             if path.is_dir():
-                activation = activation or sources[path].predictions.activation
+                report = RunReport.read(path / "run.json")
+                predictions = as_merged(read_run(path, labels is None, label_column), report)
+                activation = activation or predictions.activation
+                sources[path] = _Source(path, predictions, report)
+            else:
+                files = {"predictions": path}
+                predictions = read_files(files, id_column, activation=activation, columns=columns)
+                sources[path] = _Source(path, predictions, None)
         except DataError as error:
             problems += error.problems
     if problems:
@@ -278,22 +284,6 @@ def _around_difference(first: str, second: str) -> list[str]:
     differs_at = next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
     start = max(0, differs_at - 15)
     return [f"...{shown(text[start : start + SHOWN_CHARACTERS])}" for text in (first, second)]
-
-
-def _read(
-    path: Path,
-    id_column: str | None,
-    activation: Activation | None,
-    wants_truth: bool,
-    label_column: str | None,
-    columns: Sequence[str],
-) -> _Source:
-    if path.is_dir():
-        report = RunReport.read(path / "run.json")
-        predictions = read_run(path, wants_truth, label_column)
-        return _Source(path, as_merged(predictions, report), report)
-    predictions = read_files({"predictions": path}, id_column, activation=activation, columns=columns)
-    return _Source(path, predictions, None)
 
 
 def _common(first: _Source, second: _Source, remarks: list[str]) -> tuple[_Source, _Source]:

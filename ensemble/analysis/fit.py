@@ -30,15 +30,19 @@ from ensemble.analysis.metrics import (
 )
 from ensemble.analysis.metrics import Rows as ScoredRows
 from ensemble.analysis.predictions import Predictions, taken
-from ensemble.analysis.stacking import StackingFit, fit_stacking
-from ensemble.analysis.thresholds import FittedThresholds, answered, fit_thresholds, rounding
 from ensemble.analysis.weights import (
+    FittedThresholds,
     Pool,
+    StackingFit,
     WeightedBlend,
+    answered,
     fit_greedy,
+    fit_stacking,
+    fit_thresholds,
     geometric_loss,
     mean_loss,
     minimize_on_simplex,
+    rounding,
 )
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.text import nearest_or_all, plural, quoted
@@ -198,9 +202,8 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
     metric = metric_of(options, predictions)
     sample, rows_decided = usable_rows(predictions, is_stacked=options.method == "stacking")
     check(sample, options, metric)
-    sample = without_useless_folds(sample, metric)
+    sample, options = with_folds_to_score(sample, options, metric)
     predictions = replace(predictions, remarks=sample.remarks)
-    options = with_known_folds(options, sample, metric)
     report = fit_sample(sample, options, metric, predictions, rows_decided, equal_pool=options.pool)
     if not report.over_equal.high < 0:
         return report
@@ -226,7 +229,7 @@ def fit_sample(
 
     ``equal_pool`` is the merge method of the equal weights that the fit is compared with.
     """
-    fold_of = folds_of(sample, options, metric)
+    fold_of = folds_of(sample, options)
     scorer = HeldOutScorer(sample, metric, fold_of)
     calibrations = fit_calibrations(sample, options)
     blend = blend_fitter(values_to_merge(sample, calibrations, options), sample, options, metric)(None)
@@ -522,30 +525,27 @@ def _cross_validated(
     return held_out, answers, best_members
 
 
-def without_useless_folds(sample: Predictions, metric: Metric) -> Predictions:
-    """Return predictions without known folds if a metric that ranks rows is defined in one of them alone."""
+def with_folds_to_score(sample: Predictions, options: Options, metric: Metric) -> tuple[Predictions, Options]:
+    """Return the sample with its models' folds, numbered from 0, and options with as many folds.
+
+    It keeps no folds unless the metric ranks rows and is defined in several folds.
+    """
     if metric.kind != "ranks" or sample.folds is None:
-        return sample
+        return replace(sample, folds=None), options
     values = next(iter(sample.members.values()))
     parts = metric.folds_to_score(sample.required_truth, values, sample.activation, sample.folds)
-    if len(parts) > 1:
-        return sample
-    remark = f"{metric.name}: defined in one of the models' folds alone, so all rows are ranked together"
-    return replace(sample, folds=None, remarks=(*sample.remarks, remark))
+    if len(parts) < 2:
+        remark = f"{metric.name}: defined in one of the models' folds alone, so all rows are ranked together"
+        return replace(sample, folds=None, remarks=(*sample.remarks, remark)), options
+    numbers, fold_of = np.unique(sample.folds, return_inverse=True)
+    return replace(sample, folds=fold_of.astype(np.int64)), replace(options, folds=len(numbers))
 
 
-def with_known_folds(options: Options, sample: Predictions, metric: Metric) -> Options:
-    """Return the options with as many folds as ``folds_of`` gives."""
-    if metric.kind != "ranks" or sample.folds is None:
-        return options
-    return replace(options, folds=len(np.unique(sample.folds)))
-
-
-def folds_of(sample: Predictions, options: Options, metric: Metric) -> Rows:
-    """Return the fold of each row, [rows]: for a metric that ranks rows that of the models that predicted them."""
-    if metric.kind != "ranks" or sample.folds is None:
-        return folds(sample.required_truth, options.folds, options.seed)
-    return np.asarray(np.unique(sample.folds, return_inverse=True)[1], np.int64)
+def folds_of(sample: Predictions, options: Options) -> Rows:
+    """Return the fold of each row, [rows]: that of its model where ``with_folds_to_score`` keeps it."""
+    if sample.folds is not None:
+        return sample.folds
+    return folds(sample.required_truth, options.folds, options.seed)
 
 
 def folds(truth: Truth, count: int, seed: int) -> Rows:

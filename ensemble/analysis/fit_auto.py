@@ -35,8 +35,7 @@ from ensemble.analysis.fit import (
     problems_of,
     usable_rows,
     values_to_merge,
-    with_known_folds,
-    without_useless_folds,
+    with_folds_to_score,
 )
 from ensemble.analysis.metrics import Metric, find_metric
 from ensemble.analysis.predictions import Predictions
@@ -67,9 +66,8 @@ def fit_auto(predictions: Predictions, options: Options) -> FitReport:
     # Stacking cannot use rows with a mask, and all candidates are compared on the same rows.
     sample, rows_decided = usable_rows(predictions, is_stacked=True)
     check(sample, options, metric)
-    sample = without_useless_folds(sample, metric)
+    sample, options = with_folds_to_score(sample, options, metric)
     predictions = replace(predictions, remarks=sample.remarks)
-    options = with_known_folds(options, sample, metric)
     names, left_out = [*sample.members], dict[str, FittedMember]()
     while True:
         candidates, remarks = compare_candidates(sample, options, metric)
@@ -118,7 +116,7 @@ def compare_candidates(
         if problem
     ]
     ways = sorted((way for way in problems if not problems[way]), key=lambda way: fitted_numbers(sample, way))
-    fold_of = folds_of(sample, options, metric)
+    fold_of = folds_of(sample, options)
     held_out = _held_out(ways, sample, metric, fold_of)
     scores = _scores(held_out, sample, metric, fold_of)
     log_losses: dict[Options, tuple[float, Interval]] = {}

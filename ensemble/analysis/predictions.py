@@ -18,18 +18,18 @@ import pyarrow as pa
 
 from ensemble.analysis.calibration import calibrated
 from ensemble.common.errors import ConfigError, DataError, EnsembleError
-from ensemble.common.protocol import SUM_TOLERANCE, Activation
+from ensemble.common.protocol import Activation
 from ensemble.common.shards import file_sha256
-from ensemble.common.text import listed, nearest_or_all, plural, quoted
+from ensemble.common.text import nearest_or_all, plural, quoted
 from ensemble.config.check import data_config
 from ensemble.config.document import Document
 from ensemble.config.overlays import apply_overrides, expand
 from ensemble.config.schema import CalibrationConfig
 from ensemble.config.table import DataConfig
 from ensemble.config.yamlfile import parse
-from ensemble.data.formats import column_names, read_contents
+from ensemble.data.formats import column_names
 from ensemble.data.ids import ID_COLUMN, all_ids, match_ids, refuse_repeated_ids
-from ensemble.data.input_file import Wanted, missing_column
+from ensemble.data.input_file import missing_column
 from ensemble.data.predictions_csv import (
     PredictionFile,
     demand_as_written,
@@ -37,10 +37,10 @@ from ensemble.data.predictions_csv import (
     guessed_id_column,
     read_predictions,
 )
-from ensemble.data.table import TableNeeds, Truth, plain_label, read_table
+from ensemble.data.table import TableNeeds, Truth, read_table
 from ensemble.merging.allowed_labels import AllowedLabels
+from ensemble.merging.blocks import RowCheck
 from ensemble.merging.methods.base import Values
-from ensemble.merging.row_checks import RowCheck
 from ensemble.merging.rules import RowRules
 from ensemble.pipeline.prediction_files import (
     ROWS_ADVICE,
@@ -62,9 +62,6 @@ FOLDS_UNKNOWN: Final = (
 )
 _ADVICE: Final = "remove the file and run the config again, which computes it again"
 T = TypeVar("T")
-
-# Names of columns that stand beside predictions, and may be 0 in all rows.
-_NOT_LABELS = {"fold", "kfold", "split", "target"}
 
 
 @dataclass(frozen=True)
@@ -187,7 +184,7 @@ def read_files(
         hint = nearest_or_all(str(activation), get_args(Activation), "kind")
         raise ConfigError(f"--activation: {quoted(str(activation))} is unknown; {hint}")
     names = paths if isinstance(paths, Mapping) else named_files(paths)
-    id_columns, label_names = file_columns(names, id_column, columns, label_column, "--label")
+    id_columns, label_names, remarks = file_columns(names, id_column, columns, label_column, "--label")
 
     def read(name: str) -> PredictionFile:
         file = read_predictions(names[name], id_columns[name], label_names, may_lack_rows)
@@ -196,11 +193,8 @@ def read_files(
         refuse_repeated_ids(file.path, file.ids, id_column or id_columns[name])
         return file
 
-    files, remarks = _for_each(names, read), list[str]()
-    if labels is not None and activation in (None, "softmax") and not columns:
-        files, remarks = _without_spare_columns(files, labels, label_column)
+    files = _for_each(names, read)
     first = next(iter(files.values()))
-    label_names = first.labels
     if activation is None and len(label_names) == 1:
         activation = activation_of_one_label(files.values())
     activations = dict.fromkeys(files, activation or "softmax")
@@ -235,40 +229,6 @@ def known_folds(paths: Iterable[Path], ids: pa.ChunkedArray) -> npt.NDArray[np.i
     return np.asarray(
         np.unique(np.nan_to_num(np.array(values), nan=-1), axis=1, return_inverse=True)[1], np.int64
     )
-
-
-def _without_spare_columns(
-    files: dict[str, PredictionFile], table: Path, label_column: str
-) -> tuple[dict[str, PredictionFile], list[str]]:
-    """Return the files without columns that are no label of a table, such as ``fold``, and a remark about them.
-
-    All stay unless the table's labels are columns whose values sum to 1 in each file without the others, and not
-    with them, or the others' names tell: a label that no row of the table has is no spare column.
-    """
-    labels, columns = set[str](), next(iter(files.values())).labels
-    if label_column in column_names(table):
-        cells = read_contents(table, Wanted("", label_column, (), None)).labels
-        labels = (
-            {plain_label(text) for text in cells.unique().to_pylist() if text}
-            if cells is not None
-            else labels
-        )
-    places = [place for place, column in enumerate(columns) if plain_label(column) in labels]
-    if len(places) < max(2, len(labels)) or len(places) == len(columns):
-        return files, []
-    others = [column for column in columns if plain_label(column) not in labels]
-    are_named = {column.lower() for column in others} <= _NOT_LABELS
-    for file in files.values():
-        sums = np.stack([file.values[:, places].sum(axis=1), file.values.sum(axis=1)])
-        is_one = (np.abs(sums - 1) <= SUM_TOLERANCE) | np.isnan(sums)
-        if not is_one[0].all() or (is_one[1].all() and not are_named):
-            return files, []
-    kept = tuple(columns[place] for place in places)
-    remark = f"columns left out, as they are no labels of {table}: {listed(others)}"
-    return {
-        name: replace(file, labels=kept, values=np.asfortranarray(file.values[:, places]))
-        for name, file in files.items()
-    }, [remark]
 
 
 def _for_each(names: Iterable[str], make: Callable[[str], T]) -> dict[str, T]:

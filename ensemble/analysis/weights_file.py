@@ -24,9 +24,7 @@ from ensemble.analysis.predictions import (
     read_truth,
     read_truth_of,
 )
-from ensemble.analysis.stacking import StackingFit
-from ensemble.analysis.thresholds import FittedThresholds
-from ensemble.analysis.weights import Pool
+from ensemble.analysis.weights import FittedThresholds, Pool, StackingFit
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.files import settings_file
 from ensemble.common.protocol import Activation

@@ -37,11 +37,10 @@ from ensemble.data.ids import all_ids, refuse_repeated_ids
 from ensemble.data.parquet import write_parquet
 from ensemble.data.predictions_csv import read_predictions
 from ensemble.members.registry import KINDS, member_kind
-from ensemble.merging.blocks import MergedMember, merge_blocks
+from ensemble.merging.blocks import MergedMember, RowCheck, merge_blocks
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members, MergeMethod, Values
-from ensemble.merging.row_checks import RowCheck
 from ensemble.pipeline.prediction_files import (
     ROWS_ADVICE,
     activation_of_one_label,
@@ -63,6 +62,7 @@ class Merged:
     """Describe what was written; ``rows_of`` counts the rows from each file, by its name."""
 
     path: Path
+    remarks: tuple[str, ...]
     method: str
     labels: tuple[str, ...]
     rows: int
@@ -103,7 +103,7 @@ def merge_files(
     reason = unwritable_reason(str(output), target.parent)
     if reason is not None:
         raise OutputError(reason)
-    id_columns, columns = file_columns(paths, id_column, labels, choose="--label")
+    id_columns, columns, remarks = file_columns(paths, id_column, labels, choose="--label")
     if weight:
         _demand_all("--weight", [*weight], [*paths])
     weight_overrides = [f"models.{name}.weight={text}" for name, text in (weight or {}).items()]
@@ -143,6 +143,7 @@ def merge_files(
             write_parquet(temporary, names, [cells])
     return Merged(
         path=output,
+        remarks=tuple(remarks),
         method=config.ensemble.method,
         labels=config.labels,
         rows=len(ids),

@@ -20,7 +20,7 @@ class MemberStatus:
     """Hold a member's progress.
 
     Attributes:
-        state: "done", "failed", "unfinished" or, while the run goes on, the member's phase.
+        state: "done", "failed", "left out", "unfinished" or, while the run goes on, the member's phase.
         tokens_per_second: None for members without tokens, which have ``rows_per_second``.
         seconds: of computing.
     """
@@ -82,7 +82,7 @@ class RunStatus:
             else:
                 state = member.phase if by else "unfinished"
                 if member.failure:
-                    state = "failed"
+                    state = member.failure.outcome
                 done = min(shard_rows(rundir.shards_dir(name, fingerprint)), rows)
             if by:  # with the rows of unfinished chunks
                 done = min(max(done, progress.rows_done), rows)

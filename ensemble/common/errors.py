@@ -7,9 +7,19 @@ Messages name the key, file, row or GPU, and say what to do. An error can have s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Final
 
-from ensemble.common.exit_codes import ExitCode
+
+class ExitCode(IntEnum):
+    """Say how a command ended; 128 and a signal's number stand for that signal, as shells have it."""
+
+    COMPLETE = 0
+    FAILED = 1  # a member or the merge failed, or a file could not be written
+    REFUSED = 2  # the config, the data or the machine does not fit; nothing was written
+    IN_USE = 3  # another run uses the output directory
+    TIME_LIMIT = 4  # not all was done in time; of run: ensemble.csv and the submission are complete
+
 
 # The end of sentences about a run that stopped before it was done.
 RESUMES: Final = "the same command resumes where it stopped"

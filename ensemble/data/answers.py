@@ -128,12 +128,8 @@ class Answer:
             places, true_places = np.searchsorted(rising, answered), np.searchsorted(rising, true)
             # The squared distance of a true number and another row's answer.
             by_chance = float(true_places.var() + places.var() + (true_places.mean() - places.mean()) ** 2)
-            if not by_chance:
-                return accuracy
-            return {
-                **accuracy,
-                "quadratic_kappa": 1 - float(np.square(true_places - places).mean()) / by_chance,
-            }
+            distance = float(np.square(true_places - places).mean())
+            return accuracy | ({"quadratic_kappa": 1 - distance / by_chance} if by_chance else {})
         if activation == "softmax":
             is_hit, true_counts = choices == labels[:, None], np.ones(len(values))
         else:

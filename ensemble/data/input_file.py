@@ -30,9 +30,7 @@ _OTHER_FORMATS = {
     b"PK\x03\x04": "is a zip archive, as Excel files are, not text; save its content as CSV",
     b"PAR1\x15": "is a Parquet file; give it a name that ends in .parquet",
     b"\x1f\x8b": "is compressed with gzip, which its name does not say; unpack it, or add .gz to its name",
-    b"\x28\xb5\x2f\xfd": "is compressed with zstd; unpack it first",
-    b"\xfd7zXZ": "is compressed with xz; unpack it first",
-    b"BZh": "is compressed with bzip2; unpack it first",
+    **dict.fromkeys((b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"BZh"), "is compressed; unpack it first"),
 }
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
@@ -148,13 +146,10 @@ def delimiter(path: Path) -> str:
 
 def other_separator(path: Path, names: Sequence[str]) -> str | None:
     """Return what separates the columns of a header that seems to have one, in words; None if nothing does."""
-    words = {"\t": "tabs; name it .tsv", ",": "commas; name it .csv", ";": "semicolons", "|": "bars"}
-    mark = next((mark for mark in words if mark != delimiter(path) and mark in names[0]), None)
-    if len(names) != 1 or mark is None:
-        return None
-    return (
-        f"its columns are separated by {words[mark]}{'' if '.' in words[mark] else '; write it with commas'}"
-    )
+    words = {"\t": "tabs; name it .tsv", ",": "commas; name it .csv"}
+    words |= {";": "semicolons; write it with commas", "|": "bars; write it with commas"}
+    marks = [mark for mark in words if mark != delimiter(path) and mark in names[0]]
+    return f"its columns are separated by {words[marks[0]]}" if len(names) == 1 and marks else None
 
 
 def missing_column(

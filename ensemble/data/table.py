@@ -379,20 +379,17 @@ def _label_numbers(
     path: Path, needs: TableNeeds, labels: pa.ChunkedArray
 ) -> tuple[pa.ChunkedArray, list[str]]:
     """Return the number of each row's label, null for an unknown one, [rows]; and remarks about spellings."""
-    of_plain: dict[str, list[int]] = {}
-    for number, label in enumerate(needs.labels):
-        of_plain.setdefault(plain_label(label), []).append(number)
-    known = pa.array(needs.labels, labels.type)
-    unknown = labels.filter(pc.is_null(pc.index_in(labels, value_set=known))).unique().to_pylist()
-    numbers_by_text = {text: of_plain.get(plain_label(text), []) for text in unknown if text}
-    number_of = {text: numbers[0] for text, numbers in numbers_by_text.items() if len(numbers) == 1}
-    places = pc.index_in(labels, value_set=pa.array([*needs.labels, *number_of], labels.type))
-    remarks = []
-    if number_of:
-        taken = [f"{quoted(text)} is {quoted(needs.labels[number])}" for text, number in number_of.items()]
-        where = f"{path}: label column {quoted(str(needs.label_column))}"
-        remarks.append(f"{where}: spelled as pandas does after a missing value: {listed(taken, _SHOWN, str)}")
-    return pc.take(pa.array([*range(len(needs.labels)), *number_of.values()]), places), remarks
+    number_of = {label: number for number, label in enumerate(needs.labels)}
+    plain, taken = [*map(plain_label, needs.labels)], []
+    for text in labels.unique().to_pylist():
+        if text and text not in number_of and plain.count(plain_label(text)) == 1:
+            number_of[text] = plain.index(plain_label(text))
+            taken.append(f"{quoted(text)} is {quoted(needs.labels[number_of[text]])}")
+    places = pc.index_in(labels, value_set=pa.array([*number_of], labels.type))
+    numbers = pc.take(pa.array([*number_of.values()]), places)
+    where = f"{path}: label column {quoted(str(needs.label_column))}"
+    remark = f"{where}: spelled as pandas does after a missing value: {listed(taken, _SHOWN, str)}"
+    return numbers, [remark] if taken else []
 
 
 def _labelled_rows(needs: TableNeeds, contents: Contents) -> npt.NDArray[np.bool_]:
@@ -546,3 +543,37 @@ def _python_rows(table: pa.Table) -> Iterator[dict[str, object]]:
             for name in json_names:
                 row[name] = json.loads(row[name]) if isinstance(row[name], str) else row[name]
             yield row
+
+
+@dataclass(frozen=True)
+class DistinctCells:
+    """Hold a column's distinct cells, sorted, and the number of each row's cell among them, int64 [rows]."""
+
+    name: str
+    numbers: npt.NDArray[np.int64]
+    values: tuple[str, ...]
+
+
+def distinct_cells(path: Path, table: InputTable, column: str) -> DistinctCells:
+    """Return a column's distinct cells; if all of them are numbers, they are sorted as numbers.
+
+    Args:
+        path: of the table, for messages.
+
+    Raises:
+        DataError: a cell is empty.
+    """
+    cells = table.texts(column)
+    empty = np.flatnonzero(pc.equal(pc.fill_null(cells, ""), "").to_numpy())
+    if len(empty):
+        first = row_text(int(empty[0]), table.ids)
+        raise DataError(
+            f"column {quoted(column)} of {path} is empty in {plural(len(empty), 'row')}, first: {first}; fill it "
+            "in every row"
+        )
+    values = pa.array(sorted(cells.unique().to_pylist()), cells.type)
+    numbers, is_text = text_as_numbers(values)
+    if not is_text.any() and np.isfinite(numbers).all():
+        values = values.take(pa.array(np.argsort(numbers, kind="stable")))
+    places = pc.index_in(cells, value_set=values)
+    return DistinctCells(column, np.asarray(places.to_numpy(), np.int64), tuple(values.to_pylist()))

@@ -5,7 +5,8 @@ Rules count after the merge, in the order of the config:
 * ``set`` gives labels a fixed value. If labels are exclusive, the others share the rest of 1 in proportion.
 * ``mask`` sets labels to 0. If labels are exclusive, the others are scaled to a sum of 1.
 
-If all the others are 0, they get equal parts, except labels that are masked.
+If all the others are 0, they get equal parts, except labels that are masked. A condition is a template that gives
+true or false.
 """
 
 from __future__ import annotations
@@ -15,11 +16,18 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ensemble.common.errors import DataError
 from ensemble.common.protocol import Activation
 from ensemble.config.schema import RuleConfig
+from ensemble.data.json_cells import TemplateProblem
+from ensemble.data.table import InputTable, row_text
+from ensemble.data.template import PromptTemplate, compile_template
 from ensemble.merging.methods.base import MergeMethod, Values
 
 _Mask = npt.NDArray[np.bool_]
+_TRUE, _FALSE = ("true", "1"), ("false", "0", "")
+_ADVICE = "a condition gives true or false, as in {{ a == b }}"
+_SHOWN_CHARACTERS = 60
 
 
 class RowRules:
@@ -75,9 +83,8 @@ class RowRules:
         """Return the rows from ``start`` to ``stop`` in which rules mask every label, as numbers in the table."""
         is_masked: _Mask = np.zeros((stop - start, len(self._labels)), dtype=np.bool_)
         for number, rows in self._selections(start, stop):
-            rule_values = self._rule_values[number]
-            is_fixed = ~np.isnan(rule_values)
-            is_masked[np.ix_(rows, is_fixed)] = rule_values[is_fixed] == 0
+            is_fixed = ~np.isnan(self._rule_values[number])
+            is_masked[np.ix_(rows, is_fixed)] = self._rule_values[number, is_fixed] == 0
         return start + np.flatnonzero(is_masked.all(axis=1))
 
     def _selections(
@@ -101,3 +108,34 @@ def _share(values: Values, others: _Mask, remainder: float) -> None:
     values[:] = np.where(others, shared, values)
     with np.errstate(invalid="ignore", divide="ignore"):
         values /= values.sum(axis=1, keepdims=True)
+
+
+def compile_condition(source: str) -> PromptTemplate:
+    """Compile a condition; raise TemplateProblem as ``compile_template`` does, or if it reads no column."""
+    compiled = compile_template(source)
+    if not compiled.columns:
+        raise TemplateProblem(f"reads no column of the table; {_ADVICE}")
+    return compiled
+
+
+def rows_that_meet(table: InputTable, condition: PromptTemplate) -> npt.NDArray[np.bool_]:
+    """Return for which rows the condition is true, bool [rows].
+
+    Raises:
+        DataError: the condition fails for a row, or gives neither true nor false.
+    """
+    is_met = np.zeros(table.rows, dtype=np.bool_)
+    for row, cells in enumerate(table.python_rows(condition.columns)):
+        try:
+            is_met[row] = _as_bool(condition.render(cells))
+        except TemplateProblem as problem:
+            raise DataError(f"{row_text(row, table.ids)}: {problem}") from None
+    return is_met
+
+
+def _as_bool(text: str) -> bool:
+    word = text.strip().lower()
+    if word in _TRUE or word in _FALSE:
+        return word in _TRUE
+    excerpt = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+    raise TemplateProblem(f"gives {excerpt!r}; {_ADVICE}")

@@ -242,32 +242,23 @@ class Scoring:
         Bradley-Terry models" (2004), which is exact where all labels are equally likely. Where a true label is
         impossible, all labels of the row count as possible.
         """
-        truth, possible = self._truth, self._possible
-        if possible is not None:
-            is_impossible = ~possible & (truth > 0 if truth.ndim == 2 else _one_hot(truth, possible.shape[1]))
-            possible = possible | is_impossible.any(axis=1, keepdims=True)
+        truth = self._truth
+        possible = np.ones((1, truth.shape[1] if truth.ndim == 2 else int(truth.max()) + 1), np.bool_)
+        if self._possible is not None:
+            possible = self._possible
+            is_true = truth > 0 if truth.ndim == 2 else truth[:, None] == np.arange(possible.shape[1])
+            possible = possible | (is_true & ~possible).any(axis=1, keepdims=True)
+        counts = truth.sum(axis=0)
         if truth.ndim == 1:
-            labels = None if possible is None else possible.shape[1]
-            counts = np.bincount(truth.astype(np.int64), minlength=labels or 0).astype(np.float64)
-        else:
-            counts = truth.sum(axis=0)
+            counts = np.bincount(truth.astype(np.int64), minlength=possible.shape[1])
         if self._activation == "sigmoid":
-            rows_of_labels = len(truth) if possible is None else np.maximum(1, possible.sum(axis=0))
-            shares = np.broadcast_to(counts / rows_of_labels, truth.shape)
-            return row_losses(truth, shares if possible is None else shares * possible, "sigmoid")
-        sums: Values | float = 1.0
-        shares = counts / len(truth)
-        if possible is not None:
-            even_counts = (1 / possible.sum(axis=1)) @ possible
-            shares = counts / np.where(even_counts > 0, even_counts, np.inf)
-            sums = possible @ shares
+            rows_of_labels = np.maximum(1, possible.mean(axis=0) * len(truth))
+            return row_losses(truth, possible * (counts / rows_of_labels), "sigmoid")
+        even_counts = (possible.shape[1] / possible.sum(axis=1)) @ possible
+        shares = counts / np.where(even_counts > 0, even_counts, np.inf)
         losses = -np.log(np.where(shares > 0, shares, 1 / len(truth)))
         of_rows = losses[truth.astype(np.int64)] if truth.ndim == 1 else truth @ losses
-        return np.asarray(of_rows + np.log(sums))
-
-
-def _one_hot(truth: Truth, labels: int) -> npt.NDArray[np.bool_]:
-    return np.asarray(truth[:, None] == np.arange(labels))
+        return np.asarray(of_rows + np.log(possible @ shares))
 
 
 class CascadeScoring:

@@ -19,7 +19,7 @@ from ensemble.data.formats import column_names, read_contents
 from ensemble.data.input_file import Wanted
 from ensemble.data.predictions_csv import guessed_id_column, read_predictions
 from ensemble.data.table import InputTable, TableNeeds, read_table
-from ensemble.merging.row_checks import RowCheck
+from ensemble.merging.blocks import RowCheck
 from ensemble.pipeline.member_views import MemberView, with_columns
 
 _Values: TypeAlias = npt.NDArray[np.float64]

@@ -10,8 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from ensemble.common.errors import ConfigError, DataError, EnsembleError
-from ensemble.common.protocol import Activation
+from ensemble.common.protocol import SUM_TOLERANCE, Activation
 from ensemble.common.remote_files import address_of, local_path
 from ensemble.common.text import listed, quoted
 from ensemble.config.values import MAX_NAME_CHARACTERS, is_member_name
@@ -25,6 +27,8 @@ from ensemble.data.predictions_csv import (
     read_predictions,
 )
 
+# Names of columns that hold a row's fold or true label beside its predictions.
+_NO_LABELS: Final = {"fold", "kfold", "split", "target"}
 # Of any problem with rows that are no probabilities.
 ROWS_ADVICE: Final = (
     "correct the file, or name the columns of the labels with --label, if others are among them, or say what the "
@@ -70,12 +74,13 @@ def file_columns(
     columns: Sequence[str] = (),
     truth_column: str | None = None,
     choose: str = "",
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the column of the ids in each file by its name, and the labels, in the first file's order.
+) -> tuple[dict[str, str], tuple[str, ...], list[str]]:
+    """Return the column of the ids in each file, by its name; the labels, in the first file's order; and remarks.
 
     Args:
         id_column: None: see ``guessed_id_column``.
-        columns: the labels; none: all columns except the ids, which must then be the same in every file.
+        columns: the labels; none: all columns except the ids and those that are no labels by their names and
+            values, which a remark tells; they must then be the same in every file.
         truth_column: has the true labels; a file may have it beside its predictions.
         choose: the option that chooses columns, for messages.
     """
@@ -100,12 +105,16 @@ def file_columns(
     if problems:
         raise DataError(problems)
     if columns:
-        return ids, tuple(columns)
+        return ids, tuple(columns), []
     labels_by_name: dict[str, list[str]] = {}
+    left_out: dict[str, None] = {}
     for name, header in headers.items():
         others = [column for column in without_pandas_index(header) if column != ids[name]]
         # If the truth column is the only one, it is a label.
-        labels_by_name[name] = [column for column in others if column != truth_column] or others
+        others = [column for column in others if column != truth_column] or others
+        spare = _spare_columns(paths[name], ids[name], others)
+        labels_by_name[name] = [column for column in others if column not in spare]
+        left_out |= dict.fromkeys(spare)
     first = next(iter(paths))
     labels = labels_by_name[first]
     if not labels:
@@ -126,7 +135,25 @@ def file_columns(
             )
     if problems:
         raise DataError(problems)
-    return ids, tuple(labels)
+    remark = f"columns left out, as no labels: {listed([*left_out])}; --label takes any column"
+    return ids, tuple(labels), [remark] if left_out else []
+
+
+def _spare_columns(path: Path, id_column: str, columns: Sequence[str]) -> list[str]:
+    """Return columns with names such as ``fold`` and whole numbers, unless rows sum to 1 only with them."""
+    spare = [column for column in columns if column.lower() in _NO_LABELS]
+    labels = [column for column in columns if column not in spare]
+    if not spare or not labels:
+        return []
+    try:
+        values = read_predictions(path, id_column, [*labels, *spare], may_lack=True).values
+    except DataError:  # said with the problems of other files, when all are read
+        return []
+    with np.errstate(invalid="ignore"):  # infinite values
+        without, of_all = (np.abs(part.sum(axis=1) - 1) for part in (values[:, : len(labels)], values))
+        has_shares = bool((values[:, len(labels) :] % 1 > 0).any())
+    completes_sums = bool((without > SUM_TOLERANCE).any() and not (of_all > SUM_TOLERANCE).any())
+    return [] if completes_sums or has_shares else spare
 
 
 def activation_of_one_label(files: Iterable[PredictionFile]) -> Activation:

@@ -25,9 +25,7 @@ from ensemble.common.packages import unsupported
 from ensemble.common.text import plural, quoted, similar_file
 from ensemble.config import LoadedConfig, RunConfig
 from ensemble.config.table import AllowedLabelsTable
-from ensemble.data.allowed_labels import allowed_by_key, allowed_in_column
 from ensemble.data.answers import Answer
-from ensemble.data.conditions import compile_condition, rows_that_meet
 from ensemble.data.predictions_csv import PredictionFile
 from ensemble.data.row_files import FileCells
 from ensemble.data.submission import Sample, read_sample
@@ -36,16 +34,17 @@ from ensemble.data.template import PromptTemplate
 from ensemble.members.base import ExternalPredictions, Inspection, MemberKind, OutputColumns
 from ensemble.members.questions import ask
 from ensemble.members.registry import kind_for_checks
-from ensemble.merging.allowed_labels import AllowedLabels
-from ensemble.merging.blocks import block_spans
-from ensemble.merging.row_checks import RowCheck
-from ensemble.merging.rules import RowRules
-from ensemble.pipeline.answers import answer_key, check_answers, make_answers
+from ensemble.merging.allowed_labels import AllowedLabels, allowed_by_key, allowed_in_column
+from ensemble.merging.blocks import RowCheck, block_spans
+from ensemble.merging.rules import RowRules, compile_condition, rows_that_meet
 from ensemble.pipeline.cascade import expected_shares
 from ensemble.pipeline.checks import (
     Kinds,
     Problems,
+    answer_key,
+    check_answers,
     choice_counts,
+    make_answers,
     member_problems,
     place_problems,
     rule_key,
@@ -53,7 +52,6 @@ from ensemble.pipeline.checks import (
     run_warnings,
     worker_warnings,
 )
-from ensemble.pipeline.held_out import HeldOut, held_out
 from ensemble.pipeline.member_views import (
     MemberView,
     first_texts,
@@ -65,6 +63,7 @@ from ensemble.pipeline.member_views import (
 from ensemble.pipeline.prepared import Prepared, is_exclusive, merged_activation
 from ensemble.pipeline.run_dir import RunDir, work_of_view
 from ensemble.pipeline.run_report import RunReport, measured_speeds
+from ensemble.pipeline.trained_members import HeldOut, held_out
 from ensemble.planning.cascade import ExpectedShare
 from ensemble.planning.forecast import Speed
 from ensemble.planning.placement import MemberFacts, chosen_devices, largest_memory

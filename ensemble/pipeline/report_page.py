@@ -78,7 +78,6 @@ def write_page(
     else:
         say("the report is being written")
         # Two seconds are for the end of the process and of the run.
-        # Two seconds are for the end of the process and of the run.
         why = _write(rundir, min(_MAX_SECONDS, seconds_left - 2), is_stopped)
     if not why:
         return page

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -155,17 +155,16 @@ class RunState:
         # If an earlier run completed the member, the report shows the workers of that run.
         is_reused = work.is_complete and not state.workers
         workers = work.workers if is_reused else tuple(map(_worker_report, state.workers))
-        status: Literal["failed", "complete", "unfinished"] = "complete" if state.finished else "unfinished"
-        if state.failure:
-            status = "failed"
         bad_rows = work.bad_rows_of_views(state.bad_rows)
         view_rows: Sequence[int | None] = results.view_rows.get(name, (None,) * len(views))
+        may_have = self.prepared.plan.facts[name].view_rows
+        at_most = [None] * len(views) if may_have is None else may_have.sum(axis=1).tolist()
         if work.is_complete:
             view_rows = self._rows_of_views(work, has_final_mean=not model.views_with_when)
         return MemberReport(
             name=name,
             phase=state.phase,
-            status=status,
+            status=state.failure.outcome if state.failure else "complete" if state.finished else "unfinished",
             weight=model.weight,
             calibration={} if model.calibration is None else model.calibration.model_dump(mode="json"),
             replicas=plan.replicas,
@@ -197,8 +196,8 @@ class RunState:
             cascade=None if model.when is None else self._cascade(model.when, name),
             activation=self.prepared.inspected[name].activation,
             views={
-                view.name: ViewReport(view.weight, rows, self._rows_at_most(name, number))
-                for number, (view, rows) in enumerate(zip(views, view_rows, strict=True))
+                view.name: ViewReport(view.weight, rows, most)
+                for view, rows, most in zip(views, view_rows, at_most, strict=True)
             },
             view_cascades={
                 views[number].name: self._cascade(when, work_of_view(model, number))
@@ -220,11 +219,6 @@ class RunState:
             rows = self.cascades.rows_of(part.member)
             counts.append(int((is_counted if rows is None else is_counted & rows).sum()))
         return tuple(counts)
-
-    def _rows_at_most(self, member: str, view: int) -> int | None:
-        """Return how many rows a view's model may predict; None: all."""
-        rows_of_views = self.prepared.plan.facts[member].view_rows
-        return None if rows_of_views is None else int(rows_of_views[view].sum())
 
     def _cascade(self, when: When, work: str) -> CascadeReport:
         """Return what ``when`` selected for a member or view."""

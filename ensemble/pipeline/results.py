@@ -26,11 +26,10 @@ from ensemble.data.csv_file import write_csv
 from ensemble.data.digests import truth_sha256
 from ensemble.members.base import OutputColumns
 from ensemble.members.registry import member_kind
-from ensemble.merging.blocks import MergedMember, Without, block_spans, merge_blocks
+from ensemble.merging.blocks import MergedMember, RowCheck, Without, block_spans, merge_blocks
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members
-from ensemble.merging.row_checks import RowCheck
 from ensemble.merging.rules import RowRules
 from ensemble.merging.scoring import CascadeComparison, CascadeScoring, Gain, Resamples, Score, Scoring
 from ensemble.pipeline.cascade import Cascades

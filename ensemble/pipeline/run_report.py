@@ -158,7 +158,7 @@ class MemberReport:
 
     name: str
     phase: Phase
-    status: Literal["failed", "complete", "unfinished"]
+    status: Literal["failed", "left out", "complete", "unfinished"]
     weight: AnyWeight
     replicas: int
     fingerprint: str | None

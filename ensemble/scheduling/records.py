@@ -28,7 +28,7 @@ class Failure:
     is_out_of_time: bool = False
 
     @property
-    def outcome(self) -> str:
+    def outcome(self) -> Literal["left out", "failed"]:
         """Return what to call it: nothing has failed where there was no time."""
         return "left out" if self.is_out_of_time else "failed"
 

@@ -206,31 +206,26 @@ def test_a_truth_that_does_not_fit(tmp_path: Path, truth: dict[str, list[Any]], 
     assert said in found
 
 
-def test_columns_that_are_no_labels_of_the_table_are_left_out_and_named(tmp_path: Path) -> None:
-    spare = {**A, "fold": [0, 3, 1], "target": [0, 1, 1]}
-    a, truth = write(tmp_path, a=spare, truth={"id": A["id"], "label": ["neg", "neg", "pos"]})
-    read = read_files([a], labels=truth)
+def test_columns_that_are_no_labels_by_name_and_value_are_left_out_and_named(tmp_path: Path) -> None:
+    (a,) = write(tmp_path, a={**A, "fold": [0, 3, 1], "target": [0, 1, 1]})
+    read = read_files([a])
     assert read.labels == ("neg", "pos")
     assert read.members["a"].tolist() == [[0.7, 0.3], [0.2, 0.8], [0.5, 0.5]]
-    assert read.remarks == (f"columns left out, as they are no labels of {truth}: 'fold', 'target'",)
+    assert read.remarks == ("columns left out, as no labels: 'fold', 'target'; --label takes any column",)
     chosen = read_files([a], columns=["pos", "neg"])
     assert (chosen.labels, chosen.remarks) == (("pos", "neg"), ())
     assert chosen.members["a"].tolist() == [[*row] for row in zip(A["pos"], A["neg"], strict=True)]
-    (refused,) = problems([a])
-    cells = "1 row with values below 0 or above 1, the first is id 1e5 ('fold' is 3); "
-    assert refused.startswith(
-        f"a.csv: {cells}correct the file, or name the columns of the labels with --label"
-    )
-    write(tmp_path, a={**A, "target": [0, 1, 0]})
-    (refused,) = problems([a])
-    assert (
-        "do not sum to 1, the first is id 1e5 ('neg' is 0.2, 'pos' is 0.8, 'target' is 1); correct" in refused
-    )
     write(tmp_path, a={**A, "fold": [0, 0, 0]})  # the first fold alone, whose rows sum to 1 all the same
-    assert read_files([a], labels=truth).labels == ("neg", "pos")
-    # A label that no row of the table has.
-    write(tmp_path, a={**A, "pos": [0.2, 0.8, 0.4], "tie": [0.1, 0, 0.1]})
-    assert read_files([a], labels=truth).labels == ("neg", "pos", "tie")
+    assert read_files([a]).labels == ("neg", "pos")
+    write(tmp_path, a={**A, "row": [0, 1, 0]})
+    (refused,) = problems([a])
+    cells = "do not sum to 1, the first is id 1e5 ('neg' is 0.2, 'pos' is 0.8, 'row' is 1); "
+    assert f"{cells}correct the file, or name the columns of the labels with --label" in refused
+    # Labels, by their values: whole numbers that rows need for their sum, or shares.
+    write(tmp_path, a={"id": A["id"], "neg": [1, 0, 0], "target": [0, 1, 1]})
+    assert read_files([a]).labels == ("neg", "target")
+    write(tmp_path, a={"id": A["id"], "toxic": [1, 0, 0], "target": [1, 0.5, 1]})
+    assert read_files([a], activation="sigmoid").labels == ("toxic", "target")
 
 
 def test_two_files_of_one_name(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from sklearn.metrics import cohen_kappa_score
 
 import ensemble
 from ensemble.analysis.fit import folds
-from ensemble.analysis.thresholds import answered, fit_thresholds
+from ensemble.analysis.weights import answered, fit_thresholds
 from ensemble.data.answers import numbers_of
 from tests.project import Project
 

@@ -11,10 +11,10 @@ from scipy.optimize import approx_fprime, minimize
 from scipy.special import softmax
 from sklearn.metrics import accuracy_score, log_loss
 
-from ensemble.analysis.stacking import fit_stacking
 from ensemble.analysis.weights import (
     WeightedBlend,
     fit_greedy,
+    fit_stacking,
     geometric_loss,
     mean_loss,
     minimize_on_simplex,

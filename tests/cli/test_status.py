@@ -84,6 +84,12 @@ def test_a_run_with_a_failed_member(rundir: RunDir) -> None:
     assert "half: 2 bad rows, the first is row 17: too long" in text
 
 
+def test_a_member_that_there_was_no_time_to_train_is_left_out(rundir: RunDir) -> None:
+    failure = Failure("half", "there was no time to train fold 1", is_out_of_time=True)
+    write_run_json(rundir, "time_limit", failure=failure)
+    assert "half left out 250" in shown(rundir)
+
+
 def test_predictions_of_other_work_are_not_done(rundir: RunDir) -> None:
     rundir.predictions("later").write_text("id,a\n")
     write_manifest(rundir, find_work(rundir, "later", DONE, 1000, False), "f" * 64)

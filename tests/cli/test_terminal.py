@@ -12,7 +12,7 @@ from rich.console import Console
 from ensemble.cli.progress import BarDisplay, PlainDisplay
 from ensemble.cli.views.summary import view
 from ensemble.common.protocol import Ready
-from ensemble.pipeline.run_report import MemberReport
+from ensemble.pipeline.run_report import MemberReport, ViewReport
 from ensemble.scheduling.records import Gap, WorkerRecord
 from ensemble.scheduling.state import MemberState
 from tests.cli import test_progress
@@ -90,6 +90,10 @@ def test_rows_that_were_cut() -> None:
     assert sentences(member(workers=(one,))) == [told]
     resumed = told.replace("5,000 rows", "5,000 rows computed now")
     assert sentences(member(workers=(one,), reused_rows=300)) == [resumed], "of the others nobody knows"
+    views = {"plain": ViewReport(1.0, 2500), "swapped": ViewReport(1.0, 2500)}
+    assert sentences(member(workers=(one,), views=views)) == [
+        told.replace("5,000 rows", "5,000 rows of 2 views")
+    ]
 
 
 def test_rows_that_overflowed() -> None:

@@ -160,7 +160,7 @@ def test_members_left_out_are_listed_in_the_order_of_the_config() -> None:
 
 def test_a_member_for_which_there_was_no_time_has_not_failed() -> None:
     failure = Failure("b", "there was no time to train fold 1", is_out_of_time=True)
-    late = member("b", phase="failed", status="failed", failure=failure)
+    late = member("b", phase="failed", status="left out", failure=failure)
     made = report(member("a"), late, status="time_limit", left_out=("b",))
     lines = [*shown("summary", made), repr(made)]
     assert ["b", "left", "out"] in [line.split() for line in lines]

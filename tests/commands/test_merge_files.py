@@ -214,6 +214,25 @@ def test_files_of_one_column_are_merged_as_fit_and_compare_read_them(
     assert read_files(files).activation == activation
 
 
+def test_columns_beside_the_labels_are_left_out_by_merge_and_compare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = pd.DataFrame({"id": ["x", "y"], "no": [0.25, 0.5], "yes": [0.75, 0.5]})
+    second = first.assign(no=[0.75, 0.5], yes=[0.25, 0.5])
+    first.assign(fold=[0, 1]).to_csv(tmp_path / "first.csv", index=False)
+    second.assign(Target=[1, 1]).to_csv(tmp_path / "second.csv", index=False)
+    files = paths(tmp_path, "first", "second")
+    ensemble.merge(files, tmp_path / "merged.csv")
+    assert (tmp_path / "merged.csv").read_text() == "id,no,yes\nx,0.5,0.5\ny,0.5,0.5\n"
+    assert "columns left out, as no labels: 'fold', 'Target'" in capsys.readouterr().out
+    first[["id"]].assign(label=["yes", "no"]).to_csv(tmp_path / "truth.csv", index=False)
+    compared = ensemble.compare(
+        files[0], files[1], labels=tmp_path / "truth.csv", metrics=["accuracy"], quiet=True
+    )
+    assert (compared.metrics[0].first.value, compared.metrics[0].second.value) == (1, 0.5)
+    assert any("'fold'" in remark for remark in compared.remarks)
+
+
 def refused(files: Any, output: Path, **keys: Any) -> list[str]:
     before = sorted(output.parent.iterdir()) if output.parent.is_dir() else None
     with pytest.raises(EnsembleError) as caught:

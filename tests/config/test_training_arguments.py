@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from transformers import TrainingArguments
 
-from ensemble.config.training_arguments import OWNED, owned_keys
+from ensemble.config.training import OWNED, owned_keys
 from ensemble.members.huggingface.training.arguments import _OURS
 
 

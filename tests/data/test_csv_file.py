@@ -224,8 +224,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             gzip.compress(gzip.compress(b"id,t\n1,2\n", mtime=0), mtime=0),
             "is compressed with gzip, which its name",
         ),
-        ("a.csv", bz2.compress(b"id,t\n1,2\n"), "is compressed with bzip2; unpack it first"),
-        ("a.csv", lzma.compress(b"id,t\n1,2\n"), "is compressed with xz; unpack it first"),
+        ("a.csv", bz2.compress(b"id,t\n1,2\n"), "is compressed; unpack it first"),
+        ("a.csv", lzma.compress(b"id,t\n1,2\n"), "is compressed; unpack it first"),
         ("a.csv", "\ufeff\ufeffid,t\n1,2\n", "differs in U+FEFF ZERO WIDTH NO-BREAK SPACE"),
         (
             "a.csv",

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.data.predictions_csv import read_predictions
-from ensemble.merging.row_checks import RowCheck
+from ensemble.merging.blocks import RowCheck
 
 
 def read_checked(

@@ -16,10 +16,9 @@ from ensemble.common.protocol import Activation
 from ensemble.config import EnsembleConfig
 from ensemble.data.csv_file import write_csv
 from ensemble.data.predictions_csv import read_predictions
-from ensemble.merging.blocks import MergedMember, block_spans, merge_blocks
+from ensemble.merging.blocks import MergedMember, RowCheck, block_spans, merge_blocks
 from ensemble.merging.methods import merge_method
 from ensemble.merging.methods.base import Block, Members, MergeMethod
-from ensemble.merging.row_checks import RowCheck
 from ensemble.merging.scoring import Scoring
 
 LABELS = ["a", "b", "c"]

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from ensemble.common.errors import MergeError
-from ensemble.merging.row_checks import RowCheck
+from ensemble.merging.blocks import RowCheck
 
 IDS = pa.chunked_array([pa.array(["001", "002", "003"] * 2)])
 GOOD = np.array([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0], [np.nan, np.nan, np.nan]])

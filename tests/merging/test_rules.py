@@ -14,9 +14,8 @@ import pytest
 import yaml
 
 from ensemble.config.schema import RuleConfig
-from ensemble.data.conditions import compile_condition, rows_that_meet
 from ensemble.data.table import InputTable
-from ensemble.merging.rules import RowRules
+from ensemble.merging.rules import RowRules, compile_condition, rows_that_meet
 from tests.project import ROOT, Project
 
 LABELS = ["a", "b", "tie"]

@@ -167,8 +167,8 @@ class TableTexts:
                 contents = read_contents(path, Wanted(id_column, None, tuple(report.null_texts), limit))
                 if contents.ids is None or contents.rows < report.rows:
                     raise DataError(f"{changed}: it has fewer rows, or no column {id_column!r} of ids")
-                places = places_among(ids, contents.ids)
                 table_ids = contents.ids
+                places = places_among(ids, table_ids)
                 if (places >= 0).all():
                     break
         except OSError as error:

@@ -17,5 +17,6 @@ def view(merged: Merged) -> Iterator[str | Table]:
     ]
     yield Table(["file", "rows", "weight"], rows)
     yield f"merge method: {merged.method}"
+    yield from (f"! {remark}" for remark in merged.remarks)
     path = address_of(merged.path) or shown_path(merged.path)
     yield f"{path}: {plural(merged.rows, 'row')} of {', '.join(merged.labels)}"

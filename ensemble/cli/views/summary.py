@@ -142,6 +142,7 @@ def _notes(report: RunReport, member: MemberReport) -> Iterator[str]:
     counters = member.counters
     # What became of rows that an earlier run computed is not known.
     of_rows = f"{plural(counters.rows, 'row')}{' computed now' if member.reused_rows else ''}"
+    of_rows += f" of {len(member.views)} views" if member.views else ""
     count = counters.truncated_rows
     if count:
         length = max(worker.max_length or 0 for worker in member.workers_now)
