@@ -172,11 +172,13 @@ class DevicePool:
 
     Attributes:
         hosts: how many machines have CPUs that workers share.
+        expects_nodes: whether lost nodes may soon be back.
         max_cpu_workers: how many workers may run on CPUs at the same time; None: as many as their shares allow.
         seen: all devices of the run, also devices that have joined or left during the run.
     """
 
     hosts = 1
+    expects_nodes = False
     max_cpu_workers: int | None = None
 
     def __init__(
@@ -219,8 +221,8 @@ class DevicePool:
         for gpu in joined:
             self._gpus[gpu.uuid] = gpu
             self._taken.setdefault(gpu.uuid, 0)
-            self.telemetry[gpu.uuid] = TelemetryCurve()
-            self.curves[gpu.uuid] = MemoryCurve(gpu.used_bytes)
+            self.telemetry.setdefault(gpu.uuid, TelemetryCurve())
+            self.curves.setdefault(gpu.uuid, MemoryCurve(gpu.used_bytes))
 
     def is_releasing(self) -> bool:
         return bool(self._releasing)
