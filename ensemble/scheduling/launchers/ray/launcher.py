@@ -228,7 +228,11 @@ class RayLauncher(Launcher):
         responded_at = dict.fromkeys(requests, watch())
         pings: dict[ClusterNode, Any] = {}
         while open_requests:
-            for reference in ray.wait(list(open_requests), num_returns=1, timeout=_PING_SECONDS)[0]:
+            try:
+                ready, _ = ray.wait(list(open_requests), num_returns=1, timeout=_PING_SECONDS)
+            except SystemError as error:  # Ray's calls make it of what a signal's handler raises
+                raise error.__cause__ or error from None
+            for reference in ready:
                 node = open_requests.pop(reference)
                 try:
                     answer = ray.get(reference)
@@ -394,12 +398,11 @@ class RayLauncher(Launcher):
     def changes(self) -> Changes | None:
         if not self._nodes:  # there are no workers, and so no cluster was looked for
             return None
-        # Asked before what has joined is read: a node that is back is not among the returning ones any more.
-        expects_nodes = bool(self._returning) and not self._cluster_loss
         lost, self._lost = self._lost, []
         joined_devices: list[Device] = []
         nodes = [NodeChange(node.name, is_lost=True, why=node.why_lost) for node in lost]
         while self._joined:
+            self._returning.pop(self._joined[0].node_id, None)  # first: nobody asks again for what has joined
             node = self._joined.popleft()
             try:
                 self._add_devices(node)
@@ -418,7 +421,7 @@ class RayLauncher(Launcher):
             joined=tuple(joined_devices),
             lost=tuple(uuid for uuid, node in self._node_of.items() if node in lost),
             hosts=len(self._present_nodes()),
-            expects_nodes=expects_nodes,
+            expects_nodes=bool(self._returning) and not self._cluster_loss,
             nodes=tuple(nodes),
             news=tuple(news),
         )
@@ -439,26 +442,25 @@ class RayLauncher(Launcher):
                         self._reject(node, "; ".join(problems) or node.why_lost)
                     else:
                         self._joined.append(node)
-                        self._returning.pop(node.node_id, None)
             except Exception as error:  # of a cluster that changes: the run goes on as long as it can
                 log.warning("a node that joined the cluster stays out: %s", error)
 
     def _ask_again(self) -> None:
         """Have a fresh agent started on nodes that Ray keeps; give up those that have had enough of them."""
+        joined = {node.node_id for node in list(self._joined)}
         alive = {record["NodeID"] for record in _alive_nodes()} if self._returning else set()
-        for node_id, node in list(self._returning.items()):
+        for node_id in self._returning.keys() - joined:
             if node_id in alive and self._fresh_agents[node_id] < _MAX_FRESH_AGENTS:
                 self._fresh_agents[node_id] += 1
                 self._asked.discard(node_id)
                 continue
+            node = self._returning.pop(node_id)  # before the news, which the end of waiting comes with
             text = f"is given up after {_MAX_FRESH_AGENTS} fresh agents: {node.why_lost}"
             self._news.append(f"{node.label} {text if node_id in alive else 'has left the cluster'}")
-            del self._returning[node_id]
 
     def _reject(self, node: ClusterNode, why: str) -> None:
         self._news.append(f"{node.label} has joined the cluster, and stays out: {why or 'the run is over'}")
-        with contextlib.suppress(RayError):
-            ray.get(node.agent.leave.remote(), timeout=10)
+        ray.wait([node.agent.leave.remote()], timeout=_END_SECONDS)
         ray.kill(node.agent)
 
     def begin(self, members: Mapping[str, MemberFiles]) -> None:
