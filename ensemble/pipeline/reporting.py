@@ -132,7 +132,8 @@ class RunState:
         nodes = {host.node: NodeReport(host.node, host.total_bytes) for host in self.prepared.inventory.hosts}
         for change in self.node_changes:
             if not change.is_lost:
-                nodes[change.node] = NodeReport(change.node, change.total_bytes, change.after_seconds)
+                known = nodes.get(change.node, NodeReport(change.node, change.total_bytes))
+                nodes[change.node] = replace(known, joined_after_seconds=change.after_seconds)
             elif change.node in nodes:
                 nodes[change.node] = replace(
                     nodes[change.node], lost_after_seconds=change.after_seconds, why_lost=change.why

@@ -37,11 +37,13 @@ class DevicePool:
 
     Attributes:
         hosts: how many machines have CPUs that workers share.
+        expects_nodes: whether lost nodes may soon be back.
         max_cpu_workers: how many workers may run on CPUs at the same time; None: as many as their shares allow.
         seen: all devices of the run, also devices that have joined or left during the run.
     """
 
     hosts = 1
+    expects_nodes = False
     max_cpu_workers: int | None = None
 
     def __init__(

@@ -52,8 +52,8 @@ class Dispatcher:
         return None
 
     def is_waiting_for_devices(self) -> bool:
-        """Return whether a member would start if a device became free."""
-        return self.pool.is_releasing() and any(self._candidates())
+        """Return whether a member would start if a device became free, or a lost node came back."""
+        return (self.pool.is_releasing() or self.pool.expects_nodes) and any(self._candidates())
 
     def next_chunk(self, worker: RunningWorker) -> Chunk | None:
         """Take the next chunk for this worker; None if the worker should stop."""

@@ -91,7 +91,7 @@ class RetryRules:
             log.warning("%s failed after all chunks were done: %s", worker.name, fault.message)
         elif others_compute:
             # The cause, for example a broken GPU, does not affect the other workers.
-            state.limit_replicas()
+            state.limit_replicas(state.running)
             self._record(worker, fault, "without it")
         else:
             history.failed_starts += 1

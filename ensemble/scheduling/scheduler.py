@@ -148,26 +148,27 @@ class Scheduler:
             self._run.say(text)
         after = round(self._elapsed(), 3)
         self.node_changes += [replace(change, after_seconds=after) for change in changes.nodes]
-        if not changes.nodes:
+        if not changes.nodes and not self.pool.expects_nodes:
             return
         chosen = self._rules.devices
         joined = [gpu for gpu in changes.joined if chosen is None or gpu.uuid in chosen]
-        gpus = [*self.pool.gpus, *joined]
+        self.pool.change(joined, changes.lost)
+        self.pool.hosts, self.pool.expects_nodes = changes.hosts, changes.expects_nodes
         for state in self.members:
             plan = state.plan
             if not plan.needs_worker:
                 continue
             planned = {*plan.placement.devices}
-            kinds = {(gpu.name, gpu.total_bytes) for gpu in gpus if gpu.uuid in planned}
-            usable = [gpu for gpu in gpus if gpu.uuid in planned or (gpu.name, gpu.total_bytes) in kinds]
-            usable = [gpu for gpu in usable if gpu.uuid not in changes.lost]
+            kinds = {(gpu.name, gpu.total_bytes) for gpu in self.pool.seen if gpu.uuid in planned}
+            usable = [gpu for gpu in self.pool.gpus if (gpu.name, gpu.total_bytes) in kinds]
             max_workers = round(changes.hosts / (plan.cpu_share or 1))
             if plan.gpus:
                 max_workers = rooms(usable, plan.gpus, self._rules.workers_per_gpu // plan.placement.places)
             requested = plan.request.replicas
-            replicas = max(1, max_workers) if requested == "auto" else requested
-            state.move(tuple(gpu.uuid for gpu in usable), replicas)
-            if not max_workers and state.failure is None and not state.finished:
+            if max_workers:
+                replicas = max_workers if requested == "auto" else requested
+                state.move(tuple(gpu.uuid for gpu in usable), replicas)
+            elif not changes.expects_nodes and state.failure is None and not state.finished:
                 requirement = "for this member"
                 if kinds and changes.hosts:
                     names = " or ".join(sorted({name for name, _ in kinds}))
@@ -177,8 +178,6 @@ class Scheduler:
                     f"the cluster has no node left {requirement}; run the same command again to continue",
                 )
                 self._settle(state)
-        self.pool.change(joined, changes.lost)
-        self.pool.hosts = changes.hosts
 
     def _settle_all(self) -> None:
         """Settle all members, and report each member to the run once when it has failed or is complete."""
@@ -330,7 +329,7 @@ class Scheduler:
         state.worker_ended(worker.record, ended.code, round(now - worker.record.leased_after_seconds, 3))
         if worker.record.computed_to is None:
             worker.record.computed_to = now
-        is_suspect = not worker.is_ready and state.failure is None
+        is_suspect = not (worker.is_ready or ended.is_lost) and state.failure is None
         self.pool.release(worker.devices, state.plan.placement.places, is_suspect)
         log.info("%s ended with exit code %d", worker.name, ended.code)
         if state.failure is not None:  # the scheduler has ended the worker
@@ -341,10 +340,11 @@ class Scheduler:
         if fault is None:
             return
         if fault.kind == "memory":
-            state.limit_replicas()
+            # Its agent, if it had one, has ended with all of its workers.
+            others = [other for other in self._workers if not other.handle.has_exited()]
+            state.limit_replicas(sum(other.state is state for other in others), is_lasting=True)
             if not worker.devices:
-                on_cpu = [other for other in self._workers if not other.devices]
-                self.pool.max_cpu_workers = max(1, len(on_cpu))
+                self.pool.max_cpu_workers = max(1, sum(not other.devices for other in others))
             self._may_stand_by = False  # without standby workers the memory may be enough
             self._standbys.end_all()
         others_compute = any(other.state is state and other.is_ready for other in self._workers)

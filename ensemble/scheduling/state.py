@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
@@ -158,6 +159,7 @@ class MemberState:
         self.failure: Failure | None = None
         self.workers: list[WorkerRecord] = []
         self.running = 0
+        self._most_replicas = sys.maxsize
         self.predicting_since: float | None = None
         self.paused_at: float | None = None
         self.finished_at: float | None = None
@@ -270,13 +272,14 @@ class MemberState:
 
     def move(self, devices: tuple[str, ...], replicas: int) -> None:
         """Change the devices that the member may use, and the number of its workers at the same time."""
-        self.plan = replace(
-            self.plan, placement=replace(self.plan.placement, devices=devices), replicas=replicas
-        )
+        placement = replace(self.plan.placement, devices=devices)
+        self.plan = replace(self.plan, placement=placement, replicas=min(replicas, self._most_replicas))
 
-    def limit_replicas(self) -> None:
-        """Limit the workers to the number that run now, for example after the host ran out of memory."""
-        self.plan = replace(self.plan, replicas=max(1, self.running))
+    def limit_replicas(self, running: int, is_lasting: bool = False) -> None:
+        """Limit the workers to those that run now; for good if others that join have no more memory."""
+        self.plan = replace(self.plan, replicas=max(1, running))
+        if is_lasting:
+            self._most_replicas = self.plan.replicas
 
     def finish(self) -> None:
         self.finished_at = self.clock()

@@ -114,10 +114,10 @@ class RunningWorker:
                 text = f"{self.failed.error_type}: {text}"
             return Fault("death" if self.failed.can_retry else "lasting", text, self.failed.traceback)
         text = f"its worker (process {self.record.process}) {exit_.text}"
-        if exit_.is_lost:
-            return Fault("lost", text)
         if exit_.is_out_of_memory:
             return Fault("memory", f"{text}; fewer replicas or a smaller model need less")
+        if exit_.is_lost:
+            return Fault("lost", text)
         if exit_.code >= 0:
             text += ", before its work was done"
         return Fault("death", text)

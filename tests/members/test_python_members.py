@@ -15,10 +15,12 @@ import pytest
 
 from ensemble.common.errors import CheckpointError
 from ensemble.common.protocol import (
+    ChunkDone,
     ChunkFailed,
     CommonSpec,
     Event,
     Failed,
+    Finish,
     Load,
     Predict,
     Start,
@@ -440,6 +442,51 @@ FAILING = {
 }
 
 
+def in_this_process(
+    folder: Path,
+    code: str,
+    texts: list[str],
+    batch_size: int | None = None,
+    setup: str | None = None,
+    is_stopped: bool = False,
+) -> list[Event]:
+    """The events of a worker of the function in ``code`` that is told to compute these texts as one chunk.
+
+    Args:
+        is_stopped: the run is, before the worker has begun with the chunk.
+    """
+    file = folder / "mine.py"
+    file.write_text(code + "\n", encoding="utf-8")
+    places: dict[str, Any] = {**publish(folder / "table", {"text": texts})}
+    ids = pa.field("ids", pa.string(), metadata={"ensemble": "ids"})
+    schema = pa.schema([pa.field("text", pa.string()), ids], {"ensemble.rows": str(len(texts))})
+    with pa.ipc.new_file(places["table_path"], schema) as table:
+        table.write_table(pa.table([texts, [f"r{row}" for row in range(len(texts))]], schema=schema))
+    common = CommonSpec(labels=tuple(LABELS), activation="none", gpus=0, seed=0, **places)
+    settings: dict[str, Any] = {
+        **{"module": "mine", "file": str(file), "function": "predict", "batch_size": batch_size},
+        **{"setup": setup, "kwargs": {}, "columns": ["text"], "id_column": "id"},
+    }
+    start = Start(WorkerSpec(common, "ensemble.members.python.child", settings))
+    events: list[Event] = []
+    heartbeat = HeartbeatThread(events.append)  # not started
+    heartbeat.is_stopped = is_stopped
+    end = Finish() if is_stopped else Stop()
+    serve([start, Load(), Predict(0, 0, len(texts)), end], events.append, heartbeat, 0.0)
+    return events
+
+
+def test_a_stopped_run_keeps_the_calls_that_are_done(tmp_path: Path) -> None:
+    texts = ["x" * length for length in range(1, 9)]
+    events = in_this_process(tmp_path, GOOD, texts, batch_size=3, is_stopped=True)
+    (done,) = [event for event in events if isinstance(event, ChunkDone)]
+    assert (done.counters.rows, done.counters.bad_rows, done.bad_rows) == (3, 0, ())
+    assert done.shard.startswith("000000000-000000003."), "by which status counts rows"
+    shard = np.loadtxt(tmp_path / "table/shards" / done.shard, delimiter=",", skiprows=1)
+    np.testing.assert_array_equal(shard[:, 0], range(3))
+    np.testing.assert_allclose(shard[:, 1:], expected(texts[:3]), rtol=1e-12)
+
+
 @pytest.mark.parametrize("place", FAILING)
 def test_an_error_names_the_file_and_line_of_the_users_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
@@ -449,27 +496,8 @@ def test_an_error_names_the_file_and_line_of_the_users_code(
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.setattr(sys, "dont_write_bytecode", sys.dont_write_bytecode)
     monkeypatch.delitem(sys.modules, "helper", raising=False)
-    Path("mine.py").write_text(code + "\n", encoding="utf-8")
     Path("helper.py").write_text("def of(frame):\n    return frame['score']\n", encoding="utf-8")
-    places: dict[str, Any] = {**publish(tmp_path / "table", {"text": ["x"]})}
-    ids = pa.field("ids", pa.string(), metadata={"ensemble": "ids"})
-    schema = pa.schema([pa.field("text", pa.string()), ids], {"ensemble.rows": "1"})
-    with pa.ipc.new_file(places["table_path"], schema) as file:
-        file.write_table(pa.table([["x"], ["r0"]], schema=schema))
-    common = CommonSpec(labels=tuple(LABELS), activation="none", gpus=0, seed=0, **places)
-    settings: dict[str, Any] = {
-        **{"module": "mine", "file": str(tmp_path / "mine.py"), "function": "predict", "batch_size": None},
-        **{
-            "setup": "setup" if place == "setup" else None,
-            "kwargs": {},
-            "columns": ["text"],
-            "id_column": "id",
-        },
-    }
-    start = Start(WorkerSpec(common, "ensemble.members.python.child", settings))
-    events: list[Event] = []
-    heartbeat = HeartbeatThread(events.append)  # not started
-    serve([start, Load(), Predict(0, 0, 1), Stop()], events.append, heartbeat, 0.0)
+    events = in_this_process(tmp_path, code, ["x"], setup="setup" if place == "setup" else None)
     sys.modules.pop("helper", None)
     (failed,) = [event for event in events if isinstance(event, Failed | ChunkFailed)]
     assert failed.message.endswith(words)

@@ -189,6 +189,7 @@ def background(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,  # a group of its own, as a terminal's Ctrl-C reaches it
     ) as process:
         try:
             yield process

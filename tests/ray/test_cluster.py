@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ensemble.common import host
 from ensemble.common.python_process import WAITING
 from tests.faults.chunky import chunky_config, ids_of, results
 from tests.faults.inject import Fault, Injected
@@ -136,9 +139,8 @@ def told(project: Project) -> str:
 
 
 @pytest.mark.fault(39)
-@pytest.mark.parametrize("what", [pytest.param("agent", marks=pytest.mark.long), "raylet"])
 def test_a_node_that_dies(
-    chunky: Project, tmp_path: Path, nodes: Nodes, mortal: str, undisturbed: dict[str, bytes], what: str
+    chunky: Project, tmp_path: Path, nodes: Nodes, mortal: str, undisturbed: dict[str, bytes]
 ) -> None:
     # Each of the two workers holds a chunk, whichever that is.
     waits = [Fault("wait", ids_of(chunky, row), times=1) for row in (2, 6, 10, 14)]
@@ -147,9 +149,9 @@ def test_a_node_that_dies(
     devices = [gpu_uuid(1), *nodes.gpus[mortal]]
     chunky.write_config(chunky_config(chunky, launcher=launcher, devices=devices))
     with background(chunky) as process:
-        agent, pid = both_compute(injected, raylet := nodes.raylets[mortal])
+        _, pid = both_compute(injected, raylet := nodes.raylets[mortal])
         wait_until(lambda: re.search(r"llama-\d: on GPU \d on ", told(chunky)), "status shows who is where")
-        os.kill(agent if what == "agent" else raylet, signal.SIGKILL)
+        os.kill(raylet, signal.SIGKILL)
         # Not before: it could be done with all that is left while Ray has not noticed anything.
         wait_until(lambda: is_gone(pid), "the worker of a node that is lost ends with it")
         for number in range(4):
@@ -160,10 +162,75 @@ def test_a_node_that_dies(
     assert re.search(r"node \S+ was lost after \S+ s \(", printed), "in the summary"
     (lost,) = [one for one in chunky.run_json()["nodes"] if one["lost_after_seconds"] is not None]
     assert lost["name"] in {device["node"] for device in chunky.run_json()["devices"]}
-    if what == "agent":
+
+
+@contextlib.contextmanager
+def nearly_full(nodes: Nodes, name: str, folder: Path) -> Iterator[None]:
+    """Let Ray's own memory monitor on a node read that 1 % of the memory is left; it bears 5 % by default."""
+    text = Path("/proc/meminfo").read_text(encoding="ascii")
+    total = int(re.findall(r"^MemTotal: +([0-9]+) kB", text)[0])
+    if host.total_memory_bytes() != total * 1024:
+        pytest.skip("Ray reads the memory of a control group here")
+    text = re.sub(r"(Buffers|Cached|SReclaimable): +[0-9]+ kB", r"\1: 0 kB", text)
+    text = re.sub(r"(MemFree|MemAvailable): +[0-9]+ kB", rf"\1: {total // 100} kB", text)
+    meminfo = folder / "meminfo"
+    meminfo.write_text(text, encoding="ascii")
+    with nodes.mounted([name], Path("/proc/meminfo"), "--bind", str(meminfo)):
+        yield
+
+
+@pytest.mark.fault(39)
+@pytest.mark.long
+@pytest.mark.parametrize("who", ["the kernel", "Ray's memory monitor"])
+def test_the_only_node_goes_on_when_its_agent_was_killed(
+    chunky: Project, tmp_path: Path, nodes: Nodes, mortal: str, undisturbed: dict[str, bytes], who: str
+) -> None:
+    injected = Injected(tmp_path, Fault("wait", ids_of(chunky, 6), times=1))
+    launcher = on_cluster(nodes, runtime_env={"env_vars": injected.environment})
+    chunky.write_config(chunky_config(chunky, launcher=launcher, devices=nodes.gpus[mortal]))
+    with background(chunky) as process:
+        injected.wait_for()
+        ((agent, (worker,)),) = ((pid, workers) for pid, workers in agents().items() if workers)
+        if who == "the kernel":
+            os.kill(agent, signal.SIGKILL)
+        else:
+            with nearly_full(nodes, mortal, tmp_path):
+                wait_until(lambda: is_gone(agent), "the end of the agent")
+        wait_until(lambda: is_gone(worker), "a worker ends with its agent")
+        printed = " ".join(process.communicate()[0].split())
+    assert process.returncode == 0, printed
+    assert results(chunky) == undisturbed
+    assert "is back, and takes part" in printed
+    assert re.search(r"node \S+ was lost after \S+ s \(.*\) and joined after", printed), "in the summary"
+    (member,) = chunky.run_json()["members"]
+    (fault,) = member["faults"]
+    assert (fault["kind"], fault["remedy"]) == ("lost" if who == "the kernel" else "memory", "again")
+    assert who == "the kernel" or who in fault["message"]
+    if who == "the kernel":
         assert chunky.ensemble("report", "runs/first").returncode == 0
         page = (chunky.folder / "runs/first/report.html").read_text(encoding="utf-8")
-        assert re.search(rf"GPU \d on {lost['name']}", page), "devices are named with their nodes"
+        (lost,) = (node["name"] for node in chunky.run_json()["nodes"] if node["why_lost"])
+        assert re.search(rf"GPU \d on {lost}", page), "devices are named with their nodes"
+    wait_until(lambda: not agents(), "nothing of a run stays")
+
+
+@pytest.mark.fault(39)
+@pytest.mark.long
+def test_a_node_whose_memory_stays_full_is_given_up(
+    chunky: Project, tmp_path: Path, nodes: Nodes, mortal: str
+) -> None:
+    injected = Injected(tmp_path, Fault("wait", ids_of(chunky, 6), times=1))
+    launcher = on_cluster(nodes, runtime_env={"env_vars": injected.environment})
+    chunky.write_config(chunky_config(chunky, launcher=launcher, devices=nodes.gpus[mortal]))
+    with background(chunky) as process:
+        injected.wait_for()
+        with nearly_full(nodes, mortal, tmp_path):
+            printed = " ".join(process.communicate()[0].split())
+    assert process.returncode == 1, printed
+    assert re.search(r"node \S+ is given up after 3 fresh agents.* Ray's memory monitor", printed), printed
+    assert "the cluster has no node left" in printed
+    assert len([*(chunky.folder / "runs/first/work").rglob("*.csv")]) == 1, "its first chunk stays"
+    wait_until(lambda: not agents(), "nothing of a run stays")
 
 
 @pytest.mark.fault(39)

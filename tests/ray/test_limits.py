@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import signal
@@ -10,9 +11,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 
 from ensemble.common.errors import DeviceError
@@ -378,22 +382,62 @@ def test_an_agent_that_nobody_asks_ends(
     assert results(chunky) == undisturbed
 
 
+@pytest.mark.fault(13)
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all(chunky: Project, tmp_path: Path, nodes: Nodes, number: signal.Signals) -> None:
-    injected = Injected(tmp_path, Fault("wait", ids_of(chunky, 6), times=1))
+def test_a_signal_keeps_the_batches_of_an_unfinished_chunk_and_ends_all(
+    chunky: Project, tmp_path: Path, nodes: Nodes, undisturbed: dict[str, bytes], number: signal.Signals
+) -> None:
+    """It comes to all processes of a terminal; the worker is in the second of four batches of the third chunk."""
+    injected = Injected(tmp_path, Fault("wait", ids_of(chunky, 9), times=1))
     launcher = on_cluster(nodes, runtime_env={"env_vars": injected.environment})
-    chunky.write_config(chunky_config(chunky, launcher=launcher))
+    config = chunky_config(chunky, launcher=launcher, devices=[gpu_uuid(1)])
+    config["models"][0]["batch_size"] = 1
+    chunky.write_config(config)
+    log = chunky.folder / "runs/first/logs/run.log"
     with background(chunky) as process:
         injected.wait_for()
-        process.send_signal(number)
+        os.killpg(process.pid, number)
+        wait_until(lambda: "is asked to finish its batch" in log.read_text(), "what the worker is told")
+        time.sleep(2)  # of the eight seconds that a run waits: it goes through the agent to the worker
+        injected.let_go()
         printed = process.communicate()[0]
     assert process.returncode == 128 + number, printed
-    assert "the same command resumes where it stopped" in " ".join(printed.split())
+    assert "what is done is kept, and the same command resumes where it stopped" in " ".join(printed.split())
     (pid,) = injected.pids()
     assert is_gone(pid)
     workers = chunky.run_json()["members"][0]["workers"]
     assert any(worker["process"].startswith(f"{pid} on ") for worker in workers)
+    nothing_is_left(nodes)
+    status = " ".join(chunky.ensemble("status", "runs/first").stdout.split())
+    rows = int(re.findall(r"llama unfinished ([0-9]+) 16", status)[0])
+    assert rows >= 10, "two rows of the third chunk; more where a busy machine told the worker late"
+    code, printed = run(chunky)
+    assert code == 0, printed
+    assert chunky.run_json()["members"][0]["reused_rows"] == rows
+    resumed, whole = (
+        np.loadtxt(io.BytesIO(files["predictions/llama.csv"]), delimiter=",", skiprows=1)
+        for files in (results(chunky), undisturbed)
+    )
+    np.testing.assert_allclose(resumed, whole, atol=1e-6)
+
+
+@pytest.mark.long
+def test_a_signal_while_nodes_get_their_files(
+    chunky: Project, tmp_path: Path, nodes: Nodes, mortal: str
+) -> None:
+    launcher = on_cluster(nodes, runtime_env={"env_vars": ending_in("write", mortal, tmp_path)})
+    devices = [gpu_uuid(1), *nodes.gpus[mortal]]
+    chunky.write_config(chunky_config(chunky, launcher=launcher, devices=devices, hang_timeout=100))
+    with background(chunky) as process:
+        wait_until(
+            lambda: any(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in agents()),
+            "a node that takes no files",
+        )
+        process.send_signal(signal.SIGINT)
+        printed = " ".join(process.communicate()[0].split())
+    assert process.returncode == 130, printed
+    assert "stopped by Ctrl-C" in printed
     nothing_is_left(nodes)
 
 

@@ -123,11 +123,11 @@ def fitted_text(report: RunReport) -> str:
 
 def node_text(node: NodeReport) -> str:
     """Return when a node came and was lost; empty for a node that was there all the time."""
-    parts = []
-    if node.joined_after_seconds is not None:
-        parts.append(f"joined after {duration(node.joined_after_seconds)}")
-    if node.lost_after_seconds is not None:
-        parts.append(f"was lost after {duration(node.lost_after_seconds)} ({node.why_lost})")
+    joined, lost = node.joined_after_seconds, node.lost_after_seconds
+    parts = [] if joined is None else [f"joined after {duration(joined)}"]
+    if lost is not None:
+        place = 0 if joined is not None and joined >= lost else 1  # a node may come back
+        parts.insert(place, f"was lost after {duration(lost)} ({node.why_lost})")
     return f"node {node.name} {' and '.join(parts)}" if parts else ""
 
 

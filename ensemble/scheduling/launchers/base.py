@@ -54,6 +54,7 @@ class Changes:
         joined: devices that can be used from now on.
         lost: the UUIDs of devices that cannot be used any more.
         hosts: how many machines have CPUs that workers can share.
+        expects_nodes: whether lost nodes may soon be back; what becomes of them is told by other changes.
         nodes: those that have joined or are lost.
         news: sentences for the user.
     """
@@ -61,6 +62,7 @@ class Changes:
     joined: tuple[Device, ...]
     lost: tuple[str, ...]
     hosts: int
+    expects_nodes: bool = False
     nodes: tuple[NodeChange, ...] = ()
     news: tuple[str, ...] = ()
 

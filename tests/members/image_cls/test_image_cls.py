@@ -74,6 +74,28 @@ def test_blocks_are_read_in_the_background(tmp_path: Path, monkeypatch: pytest.M
         assert (counters.rows, counters.tokens, counters.padded_tokens) == (len(rows), 0, 0)
 
 
+def test_a_stopped_run_keeps_the_blocks_that_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_image_checkpoint(tmp_path / "vit", "vit", LABELS)
+    paths = [make_image(tmp_path / f"{number}.png", seed=number) for number in range(8)]
+    expected = image_reference(folder, paths)
+    paths[1].unlink()
+    paths[6].unlink()
+    import ensemble.members.image_cls.predictor as module
+
+    monkeypatch.setattr(module, "_MAX_BLOCK_ROWS", 3)
+    member = make_member(folder, paths)
+    stopped = member.predict(np.arange(8), lambda rows, tokens=0, padded_tokens=0: False)
+    assert stopped.is_partial
+    assert [*stopped.bad_rows] == [1], "nothing is said of rows that are not done"
+    np.testing.assert_allclose(stopped.values[[0, 2]], expected[[0, 2]], atol=2e-6)
+    assert np.isnan(stopped.values[3:]).all()
+    rest = member.predict(np.arange(3, 8), lambda rows, tokens=0, padded_tokens=0: None)
+    assert [*rest.bad_rows] == [3]
+    np.testing.assert_allclose(rest.values[[0, 1, 2, 4]], expected[[3, 4, 5, 7]], atol=2e-6)
+
+
 def test_images_that_stay_of_different_sizes(tmp_path: Path) -> None:
     folder = make_image_checkpoint(tmp_path / "resnet", "resnet", LABELS)
     processor = '{"image_processor_type": "ViTImageProcessor", "do_resize": false}'

@@ -14,13 +14,13 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, cast
 
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ensemble.common.clock import Watch
@@ -65,8 +65,10 @@ _POLL_SECONDS = 0.2
 _START_SECONDS = 120.0
 # The same if Ray has to install packages first.
 _INSTALL_SECONDS = 1_200.0
-# The resources of a run that has just ended are free again after this time.
+# The resources of a run that has just ended, or of an agent, are free again after this time.
 _SETTLE_SECONDS = 3.0
+# A node that Ray keeps gets so many where its agent dies, as Ray's memory monitor ends it for what workers take.
+_MAX_FRESH_AGENTS = 3
 _END_SECONDS = 5.0
 # An agent that is not polled for this many times hang_timeout ends its workers.
 _FORGOTTEN_TIMES = 4
@@ -125,6 +127,8 @@ class RayLauncher(Launcher):
         self._joined: deque[ClusterNode] = deque()
         self._news: deque[str] = deque()  # for the user
         self._asked: set[str] = set()  # ids of nodes that an agent was to be started on
+        self._returning: dict[str, ClusterNode] = {}  # lost ones that are to get a fresh agent, by id
+        self._fresh_agents: Counter[str] = Counter()  # that were to be started, by the id of the node
         self._closed = threading.Event()
         self._head = ""  # its address
         self._cluster_loss = ""  # why the cluster is lost
@@ -140,10 +144,7 @@ class RayLauncher(Launcher):
         self._is_own_connection |= connect(self._address, f"ensemble-{os.getpid()}")
         self._head = ray.get_runtime_context().gcs_address
         threading.Thread(target=self._watch_head, args=(self._closed,), daemon=True).start()
-        give_up = time.monotonic() + _SETTLE_SECONDS
-        while time.monotonic() < give_up and self._has_busy_gpus():
-            time.sleep(_POLL_SECONDS)
-        self._nodes += self._join(self._new_nodes())
+        self._nodes += self._join()
         if not self._nodes:
             raise DeviceError(
                 "launcher.ray: no agent has started on any node of the cluster; see `ray status`"
@@ -227,12 +228,16 @@ class RayLauncher(Launcher):
         responded_at = dict.fromkeys(requests, watch())
         pings: dict[ClusterNode, Any] = {}
         while open_requests:
-            for reference in ray.wait(list(open_requests), num_returns=1, timeout=_PING_SECONDS)[0]:
+            try:
+                ready, _ = ray.wait(list(open_requests), num_returns=1, timeout=_PING_SECONDS)
+            except SystemError as error:  # Ray's calls make it of what a signal's handler raises
+                raise error.__cause__ or error from None
+            for reference in ready:
                 node = open_requests.pop(reference)
                 try:
                     answer = ray.get(reference)
                 except RayError as error:
-                    self._lose(node, in_short(error))
+                    self._lose(node, error)
                 else:
                     yield node, answer
             now = watch()
@@ -290,34 +295,31 @@ class RayLauncher(Launcher):
         self._cluster_loss = f"the cluster is lost: {why}"
         self._news.append(self._cluster_loss)
 
-    def _new_nodes(self) -> list[dict[str, Any]]:
-        """Return Ray's records of the nodes that are alive and that no agent was to be started on."""
-        return [record for record in _alive_nodes() if record["NodeID"] not in self._asked]
-
-    def _has_busy_gpus(self) -> bool:
-        free = _free_resources()
-        return any(
-            record["Resources"].get("GPU", 0) > free.get(record["NodeID"], {}).get("GPU", 0)
-            for record in self._new_nodes()
-        )
-
-    def _join(self, records: Sequence[Mapping[str, Any]], is_late: bool = False) -> list[ClusterNode]:
-        """Start an agent on each of these nodes with all that is free there; return the nodes that answer.
+    def _join(self, is_late: bool = False) -> list[ClusterNode]:
+        """Start an agent on each node that has had none, with all that is free there; return those that answer.
 
         Args:
-            records: Ray's, of the nodes.
             is_late: go on without the nodes on which no agent can be started; else that raises DeviceError.
         """
         joined: list[ClusterNode] = []
-        names = {node.name for node in self._nodes}
+        names = {node.node_id: node.name for node in self._nodes}
+        records = [record for record in _alive_nodes() if record["NodeID"] not in self._asked]
+        if not records:
+            return joined
         self._asked.update(record["NodeID"] for record in records)
+        settled = time.monotonic() + _SETTLE_SECONDS
+        while time.monotonic() < settled and any(
+            record["Resources"].get("GPU", 0) > _free_resources().get(record["NodeID"], {}).get("GPU", 0)
+            for record in records
+        ):
+            time.sleep(_POLL_SECONDS)
         free = _free_resources()
         starting = []
         for record in records:
             name = record["NodeManagerHostname"]
-            if name in names:
+            if name in names.values():
                 name += f"-{record['NodeID'][:6]}"
-            names.add(name)
+            name = names.setdefault(record["NodeID"], name)
             agent = self._start_agent(record, name, free.get(record["NodeID"], {}))
             starting.append((record["NodeID"], name, agent, agent.facts.remote()))
         installs = self._runtime_env is not None and bool(self._runtime_env.keys() - {"env_vars"})
@@ -329,8 +331,10 @@ class RayLauncher(Launcher):
                 ray.kill(agent)
                 log.warning("node %s: its agent did not start", name)
             except RayError as error:
+                if node_id in self._returning:
+                    self._returning[node_id].why_lost = in_short(error)
                 # If the node has died, Ray notices that after seconds, and the run goes on without it.
-                if any(other["NodeID"] == node_id for other in _alive_nodes()):
+                elif any(other["NodeID"] == node_id for other in _alive_nodes()):
                     problem = (
                         f"no agent could be started on node {name} ({in_short(error)}); is ensemble-runner "
                         "installed there?"
@@ -398,13 +402,15 @@ class RayLauncher(Launcher):
         joined_devices: list[Device] = []
         nodes = [NodeChange(node.name, is_lost=True, why=node.why_lost) for node in lost]
         while self._joined:
+            self._returning.pop(self._joined[0].node_id, None)  # first: nobody asks again for what has joined
             node = self._joined.popleft()
             try:
                 self._add_devices(node)
             except DeviceError as error:
                 self._reject(node, str(error))
                 continue
-            self._news.append(f"{node.label} has joined the cluster, and takes part")
+            text = "is back" if node.node_id in self._fresh_agents else "has joined the cluster"
+            self._news.append(f"{node.label} {text}, and takes part")
             self._nodes.append(node)
             joined_devices += node.facts.inventory.gpus
             nodes.append(NodeChange(node.name, is_lost=False, total_bytes=node.facts.node.total_bytes))
@@ -415,15 +421,17 @@ class RayLauncher(Launcher):
             joined=tuple(joined_devices),
             lost=tuple(uuid for uuid, node in self._node_of.items() if node in lost),
             hosts=len(self._present_nodes()),
+            expects_nodes=bool(self._returning) and not self._cluster_loss,
             nodes=tuple(nodes),
             news=tuple(news),
         )
 
     def _join_late(self, closed: threading.Event) -> None:
-        """Add nodes that join the cluster during the run; reject those that do not fit."""
+        """Add nodes that join the cluster during the run, or come back; reject those that do not fit."""
         while not closed.wait(_CHECK_NODES_SECONDS):
             try:
-                for node in self._join(self._new_nodes(), is_late=True):
+                self._ask_again()
+                for node in self._join(is_late=True):
                     problems = list(version_problems([node]))
                     if not problems:
                         problems = self._supply.deliver([node]).get(node, [])
@@ -437,10 +445,22 @@ class RayLauncher(Launcher):
             except Exception as error:  # of a cluster that changes: the run goes on as long as it can
                 log.warning("a node that joined the cluster stays out: %s", error)
 
+    def _ask_again(self) -> None:
+        """Have a fresh agent started on nodes that Ray keeps; give up those that have had enough of them."""
+        joined = {node.node_id for node in list(self._joined)}
+        alive = {record["NodeID"] for record in _alive_nodes()} if self._returning else set()
+        for node_id in self._returning.keys() - joined:
+            if node_id in alive and self._fresh_agents[node_id] < _MAX_FRESH_AGENTS:
+                self._fresh_agents[node_id] += 1
+                self._asked.discard(node_id)
+                continue
+            node = self._returning.pop(node_id)  # before the news, which the end of waiting comes with
+            text = f"is given up after {_MAX_FRESH_AGENTS} fresh agents: {node.why_lost}"
+            self._news.append(f"{node.label} {text if node_id in alive else 'has left the cluster'}")
+
     def _reject(self, node: ClusterNode, why: str) -> None:
         self._news.append(f"{node.label} has joined the cluster, and stays out: {why or 'the run is over'}")
-        with contextlib.suppress(RayError):
-            ray.get(node.agent.leave.remote(), timeout=10)
+        ray.wait([node.agent.leave.remote()], timeout=_END_SECONDS)
         ray.kill(node.agent)
 
     def begin(self, members: Mapping[str, MemberFiles]) -> None:
@@ -477,7 +497,7 @@ class RayLauncher(Launcher):
             except RayTaskError as error:
                 raise OSError(f"{node.label}: {error.cause}") from error
             except (RayError, OSError) as error:
-                self._lose(node, in_short(error))
+                self._lose(node, error)
         worker.exited = bool(node.why_lost)
         self._workers[worker.number] = worker
         return worker
@@ -497,11 +517,14 @@ class RayLauncher(Launcher):
             try:
                 exit_, printed = ray.get(request, timeout=_WORKER_SECONDS)
             except (RayError, OSError) as error:
-                self._lose(node, in_short(error))
+                self._lose(node, error)
             else:
                 worker.print(printed)
                 return cast(Exit, exit_)
-        return Exit(-9, f"ended when {node.label} was lost ({node.why_lost})", is_lost=True)
+        # One of its workers counts as killed for lack of memory; the others were only there.
+        is_out_of_memory, node.is_out_of_memory = node.is_out_of_memory, False
+        text = f"ended when {node.label} was lost ({node.why_lost})"
+        return Exit(-9, text, is_out_of_memory, is_lost=True)
 
     def wait(self, handles: Sequence[Handle], timeout_seconds: float) -> Collection[Handle]:
         try:
@@ -515,7 +538,7 @@ class RayLauncher(Launcher):
         polls: dict[Any, ClusterNode] = {}
         for node in self._present_nodes():
             if self._cluster_loss:
-                self._lose(node, "its cluster is gone", is_news=False)
+                self._lose(node, "its cluster is gone")
                 continue
             if node.poll is None:
                 node.poll = node.call("events", "poll", _POLL_SECONDS, _FORGOTTEN_TIMES * self.hang_timeout)
@@ -535,7 +558,7 @@ class RayLauncher(Launcher):
                 if isinstance(error, OSError) or has_raylet_ended():
                     self._lose_connection(error)
                 else:
-                    self._lose(node, in_short(error))
+                    self._lose(node, error)
         for node in polls.values():
             self._check(node, self.hang_timeout)
 
@@ -572,15 +595,18 @@ class RayLauncher(Launcher):
                 worker.events.append(event)
             worker.exited = worker.exited or news.has_exited
 
-    def _lose(self, node: ClusterNode, why: str, is_news: bool = True) -> None:
-        """Note that a node does not answer any more: all that ran there has ended."""
+    def _lose(self, node: ClusterNode, why: str | Exception) -> None:
+        """Note that a node does not answer any more: all that ran there has ended; a dead agent has a successor."""
         if node.why_lost:
             return
-        node.why_lost = why
+        node.why_lost = why if isinstance(why, str) else in_short(why)
+        node.is_out_of_memory = isinstance(why, OutOfMemoryError)
         if node in self._nodes:  # not one that joins, and stays out
             self._lost.append(node)
-            if is_news:
-                self._news.append(f"{node.label} is lost: {why}")
+            if not self._cluster_loss:
+                self._news.append(f"{node.label} is lost: {node.why_lost}")
+            if isinstance(why, (RayActorError, OutOfMemoryError)):
+                self._returning[node.node_id] = node
             node.batch = Batch()
             for worker in self._workers.values():
                 if worker.node is node:
@@ -614,6 +640,8 @@ class RayLauncher(Launcher):
                 ray.kill(actor)
         for collection in (self._holders, self._nodes, self._joined, self._node_of, self._asked):
             collection.clear()
+        self._returning.clear()
+        self._fresh_agents.clear()
         if self._is_own_connection:
             self._is_own_connection = False
             if self._cluster_loss or silence(self._head, _CHECK_NODES_SECONDS):  # then it would never end

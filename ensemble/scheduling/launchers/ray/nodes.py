@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError
 
 from ensemble.common.files import keep_log_end, open_log
 from ensemble.common.gpus import Device
@@ -31,6 +31,7 @@ class ClusterNode:
     batch: Batch = field(default_factory=Batch)  # the last that has come
     supplied_members: set[str] = field(default_factory=set)  # whose files the run has sent to the node
     why_lost: str = ""  # empty while the node is there
+    is_out_of_memory: bool = False  # whether Ray has ended it for that, and no worker has been blamed yet
 
     @property
     def label(self) -> str:
@@ -121,6 +122,8 @@ def in_short(error: BaseException) -> str:
     """Return what has happened to a node, by Ray's error, in a few words."""
     if isinstance(error, RayActorError):
         return "its agent has died"
+    if isinstance(error, OutOfMemoryError):
+        return "Ray's memory monitor has ended its agent, as its host's memory was nearly full"
     if isinstance(error, GetTimeoutError):
         return "it does not respond"
     return (str(error).splitlines() or [type(error).__name__])[0]
