@@ -29,6 +29,15 @@ from ensemble.pipeline.labelled_table import LabelledTable
 
 _Numbers: TypeAlias = npt.NDArray[np.int64]
 _Values: TypeAlias = npt.NDArray[np.float64]
+# What a training learns of tables. What comes later may change because of what comes first: other rows are divided
+# otherwise.
+OF_TABLES = (
+    "labels",
+    "the rows or labels of the training table",
+    "training.folds",
+    "the cells of the training table",
+    "training.extra",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,37 +96,27 @@ class TrainingData:
         digests = self.table.row_digests(self.columns[member], self.files.get(member))
         return TrainedRows(digests, self.folds)
 
-    def digest(self, member: str, rows: _Numbers) -> str:
-        """Return a digest of everything in the tables that a member's training on these rows depends on.
+    def digests(self, member: str, fold: int | None) -> dict[str, str]:
+        """Return digests of all in the tables that a training depends on, by what a user calls it (``OF_TABLES``).
 
-        For the built-in way these are the cells that the member reads, of these rows alone; for a command, which
-        may read any column, the whole files.
-        """
-        hashed = blake2b(repr((self.main.labels, self.main.activation)).encode(), digest_size=32)
-        if member in self.commands:
-            hashed.update("".join(self._file_digests).encode() + rows.tobytes())
-        for array in (self.trained_rows(member).digests[rows], *self._learned(rows).values()):
-            hashed.update(array.tobytes())
-        return hashed.hexdigest()
-
-    def digests(self, member: str) -> dict[str, str]:
-        """Return digests of what a member's trainings learn, by what a user calls it.
-
-        They tell what has changed where ``digest`` has; what the user changes less directly comes later.
+        For the built-in way these are the cells that the member reads, of rows outside the fold alone; for a
+        command, which may read any column, the whole files.
         """
         rows = self.main.table.rows
         cells = self.trained_rows(member).digests
+        if fold is not None:
+            cells = np.where((self.folds == fold)[:, None], np.uint64(0), cells)
         main, *extra = self._file_digests if member in self.commands else [""] * len(self.tables)
-        folds = (self.folds if self.groups is None else np.stack([self.folds, self.groups], axis=1))[:rows]
-        parts: dict[str, Sequence[Any]] = {
-            "labels": [repr((self.main.labels, self.main.activation))],
-            "the rows of the training table": [main, cells[:rows]],
-            "what they are labelled with": [self.targets[:rows]],
-            "training.folds": [folds],
-            "training.extra": [*extra, cells[rows:], self.targets[rows:], self.weights[rows:]],
-        }
+        groups = np.empty(0) if self.groups is None else self.groups
+        parts: tuple[Sequence[Any], ...] = (
+            [repr((self.main.labels, self.main.activation))],
+            [self.targets[:rows]],
+            [self.folds[:rows], groups[:rows]],
+            [main, cells[:rows]],
+            [*extra, cells[rows:], self.targets[rows:], self.weights[rows:], groups[rows:]],
+        )
         digests = {}
-        for name, values in parts.items():
+        for name, values in zip(OF_TABLES, parts, strict=True):
             hashed = blake2b(digest_size=32)
             for value in values:
                 hashed.update(value.encode() if isinstance(value, str) else value.tobytes())

@@ -47,22 +47,19 @@ class PartRecord(Part):
 
 @dataclass(frozen=True)
 class Seal:
-    """Say what a checkpoint or adapter was made of, how it was trained, and what its files hold.
+    """Say what a checkpoint or adapter is made of, how it was trained, and what its files hold.
 
     Attributes:
         made_of: digests of what the training depends on, by its name, such as "train.command".
-        files: by the path within the folder.
-        tables: digests of what the training tables' digest in ``made_of`` is of; empty in seals of older versions.
+        record: "waiting" until a user asks for the training, "training" until it has ended well.
+        files: by the path within the folder; empty until they were checked.
         note: what the user should know of what was left; empty: nothing.
-        is_replaced: whether the user has asked for another in its place (``--fresh``); it is not used again.
     """
 
     made_of: dict[str, str]
     record: PartRecord
     files: dict[str, FileDigest] = field(default_factory=dict)
-    tables: dict[str, str] = field(default_factory=dict)
     note: str = ""
-    is_replaced: bool = False
 
 
 @dataclass(frozen=True)

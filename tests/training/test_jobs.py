@@ -464,7 +464,8 @@ def test_a_table_that_changes_meanwhile(trained: Trained) -> None:
     )
     done = trained.train("--fold", "0")
     assert (
-        "a: trained anew: fold 0: the rows of the training table changed since it was trained" in done.stdout
+        "a: trained anew: fold 0: the rows or labels of the training table changed since it was trained"
+        in done.stdout
     )
 
 
