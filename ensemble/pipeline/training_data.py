@@ -26,18 +26,10 @@ from ensemble.data.row_files import FileCells
 from ensemble.data.table import InputTable
 from ensemble.data.trained_rows import TrainedRows
 from ensemble.pipeline.labelled_table import LabelledTable
+from ensemble.pipeline.training_dir import OF_TABLES
 
 _Numbers: TypeAlias = npt.NDArray[np.int64]
 _Values: TypeAlias = npt.NDArray[np.float64]
-# What a training learns of tables. What comes later may change because of what comes first: other rows are divided
-# otherwise.
-OF_TABLES = (
-    "labels",
-    "the rows or labels of the training table",
-    "training.folds",
-    "the cells of the training table",
-    "training.extra",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +46,7 @@ class TrainingData:
         files: the column that names files, by name of the members that read files.
         commands: the members that are trained by a command.
         file_states: of the files that were read, by absolute path.
+        notes: sentences for the user about how the tables were read.
     """
 
     tables: tuple[LabelledTable, ...]
@@ -64,6 +57,7 @@ class TrainingData:
     files: Mapping[str, FileCells]
     commands: frozenset[str]
     file_states: Mapping[str, FileState]
+    notes: tuple[str, ...] = ()
 
     @property
     def main(self) -> LabelledTable:
@@ -216,7 +210,7 @@ class TrainingData:
             "whose text also stands in a table of training.extra, so that all models have learned it": in_extras,
             "whose text has another label in another row; their models learn both": with_labels,
         }
-        remarks = [text for table in self.tables for text in table.table.file_remarks]
+        remarks = [*self.notes, *(text for table in self.tables for text in table.table.file_remarks)]
         for sentence, is_repeated in sentences.items():
             if is_repeated.any():
                 count = plural(int(is_repeated.sum()), "row")

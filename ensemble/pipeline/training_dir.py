@@ -27,6 +27,16 @@ from pathlib import Path
 from ensemble.common.files import TEMPORARY, remove_folder, sync_directory
 from ensemble.config import MemberConfig
 
+# What a training learns of tables, as a user calls it. What comes later may change because of what comes first:
+# other rows are divided otherwise.
+OF_TABLES = (
+    "labels",
+    "the rows or labels of the training table",
+    "training.folds",
+    "the cells of the training table",
+    "training.extra",
+)
+
 
 @dataclass(frozen=True)
 class Part:

@@ -31,7 +31,7 @@ from ensemble.training.data import read_training_data
 from ensemble.training.jobs import Training, TrainingRun
 from ensemble.training.records import PartRecord, Seal, TrainingReport, read_record, write_record
 from ensemble.training.seal import output_columns, seal_training
-from ensemble.training.standing import Standing, changed_causes, consent_text, standing_of, texts_by_reason
+from ensemble.training.standing import Standing, consent_text, standing_of, texts_by_reason
 
 _PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
 # What {fold} is for a training on all rows.
@@ -139,14 +139,12 @@ def train_for_run(
         missing = missing_parts(loaded, model)
         if missing:
             names = ", ".join(part.text for part in missing)
+            why = f"there was no time to train {names}; {RESUMES}"
             kept = [part.text for part in missing if files.seal(model.name, part).exists()]
-            sentence = f"there was no time to train {names}; {RESUMES}"
             if kept:
-                sentence += (
-                    f". Its earlier trainings are kept ({listed(kept, 10, str)}): undo the change, and "
-                )
-                sentence += "they are used again"
-            untrained[model.name] = failures.get(model.name) or sentence
+                names = listed(kept, 10, str)
+                why += f". Its earlier trainings are kept ({names}): undo the change, and they are used again"
+            untrained[model.name] = failures.get(model.name) or why
             display.say(f"{model.name} is left out: {untrained[model.name]}")
     out_of_time = frozenset(name for name in untrained if not failures.get(name))
     deciding = {model.name for model in config.models if model.has_weight}
@@ -226,20 +224,23 @@ def _taken_as_sealed(loaded: LoadedConfig) -> str:
     Raises:
         ConfigError: a setting has changed, or a file of a checkpoint.
     """
-    config, files = loaded.config, TrainingDir(loaded.config.output_dir)
-    lost = next(_lost(config), None) if is_trained(loaded) else None
+    lost = next(_lost(loaded.config), None) if is_trained(loaded) else None
     if lost is None:
         return ""
-    problems = []
-    for model in config.trained_members:
-        settings = made_of(config, model)
-        for part in parts_of(model, fold_count(files.trained_rows(model.name))):
-            why = standing_of(files, model.name, part, settings).why
-            if why:
-                problems.append(f"{model.name}: {part.text} must be trained anew, and {lost} is gone: {why}")
+    problems = outdated_texts(loaded, f"must be trained anew, and {lost} is gone")
     if problems:
         raise ConfigError(problems)
     return f"{lost} is gone: the members are taken as they were trained"
+
+
+def outdated_texts(loaded: LoadedConfig, outcome: str) -> list[str]:
+    """Return which finished trainings a setting outdates, or a file of a checkpoint; tables are not read."""
+    config, files, standings = loaded.config, TrainingDir(loaded.config.output_dir), []
+    for model in config.trained_members:
+        settings = made_of(config, model)
+        for part in parts_of(model, fold_count(files.trained_rows(model.name))):
+            standings.append(standing_of(files, model.name, part, settings))
+    return [*texts_by_reason(standings, outcome)]
 
 
 def _lost(config: RunConfig) -> Iterator[str]:
@@ -264,26 +265,19 @@ def _train(
     trainings = [
         training for model in config.trained_members for training in _trainings(config, files, data, model)
     ]
-    standings: list[Standing] = []
-    is_taken: list[bool] = []
-    for training in trainings:
-        standing, taken = _take_up(config, files, training, asked.discard_old, display)
-        standings.append(standing)
-        is_taken.append(taken)
+    standings = [_take_up(config, files, training, asked.discard_old, display) for training in trainings]
     chosen = [item for item in standings if asked.fold in (None, item.part.fold)]
     others = [item for item in standings if item not in chosen]
     consent = consent_text(chosen)
     if consent and not asked.retrain and not asked.fresh:
         raise ConfigError([*texts_by_reason(chosen, "would be trained anew"), consent])
-    for text in texts_by_reason(chosen, "trained anew"):
-        display.say(text)
-    for text in texts_by_reason(others, "kept, but not used"):
+    for text in (*texts_by_reason(chosen, "trained anew"), *texts_by_reason(others, "kept, but not used")):
         display.say(text)
     to_run: list[Training] = []
-    for training, standing, taken in zip(trainings, standings, is_taken, strict=True):
+    for training, standing in zip(trainings, standings, strict=True):
         name, part, is_asked = training.model.name, training.part, standing in chosen
-        # What has just been sealed is what --fresh has asked for before.
-        is_fresh = asked.fresh and is_asked and not taken
+        # What has just been taken is what --fresh has asked for before.
+        is_fresh = asked.fresh and is_asked and not standing.is_taken
         is_done = standing.is_done and not is_fresh
         if standing.is_done != files.is_finished(name, part):
             files.trained_rows(name).unlink(missing_ok=True)  # they are of other folds than those in use now
@@ -312,15 +306,14 @@ def _train(
 
 def _take_up(
     config: RunConfig, files: TrainingDir, training: Training, discard_old: bool, display: Display
-) -> tuple[Standing, bool]:
-    """Take what a training has left that has ended well; return how it stands, and whether this was taken."""
-    name, part, refusal, is_taken = training.model.name, training.part, "", False
+) -> Standing:
+    """Take what a training has left that has ended well, and tell how it stands then."""
+    name, part, is_taken, refusal = training.model.name, training.part, False, ""
     begun = read_record(files.begun(name, part), Seal)
-    has_ended = begun is not None and begun.record.status == "done" and files.unfinished(name, part).is_dir()
     if begun is not None and begun.files:
         files.put_in_place(name, part, discard_old)
         is_taken = True
-    elif begun is not None and has_ended and not changed_causes(begun, training.made_of):
+    elif begun is not None and begun.has_ended_as(training.made_of) and files.unfinished(name, part).is_dir():
         try:  # the user may have mended what was refused
             note = seal_training(files, training.model, part, output_columns(config), begun, discard_old)
         except (CheckpointError, ConfigError) as error:
@@ -329,7 +322,7 @@ def _take_up(
             display.say(f"{name}: {part.text}: what its training has left is taken now{note and f'; {note}'}")
             is_taken = True
     standing = standing_of(files, name, part, training.made_of)
-    return (replace(standing, why=refusal) if refusal else standing), is_taken
+    return replace(standing, is_taken=is_taken, why=refusal or standing.why)
 
 
 def _trainings(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from ensemble.common.digests import has_files
 from ensemble.common.text import duration, listed, plural, shown_path
-from ensemble.pipeline.training_data import OF_TABLES
 from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.training.records import Seal, read_record
 
@@ -23,6 +22,7 @@ class Standing:
     Attributes:
         is_done: whether it has ended well, is made of what it would be made of now, and is untouched.
         goes_on: whether a command has begun it, and was stopped.
+        is_taken: whether what a stopped command has left was put in its place just now.
         why: why what has ended well is made again; empty: there is none, or it was said when its replacement began.
         seconds: what has ended well took.
     """
@@ -31,6 +31,7 @@ class Standing:
     part: Part
     is_done: bool = False
     goes_on: bool = False
+    is_taken: bool = False
     why: str = ""
     seconds: float = 0.0
 
@@ -51,11 +52,11 @@ def standing_of(files: TrainingDir, member: str, part: Part, made_of: Mapping[st
     is_there = seal if place.is_dir() else None
     seconds = sum(item.record.seconds or 0.0 for item in (is_there, begun) if item is not None)
     status = "waiting" if begun is None else begun.record.status
-    if begun is not None and status != "waiting" and not changed_causes(begun, made_of):
+    if begun is not None and status != "waiting" and not begun.changed(made_of):
         return Standing(member=member, part=part, goes_on=status == "training", seconds=seconds)
     why = ""
-    if seal is not None and (changed := changed_causes(seal, made_of)):
-        why = f"{changed} changed since it was trained"
+    if seal is not None and seal.changed(made_of):
+        why = f"{seal.changed(made_of)} changed since it was trained"
     elif seal is not None and has_files(place, seal.files):
         return Standing(member=member, part=part, is_done=True)
     elif seal is not None:
@@ -63,15 +64,8 @@ def standing_of(files: TrainingDir, member: str, part: Part, made_of: Mapping[st
     elif files.seal(member, part).exists():
         why = "its seal cannot be read"
     elif begun is not None and status == "done" and unfinished.is_dir():
-        why = f"{changed_causes(begun, made_of)} changed since it ended, and it was not sealed"
+        why = f"{begun.changed(made_of)} changed since it ended, and it was not sealed"
     return Standing(member=member, part=part, why=why, seconds=seconds)
-
-
-def changed_causes(seal: Seal, made_of: Mapping[str, str]) -> str:
-    """Return what has changed since a seal was written, by name; empty: nothing."""
-    changed = [name for name, digest in made_of.items() if seal.made_of.get(name) != digest]
-    of_tables = [name for name in OF_TABLES if name in changed]
-    return listed([name for name in changed if name not in of_tables[1:]], 5, str)
 
 
 def texts_by_reason(standings: Iterable[Standing], outcome: str) -> Iterator[str]:
