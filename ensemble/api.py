@@ -633,11 +633,11 @@ def _load(config: object, overrides: Overrides | None, quiet: bool = True) -> Lo
         from ensemble.pipeline.trained_members import with_trained
         from ensemble.training.command import outdated_texts
 
-        stream = _stream(quiet, loaded.redactor)
-        for text in outdated_texts(loaded, "taken as it was trained, and train would train it anew"):
-            if stream is not None:
+        result, stream = with_trained(loaded), _stream(quiet, loaded.redactor)
+        if stream is not None:
+            for text in outdated_texts(loaded, "taken as it was trained, and train would train it anew"):
                 print(f"! {text}", file=stream)
-        return with_trained(loaded)
+        return result
 
 
 def _load_as_written(config: object, overrides: Overrides | None) -> LoadedConfig:

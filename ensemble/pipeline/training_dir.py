@@ -132,10 +132,8 @@ class TrainingDir:
 
     def put_in_place(self, member: str, part: Part, discard_old: bool = False) -> None:
         """Put a sealed folder in its place, or go on with that; what was there moves to ``old``, or is removed."""
-        folder, unfinished, old = (
-            name(member, part) for name in (self.checkpoint, self.unfinished, self.old)
-        )
-        seal = self.seal(member, part)
+        folder, seal = self.checkpoint(member, part), self.seal(member, part)
+        unfinished, old = self.unfinished(member, part), self.old(member, part)
         if unfinished.is_dir():
             if discard_old:
                 remove_folder(folder)
