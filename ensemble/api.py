@@ -228,7 +228,7 @@ def rehearse(
     for name, count in (("rows", rows), ("sample", sample)):
         if count is not None and count < 1:
             raise ConfigError(f"{name}: give a whole number of at least 1, not {count}")
-    loaded = _load(config, overrides)
+    loaded = _load(config, overrides, quiet)
     table = _optional_input(lengths_from)
     with _exclusive_run(loaded, quiet) as stream:
         from ensemble.cli.progress import choose_display
@@ -271,7 +271,7 @@ def tune(
         write: File for the settings found, for `run CONFIG YAML`.
         force: Replace an existing file.
     """
-    loaded = _load(config, overrides)
+    loaded = _load(config, overrides, quiet)
     file = _optional_path(write)
     with imports():
         from ensemble.analysis.tune.command import overrides_beside
@@ -350,7 +350,7 @@ def fit(
             target = check_output(file, force, [path for path in paths if isinstance(path, Path)], table)
         report, text = fit_sources(
             paths,
-            lambda configs: _load(configs, overrides),
+            lambda configs: _load(configs, overrides, quiet),
             Options(metric, method, calibration, folds, seed, merge_method or "mean"),
             labels=table,
             label_column=label_column,
@@ -622,8 +622,8 @@ def checked_trainings(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
     return with_trained(loaded, may_lack=True), warnings
 
 
-def _load(config: object, overrides: Overrides | None) -> LoadedConfig:
-    """Load a config, with an ordinary member in place of each one that is trained.
+def _load(config: object, overrides: Overrides | None, quiet: bool = True) -> LoadedConfig:
+    """Load a config, with an ordinary member in place of each one that is trained; say what a change outdates.
 
     Raises:
         ConfigError: a member is not trained yet.
@@ -631,8 +631,13 @@ def _load(config: object, overrides: Overrides | None) -> LoadedConfig:
     loaded = _load_as_written(config, overrides)
     with imports(), redacted_errors(loaded.redactor):
         from ensemble.pipeline.trained_members import with_trained
+        from ensemble.training.command import outdated_texts
 
-        return with_trained(loaded)
+        result, stream = with_trained(loaded), _stream(quiet, loaded.redactor)
+        if stream is not None:
+            for text in outdated_texts(loaded, "taken as it was trained, and train would train it anew"):
+                print(f"! {text}", file=stream)
+        return result
 
 
 def _load_as_written(config: object, overrides: Overrides | None) -> LoadedConfig:

@@ -26,6 +26,7 @@ from ensemble.data.row_files import FileCells
 from ensemble.data.table import InputTable
 from ensemble.data.trained_rows import TrainedRows
 from ensemble.pipeline.labelled_table import LabelledTable
+from ensemble.pipeline.training_dir import OF_TABLES
 
 _Numbers: TypeAlias = npt.NDArray[np.int64]
 _Values: TypeAlias = npt.NDArray[np.float64]
@@ -45,6 +46,7 @@ class TrainingData:
         files: the column that names files, by name of the members that read files.
         commands: the members that are trained by a command.
         file_states: of the files that were read, by absolute path.
+        notes: sentences for the user about how the tables were read.
     """
 
     tables: tuple[LabelledTable, ...]
@@ -55,6 +57,7 @@ class TrainingData:
     files: Mapping[str, FileCells]
     commands: frozenset[str]
     file_states: Mapping[str, FileState]
+    notes: tuple[str, ...] = ()
 
     @property
     def main(self) -> LabelledTable:
@@ -87,37 +90,27 @@ class TrainingData:
         digests = self.table.row_digests(self.columns[member], self.files.get(member))
         return TrainedRows(digests, self.folds)
 
-    def digest(self, member: str, rows: _Numbers) -> str:
-        """Return a digest of everything in the tables that a member's training on these rows depends on.
+    def digests(self, member: str, fold: int | None) -> dict[str, str]:
+        """Return digests of all in the tables that a training depends on, by what a user calls it (``OF_TABLES``).
 
-        For the built-in way these are the cells that the member reads, of these rows alone; for a command, which
-        may read any column, the whole files.
-        """
-        hashed = blake2b(repr((self.main.labels, self.main.activation)).encode(), digest_size=32)
-        if member in self.commands:
-            hashed.update("".join(self._file_digests).encode() + rows.tobytes())
-        for array in (self.trained_rows(member).digests[rows], *self._learned(rows).values()):
-            hashed.update(array.tobytes())
-        return hashed.hexdigest()
-
-    def digests(self, member: str) -> dict[str, str]:
-        """Return digests of what a member's trainings learn, by what a user calls it.
-
-        They tell what has changed where ``digest`` has; what the user changes less directly comes later.
+        For the built-in way these are the cells that the member reads, of rows outside the fold alone; for a
+        command, which may read any column, the whole files.
         """
         rows = self.main.table.rows
         cells = self.trained_rows(member).digests
+        if fold is not None:
+            cells = np.where((self.folds == fold)[:, None], np.uint64(0), cells)
         main, *extra = self._file_digests if member in self.commands else [""] * len(self.tables)
-        folds = (self.folds if self.groups is None else np.stack([self.folds, self.groups], axis=1))[:rows]
-        parts: dict[str, Sequence[Any]] = {
-            "labels": [repr((self.main.labels, self.main.activation))],
-            "the rows of the training table": [main, cells[:rows]],
-            "what they are labelled with": [self.targets[:rows]],
-            "training.folds": [folds],
-            "training.extra": [*extra, cells[rows:], self.targets[rows:], self.weights[rows:]],
-        }
+        groups = np.empty(0) if self.groups is None else self.groups
+        parts: tuple[Sequence[Any], ...] = (
+            [repr((self.main.labels, self.main.activation))],
+            [self.targets[:rows]],
+            [self.folds[:rows], groups[:rows]],
+            [main, cells[:rows]],
+            [*extra, cells[rows:], self.targets[rows:], self.weights[rows:], groups[rows:]],
+        )
         digests = {}
-        for name, values in parts.items():
+        for name, values in zip(OF_TABLES, parts, strict=True):
             hashed = blake2b(digest_size=32)
             for value in values:
                 hashed.update(value.encode() if isinstance(value, str) else value.tobytes())
@@ -217,7 +210,7 @@ class TrainingData:
             "whose text also stands in a table of training.extra, so that all models have learned it": in_extras,
             "whose text has another label in another row; their models learn both": with_labels,
         }
-        remarks = [text for table in self.tables for text in table.table.file_remarks]
+        remarks = [*self.notes, *(text for table in self.tables for text in table.table.file_remarks)]
         for sentence, is_repeated in sentences.items():
             if is_repeated.any():
                 count = plural(int(is_repeated.sum()), "row")

@@ -7,12 +7,11 @@ output_dir/
     folds.csv         the id and the fold of each row of the training table
     data/             the rows that each training reads, such as fold-0.csv
     features/         pooled features, which all heads are trained on
-    models/<member>/  fold-0/: a finished checkpoint or adapter; fold-0.json: its seal, which says what it was made
-                      of and what its files hold; fold-0.unfinished/: where a training writes; fold-0.spec.json:
-                      what our own trainer is to do; rows.bin: the digest and the fold of each row;
-                      fold-0.outdated.json: the seal of fold-0/ while that is not used, and waits to be replaced;
-                      fold-0.old/ and fold-0.old.json: what was replaced; fold-0.ended.json: a seal, still without
-                      files, of a training that has ended well
+    models/<member>/  fold-0/: a finished checkpoint or adapter; fold-0.unfinished/: where a training writes, and
+                      fold-0.old/: what was replaced. Each has its seal beside it, such as fold-0.json, which says
+                      what it was made of and what its files hold; while there is fold-0.unfinished.json, fold-0/
+                      is to be replaced, and not used; fold-0.spec.json: what our own trainer is to do; rows.bin:
+                      the digest and the fold of each row
     rungs/            what is known to fit, by member and kind of device
     oof/              the run that predicts each row by models that have not seen it, with files as of any run
     logs/             train.log: what the parent did; <member>/fold-0.log: what the commands of a training printed;
@@ -27,6 +26,16 @@ from pathlib import Path
 
 from ensemble.common.files import TEMPORARY, remove_folder, sync_directory
 from ensemble.config import MemberConfig
+
+# What a training learns of tables, as a user calls it. What comes later may change because of what comes first:
+# other rows are divided otherwise.
+OF_TABLES = (
+    "labels",
+    "the rows or labels of the training table",
+    "training.folds",
+    "the cells of the training table",
+    "training.extra",
+)
 
 
 @dataclass(frozen=True)
@@ -83,17 +92,12 @@ class TrainingDir:
     def unfinished(self, member: str, part: Part) -> Path:
         return self._of_member(member) / f"{part.name}.unfinished"
 
-    def outdated_seal(self, member: str, part: Part) -> Path:
-        return self._of_member(member) / f"{part.name}.outdated.json"
+    def begun(self, member: str, part: Part) -> Path:
+        """Return the seal of ``unfinished``: of a training that is to be done, or is not in its place yet."""
+        return self._of_member(member) / f"{part.name}.unfinished.json"
 
     def old(self, member: str, part: Part) -> Path:
         return self._of_member(member) / f"{part.name}.old"
-
-    def old_seal(self, member: str, part: Part) -> Path:
-        return self._of_member(member) / f"{part.name}.old.json"
-
-    def ended(self, member: str, part: Part) -> Path:
-        return self._of_member(member) / f"{part.name}.ended.json"
 
     def spec(self, member: str, part: Part) -> Path:
         return self._of_member(member) / f"{part.name}.spec.json"
@@ -108,8 +112,8 @@ class TrainingDir:
         return self.root / "models" / member
 
     def is_finished(self, member: str, part: Part) -> bool:
-        """Return whether a checkpoint is in its place with its seal, without which nothing is trusted."""
-        is_sealed = self.seal(member, part).is_file() and not self.outdated_seal(member, part).exists()
+        """Return whether a checkpoint is in its place with its seal, and none is to replace it."""
+        is_sealed = self.seal(member, part).is_file() and not self.begun(member, part).exists()
         return is_sealed and self.checkpoint(member, part).is_dir()
 
     def tidy(self) -> None:
@@ -121,32 +125,24 @@ class TrainingDir:
             if self.oof_run not in leftover.parents and not leftover.is_dir():
                 leftover.unlink(missing_ok=True)
 
-    def set_aside(self, member: str, part: Part) -> None:
-        """Take a finished training out of use; its folder stays until its replacement is sealed."""
-        seal, outdated = self.seal(member, part), self.outdated_seal(member, part)
-        if outdated.exists():  # that is of the folder; a newer seal is of one that is gone
-            seal.unlink(missing_ok=True)
-        elif seal.exists():
-            seal.rename(outdated)
-
     def clear(self, member: str, part: Part) -> None:
         """Remove what a training has left that was not sealed."""
-        self.ended(member, part).unlink(missing_ok=True)
+        self.begun(member, part).unlink(missing_ok=True)
         remove_folder(self.unfinished(member, part))
 
-    def replace(self, member: str, part: Part, discard_old: bool = False) -> None:
-        """Put a sealed folder in its place; what was there moves to ``old``, or is removed."""
-        folder, old = self.checkpoint(member, part), self.old(member, part)
-        outdated, old_seal = self.outdated_seal(member, part), self.old_seal(member, part)
-        if discard_old:
-            remove_folder(folder)
-            outdated.unlink(missing_ok=True)
-        elif os.path.lexists(folder):
-            remove_folder(old)
-            old_seal.unlink(missing_ok=True)
-            folder.rename(old)
-        if outdated.exists():
-            outdated.rename(old_seal)
-        self.unfinished(member, part).rename(folder)
-        self.ended(member, part).unlink(missing_ok=True)
+    def put_in_place(self, member: str, part: Part, discard_old: bool = False) -> None:
+        """Put a sealed folder in its place, or go on with that; what was there moves to ``old``, or is removed."""
+        folder, seal = self.checkpoint(member, part), self.seal(member, part)
+        unfinished, old = self.unfinished(member, part), self.old(member, part)
+        if unfinished.is_dir():
+            if discard_old:
+                remove_folder(folder)
+                seal.unlink(missing_ok=True)
+            elif os.path.lexists(folder):
+                remove_folder(old)
+                folder.rename(old)
+            if seal.exists():
+                seal.rename(old.with_name(f"{old.name}.json"))
+            unfinished.rename(folder)
+        self.begun(member, part).rename(seal)
         sync_directory(folder.parent)

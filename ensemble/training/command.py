@@ -26,20 +26,12 @@ from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.pipeline.trained_members import is_trained, missing_parts, with_trained
 from ensemble.pipeline.training_data import TrainingData
 from ensemble.pipeline.training_dir import TrainingDir, parts_of
-from ensemble.training.again import Again, consent_text, texts_by_reason
 from ensemble.training.check import check_trainings
 from ensemble.training.data import read_training_data
 from ensemble.training.jobs import Training, TrainingRun
-from ensemble.training.records import Seal, TrainingReport, read_record, write_record
-from ensemble.training.seal import (
-    TABLES,
-    ended_training,
-    output_columns,
-    seal_training,
-    settle,
-    use_again,
-    why_to_train,
-)
+from ensemble.training.records import PartRecord, Seal, TrainingReport, read_record, write_record
+from ensemble.training.seal import output_columns, seal_training
+from ensemble.training.standing import Standing, consent_text, standing_of, texts_by_reason
 
 _PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
 # What {fold} is for a training on all rows.
@@ -140,14 +132,19 @@ def train_for_run(
     report = train(loaded, display, began, asked, owns_process)
     if config.on_member_failure == "fail" and config.time_limit is None:
         raise_unless_trained(report)
+    files = TrainingDir(config.output_dir)
     failures = {member.name: member.failure for member in report.members}
     untrained = {}
     for model in config.trained_members:
-        missing = ", ".join(part.text for part in missing_parts(loaded, model))
+        missing = missing_parts(loaded, model)
         if missing:
-            untrained[model.name] = failures.get(model.name) or (
-                f"there was no time to train {missing}; {RESUMES}{_kept_text(config, model)}"
-            )
+            names = ", ".join(part.text for part in missing)
+            why = f"there was no time to train {names}; {RESUMES}"
+            kept = [part.text for part in missing if files.seal(model.name, part).exists()]
+            if kept:
+                names = listed(kept, 10, str)
+                why += f". Its earlier trainings are kept ({names}): undo the change, and they are used again"
+            untrained[model.name] = failures.get(model.name) or why
             display.say(f"{model.name} is left out: {untrained[model.name]}")
     out_of_time = frozenset(name for name in untrained if not failures.get(name))
     deciding = {model.name for model in config.models if model.has_weight}
@@ -159,16 +156,6 @@ def train_for_run(
         )
     loaded = with_trained(loaded, may_lack=True)
     return replace(loaded, untrained=untrained, out_of_time=out_of_time)
-
-
-def _kept_text(config: RunConfig, model: MemberConfig) -> str:
-    """Return that finished trainings are there, but not used since a change; empty: there are none."""
-    files = TrainingDir(config.output_dir)
-    parts = parts_of(model, fold_count(files.trained_rows(model.name)))
-    kept = [part.text for part in parts if files.outdated_seal(model.name, part).exists()]
-    if not kept:
-        return ""
-    return f". Its earlier trainings are kept ({listed(kept, 10, str)}): undo the change, and they are used again"
 
 
 def preview_trainings(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
@@ -188,28 +175,26 @@ def preview_trainings(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
         return loaded, [remark]
     sentences, data = check_trainings(loaded), read_training_data(loaded)
     outdated: dict[str, dict[int | None, str]] = {}
-    again: list[Again] = []
+    standings: list[Standing] = []
     for model in config.trained_members:
-        reasons = {
-            training.part: why_to_train(files, model.name, training.part, training.made_of, training.tables)
+        of_member = [
+            standing_of(files, model.name, training.part, training.made_of)
             for training in _trainings(config, files, data, model)
-        }
-        changed = [Again.of(files, model.name, part, why) for part, why in reasons.items() if why]
-        if changed:
-            outdated[model.name] = {part.fold: why for part, why in reasons.items() if why is not None}
-        again += changed
+        ]
+        standings += of_member
+        if any(standing.why for standing in of_member):
+            outdated[model.name] = {item.part.fold: item.why for item in of_member if not item.is_done}
         back = [
-            part.text
-            for part, why in reasons.items()
-            if why is None and not files.is_finished(model.name, part)
+            item.part.text
+            for item in of_member
+            if item.is_done and not files.is_finished(model.name, item.part)
         ]
         if back:
             sentences.append(
                 f"{model.name}: {listed(back, 10, str)}: trained already, and used again by train or run"
             )
-    sentences += texts_by_reason(again, "would be trained anew")
-    sentences += filter(None, [consent_text(again)])
-    return replace(loaded, outdated=outdated), [*sentences, *data.remarks]
+    sentences += [*texts_by_reason(standings, "would be trained anew"), consent_text(standings)]
+    return replace(loaded, outdated=outdated), [*filter(None, sentences), *data.remarks]
 
 
 def raise_unless_trained(report: TrainingReport) -> None:
@@ -239,22 +224,23 @@ def _taken_as_sealed(loaded: LoadedConfig) -> str:
     Raises:
         ConfigError: a setting has changed, or a file of a checkpoint.
     """
-    config, files = loaded.config, TrainingDir(loaded.config.output_dir)
-    lost = next(_lost(config), None) if is_trained(loaded) else None
+    lost = next(_lost(loaded.config), None) if is_trained(loaded) else None
     if lost is None:
         return ""
-    problems = []
-    for model in config.trained_members:
-        settings = made_of(config, model)
-        for part in parts_of(model, fold_count(files.trained_rows(model.name))):
-            reason = why_to_train(files, model.name, part, settings)
-            if reason is not None:
-                problems.append(
-                    f"{model.name}: {part.text} must be trained anew, and {lost} is gone: {reason}"
-                )
+    problems = outdated_texts(loaded, f"must be trained anew, and {lost} is gone")
     if problems:
         raise ConfigError(problems)
     return f"{lost} is gone: the members are taken as they were trained"
+
+
+def outdated_texts(loaded: LoadedConfig, outcome: str) -> list[str]:
+    """Return which finished trainings a setting outdates, or a file of a checkpoint; tables are not read."""
+    config, files, standings = loaded.config, TrainingDir(loaded.config.output_dir), []
+    for model in config.trained_members:
+        settings = made_of(config, model)
+        for part in parts_of(model, fold_count(files.trained_rows(model.name))):
+            standings.append(standing_of(files, model.name, part, settings))
+    return [*texts_by_reason(standings, outcome)]
 
 
 def _lost(config: RunConfig) -> Iterator[str]:
@@ -279,45 +265,32 @@ def _train(
     trainings = [
         training for model in config.trained_members for training in _trainings(config, files, data, model)
     ]
-    had_ended = [
-        ended_training(files, training.model.name, training.part, training.made_of) is not None
-        for training in trainings
-    ]
-    refusals = [_take_up(config, files, training, asked.discard_old, display) for training in trainings]
-    reasons = [
-        refusal or why_to_train(files, training.model.name, training.part, training.made_of, training.tables)
-        for training, refusal in zip(trainings, refusals, strict=True)
-    ]
-    are_asked = [asked.fold in (None, training.part.fold) for training in trainings]
-    again: dict[bool, list[Again]] = {True: [], False: []}
-    for training, why, is_asked in zip(trainings, reasons, are_asked, strict=True):
-        if why:
-            again[is_asked].append(Again.of(files, training.model.name, training.part, why))
-    consent = consent_text(again[True])
+    standings = [_take_up(config, files, training, asked.discard_old, display) for training in trainings]
+    chosen = [item for item in standings if asked.fold in (None, item.part.fold)]
+    others = [item for item in standings if item not in chosen]
+    consent = consent_text(chosen)
     if consent and not asked.retrain and not asked.fresh:
-        raise ConfigError([*texts_by_reason(again[True], "would be trained anew"), consent])
-    for is_asked, outcome in ((True, "trained anew"), (False, "kept, but not used")):
-        for text in texts_by_reason(again[is_asked], outcome):
-            display.say(text)
+        raise ConfigError([*texts_by_reason(chosen, "would be trained anew"), consent])
+    for text in (*texts_by_reason(chosen, "trained anew"), *texts_by_reason(others, "kept, but not used")):
+        display.say(text)
     to_run: list[Training] = []
-    for training, why, is_asked, ended in zip(trainings, reasons, are_asked, had_ended, strict=True):
-        name, part = training.model.name, training.part
-        # What has just been sealed is what --fresh has asked for before.
-        is_fresh = asked.fresh and is_asked and not (ended and why is None)
-        if why is None and not is_fresh and use_again(files, name, part, training.made_of):
-            display.say(
-                f"{name}: {part.text} is used again, as nothing that it was trained from differs any more"
-            )
-        if why or is_fresh:  # never beside a fold of another division
-            files.set_aside(name, part)
-        aside = read_record(files.outdated_seal(name, part), Seal) if is_fresh else None
-        if aside is not None:
-            write_record(files.outdated_seal(name, part), replace(aside, is_replaced=True))
-        # What another training left is not taken for what this one will leave.
-        if is_asked and (why or is_fresh or files.ended(name, part).exists()):
+    for training, standing in zip(trainings, standings, strict=True):
+        name, part, is_asked = training.model.name, training.part, standing in chosen
+        # What has just been taken is what --fresh has asked for before.
+        is_fresh = asked.fresh and is_asked and not standing.is_taken
+        is_done = standing.is_done and not is_fresh
+        if standing.is_done != files.is_finished(name, part):
+            files.trained_rows(name).unlink(missing_ok=True)  # they are of other folds than those in use now
+        if is_done:
             files.clear(name, part)
-        if why is None or is_asked:
-            to_run.append(replace(training, is_done=why is None and not is_fresh))
+        elif (is_fresh or not standing.goes_on) and (is_asked or files.is_finished(name, part)):
+            # What is finished stays, out of use; what a stopped one has left is not taken for what this leaves.
+            files.clear(name, part)
+            files.begun(name, part).parent.mkdir(parents=True, exist_ok=True)
+            record = PartRecord(part.fold, "training" if is_asked else "waiting")
+            write_record(files.begun(name, part), Seal(dict(training.made_of), record))
+        if is_done or is_asked:
+            to_run.append(replace(training, is_done=is_done))
     for model in config.trained_members:
         names = [training.part.text for training in to_run if training.model is model and training.is_done]
         if names:
@@ -333,19 +306,23 @@ def _train(
 
 def _take_up(
     config: RunConfig, files: TrainingDir, training: Training, discard_old: bool, display: Display
-) -> str:
-    """Finish what a command has begun with a training that has ended; return why it is refused, or ""."""
-    name, part = training.model.name, training.part
-    settle(files, name, part, discard_old)
-    ended = ended_training(files, name, part, training.made_of)
-    if ended is None:
-        return ""
-    try:  # the user may have mended what was refused
-        note = seal_training(files, training.model, part, output_columns(config), ended, discard_old)
-    except (CheckpointError, ConfigError) as error:
-        return f"what it has left is refused: {'; '.join(error.problems)}"
-    display.say(f"{name}: {part.text}: what its training has left is taken now{note and f'; {note}'}")
-    return ""
+) -> Standing:
+    """Take what a training has left that has ended well, and tell how it stands then."""
+    name, part, is_taken, refusal = training.model.name, training.part, False, ""
+    begun = read_record(files.begun(name, part), Seal)
+    if begun is not None and begun.files:
+        files.put_in_place(name, part, discard_old)
+        is_taken = True
+    elif begun is not None and begun.has_ended_as(training.made_of) and files.unfinished(name, part).is_dir():
+        try:  # the user may have mended what was refused
+            note = seal_training(files, training.model, part, output_columns(config), begun, discard_old)
+        except (CheckpointError, ConfigError) as error:
+            refusal = f"what it has left is refused: {'; '.join(error.problems)}"
+        else:
+            display.say(f"{name}: {part.text}: what its training has left is taken now{note and f'; {note}'}")
+            is_taken = True
+    standing = standing_of(files, name, part, training.made_of)
+    return replace(standing, is_taken=is_taken, why=refusal or standing.why)
 
 
 def _trainings(
@@ -354,7 +331,7 @@ def _trainings(
     """Yield a member's trainings, with the commands that do them."""
     assert model.training is not None
     from_base, users_command = training_from_base(model), model.training.command or ()
-    settings, tables = made_of(config, model), data.digests(model.name)
+    settings = made_of(config, model)
     for part in parts_of(model, data.splits):
         values = {
             "train": str(files.train_file(part, data.suffix).absolute()),
@@ -369,8 +346,7 @@ def _trainings(
             part=part,
             command=tuple(command),
             from_base=from_base,
-            made_of={TABLES: data.digest(model.name, data.rows_of(part.fold)), **settings},
-            tables=tables,
+            made_of={**data.digests(model.name, part.fold), **settings},
         )
 
 
@@ -410,7 +386,6 @@ def _write_data(
     for model in config.trained_members:
         rows = files.trained_rows(model.name)
         if model.name in to_train or not fold_count(rows):
-            rows.parent.mkdir(parents=True, exist_ok=True)
             write_trained_rows(rows, data.trained_rows(model.name))
     built_in = [(training, training.from_base) for training in trainings if training.from_base is not None]
     if not built_in:

@@ -38,6 +38,7 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
     trained = {model.name: model.training for model in config.trained_members}
     views = [view for view in member_views(kinds, problems) if view.member in trained]
     tables: list[LabelledTable] = []
+    notes: list[str] = []
     with problems.at():
         also = {name: f"training.folds.{key}" for key, name in training.folds.columns.items()}
         tables.append(read_labelled_table(data, config, views, activation, training.labels, also))
@@ -48,6 +49,11 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
             group_column = training.folds.group_column
             has_groups = group_column is not None and group_column in column_names(keys.path)
             also = {str(group_column): "training.folds.group_column"} if has_groups else {}
+            if group_column is not None and not has_groups:
+                notes.append(
+                    f"{keys.path}: has no column {quoted(group_column)} (training.folds.group_column); its rows "
+                    "are trained on in all folds, whatever their groups"
+                )
             table = read_labelled_table(keys, config, views, activation, extra.labels, also, extra.weight)
             tables.append(table)
     problems.raise_any()
@@ -65,6 +71,7 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
         files=member_files(kinds, data.path.parent),
         commands=frozenset(name for name, train in trained.items() if train is not None and train.command),
         file_states={path: state for path, state in states.items() if state is not None},
+        notes=tuple(notes),
     )
     problems.add(_problems(result), DataError)
     problems.raise_any()

@@ -61,28 +61,26 @@ def place_extra_rows(
     numbers = np.arange(sum(extra.table.rows for extra in extras))
     if groups is None or not len(numbers):
         return np.full_like(numbers, IN_ALL_FOLDS), -1 - numbers
-    columns: list[pa.Array] = []
+    count = len(groups.values)
+    columns = [pa.array(groups.values, pa.large_string())]
     for extra in extras:
         has_groups = groups.name in extra.table.types([groups.name])
         cells = (
             extra.table.texts(groups.name) if has_groups else pa.nulls(extra.table.rows, pa.large_string())
         )
         columns += cells.chunks if has_groups else [cells]
-    cells = pc.fill_null(_as_written(pa.chunked_array(columns, pa.large_string())), "")
+    cells = pc.fill_null(pa.chunked_array(columns, pa.large_string()), "")
+    # Whole numbers as 7, not as 7.0, as pandas writes them once a cell was missing.
+    cells = pc.replace_substring_regex(cells, r"^(-?[0-9]+)\.0$", r"\1").combine_chunks()
+    # Of each extra row the first with its cell, by its number in ``numbers``; below 0: that is a group's own.
     _, first, places = np.unique(
-        pc.index_in(cells, value_set=cells.unique()).to_numpy(), return_index=True, return_inverse=True
+        cells.dictionary_encode().indices.to_numpy(), return_index=True, return_inverse=True
     )
-    first_row = np.where(pc.equal(cells, "").to_numpy(), numbers, first[places])
-    names = _as_written(pa.chunked_array([groups.values], pa.large_string()))
-    group = pc.fill_null(pc.index_in(cells, value_set=names), -1).to_numpy().astype(np.int64)
-    fold_of_group = np.empty(len(groups.values), np.int64)
+    first_row = np.where(pc.equal(cells, "").to_numpy(False)[count:], numbers, first[places][count:] - count)
+    fold_of_group = np.full(count + 1, IN_ALL_FOLDS)
     fold_of_group[groups.numbers] = folds
-    return np.where(group < 0, IN_ALL_FOLDS, fold_of_group[group]), np.where(group < 0, -1 - first_row, group)
-
-
-def _as_written(cells: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return cells with whole numbers as 7, not as 7.0, as pandas writes them once a cell was missing."""
-    return pc.replace_substring_regex(cells, r"^(-?[0-9]+)\.0$", r"\1")
+    group = np.minimum(first_row, 0) + count
+    return fold_of_group[group], np.where(first_row < 0, group, -1 - first_row)
 
 
 def _column_problems(path: Path, column: DistinctCells, groups: DistinctCells | None) -> Iterator[str]:

@@ -56,7 +56,7 @@ class Training:
     Attributes:
         command: a program and its arguments.
         from_base: the training, if the command is our own, which goes on with what an earlier try has left.
-        made_of, tables: see ``Seal``.
+        made_of: see ``Seal``.
         is_done: whether it has ended well earlier.
     """
 
@@ -65,7 +65,6 @@ class Training:
     command: tuple[str, ...]
     from_base: TrainingFromBase | None
     made_of: Mapping[str, str]
-    tables: Mapping[str, str]
     is_done: bool = False
 
     @property
@@ -272,7 +271,7 @@ class TrainingRun(RunHooks):
                 f"{shown_path(Path(path))} changed while {name} was trained; {part.text} learned the rows as they "
                 "were read at the start: the same command again trains anew on the new ones"
             )
-        seal = Seal(dict(training.made_of), record, tables=dict(training.tables))
+        seal = Seal(dict(training.made_of), record)
         note = seal_training(
             self._files, training.model, part, output_columns(config), seal, self.discard_old
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -11,7 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from ensemble.common.digests import FileDigest
 from ensemble.common.files import write_text
-from ensemble.pipeline.training_dir import Part
+from ensemble.common.text import listed
+from ensemble.pipeline.training_dir import OF_TABLES, Part
 from ensemble.scheduling.records import FaultRecord
 
 # ``time_limit``: some trainings could not end in time.
@@ -47,22 +49,28 @@ class PartRecord(Part):
 
 @dataclass(frozen=True)
 class Seal:
-    """Say what a checkpoint or adapter was made of, how it was trained, and what its files hold.
+    """Say what a checkpoint or adapter is made of, how it was trained, and what its files hold.
 
     Attributes:
         made_of: digests of what the training depends on, by its name, such as "train.command".
-        files: by the path within the folder.
-        tables: digests of what the training tables' digest in ``made_of`` is of.
+        record: "waiting" until a user asks for the training, "training" until it has ended well.
+        files: by the path within the folder; empty until they were checked.
         note: what the user should know of what was left; empty: nothing.
-        is_replaced: whether the user has asked for another in its place (``--fresh``); it is not used again.
     """
 
     made_of: dict[str, str]
     record: PartRecord
     files: dict[str, FileDigest] = field(default_factory=dict)
-    tables: dict[str, str] = field(default_factory=dict)
     note: str = ""
-    is_replaced: bool = False
+
+    def changed(self, made_of: Mapping[str, str]) -> str:
+        """Return what differs in ``made_of``, by name, but not what it lacks; empty: nothing."""
+        names = [name for name, digest in made_of.items() if self.made_of.get(name) != digest]
+        of_tables = [name for name in OF_TABLES if name in names]
+        return listed([name for name in names if name not in of_tables[1:]], 5, str)
+
+    def has_ended_as(self, made_of: Mapping[str, str]) -> bool:
+        return self.record.status == "done" and not self.changed(made_of)
 
 
 @dataclass(frozen=True)

@@ -98,9 +98,10 @@ def finish(
     made_of = next(_trainings(given.config, folder, data, model)).made_of
     for part in (*map(Part, range(FOLDS)), Part(None)) if parts is None else parts:
         shutil.copytree(adapters / part.name, folder.unfinished(model.name, part))
-        of_part = {**made_of, "the training table": data.digest(model.name, data.rows_of(part.fold))}
         record = PartRecord(part.fold, "done", 1, 1.0, ("cpu",))
-        seal_training(folder, model, part, columns, Seal(of_part, record))
+        seal_training(
+            folder, model, part, columns, Seal({**made_of, **data.digests(model.name, part.fold)}, record)
+        )
     digests = read("train.csv").row_digests(("a", "b"))
     more = read("test.csv").row_digests(("a", "b"))[list(extra)]
     folds = np.concatenate([FOLD_OF_ROW, np.full(len(more), -1)])

@@ -217,6 +217,9 @@ def test_extra_rows_are_left_out_of_the_fold_that_holds_their_group_out(folder: 
     assert len(counted) == 2
     assert counted[0].startswith(f"{folder / 'copies.parquet'}: 22 rows (id '0500', ")
     assert counted[1].startswith(f"{folder / 'others.csv'}: 2 rows (id '0704', '0705')")
+    assert data.remarks[0].startswith(
+        f"{folder / 'ungrouped.csv'}: has no column 'group' (training.folds.group_"
+    )
 
 
 def test_a_copy_in_its_own_fold_is_no_text_that_all_models_have_learned(folder: Path) -> None:

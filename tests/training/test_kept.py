@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from ensemble.api import _load
 from ensemble.cli.progress import QuietDisplay
 from ensemble.common.clock import boot_seconds
 from ensemble.common.digests import folder_digests
@@ -21,6 +25,7 @@ from ensemble.pipeline.training_dir import Part
 from ensemble.training.command import Asked, preview_trainings, train
 from ensemble.training.records import TrainingReport
 from tests.project import Project
+from tests.sampling import one_in
 from tests.training.test_jobs import Trained
 
 FOLDS = (Part(0), Part(1))
@@ -97,7 +102,7 @@ def test_a_finished_training_stays_until_its_replacement_is_sealed(trained: Trai
     assert trained.folds_called() == ["0", "1", "0", "0", "1"]
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
 def test_a_kill_while_a_training_takes_the_place_of_another(trained: Trained, step: int) -> None:
     """Once the new seal is written the new training counts, and the old one is still there."""
     do()
@@ -107,9 +112,11 @@ def test_a_kill_while_a_training_takes_the_place_of_another(trained: Trained, st
     do("seed=7", fold=0)
     after = digests(files.checkpoint("a", part))
     # As it was before the last steps.
-    files.checkpoint("a", part).rename(files.unfinished("a", part))
+    files.seal("a", part).rename(files.begun("a", part))
+    if step < 4:
+        files.checkpoint("a", part).rename(files.unfinished("a", part))
     if step < 3:
-        files.old_seal("a", part).rename(files.outdated_seal("a", part))
+        files.old("a", part).with_name("fold-0.old.json").rename(files.seal("a", part))
     if step < 2:
         files.old("a", part).rename(files.checkpoint("a", part))
     assert not files.is_finished("a", part)
@@ -118,6 +125,42 @@ def test_a_kill_while_a_training_takes_the_place_of_another(trained: Trained, st
     assert files.is_finished("a", part)
     assert digests(files.checkpoint("a", part)) == after
     assert digests(files.old("a", part)) == before
+
+
+def killed_at(change: int, *overrides: str) -> bool:
+    """Train in a process that is killed before one of its changes of the trainings' files, from 1."""
+    child = os.fork()
+    if child:
+        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    changes = 0
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal changes
+        if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir") and "/models/" in str(arguments[0]):
+            changes += 1
+            if changes == change:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    try:
+        do(*overrides)
+    finally:
+        os._exit(0)
+
+
+@pytest.mark.parametrize("change", one_in(10, [*range(1, 40)]))
+def test_a_kill_at_any_change_of_files_loses_nothing_that_is_trained(trained: Trained, change: int) -> None:
+    do()
+    before = digests_of_folds(trained)
+    (trained.scripts / "trained/note.txt").write_text("another result", encoding="utf-8")
+    assert killed_at(change, "seed=7")
+    for part, content in zip(FOLDS, before, strict=True):
+        places = [trained.files.checkpoint("a", part), trained.files.old("a", part)]
+        assert content in [digests(place) for place in places if place.is_dir()]
+    assert do("seed=7")[0].status == "complete"
+    assert all("note.txt" in digests for digests in digests_of_folds(trained))
+    assert [digests(trained.files.old("a", part)) for part in FOLDS] == before
+    assert all(trained.files.is_finished("a", part) for part in FOLDS)
 
 
 def test_what_is_trained_anew_is_told_before_and_asked_for_if_it_takes_long(trained: Trained) -> None:
@@ -165,6 +208,21 @@ def test_what_changed_is_named(trained: Trained) -> None:
     assert (
         "a: would be trained anew: fold 0, fold 1: training.extra changed since it was trained" in sentences
     )
+
+
+def test_commands_that_train_nothing_say_what_a_setting_has_outdated(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What rehearse, tune and fit begin with."""
+    do()
+    capsys.readouterr()
+    _load("config.yaml", {"seed": 7}, quiet=False)
+    sentence = (
+        "! a: taken as it was trained, and train would train it anew: fold 0, fold 1: seed changed since"
+    )
+    assert capsys.readouterr().out.startswith(sentence)
+    _load("config.yaml", {}, quiet=False)
+    assert not capsys.readouterr().out
 
 
 def test_a_limit_that_leaves_no_time_to_train_anew_says_what_is_kept(trained: Trained) -> None:
@@ -235,7 +293,7 @@ def test_a_finished_training_out_of_use_is_asked_for_again_and_again(trained: Tr
 def test_a_refused_result_is_not_removed_for_another_setting_without_a_word(trained: Trained) -> None:
     trained.mode(1, "two")
     do()
-    path = trained.files.ended("a", Part(1))
+    path = trained.files.begun("a", Part(1))
     seal = json.loads(path.read_text(encoding="utf-8"))
     seal["record"]["seconds"] = 4000.0
     path.write_text(json.dumps(seal), encoding="utf-8")

@@ -211,14 +211,14 @@ def test_models_without_the_script_and_the_table_that_they_learned(trained: Trai
     with pytest.raises(ConfigError) as caught:
         train_for_run(load([config], ["seed=7"]), display, boot_seconds(), owns_process=False)
     assert caught.value.problems[0] == (
-        "a: fold 0 must be trained anew, and train.csv is gone: seed changed since it was trained"
+        "a: must be trained anew, and train.csv is gone: fold 0, fold 1: seed changed since it was trained"
     )
     file = trained.files.checkpoint("b", Part(1)) / "config.json"
     file.write_text(file.read_text(encoding="utf-8") + " ", encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         train_for_run(load([config]), display, boot_seconds(), owns_process=False)
     (problem,) = caught.value.problems
-    assert problem.startswith("b: fold 1 must be trained anew, and train.csv is gone: the files in ")
+    assert problem.startswith("b: must be trained anew, and train.csv is gone: fold 1: the files in ")
     remove(trained, "a", Part(0))
     done = trained.ensemble("run", "config.yaml")
     assert done.returncode == 2

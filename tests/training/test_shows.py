@@ -228,7 +228,7 @@ def test_plan_and_doctor_tell_what_is_trained_and_what_lacks(
         if training.part in (Part(0), Part(2)):
             files.checkpoint("lora", training.part).mkdir(parents=True)
             record = PartRecord(training.part.fold, "done", 1, 1.0, ("cpu",))
-            seal = Seal(made_of={**training.made_of}, tables={**training.tables}, record=record)
+            seal = Seal(made_of={**training.made_of}, record=record)
             write_record(files.seal("lora", training.part), seal)
     digests = folds.read("train.csv").row_digests(("a", "b"))
     write_trained_rows(files.trained_rows("lora"), TrainedRows(digests, folds.FOLD_OF_ROW))
