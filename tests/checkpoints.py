@@ -33,7 +33,10 @@ WORDS = (
 def answers_of_this_process(module: str, asked: Sequence[Question]) -> list[Answer]:
     """Answer as the process of a module such as ``loading/describe.py`` does."""
     describe = import_module(module).describe
-    lines = [json.dumps(describe({"folder": str(one.folder), **one.arguments}), default=str) for one in asked]
+    lines = [
+        json.dumps(describe({"folder": str(question.folder), **question.arguments}), default=str)
+        for question in asked
+    ]
     return [Answer(json.loads(line)) for line in lines]
 
 
@@ -513,7 +516,7 @@ def image_reference(folder: Path, paths: Sequence[Path]) -> npt.NDArray[np.float
     rows = []
     for path in paths:
         with Image.open(path) as image:  # by itself it leaves files of several frames open
-            scores = {one["label"]: one["score"] for one in classify(image, top_k=len(labels))}
+            scores = {item["label"]: item["score"] for item in classify(image, top_k=len(labels))}
         rows.append([scores[labels[index]] for index in range(len(labels))])
     return np.array(rows)
 

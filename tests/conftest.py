@@ -106,9 +106,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault(questions.CACHE, str(config.cache.mkdir("checkpoints")))
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         return  # xdist's processes, which this one starts, shall not be ended by a hangup either
-    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(one) is signal.SIG_IGN:
-            signal.signal(one, lambda number, frame: None)
+    for item in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(item) is signal.SIG_IGN:
+            signal.signal(item, lambda number, frame: None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -105,7 +105,7 @@ def make_image(folder: Path, without: Collection[str] = ()) -> Path:
     (site / "image.pth").write_text(f"{image}\n", encoding="utf-8")
     left_out = re.compile("|".join(["ensemble_?", "__editable__", "__pycache__", *without]))
     seen = set()
-    for place in (Path(one) for one in sys.path if one.endswith("-packages")):
+    for place in (Path(item) for item in sys.path if item.endswith("-packages")):
         for entry in place.iterdir():
             # Of a package that lies over another release of itself, the one that is imported.
             name = re.sub(r"-[^-]*\.dist-info$", ".dist-info", entry.name).lower()
@@ -179,7 +179,7 @@ def rendered(notebook: Mapping[str, Any], root: Path) -> str:
             parts.append(re.sub("^#", "##", source))
         else:
             parts.append(f"```{'yaml' if source.startswith('%%writefile') else 'python'}\n{source}\n```")
-            shown = "".join("".join(one.get("text", "")) for one in cell["outputs"])
+            shown = "".join("".join(output.get("text", "")) for output in cell["outputs"])
             parts += [f"```text\n{shown.rstrip()}\n```"] if shown else []
     text = "\n\n".join(parts).replace(str(root), "/kaggle").replace(str(root.parent / "venv"), "/usr")
     return re.sub(r"\bLinux-\S+", "Linux", text) + "\n"

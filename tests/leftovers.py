@@ -53,19 +53,19 @@ def nothing_is_left(request: pytest.FixtureRequest, temporary_directory: Path) -
     processes = set(_children())
     files = set(temporary_directory.iterdir())
     yield
-    found = [*left_processes(processes)]
+    results = [*left_processes(processes)]
     if not os.environ.get("ENSEMBLE_TEST_OTHER_RELEASES"):  # some of torch leave folders of their own
-        found += _left_temporary(temporary_directory, files)
+        results += _left_temporary(temporary_directory, files)
     if (folder := request.node.funcargs.get("tmp_path")) is not None:
-        found += _left_half_written(folder)
-    if found:
-        pytest.fail("this test leaves behind:\n" + "\n".join(f"  {text}" for text in found), pytrace=False)
+        results += _left_half_written(folder)
+    if results:
+        pytest.fail("this test leaves behind:\n" + "\n".join(f"  {text}" for text in results), pytrace=False)
 
 
 def left_processes(before: set[_Process]) -> list[str]:
     """Sentences about what is left of the processes that are new; afterwards there are none."""
     give_up = time.monotonic() + GRACE_SECONDS
-    found: list[str] = []
+    results: list[str] = []
     while new := {process.pid: state for process, state in _children().items() if process not in before}:
         is_late = time.monotonic() >= give_up
         if not is_late and "Z" not in new.values():
@@ -74,16 +74,16 @@ def left_processes(before: set[_Process]) -> list[str]:
         started = _started_here()
         for pid, state in new.items():
             if state == "Z" and pid in started:
-                found.append(f"process {pid} ({_words(started[pid])}) has ended, and nobody waited for it")
+                results.append(f"process {pid} ({_words(started[pid])}) has ended, and nobody waited for it")
             elif state != "Z" and is_late:
                 whose = "was started here and" if pid in started else "is an orphan that"
-                found.append(f"process {pid} {whose} still runs (state {state}): {_command(pid)}")
+                results.append(f"process {pid} {whose} still runs (state {state}): {_command(pid)}")
                 os.kill(pid, signal.SIGKILL)
             elif state != "Z":
                 continue
             # An orphan that has ended is no leak: to reap it is the part of the process that it comes back to.
             _reap(pid, started)
-    return found
+    return results
 
 
 def _reap(pid: int, started: Mapping[int, subprocess.Popen[bytes]]) -> None:
@@ -94,16 +94,16 @@ def _reap(pid: int, started: Mapping[int, subprocess.Popen[bytes]]) -> None:
 
 
 def _left_temporary(folder: Path, before: set[Path]) -> list[str]:
-    found = []
+    results = []
     for path in sorted(set(folder.iterdir()) - before):
         if path.name.startswith("torchinductor_"):
             continue  # torch's cache of compiled code, one for all processes of a user and meant to stay
-        found.append(f"{path}, in the temporary directory")
+        results.append(f"{path}, in the temporary directory")
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
-    return found
+    return results
 
 
 def _left_half_written(folder: Path) -> list[str]:
@@ -124,7 +124,7 @@ def _children() -> dict[_Process, str]:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # the usual case costs one system call
         return {}
-    found = {}
+    result = {}
     parent = str(os.getpid())
     for folder in Path("/proc").iterdir():  # a glob of stat would fail where a process ends meanwhile
         if not folder.name.isdigit():
@@ -135,15 +135,15 @@ def _children() -> dict[_Process, str]:
             continue
         fields = stat.rpartition(")")[2].split()
         if fields[1] == parent:
-            found[_Process(int(folder.name), fields[19])] = fields[0]
-    return found
+            result[_Process(int(folder.name), fields[19])] = fields[0]
+    return result
 
 
 def _started_here() -> dict[int, subprocess.Popen[bytes]]:
     """What this process has started and not waited for; nothing else tells its children from orphans."""
     # Not isinstance, which runs code of the objects it is asked about.
-    found = [item for item in gc.get_objects() if issubclass(type(item), subprocess.Popen)]
-    return {item.pid: item for item in found if getattr(item, "returncode", 0) is None}
+    results = [item for item in gc.get_objects() if issubclass(type(item), subprocess.Popen)]
+    return {item.pid: item for item in results if getattr(item, "returncode", 0) is None}
 
 
 def _words(process: subprocess.Popen[bytes]) -> str:

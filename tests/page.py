@@ -10,7 +10,7 @@ from tests.project import ROOT
 def blocks() -> dict[str, str]:
     """What stands in the page's files, by their names."""
     page = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
-    found = re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE)
-    assert len(found) == page.count("\n```") / 2, "a block without a title is not tested"
-    assert len(found) == len(dict(found)), "two blocks have one title"
-    return dict(found)
+    result = re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE)
+    assert len(result) == page.count("\n```") / 2, "a block without a title is not tested"
+    assert len(result) == len(dict(result)), "two blocks have one title"
+    return dict(result)

@@ -182,9 +182,11 @@ class PretendedLauncher(Launcher):
     def wait(self, handles: Sequence[Handle], timeout_seconds: float) -> Collection[Handle]:
         until = time.monotonic() + timeout_seconds
         while True:
-            found = [one for one in handles if isinstance(one, PretendedWorker) and one.may_speak()]
-            if found or time.monotonic() >= until:
-                return found
+            results = [
+                handle for handle in handles if isinstance(handle, PretendedWorker) and handle.may_speak()
+            ]
+            if results or time.monotonic() >= until:
+                return results
             time.sleep(0.001)
 
 

@@ -125,8 +125,8 @@ def test_a_run_twice_in_one_process_leaves_all_as_it_was(project: Project) -> No
     assert data["values"] == [[float(cell) for cell in row[1:]] for row in rows], "to the last bit"
     options = ["--set", "output_dir=runs/command", "--set", "models.gemma.weight=0.5"]
     assert project.ensemble("run", "config.yaml", "--quiet", *options).returncode == 0
-    one, other = (project.folder / "runs" / name / "ensemble.csv" for name in ("command", "api"))
-    assert one.read_bytes() == other.read_bytes()
+    item, other = (project.folder / "runs" / name / "ensemble.csv" for name in ("command", "api"))
+    assert item.read_bytes() == other.read_bytes()
     assert "gemma: float32, " in done.stdout, "what a run says on its way"
     assert "log loss" in done.stdout, "the summary"
     assert f"{project.folder}/runs/api: complete, after " in done.stdout
@@ -237,9 +237,9 @@ def test_no_secret_of_the_environment_is_told_of_a_run(
 
 
 def ensemble_state() -> Any:
-    found: dict[str, Any] = {}
-    exec(STATE, found)
-    return found["state"]()
+    result: dict[str, Any] = {}
+    exec(STATE, result)
+    return result["state"]()
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_what_would_be_is_shown_as_the_commands_show_it(project: Project, monkey
 
     project.write_config({"models": [{"name": "llama", "weight": 3}]}, "weights.yaml")
     both = ensemble.validate(["config.yaml", project.folder / "weights.yaml"], {"models.gemma.weight": 2})
-    assert [one.weight for one in both.config.models] == [2, 3]
+    assert [model.weight for model in both.config.models] == [2, 3]
     with pytest.raises(ensemble.ConfigError, match="the list is empty"):
         ensemble.validate([])
     with pytest.raises(ensemble.ConfigError, match="'3' is not a path"):

@@ -108,8 +108,8 @@ def test_each_row_in_two_views(project: Project) -> None:
     texts = [gloss.partition(") ")[2] or gloss for gloss in test.loc[differ[differ].index[:20], "gloss"]]
     folder = ROOT / "demo" / "models" / "llama"
     names = json.loads((folder / "config.json").read_text(encoding="utf-8"))["id2label"]
-    found = other[differ][:20][[names[str(number)] for number in range(len(names))]]
-    np.testing.assert_allclose(found, reference(folder, texts, 128), atol=2e-5)
+    result = other[differ][:20][[names[str(number)] for number in range(len(names))]]
+    np.testing.assert_allclose(result, reference(folder, texts, 128), atol=2e-5)
 
 
 @pytest.mark.long
@@ -184,7 +184,7 @@ def test_members_of_every_kind(project: Project) -> None:
     assert "rows were cut at max_length 32" in done.stdout
     assert report["versions"].keys() >= {"torch", "transformers", "pandas"}
     table = pd.read_csv(ROOT / "demo" / "test.csv", nrows=300, index_col="id")
-    found = {
+    result = {
         name: pd.read_csv(project.folder / f"runs/mixed/predictions/{name}.csv", index_col="id")
         for name in members
     }
@@ -192,26 +192,26 @@ def test_members_of_every_kind(project: Project) -> None:
         pd.read_csv(project.folder / f"runs/mixed/predictions/llama@{view}.csv", index_col="id")
         for view in ("as_is", "no_brackets")
     ]
-    np.testing.assert_allclose(found["llama"], (3 * views[0] + views[1]) / 4, atol=1e-12)
+    np.testing.assert_allclose(result["llama"], (3 * views[0] + views[1]) / 4, atol=1e-12)
     demo, shown = ROOT / "demo", table.index[::15]
     texts = members["smollm3"]["label_tokens"]
     prompts = [f"{gloss} Topic:" for gloss in table.loc[shown, "gloss"]]
     expected, _ = label_reference(demo / "models" / "smollm3", prompts, [*texts.values()])
-    np.testing.assert_allclose(found["smollm3"].loc[shown, [*texts]], expected, atol=3e-5)
+    np.testing.assert_allclose(result["smollm3"].loc[shown, [*texts]], expected, atol=3e-5)
     pictures = [demo / "pictures" / f"{name}.png" for name in shown]
-    labels = sorted(found["vit"].columns)
+    labels = sorted(result["vit"].columns)
     np.testing.assert_allclose(
-        found["vit"].loc[shown, labels], image_reference(demo / "models" / "vit", pictures), atol=2e-5
+        result["vit"].loc[shown, labels], image_reference(demo / "models" / "vit", pictures), atol=2e-5
     )
     weights = {member["name"]: member["weight"] for member in report["members"]}
-    before = [name for name in found if name != "gemma2"]
-    mean = sum(weights[name] * found[name] for name in before) / sum(weights[name] for name in before)
+    before = [name for name in result if name != "gemma2"]
+    mean = sum(weights[name] * result[name] for name in before) / sum(weights[name] for name in before)
     ordered = np.sort(mean.to_numpy(), axis=1)
     asked = ordered[:, -1] - ordered[:, -2] < 0.8
     assert 0.2 < asked.mean() < 0.8
-    assert found["gemma2"].index.tolist() == table.index[asked].tolist()
-    logs = sum(weights[name] * np.log(one) for name, one in found.items() if name in before)
-    logs.loc[asked] += weights["gemma2"] * np.log(found["gemma2"])
+    assert result["gemma2"].index.tolist() == table.index[asked].tolist()
+    logs = sum(weights[name] * np.log(item) for name, item in result.items() if name in before)
+    logs.loc[asked] += weights["gemma2"] * np.log(result["gemma2"])
     total = np.where(asked, sum(weights.values()), sum(weights[name] for name in before))
     merged = np.exp(logs.div(total, axis=0))
     merged = merged.div(merged.sum(axis=1), axis=0)
@@ -243,12 +243,14 @@ def test_a_chat_model_scored_at_label_tokens(project: Project) -> None:
         f"<bos>[user] {model['prompt_template'].replace('{{ gloss }}', row[1])}<eos>[assistant] "
         for row in rows
     ]
-    header, found = project.read("runs/causal_lm/predictions/smollm2.csv")
+    header, values_read = project.read("runs/causal_lm/predictions/smollm2.csv")
     assert header == ["id", *model["label_tokens"]]
     expected, _ = label_reference(
         folder, prompts, [*model["label_tokens"].values()], add_special_tokens=False
     )
-    np.testing.assert_allclose([[float(cell) for cell in row[1:]] for row in found], expected, atol=3e-5)
+    np.testing.assert_allclose(
+        [[float(cell) for cell in row[1:]] for row in values_read], expected, atol=3e-5
+    )
 
 
 @pytest.mark.long
@@ -340,14 +342,14 @@ def test_a_jury_of_three_judges_in_both_orders(project: Project) -> None:
             for file in (name, f"{name}@as_is", f"{name}@swapped")
         )
         np.testing.assert_allclose(mean, (as_is + turned) / 2, atol=1e-12)
-        for found, cells in ((as_is, texts), (turned[[LABELS[1], LABELS[0], LABELS[2]]], swapped)):
+        for result, cells in ((as_is, texts), (turned[[LABELS[1], LABELS[0], LABELS[2]]], swapped)):
             prompts = [
                 f"<bos>[user] {template.format(**row)}<eos>[assistant] " for _, row in cells[:5].iterrows()
             ]
             expected, _ = label_reference(
                 project.folder / name, prompts, [*tokens.values()], add_special_tokens=False
             )
-            np.testing.assert_allclose(found[:5], expected, atol=3e-5)
+            np.testing.assert_allclose(result[:5], expected, atol=3e-5)
         bias = 100 * (as_is.idxmax(axis=1) != turned.idxmax(axis=1)).mean()
         assert f"{name} as_is / swapped {bias:.1f} % (" in page
         kappa = cohen_kappa_score(table["label"], mean.idxmax(axis=1))
@@ -377,8 +379,8 @@ def test_a_backbone_with_a_head_of_its_own(project: Project) -> None:
     logits = pooled_reference(
         ROOT / "demo" / "models" / "llama", head, "mean", [texts[row[0]] for row in shown], max_length=128
     )
-    found = [[float(cell) for cell in row[1:]] for row in shown]
-    np.testing.assert_allclose(found, softmax(logits), atol=1e-5)
+    results = [[float(cell) for cell in row[1:]] for row in shown]
+    np.testing.assert_allclose(results, softmax(logits), atol=1e-5)
 
 
 @pytest.mark.long
@@ -395,9 +397,9 @@ def test_an_image_classifier(project: Project) -> None:
     header, rows = project.read("runs/image/predictions/resnet.csv")
     model = project.folder / "runs/images/model"
     paths = [project.folder / "runs/images/images" / f"{int(row[0]):03}.png" for row in rows[:20]]
-    found = np.array([[float(cell) for cell in row[1:]] for row in rows[:20]])
+    actual = np.array([[float(cell) for cell in row[1:]] for row in rows[:20]])
     assert header == ["id", "red", "green", "blue"]
-    np.testing.assert_allclose(found, image_reference(model, paths), atol=2e-6)
+    np.testing.assert_allclose(actual, image_reference(model, paths), atol=2e-6)
 
 
 @pytest.mark.long

@@ -31,7 +31,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_with_a_kind_of_another_package(project: Project, site: Path) -> None:
     weights = np.random.default_rng(0).normal(size=(256, len(LABELS))) * 5
     np.save(project.folder / "small.npy", weights)
-    mate = [[one, "0.2", "0.3", "0.5"] for one in sorted(project.ids)]
+    mate = [[row_id, "0.2", "0.3", "0.5"] for row_id in sorted(project.ids)]
     project.write_csv("mate.csv", ["id", *LABELS], mate)
     (project.folder / "config.yaml").write_text(blocks()["bytes.yaml"])
     environment = {"PYTHONPATH": python_path(ROOT, site)}

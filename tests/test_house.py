@@ -113,7 +113,7 @@ def test_nobody_asks_which_kind_a_member_is() -> None:
             continue
         for node in nodes(path):
             if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq | ast.NotEq):
-                asked = [getattr(one, "attr", "") for one in ast.walk(node)]
+                asked = [getattr(item, "attr", "") for item in ast.walk(node)]
                 assert "task_type" not in asked, f"{path}, line {node.lineno}"
 
 

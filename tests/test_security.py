@@ -211,12 +211,12 @@ def test_good_names_have_files_of_their_own(tmp_path: Path) -> None:
     ]
     own = [rundir.run_log, rundir.table, rundir.config, rundir.run_json, rundir.ensemble, rundir.submission]
     own += [rundir.report_page, rundir.report_log]
-    found = [path for name in names for path in (rundir.predictions(name), rundir.manifest(name))]
-    found += [rundir.log(name, replica) for name in names for replica in (0, 10)]
-    found += [rundir.shards_dir(name, fingerprint * 64) for name in names for fingerprint in "01"]
-    everything = [str(path).lower() for path in (*own, *found)]
+    results = [path for name in names for path in (rundir.predictions(name), rundir.manifest(name))]
+    results += [rundir.log(name, replica) for name in names for replica in (0, 10)]
+    results += [rundir.shards_dir(name, fingerprint * 64) for name in names for fingerprint in "01"]
+    everything = [str(path).lower() for path in (*own, *results)]
     assert len(set(everything)) == len(everything)
-    assert {path.parent for path in found} == {rundir.predictions_dir, rundir.logs_dir, rundir.work_dir}
+    assert {path.parent for path in results} == {rundir.predictions_dir, rundir.logs_dir, rundir.work_dir}
 
 
 # ---- links
@@ -732,15 +732,15 @@ def test_a_run_keeps_its_secrets_and_follows_no_link(project: Project, precious:
     written = [*ENVIRONMENT.values(), "planted by its key", "planted literal", "planted override"]
     for name, content in told.items():
         # A piece is enough to tell: what was cut off must not have been cut out of a secret.
-        found = [
+        results = [
             part for secret in written for part in (secret[:10], secret[-10:]) if part.encode() in content
         ]
-        assert not found, f"{name} tells {found}"
+        assert not results, f"{name} tells {results}"
     log = rundir.log("leaky", 0).read_text()
     assert log.count(f"printed {MASK}") == log.count(f"logged {MASK}") == len("HSAO")
     assert f"RuntimeError: {'x' * 470} no entry with {MASK}" in log
     report = project.run_json()
-    (failure,) = [one["failure"] for one in report["members"] if one["name"] == "leaky"]
+    (failure,) = [member["failure"] for member in report["members"] if member["name"] == "leaky"]
     assert MASK in failure["message"]
     assert MASK in failure["traceback"]
     assert MASK in report["config"]

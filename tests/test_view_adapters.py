@@ -115,20 +115,21 @@ def test_a_mean_of_adapters_takes_one_pass(folds: Project) -> None:
     assert "rank 5, over 14 modules, unmerged" in notes
     mean = (by_hand(folds, "fold0") + by_hand(folds, "fold1")) / 2
     assert np.abs(cat - mean).max() > 1e-3, "the mean of weights is not that of probabilities"
-    said = run(folds, adapters={"average": ["fold0", "fold1"], "combination_type": "linear"}, code=2)
-    assert "combination_type: linear needs equal ranks, so take cat" in said
+    output = run(folds, adapters={"average": ["fold0", "fold1"], "combination_type": "linear"}, code=2)
+    assert "combination_type: linear needs equal ranks, so take cat" in output
 
 
 def test_mistakes_are_named(folds: Project) -> None:
     make_adapter(folds.folder / "five", folds.folder / "base", 5)
     views = [{"name": name, "adapter_name_or_path": name} for name in ("fold0", "five", "fold9")]
-    said = run(folds, *views, command="validate", code=2)
-    assert "models[0] (lora): fold9: no such folder; did you mean fold" in said
-    said = run(folds, *views[:2], command="validate", code=2)
+    output = run(folds, *views, command="validate", code=2)
+    assert "models[0] (lora): fold9: no such folder; did you mean fold" in output
+    output = run(folds, *views[:2], command="validate", code=2)
     assert (
-        "different numbers of labels (that of fold0 has 3, that of five has 5); make a member of each" in said
+        "different numbers of labels (that of fold0 has 3, that of five has 5); make a member of each"
+        in output
     )
-    said = run(folds, views[0], {"name": "t", "prompt_template": "{{ c }}"}, code=2)
-    assert "models[0].views[1].prompt_template" in said
-    said = run(folds, views[0], prompt_template="{{ c }}", code=2)
-    assert "models[0].prompt_template" in said, "an adapter's view has the member's template"
+    output = run(folds, views[0], {"name": "t", "prompt_template": "{{ c }}"}, code=2)
+    assert "models[0].views[1].prompt_template" in output
+    output = run(folds, views[0], prompt_template="{{ c }}", code=2)
+    assert "models[0].prompt_template" in output, "an adapter's view has the member's template"

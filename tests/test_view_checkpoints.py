@@ -93,17 +93,17 @@ def test_views_with_a_checkpoint_share_its_worker(folds: Project) -> None:
 def test_a_checkpoint_that_is_missing_or_gives_other_values_is_named_with_its_key(folds: Project) -> None:
     validate = ("validate", "config.yaml")
     views = [{"name": "own"}, {"name": "lost", "model_name_or_path": "fold9"}]
-    said = run(folds, *views, command=validate, code=2)
-    assert "models[0] (member): views[1].model_name_or_path: fold9: no such folder; did you mean" in said
+    output = run(folds, *views, command=validate, code=2)
+    assert "models[0] (member): views[1].model_name_or_path: fold9: no such folder; did you mean" in output
     views[1] = {"name": "any", "model_name_or_path": "sigmoid"}
     make_checkpoint(folds.folder / "sigmoid", "llama", LABELS, problem_type="multi_label_classification")
-    said = run(folds, *views, command=validate, code=2)
-    assert "views[1].model_name_or_path: gives sigmoid values, others softmax, which have no mean" in said
-    said = run(folds, {"name": "a", "revision": "main"}, command=validate, code=2)
-    assert "views[0].revision (line 14): is that of the view's model_name_or_path; name it, too" in said
+    output = run(folds, *views, command=validate, code=2)
+    assert "views[1].model_name_or_path: gives sigmoid values, others softmax, which have no mean" in output
+    output = run(folds, {"name": "a", "revision": "main"}, command=validate, code=2)
+    assert "views[0].revision (line 14): is that of the view's model_name_or_path; name it, too" in output
     view = {"name": "hub", "model_name_or_path": "org/name"}
-    said = run(folds, view, command=validate, code=2, trust_remote_code=True)
-    assert "views[0].revision (line 13): required with trust_remote_code: true" in said
+    output = run(folds, view, command=validate, code=2, trust_remote_code=True)
+    assert "views[0].revision (line 13): required with trust_remote_code: true" in output
 
 
 def test_validate_and_plan_say_how_many_checkpoints_there_are(folds: Project) -> None:

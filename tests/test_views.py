@@ -60,8 +60,8 @@ def values(project: Project, name: str = "gemma") -> _Values:
 
 def by_hand(project: Project, texts: list[Any]) -> _Values:
     """Plain transformers, row by row, in the order of the config's labels."""
-    found = reference(project.models / "gemma", texts, 128)
-    return found[:, [GEMMA_LABELS.index(label) for label in LABELS]]
+    result = reference(project.models / "gemma", texts, 128)
+    return result[:, [GEMMA_LABELS.index(label) for label in LABELS]]
 
 
 def cells(project: Project) -> list[tuple[str, str]]:
@@ -95,8 +95,8 @@ def test_the_mean_over_views_is_that_of_plain_transformers_and_only_what_is_new_
     expected = (plain + swapped + 2 * by_hand(pairs, [a for a, _ in cells(pairs)])) / 4
     np.testing.assert_allclose(values(pairs), expected, atol=2e-5)
 
-    said = run(pairs, {**AS_IS, "weight": 3.0}, SWAPPED)
-    assert "settings changed since its predictions were made" not in said
+    output = run(pairs, {**AS_IS, "weight": 3.0}, SWAPPED)
+    assert "settings changed since its predictions were made" not in output
     assert computed(pairs) == 0
     np.testing.assert_allclose(values(pairs), (3 * plain + swapped) / 4, atol=2e-5)
     (member,) = pairs.run_json()["members"]
@@ -122,8 +122,8 @@ def test_columns_as_they_stand_json_and_two_replicas(pairs: Project) -> None:
     header, rows = pairs.read("test.csv")
     pairs.write_csv("test.csv", header, [[row[0], f'["{row[1]}"]', row[2], row[3]] for row in rows])
     both = "{{ a | fromjson | join(' ') }}"
-    found = run(pairs, AS_IS, SWAPPED, prompt_template=both, code=2)
-    assert "column 'b': broken JSON in" in found, "the view that swaps reads what is in b as a list"
+    outcome = run(pairs, AS_IS, SWAPPED, prompt_template=both, code=2)
+    assert "column 'b': broken JSON in" in outcome, "the view that swaps reads what is in b as a list"
 
 
 @pytest.mark.long
@@ -151,24 +151,24 @@ def test_mistakes_are_named_with_their_keys(pairs: Project) -> None:
     def swap(*columns: str, labels: Any = None) -> dict[str, Any]:
         return {"name": "s", "swap": {"columns": list(columns), "labels": labels}}
 
-    found = problems(AS_IS, {"name": "AS_IS", "prompt_template": SHORT})
-    assert "models[0].views[1].name (line" in found
-    assert "the same as views[0].name" in found
+    messages = problems(AS_IS, {"name": "AS_IS", "prompt_template": SHORT})
+    assert "models[0].views[1].name (line" in messages
+    assert "the same as views[0].name" in messages
     assert "one view must have a weight above 0" in problems({**AS_IS, "weight": 0})
     assert "must be a list of views" in problems(views=[])
-    assert "swap.columns (line" in (found := problems(swap("a", "a", labels=["tie", "tie"])))
-    assert "swap.labels (line" in found
-    assert found.count("the same twice; name two to swap") == 2
+    assert "swap.columns (line" in (messages := problems(swap("a", "a", labels=["tie", "tie"])))
+    assert "swap.labels (line" in messages
+    assert messages.count("the same twice; name two to swap") == 2
     assert "must be one of the labels" in problems(swap("a", "b", labels=["tie", "ti"]))
     assert "must be a list of two columns" in problems(swap("a"))
     assert "no text column 'c', which models[0].views[0].swap reads" in problems(swap("a", "c"))
-    found = problems(swap("id", "label"))
-    assert "views[0].swap.columns: the member reads neither of them; it reads a, b" in found
-    found = problems({"name": "s", "prompt_template": "{{ a | nothing }}"})
-    assert "models[0].views[0].prompt_template: " in found
-    found = problems({"name": "s", "prompt_template": "{{ a }}"}, truncation={"fields": {"b": {}}})
-    assert "models[0].views[0]: truncation.fields.b: prompt_template does not read this column" in found
-    pairs.write_csv("mate.csv", ["id", *LABELS], [[one, "0.2", "0.3", "0.5"] for one in pairs.ids])
+    messages = problems(swap("id", "label"))
+    assert "views[0].swap.columns: the member reads neither of them; it reads a, b" in messages
+    messages = problems({"name": "s", "prompt_template": "{{ a | nothing }}"})
+    assert "models[0].views[0].prompt_template: " in messages
+    messages = problems({"name": "s", "prompt_template": "{{ a }}"}, truncation={"fields": {"b": {}}})
+    assert "models[0].views[0]: truncation.fields.b: prompt_template does not read this column" in messages
+    pairs.write_csv("mate.csv", ["id", *LABELS], [[row_id, "0.2", "0.3", "0.5"] for row_id in pairs.ids])
     mate = {"name": "mate", "task_type": "csv", "path": "mate.csv", "views": [AS_IS]}
     pairs.write_config(pairs.config(models=[mate], submission=None))
     assert "no key of task_type csv" in pairs.ensemble("validate", "config.yaml").stderr
@@ -176,11 +176,11 @@ def test_mistakes_are_named_with_their_keys(pairs: Project) -> None:
 
 def test_validate_shows_the_first_row_in_each_view(pairs: Project) -> None:
     run(pairs, AS_IS, SWAPPED)
-    said = " ".join(pairs.ensemble("validate", "config.yaml").stdout.split())
+    message = " ".join(pairs.ensemble("validate", "config.yaml").stdout.split())
     a, b = cells(pairs)[0]
     for name, text in (("as_is", f"one {a} other {b}"), ("swapped", f"one {b} other {a}")):
-        assert f"gemma (view {name}): " in said
-        assert f"its first prompt: {text[:100]}" in said
+        assert f"gemma (view {name}): " in message
+        assert f"its first prompt: {text[:100]}" in message
 
 
 def test_validate_shows_where_prompts_of_views_differ(pairs: Project) -> None:
@@ -191,13 +191,13 @@ def test_validate_shows_where_prompts_of_views_differ(pairs: Project) -> None:
     pairs.write_csv("test.csv", ["id", "a", "b", "label"], [["1", "left", "right", LABELS[0]]])
     pairs.write_config(pairs.config(models=[gemma], submission=None))
     done = pairs.ensemble("validate", "config.yaml")
-    said = " ".join(done.stdout.split())
-    assert f"gemma (view a): the first 160 characters of its first prompt: {before[:150]}" in said, (
+    text = " ".join(done.stdout.split())
+    assert f"gemma (view a): the first 160 characters of its first prompt: {before[:150]}" in text, (
         done.stderr
     )
     differs = "... answers is better? right (in the first view: ... answers is better? left)"
-    assert f"gemma (view b): its first prompt differs after 380 characters: {differs}" in said
-    assert "gemma (view again): its first prompt is the same as in the first view" in said
+    assert f"gemma (view b): its first prompt differs after 380 characters: {differs}" in text
+    assert "gemma (view again): its first prompt is the same as in the first view" in text
 
 
 @pytest.mark.long
@@ -206,17 +206,17 @@ def test_a_cascade_goes_by_the_mean_and_computes_its_rows_in_each_view(pairs: Pr
 
     def go(share: float) -> tuple[_Values, list[str], dict[str, Any]]:
         config = pairs.config(submission=None, defaults={"max_length": 128, "prompt_template": TEMPLATE})
-        config["models"] = [{**one, "views": [AS_IS, SWAPPED]} for one in config["models"]]
+        config["models"] = [{**model, "views": [AS_IS, SWAPPED]} for model in config["models"]]
         config["models"][1]["when"] = {"share": share}
         pairs.write_config(config)
         done = pairs.ensemble("run", "config.yaml")
         assert done.returncode == 0, done.stderr
         _, rows = pairs.read("runs/first/predictions/llama.csv")
-        found = np.array([[float(cell) for cell in row[1:]] for row in rows])
-        return found, [row[0] for row in rows], pairs.run_json()["members"][1]
+        actual = np.array([[float(cell) for cell in row[1:]] for row in rows])
+        return actual, [row[0] for row in rows], pairs.run_json()["members"][1]
 
     for share, new in ((0.3, 0.3), (0.7, 0.4)):
-        found, ids, member = go(share)
+        result, ids, member = go(share)
         ordered = np.sort(values(pairs), axis=1)
         unsure = np.argsort(ordered[:, -1] - ordered[:, -2], kind="stable")[: round(share * ROWS)]
         assert ids == [pairs.ids[row] for row in sorted(unsure)]
@@ -225,7 +225,7 @@ def test_a_cascade_goes_by_the_mean_and_computes_its_rows_in_each_view(pairs: Pr
         folder = pairs.models / "llama"
         plain = reference(folder, [f"one {a} other {b}" for a, b in texts], 128)
         swapped = reference(folder, [f"one {b} other {a}" for a, b in texts], 128)[:, [1, 0, 2]]
-        np.testing.assert_allclose(found, (plain + swapped) / 2, atol=2e-5)
+        np.testing.assert_allclose(result, (plain + swapped) / 2, atol=2e-5)
 
 
 @pytest.mark.long
@@ -233,7 +233,7 @@ def test_under_a_time_limit_the_first_views_of_all_members_come_first(pairs: Pro
     """With time for all: one member at a time on the CPU, and the first one is loaded again for its second view."""
     models = pairs.config()["models"][:2]
     keys = {"prompt_template": TEMPLATE, "views": [AS_IS, SWAPPED]}
-    config = pairs.config(models=[{**one, **keys} for one in models], submission=None)
+    config = pairs.config(models=[{**model, **keys} for model in models], submission=None)
     pairs.write_config({**config, "defaults": {"max_length": 128, "num_gpus": 0}, "time_limit": "3h"})
     done = pairs.ensemble("run", "config.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -328,20 +328,20 @@ def test_a_view_for_the_closest_calls_of_the_views_before_it(pairs: Project) -> 
     limits = np.quantile(margins(plain), [0.3, 0.6])
     computed_before = 0
     for limit in limits.tolist():
-        said = run(pairs, AS_IS, {**SWAPPED, "weight": 3.0, "when": {"margin_below": limit}})
+        output = run(pairs, AS_IS, {**SWAPPED, "weight": 3.0, "when": {"margin_below": limit}})
         selected = margins(plain) < limit
         rows = int(selected.sum())
         expected = np.where(selected[:, None], (plain + 3 * swapped) / 4, plain)
         np.testing.assert_allclose(values(pairs), expected, atol=2e-5)
-        found = part(pairs, "gemma@swapped")
-        assert list(found) == [pairs.ids[row] for row in np.flatnonzero(selected)]
-        np.testing.assert_allclose(list(found.values()), swapped[selected], atol=2e-5)
+        result = part(pairs, "gemma@swapped")
+        assert list(result) == [pairs.ids[row] for row in np.flatnonzero(selected)]
+        np.testing.assert_allclose(list(result.values()), swapped[selected], atol=2e-5)
         (member,) = pairs.run_json()["members"]
         assert [worker["rows"] for worker in member["workers"]] == [
             (0 if computed_before else ROWS) + rows - computed_before
         ]
         assert member["view_cascades"]["swapped"]["rows"] == member["views"]["swapped"]["rows"] == rows
-        assert f"view swapped: `when` selected {rows} of 40 rows" in said
+        assert f"view swapped: `when` selected {rows} of 40 rows" in output
         computed_before = rows
     before = (pairs.folder / "runs/first/predictions/gemma.csv").read_bytes()
     run(pairs, AS_IS, {**SWAPPED, "weight": 3.0, "when": {"margin_below": float(limits[0])}})
@@ -369,11 +369,11 @@ def between(numbers: _Values, count: int) -> float:
 def both_ways(project: Project, name: str) -> tuple[_Values, _Values]:
     """What a model gives for the rows as they are and swapped, by plain transformers."""
     order = [(GEMMA_LABELS if name == "gemma" else LABELS).index(label) for label in LABELS]
-    found = [
+    results = [
         reference(project.models / name, [f"one {x} other {y}" for x, y in pairs_of_texts], 128)[:, order]
         for pairs_of_texts in (cells(project), [(b, a) for a, b in cells(project)])
     ]
-    return found[0], found[1][:, [1, 0, 2]]
+    return results[0], results[1][:, [1, 0, 2]]
 
 
 def run_two(project: Project, *whens: dict[str, Any], **changes: Any) -> str:
@@ -420,13 +420,15 @@ def test_rows_that_depend_on_the_time_decide_nothing(pairs: Project) -> None:
     together = margins(0.6 * gemma + 0.4 * llama)
     limit = between(together, 15)
     changes = {"time_limit": "3h"}
-    said = run_two(pairs, {"share": "as_time_allows"}, {"margin_below": limit}, **changes)
+    message = run_two(pairs, {"share": "as_time_allows"}, {"margin_below": limit}, **changes)
     demand_swapped(pairs, "gemma", np.ones(ROWS, dtype=np.bool_))
     demand_swapped(pairs, "llama", together < limit)
-    assert "gemma: view swapped: there was time for 40 of 40 rows, the closest calls first (100.0 %)" in said
-    assert "llama: view swapped: `when` selected 15 of 40 rows (37.5 %)" in said
-    said = " ".join(pairs.ensemble("status", "runs/first").stdout.split())
-    assert "80" in said
+    assert (
+        "gemma: view swapped: there was time for 40 of 40 rows, the closest calls first (100.0 %)" in message
+    )
+    assert "llama: view swapped: `when` selected 15 of 40 rows (37.5 %)" in message
+    message = " ".join(pairs.ensemble("status", "runs/first").stdout.split())
+    assert "80" in message
     plan = " ".join(pairs.ensemble("plan", "config.yaml").stdout.split())
     assert "view swapped runs on as many rows as there is time for" in plan
     assert "38% of the rows, by the predictions of 40 rows in runs/first" in plan
@@ -441,7 +443,7 @@ def test_rows_that_depend_on_the_time_decide_nothing(pairs: Project) -> None:
 
 
 @pytest.mark.parametrize(
-    ("views", "changes", "said"),
+    ("views", "changes", "message"),
     [
         (
             [{**AS_IS, "when": {"share": 0.5}}, SWAPPED],
@@ -485,9 +487,9 @@ def test_rows_that_depend_on_the_time_decide_nothing(pairs: Project) -> None:
     ],
 )
 def test_views_whose_rules_decide_nothing(
-    pairs: Project, views: list[dict[str, Any]], changes: dict[str, Any], said: str
+    pairs: Project, views: list[dict[str, Any]], changes: dict[str, Any], message: str
 ) -> None:
-    assert said in run(pairs, *views, code=2, **changes)
+    assert message in run(pairs, *views, code=2, **changes)
 
 
 @pytest.mark.long

@@ -197,7 +197,7 @@ def _check_centroids(kaggle: Kaggle) -> None:
         kaggle.input / "jigsaw-agile-community-rules" / "test.csv", dtype=str, keep_default_na=False
     )
     same = test[test["rule"] == "Be kind"]
-    found = kaggle.predictions("gte", "row_id", ["Yes"])["Yes"]
+    probabilities = kaggle.predictions("gte", "row_id", ["Yes"])["Yes"]
     to_side = {}
     for side in ("positive", "negative"):
         examples = [*same[f"{side}_example_1"], *same[f"{side}_example_2"]]
@@ -205,7 +205,7 @@ def _check_centroids(kaggle: Kaggle) -> None:
         centroid = mean / np.linalg.norm(mean)
         to_side[side] = np.array([np.linalg.norm(encode(text) - centroid) for text in same["body"]])
     expected = (to_side["negative"] - to_side["positive"] + 2) / 4
-    np.testing.assert_allclose(found[same["row_id"]], expected, atol=1e-5)
+    np.testing.assert_allclose(probabilities[same["row_id"]], expected, atol=1e-5)
 
 
 def lay_out_map(kaggle: Kaggle) -> None:
@@ -572,13 +572,13 @@ def test_a_winner(name: str, project: Project, nvml_sim: NvmlSim) -> None:
     assert done.returncode == 0, done.stderr
     sample = pd.read_csv(kaggle.input / case.competition / "sample_submission.csv", dtype=str)
     expected = case.expect(kaggle, config)
-    found = kaggle.submission()
-    assert list(found) == list(sample)
-    assert found.iloc[:, 0].tolist() == sample.iloc[:, 0].tolist()
-    found = found.set_index(found.columns[0])
-    assert found.index.tolist() == expected.index.tolist()
-    assert found.iloc[:, 0].nunique() > 1
+    result = kaggle.submission()
+    assert list(result) == list(sample)
+    assert result.iloc[:, 0].tolist() == sample.iloc[:, 0].tolist()
+    result = result.set_index(result.columns[0])
+    assert result.index.tolist() == expected.index.tolist()
+    assert result.iloc[:, 0].nunique() > 1
     if isinstance(expected.iloc[0, 0], str):
-        assert found.iloc[:, 0].tolist() == expected.iloc[:, 0].tolist()
+        assert result.iloc[:, 0].tolist() == expected.iloc[:, 0].tolist()
     else:
-        np.testing.assert_allclose(found.astype(float), expected, atol=1e-9)
+        np.testing.assert_allclose(result.astype(float), expected, atol=1e-9)

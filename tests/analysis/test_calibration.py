@@ -24,8 +24,8 @@ KINDS = ("softmax", "sigmoid")
 NAMES = ("a", "b", "c", "d")
 
 
-def scaled(values: Any, found: tuple[Any, Any], kind: Any) -> Any:
-    scale, bias = (dict(zip(NAMES, numbers.tolist(), strict=True)) for numbers in found)
+def scaled(values: Any, result: tuple[Any, Any], kind: Any) -> Any:
+    scale, bias = (dict(zip(NAMES, numbers.tolist(), strict=True)) for numbers in result)
     return calibrated(values, CalibrationConfig(scale=scale, bias=bias), kind, NAMES)
 
 
@@ -57,15 +57,15 @@ def log_loss(values: Any, truth: Any, kind: str, scale: Any, bias: Any) -> float
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_temperature_is_the_one_of_least_log_loss(kind: Any, is_soft: bool) -> None:
     values, truth = sample(kind, is_soft)
-    found = fit_temperature(values, truth, kind)
+    result = fit_temperature(values, truth, kind)
     best = minimize(
         lambda x: log_loss(values, truth, kind, np.exp(x[0]), 0), [0.0], method="Nelder-Mead",
         options={"xatol": 1e-10, "fatol": 1e-14},
     )  # fmt: skip
-    assert log_loss(values, truth, kind, 1 / found, 0) <= best.fun + 1e-9
-    assert found == pytest.approx(np.exp(-best.x[0]), rel=1e-4)
-    assert found > 1.4
-    scored = calibrated(values, CalibrationConfig(temperature=found), kind, NAMES)
+    assert log_loss(values, truth, kind, 1 / result, 0) <= best.fun + 1e-9
+    assert result == pytest.approx(np.exp(-best.x[0]), rel=1e-4)
+    assert result > 1.4
+    scored = calibrated(values, CalibrationConfig(temperature=result), kind, NAMES)
     assert log_loss(scored, truth, kind, 1, 0) == pytest.approx(best.fun, abs=1e-9)
 
 
@@ -79,12 +79,12 @@ def test_scale_and_bias_are_those_of_least_log_loss(kind: Any, is_soft: bool) ->
         prior = float(np.square(x - start).sum()) / (2 * ROWS)
         return log_loss(values, truth, kind, x[:LABELS], x[LABELS:]) + prior
 
-    found = fit_vector_scaling(values, truth, kind)
+    fitted = fit_vector_scaling(values, truth, kind)
     best = minimize(loss, start, method="BFGS", options={"gtol": 1e-9})
-    together = np.concatenate(found)
+    together = np.concatenate(fitted)
     assert loss(together) <= best.fun + 1e-9
     np.testing.assert_allclose(together, best.x, atol=1e-4)
-    scored = scaled(values, found, kind)
+    scored = scaled(values, fitted, kind)
     assert log_loss(scored, truth, kind, 1, 0) < log_loss(values, truth, kind, 1, 0) - 0.02
 
 
@@ -92,9 +92,9 @@ def test_a_member_that_knows_nothing_is_left_as_it_is() -> None:
     _, truth = sample("softmax")
     alike = np.full((ROWS, LABELS), 1 / LABELS)
     assert fit_temperature(alike, truth, "softmax") == 1
-    found = fit_vector_scaling(alike, truth, "softmax")  # the biases are the labels' frequencies
+    fitted = fit_vector_scaling(alike, truth, "softmax")  # the biases are the labels' frequencies
     shares = np.bincount(truth) / ROWS
-    np.testing.assert_allclose(scaled(alike, found, "softmax")[0], shares, atol=2e-3)
+    np.testing.assert_allclose(scaled(alike, fitted, "softmax")[0], shares, atol=2e-3)
 
 
 def test_temperatures_end_where_a_member_is_always_right_or_worse_than_chance() -> None:
@@ -115,6 +115,6 @@ def test_certainty_that_is_wrong_costs_a_bounded_loss(kind: Any) -> None:
 
 def test_a_label_that_no_row_has_gets_a_bias_that_is_a_number() -> None:
     values, truth = sample("softmax")
-    found = fit_vector_scaling(values, np.where(truth == 2, 1, truth), "softmax")
-    assert -20 < found[1][2] < -2
+    fitted = fit_vector_scaling(values, np.where(truth == 2, 1, truth), "softmax")
+    assert -20 < fitted[1][2] < -2
     assert scaled(values, (np.ones(LABELS), np.zeros(LABELS)), "softmax") == pytest.approx(values)

@@ -26,7 +26,10 @@ NAMES = ["winner_a", "winner_b", "tie"]
 
 
 def settings(first: Any, second: Any) -> list[tuple[str, str, str]]:
-    return [(one.key, one.first, one.second) for one in changed_settings(first, second)]
+    return [
+        (changed_setting.key, changed_setting.first, changed_setting.second)
+        for changed_setting in changed_settings(first, second)
+    ]
 
 
 def probabilities(rows: int, seed: int) -> pd.DataFrame:
@@ -72,31 +75,36 @@ def test_files_by_the_rows_and_labels_that_they_share(tmp_path: Path) -> None:
     theirs.iloc[::-1][["tie", "winner_a", "winner_b"]].iloc[:-2].to_csv(tmp_path / "b.csv")
     truth = pd.Series(np.random.default_rng(3).choice(NAMES, 50), ours.index, name="label")
     truth.to_csv(tmp_path / "truth.csv")
-    found = compare(
+    comparison = compare(
         tmp_path / "a.csv", tmp_path / "b.csv", ["log_loss", "accuracy"], labels=tmp_path / "truth.csv"
     )
     both = ours.index[2:]
     left, right, true = ours.loc[both], theirs.loc[both], truth.loc[both]
-    (change,) = found.changes
+    (change,) = comparison.changes
     flipped = left.idxmax(axis=1) != right.idxmax(axis=1)
     apart = (left - right).abs()
-    assert (found.rows, change.name, change.rows, change.changed) == (48, "predictions", 48, flipped.sum())
+    assert (comparison.rows, change.name, change.rows, change.changed) == (
+        48,
+        "predictions",
+        48,
+        flipped.sum(),
+    )
     assert change.mean == pytest.approx(apart.to_numpy().mean())
     assert change.largest == pytest.approx(apart.to_numpy().max())
     most = apart[flipped].max(axis=1).sort_values(ascending=False).index
-    assert [one.id for one in change.examples] == [*most[:5]]
+    assert [example.id for example in change.examples] == [*most[:5]]
     example, row = change.examples[0], most[0]
     assert example.first == f"{left.loc[row].idxmax()} {left.loc[row].max():.3f}"
     assert example.second == f"{right.loc[row].idxmax()} {right.loc[row].max():.3f}"
-    loss, accuracy = found.metrics
+    loss, accuracy = comparison.metrics
     order = sorted(NAMES)
     losses = [sk.log_loss(true, side[order], labels=order) for side in (left, right)]
     assert [loss.first.value, loss.second.value] == pytest.approx(losses)
     assert loss.difference.value == pytest.approx(losses[1] - losses[0])
     assert loss.difference.low < loss.difference.value < loss.difference.high
     assert accuracy.second.value == sk.accuracy_score(true, right.idxmax(axis=1))
-    assert found.settings is None
-    only_ours, only_theirs, _ = found.remarks
+    assert comparison.settings is None
+    only_ours, only_theirs, _ = comparison.remarks
     assert only_ours.endswith("a.csv: 2 rows left out, which the other side does not have")
     assert only_theirs.endswith("b.csv: 10 rows left out, which the other side does not have")
 
@@ -111,8 +119,8 @@ def test_which_side_is_better_and_when_that_is_noise(tmp_path: Path) -> None:
     labels = tmp_path / "truth.csv"
 
     def better(first: str, second: str, metric: str) -> str:
-        (found,) = compare(tmp_path / f"{first}.csv", tmp_path / f"{second}.csv", [metric], labels).metrics
-        return found.better
+        (result,) = compare(tmp_path / f"{first}.csv", tmp_path / f"{second}.csv", [metric], labels).metrics
+        return result.better
 
     assert [better("good", "poor", metric) for metric in ("log_loss", "auc")] == ["first", "first"]
     assert [better("poor", "good", metric) for metric in ("brier", "accuracy")] == ["second", "second"]
@@ -134,16 +142,18 @@ def test_each_metric_says_of_which_kind_it_is(tmp_path: Path) -> None:
         "auc": "ranks",
         "ece": "bins",
     }
-    found = compare(tmp_path / "a.csv", tmp_path / "a.csv", [*kinds], tmp_path / "truth.csv")
-    assert {one.metric: one.kind for one in found.metrics} == kinds
-    (table,) = [one for one in view(found) if not isinstance(one, str) and one.headers[0] == "metric"]
+    comparison = compare(tmp_path / "a.csv", tmp_path / "a.csv", [*kinds], tmp_path / "truth.csv")
+    assert {metric.metric: metric.kind for metric in comparison.metrics} == kinds
+    (table,) = [
+        item for item in view(comparison) if not isinstance(item, str) and item.headers[0] == "metric"
+    ]
     assert {row[0]: row[1] for row in table.rows} == kinds
     (ece,) = [row for row in table.rows if row[0] == "ece"]
-    assert ece[4] == ece[5] == f"{found.metrics[-1].first.value:.4f}"
+    assert ece[4] == ece[5] == f"{comparison.metrics[-1].first.value:.4f}"
     assert ece[6] == "+0.0000 [+0.0000, +0.0000]"
-    assert any(one.startswith("ece: no interval of A or B") for one in map(str, view(found)))
+    assert any(item.startswith("ece: no interval of A or B") for item in map(str, view(comparison)))
     assert "; ranks: rows compared with each other; bins: rows put into bins" in " ".join(
-        map(str, view(found))
+        map(str, view(comparison))
     )
 
 
@@ -151,10 +161,12 @@ def test_numbers_and_labels_that_are_not_exclusive(tmp_path: Path) -> None:
     pd.DataFrame({"id": ["x", "y"], "score": [1.5, 2.0]}).to_csv(tmp_path / "a.csv", index=False)
     pd.DataFrame({"id": ["x", "y"], "score": [1.5, 3.25]}).to_csv(tmp_path / "b.csv", index=False)
     pd.DataFrame({"id": ["x", "y"], "label": [1.0, 3.0]}).to_csv(tmp_path / "truth.csv", index=False)
-    found = compare(tmp_path / "a.csv", tmp_path / "b.csv", labels=tmp_path / "truth.csv")
-    (change,), (metric,) = found.changes, found.metrics
+    comparison = compare(tmp_path / "a.csv", tmp_path / "b.csv", labels=tmp_path / "truth.csv")
+    (change,), (metric,) = comparison.changes, comparison.metrics
     assert (change.changed, change.largest) == (1, 1.25)
-    assert [(one.id, one.first, one.second) for one in change.examples] == [("y", "2", "3.25")]
+    assert [(example.id, example.first, example.second) for example in change.examples] == [
+        ("y", "2", "3.25")
+    ]
     assert metric.metric == "rmse"
     assert metric.first.value == pytest.approx((0.25 / 2 + 1 / 2) ** 0.5)
     pd.DataFrame({"id": ["x", "y"], "rude": [0.7, 0.2], "loud": [0.9, 0.6]}).to_csv(
@@ -164,7 +176,9 @@ def test_numbers_and_labels_that_are_not_exclusive(tmp_path: Path) -> None:
         tmp_path / "d.csv", index=False
     )
     (change,) = compare(tmp_path / "c.csv", tmp_path / "d.csv", activation="sigmoid").changes
-    assert [(one.id, one.first, one.second) for one in change.examples] == [("y", "rude 0.2", "rude 0.8")]
+    assert [(example.id, example.first, example.second) for example in change.examples] == [
+        ("y", "rude 0.2", "rude 0.8")
+    ]
 
 
 def test_members_without_any_change_are_one_line(tmp_path: Path) -> None:
@@ -215,7 +229,7 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
     pd.DataFrame({"id": ours.index, "label": "tie"}).to_csv(tmp_path / "truth.csv", index=False)
     (tmp_path / "empty").mkdir()
     a = tmp_path / "a.csv"
-    for other, asked, said in (
+    for other, asked, message in (
         ("others.csv", [], "have no id in common, so their rows are not compared"),
         (
             "labels.csv",
@@ -228,14 +242,14 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError) as caught:
             compare(a, tmp_path / other, asked)
-        assert said in str(caught.value)
+        assert message in str(caught.value)
     with pytest.raises(ConfigError, match="--label-column: is one of --labels or of a run's table"):
         compare(a, a, label_column="label")
     with pytest.raises(DataError, match="auc: not defined for these 10 rows: each label needs rows"):
         compare(a, a, ["auc"], labels=tmp_path / "truth.csv")
-    found = compare(a, a, ["auc", "accuracy"], labels=tmp_path / "truth.csv")
-    assert [one.metric for one in found.metrics] == ["accuracy"]
-    assert "auc: not defined" in found.remarks[0]
+    comparison = compare(a, a, ["auc", "accuracy"], labels=tmp_path / "truth.csv")
+    assert [metric.metric for metric in comparison.metrics] == ["accuracy"]
+    assert "auc: not defined" in comparison.remarks[0]
 
 
 @pytest.mark.usefixtures("warm")
@@ -273,18 +287,18 @@ def test_two_runs(
     assert not any(line.startswith("output_dir") for line in lines)
 
     monkeypatch.chdir(project.folder)
-    found = ensemble.compare("runs/first", "runs/second", ["log_loss"], quiet=True)
-    assert list(shown("compare", found)) == lines
-    assert [one.name for one in found.changes] == ["ensemble", "gemma"]
+    comparison = ensemble.compare("runs/first", "runs/second", ["log_loss"], quiet=True)
+    assert list(shown("compare", comparison)) == lines
+    assert [change.name for change in comparison.changes] == ["ensemble", "gemma"]
     first, second = (ensemble.open_run(f"runs/{name}") for name in ("first", "second"))
     apart = (first.ensemble.iloc[:50] - second.ensemble).abs().to_numpy()
-    assert found.changes[0].mean == pytest.approx(apart.mean())
-    scores = {one.name: one for one in found.metrics}
+    assert comparison.changes[0].mean == pytest.approx(apart.mean())
+    scores = {metric.name: metric for metric in comparison.metrics}
     for name in ("ensemble", "gemma"):
         assert scores[name].second.value == pytest.approx(second.report.scores[name].log_loss)
     loss = sk.log_loss(project.truth[:50], first.ensemble.iloc[:50][sorted(LABELS)], labels=sorted(LABELS))
     assert scores["ensemble"].first.value == pytest.approx(loss)
-    for side, opened in ((found.first, first), (found.second, second)):
+    for side, opened in ((comparison.first, first), (comparison.second, second)):
         assert side.report == opened.report
     # Again with other weights, for which nothing is computed; with itself; with a file; with rows of other labels.
     shutil.copytree("runs/first", "runs/again")
@@ -294,22 +308,22 @@ def test_two_runs(
     assert project.ensemble("run", "config.yaml", "weights.yaml").returncode == 0
     again = ensemble.compare("runs/first", "runs/again", quiet=True)
     assert again.settings is not None
-    assert [(one.key, one.first, one.second) for one in again.settings] == [
+    assert [(setting.key, setting.first, setting.second) for setting in again.settings] == [
         ("models.gemma.weight", "0.6", "9")
     ]
-    assert [one.changed > 0 for one in again.changes] == [True, False, False]
+    assert [change.changed > 0 for change in again.changes] == [True, False, False]
     assert sum(line.split()[1:] == ["B", "reused"] for line in shown("compare", again)) == 2
     same = ensemble.compare("runs/first", Path("runs/first"))
     assert not same.settings
     assert not same.remarks
-    assert [(one.changed, one.largest) for one in same.changes] == [(0, 0.0)] * 3
-    assert {one.better for one in same.metrics} == {""}
+    assert [(change.changed, change.largest) for change in same.changes] == [(0, 0.0)] * 3
+    assert {metric.better for metric in same.metrics} == {""}
     assert "The settings are the same." in capsys.readouterr().out
     alone = project.ensemble("compare", "runs/first")
     assert alone.returncode == 2
     assert "Missing argument 'B'" in alone.stderr
     with_file = ensemble.compare("runs/first", "mate.csv", quiet=True)
-    assert [one.name for one in with_file.changes] == ["ensemble"]
+    assert [change.name for change in with_file.changes] == ["ensemble"]
     assert (with_file.settings, len(with_file.metrics)) == (None, 2)
     for path in (project.folder / "runs/second").glob("**/*.csv"):
         path.write_text(path.read_text().replace("winner_a", "winner_x", 1))
@@ -357,20 +371,20 @@ def test_runs_of_labels_that_are_not_exclusive(activation: str, project: Project
         project.write_config(config)
         done = project.ensemble("run", "config.yaml")
         assert done.returncode == 0, done.stderr
-    found = compare(project.folder / "runs/first", project.folder / "runs/second")
-    assert [one.name for one in found.changes] == ["ensemble", "m"]
-    scores = {one.metric: one for one in found.metrics if one.name == "m"}
+    comparison = compare(project.folder / "runs/first", project.folder / "runs/second")
+    assert [change.name for change in comparison.changes] == ["ensemble", "m"]
+    scores = {metric.metric: metric for metric in comparison.metrics if metric.name == "m"}
     # What the run said at its end.
-    one = scores["rmse" if activation == "none" else "log_loss"]
-    for name, interval in {"first": one.first, "second": one.second}.items():
+    item = scores["rmse" if activation == "none" else "log_loss"]
+    for name, interval in {"first": item.first, "second": item.second}.items():
         told = ensemble.open_run(project.folder / f"runs/{name}").report.scores
         own = told["m"].rmse if activation == "none" else told["m"].log_loss
         assert own == pytest.approx(interval.value, rel=1e-9)
         assert told["ensemble"] == told["m"]
     with_file = compare(project.folder / "first.csv", project.folder / "runs/second")
     assert with_file.first.name.endswith("first.csv")
-    assert {one.metric: one for one in with_file.metrics} == {
-        name: replace(one, name="ensemble") for name, one in scores.items()
+    assert {metric.metric: metric for metric in with_file.metrics} == {
+        name: replace(score, name="ensemble") for name, score in scores.items()
     }
     if activation == "none":
         root = np.sqrt(((sides["first"] - true) ** 2).mean(axis=0)).mean()
@@ -380,6 +394,6 @@ def test_runs_of_labels_that_are_not_exclusive(activation: str, project: Project
     assert scores["auc"].second.value == pytest.approx(sk.roc_auc_score(true, sides["second"]))
     losses = [sk.log_loss(true[:, label], sides["first"][:, label]) for label in (0, 1)]
     assert scores["log_loss"].first.value == pytest.approx(np.mean(losses))
-    assert {one.better for one in scores.values()} == {"second"}
+    assert {score.better for score in scores.values()} == {"second"}
     crossed = ((sides["first"] > 0.5) != (sides["second"] > 0.5)).any(axis=1)
-    assert found.changes[0].changed == crossed.sum()
+    assert comparison.changes[0].changed == crossed.sum()

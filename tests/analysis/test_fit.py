@@ -41,9 +41,9 @@ def predictions(
     logits = random.normal(size=(rows, len(LABELS))) * 2
     members = {
         f"m{number}": np.asfortranarray(
-            softmax(sharpness * (logits + random.normal(size=logits.shape) * one), axis=1)
+            softmax(sharpness * (logits + random.normal(size=logits.shape) * item), axis=1)
         )
-        for number, one in enumerate(noise)
+        for number, item in enumerate(noise)
     }
     truth = (logits + random.gumbel(size=logits.shape)).argmax(axis=1)
     ids = pa.chunked_array([pa.array([str(row) for row in range(rows)])])
@@ -57,10 +57,10 @@ def multi_label(of: Predictions) -> Predictions:
     return replace(of, truth=truth, activations=dict.fromkeys(of.members, "sigmoid"))
 
 
-def demand_normal(found: tuple[float, float] | None, of_rows: Any) -> None:
+def demand_normal(result: tuple[float, float] | None, of_rows: Any) -> None:
     """A bootstrap interval of a mean over many rows is nearly the normal one."""
     low, high = norm.interval(0.95, of_rows.mean(), sem(of_rows))
-    assert found == pytest.approx((low, high), abs=0.08 * (high - low))
+    assert result == pytest.approx((low, high), abs=0.08 * (high - low))
 
 
 def weights_of(report: FitReport) -> Any:
@@ -68,9 +68,9 @@ def weights_of(report: FitReport) -> Any:
 
 
 def test_what_is_reported_comes_from_rows_that_were_held_out() -> None:
-    found = predictions()
-    report = fit(found, Options(seed=3))
-    members, truth = np.array([*found.members.values()]), np.asarray(found.truth)
+    probabilities = predictions()
+    report = fit(probabilities, Options(seed=3))
+    members, truth = np.array([*probabilities.members.values()]), np.asarray(probabilities.truth)
     chosen, everything = np.arange(ROWS), folds(truth, 5, 3)
 
     def losses(weights: Any, rows: Any) -> Any:
@@ -88,7 +88,7 @@ def test_what_is_reported_comes_from_rows_that_were_held_out() -> None:
     for fold in range(5):
         out, others = np.flatnonzero(everything == fold), np.flatnonzero(everything != fold)
         held[out] = losses(fitted(others), out)
-        alone = [losses(one, others).mean() for one in np.eye(2)]
+        alone = [losses(item, others).mean() for item in np.eye(2)]
         best[out] = losses(np.eye(2)[int(np.argmin(alone))], out)
     fitted_on = report.fitted_on
     assert (fitted_on.rows, fitted_on.metric) == (ROWS, "log_loss")
@@ -109,12 +109,12 @@ def test_what_is_reported_comes_from_rows_that_were_held_out() -> None:
 
 
 def test_a_member_of_noise_is_said_not_to_help_and_one_that_helps_is_not() -> None:
-    found = predictions(noise=(0.7, 1.0, 50.0))
-    report = fit(found, Options(calibration="temperature"))
+    probabilities = predictions(noise=(0.7, 1.0, 50.0))
+    report = fit(probabilities, Options(calibration="temperature"))
     assert report.members[2].weight == pytest.approx(0, abs=0.02)
-    said = [sentence for sentence in verdicts(report) if "help" in sentence]
-    assert len(said) == 1
-    assert said[0].startswith("m2 does not help: ")
+    messages = [sentence for sentence in verdicts(report) if "help" in sentence]
+    assert len(messages) == 1
+    assert messages[0].startswith("m2 does not help: ")
 
 
 def test_weights_of_members_that_are_alike_are_called_noise() -> None:
@@ -131,34 +131,35 @@ def test_weights_of_members_that_are_alike_are_called_noise() -> None:
 def test_members_that_are_too_sure_are_calibrated_to_gain(
     method: Any, pool: Any, is_multi_label: bool
 ) -> None:
-    found = predictions(sharpness=3.0)
-    found = multi_label(found) if is_multi_label else found
-    report = fit(found, Options(calibration=method, pool=pool))
+    probabilities = predictions(sharpness=3.0)
+    probabilities = multi_label(probabilities) if is_multi_label else probabilities
+    report = fit(probabilities, Options(calibration=method, pool=pool))
     assert report.over_equal.value > 0.05
     assert report.over_equal.low > 0
-    plain = fit(found, Options(pool=pool))
+    plain = fit(probabilities, Options(pool=pool))
     assert plain.score > report.score + 0.05
     if method == "temperature":
         assert all(
-            one.calibration is not None and one.calibration.temperature > 1.5 for one in report.members
+            member.calibration is not None and member.calibration.temperature > 1.5
+            for member in report.members
         )
 
 
 @pytest.mark.long
 def test_any_metric_by_greedy_selection_with_its_interval() -> None:
-    found = predictions(800, (0.5, 2.0, 4.0))
-    report = fit(found, Options("auc", "greedy"))
+    probabilities = predictions(800, (0.5, 2.0, 4.0))
+    report = fit(probabilities, Options("auc", "greedy"))
     assert sum(member.weight or 0 for member in report.members) == pytest.approx(1)
     assert report.over_equal.value == pytest.approx(report.score - report.equal)
-    truth, random = np.asarray(found.truth), np.random.default_rng(0)
-    best, mean = found.members["m0"], np.mean([*found.members.values()], axis=0)
+    truth, random = np.asarray(probabilities.truth), np.random.default_rng(0)
+    best, mean = probabilities.members["m0"], np.mean([*probabilities.members.values()], axis=0)
     drawn = [random.integers(0, 800, 800) for _ in range(200)]
     spread = np.std([
         roc_auc_score(truth[rows], best[rows], multi_class="ovr")
         - roc_auc_score(truth[rows], mean[rows], multi_class="ovr")
         for rows in drawn
     ])  # fmt: skip
-    alone = fit(replace(found, members={"m0": best}), Options("auc", "greedy", "temperature"))
+    alone = fit(replace(probabilities, members={"m0": best}), Options("auc", "greedy", "temperature"))
     assert alone.score == pytest.approx(roc_auc_score(truth, best, multi_class="ovr"), abs=0.01)
     width = report.over_equal.high - report.over_equal.low
     assert 0.7 < width / (3.92 * spread) < 1.4
@@ -189,14 +190,14 @@ def placements(truth: Any, scores: Any) -> tuple[Any, Any]:
 
 
 def test_rows_of_different_folds_are_not_ranked_against_each_other() -> None:
-    found = on_two_scales()
-    report = fit(found, Options("auc"))
-    truth, members = np.asarray(found.truth), [values[:, 1] for values in found.members.values()]
+    result = on_two_scales()
+    report = fit(result, Options("auc"))
+    truth, members = np.asarray(result.truth), [values[:, 1] for values in result.members.values()]
     fold_of, equal = folds(truth, 5, 0), np.mean(members, axis=0)
     of_best, of_equal, of_others = [], [], []
     for fold in range(5):
         out, others = fold_of == fold, fold_of != fold
-        best = members[int(np.argmax([roc_auc_score(truth[others], one[others]) for one in members]))]
+        best = members[int(np.argmax([roc_auc_score(truth[others], member[others]) for member in members]))]
         of_best.append(roc_auc_score(truth[out], best[out]))
         of_equal.append(roc_auc_score(truth[out], equal[out]))
         of_others.append(roc_auc_score(truth[out], members[1][out]))
@@ -211,8 +212,8 @@ def test_rows_of_different_folds_are_not_ranked_against_each_other() -> None:
     assert abs(report.over_best.value) < 0.01
     assert report.over_best.low < 0.001
     assert report.folds_scored == 5
-    (said,) = [one for one in verdicts(report) if one.startswith("Held-out auc")]
-    assert said.endswith("Each fold is scored by itself; the figures are the mean of 5 folds.")
+    (messages,) = [verdict for verdict in verdicts(report) if verdict.startswith("Held-out auc")]
+    assert messages.endswith("Each fold is scored by itself; the figures are the mean of 5 folds.")
 
 
 def test_the_rows_of_each_folds_model_are_ranked_by_themselves(tmp_path: Path) -> None:
@@ -274,14 +275,14 @@ def test_the_rows_of_each_folds_model_are_ranked_by_themselves(tmp_path: Path) -
 
 def test_the_interval_of_an_auc_is_delongs_within_each_fold() -> None:
     """Of a member against the mean with one of noise, which no fold gives a weight."""
-    found = on_two_scales()
+    result = on_two_scales()
     noise = np.random.default_rng(2).random(3_000)
-    members = {"plain": found.members["plain"], "noise": np.column_stack([1 - noise, noise])}
+    members = {"plain": result.members["plain"], "noise": np.column_stack([1 - noise, noise])}
     report = fit(
-        replace(found, members=members, activations=dict.fromkeys(members, "softmax")), Options("auc")
+        replace(result, members=members, activations=dict.fromkeys(members, "softmax")), Options("auc")
     )
     assert report.over_best == Interval(0.0, 0.0, 0.0)
-    truth, fold_of = np.asarray(found.truth), folds(np.asarray(found.truth), 5, 0)
+    truth, fold_of = np.asarray(result.truth), folds(np.asarray(result.truth), 5, 0)
     plain, equal = (values[:, 1] for values in (members["plain"], np.mean([*members.values()], axis=0)))
     variance = 0.0
     for fold in range(5):
@@ -299,8 +300,8 @@ def test_a_fold_without_both_classes_is_left_out_and_counted() -> None:
         name: expit(2 * truth - 2 + random.normal(size=120))[:, None].copy(order="F") for name in ("m0", "m1")
     }
     ids = pa.chunked_array([pa.array([str(row) for row in range(120)])])
-    found = Predictions(ids, ("yes",), members, dict.fromkeys(members, "sigmoid"), truth[:, None])
-    report = fit(found, Options("auc"))
+    table = Predictions(ids, ("yes",), members, dict.fromkeys(members, "sigmoid"), truth[:, None])
+    report = fit(table, Options("auc"))
     fold_of = folds(truth[:, None], 5, 0)
     equal = np.mean([*members.values()], axis=0)[:, 0]
     of_equal = [
@@ -312,8 +313,8 @@ def test_a_fold_without_both_classes_is_left_out_and_counted() -> None:
     assert report.folds_scored == len(of_equal)
     assert report.equal == pytest.approx(np.mean(of_equal), abs=1e-12)
     assert report.over_equal.low <= report.over_equal.value <= report.over_equal.high
-    (said,) = [one for one in verdicts(report) if one.startswith("Held-out auc")]
-    assert said.endswith(
+    (messages,) = [verdict for verdict in verdicts(report) if verdict.startswith("Held-out auc")]
+    assert messages.endswith(
         f"the figures are the mean of {len(of_equal)} folds; {5 - len(of_equal)} of 5 folds left out, which lack "
         "rows with or without some label."
     )
@@ -321,46 +322,52 @@ def test_a_fold_without_both_classes_is_left_out_and_counted() -> None:
 
 @pytest.mark.parametrize("is_multi_label", one_in(2, [False, True]))
 def test_stacking_is_the_logistic_regression_of_scikit_learn(is_multi_label: bool) -> None:
-    found = predictions(1_200)
-    found = multi_label(found) if is_multi_label else found
-    report = fit(found, Options(method="stacking"))
+    probabilities = predictions(1_200)
+    probabilities = multi_label(probabilities) if is_multi_label else probabilities
+    report = fit(probabilities, Options(method="stacking"))
     assert report.stacking is not None
     assert weights_of(report) == [None, None]
-    values, penalty = [*found.members.values()], report.stacking.penalty
+    values, penalty = [*probabilities.members.values()], report.stacking.penalty
     merged = report.stacking.merge(values)
     if is_multi_label:
         for label in range(3):
-            logits = np.column_stack([np.log(one[:, label] / (1 - one[:, label])) for one in values])
+            logits = np.column_stack([np.log(value[:, label] / (1 - value[:, label])) for value in values])
             model = LogisticRegression(C=penalty, tol=1e-10, max_iter=20_000).fit(
-                logits, np.asarray(found.truth)[:, label]
+                logits, np.asarray(probabilities.truth)[:, label]
             )
             np.testing.assert_allclose(merged[:, label], model.predict_proba(logits)[:, 1], atol=1e-5)
     else:
         logs = np.log(np.column_stack(values))
-        model = LogisticRegression(C=penalty, tol=1e-10, max_iter=20_000).fit(logs, found.truth)
+        model = LogisticRegression(C=penalty, tol=1e-10, max_iter=20_000).fit(logs, probabilities.truth)
         np.testing.assert_allclose(merged, model.predict_proba(logs), atol=1e-5)
     assert report.score < min(member.alone for member in report.members)
 
 
 @pytest.mark.long
 def test_soft_truth_that_is_certain_is_the_hard_truth() -> None:
-    found = predictions(600)
-    truth = np.eye(3)[found.truth]
+    probabilities = predictions(600)
+    truth = np.eye(3)[probabilities.truth]
     for options in (Options(), Options(calibration="vector"), Options(method="stacking")):
-        hard, soft = fit(found, options), fit(replace(found, truth=truth), options)
+        hard, soft = fit(probabilities, options), fit(replace(probabilities, truth=truth), options)
         assert soft.score == pytest.approx(hard.score, abs=1e-6)
         assert soft.over_equal.low == pytest.approx(hard.over_equal.low, abs=1e-5)
 
 
 def test_rows_that_a_member_lacks_are_left_out_of_the_fit() -> None:
-    found = predictions(1_000)
-    some = found.members["m1"].copy(order="F")
+    probabilities = predictions(1_000)
+    some = probabilities.members["m1"].copy(order="F")
     some[:300] = np.nan
-    members = {"m0": found.members["m0"], "m1": some}
-    report = fit(replace(found, members=members), Options())
-    rest = {name: values[300:] for name, values in found.members.items()}
+    members = {"m0": probabilities.members["m0"], "m1": some}
+    report = fit(replace(probabilities, members=members), Options())
+    rest = {name: values[300:] for name, values in probabilities.members.items()}
     alone = fit(
-        replace(found, members=rest, truth=np.asarray(found.truth)[300:], ids=found.ids.slice(300)), Options()
+        replace(
+            probabilities,
+            members=rest,
+            truth=np.asarray(probabilities.truth)[300:],
+            ids=probabilities.ids.slice(300),
+        ),
+        Options(),
     )
     assert (report.rows, report.rows_left_out, report.score) == (700, 300, alone.score)
     assert any(
@@ -369,53 +376,53 @@ def test_rows_that_a_member_lacks_are_left_out_of_the_fit() -> None:
     )
 
 
-def with_rules(found: Predictions, *rules: dict[str, Any], seed: int = 5) -> Predictions:
+def with_rules(result: Predictions, *rules: dict[str, Any], seed: int = 5) -> Predictions:
     """The same predictions of a run with rules, each for a third of the rows in which no ``a`` is true."""
-    hits = (np.random.default_rng(seed).random((len(rules), found.rows)) < 1 / 3) & (found.truth != 0)
+    hits = (np.random.default_rng(seed).random((len(rules), result.rows)) < 1 / 3) & (result.truth != 0)
     given = [RuleConfig.model_validate({"when": "x", **rule}) for rule in rules]
-    return replace(found, rules=RowRules(given, found.labels, hits))
+    return replace(result, rules=RowRules(given, result.labels, hits))
 
 
 @pytest.mark.parametrize("pool", ["geometric_mean", "mean"])
 def test_weights_are_best_for_what_rules_leave_of_the_merge(pool: Pool) -> None:
     """Held against the run's own order, in which the members are merged first, over a grid of weights."""
-    found = with_rules(predictions(noise=(1.0, 1.2)), {"set": {"b": 0.9}}, {"mask": ["a"]})
-    assert found.rules is not None
-    report = fit(found, Options(pool=pool))
-    is_set = found.rules.has_set
+    ruled = with_rules(predictions(noise=(1.0, 1.2)), {"set": {"b": 0.9}}, {"mask": ["a"]})
+    assert ruled.rules is not None
+    report = fit(ruled, Options(pool=pool))
+    is_set = ruled.rules.has_set
     assert (report.rows, report.rows_decided, report.rows_left_out) == ((~is_set).sum(), is_set.sum(), 0)
     assert f"Rules decide {is_set.sum()} further rows" in " ".join(verdicts(report))
 
     def loss(weight: float) -> float:
         blend = WeightedBlend(np.array([weight, 1 - weight]), pool, "softmax")
-        merged = blend.merge([*found.members.values()])
-        assert found.rules is not None
-        found.rules.apply(0, merged, True)
-        return float(row_losses(np.asarray(found.truth), merged)[~is_set].mean())
+        merged = blend.merge([*ruled.members.values()])
+        assert ruled.rules is not None
+        ruled.rules.apply(0, merged, True)
+        return float(row_losses(np.asarray(ruled.truth), merged)[~is_set].mean())
 
     (weight, _) = weights_of(report)
     best = min(map(loss, np.linspace(0, 1, 201)))
     # Of the plain mean masks are put on the members, which is not quite the same.
     assert loss(weight) - best < (1e-6 if pool == "geometric_mean" else 1e-4)
-    without = replace(found, rules=None)
+    without = replace(ruled, rules=None)
     assert weights_of(fit(without, Options(pool=pool)))[0] != pytest.approx(weight, abs=1e-4)
 
 
 @pytest.mark.parametrize("method", ["stacking", "greedy"])
 def test_rows_that_rules_decide_tell_nothing_of_the_members(method: Method) -> None:
-    found = with_rules(predictions(), {"set": {"b": 1.0}})
-    assert found.rules is not None
-    rest = np.flatnonzero(~found.rules.rows[0])
+    ruled = with_rules(predictions(), {"set": {"b": 1.0}})
+    assert ruled.rules is not None
+    rest = np.flatnonzero(~ruled.rules.rows[0])
     alone = Predictions(
-        found.ids.take(rest),
+        ruled.ids.take(rest),
         LABELS,
-        {name: np.asfortranarray(values[rest]) for name, values in found.members.items()},
-        found.activations,
-        np.asarray(found.truth)[rest],
+        {name: np.asfortranarray(values[rest]) for name, values in ruled.members.items()},
+        ruled.activations,
+        np.asarray(ruled.truth)[rest],
     )
     options = Options(method=method)
-    assert fit(found, options).score == fit(alone, options).score
-    everything = replace(found, rules=RowRules(found.rules.rules, LABELS, np.ones((1, ROWS), bool)))
+    assert fit(ruled, options).score == fit(alone, options).score
+    everything = replace(ruled, rules=RowRules(ruled.rules.rules, LABELS, np.ones((1, ROWS), bool)))
     with pytest.raises(
         EnsembleError, match="fit needs labelled rows that every member has and that no rule decides"
     ):
@@ -423,7 +430,7 @@ def test_rows_that_rules_decide_tell_nothing_of_the_members(method: Method) -> N
 
 
 @pytest.mark.parametrize(
-    ("gain", "said"),
+    ("gain", "message"),
     [
         (
             Interval(0.002, -0.0001, 0.0041),
@@ -442,10 +449,10 @@ def test_rows_that_rules_decide_tell_nothing_of_the_members(method: Method) -> N
         ),
     ],
 )
-def test_more_than_noise_is_an_interval_without_0(gain: Interval, said: str) -> None:
+def test_more_than_noise_is_an_interval_without_0(gain: Interval, message: str) -> None:
     report = replace(fit(predictions(300), Options()), over_equal=gain)
-    (sentence,) = [one for one in verdicts(report) if one.startswith("Against equal weights")]
-    assert f": {said}" in sentence
+    (sentence,) = [verdict for verdict in verdicts(report) if verdict.startswith("Against equal weights")]
+    assert f": {message}" in sentence
     assert ("Equal weights do as well." in sentence) is not gain.excludes_zero
 
 
@@ -480,30 +487,30 @@ def test_a_member_without_any_difference_is_not_called_noise() -> None:
 
 def test_the_table_says_that_a_vector_scaling_was_fitted() -> None:
     report = fit(predictions(600), Options(calibration="vector"))
-    (table,) = [one for one in view(report) if not isinstance(one, str)]
+    (table,) = [item for item in view(report) if not isinstance(item, str)]
     assert table.headers[1] == "calibration"
     assert [row[1] for row in table.rows] == ["vector", "vector"]
 
 
-def rare(found: Predictions, count: int) -> Predictions:
+def rare(result: Predictions, count: int) -> Predictions:
     """The last label is true in so many rows."""
-    truth = np.minimum(np.asarray(found.truth), 1)
+    truth = np.minimum(np.asarray(result.truth), 1)
     truth[:count] = 2
-    return replace(found, truth=truth)
+    return replace(result, truth=truth)
 
 
 @pytest.mark.parametrize("is_multi_label", [False, True])
 def test_a_label_that_is_too_rare_for_the_metric_is_named(is_multi_label: bool) -> None:
-    found = rare(predictions(400), 1)
+    result = rare(predictions(400), 1)
     with pytest.raises(EnsembleError) as caught:
-        fit(multi_label(found) if is_multi_label else found, Options("auc", "greedy"))
+        fit(multi_label(result) if is_multi_label else result, Options("auc", "greedy"))
     assert [*caught.value.problems] == [
         "the truth has 'c' in 1 of 400 rows: --metric auc needs at least 5; give more rows, or use log_loss "
         "without stacking"
     ]
     assert fit(rare(predictions(400), 5), Options("auc", "greedy")).folds_scored == 5
     assert fit(rare(predictions(400), 5), Options("auc", "greedy", folds=7)).folds_scored == 5
-    assert fit(found, Options("accuracy", "greedy")).rows == 400
+    assert fit(result, Options("accuracy", "greedy")).rows == 400
 
 
 def test_each_fold_has_its_share_of_each_label() -> None:
@@ -514,18 +521,18 @@ def test_each_fold_has_its_share_of_each_label() -> None:
     assert not np.array_equal(fold_of, folds(truth, 5, 2))
 
 
-def raw(found: Predictions) -> Predictions:
-    values = {name: one * 10 for name, one in found.members.items()}
+def raw(result: Predictions) -> Predictions:
+    values = {name: member * 10 for name, member in result.members.items()}
     return replace(
-        found,
+        result,
         members=values,
         activations=dict.fromkeys(values, "none"),
-        truth=np.asarray(found.truth)[:, None] * np.ones(3),
+        truth=np.asarray(result.truth)[:, None] * np.ones(3),
     )
 
 
-def constant(found: Predictions) -> Predictions:
-    return replace(found, members={**found.members, "m1": np.tile([0.2, 0.3, 0.5], (found.rows, 1))})
+def constant(result: Predictions) -> Predictions:
+    return replace(result, members={**result.members, "m1": np.tile([0.2, 0.3, 0.5], (result.rows, 1))})
 
 
 @pytest.mark.parametrize(
@@ -557,7 +564,7 @@ def test_what_cannot_be_fitted_is_refused_in_a_sentence(change: Any, options: Op
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "message"),
     [
         (
             {"method": "foo"},
@@ -571,10 +578,10 @@ def test_what_cannot_be_fitted_is_refused_in_a_sentence(change: Any, options: Op
         ({"seed": True}, "seed: give a whole number of at least 0, not 'True'"),
     ],
 )
-def test_what_the_command_line_would_refuse_is_refused_in_python(asked: dict[str, Any], said: str) -> None:
+def test_what_the_command_line_would_refuse_is_refused_in_python(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Options(**asked)
-    assert caught.value.problems == (said,)
+    assert caught.value.problems == (message,)
 
 
 def test_the_method_goes_by_the_metric_where_none_is_asked_for() -> None:
@@ -586,8 +593,8 @@ def test_the_method_goes_by_the_metric_where_none_is_asked_for() -> None:
 
 
 def test_regression_is_fitted_by_its_own_metric() -> None:
-    found = raw(predictions())
-    report = fit(found, Options("rmse", "greedy"))
+    result = raw(predictions())
+    report = fit(result, Options("rmse", "greedy"))
     assert report.over_equal.high >= 0
 
 
@@ -595,26 +602,26 @@ def test_as_few_rows_as_the_threshold_says_are_enough() -> None:
     assert fit(predictions(MIN_ROWS_PER_NUMBER), Options()).rows == MIN_ROWS_PER_NUMBER
 
 
-def with_allowed(found: Predictions, seed: int = 5) -> Predictions:
+def with_allowed(result: Predictions, seed: int = 5) -> Predictions:
     """The same predictions of rows that can have some labels only, the true one among them."""
-    flags = np.random.default_rng(seed).random((found.rows, len(LABELS))) < 0.4
-    flags[np.arange(found.rows), np.asarray(found.truth)] = True
-    return replace(found, allowed=AllowedLabels(flags, "column c"))
+    flags = np.random.default_rng(seed).random((result.rows, len(LABELS))) < 0.4
+    flags[np.arange(result.rows), np.asarray(result.truth)] = True
+    return replace(result, allowed=AllowedLabels(flags, "column c"))
 
 
-def conditional(values: Any, found: Predictions) -> Any:
+def conditional(values: Any, result: Predictions) -> Any:
     """A member's probabilities, given that the label is one of the possible ones."""
-    assert found.allowed is not None
-    kept = np.where(found.allowed.flags, values, 0)
+    assert result.allowed is not None
+    kept = np.where(result.allowed.flags, values, 0)
     return kept / kept.sum(axis=1, keepdims=True)
 
 
 @pytest.mark.parametrize("pool", ["geometric_mean", "mean"])
 def test_weights_are_best_for_what_is_possible_in_a_row(pool: Pool) -> None:
-    found = with_allowed(predictions(noise=(1.0, 1.2)))
-    report = fit(found, Options(pool=pool))
-    parts = [conditional(values, found) for values in found.members.values()]
-    truth = np.asarray(found.truth)
+    masked = with_allowed(predictions(noise=(1.0, 1.2)))
+    report = fit(masked, Options(pool=pool))
+    parts = [conditional(values, masked) for values in masked.members.values()]
+    truth = np.asarray(masked.truth)
     for member, part in zip(report.members, parts, strict=True):
         assert member.alone == pytest.approx(log_loss(truth, part), rel=1e-9)
 
@@ -623,35 +630,35 @@ def test_weights_are_best_for_what_is_possible_in_a_row(pool: Pool) -> None:
             return float(log_loss(truth, weight * parts[0] + (1 - weight) * parts[1]))
         logs = [np.log(np.where(part > 0, part, 1)) for part in parts]
         product = np.exp(weight * logs[0] + (1 - weight) * logs[1])
-        return float(log_loss(truth, conditional(product, found)))
+        return float(log_loss(truth, conditional(product, masked)))
 
     (weight, _) = weights_of(report)
     assert loss(weight) - min(map(loss, np.linspace(0, 1, 201))) < 1e-7
     assert report.equal == pytest.approx(loss(0.5), rel=1e-9)
     assert abs(report.score - loss(weight)) < 0.01
-    without = replace(found, allowed=None)
+    without = replace(masked, allowed=None)
     assert weights_of(fit(without, Options(pool=pool)))[0] != pytest.approx(weight, abs=1e-4)
 
 
 @pytest.mark.parametrize("sharpness", [0.25, 1.8])
 def test_calibrations_are_best_for_what_is_possible_in_a_row(sharpness: float) -> None:
     """A temperature of 1/4 would be another one if it had to take the mass of impossible labels away, too."""
-    found = with_allowed(predictions(noise=(1.0, 1.2), sharpness=sharpness))
-    truth, values = np.asarray(found.truth), found.members["m0"]
+    masked = with_allowed(predictions(noise=(1.0, 1.2), sharpness=sharpness))
+    truth, values = np.asarray(masked.truth), masked.members["m0"]
 
     def loss(parameters: Any, by_label: bool) -> float:
         factors, biases = (parameters[:3], parameters[3:]) if by_label else (1 / parameters, np.zeros(1))
         scores = softmax(factors * np.log(np.maximum(values, np.finfo(float).eps)) + biases, axis=1)
-        error = log_loss(truth, conditional(scores, found))
+        error = log_loss(truth, conditional(scores, masked))
         # Vector scaling has a prior, which counts as one row.
         prior = ((factors - 1) ** 2).sum() + (biases**2).sum()
-        return float(error + by_label * prior / 2 / found.rows)
+        return float(error + by_label * prior / 2 / masked.rows)
 
-    calibration = fit(found, Options(calibration="temperature")).members[0].calibration
+    calibration = fit(masked, Options(calibration="temperature")).members[0].calibration
     assert calibration is not None
     best = minimize(loss, [1.0], args=(False,), method="Nelder-Mead", options={"xatol": 1e-6, "fatol": 1e-12})
     assert calibration.temperature == pytest.approx(best.x[0], rel=1e-3)
-    calibration = fit(found, Options(calibration="vector")).members[0].calibration
+    calibration = fit(masked, Options(calibration="vector")).members[0].calibration
     assert calibration is not None
     fitted = np.array([*calibration.scale.values(), *calibration.bias.values()])
     best = minimize(loss, fitted, args=(True,), method="Nelder-Mead", options={"maxiter": 400})
@@ -660,28 +667,28 @@ def test_calibrations_are_best_for_what_is_possible_in_a_row(sharpness: float) -
 
 @pytest.mark.long
 def test_stacking_sees_all_that_members_say_and_is_scored_by_what_is_possible() -> None:
-    found = with_allowed(predictions())
+    masked = with_allowed(predictions())
     options = Options(method="stacking")
-    plain, report = fit(replace(found, allowed=None), options), fit(found, options)
+    plain, report = fit(replace(masked, allowed=None), options), fit(masked, options)
     assert plain.stacking is not None
     assert report.stacking is not None
     np.testing.assert_array_equal(report.stacking.coefficients, plain.stacking.coefficients)
-    merged = report.stacking.merge([*found.members.values()])
-    in_sample = log_loss(np.asarray(found.truth), conditional(merged, found))
+    merged = report.stacking.merge([*masked.members.values()])
+    in_sample = log_loss(np.asarray(masked.truth), conditional(merged, masked))
     assert report.score == pytest.approx(in_sample, abs=0.01)
     assert report.score < plain.score - 0.05
-    equal = sum(conditional(values, found) for values in found.members.values()) / 2
-    assert report.equal == pytest.approx(log_loss(np.asarray(found.truth), equal), rel=1e-9)
+    equal = sum(conditional(values, masked) for values in masked.members.values()) / 2
+    assert report.equal == pytest.approx(log_loss(np.asarray(masked.truth), equal), rel=1e-9)
 
 
 def test_rows_whose_true_label_is_impossible_do_not_bend_a_calibration() -> None:
-    found = with_allowed(predictions(noise=(1.0, 1.2), sharpness=1.8))
-    assert found.allowed is not None
-    flags = found.allowed.flags.copy()
-    flags[:20] = np.eye(len(LABELS), dtype=bool)[(np.asarray(found.truth)[:20] + 1) % len(LABELS)]
-    bent = replace(found, allowed=AllowedLabels(flags, "column c"))
+    masked = with_allowed(predictions(noise=(1.0, 1.2), sharpness=1.8))
+    assert masked.allowed is not None
+    flags = masked.allowed.flags.copy()
+    flags[:20] = np.eye(len(LABELS), dtype=bool)[(np.asarray(masked.truth)[:20] + 1) % len(LABELS)]
+    bent = replace(masked, allowed=AllowedLabels(flags, "column c"))
     for options in (Options(calibration="temperature"), Options(calibration="vector")):
-        first, second = fit(found, options).members[0].calibration, fit(bent, options).members[0].calibration
+        first, second = fit(masked, options).members[0].calibration, fit(bent, options).members[0].calibration
         assert first is not None
         assert second is not None
         assert second.temperature == pytest.approx(first.temperature, rel=0.05)

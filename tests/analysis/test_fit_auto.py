@@ -44,9 +44,9 @@ def row_losses(truth: Any, values: Any) -> Any:
 
 
 def test_each_way_has_the_score_that_others_give_it() -> None:
-    found = predictions(240)
-    report = fit_auto(found, AUTO_OPTIONS)
-    truth, values = np.asarray(found.truth), np.array([*found.members.values()])
+    probabilities = predictions(240)
+    report = fit_auto(probabilities, AUTO_OPTIONS)
+    truth, values = np.asarray(probabilities.truth), np.array([*probabilities.members.values()])
     ways = by_title(report)
     assert len(ways) == len(report.candidates) == 14
     geometric = gmean(values, axis=0)
@@ -60,7 +60,7 @@ def test_each_way_has_the_score_that_others_give_it() -> None:
     ]
     assert ways["best_member"].score == pytest.approx(sum(of_best) / 240, abs=1e-9)
     for title in ("simplex (geometric_mean, temperature)", "greedy (mean)", "stacking"):
-        fitted = fit(found, ways[title].options)
+        fitted = fit(probabilities, ways[title].options)
         assert ways[title].score == pytest.approx((fitted.rejected or fitted).score, abs=1e-9)
     best = min(report.candidates, key=lambda way: way.score)
     assert best.behind.value == 0
@@ -71,11 +71,11 @@ def test_each_way_has_the_score_that_others_give_it() -> None:
 
 def test_an_interval_is_the_paired_one_of_the_same_rows() -> None:
     """With two members of which one is noise the best way is nearly the other member alone."""
-    found = predictions(900, noise=(0.5, 4.0))
-    report = fit_auto(found, AUTO_OPTIONS)
+    probabilities = predictions(900, noise=(0.5, 4.0))
+    report = fit_auto(probabilities, AUTO_OPTIONS)
     assert report.options.title == "best_member"
-    ways, truth = by_title(report), np.asarray(found.truth)
-    values = [*found.members.values()]
+    ways, truth = by_title(report), np.asarray(probabilities.truth)
+    values = [*probabilities.members.values()]
     if ways["best_member"].behind.value == 0:
         losses = row_losses(truth, values[0]) - row_losses(truth, np.mean(values, axis=0))
         behind = ways["equal (mean)"].behind
@@ -97,26 +97,28 @@ def test_the_fewest_numbers_of_those_as_good_as_the_best(sharpness: float) -> No
     assert [way.numbers for way in report.candidates] == sorted(way.numbers for way in report.candidates)
     # Members that are much too sure need temperatures, or the like of stacking.
     assert (chosen.numbers > 1) is (sharpness > 1)
-    (said,) = [line for line in verdicts(report) if line.startswith("Of 14 ways to merge, ")]
-    assert f", {chosen.options.title} is fitted: " in said
+    (messages,) = [line for line in verdicts(report) if line.startswith("Of 14 ways to merge, ")]
+    assert f", {chosen.options.title} is fitted: " in messages
     table = next(iter(view(report)))
     assert not isinstance(table, str)
     assert [row[0] for row in table.rows if row[-1] == "fitted"] == [chosen.options.title]
 
 
 def test_a_member_that_does_harm_is_left_out() -> None:
-    found = predictions(300, noise=(0.7, 0.7, 0.7, 0.7, 0.7, 2.0))
-    report = fit_auto(found, AUTO_OPTIONS)
+    probabilities = predictions(300, noise=(0.7, 0.7, 0.7, 0.7, 0.7, 2.0))
+    report = fit_auto(probabilities, AUTO_OPTIONS)
     assert [member.name for member in report.members if member.is_left_out] == ["m5"]
-    assert [member.name for member in report.members] == [*found.members]
-    kept = {name: values for name, values in found.members.items() if name != "m5"}
-    without = fit_auto(replace(found, members=kept, activations=dict.fromkeys(kept, "softmax")), AUTO_OPTIONS)
+    assert [member.name for member in report.members] == [*probabilities.members]
+    kept = {name: values for name, values in probabilities.members.items() if name != "m5"}
+    without = fit_auto(
+        replace(probabilities, members=kept, activations=dict.fromkeys(kept, "softmax")), AUTO_OPTIONS
+    )
     assert report.score == without.score
     assert weights_of(report) == [*weights_of(without), 0.0]
-    truth = np.asarray(found.truth)
-    means = [gmean([*part.values()], axis=0) for part in (found.members, kept)]
+    truth = np.asarray(probabilities.truth)
+    means = [gmean([*part.values()], axis=0) for part in (probabilities.members, kept)]
     geometric = [log_loss(truth, mean / mean.sum(axis=1, keepdims=True)) for mean in means]
-    plain = [log_loss(truth, np.mean([*part.values()], axis=0)) for part in (found.members, kept)]
+    plain = [log_loss(truth, np.mean([*part.values()], axis=0)) for part in (probabilities.members, kept)]
     (member,) = [member for member in report.members if member.is_left_out]
     assert member.gain is not None
     # It was left out of the mean, and the others are then merged by their geometric mean.
@@ -124,20 +126,20 @@ def test_a_member_that_does_harm_is_left_out() -> None:
     assert report.options.title == "equal (geometric_mean)"
     assert report.score == pytest.approx(geometric[1], abs=1e-9)
     assert report.score < min(geometric[0], *plain)
-    (said,) = [line for line in verdicts(report) if line.startswith("m5")]
-    assert said.startswith("m5 is left out, because it does harm: without it ")
+    (messages,) = [line for line in verdicts(report) if line.startswith("m5")]
+    assert messages.startswith("m5 is left out, because it does harm: without it ")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("labels", one_in(2, [2, 3]))
 def test_never_worse_than_the_best_member_or_equal_weights_on_held_out_halves(labels: int) -> None:
-    found = predictions(500, noise=(0.6, 0.9, 3.0), sharpness=1.5)
+    probabilities = predictions(500, noise=(0.6, 0.9, 3.0), sharpness=1.5)
     if labels == 2:
-        members = {name: values[:, 1:] for name, values in found.members.items()}
+        members = {name: values[:, 1:] for name, values in probabilities.members.items()}
         members = {name: values / values.sum(axis=1, keepdims=True) for name, values in members.items()}
-        truth = (np.asarray(found.truth) == 2).astype(np.int64)
-        found = replace(found, members=members, labels=("b", "c"), truth=truth)
-    for half in held_out_halves(found, 2, {}):
+        truth = (np.asarray(probabilities.truth) == 2).astype(np.int64)
+        probabilities = replace(probabilities, members=members, labels=("b", "c"), truth=truth)
+    for half in held_out_halves(probabilities, 2, {}):
         assert not is_worse(half[AUTO], half[BEST])
         assert not is_worse(half[AUTO], half[EQUAL])
 
@@ -150,8 +152,8 @@ def test_a_way_that_wins_the_metric_and_loses_the_log_loss_is_named() -> None:
     columns = {"modest": expit(0.3 * logits[0]), "sure": expit(30 * logits[1])}
     members = {name: np.column_stack([1 - yes, yes]) for name, yes in columns.items()}
     ids = pa.chunked_array([pa.array([str(row) for row in range(rows)])])
-    found = Predictions(ids, ("no", "yes"), members, dict.fromkeys(members, "softmax"), truth)
-    report = fit_auto(found, Options("auc", "auto"))
+    result = Predictions(ids, ("no", "yes"), members, dict.fromkeys(members, "softmax"), truth)
+    report = fit_auto(result, Options("auc", "auto"))
     ways = by_title(report)
     best = max(report.candidates, key=lambda way: way.score)
     assert best.log_loss is not None
@@ -172,7 +174,7 @@ def test_a_way_that_wins_the_metric_and_loses_the_log_loss_is_named() -> None:
             line.startswith(f"{way.options.title} {rank} auc, and loses the log loss: 0.")
             for line in verdicts(report)
         )
-    by_log_loss = fit_auto(found, AUTO_OPTIONS)
+    by_log_loss = fit_auto(result, AUTO_OPTIONS)
     assert not any("loses the log loss" in line for line in verdicts(by_log_loss))
     table = next(iter(view(report)))
     assert not isinstance(table, str)
@@ -181,8 +183,8 @@ def test_a_way_that_wins_the_metric_and_loses_the_log_loss_is_named() -> None:
 
 @pytest.mark.parametrize("is_multi_label", [False, True])
 def test_a_way_that_needs_more_rows_is_left_out_and_said_to_be(is_multi_label: bool) -> None:
-    found = predictions(80)
-    report = fit_auto(multi_label(found) if is_multi_label else found, AUTO_OPTIONS)
+    probabilities = predictions(80)
+    report = fit_auto(multi_label(probabilities) if is_multi_label else probabilities, AUTO_OPTIONS)
     assert not any(way.options.method == "stacking" for way in report.candidates)
     numbers = 9 if is_multi_label else 14
     assert report.remarks[0] == (
@@ -196,10 +198,10 @@ def test_regression_and_a_single_member() -> None:
     truth = random.normal(size=(400, 1))
     members = {f"m{number}": truth + 0.5 * random.normal(size=truth.shape) for number in range(2)}
     ids = pa.chunked_array([pa.array([str(row) for row in range(400)])])
-    found = Predictions(ids, ("y",), members, dict.fromkeys(members, "none"), truth)
+    table = Predictions(ids, ("y",), members, dict.fromkeys(members, "none"), truth)
     with pytest.raises(ConfigError, match="have no log loss: use another metric, such as --metric rmse"):
-        fit_auto(found, AUTO_OPTIONS)
-    report = fit_auto(found, Options("rmse", "auto"))
+        fit_auto(table, AUTO_OPTIONS)
+    report = fit_auto(table, Options("rmse", "auto"))
     assert [way.options.title for way in report.candidates] == [
         "equal (mean)",
         "best_member",
@@ -208,40 +210,44 @@ def test_regression_and_a_single_member() -> None:
     assert report.options.title == "equal (mean)"
     mean = np.mean([*members.values()], axis=0)
     assert report.score == pytest.approx(np.sqrt(np.square(mean - truth).mean()))
-    found = predictions(900, (0.7,), sharpness=4.0)
-    report = fit_auto(found, AUTO_OPTIONS)
+    table = predictions(900, (0.7,), sharpness=4.0)
+    report = fit_auto(table, AUTO_OPTIONS)
     titles = [way.options.title for way in report.candidates]
     assert titles == ["equal (mean)", "equal (mean, temperature)", "stacking", "stacking (temperature)"]
     assert report.options.title == "equal (mean, temperature)"
 
 
 def test_thresholds_between_the_labels_that_are_possible() -> None:
-    found = predictions(400)
-    assert found.truth is not None
-    only_true = AllowedLabels(np.eye(len(found.labels), dtype=np.bool_)[found.truth], "column c")
-    found, options = replace(found, allowed=only_true), Options("quadratic_kappa", "stacking")
-    report = fit_sample(found, options, find_metric("quadratic_kappa"), found, 0, equal_pool="mean")
+    probabilities = predictions(400)
+    assert probabilities.truth is not None
+    only_true = AllowedLabels(
+        np.eye(len(probabilities.labels), dtype=np.bool_)[probabilities.truth], "column c"
+    )
+    probabilities, options = replace(probabilities, allowed=only_true), Options("quadratic_kappa", "stacking")
+    report = fit_sample(
+        probabilities, options, find_metric("quadratic_kappa"), probabilities, 0, equal_pool="mean"
+    )
     assert report.thresholds is not None
     assert report.score == report.thresholds.score == report.thresholds.halfway == 1.0
 
 
 def test_all_ways_are_compared_on_the_rows_that_no_rule_touches() -> None:
-    found = with_rules(predictions(200), {"mask": ["a"]})
-    assert found.rules is not None
-    rest = np.flatnonzero(~found.rules.rows[0])
-    alone = replace(found, rules=None).taken(rest)
-    report = fit_auto(found, AUTO_OPTIONS)
+    ruled = with_rules(predictions(200), {"mask": ["a"]})
+    assert ruled.rules is not None
+    rest = np.flatnonzero(~ruled.rules.rows[0])
+    alone = replace(ruled, rules=None).taken(rest)
+    report = fit_auto(ruled, AUTO_OPTIONS)
     assert (report.rows, report.score) == (len(rest), fit_auto(alone, AUTO_OPTIONS).score)
 
 
 def test_equal_weights_with_temperatures_and_the_best_member_by_name() -> None:
-    found = predictions(600, sharpness=4.0)
-    report = fit(found, Options(method="equal", calibration="temperature"))
+    probabilities = predictions(600, sharpness=4.0)
+    report = fit(probabilities, Options(method="equal", calibration="temperature"))
     assert weights_of(report) == [1.0, 1.0]
     assert report.over_equal.low > 0
-    assert weights_of(fit(found, Options("auc", "best_member", "temperature"))) == [1.0, 0.0]
+    assert weights_of(fit(probabilities, Options("auc", "best_member", "temperature"))) == [1.0, 0.0]
     with pytest.raises(ConfigError, match="--method equal without --calibration: nothing to fit"):
-        fit(found, Options(method="equal"))
+        fit(probabilities, Options(method="equal"))
 
 
 def test_what_auto_chooses_by_itself_is_refused() -> None:
@@ -254,11 +260,11 @@ def test_what_auto_chooses_by_itself_is_refused() -> None:
 
 @pytest.mark.long
 def test_all_ways_are_held_against_what_is_possible_in_a_row() -> None:
-    found = with_allowed(predictions(240))
-    report = fit_auto(found, AUTO_OPTIONS)
+    masked = with_allowed(predictions(240))
+    report = fit_auto(masked, AUTO_OPTIONS)
     ways = by_title(report)
-    mean = np.mean([conditional(values, found) for values in found.members.values()], axis=0)
-    assert ways["equal (mean)"].score == pytest.approx(log_loss(np.asarray(found.truth), mean), abs=1e-9)
+    mean = np.mean([conditional(values, masked) for values in masked.members.values()], axis=0)
+    assert ways["equal (mean)"].score == pytest.approx(log_loss(np.asarray(masked.truth), mean), abs=1e-9)
     for title in ("simplex (geometric_mean, temperature)", "greedy (mean)", "stacking"):
-        fitted = fit(found, ways[title].options)
+        fitted = fit(masked, ways[title].options)
         assert ways[title].score == pytest.approx((fitted.rejected or fitted).score, abs=1e-9)

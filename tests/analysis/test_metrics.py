@@ -141,8 +141,8 @@ def test_labels_that_are_not_exclusive(name: str) -> None:
         ),
         "rmse": lambda: np.mean([math.sqrt(sk.mean_squared_error(t, v)) for t, v in columns]),
     }
-    found = find_metric(name).value(truth, values, "sigmoid")
-    assert found == pytest.approx(float(references[name]()), rel=1e-9)
+    result = find_metric(name).value(truth, values, "sigmoid")
+    assert result == pytest.approx(float(references[name]()), rel=1e-9)
 
 
 def test_a_truth_that_is_not_sure() -> None:
@@ -181,7 +181,7 @@ def test_rows_that_do_not_quite_sum_to_one_and_certainty_that_is_wrong() -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "truth", "said"),
+    ("name", "truth", "message"),
     [
         (
             "auc",
@@ -194,12 +194,12 @@ def test_rows_that_do_not_quite_sum_to_one_and_certainty_that_is_wrong() -> None
         ("log_loss", [], "log_loss: there are no rows to score"),
     ],
 )
-def test_metrics_that_are_not_defined(name: str, truth: list[int], said: str) -> None:
+def test_metrics_that_are_not_defined(name: str, truth: list[int], message: str) -> None:
     values = np.tile([0.2, 0.5, 0.3], (len(truth), 1))
     own = np.array(truth, dtype=np.int64)
     with pytest.raises(UndefinedMetric) as caught:
         METRICS[name].value(own, values, "softmax")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     with pytest.raises(UndefinedMetric):
         Bootstrap(own, "softmax").score(METRICS[name], values)
 
@@ -231,7 +231,7 @@ def test_names() -> None:
 def test_intervals_are_those_of_scipy(name: str) -> None:
     truth, values = softmax_rows(150, 3)
     own = METRICS[name]
-    found = Bootstrap(truth, "softmax").score(own, values)
+    result = Bootstrap(truth, "softmax").score(own, values)
 
     def statistic(places: _Array) -> float:
         return own.value(truth[places], values[places], "softmax")
@@ -241,11 +241,11 @@ def test_intervals_are_those_of_scipy(name: str) -> None:
         method="percentile", random_state=np.random.default_rng(11),
     )  # fmt: skip
     width = expected.confidence_interval.high - expected.confidence_interval.low
-    low, high = found.interval.low, found.interval.high
-    assert found.interval.value == pytest.approx(own.value(truth, values, "softmax"), rel=1e-12)
+    low, high = result.interval.low, result.interval.high
+    assert result.interval.value == pytest.approx(own.value(truth, values, "softmax"), rel=1e-12)
     assert low == pytest.approx(expected.confidence_interval.low, abs=0.1 * width)
     assert high == pytest.approx(expected.confidence_interval.high, abs=0.1 * width)
-    assert np.std(found.replicates) == pytest.approx(expected.standard_error, rel=0.1)
+    assert np.std(result.replicates) == pytest.approx(expected.standard_error, rel=0.1)
 
 
 def test_a_calibration_error_has_no_interval_and_its_difference_has_one() -> None:
@@ -260,21 +260,21 @@ def test_a_calibration_error_has_no_interval_and_its_difference_has_one() -> Non
     assert first.interval.value == pytest.approx(calibration_error(truth == 1, chances))
     assert np.mean(first.replicates) > 1.1 * first.value
     assert np.isnan([first.interval.low, first.interval.high]).all()
-    found = second.minus(first)
-    assert found.low < found.value < found.high
+    result = second.minus(first)
+    assert result.low < result.value < result.high
 
 
 def test_the_difference_of_two_is_paired() -> None:
     truth, values = softmax_rows(500, 3)
     better = values**1.2 / (values**1.2).sum(axis=1, keepdims=True)
     sample = Bootstrap(truth, "softmax")
-    first, second = (sample.score(METRICS["log_loss"], one) for one in (better, values))
-    found = first.minus(second)
-    losses = [-np.log(one[np.arange(500), truth]) for one in (better, values)]
+    first, second = (sample.score(METRICS["log_loss"], item) for item in (better, values))
+    result = first.minus(second)
+    losses = [-np.log(item[np.arange(500), truth]) for item in (better, values)]
     error = np.std(losses[0] - losses[1], ddof=1) / math.sqrt(500)
-    assert found.value == pytest.approx(np.mean(losses[0] - losses[1]))
-    assert found.high - found.low == pytest.approx(2 * 1.96 * error, rel=0.1)
-    assert found.high - found.low < (first.interval.high - first.interval.low) / 3
+    assert result.value == pytest.approx(np.mean(losses[0] - losses[1]))
+    assert result.high - result.low == pytest.approx(2 * 1.96 * error, rel=0.1)
+    assert result.high - result.low < (first.interval.high - first.interval.low) / 3
     nothing = first.minus(first)
     assert (nothing.value, nothing.low, nothing.high, nothing.excludes_zero) == (0, 0, 0, False)
 

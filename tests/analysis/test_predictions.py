@@ -124,9 +124,9 @@ def test_members_with_some_of_the_rows(tmp_path: Path) -> None:
         )
     ]
     # Whichever comes first.
-    (found,) = problems([b, a])
-    assert found.startswith("a.csv: 2 ids not in ")
-    assert found.endswith("b.csv ('1e5', ' x'); give the same rows in each file")
+    (messages,) = problems([b, a])
+    assert messages.startswith("a.csv: 2 ids not in ")
+    assert messages.endswith("b.csv ('1e5', ' x'); give the same rows in each file")
     read = read_files([b, a], may_lack_rows=True)
     assert read.ids.to_pylist() == A["id"]
     assert np.flatnonzero(np.isnan(read.members["b"][:, 0])).tolist() == [1, 2]
@@ -137,8 +137,8 @@ def test_rows_of_nan_are_those_of_members_that_may_lack_rows(tmp_path: Path) -> 
     hollow = {"id": A["id"], "neg": [0.7, np.nan, 0.5], "pos": [0.3, np.nan, 0.5]}
     (tmp_path / "b.csv").write_text(pd.DataFrame(hollow).to_csv(index=False, na_rep="nan"))
     (a,), b = write(tmp_path, a=A), tmp_path / "b.csv"
-    (found,) = problems([a, b])
-    assert found.startswith("b.csv: 1 row with no finite number, the first is id 1e5")
+    (messages,) = problems([a, b])
+    assert messages.startswith("b.csv: 1 row with no finite number, the first is id 1e5")
     assert np.isnan(read_files([a, b], may_lack_rows=True).members["b"][1]).all()
 
 
@@ -152,8 +152,8 @@ def test_a_row_of_empty_cells_is_one_that_a_member_lacks(tmp_path: Path, ending:
         hollow.to_json(b, orient="records", lines=True)
     else:
         hollow.to_csv(b, index=False, sep="\t" if ending == "tsv" else ",")
-    (said,) = problems([a, b])
-    assert said.startswith(f"b.{ending}: row 2: ")
+    (message,) = problems([a, b])
+    assert message.startswith(f"b.{ending}: row 2: ")
     members = read_files([a, b], may_lack_rows=True).members
     np.testing.assert_array_equal(members["b"], [[0.7, 0.3], [np.nan, np.nan], [0.5, 0.5]])
     # A row that is empty in part is a mistake.
@@ -163,7 +163,7 @@ def test_a_row_of_empty_cells_is_one_that_a_member_lacks(tmp_path: Path, ending:
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "message"),
     [
         ({**A, "id": ["007", "1e5", "y"]},
          "b.csv: 1 id of a.csv missing (' x'); give the same rows in each file"),
@@ -177,14 +177,14 @@ def test_a_row_of_empty_cells_is_one_that_a_member_lacks(tmp_path: Path, ending:
         ({"id": [], "neg": [], "pos": []}, "b.csv: has no rows below its header"),
     ],
 )  # fmt: skip
-def test_files_that_do_not_fit(tmp_path: Path, other: dict[str, list[Any]], said: str) -> None:
-    found = problems(write(tmp_path, a=A, b=other))
-    assert len(found) <= 2
-    assert found[0].startswith(said)
+def test_files_that_do_not_fit(tmp_path: Path, other: dict[str, list[Any]], message: str) -> None:
+    messages = problems(write(tmp_path, a=A, b=other))
+    assert len(messages) <= 2
+    assert messages[0].startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("truth", "said"),
+    ("truth", "message"),
     [
         (
             {"id": A["id"], "label": ["neg", "tie", "pos"]},
@@ -199,11 +199,11 @@ def test_files_that_do_not_fit(tmp_path: Path, other: dict[str, list[Any]], said
         ({"id": ["007"] * 3, "label": ["neg"] * 3}, "1 id more than once"),
     ],
 )
-def test_a_truth_that_does_not_fit(tmp_path: Path, truth: dict[str, list[Any]], said: str) -> None:
+def test_a_truth_that_does_not_fit(tmp_path: Path, truth: dict[str, list[Any]], message: str) -> None:
     a, labels = write(tmp_path, a=A, truth=truth)
-    (found,) = problems([a], labels=labels)
-    assert found.startswith("truth.csv: ")
-    assert said in found
+    (messages,) = problems([a], labels=labels)
+    assert messages.startswith("truth.csv: ")
+    assert message in messages
 
 
 def test_columns_that_are_no_labels_by_name_and_value_are_left_out_and_named(tmp_path: Path) -> None:
@@ -232,12 +232,12 @@ def test_two_files_of_one_name(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         write(tmp_path / name, oof=A)
-    one, two = tmp_path / "one/oof.csv", tmp_path / "two/oof.csv"
+    item, two = tmp_path / "one/oof.csv", tmp_path / "two/oof.csv"
     with pytest.raises(
         ConfigError, match=r"two/oof\.csv: has the same name as .*one/oof\.csv; name it yourself"
     ):
-        read_files([one, two])
-    assert list(read_files([one, f"again={two}"]).members) == ["oof", "again"]
+        read_files([item, two])
+    assert list(read_files([item, f"again={two}"]).members) == ["oof", "again"]
 
 
 @pytest.mark.parametrize("name", ["a.v2.csv", "a.v2.CSV", "a.v2.Tsv", "a.v2.csv.gz", "a.v2.CSV.GZ"])
@@ -252,15 +252,15 @@ def test_the_column_of_the_ids_is_not_that_of_the_labels(tmp_path: Path) -> None
     read = read_files([a], labels=truth)
     assert read.truth is not None
     assert read.truth.tolist() == [0, 0, 1]
-    (said,) = problems([a], labels=folds)
-    assert "more than once" in said
-    assert said.endswith("(its ids are those of column 'fold'; --id-column names another)")
+    (message,) = problems([a], labels=folds)
+    assert "more than once" in message
+    assert message.endswith("(its ids are those of column 'fold'; --id-column names another)")
     beside = {"label": named["label"], "key": A["id"], "neg": A["neg"], "pos": A["pos"]}
     twice = {"fold": ["1", "1", "2"], "neg": A["neg"], "pos": A["pos"]}
     both, wrong = write(tmp_path, both=beside, wrong=twice)
     assert read_files([both]).ids.to_pylist() == A["id"]
-    (said,) = problems([wrong])
-    assert said.endswith("keep one row for each id (in column 'fold'; --id-column names another)")
+    (message,) = problems([wrong])
+    assert message.endswith("keep one row for each id (in column 'fold'; --id-column names another)")
 
 
 @pytest.mark.usefixtures("warm")
@@ -326,9 +326,9 @@ def test_what_the_values_of_a_run_are_is_what_its_config_said(activation: str, p
 @pytest.mark.long
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
-    ("cell", "said"), [("inf", "no finite number"), ("1.5", "values below 0 or above 1")]
+    ("cell", "message"), [("inf", "no finite number"), ("1.5", "values below 0 or above 1")]
 )
-def test_a_file_of_a_run_that_was_changed(cell: str, said: str, project: Project) -> None:
+def test_a_file_of_a_run_that_was_changed(cell: str, message: str, project: Project) -> None:
     pd.DataFrame(A).to_csv(project.folder / "a.csv", index=False)
     config = {"data": {"path": "a.csv"}, "labels": ["neg", "pos"], "output_dir": "run"}
     project.write_config(config | {"models": [{"name": "a", "task_type": "csv", "path": "a.csv"}]})
@@ -339,6 +339,6 @@ def test_a_file_of_a_run_that_was_changed(cell: str, said: str, project: Project
         read_run(project.folder / "run")
     path.with_suffix(".json").unlink()  # nothing says what the run wrote
     with pytest.raises(
-        DataError, match=rf"predictions/a\.csv: 1 row with {said}, the first is id 007; remove"
+        DataError, match=rf"predictions/a\.csv: 1 row with {message}, the first is id 007; remove"
     ):
         read_run(project.folder / "run")

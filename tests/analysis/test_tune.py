@@ -56,7 +56,7 @@ def test_a_rows_distance_is_its_largest_whatever_the_number_of_labels() -> None:
     values = np.array([[0.4, 0.4, 0.2], [0.2, 0.2, 0.6]])
     assert distances(expected, values, "softmax") == pytest.approx((0.05, 0.1, 0.0))
     none = np.zeros((2, 11))
-    wide, other = (np.hstack([one, none]) for one in (expected, values))
+    wide, other = (np.hstack([item, none]) for item in (expected, values))
     assert distances(wide, other, "softmax") == pytest.approx((0.05, 0.1, 0.0))
     assert distances(expected, values + np.array([0, 1, 0]), "softmax")[2] == 1
     assert distances(expected, values + np.array([0.2, 0, 0]), "sigmoid")[2] == 0.5
@@ -141,7 +141,7 @@ def test_settings_that_change_probabilities_or_labels_are_refused_however_fast(
     tuning = ensemble.tune("crash.yaml", rows=6, quiet=True)
     (crashed,) = tuning.members
     assert "! far: float32 gave no result, so all is compared with bfloat16" in lines(tuning)
-    rows = sum(bool(one.failure) and not one.rows_per_second for one in crashed.trials)
+    rows = sum(bool(trial.failure) and not trial.rows_per_second for trial in crashed.trials)
     assert lines(tuning).count("no result") == 1 + rows, "and the sentence of the reference"
     assert "far: float32: " in lines(tuning), "and why"
     assert "no such luck" in crashed.trials[0].failure
@@ -152,17 +152,17 @@ def test_settings_that_change_probabilities_or_labels_are_refused_however_fast(
 
     def planted(self: MemberTrials, trial: Trial, *others: Any) -> Trial:
         """What is wrong is the fastest by far, as it is on a CPU with such products."""
-        found = measured(self, trial, *others)
-        if found.failure or not trial.name.startswith("bfloat16"):
-            return found
-        assert found.whole_seconds is not None
-        return replace(found, whole_seconds=found.whole_seconds / 100)
+        measurement = measured(self, trial, *others)
+        if measurement.failure or not trial.name.startswith("bfloat16"):
+            return measurement
+        assert measurement.whole_seconds is not None
+        return replace(measurement, whole_seconds=measurement.whole_seconds / 100)
 
     monkeypatch.setattr(MemberTrials, "_measured", planted)
-    found = ensemble.tune("config.yaml", rows=ROWS, write="tuned.yaml", quiet=True)
-    assert told not in lines(found)
-    far, near = found.members
-    assert (found.rows, found.skipped, far.reference, near.reference) == (
+    trials = ensemble.tune("config.yaml", rows=ROWS, write="tuned.yaml", quiet=True)
+    assert told not in lines(trials)
+    far, near = trials.members
+    assert (trials.rows, trials.skipped, far.reference, near.reference) == (
         ROWS,
         ("mate",),
         "float32",
@@ -186,8 +186,8 @@ def test_settings_that_change_probabilities_or_labels_are_refused_however_fast(
         patched.setattr(command, "read_as_written", without_one)
         (lacking,) = ensemble.tune("crash.yaml", rows=6, quiet=True).members
     assert lacking.best.startswith("float32")
-    assert [one.failure for one in lacking.trials[1:3]] == ["some values are not numbers"] * 2
-    for member in found.members:
+    assert [trial.failure for trial in lacking.trials[1:3]] == ["some values are not numbers"] * 2
+    for member in trials.members:
         by_name = {trial.name: trial for trial in member.trials}
         assert {"float32", "bfloat16", "float16", "int8", "int8, threshold 0", "nf4"} <= by_name.keys()
         assert not by_name["bfloat16"].is_within
@@ -195,15 +195,15 @@ def test_settings_that_change_probabilities_or_labels_are_refused_however_fast(
         assert not member.best.startswith("bfloat16")
         assert [*by_name["bfloat16"].metrics] == ["log_loss", "accuracy"]
     assert {trial.name: trial for trial in far.trials}["bfloat16"].mean > 0.05
-    assert {trial.name: trial for trial in near.trials}["bfloat16"].mean < found.tolerance, (
+    assert {trial.name: trial for trial in near.trials}["bfloat16"].mean < trials.tolerance, (
         "labels alone tell"
     )
     written = yaml.safe_load((project.folder / "tuned.yaml").read_text())
     assert "bfloat16" not in str(written.get("models"))
     assert written["tuned_on"]["rows"] == ROWS
     assert {"torch", "transformers"} == written["tuned_on"]["versions"].keys()
-    assert "too far" in lines(found)
-    assert "mate: has no settings to choose" in lines(found)
+    assert "too far" in lines(trials)
+    assert "mate: has no settings to choose" in lines(trials)
 
 
 @pytest.mark.long
@@ -219,9 +219,9 @@ def test_what_takes_twice_as_long_as_the_best_is_stopped(
     injected = Injected(tmp_path, Fault("sleep", seconds=0.2))
     for name, value in injected.environment.items():
         monkeypatch.setenv(name, value)
-    (found,) = ensemble.tune("config.yaml", rows=16, quiet=True).members
-    first, *others = found.trials
-    assert (first.failure, found.best) == ("", "float32")
+    (result,) = ensemble.tune("config.yaml", rows=16, quiet=True).members
+    first, *others = result.trials
+    assert (first.failure, result.best) == ("", "float32")
     assert all("more than twice as long as the best so far" in trial.failure for trial in others)
 
 
@@ -248,8 +248,8 @@ def test_the_fastest_is_taken_where_it_is_right(
     prepared = prepare(load([Path("config.yaml")], []))
     member = Faked(prepared, 0, 64, project.folder / "x", tolerance, lambda _: None, owns_process=False)
     member.took, member.off = {"float32": 5.0, "float32, again": 5.0, "bfloat16": 0.1}, off
-    found = member.tune()
-    assert found.best == best
+    trials = member.tune()
+    assert trials.best == best
 
 
 @pytest.mark.parametrize(
@@ -264,19 +264,21 @@ def test_nothing_is_chosen_where_the_reference_moved_by_more_than_twice(
     prepared = prepare(load([Path("config.yaml")], []))
     member = Faked(prepared, 0, 64, project.folder / "x", 0.02, lambda _: None, owns_process=False)
     member.took = {"float32": 5.0, "bfloat16": 0.1, "float32, again": again}
-    found = member.tune()
-    assert (found.best, found.keys) == (best, {"dtype": "bfloat16"} if best else {})
-    tuning = replace(noisy(1.0), members=(found,))
+    trials = member.tune()
+    assert (trials.best, trials.keys) == (best, {"dtype": "bfloat16"} if best else {})
+    tuning = replace(noisy(1.0), members=(trials,))
     times = f"{again / 5:.2g} times as long"
-    said = f"! llama: nothing is chosen, as float32 took {times} when it was measured again at the end"
+    message = f"! llama: nothing is chosen, as float32 took {times} when it was measured again at the end"
     assert tuning.has_result == bool(best)
-    assert (said in lines(tuning)) == (not best)
+    assert (message in lines(tuning)) == (not best)
     assert ("<- fastest" in lines(tuning)) == bool(best)
     assert (f"# llama: nothing chosen, as the reference took {times} at the end" in tuning.overlay()) == (
         not best
     )
     # Another member's settings are written all the same.
-    both = replace(tuning, members=(MemberTuning("a", (), "float32", "float16", {"dtype": "float16"}), found))
+    both = replace(
+        tuning, members=(MemberTuning("a", (), "float32", "float16", {"dtype": "float16"}), trials)
+    )
     assert both.has_result
     assert yaml.safe_load(both.overlay())["models"][0] == {"name": "a", "dtype": "float16"}
     assert len(yaml.safe_load(both.overlay())["models"]) == 1 + bool(best)
@@ -295,9 +297,9 @@ def test_the_command_fails_where_nothing_could_be_chosen_of_any_member(
     command = ["tune", "config.yaml", "--rows", str(len(project.ids)), "--write", "tuned.yaml", "--force"]
     done = project.ensemble(*command, environment={**injected.environment, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 1, done.stdout + done.stderr
-    said = " ".join(done.stdout.split())
-    assert "! llama: nothing is chosen, as float32 took 0." in said
-    assert "written" not in said
+    text = " ".join(done.stdout.split())
+    assert "! llama: nothing is chosen, as float32 took 0." in text
+    assert "written" not in text
     assert (project.folder / "tuned.yaml").read_text() == "mine: 1\n"
 
 
@@ -332,16 +334,16 @@ def test_torch_compile_is_tried_where_there_is_time_for_it(
     monkeypatch.chdir(project.folder)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(parent, "_COMPILING_PAYS_FROM_SECONDS", 0.0)
-    (found,) = ensemble.tune("config.yaml", rows=16, quiet=True).members
-    (compiled,) = (trial for trial in found.trials if trial.name.endswith(", torch.compile"))
-    before = next(trial for trial in found.trials if f"{trial.name}, torch.compile" == compiled.name)
+    (result,) = ensemble.tune("config.yaml", rows=16, quiet=True).members
+    (compiled,) = (trial for trial in result.trials if trial.name.endswith(", torch.compile"))
+    before = next(trial for trial in result.trials if f"{trial.name}, torch.compile" == compiled.name)
     assert (compiled.failure, compiled.keys) == ("", {**before.keys, "torch_compile": True})
     assert compiled.is_within
     assert compiled.load_seconds is not None
     assert compiled.whole_seconds is not None
     assert before.load_seconds is not None
     assert compiled.whole_seconds > compiled.load_seconds > before.load_seconds, "compiling is loading"
-    assert found.best != compiled.name, "a few rows do not pay for it"
+    assert result.best != compiled.name, "a few rows do not pay for it"
 
 
 @pytest.mark.long
@@ -376,11 +378,11 @@ def test_ctrl_c_keeps_what_is_tried_and_a_run_takes_what_is_written(
         patched.chdir(project.folder)
         ensemble.tune("config.yaml", rows=ROWS, tolerance=0, write="tuned.yaml")
     assert first.stat().st_mtime_ns == written_at, "computed once"
-    said = " ".join(capsys.readouterr().out.split())
-    assert "trials at most, each in a fresh worker, of 48 of 300 rows, about" in said
-    assert re.search(r"rows, about [^;()]+ \(\d done already\); what is done is kept", said), said
+    text = " ".join(capsys.readouterr().out.split())
+    assert "trials at most, each in a fresh worker, of 48 of 300 rows, about" in text
+    assert re.search(r"rows, about [^;()]+ \(\d done already\); what is done is kept", text), text
     assert (first.parents[2] / f"float32--again-{ROWS}").is_dir(), "how far speeds may be off"
-    assert "no other precision comes within 0 of float32; it is kept" in said
+    assert "no other precision comes within 0 of float32; it is kept" in text
 
     again = project.ensemble(*command)
     assert (again.returncode, again.stderr.count("tuned.yaml is there already")) == (2, 1)
@@ -393,13 +395,15 @@ def test_ctrl_c_keeps_what_is_tried_and_a_run_takes_what_is_written(
     overlay["tuned_on"] |= {"devices": ["Tesla T4"], "versions": {"torch": "2.0.1"}}
     project.write_config(overlay, "tuned.yaml")
     other = project.ensemble("run", "config.yaml", "tuned.yaml")
-    said = " ".join(other.stdout.split())
-    assert "tuned_on: tune has measured on Tesla T4, and this is" in said
-    assert "tuned_on: tune has measured with torch 2.0.1, and this is" in said
+    text = " ".join(other.stdout.split())
+    assert "tuned_on: tune has measured on Tesla T4, and this is" in text
+    assert "tuned_on: tune has measured with torch 2.0.1, and this is" in text
     report = project.run_json()
     assert (report["tuned_on"]["devices"], len(report["warnings"])) == (["Tesla T4"], 2)
     assert report["members"][0]["reused_rows"] == 300, "where it was measured changes no numbers"
-    assert all(one["peak_memory_bytes"] and one["life_seconds"] for one in report["members"][0]["workers"])
+    assert all(
+        worker["peak_memory_bytes"] and worker["life_seconds"] for worker in report["members"][0]["workers"]
+    )
 
     project.write_config({"models": [{"name": "lama", "dtype": "bfloat16"}]}, "tuned.yaml")
     unknown = project.ensemble("run", "config.yaml", "tuned.yaml")
@@ -428,12 +432,12 @@ def test_only_whole_trials_are_kept_and_until_the_file_is_written(
     assert raised.value.exit_code == 1
     trials = project.folder / "runs/first/tune/llama"
     first, second = (trials / f"{name}-16" for name in ("float32", "bfloat16"))
-    kept, killed = ((one / "predictions/llama.csv").stat().st_mtime_ns for one in (first, second))
+    kept, killed = ((item / "predictions/llama.csv").stat().st_mtime_ns for item in (first, second))
     (second / "run.json").unlink()  # as of one whose rows were all computed
-    found = ensemble.tune("config.yaml", rows=16, tolerance=1, write="tuned.yaml", quiet=True)
+    result = ensemble.tune("config.yaml", rows=16, tolerance=1, write="tuned.yaml", quiet=True)
     assert (first / "predictions/llama.csv").stat().st_mtime_ns == kept
     assert (second / "predictions/llama.csv").stat().st_mtime_ns > killed
-    (member,) = found.members
+    (member,) = result.members
     assert {trial.name: trial.failure for trial in member.trials}["bfloat16"] == ""
     assert all(trial.peak_bytes for trial in member.trials if not trial.failure), (
         "also of those that were kept"
@@ -486,14 +490,16 @@ def test_a_row_that_cannot_be_computed_counts_for_nothing(
     injected = Injected(tmp_path, Fault("nan", ids_of(project, 5)))
     for name, value in injected.environment.items():
         monkeypatch.setenv(name, value)
-    found = ensemble.tune("config.yaml", rows=len(project.ids), tolerance=1, quiet=True)
-    (member,) = found.members
+    trials = ensemble.tune("config.yaml", rows=len(project.ids), tolerance=1, quiet=True)
+    (member,) = trials.members
     first, *others = member.trials
     assert first.lacking == 1
-    assert f"1 of {len(project.ids)} rows of the sample could not be computed" in lines(found)
-    assert f"with id '{project.ids[5]}'" in lines(found)
-    assert all(one.mean < 0.1 for one in others if one.name in ("bfloat16", "float16")), "of the other rows"
-    assert not [one.name for one in member.trials if "tokens a batch" in one.name]
+    assert f"1 of {len(project.ids)} rows of the sample could not be computed" in lines(trials)
+    assert f"with id '{project.ids[5]}'" in lines(trials)
+    assert all(other.mean < 0.1 for other in others if other.name in ("bfloat16", "float16")), (
+        "of the other rows"
+    )
+    assert not [trial.name for trial in member.trials if "tokens a batch" in trial.name]
 
 
 def test_what_cannot_be_tuned_is_said_at_once(project: Project) -> None:
@@ -536,9 +542,9 @@ def test_agreement_is_that_of_the_possible_labels(project: Project, monkeypatch:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (member,) = ensemble.tune("config.yaml", rows=24, quiet=True).members
     by_name = {trial.name: trial for trial in member.trials}
-    found = [by_name[name].values for name in ("float32", "nf4")]
+    results = [by_name[name].values for name in ("float32", "nf4")]
     flags = np.array([[name in names for name in LABELS] for names in possible])
-    kept = [np.where(flags, values, 0) for values in found if values is not None]
+    kept = [np.where(flags, values, 0) for values in results if values is not None]
     first, second = (values / values.sum(axis=1, keepdims=True) for values in kept)
     assert by_name["nf4"].mean == pytest.approx(np.abs(first - second).max(axis=1).mean(), rel=1e-9)
     assert by_name["nf4"].mean > 0

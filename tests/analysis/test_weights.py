@@ -36,10 +36,14 @@ def sample(truth: str, members: int = 5, rows: int = ROWS) -> tuple[list[Any], A
     if "multi-label" in truth:
         likely = 1 / (1 + np.exp(-logits))
         drawn = (random.random(likely.shape) < likely).astype(float)
-        return [1 / (1 + np.exp(-one)) for one in noisy], likely if "soft" in truth else drawn, "sigmoid"
+        return (
+            [1 / (1 + np.exp(-noisy_row)) for noisy_row in noisy],
+            likely if "soft" in truth else drawn,
+            "sigmoid",
+        )
     hard = (logits + random.gumbel(size=logits.shape)).argmax(axis=1)
     return (
-        [softmax(one, axis=1) for one in noisy],
+        [softmax(noisy_row, axis=1) for noisy_row in noisy],
         softmax(logits, axis=1) if truth == "soft" else hard,
         "softmax",
     )
@@ -57,7 +61,7 @@ def loss_of(members: Any, truth: Any, kind: str, weights: Any, geometric: bool) 
         truth = np.eye(LABELS)[truth]
     if kind == "softmax":
         return -float((truth * np.log(merged(members, weights, geometric))).sum(axis=1).mean())
-    pairs = [np.stack([1 - one, one], axis=2).reshape(-1, 2) for one in members]
+    pairs = [np.stack([1 - member, member], axis=2).reshape(-1, 2) for member in members]
     return loss_of(pairs, np.stack([1 - truth, truth], axis=2).reshape(-1, 2), "softmax", weights, geometric)
 
 
@@ -87,7 +91,7 @@ def test_no_general_solver_finds_better_weights(family: Any, truth: str) -> None
     assert weights.min() >= 0
     assert weights.sum() == pytest.approx(1, abs=1e-12)
     assert loss(weights)[0] == pytest.approx(plain_loss(weights), abs=1e-12)
-    assert loss(weights)[0] <= min(one.fun for one in solved) + 1e-9
+    assert loss(weights)[0] <= min(item.fun for item in solved) + 1e-9
     # The gap is of the first order, so that it is far larger than what is left to gain.
     assert gap(loss, weights) <= 1e-4
     assert approx_fprime(weights, lambda w: loss(w)[0]) == pytest.approx(loss(weights)[1], abs=1e-6)
@@ -144,9 +148,11 @@ def test_greedy_selection_adds_what_is_best_at_each_step() -> None:
     bag: list[int] = []
     tried = []
     for _ in range(50):
-        found = [score(sum(members[one] for one in (*bag, number)) / (len(bag) + 1)) for number in range(4)]
-        bag.append(int(np.argmax(found)))
-        tried.append(max(found))
+        results = [
+            score(sum(members[item] for item in (*bag, number)) / (len(bag) + 1)) for number in range(4)
+        ]
+        bag.append(int(np.argmax(results)))
+        tried.append(max(results))
         if len(tried) - 1 - int(np.argmax(tried)) == 5:
             break
     best = bag[: int(np.argmax(tried)) + 1]

@@ -65,14 +65,14 @@ def test_fitted_weights_of_the_demo_do_not_lose_and_it_says_what_is_noise(projec
     assert done.returncode == 0, done.stderr
     text = (project.folder / "weights.yaml").read_text()
     overlay = yaml.safe_load(text)
-    weights = {one["name"]: one["weight"] for one in overlay["models"]}
+    weights = {model["name"]: model["weight"] for model in overlay["models"]}
     assert sum(weights.values()) == pytest.approx(1, abs=1e-5)
     report = ensemble.fit(DEMO, {"output_dir": str(project.folder / "runs/demo")}, quiet=True)
     assert report.over_equal.value >= 0
     noise = "more than noise" if report.over_equal.excludes_zero else "no more than noise"
-    (said,) = [line for line in done.stdout.splitlines() if line.startswith("Against equal weights")]
-    assert noise in said
-    assert f"# {said}" in text
+    (messages,) = [line for line in done.stdout.splitlines() if line.startswith("Against equal weights")]
+    assert noise in messages
+    assert f"# {messages}" in text
     assert "2,000 labelled rows" in text
     # What was fitted to all rows is what the run then merges by, from the predictions that are there.
     again = project.ensemble("run", DEMO, "weights.yaml")
@@ -105,7 +105,7 @@ def test_a_run_merges_as_the_fit_does(files: Project, options: dict[str, Any]) -
     values, truth = merged(files)
     # What is fitted to these rows is better than on rows that were held out, but not by much.
     if "metric" in options:
-        hits = values.argmax(axis=1) == [LABELS.index(one) for one in truth]
+        hits = values.argmax(axis=1) == [LABELS.index(label) for label in truth]
         assert report.score - 0.02 < hits.mean() < report.score + 0.05
     else:
         assert report.score - 0.05 < log_loss(truth, values) < report.score
@@ -127,14 +127,14 @@ def test_a_run_that_scores_the_rows_it_was_fitted_on_says_so(files: Project) -> 
     report = files.run_json("out")
     assert report["fitted_on"] == fitted_on
     assert report["scores"]["ensemble"]["log_loss"] < fitted_on["value"]
-    said = (
+    message = (
         f"ensemble: fitted on these {ROWS} rows; held-out log loss: {fitted_on['value']:.4f} "
         f"(95 % interval {low:.4f} to {high:.4f})"
     )
-    assert said in done.stdout
-    assert said in files.ensemble("status", "out").stdout
-    assert said.removeprefix("ensemble: ") in (files.folder / "out/report.html").read_text()
-    assert said.removeprefix("ensemble: ") in repr(ensemble.open_run(files.folder / "out").report)
+    assert message in done.stdout
+    assert message in files.ensemble("status", "out").stdout
+    assert message.removeprefix("ensemble: ") in (files.folder / "out/report.html").read_text()
+    assert message.removeprefix("ensemble: ") in repr(ensemble.open_run(files.folder / "out").report)
     # The run's own predictions and table are the same rows.
     assert files.ensemble("fit", "config.yaml", "-o", "again.yaml").returncode == 0
     again = yaml.safe_load((files.folder / "again.yaml").read_text())
@@ -176,7 +176,7 @@ def test_a_run_of_other_labels_does_not_and_a_merge_takes_the_file(files: Projec
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"sha256": "beef"}, "fitted_on.sha256"),
         ({"interval": [1]}, "fitted_on.interval"),
@@ -185,13 +185,13 @@ def test_a_run_of_other_labels_does_not_and_a_merge_takes_the_file(files: Projec
     ],
 )
 def test_what_it_was_fitted_on_must_be_what_fit_writes(
-    files: Project, given: dict[str, Any], said: str
+    files: Project, given: dict[str, Any], message: str
 ) -> None:
     fitted_on = {"rows": 4, "sha256": "0" * 64, "metric": "log_loss", "value": 0.5, "interval": [0.4, 0.6]}
     files.write_config(config() | {"fitted_on": fitted_on | given})
     done = files.ensemble("validate", "config.yaml")
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
 
 
 @pytest.mark.long
@@ -201,7 +201,7 @@ def test_the_file_loses_nothing_that_matters(files: Project) -> None:
     assert done.returncode == 0, done.stderr
     assert files.ensemble("run", "config.yaml", "w.yaml", "-q").returncode == 0
     values, truth = merged(files)
-    numbers = np.array([LABELS.index(one) for one in truth])
+    numbers = np.array([LABELS.index(label) for label in truth])
     reached = -np.log(values[np.arange(ROWS), numbers]).mean()
     report = ensemble.fit(
         [files.folder / "one.csv", files.folder / "two.csv"],
@@ -215,7 +215,7 @@ def test_the_file_loses_nothing_that_matters(files: Project) -> None:
         rows = {row[0]: row[1:] for row in files.read(f"{member.name}.csv")[1]}
         ids = [row[0] for row in files.read("out/ensemble.csv")[1]]
         assert member.calibration is not None
-        logs = np.log(np.array([rows[one] for one in ids], dtype=float))
+        logs = np.log(np.array([rows[row_id] for row_id in ids], dtype=float))
         parts.append(weight * softmax(logs / member.calibration.temperature, axis=1))
     exact = -np.log(sum(parts)[np.arange(ROWS), numbers]).mean()
     assert reached == pytest.approx(exact, abs=1e-7)
@@ -228,7 +228,7 @@ def test_fitting_again_without_calibration_takes_the_calibration_away(files: Pro
     done = files.ensemble("fit", "config.yaml", "weights.yaml", "-o", "plain.yaml")
     assert done.returncode == 0, done.stderr
     overlay = yaml.safe_load((files.folder / "plain.yaml").read_text())
-    assert all(one["calibration"] is None for one in overlay["models"])
+    assert all(model["calibration"] is None for model in overlay["models"])
     assert files.ensemble("validate", "config.yaml", "weights.yaml", "plain.yaml").returncode == 0
 
 
@@ -291,8 +291,8 @@ def test_rows_that_some_files_lack_are_left_out_by_partial_alone(files: Project)
         done = files.ensemble("fit", *order, "--labels", "truth.csv", "--partial", "--force")
         assert done.returncode == 0, done.stderr
         text = (files.folder / "weights.yaml").read_text()
-        for said in (done.stdout, text):
-            assert "These figures are of the 397 of 400 rows that all members have; a run merges" in said
+        for message in (done.stdout, text):
+            assert "These figures are of the 397 of 400 rows that all members have; a run merges" in message
 
 
 @pytest.mark.long
@@ -337,8 +337,8 @@ def test_a_truth_that_is_named_when_the_run_is_fitted(files: Project) -> None:
     files.write_csv("rows.csv", ["id", "winner"], rows)
     done = files.ensemble("fit", "config.yaml", "--label-column", "winner", "-o", "c.yaml")
     assert done.returncode == 0, done.stderr
-    found = [yaml.safe_load((files.folder / name).read_text()) for name in ("a.yaml", "b.yaml", "c.yaml")]
-    assert found[0] == found[1] == found[2]
+    results = [yaml.safe_load((files.folder / name).read_text()) for name in ("a.yaml", "b.yaml", "c.yaml")]
+    assert results[0] == results[1] == results[2]
     done = files.ensemble("fit", "config.yaml", "--label-column", "winer", "--force")
     assert done.returncode == 2
     assert "label column 'winer'" in done.stderr
@@ -447,10 +447,12 @@ def test_labels_that_are_not_exclusive(files: Project) -> None:
     for name in ("one", "two"):
         header, rows = files.read(f"{name}.csv")
         files.write_csv(
-            f"{name}.csv", header, [[row[0], *(f"{float(one) * 0.9}" for one in row[1:])] for row in rows]
+            f"{name}.csv", header, [[row[0], *(f"{float(item) * 0.9}" for item in row[1:])] for row in rows]
         )
     truth = {row[0]: LABELS.index(row[1]) for row in files.read("truth.csv")[1]}
-    cells = [[name, *("1" if one == label else "0" for one in range(3))] for name, label in truth.items()]
+    cells = [
+        [name, *("1" if number == label else "0" for number in range(3))] for name, label in truth.items()
+    ]
     files.write_csv("truth.csv", ["id", *LABELS], cells)
     done = files.ensemble(*FIT)
     assert done.returncode == 2
@@ -458,14 +460,14 @@ def test_labels_that_are_not_exclusive(files: Project) -> None:
     done = files.ensemble(*FIT[:1], "a=one.csv", *FIT[2:], "--activation", "sigmoid")
     assert done.returncode == 0, done.stderr
     weights = yaml.safe_load((files.folder / "weights.yaml").read_text())["models"]
-    assert [one["name"] for one in weights] == ["a", "two"]
+    assert [weight["name"] for weight in weights] == ["a", "two"]
     loss = ensemble.fit(
         {"a": files.folder / "one.csv"}, labels=files.folder / "truth.csv", activation="sigmoid",
         calibration="temperature", quiet=True,
     ).members[0].alone  # fmt: skip
     values = {row[0]: np.array(row[1:], float) for row in files.read("one.csv")[1]}
-    known, said = np.array([row[1:] for row in cells], float), np.array([values[row[0]] for row in cells])
-    expected = np.mean([log_loss(known[:, one], said[:, one]) for one in range(3)])
+    known, message = np.array([row[1:] for row in cells], float), np.array([values[row[0]] for row in cells])
+    expected = np.mean([log_loss(known[:, number], message[:, number]) for number in range(3)])
     assert loss == pytest.approx(expected, rel=1e-9)
 
 
@@ -489,8 +491,8 @@ def test_a_run_merges_by_what_auto_wrote(files: Project) -> None:
     overlay = yaml.safe_load((files.folder / "weights.yaml").read_text())
     method = overlay["ensemble"]["method"]
     assert method in ("mean", "geometric_mean", "stacking")
-    (said,) = [line for line in done.stdout.splitlines() if line.startswith("Of 14 ways to merge, ")]
-    assert said.startswith("Of 14 ways to merge, stacking") is (method == "stacking")
+    (messages,) = [line for line in done.stdout.splitlines() if line.startswith("Of 14 ways to merge, ")]
+    assert messages.startswith("Of 14 ways to merge, stacking") is (method == "stacking")
     before = files.run_json("out")["scores"]["ensemble"]["log_loss"]
     again = files.ensemble("run", "config.yaml", "weights.yaml", "--set", "report=false")
     assert again.returncode == 0, again.stderr

@@ -36,12 +36,12 @@ def lengths(tokenizer: Any, texts: list[Any]) -> npt.NDArray[np.int64]:
 @pytest.mark.parametrize("rows", [600, 2200])
 def test_lengths_have_a_long_tail(tokenizer: Any, words: Words, rows: int) -> None:
     # This tokenizer adds two tokens to a row, the decoders' one.
-    found = lengths(tokenizer, Writer(words, 1).single(rows)) - 1
-    assert abs(np.median(found) - 60) <= 2
-    assert abs(found.mean() - 86) <= 3
-    assert abs(np.percentile(found, 99) - 400) <= 20
-    assert found.max() == 511
-    assert (found[:100].mean() - found.mean()) < 20, "in order of length"
+    result = lengths(tokenizer, Writer(words, 1).single(rows)) - 1
+    assert abs(np.median(result) - 60) <= 2
+    assert abs(result.mean() - 86) <= 3
+    assert abs(np.percentile(result, 99) - 400) <= 20
+    assert result.max() == 511
+    assert (result[:100].mean() - result.mean()) < 20, "in order of length"
 
 
 def test_a_share_of_the_rows_is_repeated(tokenizer: Any, words: Words) -> None:
@@ -52,9 +52,9 @@ def test_a_share_of_the_rows_is_repeated(tokenizer: Any, words: Words) -> None:
 
 
 def test_pairs_are_long(tokenizer: Any, words: Words) -> None:
-    found = lengths(tokenizer, Writer(words, 1).pairs(400))
-    assert 180 < np.median(found) < 240
-    assert 0.02 < (found == 512).mean() < 0.1
+    actual_lengths = lengths(tokenizer, Writer(words, 1).pairs(400))
+    assert 180 < np.median(actual_lengths) < 240
+    assert 0.02 < (actual_lengths == 512).mean() < 0.1
 
 
 def test_the_same_seed_gives_the_same_table(words: Words, tmp_path: Path) -> None:

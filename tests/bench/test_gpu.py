@@ -107,15 +107,15 @@ def test_it_refuses_kindly_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.timeout(900)
 def test_a_rehearsal_goes_through_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--rehearse"]) == 0
-    said = capsys.readouterr().out
-    assert "FAILED" not in said
-    assert "No figure" not in said
-    assert "| -" not in said, "a share below nothing"
+    message = capsys.readouterr().out
+    assert "FAILED" not in message
+    assert "No figure" not in message
+    assert "| -" not in message, "a share below nothing"
     for model in ("gemma9b", "llama8b", "encoder", "g270"):
-        assert f"{model}, 24 " in said
-    assert said.count("| hand-made loop | float32 |") == 4
-    assert "| capped_blocks attention |" in said
-    assert "fused norms |" in said
-    assert "| over-two | 2 | 1 |" in said
-    skipped = [line for line in said.splitlines() if line.startswith("Skipped")]
+        assert f"{model}, 24 " in message
+    assert message.count("| hand-made loop | float32 |") == 4
+    assert "| capped_blocks attention |" in message
+    assert "fused norms |" in message
+    assert "| over-two | 2 | 1 |" in message
+    skipped = [line for line in message.splitlines() if line.startswith("Skipped")]
     assert all("not offered here" in line for line in skipped), skipped

@@ -43,12 +43,12 @@ def test_what_a_failing_command_printed_is_told(tmp_path: Path) -> None:
 def test_a_round_runs_everybody_and_compares(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "checkpoints" / "m", "gemma2", LABELS)
     work = Work("repeated", "repeated", ("m",), 30, 1, ("notebook_loop",))
-    ground, found = Ground(tmp_path, ENVIRONMENT), Found()
+    ground, result = Ground(tmp_path, ENVIRONMENT), Found()
     ground.prepare(work, 30, Writer(WRITER_WORDS, 0))
-    hold_rounds(ground, [work], {"repeated": work.contestants}, 1, found)
-    assert found.problems == {}
-    assert 0 < found.apart["repeated"] < 1e-4
-    (pair,) = found.pairs(Target("loop", "repeated", "notebook_loop", 0.25))
+    hold_rounds(ground, [work], {"repeated": work.contestants}, 1, result)
+    assert result.problems == {}
+    assert 0 < result.apart["repeated"] < 1e-4
+    (pair,) = result.pairs(Target("loop", "repeated", "notebook_loop", 0.25))
     assert all(sample.measured.seconds > 0 and sample.measured.peak_bytes > 100 * MIB for sample in pair)
     assert pair[0].phase_seconds is not None
     assert len(ground.probabilities(work, OURS, "m")) == 30
@@ -72,10 +72,10 @@ def test_the_floor_must_compute_as_many_tokens(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_who_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     works = [Work(name, "single", ("missing",), 4, 1, ()) for name in ("two", "three")]
-    ground, found = Ground(tmp_path, ENVIRONMENT), Found()
+    ground, result = Ground(tmp_path, ENVIRONMENT), Found()
     for work in works:
         ground.prepare(work, 4, Writer(WRITER_WORDS, 0))
-    hold_rounds(ground, works, {"two": (), "three": ()}, 2, found)
-    assert set(found.problems) == {("two", OURS), ("three", OURS)}
+    hold_rounds(ground, works, {"two": (), "three": ()}, 2, result)
+    assert set(result.problems) == {("two", OURS), ("three", OURS)}
     target = Target("loop", "two", "notebook_loop", 0.25)
-    assert "FAILED" in targets_table([target], {"two": 4}, found, judged=True)
+    assert "FAILED" in targets_table([target], {"two": 4}, result, judged=True)

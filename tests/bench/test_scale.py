@@ -29,12 +29,12 @@ from tests.scheduling.test_first_views import VIEWS
 
 def test_a_run_over_512_gpus_is_whole(tmp_path: Path) -> None:
     rows = 50_000
-    found = scale.run(tmp_path, rows, nodes=64, gpus=8, members=2, labels=2, chunk_seconds=0.1)
+    outcome = scale.run(tmp_path, rows, nodes=64, gpus=8, members=2, labels=2, chunk_seconds=0.1)
     # Row by row it has compared what was merged with what members gave.
-    assert found["chunks"] >= 2 * rows / CHUNK_MAX_ROWS
-    assert found["chunks"] == found["calls"]["Predict"]
-    assert found["phases"]["predictions of a member (beside scheduling)"]["calls"] == 2
-    names = [line["what"] for line in scale.table_of(found)]
+    assert outcome["chunks"] >= 2 * rows / CHUNK_MAX_ROWS
+    assert outcome["chunks"] == outcome["calls"]["Predict"]
+    assert outcome["phases"]["predictions of a member (beside scheduling)"]["calls"] == 2
+    names = [line["what"] for line in scale.table_of(outcome)]
     assert {"read and check the table", "scheduling", "merge", "all"} <= {*names}
 
 

@@ -26,22 +26,24 @@ def worker(**changes: Any) -> dict[str, Any]:
 
 
 def found_of(ours: list[float], loop: list[float]) -> Found:
-    found = Found()
+    result = Found()
     gap = {"device": "cpu", "after": "l", "before": "m", "seconds": 0.25}
     members = [{"name": "m", "real_token_share": 0.97, "workers": [worker()]}]
     report: dict[str, Any] = {"members": members, "idle_gaps": [gap]}
     for number, seconds in enumerate(ours):
         sample = Sample(Measured(seconds, 500 * MIB), seconds - 5, report)
-        found.samples.setdefault(("two", OURS), {})[number] = sample
+        result.samples.setdefault(("two", OURS), {})[number] = sample
     for number, seconds in enumerate(loop):
-        found.samples.setdefault(("two", "loop"), {})[number] = Sample(Measured(seconds, 700 * MIB), None, {})
+        result.samples.setdefault(("two", "loop"), {})[number] = Sample(
+            Measured(seconds, 700 * MIB), None, {}
+        )
         floor = Sample(Measured(1.0, MIB), 20.0, {})
-        found.samples.setdefault(("two", "floor"), {})[number] = floor
-    return found
+        result.samples.setdefault(("two", "floor"), {})[number] = floor
+    return result
 
 
-def lines_of(found: Found, judged: bool = True) -> list[str]:
-    return targets_table([LOOP, FLOOR], {"two": 100}, found, judged).splitlines()[2:]
+def lines_of(result: Found, judged: bool = True) -> list[str]:
+    return targets_table([LOOP, FLOOR], {"two": 100}, result, judged).splitlines()[2:]
 
 
 def test_the_ratio_is_the_median_of_the_rounds_ratios() -> None:
@@ -65,14 +67,14 @@ def test_a_short_benchmark_judges_nothing() -> None:
 
 
 def test_who_failed_has_no_ratio() -> None:
-    found = found_of([20], [100])
-    found.problems["two", "loop"] = "it printed | this\nand that"
-    loop, floor = lines_of(found)
+    result = found_of([20], [100])
+    result.problems["two", "loop"] = "it printed | this\nand that"
+    loop, floor = lines_of(result)
     assert loop.endswith("| 0.30 | FAILED: it printed / this and that |")
     assert "0.200" not in loop
     assert "FAILED" not in floor
-    found.problems["two", OURS] = "no disk"
-    assert all("FAILED" in line for line in lines_of(found))
+    result.problems["two", OURS] = "no disk"
+    assert all("FAILED" in line for line in lines_of(result))
 
 
 def test_what_was_not_reached_is_said_to_be_so() -> None:

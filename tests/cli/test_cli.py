@@ -185,8 +185,8 @@ def test_a_column_per_label_scores_like_one_column_of_labels(project: Project) -
     project.write_csv(
         "test.csv", ["id", "text", "label", *LABELS], [[f"t{row[0]}", *row[1:]] for row in rows]
     )
-    one = project.config(models=project.config()["models"][1:])
-    project.write_config(one)
+    item = project.config(models=project.config()["models"][1:])
+    project.write_config(item)
     refused = project.ensemble("validate", "config.yaml")
     assert refused.returncode == 2
     assert "sample.csv: lacks 300 ids" in refused.stderr
@@ -194,7 +194,7 @@ def test_a_column_per_label_scores_like_one_column_of_labels(project: Project) -
     options = ["--set", "submission=null", "--limit", "40", "-q"]
     assert project.ensemble("run", "config.yaml", *options).returncode == 0
     expected = project.run_json()["scores"]
-    project.write_config(one | {"data": {"path": "test.csv", "label_columns": LABELS}})
+    project.write_config(item | {"data": {"path": "test.csv", "label_columns": LABELS}})
     done = project.ensemble("run", "config.yaml", *options)
     assert done.returncode == 0, done.stderr
     assert project.run_json()["scores"] == expected
@@ -282,7 +282,7 @@ def test_overrides_reach_the_run(project: Project) -> None:
     done = project.ensemble("run", "config.yaml", "weights.yaml", *options[2:], environment=environment)
     assert done.returncode == 0, done.stderr
     report = project.run_json("elsewhere/x")
-    assert [(one["chunks"], one["weight"]) for one in report["members"]] == [(0, 0), (0, 3)]
+    assert [(member["chunks"], member["weight"]) for member in report["members"]] == [(0, 0), (0, 3)]
     llama, merged = (
         np.array([row[1:] for row in project.read(f"elsewhere/x/{name}.csv")[1]], dtype=float)
         for name in ("predictions/llama", "ensemble")

@@ -84,20 +84,20 @@ def test_a_dict_is_rehearsed_and_fitted(here: Project) -> None:
 def test_what_is_wrong_with_a_dict_names_the_key(
     here: Project, change: dict[str, Any], sentence: str
 ) -> None:
-    (said,) = (
+    (message,) = (
         problems({**here.config(), **change})
         if "data" not in change
         else problems({**here.config(), "data": {**here.config()["data"], **change["data"]}})
     )
-    assert said.startswith(sentence)
-    assert "line" not in said
+    assert message.startswith(sentence)
+    assert "line" not in message
 
 
 def test_problems_in_lists_and_circles(here: Project) -> None:
     config = here.config()
     config["models"][1]["weight"] = {1, 2}
-    (said,) = problems(config)
-    assert said.startswith("models[1].weight: YAML cannot hold a value of type set; ")
+    (message,) = problems(config)
+    assert message.startswith("models[1].weight: YAML cannot hold a value of type set; ")
     config["models"][1]["weight"] = []
     config["models"][1]["weight"].append(config["models"][1]["weight"])
     assert "nested more than" in problems(config)[0]
@@ -142,5 +142,7 @@ def test_completion_in_a_notebook_offers_the_api_only() -> None:
     for use_jedi in (False, True):
         made = completer.IPCompleter(namespace={"ensemble": ensemble}, use_jedi=use_jedi)
         with completer.provisionalcompleter():
-            texts = {one.text.strip(".") for one in made.completions("ensemble.", len("ensemble."))}
+            texts = {
+                completion.text.strip(".") for completion in made.completions("ensemble.", len("ensemble."))
+            }
         assert texts == {*ensemble.__all__}, f"jedi: {use_jedi}"

@@ -35,12 +35,12 @@ def test_json_of_validate_and_plan(project: Project) -> None:
         assert document["rows"] == 300
         assert document["table"] == str(project.folder / "test.csv")
         assert document["output_dir"] == str(project.folder / "runs/first")
-        assert [(one["name"], one["weight"]) for one in document["members"]] == [
+        assert [(member["name"], member["weight"]) for member in document["members"]] == [
             ("gemma", 0.6),
             ("llama", 0.4),
         ]
         assert any("empty cell" in text for text in document["warnings"])
-    assert all(one["peak_bytes"] > one["weight_bytes"] > 0 for one in planned["members"])
+    assert all(member["peak_bytes"] > member["weight_bytes"] > 0 for member in planned["members"])
     assert planned["seconds"] is None, "not known before a run"
     assert not (project.folder / "runs").exists()
     python = shlex.quote(sys.executable)
@@ -58,10 +58,12 @@ def test_problems_as_json_with_exit_code_2(project: Project) -> None:
     project.write_config(project.config(data={"path": "none.csv", "id_column": "id"}))
     assert "no such file" in asked(project, "validate", "config.yaml", code=2)["problems"][0]
     assert "run.json" in asked(project, "status", "nowhere", code=2)["problems"][0]
-    models = [{**one, "num_gpus": 64} for one in project.config()["models"]]
+    models = [{**model, "num_gpus": 64} for model in project.config()["models"]]
     project.write_config(project.config(models=models))
     planned = asked(project, "plan", "config.yaml", code=2)
-    assert [one["problems"] for one in planned["members"]] == [[one] for one in planned["problems"]]
+    assert [member["problems"] for member in planned["members"]] == [
+        [problem] for problem in planned["problems"]
+    ]
     assert "num_gpus" in planned["problems"][0]
 
 
@@ -77,7 +79,7 @@ def test_json_of_status_and_the_log_on_the_terminal(project: Project) -> None:
     assert "log: runs/first/logs/run.log" in done.stdout.splitlines(), "the summary names it"
     status = asked(project, "status", "runs/first")
     assert (status["state"], status["rows"], status["holder"]) == ("complete", 40, None)
-    assert [(one["name"], one["state"], one["rows_done"]) for one in status["members"]] == [
+    assert [(member["name"], member["state"], member["rows_done"]) for member in status["members"]] == [
         ("gemma", "done", 40),
         ("llama", "done", 40),
     ]

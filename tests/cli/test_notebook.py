@@ -54,7 +54,7 @@ def test_cells_of_a_notebook(project: Project, tmp_path: Path, monkeypatch: pyte
     resources: dict[str, Any] = {"metadata": {"path": str(project.folder)}}
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="here", resources=resources).execute()
     shown = [
-        "".join(one.get("text") or one.get("data", {}).get("text/plain", "") for one in cell.outputs)
+        "".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs)
         for cell in notebook.cells
     ]
     assert shown[0] == ""

@@ -76,32 +76,32 @@ def test_time_between_members() -> None:
 
 
 def test_rows_that_were_computed_once_for_several() -> None:
-    one = worker(rows=5000, repeated_rows=600)
+    item = worker(rows=5000, repeated_rows=600)
     told = "m: 1,200 of 10,000 rows repeat another row's text and were not computed again"
-    assert sentences(member(workers=(one, one))) == [told]
-    assert sentences(member(workers=(one, one), chunks=0)) == [], "they are of an earlier run"
+    assert sentences(member(workers=(item, item))) == [told]
+    assert sentences(member(workers=(item, item), chunks=0)) == [], "they are of an earlier run"
     resumed = told.replace("10,000 rows", "10,000 rows computed now")
-    assert sentences(member(workers=(one, one), reused_rows=300)) == [resumed]
+    assert sentences(member(workers=(item, item), reused_rows=300)) == [resumed]
 
 
 def test_rows_that_were_cut() -> None:
-    one = worker(rows=5000, truncated_rows=600, cut_tokens=3000, max_length=512)
+    item = worker(rows=5000, truncated_rows=600, cut_tokens=3000, max_length=512)
     told = "m: 600 of 5,000 rows were cut at max_length 512, by 5 tokens on average"
-    assert sentences(member(workers=(one,))) == [told]
+    assert sentences(member(workers=(item,))) == [told]
     resumed = told.replace("5,000 rows", "5,000 rows computed now")
-    assert sentences(member(workers=(one,), reused_rows=300)) == [resumed], "of the others nobody knows"
+    assert sentences(member(workers=(item,), reused_rows=300)) == [resumed], "of the others nobody knows"
     views = {"plain": ViewReport(1.0, 2500), "swapped": ViewReport(1.0, 2500)}
-    assert sentences(member(workers=(one,), views=views)) == [
+    assert sentences(member(workers=(item,), views=views)) == [
         told.replace("5,000 rows", "5,000 rows of 2 views")
     ]
 
 
 def test_rows_that_overflowed() -> None:
-    one, many = worker(dtype="float16", recomputed_rows=1), worker(dtype="float16", recomputed_rows=1999)
-    assert sentences(member(workers=(one,))) == [
+    item, many = worker(dtype="float16", recomputed_rows=1), worker(dtype="float16", recomputed_rows=1999)
+    assert sentences(member(workers=(item,))) == [
         "m: 1 row overflowed half precision and was computed again in float32"
     ]
-    assert sentences(member(workers=(one, many))) == [
+    assert sentences(member(workers=(item, many))) == [
         "m: 2,000 rows overflowed half precision and were computed again in float32"
     ]
     most = worker(dtype="float16", recomputed_rows=25, float32_rows=1000)

@@ -79,10 +79,10 @@ def test_whether_the_ensemble_is_better_than_its_best_member(
         scores={"ensemble": Score(0.481, 0.9, 1000, 1.0, False)},
         gain=Gain("b", *gain, 1000),
     )
-    said = f"ensemble: log loss 0.4810, {sentence}"
-    assert [line for line in shown("summary", made) if line.startswith("ensemble:")] == [said]
+    message = f"ensemble: log loss 0.4810, {sentence}"
+    assert [line for line in shown("summary", made) if line.startswith("ensemble:")] == [message]
     status = RunStatus(Path("run"), None, made, 60.0)
-    assert shown("status", status)[-1] == said
+    assert shown("status", status)[-1] == message
     for silent in (replace(made, gain=None), replace(made, scores={})):
         assert not any("best member" in line for line in shown("summary", silent))
 
@@ -107,8 +107,8 @@ def test_what_is_said_of_a_loss_is_what_the_merge_method_bears(method: str, advi
         gain=Gain("b", -0.1, -0.2, -0.05, 1000),
         ensemble={"method": method},
     )
-    said = [line for line in shown("summary", made) if line.startswith("ensemble:")]
-    assert [line.endswith(advice) for line in said] == [True]
+    messages = [line for line in shown("summary", made) if line.startswith("ensemble:")]
+    assert [line.endswith(advice) for line in messages] == [True]
     # Of labels that do not exclude each other there is no accuracy, of regression neither that nor a log loss.
     raw = replace(
         made,
@@ -143,10 +143,12 @@ def test_rows_of_members_with_views_and_of_those_that_lack_some() -> None:
     trained = member("d", phase="done", cascade=selected, views=folds)
     rows = {"a": 1000, "b": 1000, "c": 7, "d": 400}
     made = report(reused, stopped, given, trained, status="time_limit", merged_rows=rows)
-    said = [line.split() for line in shown("summary", made)]
-    assert ["a", "2,000", "reused"] in said, "each view counts, as where it has been computed"
-    assert ["c", "7", "given"] in said
-    assert ["d", "650", "reused"] in said, "of the rows that were selected, each view has those that it may"
+    messages = [line.split() for line in shown("summary", made)]
+    assert ["a", "2,000", "reused"] in messages, "each view counts, as where it has been computed"
+    assert ["c", "7", "given"] in messages
+    assert ["d", "650", "reused"] in messages, (
+        "of the rows that were selected, each view has those that it may"
+    )
     with pytest.raises(TimeLimitReached, match=r"b 1,000 of 1,000 rows \(400 of them in some of its views"):
         raise_unless_complete(made)
 
@@ -154,8 +156,8 @@ def test_rows_of_members_with_views_and_of_those_that_lack_some() -> None:
 def test_members_left_out_are_listed_in_the_order_of_the_config() -> None:
     failures = {name: Failure(name, "no memory") for name in "cb"}
     made = report(*(member(name, failure=failures.get(name)) for name in "dcba"), left_out=("c", "b"))
-    (said,) = [line for line in shown("summary", made) if "merged without" in line]
-    assert said.startswith("merged without c, b: member c failed: ")
+    (messages,) = [line for line in shown("summary", made) if "merged without" in line]
+    assert messages.startswith("merged without c, b: member c failed: ")
 
 
 def test_a_member_for_which_there_was_no_time_has_not_failed() -> None:

@@ -61,8 +61,8 @@ def check(printed: str, width: int) -> None:
 def command(request: pytest.FixtureRequest, crowded: Project) -> tuple[tuple[str, ...], set[str]]:
     """A command's arguments, and the numbers that it prints: not memory that is free, nor a process."""
     arguments = COMMANDS[request.param]
-    one, other = (plain(in_terminal(crowded.folder, WIDE, *arguments)) for _ in range(2))
-    return arguments, {*_NUMBER.findall(one)} & {*_NUMBER.findall(other)}
+    item, other = (plain(in_terminal(crowded.folder, WIDE, *arguments)) for _ in range(2))
+    return arguments, {*_NUMBER.findall(item)} & {*_NUMBER.findall(other)}
 
 
 @pytest.mark.long

@@ -113,7 +113,7 @@ def test_gpus_that_torch_cannot_use_and_a_config_that_cannot_run(
         "doctor", "config.yaml", environment={**nvml_sim.environment(), "HF_HUB_OFFLINE": "1"}
     )
     assert (done.returncode, done.stderr) == (2, "")
-    said = " ".join(done.stdout.split())  # as it is before it is broken into lines
+    text = " ".join(done.stdout.split())  # as it is before it is broken into lines
     for words in (
         "NVIDIA driver 550.90.07, CUDA up to 12.4",
         f"Simulated T4 ({gpu_uuid(0)}), capability 7.5",
@@ -129,7 +129,7 @@ def test_gpus_that_torch_cannot_use_and_a_config_that_cannot_run(
         "output_dir: out/x cannot be a directory, because out is a file -> choose another directory",
         "6 problems to fix: no run can start",
     ):
-        assert words in said, done.stdout
+        assert words in text, done.stdout
     assert done.stdout.count("\nproblem  ") == 6, done.stdout
 
 
@@ -153,13 +153,13 @@ def test_with_a_config_all_is_said_that_validate_says(
     validated = project.ensemble("validate", "config.yaml", environment=environment)
     done = project.ensemble("doctor", "config.yaml", environment=environment)
     assert (validated.returncode, done.returncode, done.stderr) == (2, 2, "")
-    said = " ".join(done.stdout.split())
+    message = " ".join(done.stdout.split())
     problems = [line.removeprefix("error: ") for line in validated.stderr.splitlines()]
     for words in ("the labels of", "needs the package aqlm", "device_map", "output_dir: "):
         assert any(words in problem for problem in problems)
     for problem in problems:
         text, _, advice = problem.rpartition("; ")
-        assert (f"problem {text} -> {advice} " if text else f"problem {problem} ") in said
+        assert (f"problem {text} -> {advice} " if text else f"problem {problem} ") in message
     assert done.stdout.count("\nproblem  ") == len(problems) + 1, "one of torch, and none twice"
 
 
@@ -190,9 +190,9 @@ def test_what_the_plan_warns_of_is_said(
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(tmp_path)])
     project.write_config(project.config(defaults={"text_column": "text", "replicas": 3}))
     done = project.ensemble("doctor", "config.yaml", environment=environment)
-    said = " ".join(done.stdout.split())
-    assert "note models[0].replicas: " in said, done.stdout
-    assert "asks for 3 replicas of 1 GPU each, but there is room for 1 at a time" in said
+    text = " ".join(done.stdout.split())
+    assert "note models[0].replicas: " in text, done.stdout
+    assert "asks for 3 replicas of 1 GPU each, but there is room for 1 at a time" in text
 
 
 def test_quiet_says_problems_only(
@@ -229,8 +229,8 @@ def test_a_config_decides_where_torch_is_tried(
         config = empty_project.config(models=models, devices=devices, submission=None)
         empty_project.write_config(config)
         done = empty_project.ensemble("doctor", "config.yaml", "-q", environment=environment)
-        said = " ".join(done.stdout.split())
-        assert re.findall(r"cannot be imported \(ImportError: (.*?)\)", said) == tried, done.stdout
+        text = " ".join(done.stdout.split())
+        assert re.findall(r"cannot be imported \(ImportError: (.*?)\)", text) == tried, done.stdout
 
 
 # Test processes
@@ -250,7 +250,9 @@ def test_each_device_has_a_process_pinned_to_it_and_no_more_than_four_run(
     devices = [replace(T4, uuid=gpu_uuid(index)) for index in range(5)]
     trials = run_trials([*devices, CPU], host_bytes=GIB)
     told = [trial.report.errors["import torch"] for trial in trials if trial.report]
-    assert told == [f"ImportError: {one.uuid} PCI_BUS_ID" for one in devices] + ["ImportError: PCI_BUS_ID"]
+    assert told == [f"ImportError: {device.uuid} PCI_BUS_ID" for device in devices] + [
+        "ImportError: PCI_BUS_ID"
+    ]
     noted = steps.read_text().split()
     running = [2 * noted[:index].count("begins") - index for index in range(1, 13)]
     assert max(running) == 4
@@ -469,7 +471,7 @@ def test_inputs_that_a_kaggle_notebook_does_not_have(
         "HF_ENDPOINT": "http://127.0.0.1:9",  # refused, as everything is where the internet is off
         "KAGGLE_KERNEL_RUN_TYPE": "Batch",
     }
-    said = " ".join(project.ensemble("doctor", "config.yaml", environment=environment).stdout.split())
+    text = " ".join(project.ensemble("doctor", "config.yaml", environment=environment).stdout.split())
     for words in (
         "(a): /kaggle/input/my-gemma/final: no such folder (nothing is mounted at /kaggle/input/my-gemma) -> "
         "attach the dataset my-gemma to the notebook",
@@ -479,7 +481,7 @@ def test_inputs_that_a_kaggle_notebook_does_not_have(
         "reached) -> add the model to the notebook as an input",
         "or switch the internet on",
     ):
-        assert words in said, said
+        assert words in text, text
     mount = tmp_path / "input"
     (mount / "datasets/me/my-gemma").mkdir(parents=True)
     monkeypatch.setattr("ensemble.common.text._KAGGLE_MOUNT", mount)
@@ -494,11 +496,11 @@ def test_inputs_that_a_kaggle_notebook_does_not_have(
 def test_less_memory_than_the_plan_takes(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker's process takes a GiB of the host, about, for each GPU."""
     monkeypatch.setattr(doctor, "available_memory_bytes", lambda: 2 * GIB)
-    found = [*host_findings(3 * GIB)]
-    assert marks(found)[:2] == ["ok", "note"]
-    assert found[1].text == "the plan's workers take about 3.0 GiB of memory at once, 2.0 GiB are free"
-    assert "fewer replicas" in found[1].advice
-    assert len([*host_findings(2 * GIB)]) == len(found) - 1
+    results = [*host_findings(3 * GIB)]
+    assert marks(results)[:2] == ["ok", "note"]
+    assert results[1].text == "the plan's workers take about 3.0 GiB of memory at once, 2.0 GiB are free"
+    assert "fewer replicas" in results[1].advice
+    assert len([*host_findings(2 * GIB)]) == len(results) - 1
     project.write_config(project.config(models=project.config()["models"][:1], submission=None))
     monkeypatch.setattr(doctor, "available_memory_bytes", lambda: 100 * MIB)
     monkeypatch.setattr(doctor, "run_trials", lambda *_: [])
@@ -528,12 +530,12 @@ def test_a_gpu_without_expandable_segments_is_told_the_key_that_turns_them_off()
 
 
 def test_imports_that_fail_are_told_besides() -> None:
-    found = judged(
+    result = judged(
         replace(GOOD, errors={"import ensemble.members.seq_cls.predictor": "a", "import peft": "b"})
     )
-    assert marks(found) == ["ok", "problem", "problem"]
-    assert "a worker's imports fail (a)" in found[1].text
-    assert "peft cannot be imported (b)" in found[2].text
+    assert marks(result) == ["ok", "problem", "problem"]
+    assert "a worker's imports fail (a)" in result[1].text
+    assert "peft cannot be imported (b)" in result[2].text
 
 
 def test_a_lost_gpu_and_a_wrong_mask_come_with_advice(
@@ -550,9 +552,9 @@ def test_a_lost_gpu_and_a_wrong_mask_come_with_advice(
     masked = Inventory(
         (), "x: running on the CPU", "550", (), "CUDA_VISIBLE_DEVICES=7: '7' names no GPU; fix it"
     )
-    found = [*inventory_findings(masked, None)]
-    assert marks(found) == ["ok", "problem"]
-    assert found[1].advice == "fix it"
+    results = [*inventory_findings(masked, None)]
+    assert marks(results) == ["ok", "problem"]
+    assert results[1].advice == "fix it"
 
 
 # Packages
@@ -612,22 +614,22 @@ def test_memory_and_cpus(
     monkeypatch.setattr(doctor, "available_memory_bytes", lambda: available)
     monkeypatch.setattr(Groups, "cpu_limit", lambda self: limit)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
-    found = [*host_findings()]
-    assert marks(found) == marks_expected
-    assert all(finding.advice or finding.mark == "ok" for finding in found)
-    assert found[-1].text.startswith("4 of ")
-    assert found[-1].advice.startswith(advice)
+    results = [*host_findings()]
+    assert marks(results) == marks_expected
+    assert all(finding.advice or finding.mark == "ok" for finding in results)
+    assert results[-1].text.startswith("4 of ")
+    assert results[-1].advice.startswith(advice)
 
 
 def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = disk_findings("output_dir", tmp_path / "a" / "b")
-    assert "output_dir: " in found.text
+    (result,) = disk_findings("output_dir", tmp_path / "a" / "b")
+    assert "output_dir: " in result.text
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("x")
-    (found,) = disk_findings("output_dir", tmp_path / "file" / "b")
-    assert (found.mark, found.advice) == ("problem", "choose another directory")
-    (found,) = disk_findings("output_dir", Path("/proc/self/nowhere"))
-    assert found.mark == "problem"
+    (result,) = disk_findings("output_dir", tmp_path / "file" / "b")
+    assert (result.mark, result.advice) == ("problem", "choose another directory")
+    (result,) = disk_findings("output_dir", Path("/proc/self/nowhere"))
+    assert result.mark == "problem"
     for free, mark in ((2 * GIB, "ok"), (GIB // 2, "note"), (40 * MIB, "problem")):
         usage = SimpleNamespace(free=free)
         monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
@@ -656,8 +658,8 @@ def test_a_check_that_breaks_hides_no_other(
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    found = [*examine()]
-    broken = [finding for finding in found if "could not be checked" in finding.text]
+    results = [*examine()]
+    broken = [finding for finding in results if "could not be checked" in finding.text]
     assert broken[0].mark == "problem"
     assert "the disk" in broken[0].text
-    assert found[-1].text.startswith("the CPU: torch cannot be imported")
+    assert results[-1].text.startswith("the CPU: torch cannot be imported")

@@ -153,7 +153,11 @@ def test_a_language_model_says_the_labels_of_the_sample(project: Project, contes
 def test_a_training_table_brings_its_truth(suffix: str, project: Project, contest_models: Path) -> None:
     """A column per label; the sample submission beside it has other rows."""
     truth = [{label: int(row % 3 == index) for index, label in enumerate(CONTEST)} for row in range(40)]
-    write(project, f"train{suffix}", [one | other for one, other in zip(contest_rows(), truth, strict=True)])
+    write(
+        project,
+        f"train{suffix}",
+        [contest_row | other for contest_row, other in zip(contest_rows(), truth, strict=True)],
+    )
     project.write_csv("sample_submission.csv", ["id", *CONTEST], [["1", "0.3", "0.3", "0.4"]])
     project.write_csv(
         "mate.csv", ["id", *CONTEST], [[str(1000 + 7 * row), "1", "0", "0"] for row in range(40)]
@@ -294,7 +298,7 @@ def test_predictions_in_any_format_and_with_columns_of_other_names(project: Proj
     assert "cased: its labels" not in done.stdout
     config = yaml.safe_load((project.folder / "config.yaml").read_text(encoding="utf-8"))
     assert config["labels"] == labels
-    assert [one.get("columns") for one in config["models"]] == [
+    assert [model.get("columns") for model in config["models"]] == [
         None,
         {"winner_a": "Winner A", "TIE": "tie"},
         {"p_1": "Winner A", "p_2": "tie"},

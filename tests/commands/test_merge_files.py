@@ -64,14 +64,14 @@ def test_files_in_any_order_by_weights(frames: dict[str, pd.DataFrame], folder: 
     out = folder / "new" / "out.csv"
     weights = {"a": 0.5, "b": 1.5, "c.oof": 3}
     assert ensemble.merge(paths(folder, *frames), out, weights=weights) == out
-    found = read(out)
+    values_read = read(out)
     expected = sum(weight * frames[name] for name, weight in weights.items()) / 5
-    pd.testing.assert_frame_equal(found, expected, rtol=1e-12)
+    pd.testing.assert_frame_equal(values_read, expected, rtol=1e-12)
     assert [*out.parent.iterdir()] == [out], "nothing is left beside it"
     # By a path that names what the file's own name cannot.
     again = folder / "again.csv"
     ensemble.merge({"a": folder / "a.csv", "before": out}, again, {"ensemble.power": 2}, method="power_mean")
-    both = np.sqrt((frames["a"] ** 2 + found**2) / 2)
+    both = np.sqrt((frames["a"] ** 2 + values_read**2) / 2)
     pd.testing.assert_frame_equal(read(again), both.div(both.sum(axis=1), axis=0), rtol=1e-12)
 
 
@@ -143,18 +143,18 @@ def test_files_that_lack_rows(frames: dict[str, pd.DataFrame], folder: Path) -> 
         ensemble.merge(given, out, method=method, weights=weights, partial=True)
         order = list(dict.fromkeys(name for frame in some.values() for name in frame.index))
         # Of the second file's own order only its rows that the first lacks tell anything.
-        found = read(out)
-        assert len(found) == len(order)
-        assert set(found.index) == set(order)
-        assert list(found.index[: len(some["a"])]) == list(some["a"].index)
+        values_read = read(out)
+        assert len(values_read) == len(order)
+        assert set(values_read.index) == set(order)
+        assert list(values_read.index[: len(some["a"])]) == list(some["a"].index)
         values = {
             name: frame if method == "mean" else (frame.rank() - 0.5) / len(frame)
             for name, frame in some.items()
         }
-        stacked = np.ma.masked_invalid(np.stack([values[name].reindex(found.index) for name in frames]))
+        stacked = np.ma.masked_invalid(np.stack([values[name].reindex(values_read.index) for name in frames]))
         expected = np.ma.average(stacked, axis=0, weights=[*weights.values()])
         # pandas before 3 reads small numbers to fewer digits
-        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
+        np.testing.assert_allclose(values_read, expected, rtol=1e-12, atol=1e-15)
     # Only b may lack rows.
     ensemble.merge(
         {"a": folder / "a.csv", "b": given["b"]}, out, {"models.b.partial": True}, weights={"a": 1, "b": 1}
@@ -252,39 +252,39 @@ def test_what_is_wrong_is_said_in_a_sentence_each(frames: dict[str, pd.DataFrame
         frame.to_csv(folder / f"{name}.csv", index=False)
         return folder / f"{name}.csv"
 
-    def said(second: Path, **keys: Any) -> str:
+    def message_of(second: Path, **keys: Any) -> str:
         (problem,) = refused([good, second], out, **keys)
         return problem
 
-    assert said(file("less", whole[5:])) == (
+    assert message_of(file("less", whole[5:])) == (
         "less.csv: 5 ids of a.csv missing ('00000', '00001', '00002', ...); --partial merges rows that some files "
         "lack from the others"
     )
     more = file("more", pd.concat([whole, whole[:1].assign(id="other")]))
-    assert said(more).startswith("more.csv: 1 id not in a.csv ('other'); --partial merges")
+    assert message_of(more).startswith("more.csv: 1 id not in a.csv ('other'); --partial merges")
     twice = file("twice", pd.concat([whole, whole[7:8]]))
-    assert said(twice) == "twice.csv: 1 id more than once ('00007'); keep one row for each id"
+    assert message_of(twice) == "twice.csv: 1 id more than once ('00007'); keep one row for each id"
     (problem,) = refused([twice, good], out)
     assert problem == "twice.csv: 1 id more than once ('00007'); keep one row for each id"
-    assert "twice.csv: 1 id more than once" in said(twice, partial=True)
+    assert "twice.csv: 1 id more than once" in message_of(twice, partial=True)
     sums = file("sums", whole.assign(pos=whole.pos.where(whole.index != 35_000, 0.0)))
     cells = ", ".join(f"'{name}' is {pd.read_csv(sums).loc[35_000, name]:g}" for name in LABELS)
-    assert said(sums) == (
+    assert message_of(sums) == (
         f"sums.csv: 1 row with values that do not sum to 1, the first is id 35000 ({cells}); {ROWS_ADVICE}"
     )
     assert "cannot write to" in refused([good], Path("/proc/none/never.csv"))[0]
-    assert said(file("other", whole.rename(columns={"neu": "mid"}))) == (
+    assert message_of(file("other", whole.rename(columns={"neu": "mid"}))) == (
         "other.csv: has other label columns than a.csv: only a.csv has 'neu', only other.csv has 'mid'; name those "
         "to take, such as --label neg"
     )
-    text = said(file("text", whole.assign(pos=["high", *whole.pos[1:].astype(str)])))
+    text = message_of(file("text", whole.assign(pos=["high", *whole.pos[1:].astype(str)])))
     assert text == "text.csv: row 1: 'high' in column 'pos' is no number; write a number in every row"
-    assert said(folder / "gone.csv").startswith("gone.csv: no such file")
+    assert message_of(folder / "gone.csv").startswith("gone.csv: no such file")
     assert "no id column 'key'" in refused([good, folder / "b.csv"], out, id_column="key")[0]
     empty = file("empty", whole[:0])
     assert refused([empty], out) == ["empty.csv: there are no rows; nothing to merge"]
-    assert said(good) == "a.csv: has the same name as a.csv; name it yourself, as in a=a.csv"
-    assert "'ensemble' cannot be a name" in said(file("ensemble", whole))
+    assert message_of(good) == "a.csv: has the same name as a.csv; name it yourself, as in a=a.csv"
+    assert "'ensemble' cannot be a name" in message_of(file("ensemble", whole))
     assert refused([good, folder / "b.csv"], good) == [
         "a.csv: is one of the files that are read; choose another name"
     ]
@@ -314,7 +314,7 @@ def test_what_is_wrong_is_said_in_a_sentence_each(frames: dict[str, pd.DataFrame
         assert problem.startswith(f"--set {override}: ")
         assert "a merge of files has no such key; it has ensemble.*, and" in problem
     (folder / "odd.yaml").write_text("models: [{name: a, weight: 1, path: b.csv}, {name: b}]\nlimit: 3\n")
-    assert [one.partition(": a merge")[0] for one in refused(both, out, weights=folder / "odd.yaml")] == [
+    assert [item.partition(": a merge")[0] for item in refused(both, out, weights=folder / "odd.yaml")] == [
         "models[0].path (odd.yaml, line 1)",
         "limit (odd.yaml, line 2)",
     ]

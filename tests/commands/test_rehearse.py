@@ -50,7 +50,7 @@ def planned(*names: str, devices: int = 0) -> Plan:
     made = config(*({"name": name} for name in names), time_limit=3600)
     known = {name: replace(facts(np.full(ROWS, 400)), name=name) for name in names}
     plan = make_plan(made, known, gpus(devices))
-    speeds = {one.name: Speed(10.0, 100.0 / one.work, True, True) for one in plan.members}
+    speeds = {member.name: Speed(10.0, 100.0 / member.work, True, True) for member in plan.members}
     return with_speeds(plan, speeds)
 
 
@@ -124,9 +124,9 @@ def test_too_few_different_rows_are_an_error_that_says_where_to_take_others(proj
     project.write_config({**config, "data": data, "submission": None})
     done = project.ensemble("rehearse", "config.yaml", "--rows", "50", "--sample-rows", "3")
     assert done.returncode == 2, done.stdout + done.stderr
-    said = " ".join(done.stderr.split())
-    assert "2 different rows are too few for a sample of 3 of 50 rows" in said
-    assert "--lengths-from train.csv" in said
+    text = " ".join(done.stderr.split())
+    assert "2 different rows are too few for a sample of 3 of 50 rows" in text
+    assert "--lengths-from train.csv" in text
 
 
 def test_without_a_limit_it_predicts(project: Project) -> None:
@@ -136,14 +136,17 @@ def test_without_a_limit_it_predicts(project: Project) -> None:
     project.write_config(project.config(models=models))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(project.folder)
-        found = ensemble.rehearse("config.yaml", {"data.label_column": None}, rows=100, sample=20, quiet=True)
-    assert (found.rows, found.sample_rows, found.problems) == (100, 20, ())
-    assert [one.name for one in found.members] == ["gemma", "llama"]
-    assert all(one.startup_seconds > 0 and one.compute_seconds > 0 for one in found.members)
-    assert found.seconds == pytest.approx(
-        found.other_seconds + sum(one.startup_seconds + one.compute_seconds for one in found.members)
+        result = ensemble.rehearse(
+            "config.yaml", {"data.label_column": None}, rows=100, sample=20, quiet=True
+        )
+    assert (result.rows, result.sample_rows, result.problems) == (100, 20, ())
+    assert [member.name for member in result.members] == ["gemma", "llama"]
+    assert all(member.startup_seconds > 0 and member.compute_seconds > 0 for member in result.members)
+    assert result.seconds == pytest.approx(
+        result.other_seconds
+        + sum(member.startup_seconds + member.compute_seconds for member in result.members)
     )
-    assert all(one.rows_at_limit is None for one in found.members)
-    assert found.disk_bytes["submission"] == 2 * found.disk_bytes["ensemble"] > 0
-    assert found.host_bytes is not None
+    assert all(member.rows_at_limit is None for member in result.members)
+    assert result.disk_bytes["submission"] == 2 * result.disk_bytes["ensemble"] > 0
+    assert result.host_bytes is not None
     assert not (project.folder / "runs").exists()

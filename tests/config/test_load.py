@@ -230,11 +230,11 @@ def test_a_variable_gives_text_and_never_shows(problems: Problems) -> None:
     content["labels"] = ["${T}", "b", "${T}"]
     content["data"] = {"path": "x", "id_column": "${T}"}
     content["submission"] = {"sample": "x", "columns": {"a": "x${T}"}}
-    found = problems(content, "seed=${T}", T=token)
-    assert len(found) == 8
-    assert not any(token in problem for problem in found)
+    messages = problems(content, "seed=${T}", T=token)
+    assert len(messages) == 8
+    assert not any(token in problem for problem in messages)
     assert any(
-        "weight" in problem and "not '${T}' (a variable always gives text)" in problem for problem in found
+        "weight" in problem and "not '${T}' (a variable always gives text)" in problem for problem in messages
     )
 
 
@@ -332,8 +332,8 @@ def test_a_changed_config_loads_or_is_refused(
     try:
         assert isinstance(load_config(path, environ={"X": "hf_secret"}).config, RunConfig)
     except ConfigError as error:
-        found = error.problems
+        messages = error.problems
     else:
         return
-    assert found
-    assert all("\n" not in problem and "hf_secret" not in problem for problem in found)
+    assert messages
+    assert all("\n" not in problem and "hf_secret" not in problem for problem in messages)

@@ -77,8 +77,8 @@ def test_a_default_that_only_a_kind_without_members_knows_is_no_error(load: Load
 
 
 def test_a_model_has_the_keys_of_its_kind_and_no_others(problems: Problems) -> None:
-    found = problems(both({}, max_length=3, file="x", path=None))
-    assert found == (
+    messages = problems(both({}, max_length=3, file="x", path=None))
+    assert messages == (
         "models[1].path (line 12): required, for example path: mate.csv",
         "models[1].max_length (line 13): no key of task_type csv; seq_cls, pooled_cls, causal_lm have it "
         "(docs/config.md)",
@@ -90,8 +90,8 @@ def test_a_model_has_the_keys_of_its_kind_and_no_others(problems: Problems) -> N
 
 
 def test_what_is_wrong_with_models_together_is_said_beside_it(problems: Problems) -> None:
-    found = problems(both({}, name="A", weight="x"))
-    assert found == (
+    messages = problems(both({}, name="A", weight="x"))
+    assert messages == (
         "models[1].name (line 10): the same as models[0].name; names must differ in more than their case",
         "models[1].weight (line 13): must be a number of at least 0, not 'x'",
     )

@@ -85,7 +85,7 @@ def test_what_a_fit_writes(overlaid: Overlaid) -> None:
         "models: [{name: gemma2, weight: 0.75}]\nensemble: {method: geometric_mean}\ndata: {id_column: key}",
         sets=("models.llama3.weight=1",),
     ).config
-    assert [(one.name, one.weight) for one in run.models] == [("gemma2", 0.75), ("llama3", 1)]
+    assert [(model.name, model.weight) for model in run.models] == [("gemma2", 0.75), ("llama3", 1)]
     assert run.ensemble.method == "geometric_mean"
     assert (run.data.id_column, run.data.path, run.data.label_column) == ("key", Path("test.csv"), "label")
     assert run.models[0].model_name_or_path == "models/gemma-2-9b"
@@ -105,7 +105,7 @@ models:
 """
     run = overlaid(over, base=base).config
     assert run.labels == ("a", "b")
-    assert [(one.name, one.max_length, one.prompt_template[:3]) for one in run.models] == [
+    assert [(model.name, model.max_length, model.prompt_template[:3]) for model in run.models] == [
         ("gemma2", 7, "<pr"),
         ("llama3", 7, "{{ "),
         ("third", 7, "{{ "),
@@ -120,7 +120,7 @@ def test_null_takes_a_key_away(overlaid: Overlaid) -> None:
     loaded = overlaid(over)
     assert loaded.config.submission is None
     assert loaded.config.data.label_column is None
-    assert [(one.weight, one.max_length) for one in loaded.config.models] == [(1.0, None), (0.4, 1024)]
+    assert [(model.weight, model.max_length) for model in loaded.config.models] == [(1.0, None), (0.4, 1024)]
     again = overlaid(over, "submission: {sample: s.csv}\nmodels: [{name: gemma2, max_length: 3}]").config
     assert again.submission is not None
     assert overlaid(over, "submission: {columns: {x: a}}").config.submission is None, "its columns alone"
@@ -155,11 +155,11 @@ def test_null_in_an_override_takes_a_key_away(overlaid: Overlaid, tmp_path: Path
     )
     assert (second.max_length, second.dtype) == (1024, "auto")
     kept = overlaid(base=base, sets=("models.gemma2.dtype=null",))
-    assert [one.dtype for one in kept.config.models] == ["auto", "bfloat16"]
+    assert [model.dtype for model in kept.config.models] == ["auto", "bfloat16"]
     whole = tmp_path / "whole.yaml"
-    for one in (loaded, kept):
-        whole.write_text(one.whole)
-        assert load_config(whole).config == one.config
+    for item in (loaded, kept):
+        whole.write_text(item.whole)
+        assert load_config(whole).config == item.config
     kwargs = overlaid(sets=("models.gemma2.model_kwargs.device_map=null",)).config.models[0].model_kwargs
     assert kwargs == {"device_map": None}
     (problem,) = problems(overlaid, sets=("models.gemma2.model_name_or_path=null",))
@@ -171,7 +171,7 @@ def test_null_takes_away_whatever_comes_first(overlaid: Overlaid) -> None:
     base = WHOLE.replace("defaults: {", "defaults: {dtype: bfloat16, ")
     model, default = "models: [{name: gemma2, dtype: null}]", "defaults: {dtype: null}"
     for files in ((f"{model}\n{default}",), (f"{default}\n{model}",), (model, default), (default, model)):
-        assert [one.dtype for one in overlaid(*files, base=base).config.models] == ["auto", "auto"]
+        assert [model.dtype for model in overlaid(*files, base=base).config.models] == ["auto", "auto"]
     bare = "\n".join(line for line in WHOLE.splitlines() if not line.startswith("ensemble: "))
     assert overlaid("ensemble: {method: null}", base=bare).config.ensemble.method == "mean"
     own = bare.replace("defaults: {", "defaults: {}\nseed: 3 # {").replace("weight: 0.4", "text_column: t")
@@ -190,7 +190,7 @@ def test_a_new_model_says_what_it_is(overlaid: Overlaid) -> None:
         "models/gemma-2-9b; no earlier file has a model named 'lama3' (did you mean 'llama3'?)",
     )
     added = overlaid("models: [{name: lama3, model_name_or_path: models/base}]", base=base).config.models
-    assert [one.name for one in added] == ["gemma2", "llama3", "lama3"]
+    assert [item.name for item in added] == ["gemma2", "llama3", "lama3"]
 
 
 def test_null_for_a_key_that_there_is_not_is_refused(overlaid: Overlaid) -> None:
@@ -198,8 +198,8 @@ def test_null_for_a_key_that_there_is_not_is_refused(overlaid: Overlaid) -> None
         "dat: null\ndata: {pth: null}\nsubmission: {smple: null}\nensemble: {mthod: null}\n"
         "defaults: {dtyp: null, seed: null}\nmodels: [{name: gemma2, weigth: null, replicas: null}]\nrules: null"
     )
-    found = problems(overlaid, over, sets=("models.llama3.dtyp=null",))
-    assert [problem.split(":")[0] for problem in found] == [
+    messages = problems(overlaid, over, sets=("models.llama3.dtyp=null",))
+    assert [problem.split(":")[0] for problem in messages] == [
         "dat (1.yaml, line 1)",
         "data.pth (1.yaml, line 2)",
         "submission.smple (1.yaml, line 3)",
@@ -209,7 +209,7 @@ def test_null_for_a_key_that_there_is_not_is_refused(overlaid: Overlaid) -> None
         "models[0].weigth (1.yaml, line 6)",
         "--set models.llama3.dtyp=null",
     ]
-    assert all("unknown key; " in problem for problem in found)
+    assert all("unknown key; " in problem for problem in messages)
 
 
 def test_null_in_a_single_file_is_as_if_the_key_were_left_out(overlaid: Overlaid) -> None:
@@ -300,7 +300,7 @@ def test_variables_and_folders_are_those_of_each_file(overlaid: Overlaid, tmp_pa
     assert (run.data.path, run.output_dir) == (tmp_path / "test.csv", tmp_path / "x")
     assert run.submission is not None
     assert run.submission.path == folder / "s.csv"
-    assert [one.weight for one in run.models] == [3, 0.4]
+    assert [model.weight for model in run.models] == [3, 0.4]
     # In one file that stands anywhere, without what the environment says.
     (tmp_path / "there").mkdir()
     whole = tmp_path / "there" / "whole.yaml"

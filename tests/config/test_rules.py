@@ -63,45 +63,47 @@ def test_weights_by_label_and_by_length_bin(load: Load, problems: Problems) -> N
         "pos": 3,
     }
 
-    def said(first: object, second: object, **ensemble: object) -> list[str]:
+    def message_of(first: object, second: object, **ensemble: object) -> list[str]:
         content["models"][0]["weight"], content["models"][1]["weight"] = first, second
         return [re.sub(r" .line \d+.", "", text) for text in problems(content | {"ensemble": ensemble})]
 
-    assert said({"neg": -1, "poz": "x"}, 1) == [
+    assert message_of({"neg": -1, "poz": "x"}, 1) == [
         "models[0].weight.neg: must be a number of at least 0, not -1",
         "models[0].weight.poz: must be a number of at least 0, not 'x'",
     ]
-    assert said({"neg": 1, "poz": 1}, 1) == [
+    assert message_of({"neg": 1, "poz": 1}, 1) == [
         "models[0].weight: has no number for 'pos'; give one for each label",
         "models[0].weight.poz: is none of the labels, which are 'neg', 'pos'",
     ]
-    assert said([0.5, 1], [0.5, None], length_bins=[9, 10]) == [
+    assert message_of([0.5, 1], [0.5, None], length_bins=[9, 10]) == [
         "models[0].weight: 2 of ensemble.length_bins make 3 bins; give one number for each bin",
         "models[1].weight[1]: must be a number of at least 0, not empty",
     ]
-    assert said([0.5, 1], 1) == [
+    assert message_of([0.5, 1], 1) == [
         "models[0].weight: a list of weights needs ensemble.length_bins; give one number for each bin"
     ]
     all_0 = "are all 0"
-    assert said({"neg": 1, "pos": 0}, 0) == [f"models: the weights for pos {all_0}"]
-    assert said({"neg": 1, "pos": 0}, [1, 0], length_bins=[9]) == [
+    assert message_of({"neg": 1, "pos": 0}, 0) == [f"models: the weights for pos {all_0}"]
+    assert message_of({"neg": 1, "pos": 0}, [1, 0], length_bins=[9]) == [
         f"models: the weights for pos in length bin 2 of 2 {all_0}"
     ]
-    assert said([0, 1], [0, 1], length_bins=[9]) == [f"models: the weights in length bin 1 of 2 {all_0}"]
-    assert said({}, 1)[0].startswith("models[0].weight: has no number for 'neg', 'pos'")
-    assert "or one for each label or each of ensemble.length_bins, not []" in said([], 1)[0]
+    assert message_of([0, 1], [0, 1], length_bins=[9]) == [
+        f"models: the weights in length bin 1 of 2 {all_0}"
+    ]
+    assert message_of({}, 1)[0].startswith("models[0].weight: has no number for 'neg', 'pos'")
+    assert "or one for each label or each of ensemble.length_bins, not []" in message_of([], 1)[0]
     bins = (
         "ensemble.length_bins: must be a list of whole numbers of at least 1, each more than the one before"
     )
     for edges in ([], [0], [2, 1], [1, 1], ["x"], 5, [1.5]):
-        assert said(1, 1, length_bins=edges)[0].startswith(bins), edges
+        assert message_of(1, 1, length_bins=edges)[0].startswith(bins), edges
 
 
 def test_what_is_wrong_with_when_is_told_where_it_stands(load: Load, problems: Problems) -> None:
     content = small()
     content["models"].append(content["models"][0] | {"name": "b"})
 
-    def said(when: object) -> list[str]:
+    def message_of(when: object) -> list[str]:
         content["models"][1]["when"] = when
         return [re.sub(r"models.1..when| .line \d+.", "", text) for text in problems(content)]
 
@@ -109,7 +111,7 @@ def test_what_is_wrong_with_when_is_told_where_it_stands(load: Load, problems: P
     wrong += [{rule: number} for rule in ("share", "margin_below") for number in (0, 1.5, -1, "0.3", True)]
     wrong += [{"entropy_above": number} for number in (-1, float("inf"), None)]
     for value in wrong:
-        (text,) = said(value)
+        (text,) = message_of(value)
         assert text.startswith(": must be one of {margin_below: m} with "), value
     content["models"][1]["when"] = {"share": 1}
     assert load(content).config.models[1].when == {"share": 1.0}
@@ -124,28 +126,28 @@ def test_calibration_and_the_keys_of_methods(load: Load, problems: Problems) -> 
         {"pos": -1.0},
     )
 
-    def said(content: dict[str, Any]) -> list[str]:
+    def message_of(content: dict[str, Any]) -> list[str]:
         return [re.sub(r" .line \d+.", "", text) for text in problems(content)]
 
     temperature = (
         "models[0].calibration.temperature: must be a number of more than 0 (from 0.000001 to 1000000)"
     )
     for wrong, shown in ((0, "0"), (-1, "-1"), (float("inf"), "inf"), (float("nan"), "nan"), ("x", "'x'")):
-        assert said(small(calibration={"temperature": wrong})) == [f"{temperature}, not {shown}"]
-    assert said(small(calibration={"scale": {"neg": "x", "nag": 1}, "bias": [1], "temp": 2})) == [
+        assert message_of(small(calibration={"temperature": wrong})) == [f"{temperature}, not {shown}"]
+    assert message_of(small(calibration={"scale": {"neg": "x", "nag": 1}, "bias": [1], "temp": 2})) == [
         "models[0].calibration.scale.neg: must be a number from -1000000 to 1000000, not 'x'",
         "models[0].calibration.bias: must be a mapping of labels to numbers, not [1]",
         "models[0].calibration.temp: unknown key; use temperature",
     ]
-    assert said(small(calibration={"scale": {"neg": 1, "nag": 1}})) == [
+    assert message_of(small(calibration={"scale": {"neg": 1, "nag": 1}})) == [
         "models[0].calibration.scale.nag: is none of the labels, which are 'neg', 'pos'"
     ]
-    assert said(small(calibration=1.5)) == [
+    assert message_of(small(calibration=1.5)) == [
         "models[0].calibration: must be a mapping of keys to values, not 1.5"
     ]
 
     def of_method(**ensemble: object) -> list[str]:
-        return said(small() | {"ensemble": ensemble})
+        return message_of(small() | {"ensemble": ensemble})
 
     power = "must be a number from -1000 to 1000, and not 0, which is method: geometric_mean"
     assert of_method(method="power_mean") == ["ensemble.power: required, for example power: 2"]

@@ -52,9 +52,9 @@ def refused(text: str) -> str:
     ],
 )
 def test_words_are_those_of_yaml_1_2(word: str, value: object) -> None:
-    found = read(f"key: {word}").data["key"]
-    assert found == (value.strip("'") if isinstance(value, str) else value)
-    assert type(found) is type(value)
+    result = read(f"key: {word}").data["key"]
+    assert result == (value.strip("'") if isinstance(value, str) else value)
+    assert type(result) is type(value)
 
 
 def test_not_a_number_is_a_float() -> None:

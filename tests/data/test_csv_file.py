@@ -202,7 +202,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("a.csv", "id;t\n1;2\n", "its columns are separated by semicolons; write it with commas"),
         (
@@ -235,8 +235,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ("a.csv", "id ,t\n1,2\n", "'id ' only looks the same: it differs in spaces; rename one"),
     ],
 )
-def test_what_is_odd_about_a_file_is_said(tmp_path: Path, name: str, content: str | bytes, said: str) -> None:
-    assert said in problem(written(tmp_path / name, content), ["id"])
+def test_what_is_odd_about_a_file_is_said(
+    tmp_path: Path, name: str, content: str | bytes, message: str
+) -> None:
+    assert message in problem(written(tmp_path / name, content), ["id"])
 
 
 def test_names_of_two_columns_are_refused_where_they_are_read(tmp_path: Path) -> None:

@@ -90,8 +90,8 @@ def test_the_layout_does_not_matter(name: str) -> None:
 
 def test_every_other_content_has_another_digest() -> None:
     digests = {name: digest(array) for name, array in COLUMNS.items()}
-    for one, other in itertools.combinations(digests, 2):
-        assert digests[one] != digests[other], (one, other)
+    for combination, other in itertools.combinations(digests, 2):
+        assert digests[combination] != digests[other], (combination, other)
 
 
 def test_what_lies_below_a_null_does_not_matter() -> None:
@@ -145,9 +145,9 @@ def test_ids_and_the_columns_that_are_read_count(tmp_path: Path, column: str, co
 def test_order_of_rows_and_of_columns_counts(tmp_path: Path) -> None:
     table = read(write_rows(tmp_path / "t.csv", ROWS), "text", "more")
     turned = read(write_rows(tmp_path / "turned.csv", ROWS[::-1]), "text", "more")
-    found = [table.digest(["text", "more"]), table.digest(["more", "text"]), table.digest(["text"])]
-    found += [table.digest([]), turned.digest(["text", "more"])]
-    assert len(set(found)) == len(found)
+    results = [table.digest(["text", "more"]), table.digest(["more", "text"]), table.digest(["text"])]
+    results += [table.digest([]), turned.digest(["text", "more"])]
+    assert len(set(results)) == len(results)
 
 
 def test_a_digest_outlives_the_columns_and_no_other_can_be_had(tmp_path: Path) -> None:
@@ -161,12 +161,12 @@ def test_a_digest_outlives_the_columns_and_no_other_can_be_had(tmp_path: Path) -
 
 def test_the_sha256_of_labelled_rows_is_that_of_plain_lines() -> None:
     """By any order of the rows and of the labels, and whether the truth is a label or a column for each."""
-    said = hashlib.sha256("10\tneg\n9\tpos\né\tneg\n".encode()).hexdigest()
+    message = hashlib.sha256("10\tneg\n9\tpos\né\tneg\n".encode()).hexdigest()
     ids = pa.chunked_array([["9", "é"], ["10"]])
-    assert truth_sha256(ids, ("neg", "pos"), np.array([1, 0, 0])) == said
-    assert truth_sha256(ids.take([2, 0, 1]), ("pos", "neg"), np.array([1, 0, 1])) == said
-    assert truth_sha256(ids, ("neg", "pos"), np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])) == said
-    assert truth_sha256(ids, ("neg", "pos"), np.array([1, 1, 0])) != said
+    assert truth_sha256(ids, ("neg", "pos"), np.array([1, 0, 0])) == message
+    assert truth_sha256(ids.take([2, 0, 1]), ("pos", "neg"), np.array([1, 0, 1])) == message
+    assert truth_sha256(ids, ("neg", "pos"), np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])) == message
+    assert truth_sha256(ids, ("neg", "pos"), np.array([1, 1, 0])) != message
     soft = hashlib.sha256(b"a\tneg=0.25\tpos=0.75\nb\tneg\tpos\nc\t\n").hexdigest()
     truth = np.array([[0.75, 0.25], [1.0, 1.0], [0.0, 0.0]])
     assert truth_sha256(pa.chunked_array([["a", "b", "c"]]), ("pos", "neg"), truth) == soft

@@ -20,9 +20,9 @@ def chunked(ids: list[str | None], size: int = 100) -> pa.ChunkedArray:
 
 @given(st.lists(st.one_of(st.none(), st.text(max_size=3)), max_size=30), st.integers(1, 5))
 def test_ids_that_come_twice_are_found(ids: list[str | None], size: int) -> None:
-    found = repeated_ids(chunked(ids, size)).to_pylist()
-    assert len(found) == len({*found})
-    assert {*found} == {name for name in ids if ids.count(name) > 1}
+    result = repeated_ids(chunked(ids, size)).to_pylist()
+    assert len(result) == len({*result})
+    assert {*result} == {name for name in ids if ids.count(name) > 1}
 
 
 @given(
@@ -34,8 +34,8 @@ def test_places_are_those_of_lists(ids: list[str], table: list[str], is_large: b
     table_ids = chunked([*table], 2)
     if is_large:
         table_ids = table_ids.cast(pa.large_string())
-    found = places_among(chunked([*ids], 3), table_ids)
-    assert found.tolist() == [table.index(name) if name in table else -1 for name in ids]
+    result = places_among(chunked([*ids], 3), table_ids)
+    assert result.tolist() == [table.index(name) if name in table else -1 for name in ids]
 
 
 def test_ids_of_several_files() -> None:

@@ -54,8 +54,8 @@ def test_a_sample_that_fits(tmp_path: Path) -> None:
 def test_labels_without_a_column_are_named_unless_one_of_two_is_asked_for(tmp_path: Path) -> None:
     sample = sample_of(tmp_path, "id,a,c\n1,0,0\n", ("a", "b", "c", "d"))
     assert sample.problems(ids("1"), False) == ()
-    said = f"{sample.path}: has no column for 'b', 'd', whose probabilities are not submitted"
-    assert sample.remarks == (said,)
+    message = f"{sample.path}: has no column for 'b', 'd', whose probabilities are not submitted"
+    assert sample.remarks == (message,)
     assert sample_of(tmp_path, "id,b\n1,0\n").remarks == ()
     assert sample_of(tmp_path, "id,x,y,z\n1,0,0,0\n", ("a", "b", "c"), x="a", y="b", z="c").remarks == ()
 
@@ -63,9 +63,9 @@ def test_labels_without_a_column_are_named_unless_one_of_two_is_asked_for(tmp_pa
 def test_every_problem_at_once(tmp_path: Path) -> None:
     text = "id,A,x,b\n1,,,\n1,,,\n" + "".join(f"s{i},,,\n" for i in range(9))
     sample = sample_of(tmp_path, text, x="c", winner="b")
-    found = sample.problems(ids("1", "t1", "t2"), False)
-    assert all(sentence.startswith(f"{sample.path}: ") for sentence in found)
-    assert [sentence.removeprefix(f"{sample.path}: ") for sentence in found] == [
+    messages = sample.problems(ids("1", "t1", "t2"), False)
+    assert all(sentence.startswith(f"{sample.path}: ") for sentence in messages)
+    assert [sentence.removeprefix(f"{sample.path}: ") for sentence in messages] == [
         "column 'A' is not a label (did you mean 'a'?); map it to one of 'a', 'b', or for the label itself "
         "to {answer: label}",
         "column 'x' is mapped to 'c', which is not a label; map it to one of 'a', 'b', or for the label itself to "
@@ -79,15 +79,15 @@ def test_every_problem_at_once(tmp_path: Path) -> None:
 
 
 def test_a_sample_of_ids_alone(tmp_path: Path) -> None:
-    (found,) = sample_of(tmp_path, "id\n1\n").problems(ids("1"), False)
-    assert "has no column besides 'id'" in found
+    (messages,) = sample_of(tmp_path, "id\n1\n").problems(ids("1"), False)
+    assert "has no column besides 'id'" in messages
 
 
 def test_a_trial_on_the_first_rows_may_lack_ids_and_not_have_others(tmp_path: Path) -> None:
     sample = sample_of(tmp_path, "id,a\n1,0\n2,0\n3,0\n")
     assert sample.problems(ids("3", "1"), True) == ()
-    (found,) = sample.problems(ids("3", "9"), True)
-    assert "lacks 1 id of the input table: '9'" in found
+    (messages,) = sample.problems(ids("3", "9"), True)
+    assert "lacks 1 id of the input table: '9'" in messages
 
 
 def test_writes_the_columns_and_rows_of_the_sample(tmp_path: Path) -> None:
@@ -173,8 +173,8 @@ def test_every_number_is_read_as_python_reads_it(numbers: list[float]) -> None:
             problems = sample.value_problems()
             assert len(problems) == bool(odd)
             assert all(
-                "1 cell without a finite number" in one and f"row {len(numbers) + 1}" in one
-                for one in problems
+                "1 cell without a finite number" in problem and f"row {len(numbers) + 1}" in problem
+                for problem in problems
             )
         sample = sample_of(Path(folder), f"id,a\n{rows}", ("a",))
         wanted = ids(*map(str, range(len(numbers))))

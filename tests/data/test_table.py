@@ -255,18 +255,18 @@ def test_missing_id_and_label_columns(tmp_path: Path, suffix: str) -> None:
 @FORMATS
 def test_many_repeated_ids_are_counted(tmp_path: Path, suffix: str) -> None:
     rows = [{"id": str(i % 9_000), "text": "x"} for i in range(40_000)]
-    (found,) = problems(write_rows(tmp_path / f"x{suffix}", rows))
+    (messages,) = problems(write_rows(tmp_path / f"x{suffix}", rows))
     assert (
         "9,000 ids more than once: '0' in row 1, 9,001, 18,001, ...; '1' in row 2, 9,002, 18,002, ...; "
-        in found
+        in messages
     )
 
 
 @FORMATS
 def test_null_ids(tmp_path: Path, suffix: str) -> None:
     rows = [{"id": name, "text": "x"} for name in ("1", None, None)]
-    (found,) = problems(write_rows(tmp_path / f"x{suffix}", rows))
-    assert "2 rows without an id, first: row 2, 3" in found
+    (messages,) = problems(write_rows(tmp_path / f"x{suffix}", rows))
+    assert "2 rows without an id, first: row 2, 3" in messages
 
 
 @FORMATS
@@ -295,9 +295,9 @@ def test_empty_tables(tmp_path: Path, suffix: str) -> None:
 def test_unknown_extensions_name_the_known_ones(tmp_path: Path) -> None:
     for name, kind in {"x.xlsx": ".xlsx", "x.parquet.gz": ".parquet.gz", "x": "without extension"}.items():
         (tmp_path / name).write_text("x")
-        (found,) = problems(tmp_path / name)
-        assert kind in found
-        assert ".csv, .tsv" in found
+        (messages,) = problems(tmp_path / name)
+        assert kind in messages
+        assert ".csv, .tsv" in messages
 
 
 def test_no_column_at_all_still_knows_its_rows(tmp_path: Path) -> None:
@@ -389,10 +389,10 @@ def test_jsonl_column_that_turns_nested_late(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "x.jsonl", rows)
     table = read_table(path, needs())
     assert table.head(30_000) == [{"text": row["text"]} for row in rows]
-    (found,) = problems(path, needs(text_columns=("text",)))
-    assert "column 'text' holds lists or objects in 1 row, first row 9,001 (id '9000')" in found
-    (found,) = problems(path, needs(json_columns=("text",)))
-    assert "broken JSON in 9,000 rows; row 1 (id '0')" in found
+    (messages,) = problems(path, needs(text_columns=("text",)))
+    assert "column 'text' holds lists or objects in 1 row, first row 9,001 (id '9000')" in messages
+    (messages,) = problems(path, needs(json_columns=("text",)))
+    assert "broken JSON in 9,000 rows; row 1 (id '0')" in messages
 
 
 def test_jsonl_numbers_can_be_text(tmp_path: Path) -> None:
@@ -405,14 +405,16 @@ def test_jsonl_broken_lines(tmp_path: Path) -> None:
     path = tmp_path / "x.ndjson"
     good = b'{"id": 1, "text": "x"}\n'
     path.write_bytes(good + b"\n" + b'{"id": 2,\n' + b"[1]\n" + b'{"id": "\xff"}\n' + b'{"id": NaN}\n' + good)
-    (found,) = problems(path)
-    assert "4 broken lines; line 3: " in found
-    assert "line 4: an object was expected, not '[1]'; line 5: not UTF-8 at byte 9" in found
+    (messages,) = problems(path)
+    assert "4 broken lines; line 3: " in messages
+    assert "line 4: an object was expected, not '[1]'; line 5: not UTF-8 at byte 9" in messages
     path.write_bytes(
         good + b'{"id": 2, "text": "a", "text": "b"}\n' + b'{"id": 3, "text": [{"n": 1, "n": 1}]}\n'
     )
-    (found,) = problems(path)
-    assert "2 broken lines; line 2: the key 'text' comes more than once; line 3: the key 'n' comes" in found
+    (messages,) = problems(path)
+    assert (
+        "2 broken lines; line 2: the key 'text' comes more than once; line 3: the key 'n' comes" in messages
+    )
     path = tmp_path / "x.json"
     path.write_text('[{"id": 1},\n{"id": 2}]\n')
     assert "one JSON array; write one object per line" in problems(path)[0]
@@ -421,8 +423,8 @@ def test_jsonl_broken_lines(tmp_path: Path) -> None:
 def test_jsonl_ids_that_are_no_ids(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"id": 1, "text": ""}\n{"id": [2], "text": ""}\n{"id": "\\ud83d", "text": ""}\n')
-    (found,) = problems(path)
-    assert "column 'id': row 2 is neither text nor a number: [2]" in found
+    (messages,) = problems(path)
+    assert "column 'id': row 2 is neither text nor a number: [2]" in messages
 
 
 # ---- Parquet

@@ -127,12 +127,12 @@ class _Call:
         return place if path is None else place / self._text(self.arguments[path])
 
     def _text(self, address: int) -> str:
-        found = b""
+        result = b""
         with Path(f"/proc/{self.thread}/mem").open("rb", buffering=0) as memory:
-            while b"\0" not in found:
-                memory.seek(address + len(found))
-                found += memory.read(4096 - (address + len(found)) % 4096)  # the next page may not be there
-        return os.fsdecode(found.partition(b"\0")[0])
+            while b"\0" not in result:
+                memory.seek(address + len(result))
+                result += memory.read(4096 - (address + len(result)) % 4096)  # the next page may not be there
+        return os.fsdecode(result.partition(b"\0")[0])
 
 
 Judge = Callable[[Step], Verdict]
@@ -161,10 +161,10 @@ class Watched:
             enter = [sys.executable, "-S", "-E", str(ENTER), "watch", str(number)]
             self.process = subprocess.Popen([*enter, *command], pass_fds=[number], **options)
             theirs.close()
-            said, listeners, _, _ = socket.recv_fds(ours, 1024, 1)
-        if said != b"ok":
+            message, listeners, _, _ = socket.recv_fds(ours, 1024, 1)
+        if message != b"ok":
             self.process.wait()
-            raise OSError(f"the kernel takes no filter: {said.decode()}")
+            raise OSError(f"the kernel takes no filter: {message.decode()}")
         self._listener = listeners[0]
         self._thread = threading.Thread(target=self._serve, name="steps", daemon=True)
         self._thread.start()

@@ -36,8 +36,8 @@ def test_a_row_that_always_crashes_its_worker_is_found(
     assert "signal 11 (SIGSEGV)" in forked.printed
     assert not (chunky.folder / "runs/first/ensemble.csv").exists()
     (member,) = chunky.run_json()["members"]
-    found = [(fault["rows"], fault["remedy"]) for fault in member["faults"]]
-    assert found == [
+    result = [(fault["rows"], fault["remedy"]) for fault in member["faults"]]
+    assert result == [
         ([4, 8], "in halves"),
         ([6, 8], "in halves"),
         ([6, 7], "again"),

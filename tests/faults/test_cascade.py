@@ -32,8 +32,8 @@ def cascade(project: Project, when: dict[str, float], **changes: Any) -> dict[st
 
 def values(project: Project, name: str) -> np.ndarray:
     """[16, 3], NaN where there is no row."""
-    found = {row[0]: row[1:] for row in project.read(f"runs/first/{name}.csv")[1]}
-    return np.array([found.get(row_id, [np.nan] * 3) for row_id in project.ids], dtype=float)
+    result = {row[0]: row[1:] for row in project.read(f"runs/first/{name}.csv")[1]}
+    return np.array([result.get(row_id, [np.nan] * 3) for row_id in project.ids], dtype=float)
 
 
 def closest(project: Project, rows: int) -> list[int]:
@@ -129,8 +129,8 @@ def test_where_those_before_fail_it_goes_by_the_others_or_waits(
     first, second = chunky.run_json()["members"]
     assert (first["status"], second["status"], second["rows"]) == ("failed", "unfinished", 0)
     assert (second["cascade"]["rows"], second["cascade"]["is_selected"]) == (0, False)
-    (one := tmp_path / "one").mkdir()
-    faults = Injected(one, replace(fault, times=1))
+    (item := tmp_path / "one").mkdir()
+    faults = Injected(item, replace(fault, times=1))
     options = ["--set", "on_member_failure=continue"]
     assert forked.run(chunky.folder, *options, faults=faults) == 0, forked.printed
     first, second = chunky.run_json()["members"]

@@ -20,7 +20,9 @@ ALONE = ("--set", "cpu_workers=1")
 def threads_of(pid: int) -> int:
     """The threads that a worker was started with."""
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return int(dict(one.split(b"=", 1) for one in variables if b"=" in one)[b"OMP_NUM_THREADS"])
+    return int(
+        dict(variable.split(b"=", 1) for variable in variables if b"=" in variable)[b"OMP_NUM_THREADS"]
+    )
 
 
 def run(

@@ -107,8 +107,12 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any,
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(answers) == len(CASES), done.stderr
     return {
-        name: ("stopped" if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status), said, case.pids())
-        for (name, case), (status, said) in zip(injected.items(), answers, strict=True)
+        name: (
+            "stopped" if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status),
+            message,
+            case.pids(),
+        )
+        for (name, case), (status, message) in zip(injected.items(), answers, strict=True)
     }
 
 
@@ -116,9 +120,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any,
 @pytest.mark.parametrize("case", CASES)
 def test_a_fault_happens_as_asked(case: str, ended: dict[str, tuple[Any, Any, list[int]]]) -> None:
     _, code, expected = CASES[case]
-    ending, said, pids = ended[case]
+    ending, message, pids = ended[case]
     assert ending == code
-    assert said == expected
+    assert message == expected
     assert len(pids) == (0 if case == "nothing" else 1)
 
 
@@ -129,11 +133,11 @@ def test_a_count_holds_for_all_processes(tmp_path: Path) -> None:
     )
     injected = Injected(tmp_path, Fault("kill", times=2))
     environment = {**os.environ, **injected.environment}
-    said = [
+    messages = [
         subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout
         for _ in range(3)
     ]
-    assert said == ["True\n", "True\n", "False\n"]
+    assert messages == ["True\n", "True\n", "False\n"]
     assert len(set(injected.pids())) == 2
 
 

@@ -250,8 +250,8 @@ def values(project: Project, name: str = "m") -> np.ndarray:
 
 
 def members(project: Project) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = project.run_json()["members"]
-    return found
+    report: list[dict[str, Any]] = project.run_json()["members"]
+    return report
 
 
 @pytest.mark.fault(1, 12)
@@ -319,7 +319,7 @@ def test_what_changes_its_numbers_and_what_does_not(made: Made, forked: ForkedRu
     project.write_config(made.config(same, other, time_limit="1h", hang_timeout="5m"))
     assert forked.run(project.folder) == 0, forked.printed
     rows = len(project.ids)
-    assert [(one["reused_rows"], one["rows"]) for one in members(project)] == [(rows, 0), (0, rows)]
+    assert [(item["reused_rows"], item["rows"]) for item in members(project)] == [(rows, 0), (0, rows)]
     np.testing.assert_array_equal(values(project), values(made.undisturbed))
     assert np.abs(values(project, "other") - values(project)).max() > 1e-3
 

@@ -89,9 +89,9 @@ def test_faults_on_another_node_are_retried(
     assert f"(process {workers[2]['process']}) has not responded for 5 s" in printed
     assert f"(process {workers[3]['process']}) ended with exit code 0, before its work was done" in printed
     (member,) = chunky.run_json()["members"]
-    found = [(fault["kind"], fault["rows"], fault["remedy"]) for fault in member["faults"]]
+    result = [(fault["kind"], fault["rows"], fault["remedy"]) for fault in member["faults"]]
     kinds = ["death", "hang", "hang", "death"]
-    assert found == [(kind, [4 * place, 4 * place + 4], "again") for place, kind in enumerate(kinds)]
+    assert result == [(kind, [4 * place, 4 * place + 4], "again") for place, kind in enumerate(kinds)]
     stacks = (chunky.folder / "runs/first/logs/llama-1.log").read_text()
     assert "Fatal Python error: Aborted" in stacks
     assert "in predict" in stacks

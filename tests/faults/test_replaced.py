@@ -98,10 +98,10 @@ class Two:
 
     def failures(self) -> dict[str, str | None]:
         members = self.project.run_json()["members"]
-        return {one["name"]: one["failure"] and one["failure"]["message"] for one in members}
+        return {member["name"]: member["failure"] and member["failure"]["message"] for member in members}
 
     def reused(self) -> dict[str, int]:
-        return {one["name"]: one["reused_rows"] for one in self.project.run_json()["members"]}
+        return {member["name"]: member["reused_rows"] for member in self.project.run_json()["members"]}
 
 
 @pytest.fixture

@@ -58,8 +58,8 @@ def test_the_kernel_kills_a_worker_for_its_memory(
     others = [worker for worker in workers if worker is not killed]
     assert sum(worker["rows"] for worker in (killed, *others)) == ROWS
     # A third one is started only where the second had nothing left to do before the first was killed.
-    for one, following in itertools.pairwise(others):
-        ended = one["started_after_seconds"] + one["life_seconds"]
+    for item, following in itertools.pairwise(others):
+        ended = item["started_after_seconds"] + item["life_seconds"]
         assert following["started_after_seconds"] >= ended - 0.1, "one at a time"
     assert results(chunky) == undisturbed
 

@@ -154,7 +154,7 @@ def test_a_run_that_goes_on_says_what_the_earlier_one_computed_with(
     chunky.write_config(chunky_config(chunky))
     assert forked.run(chunky.folder) == 0, forked.printed
     (again,) = chunky.run_json()["members"]
-    assert [one["versions"] for one in again["computed_before"]] == [earlier["versions"]] * 2
+    assert [item["versions"] for item in again["computed_before"]] == [earlier["versions"]] * 2
 
 
 @pytest.mark.fault(10)

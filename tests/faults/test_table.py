@@ -15,22 +15,22 @@ NOT_YET: set[int] = set()
 
 def named() -> list[tuple[int, str]]:
     """Fault and test, as the table has them."""
-    found = []
+    results = []
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         if row := re.match(r"\| (\d+) \|.*\| ([^|]+) \|$", line):
-            found += [(int(row[1]), test) for test in re.findall(r"`([\w/.]+::\w+)`", row[2])]
-    return found
+            results += [(int(row[1]), test) for test in re.findall(r"`([\w/.]+::\w+)`", row[2])]
+    return results
 
 
 def marked() -> list[tuple[int, str]]:
     """Fault and test, as the markers have them."""
-    found = []
+    results = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         name = path.relative_to(ROOT / "tests").as_posix()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef):
-                found += [(row, f"{name}::{node.name}") for row in _rows(node)]
-    return found
+                results += [(row, f"{name}::{node.name}") for row in _rows(node)]
+    return results
 
 
 def _rows(function: ast.FunctionDef) -> list[int]:
@@ -47,8 +47,10 @@ def test_every_fault_has_a_test() -> None:
 
 
 def test_what_is_not_done_is_said() -> None:
-    said = re.findall(r"^\| (\d+) \| [^|]+ \| not yet: ", TABLE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert {int(number) for number in said} == NOT_YET
+    sentences = re.findall(
+        r"^\| (\d+) \| [^|]+ \| not yet: ", TABLE.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert {int(number) for number in sentences} == NOT_YET
 
 
 def test_the_table_names_the_tests_that_are_marked_and_no_others() -> None:

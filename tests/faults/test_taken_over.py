@@ -26,12 +26,12 @@ def kill_before_predictions(step: Step) -> Verdict:
 
 
 def members(project: Project) -> dict[str, dict[str, Any]]:
-    return {one["name"]: one for one in project.run_json()["members"]}
+    return {member["name"]: member for member in project.run_json()["members"]}
 
 
 def counts(project: Project) -> dict[str, tuple[int, int]]:
     """Rows from earlier work, and rows computed, by member."""
-    return {name: (one["reused_rows"], one["rows"]) for name, one in members(project).items()}
+    return {name: (member["reused_rows"], member["rows"]) for name, member in members(project).items()}
 
 
 def values(content: bytes) -> tuple[list[str], np.ndarray]:
@@ -104,9 +104,9 @@ def test_a_table_that_changed(chunky: Project, forked: ForkedRuns) -> None:
     def run(names: list[str], rows: list[list[str]]) -> tuple[int, int]:
         chunky.write_csv("test.csv", names, rows)
         assert forked.run(chunky.folder) == 0, forked.printed
-        found = counts(chunky)["llama"]
+        numbers_counted = counts(chunky)["llama"]
         check_close(results_now(chunky), fresh_results(chunky, forked))
-        return found
+        return numbers_counted
 
     chunky.write_config(chunky_config(chunky, submission=None))
     names, rows = chunky.read("test.csv")
@@ -183,7 +183,7 @@ def test_members_that_take_each_others_names_and_share_work(chunky: Project, for
     def run(*models: dict[str, Any]) -> dict[str, bytes]:
         chunky.write_config(chunky_config(chunky, models=list(models), submission=None))
         assert forked.run(chunky.folder) == 0, forked.printed
-        names = [one["name"] for one in models]
+        names = [model["name"] for model in models]
         return {name: (chunky.folder / f"runs/first/predictions/{name}.csv").read_bytes() for name in names}
 
     before = run(model("a", 16), model("b", 12))

@@ -69,11 +69,11 @@ class SimulatedWorker(Handle):
         self._said.append((seconds, events) if seconds <= left else (left, instead))
 
     def receive(self) -> list[Any]:
-        said, self._said = self._said, []
-        for seconds, _ in said:
+        message, self._said = self._said, []
+        for seconds, _ in message:
             self._time.now += seconds
         self.is_open = not self.has_exited()
-        return [event for _, events in said for event in events]
+        return [event for _, events in message for event in events]
 
     def has_exited(self) -> bool:
         return self._is_over and not self._said
@@ -132,7 +132,7 @@ class Repeated:
         run = config(*({} for _ in self._facts), time_limit=self.limit)
         made = make_plan(run, self._facts, [], speeds=self._speeds)
         members = [
-            MemberState(without_done(one, self._is_done[one.name], is_timed=True)) for one in made.members
+            MemberState(without_done(item, self._is_done[item.name], is_timed=True)) for item in made.members
         ]
         over_at = self.limit - self.kept
         time = Time(over_at)
@@ -145,11 +145,11 @@ class Repeated:
             for chunk in (*state.chunks.pending, *state.chunks.in_hand.values()):
                 done[state.plan.order[chunk.start : chunk.stop]] = False
         computed_as = {state.plan.name: state.plan.model.computed_as for state in members}
-        found = [
+        results = [
             member(name, computed_as=computed_as[name], speed=state.speed)
             for name, state in zip(computed_as, members, strict=True)
         ]
-        self._speeds = measured_speeds(report(*found), [], computed_as)
+        self._speeds = measured_speeds(report(*results), [], computed_as)
         self.explanation = time_limit_text(members, self.limit, BEFORE_SECONDS, self.kept)
         return members
 

@@ -247,8 +247,8 @@ def test_as_many_rows_as_there_is_time_for(chunky: Project, forked: ForkedRuns, 
     with_when(chunky, {"share": "as_time_allows"}, output_dir="runs/timed", time_limit="1h")
     assert forked.run(chunky.folder) == 0, forked.printed
     assert chunky.run_json("runs/timed")["members"][0]["rows"] == ROWS - 4
-    found = results(chunky, "runs/timed")
-    assert found.keys() == expected.keys()
+    result = results(chunky, "runs/timed")
+    assert result.keys() == expected.keys()
     _, rows = chunky.read("runs/timed/predictions/llama.csv")
     np.testing.assert_allclose(np.array([row[1:] for row in rows], dtype=float), values(chunky), atol=1e-5)
 

@@ -137,9 +137,9 @@ def test_a_worker_killed_at_each_write_of_a_part(share: int, small: Project, for
         assert forked.run(small.folder, judge=kill_a_worker_at(number)) == 0, forked.printed
         check_finished(small, expected)
         (member,) = small.run_json()["members"]
-        assert [one["exit_code"] for one in member["workers"]] == [-9, 0]
+        assert [worker["exit_code"] for worker in member["workers"]] == [-9, 0]
         assert [fault["remedy"] for fault in member["faults"]] == ["again"]
-        rows = [one["rows"] for one in member["workers"]]
+        rows = [worker["rows"] for worker in member["workers"]]
         assert rows == ([0, ROWS] if number < count else [ROWS_PER_CHUNK, ROWS_PER_CHUNK])
 
 

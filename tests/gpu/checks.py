@@ -101,9 +101,9 @@ def environment(bench: Bench) -> Iterator[Row]:
         except (OSError, subprocess.TimeoutExpired) as error:
             texts[name] = str(error)
     with bench.results.keeping(bench.folder / "environment", texts):
-        said = bench.call("doctor", ["-m", "ensemble", "doctor"], bench.folder, 60)
-        texts["doctor.txt"] = said
-    yield " ".join(said.split())[-300:], "ok"
+        message = bench.call("doctor", ["-m", "ensemble", "doctor"], bench.folder, 60)
+        texts["doctor.txt"] = message
+    yield " ".join(message.split())[-300:], "ok"
 
 
 @takes(20)
@@ -345,15 +345,15 @@ def spread(bench: Bench) -> Iterator[Row]:
 @takes(3)
 def driver(bench: Bench) -> Iterator[Row]:
     """What NVML tells of each GPU in one session, and whether it agrees with itself."""
-    if not (found := inventory().gpus):
+    if not (result := inventory().gpus):
         raise Skip("NVML shows no GPU")
-    uuids = [gpu.uuid for gpu in found]
+    uuids = [gpu.uuid for gpu in result]
     began = time.monotonic()
     used = used_memory(uuids)
     first, began = time.monotonic() - began, time.monotonic()
     used_memory(uuids)
     again = time.monotonic() - began
-    for gpu in found:
+    for gpu in result:
         size = used[gpu.uuid]
         is_right = size is not None and size < gpu.total_bytes
         looks = f"first look {1000 * first:.0f} ms, second {1000 * again:.0f} ms"
@@ -447,14 +447,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments.rehearse and (reason := why_no_gpu()):
         print(f"skipped: {reason}")
         return 0
-    found = inventory()
-    if not arguments.rehearse and not found.gpus:
-        print(f"FAILED: torch can use a GPU, but {found.mask_problem or found.note}")
+    gpus = inventory()
+    if not arguments.rehearse and not gpus.gpus:
+        print(f"FAILED: torch can use a GPU, but {gpus.mask_problem or gpus.note}")
         return 1
     # A rehearsal says nothing about time, and the machine may be slow.
     seconds = arguments.seconds or (3600.0 if arguments.rehearse else DEADLINE_SECONDS)
     results = Results(arguments.results)
-    bench = Bench(new_folder(), found.gpus, arguments.rehearse, seconds, arguments.models, results)
+    bench = Bench(new_folder(), gpus.gpus, arguments.rehearse, seconds, arguments.models, results)
     failed = False
     try:
         bench.write_tables()

@@ -75,10 +75,10 @@ def _attention(folder: Path, device: torch.device) -> Iterator[Row]:
         for encoded in (even, uneven):
             rows = np.arange(len(encoded.lengths))
             with sdpa_kernel([fused]):  # an error where it cannot serve
-                found = classifier.logits(encoded, rows)
+                actual_logits = classifier.logits(encoded, rows)
             with sdpa_kernel([SDPBackend.MATH]):
                 expected = classifier.logits(encoded, rows)
-            off = max(off, float((found - expected).abs().max() / expected.abs().max()))
+            off = max(off, float((actual_logits - expected).abs().max() / expected.abs().max()))
         name = f"{str(dtype).removeprefix('torch.')} by the rules of {rules[0]}.{rules[1]}"
         verdict = "ok" if off <= _ROUNDED[dtype] else "FAILED"
         yield f"{name}: {fused.name.lower()} serves, {off:.1e} off plain products", verdict
@@ -120,13 +120,13 @@ def _overflow(folder: Path, device: torch.device) -> Iterator[Row]:
     tried, at_once = computed(), computed(starts_in_float32=True)
     upcast = Classifier(model.float(), 0)
     expected = upcast.logits(encoded, np.arange(len(encoded.lengths)), with_mask=True).cpu()
-    for what, found, counted in (
+    for what, result, counted in (
         ("tried in float16", tried, tried.counters.recomputed_rows),
         ("at once in float32", at_once, at_once.counters.float32_rows),
     ):
-        off = float((found.logits - expected).abs().max() / expected.abs().max())
+        off = float((result.logits - expected).abs().max() / expected.abs().max())
         rows = f"{counted} of {len(encoded.lengths)} rows in float32"
-        text = f"{what}: {rows}, {off:.1e} off, {found.counters.forward_seconds:.3f} s in passes"
+        text = f"{what}: {rows}, {off:.1e} off, {result.counters.forward_seconds:.3f} s in passes"
         is_good = off <= 0.01 and counted > len(encoded.lengths) / 2 and tried.mostly_overflows
         yield text, "ok" if is_good else "FAILED"
 

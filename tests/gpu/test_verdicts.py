@@ -197,7 +197,7 @@ def test_a_gpu_says_that_it_has_another_capability(nvml_sim: NvmlSim) -> None:
         "print(inventory().gpus[0].compute_capability, torch.cuda.get_device_capability(0))"
     )
     paths = os.pathsep.join([str(ROOT / "tests" / "gpu" / "capability"), str(ROOT)])
-    said = [
+    messages = [
         subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, **nvml_sim.environment(), "PYTHONPATH": paths, **others},
@@ -210,17 +210,17 @@ def test_a_gpu_says_that_it_has_another_capability(nvml_sim: NvmlSim) -> None:
             (asks.replace("torch.cuda.get_device_capability(0)", "None"), {}),
         )
     ]
-    assert said == ["(7, 5) (7, 5)", "(9, 0) None"]
+    assert messages == ["(7, 5) (7, 5)", "(9, 0) None"]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_rehearsal_goes_through_all_checks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--rehearse"]) == 0
-    said = capsys.readouterr().out
-    assert "FAILED" not in said
+    message = capsys.readouterr().out
+    assert "FAILED" not in message
     for name in CHECKS:
-        assert f"| {name} | " in said
+        assert f"| {name} | " in message
 
 
 def test_a_part_of_a_name_that_no_check_has_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

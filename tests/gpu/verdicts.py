@@ -40,11 +40,11 @@ class Apart:
     strangers: float
 
     @classmethod
-    def of(cls, one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> Apart:
-        if one.shape != other.shape or len(one) < 2:
-            raise Failed(f"predictions of shape {one.shape} and {other.shape} cannot be compared")
-        same = np.abs(one - other)
-        return cls(float(same.mean()), float(same.max()), float(np.abs(one - np.roll(other, 1, 0)).mean()))
+    def of(cls, item: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> Apart:
+        if item.shape != other.shape or len(item) < 2:
+            raise Failed(f"predictions of shape {item.shape} and {other.shape} cannot be compared")
+        same = np.abs(item - other)
+        return cls(float(same.mean()), float(same.max()), float(np.abs(item - np.roll(other, 1, 0)).mean()))
 
     def verdict(self, mean: float | None = None, largest: float | None = None) -> str:
         """ok where rows stay within the limits that are given, and are much closer to themselves than to others."""

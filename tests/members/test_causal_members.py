@@ -41,9 +41,9 @@ def test_a_run_with_a_language_model_and_a_classifier(project: Project) -> None:
     texts = dict(zip(project.ids, project.texts, strict=True))
     prompts = [f"{texts[row[0]]} " for row in rows]
     expected, others = label_reference(folder, prompts, [LABEL_TOKENS[label] for label in LABELS], 128)
-    found = np.array([[float(cell) for cell in row[1:]] for row in rows])
-    np.testing.assert_allclose(found, expected, atol=2e-5)
-    (judge,) = [one for one in project.run_json()["members"] if one["name"] == "judge"]
+    actual = np.array([[float(cell) for cell in row[1:]] for row in rows])
+    np.testing.assert_allclose(actual, expected, atol=2e-5)
+    (judge,) = [item for item in project.run_json()["members"] if item["name"] == "judge"]
     assert sum(worker["other_mass"] for worker in judge["workers"]) / 60 == pytest.approx(others, abs=1e-3)
     assert (
         f"judge: {others:.1%} of the probability behind its prompts fell on tokens of no label" in done.stdout
@@ -91,14 +91,14 @@ def test_a_run_over_choices_of_each_row_and_a_csv_member(project: Project) -> No
     done = project.ensemble("run", "config.yaml")
     assert done.returncode == 0, done.stderr
     _, rows = project.read("runs/first/predictions/judge.csv")
-    found = {row[0]: [float(cell) for cell in row[1:]] for row in rows}
+    result = {row[0]: [float(cell) for cell in row[1:]] for row in rows}
     for number, of_row in enumerate(choices):
         expected, _ = label_reference(folder, [f"{project.texts[number]} "], of_row, 128)
-        np.testing.assert_allclose(found[f"r{number}"][: len(of_row)], expected[0], atol=3e-5)
-        assert found[f"r{number}"][len(of_row) :] == [0.0] * (4 - len(of_row))
+        np.testing.assert_allclose(result[f"r{number}"][: len(of_row)], expected[0], atol=3e-5)
+        assert result[f"r{number}"][len(of_row) :] == [0.0] * (4 - len(of_row))
     _, merged = project.read("runs/first/ensemble.csv")
-    np.testing.assert_allclose([float(merged[1][1])], [(found["r1"][0] + 0.5) / 2], atol=1e-6)
-    right = np.mean([np.argmax(found[f"r{row}"]) == truth[row] for row in range(20)])
+    np.testing.assert_allclose([float(merged[1][1])], [(result["r1"][0] + 0.5) / 2], atol=1e-6)
+    right = np.mean([np.argmax(result[f"r{row}"]) == truth[row] for row in range(20)])
     assert f"{right:.1%}" in done.stdout or f"{right:.4f}" in done.stdout
     again = project.ensemble("run", "config.yaml")
     assert again.returncode == 0, again.stderr
@@ -144,32 +144,37 @@ def test_mistakes_in_choices_are_named_with_their_row(project: Project) -> None:
     assert f"models[0].choices: row 2 (id 'r1') has one choice {needs}" in problems([good, ["a"], good], ours)
     assert f"row 3 (id 'r2') has no choices {needs}" in problems([good, good, []], ours)
     assert f"row 1 (id 'r0') has no choices {needs}" in problems(["", good, good], ours)
-    found = problems([good, good, ["a", "b", "c", "d", "e"]], ours)
-    assert "row 3 (id 'r2') has 5 choices in 'answers', and labels has 4 positions; let it go from" in found
-    found = problems([good, [1, 2], good], ours)
-    assert "row 2 (id 'r1'): 'answers' must hold a JSON list of texts, none of them empty" in found
+    messages = problems([good, good, ["a", "b", "c", "d", "e"]], ours)
+    assert (
+        "row 3 (id 'r2') has 5 choices in 'answers', and labels has 4 positions; let it go from" in messages
+    )
+    messages = problems([good, [1, 2], good], ours)
+    assert "row 2 (id 'r1'): 'answers' must hold a JSON list of texts, none of them empty" in messages
     assert "row 2 (id 'r1'): 'answers' must hold a JSON list of texts: not valid JSON" in problems(
         [good, "[plants", good], ours
     )
-    found = problems([good] * 3, ours, ["a", "b"])
+    messages = problems([good] * 3, ours, ["a", "b"])
     assert (
-        'labels must be the positions of choices: "0", "1" and so on, to the most that any row has' in found
+        'labels must be the positions of choices: "0", "1" and so on, to the most that any row has'
+        in messages
     )
     both = [chooser(project) | {"label_tokens": dict.fromkeys(POSITIONS, "x"), "single_token": True}]
-    found = problems([good] * 3, both)
-    assert "choices has the texts of each row; keep one of the two" in found
-    assert "is about label_tokens; choices may have any number of tokens" in found
+    messages = problems([good] * 3, both)
+    assert "choices has the texts of each row; keep one of the two" in messages
+    assert "is about label_tokens; choices may have any number of tokens" in messages
     neither = member(project, label_tokens=None)
     assert "label_tokens or choices is required, for example" in problems([good] * 3, [neither])
     tokens = dict(zip(POSITIONS, ("plants", "food", "a", "b"), strict=True))
-    found = problems([good] * 3, [*ours, member(project, name="fixed", label_tokens=tokens)])
+    messages = problems([good] * 3, [*ours, member(project, name="fixed", label_tokens=tokens)])
     assert (
         "models[1] (fixed): its labels mean the same in all rows, and those of judge are positions in a"
-        in found
+        in messages
     )
-    assert "only members with choices and csv members merge with it" in found
-    found = problems([good] * 3, [*ours, chooser(project, name="second") | {"choices": "text"}])
-    assert "models[1].choices: 'text', and judge has 'answers'; positions mean the same only in one" in found
+    assert "only members with choices and csv members merge with it" in messages
+    messages = problems([good] * 3, [*ours, chooser(project, name="second") | {"choices": "text"}])
+    assert (
+        "models[1].choices: 'text', and judge has 'answers'; positions mean the same only in one" in messages
+    )
 
 
 @pytest.mark.long
@@ -206,27 +211,29 @@ def test_mistakes_in_its_keys_are_named_with_their_lines(project: Project) -> No
         assert done.returncode == 2
         return done.stderr
 
-    found = problems(label_tokens={"winner_a": "plants", "winner_b": "plants", "ti": "x"})
-    assert "models[0].label_tokens (line" in found
-    assert "has no text for 'tie'; each label needs one" in found
-    assert "the same text as label_tokens.winner_a has" in found
-    assert "label_tokens.ti (line" in found
-    assert "is none of the labels, which are 'winner_a', 'winner_b', 'tie'" in found
-    found = problems(label_tokens=LABEL_TOKENS | {"tie": "zebra"}, single_token=True)
-    assert "models[0] (judge): label_tokens.tie: its text is 5 tokens, and single_token demands one" in found
-    found = problems(system_instruction="Judge.", prompt_template=None, text_column=["id", "text"])
-    assert "needs apply_chat_template: true" in found
-    assert "must be one column here" in found
-    found = problems(truncation_side="right")
-    assert "would cut the end of the prompt, which asks for the label" in found
+    messages = problems(label_tokens={"winner_a": "plants", "winner_b": "plants", "ti": "x"})
+    assert "models[0].label_tokens (line" in messages
+    assert "has no text for 'tie'; each label needs one" in messages
+    assert "the same text as label_tokens.winner_a has" in messages
+    assert "label_tokens.ti (line" in messages
+    assert "is none of the labels, which are 'winner_a', 'winner_b', 'tie'" in messages
+    messages = problems(label_tokens=LABEL_TOKENS | {"tie": "zebra"}, single_token=True)
+    assert (
+        "models[0] (judge): label_tokens.tie: its text is 5 tokens, and single_token demands one" in messages
+    )
+    messages = problems(system_instruction="Judge.", prompt_template=None, text_column=["id", "text"])
+    assert "needs apply_chat_template: true" in messages
+    assert "must be one column here" in messages
+    messages = problems(truncation_side="right")
+    assert "would cut the end of the prompt, which asks for the label" in messages
     long = "plants or food " * 20
-    found = problems(prompt_template=long + "{{ text }} ", max_length=40)
-    assert "models[0].prompt_template: the text" in found
-    assert "more than the 40 that max_length leaves for a prompt, and every row loses some of it" in found
+    messages = problems(prompt_template=long + "{{ text }} ", max_length=40)
+    assert "models[0].prompt_template: the text" in messages
+    assert "more than the 40 that max_length leaves for a prompt, and every row loses some of it" in messages
     chat = {"apply_chat_template": True, "system_instruction": long, "prompt_template": "{{ text }}: "}
     (project.folder / "language model" / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
-    found = problems(**chat, max_length=40, truncation={"fields": {"text": {}}})
-    assert "leaves for a prompt, and truncation cuts only text; shorten it, or raise max_length" in found
+    messages = problems(**chat, max_length=40, truncation={"fields": {"text": {}}})
+    assert "leaves for a prompt, and truncation cuts only text; shorten it, or raise max_length" in messages
 
 
 def test_labels_of_the_same_tokens_and_prompts_of_nothing(project: Project) -> None:
@@ -249,7 +256,7 @@ def test_labels_of_the_same_tokens_and_prompts_of_nothing(project: Project) -> N
     done = project.ensemble("run", "config.yaml")
     assert done.returncode == 0, done.stderr
     _, rows = project.read("runs/first/predictions/judge.csv")
-    found = np.array([[float(cell) for cell in row[1:]] for row in rows])
+    actual = np.array([[float(cell) for cell in row[1:]] for row in rows])
     # The tokenizer's <bos> is all that an empty prompt has.
     expected, _ = label_reference(folder, ["", "plants", ""], list(LABEL_TOKENS.values()))
-    np.testing.assert_allclose(found, expected, atol=2e-5)
+    np.testing.assert_allclose(actual, expected, atol=2e-5)

@@ -83,11 +83,11 @@ def test_a_classifier_of_one_output_over_each_rows_choices(
     done = project.ensemble("run", "config.yaml")
     assert done.returncode == 0, done.stderr
     _, rows = project.read("runs/first/predictions/ranker.csv")
-    found = {row[0]: [float(cell) for cell in row[1:]] for row in rows}
+    result = {row[0]: [float(cell) for cell in row[1:]] for row in rows}
     for number, of_row in enumerate(CHOICES):
         texts = [(project.texts[number], choice) for choice in of_row]
         expected = reference(folder, texts, is_pair=architecture == "bert")
-        values = found[f"r{number}"]
+        values = result[f"r{number}"]
         np.testing.assert_allclose(values[: len(of_row)], expected, atol=2e-5)
         assert values[len(of_row) :] == [0.0] * (4 - len(of_row))
     (ranker,) = project.run_json()["members"]
@@ -135,9 +135,10 @@ def test_mistakes_in_a_classifier_of_choices_are_named(project: Project) -> None
     assert "labels (a, b), the config has 1 (a score for each choice)" in problems("two", **pair)
     assert "labels must be the positions of choices" in problems(labels=["x", "y"], **pair)
     assert "choices are scored by a head of one output" in problems(**pair, problem_type="regression")
-    found = problems(text_column="text")
+    messages = problems(text_column="text")
     assert (
-        "models[0].choices: no prompt would hold a choice, as only text is read; read 'answers', too" in found
+        "models[0].choices: no prompt would hold a choice, as only text is read; read 'answers', too"
+        in messages
     )
 
 

@@ -76,7 +76,7 @@ def test_tables_of_many_blocks_in_any_order(path: Path, seed: int) -> None:
     chooser = random.Random(seed)
     line = "\r\n" if seed == 3 else ""
     ids = [f"{chooser.choice(['é', 'x'])}{line}{number}" for number in range(60_000)]
-    rows = [[one, str(chooser.random()), str(chooser.random())] for one in ids]
+    rows = [[row_id, str(chooser.random()), str(chooser.random())] for row_id in ids]
     others = [[f"other {number}", "0", "1"] for number in range(100)]
     shuffled = [*rows, *others]
     if seed:
@@ -186,7 +186,7 @@ def write_mate(project: Project, shift: float = 0.0, extra: int = 1) -> list[lis
     for _ in project.ids:
         first = round(generator.random() * (0.9 - shift) + shift, 6)
         values.append([first, round((1 - first) / 2, 6), 1 - first - round((1 - first) / 2, 6)])
-    rows = [[one, *map(repr, row)] for one, row in zip(project.ids, values, strict=True)]
+    rows = [[row_id, *map(repr, row)] for row_id, row in zip(project.ids, values, strict=True)]
     rows += [[f"further {number}", "9", "9", "9"] for number in range(extra)]
     generator.shuffle(rows)
     project.write_csv("mate.csv", ["id", *LABELS], rows)
@@ -291,7 +291,7 @@ def test_a_member_with_some_rows_calibrated_and_by_weights_of_all_forms(project:
     expected = np.where(np.isin(range(300), there)[:, None], both / both.sum(axis=1, keepdims=True), values)
     np.testing.assert_allclose(merged, expected, rtol=1e-12)
     report = project.run_json()
-    assert [one["weight"] for one in report["members"]] == [by_label, [0.6, 0.2]]
+    assert [member["weight"] for member in report["members"]] == [by_label, [0.6, 0.2]]
     assert report["merged_rows"] == {"some": len(there), "mate": 300}
     assert report["scores"].keys() == {"mate", "ensemble"}, "some has too few rows for a score"
     assert project.ensemble("status", "runs/first").returncode == 0, "its report can be read"
@@ -310,7 +310,7 @@ def test_a_member_with_some_rows_calibrated_and_by_weights_of_all_forms(project:
 @pytest.mark.parametrize("empty", ["", "nan"])
 def test_a_row_of_empty_cells_is_one_that_a_partial_member_lacks(project: Project, empty: str) -> None:
     values = np.array(write_mate(project))
-    rows = [[one, *map(repr, row)] for one, row in zip(project.ids, values.tolist(), strict=True)]
+    rows = [[row_id, *map(repr, row)] for row_id, row in zip(project.ids, values.tolist(), strict=True)]
     for row in rows[::3]:
         row[1:] = [empty] * len(LABELS)
     project.write_csv("some.csv", ["id", *LABELS], rows)
@@ -340,7 +340,7 @@ def test_all_that_is_wrong_is_said_before_anything_runs(project: Project) -> Non
     def rows(name: str, *values: list[str]) -> None:
         cells = [["0.2", "0.3", "0.5"] for _ in project.ids]
         cells[: len(values)] = values
-        lines = [[one, *row] for one, row in zip(project.ids, cells, strict=True)]
+        lines = [[row_id, *row] for row_id, row in zip(project.ids, cells, strict=True)]
         project.write_csv(name, ["id", *LABELS], lines)
 
     rows("sums.csv", ["0.2", "0.3", "0.6"])
@@ -375,9 +375,9 @@ def test_advice_names_the_keys_that_the_member_has(project: Project) -> None:
     config = with_mate(project)
     config["models"][1]["activation"] = "none"
     project.write_config(config)
-    said = " ".join(project.ensemble("validate", "config.yaml").stderr.split())
-    assert "mate gives raw values (regression), the others probabilities" in said
-    assert "run them separately, or set activation" in said
+    text = " ".join(project.ensemble("validate", "config.yaml").stderr.split())
+    assert "mate gives raw values (regression), the others probabilities" in text
+    assert "run them separately, or set activation" in text
 
 
 def test_its_file_is_nothing_that_the_run_writes(project: Project) -> None:
@@ -448,7 +448,9 @@ def test_rows_that_come_again_in_the_tables_order_after_others_are_found(path: P
     """A block that looks as if the file were in order must not pass for new rows."""
     ids = [str(number) for number in range(60_000)]
     shuffled = random.Random(0).sample(ids, len(ids))
-    lines = [f"{one},{'0' * 600}0.25,0.75" for one in shuffled] + [f"{one},0.5,0.5" for one in ids[:9000]]
+    lines = [f"{item},{'0' * 600}0.25,0.75" for item in shuffled] + [
+        f"{row_id},0.5,0.5" for row_id in ids[:9000]
+    ]
     path.write_text("id,a,b\n" + "\n".join(lines) + "\n")
     (problem,) = refused(path, ids)
     assert problem.startswith("9,000 ids more than once ('0', '1', '2', ...)")
@@ -550,9 +552,9 @@ def test_logits_become_probabilities_by_the_activation(path: Path) -> None:
     expected = np.exp(exponents) / np.exp(exponents).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(joined(path, ids, values="logits")[0], expected, rtol=1e-15)
     of_labels = [[0.574442516811659, 0.119202922022118], [1.0, 0.0], [0.0, 0.5]]
-    found, _ = joined(path, ids, values="logits", activation="sigmoid")
-    np.testing.assert_allclose(found[:3], of_labels, rtol=1e-14)
-    np.testing.assert_allclose(found[3], [0.0, 0.0], atol=1e-300, err_msg="no overflow")
+    result, _ = joined(path, ids, values="logits", activation="sigmoid")
+    np.testing.assert_allclose(result[:3], of_labels, rtol=1e-14)
+    np.testing.assert_allclose(result[3], [0.0, 0.0], atol=1e-300, err_msg="no overflow")
 
 
 @pytest.mark.parametrize("row", ["nan,1", "inf,1", "-inf,-inf", "nan,nan"])
@@ -592,10 +594,10 @@ def test_keys_that_do_not_go_together_and_partial_digests_are_named(project: Pro
         mate = {**with_mate(project, **keys, sha256=digest)["models"][1], "name": "other"}
         project.write_config(with_mate(project, mate))
         done = project.ensemble("validate", "config.yaml")
-        said = " ".join(done.stderr.split())
+        text = " ".join(done.stderr.split())
         assert done.returncode == 2
         for words in expected:
-            assert words in said, said
+            assert words in text, text
 
 
 def test_a_run_of_logits_in_parquet_by_map_and_what_changes_with_the_keys(project: Project) -> None:
@@ -621,7 +623,7 @@ def test_a_run_of_logits_in_parquet_by_map_and_what_changes_with_the_keys(projec
 def test_what_a_new_user_does_wrong_is_said_with_what_to_do(project: Project) -> None:
     """One command says it of all files; table and files may have ids of other types."""
     numbers = [*range(1, 41)]
-    project.write_csv("test.csv", ["id", "text"], [[str(one), "x"] for one in numbers])
+    project.write_csv("test.csv", ["id", "text"], [[str(number), "x"] for number in numbers])
     good = dict(zip(LABELS, ([0.25] * 40, [0.5] * 40, [0.25] * 40), strict=True))
 
     def given(name: str, ids: list[Any], **columns: list[Any]) -> str:
@@ -631,9 +633,9 @@ def test_what_a_new_user_does_wrong_is_said_with_what_to_do(project: Project) ->
     renamed = {f"p_{label}": values for label, values in good.items()}
     paths = [
         given("int.parquet", numbers),
-        given("double.parquet", [float(one) for one in numbers]),
-        given("float.csv", [f"{one}.0" for one in numbers]),
-        given("zeros.jsonl.gz", [f"{one:03d}" for one in numbers]),
+        given("double.parquet", [float(number) for number in numbers]),
+        given("float.csv", [f"{number}.0" for number in numbers]),
+        given("zeros.jsonl.gz", [f"{number:03d}" for number in numbers]),
         given("twice.tsv", [1, *numbers[:-1]]),
         given("renamed.csv.gz", numbers, **renamed),
         given("logits.pq", numbers, **{label: [-1.5] * 40 for label in LABELS}),
@@ -646,9 +648,9 @@ def test_what_a_new_user_does_wrong_is_said_with_what_to_do(project: Project) ->
     config = project.config(models=models, defaults=None, data={"path": "test.csv"})
     project.write_config({**config, "submission": None})
     done = project.ensemble("validate", "config.yaml")
-    said = " ".join(done.stderr.split())
+    text = " ".join(done.stderr.split())
     assert done.returncode == 2
-    assert "m0" not in said, "numbers are the same ids as their digits as text"
+    assert "m0" not in text, "numbers are the same ids as their digits as text"
     others = "40 ids of the table missing ('1', '2', '3', ...), as its ids are others"
     for words in (
         "double.parquet: id column 'id' is of type double, which cannot be an id; write the file again with that",
@@ -663,7 +665,7 @@ def test_what_a_new_user_does_wrong_is_said_with_what_to_do(project: Project) ->
         "sheet.csv: is a zip archive, as Excel files are, not text; save its content as CSV",
         "folder: is a directory; name the file inside it",
     ):
-        assert words in said, words
+        assert words in text, words
     merged = project.ensemble("merge", "int.parquet", "renamed.csv.gz", "-o", "out.csv")
     assert "or map them by columns in a config (task_type: csv)" in " ".join(merged.stderr.split())
     mapped = project.ensemble(
@@ -682,7 +684,7 @@ def test_what_a_new_user_does_wrong_is_said_with_what_to_do(project: Project) ->
 
 def test_logits_of_all_formats_in_a_run_are_what_scipy_makes_of_them(project: Project) -> None:
     """Beside columns by a map with swapped names, a digest that is demanded, and rows that a file lacks."""
-    project.write_csv("test.csv", ["id", "text"], [[str(one), "x"] for one in range(50)])
+    project.write_csv("test.csv", ["id", "text"], [[str(number), "x"] for number in range(50)])
     chooser = np.random.default_rng(9)
     swapped = dict(zip(LABELS, [LABELS[1], LABELS[0], LABELS[2]], strict=True))
     models, expected = list[dict[str, Any]](), list[np.ndarray]()

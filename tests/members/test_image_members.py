@@ -71,10 +71,10 @@ def test_images_of_every_kind_get_the_numbers_of_the_pipeline(project: Project) 
     done = project.ensemble("run", "config.yaml")
     assert done.returncode == 0, done.stderr
     for name in ("eyes", "folds", "wide"):
-        found = np.array(list(probabilities(project, name).values()))
+        actual = np.array(list(probabilities(project, name).values()))
         reference = expected(project, name, paths)
         assert reference.std(axis=0).max() > 0.02, "they are told apart"
-        np.testing.assert_allclose(found, reference, atol=2e-6)
+        np.testing.assert_allclose(actual, reference, atol=2e-6)
     before = {name: probabilities(project, name) for name in ("eyes", "wide")}
     # One image at a time, and many devices: the same numbers.
     again = project.ensemble(
@@ -100,14 +100,14 @@ def test_a_changed_image_is_computed_again_and_no_other(project: Project) -> Non
     assert done.returncode == 0, done.stderr
     assert "rows that are as they were are kept" in done.stdout
     assert project.run_json()["members"][0]["reused_rows"] == 5
-    found = np.array(list(probabilities(project, "eyes").values()))
-    np.testing.assert_allclose(found, expected(project, "eyes", paths), atol=2e-6)
+    actual = np.array(list(probabilities(project, "eyes").values()))
+    np.testing.assert_allclose(actual, expected(project, "eyes", paths), atol=2e-6)
     processor = project.folder / "models/eyes/preprocessor_config.json"
     processor.write_text(processor.read_text().replace("{", '{"do_normalize": false, ', 1))
     done = project.ensemble("run", "config.yaml")
     assert "eyes: processor changed since its predictions were made; it runs again" in done.stdout
-    found = np.array(list(probabilities(project, "eyes").values()))
-    np.testing.assert_allclose(found, expected(project, "eyes", paths), atol=2e-6)
+    actual = np.array(list(probabilities(project, "eyes").values()))
+    np.testing.assert_allclose(actual, expected(project, "eyes", paths), atol=2e-6)
 
 
 def bomb(path: Path) -> None:
@@ -153,21 +153,21 @@ def test_images_that_cannot_be_read_are_bad_rows(project: Project) -> None:
     done = project.ensemble("run", "config.yaml", "--set", "on_bad_row=uniform")
     assert done.returncode == 0, done.stderr
     reasons = project.run_json()["members"][0]["bad_rows"]
-    said = [reasons[str(number)] for number in range(1, 9)]
-    for cell, reason in zip(bad[:5], said, strict=False):
+    messages = [reasons[str(number)] for number in range(1, 9)]
+    for cell, reason in zip(bad[:5], messages, strict=False):
         assert str(folder / cell) in reason
-    assert "truncated" in said[0]
-    assert "UnidentifiedImageError" in said[1]
-    assert "UnidentifiedImageError" in said[2]
-    assert "DecompressionBombError" in said[3]
-    assert "no such file" in said[4]
-    assert said[5] == "its cell in 'image' is empty"
-    assert "no such file" in said[6], "it is a folder"
-    assert said[7] == "https://example.org/a.jpg is on the web; download it"
-    found = probabilities(project, "eyes")
-    np.testing.assert_allclose(found["r3"], 1 / 3)
+    assert "truncated" in messages[0]
+    assert "UnidentifiedImageError" in messages[1]
+    assert "UnidentifiedImageError" in messages[2]
+    assert "DecompressionBombError" in messages[3]
+    assert "no such file" in messages[4]
+    assert messages[5] == "its cell in 'image' is empty"
+    assert "no such file" in messages[6], "it is a folder"
+    assert messages[7] == "https://example.org/a.jpg is on the web; download it"
+    result = probabilities(project, "eyes")
+    np.testing.assert_allclose(result["r3"], 1 / 3)
     reference = expected(project, "eyes", good)
-    np.testing.assert_allclose([found[row] for row in ("r0", "r9", "r10")], reference, atol=2e-6)
+    np.testing.assert_allclose([result[row] for row in ("r0", "r9", "r10")], reference, atol=2e-6)
 
 
 def test_mistakes_are_named_before_a_model_loads(project: Project) -> None:
@@ -182,11 +182,12 @@ def test_mistakes_are_named_before_a_model_loads(project: Project) -> None:
         done = project.ensemble("validate", "config.yaml")
         return " ".join((done.stdout + done.stderr).split()) if done.returncode == 2 else "0"
 
-    found = problems()
+    messages = problems()
     assert (
-        "models[0].image_column: 2 of 2 files looked at are missing; row 1 (id 'r0'): no such file:" in found
+        "models[0].image_column: 2 of 2 files looked at are missing; row 1 (id 'r0'): no such file:"
+        in messages
     )
-    assert "relative paths start at image_folder, by default at the table's folder" in found
+    assert "relative paths start at image_folder, by default at the table's folder" in messages
     assert "there is no folder" in problems(image_folder="picture")
     assert "7.png.png (did you mean '7.png'?)" in problems(image_folder="pictures", image_suffix=".png.png")
     right = {"image_folder": "pictures", "image_suffix": ".png"}

@@ -51,15 +51,15 @@ def test_a_run_with_a_head_from_a_file_and_a_classifier(project: Project) -> Non
     expected = softmax(
         pooled_reference(folder, head, "mean", [texts[row[0]] for row in rows], max_length=128)
     )
-    found = np.array([[float(cell) for cell in row[1:]] for row in rows])
-    np.testing.assert_allclose(found, expected, atol=2e-5)
+    actual = np.array([[float(cell) for cell in row[1:]] for row in rows])
+    np.testing.assert_allclose(actual, expected, atol=2e-5)
 
     def reused(*changes: str) -> int:
         sets = [word for change in changes for word in ("--set", f"models.pooled.{change}")]
         again = project.ensemble("run", "config.yaml", *sets)
         assert again.returncode == 0, again.stderr
-        (one,) = [one for one in project.run_json()["members"] if one["name"] == "pooled"]
-        return int(one["reused_rows"])
+        (item,) = [entry for entry in project.run_json()["members"] if entry["name"] == "pooled"]
+        return int(item["reused_rows"])
 
     assert reused("head_layers=[fc]", "problem_type=single_label_classification") == 60, (
         "it comes to the same"
@@ -98,9 +98,9 @@ def test_heads_that_do_not_fit_are_named_before_anything_loads(project: Project)
         "order they come and what stands between; write it down, for example head_layers: [fc.0, ACTIVATION, fc.2] "
         "with relu, gelu, tanh, silu or whatever it was"
     ) in problems(mlp)
-    found = problems(mlp, head_layers=["fc.0", "rellu"])
-    assert "head_layers: 'rellu' is neither a layer of head.safetensors (fc.0: 64 -> 16, fc.2" in found
-    assert "head.safetensors has layers that are not in this list: fc.2: 16 -> 3" in found
+    messages = problems(mlp, head_layers=["fc.0", "rellu"])
+    assert "head_layers: 'rellu' is neither a layer of head.safetensors (fc.0: 64 -> 16, fc.2" in messages
+    assert "head.safetensors has layers that are not in this list: fc.2: 16 -> 3" in messages
     assert "its layer fc.2 is made for 16 numbers, and" in problems(mlp, head_layers=["fc.2", "relu", "fc.0"])
     norm = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 3))
     assert "fc.0 has a I64 num_batches_tracked [] and a bias [64] and a running_mean [64]" in problems(norm)
@@ -114,9 +114,9 @@ def test_heads_that_do_not_fit_are_named_before_anything_loads(project: Project)
     torch.save(linear().state_dict(), where / "head.pth")
     assert "head: head.pth is a pickle" in problems("head.pth")
     assert "holds a whole model (" in problems(str(backbone / "model.safetensors"))
-    found = problems(linear(), head_labels=["winner_a", "tie", "tie"])
-    assert "head_labels (line" in found
-    assert "must name each of the 3 labels once" in found
+    messages = problems(linear(), head_labels=["winner_a", "tie", "tie"])
+    assert "head_labels (line" in messages
+    assert "must name each of the 3 labels once" in messages
     assert "must be one of mean, cls, lasttoken, not 'max'" in problems(linear(), pooling_mode="max")
 
 
@@ -152,7 +152,7 @@ def test_pairs_and_labels_that_do_not_exclude_each_other(labels: list[str], proj
     expected["ensemble"] = (expected["plain"] + expected["pooled"]) / 2
     for name, values in expected.items():
         path = "ensemble.csv" if name == "ensemble" else f"predictions/{name}.csv"
-        found = [[float(cell) for cell in row[1:]] for row in project.read(f"runs/first/{path}")[1]]
-        np.testing.assert_allclose(found, values, atol=2e-5)
+        results = [[float(cell) for cell in row[1:]] for row in project.read(f"runs/first/{path}")[1]]
+        np.testing.assert_allclose(results, values, atol=2e-5)
         losses = [log_loss(truth[:, label], values[:, label]) for label in range(count)]
         assert project.run_json()["scores"][name]["log_loss"] == pytest.approx(np.mean(losses), abs=1e-4)

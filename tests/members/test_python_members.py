@@ -75,8 +75,8 @@ def values(project: Project) -> tuple[list[str], np.ndarray]:
 
 def expected(texts: list[str]) -> np.ndarray:
     lengths = np.array([len(text) for text in texts], dtype=float)
-    found = np.stack([lengths, lengths + 1, lengths * 0 + 3], axis=1)
-    return np.asarray(found / found.sum(axis=1, keepdims=True))
+    result = np.stack([lengths, lengths + 1, lengths * 0 + 3], axis=1)
+    return np.asarray(result / result.sum(axis=1, keepdims=True))
 
 
 def refused(**settings: Any) -> str:
@@ -124,10 +124,10 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     )
     (tmp_path / "mine.py").write_text("import random\n" + GOOD)
     (tmp_path / "random.py").write_text("")
-    found = refused(**member(tmp_path, setup="prepare", depends_on=[tmp_path / "model.joblib"]))
-    assert f"depends_on: {tmp_path}/model.joblib: no such file or folder" in found
-    assert "mine.py defines no prepare" in found
-    assert "random, beside " in found, "the standard library's would be imported"
+    message = refused(**member(tmp_path, setup="prepare", depends_on=[tmp_path / "model.joblib"]))
+    assert f"depends_on: {tmp_path}/model.joblib: no such file or folder" in message
+    assert "mine.py defines no prepare" in message
+    assert "random, beside " in message, "the standard library's would be imported"
 
 
 def test_what_counts_as_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,9 +191,9 @@ def test_a_module_by_its_name_and_no_library_that_it_does_not_import(
     environment = {"PYTHONPATH": python_path(ROOT, tmp_path / "site")}
     done = project.ensemble("run", "config.yaml", environment=environment)
     assert done.returncode == 0, done.stderr + done.stdout
-    ids, found = values(project)
+    ids, result = values(project)
     assert ids == project.ids
-    np.testing.assert_allclose(found, expected(project.texts), rtol=1e-12)
+    np.testing.assert_allclose(result, expected(project.texts), rtol=1e-12)
     printed = log(project)
     assert "heavy: set()" in printed
     for left in re.findall("left (.*) behind", printed):
@@ -250,9 +250,9 @@ def predict(frame, context):
     write(project, code, setup="prepare", batch_size=16, data=data, **asked)
     done = project.ensemble("run", "config.yaml")
     assert done.returncode == 0, done.stderr + log(project)
-    ids, found = values(project)
+    ids, result = values(project)
     assert ids == columns["id"]
-    np.testing.assert_allclose(found, expected([text or "" for text in columns["text"]]), rtol=1e-12)
+    np.testing.assert_allclose(result, expected([text or "" for text in columns["text"]]), rtol=1e-12)
     assert re.search("mine: 40/40 rows, [0-9,.]+ rows/s", done.stdout)
     assert "tokens" not in done.stdout
     assert re.search("member +rows +seconds +rows/s +memory", done.stdout), done.stdout
@@ -281,8 +281,8 @@ def test_each_replica_has_a_gpu_of_its_own(project: Project, nvml_sim: NvmlSim) 
     project.write_csv("test.csv", ["id", "text", "label"], rows)
     done = project.ensemble("run", "config.yaml", environment=nvml_sim.environment())
     assert done.returncode == 0, done.stderr + done.stdout
-    found = sorted(re.findall("on (cuda.*)", log(project)))
-    assert found == [f"cuda:0 1 {gpu_uuid(index)}" for index in range(2)]
+    result = sorted(re.findall("on (cuda.*)", log(project)))
+    assert result == [f"cuda:0 1 {gpu_uuid(index)}" for index in range(2)]
     np.testing.assert_allclose(values(project)[1], expected(["x" * 30_000] * 64), rtol=1e-12)
 
 
@@ -320,9 +320,9 @@ def be_alone(context):
     environment = nvml_sim.environment()
     planned = project.ensemble("plan", "config.yaml", environment=environment)
     assert planned.returncode == 0, planned.stderr
-    said = " ".join(planned.stdout.split())
-    assert "a: 1 replica on GPU 0; it takes 4.0 GiB of each of its GPUs: 1 of 2 places there" in said
-    assert "alone: 1 replica on GPU 0; it has its GPUs to itself, since gpu_memory does not say" in said
+    text = " ".join(planned.stdout.split())
+    assert "a: 1 replica on GPU 0; it takes 4.0 GiB of each of its GPUs: 1 of 2 places there" in text
+    assert "alone: 1 replica on GPU 0; it has its GPUs to itself, since gpu_memory does not say" in text
     done = project.ensemble("run", "config.yaml", environment=environment)
     assert done.returncode == 0, done.stderr + done.stdout
     config["models"][0] |= {"gpu_memory": "20GiB"}
@@ -421,10 +421,10 @@ def test_a_row_that_it_does_not_bear_is_found(project: Project, fault: str) -> N
     done = project.ensemble("run", "config.yaml")
     assert done.returncode == 0, done.stderr + done.stdout
     assert words in done.stdout
-    _, found = values(project)
+    _, result = values(project)
     correct = expected(texts)
     correct[5] = 1 / 3
-    np.testing.assert_allclose(found, correct, rtol=1e-12)
+    np.testing.assert_allclose(result, correct, rtol=1e-12)
     assert list(project.run_json()["members"][0]["bad_rows"]) == ["5"]
 
 
@@ -539,13 +539,13 @@ def test_a_time_limit_keeps_what_a_first_run_computed(project: Project) -> None:
     done = project.ensemble("run", "config.yaml", "--set", "time_limit=30s")
     assert done.returncode == 4, done.stderr + done.stdout
     report = project.run_json()
-    (found,) = report["members"]
-    assert (found["rows"], report["merged_rows"], report["filled_rows"]) == (48, {"mine": 48}, 152)
-    assert found["lost_rows"] == 33
-    said = " ".join(done.stderr.split())
-    assert "mine 48 of 200 rows (at least 33 more rows were computed, but lost: the limit ended" in said
-    assert "no new row was kept" not in said
-    assert found["speed"]["seconds_per_work"] > 0
+    (result,) = report["members"]
+    assert (result["rows"], report["merged_rows"], report["filled_rows"]) == (48, {"mine": 48}, 152)
+    assert result["lost_rows"] == 33
+    text = " ".join(done.stderr.split())
+    assert "mine 48 of 200 rows (at least 33 more rows were computed, but lost: the limit ended" in text
+    assert "no new row was kept" not in text
+    assert result["speed"]["seconds_per_work"] > 0
     (project.folder / "mine.py").write_text(GOOD)
     done = project.ensemble("run", "config.yaml")
     assert done.returncode == 0, done.stderr + done.stdout
@@ -577,7 +577,7 @@ def test_what_a_time_limit_leaves_is_resumed_to_the_same_bytes(project: Project)
     (project.folder / "go").touch()
     done = project.ensemble("run", "config.yaml", "--set", "models.mine.replicas=2")
     assert done.returncode == 0, done.stderr + done.stdout
-    (report,) = (one for one in project.run_json()["members"] if one["name"] == "mine")
+    (report,) = (item for item in project.run_json()["members"] if item["name"] == "mine")
     assert report["reused_rows"] == reached
     resumed = (project.folder / "runs/first/predictions/mine.csv").read_bytes()
     np.testing.assert_allclose(values(project)[1], expected(texts), rtol=1e-12)
@@ -604,12 +604,12 @@ def test_calls_that_run_out_of_torchs_memory_are_halved(project: Project) -> Non
     correct = expected(texts)
     correct[9] = 1 / 3
     np.testing.assert_allclose(values(project)[1], correct, rtol=1e-12)
-    (found,) = project.run_json()["members"]
-    assert list(found["bad_rows"]) == ["9"]
-    assert "out of memory with this row alone: CUDA out of memory" in found["bad_rows"]["9"]
-    assert len(found["workers"]) == 1, "in the same process"
+    (report,) = project.run_json()["members"]
+    assert list(report["bad_rows"]) == ["9"]
+    assert "out of memory with this row alone: CUDA out of memory" in report["bad_rows"]["9"]
+    assert len(report["workers"]) == 1, "in the same process"
     assert "ran out of memory and ran again in halves; a lower batch_size avoids this" in done.stdout
-    sizes = [int(one) for one in re.findall("rows (.*)", log(project))]
+    sizes = [int(item) for item in re.findall("rows (.*)", log(project))]
     assert sizes[:4] == [32, 16, 8, 4]
     assert max(sizes[3:]) == sizes[-2] == 4
 

@@ -55,11 +55,11 @@ def test_numbers_are_merged_and_scored_as_numbers(targets: list[str], project: P
     report = project.run_json()
     for name, values in expected.items():
         path = "ensemble.csv" if name == "ensemble" else f"predictions/{name}.csv"
-        header, found = project.read(f"runs/first/{path}")
+        header, values_read = project.read(f"runs/first/{path}")
         assert header == ["id", *targets]
-        assert [row[0] for row in found] == [row[0] for row in rows]
+        assert [row[0] for row in values_read] == [row[0] for row in rows]
         np.testing.assert_allclose(
-            [[float(cell) for cell in row[1:]] for row in found], values, atol=1e-5, rtol=1e-5
+            [[float(cell) for cell in row[1:]] for row in values_read], values, atol=1e-5, rtol=1e-5
         )
         score = report["scores"][name]
         assert score["rmse"] == pytest.approx(root_mean_squared_error(truth, values), abs=1e-5)

@@ -37,7 +37,9 @@ def write(project: Project, **changes: Any) -> tuple[pd.DataFrame, dict[str, pd.
     questions = random.choice(list(QUESTIONS), ROWS)
     table = pd.DataFrame({"id": [f"r{row:03d}" for row in range(ROWS)], "question": questions})
     table["possible"] = [json.dumps(QUESTIONS[question]) for question in questions]
-    table["label"] = [str(random.choice([str(name) for name in QUESTIONS[one]])) for one in questions]
+    table["label"] = [
+        str(random.choice([str(name) for name in QUESTIONS[question]])) for question in questions
+    ]
     members = {}
     for name, noise in (("near", 0.8), ("far", 1.6)):
         right = (table["label"].to_numpy()[:, None] == NAMES).astype(float)
@@ -49,7 +51,7 @@ def write(project: Project, **changes: Any) -> tuple[pd.DataFrame, dict[str, pd.
         members[name] = pd.DataFrame(values, columns=NAMES, index=table["id"])
         members[name].to_csv(project.folder / f"{name}.csv")
     table.to_csv(project.folder / "test.csv", index=False)
-    project.write_csv("sample.csv", ["id", *NAMES], [[one, *["0.25"] * 4] for one in table["id"][::-1]])
+    project.write_csv("sample.csv", ["id", *NAMES], [[item, *["0.25"] * 4] for item in table["id"][::-1]])
     config = project.config(
         data={"path": "test.csv", "label_column": "label", "allowed_labels": "possible"},
         labels=NAMES,
@@ -61,7 +63,9 @@ def write(project: Project, **changes: Any) -> tuple[pd.DataFrame, dict[str, pd.
 
 
 def run(project: Project, *overrides: str, command: str = "run", code: int = 0) -> str:
-    done = project.ensemble(command, "config.yaml", *(word for one in overrides for word in ("--set", one)))
+    done = project.ensemble(
+        command, "config.yaml", *(word for override in overrides for word in ("--set", override))
+    )
     assert done.returncode == code, done.stdout + done.stderr
     return " ".join((done.stdout + done.stderr).split())
 
@@ -93,20 +97,20 @@ def test_a_row_keeps_its_proportions_and_one_without_any_gets_equal_parts() -> N
     flags = np.array([[True, True, False], [True, True, True], [False, False, True], [True, True, False]])
     values = np.array([[0.2, 0.6, 0.2], [0.1, 0.3, 0.7], [0.9, 0.1, 0.0], [0.0, 0.0, 1.0]], order="F")
     allowed = AllowedLabels(flags, "column c")
-    found = values.copy(order="F")
-    allowed.apply(0, found, exclusive=True)
+    changed = values.copy(order="F")
+    allowed.apply(0, changed, exclusive=True)
     expected = [[0.25, 0.75, 0.0], [0.1, 0.3, 0.7], [0.0, 0.0, 1.0], [0.5, 0.5, 0.0]]
-    np.testing.assert_allclose(found, expected, rtol=1e-15)
-    np.testing.assert_array_equal(found[1], values[1])  # though it does not sum to 1
-    found = values.copy(order="F")
-    allowed.apply(0, found, exclusive=False)
-    np.testing.assert_array_equal(found, np.where(flags, values, 0))
+    np.testing.assert_allclose(changed, expected, rtol=1e-15)
+    np.testing.assert_array_equal(changed[1], values[1])  # though it does not sum to 1
+    changed = values.copy(order="F")
+    allowed.apply(0, changed, exclusive=False)
+    np.testing.assert_array_equal(changed, np.where(flags, values, 0))
     nobody = np.full((2, 3), np.nan)
     allowed.apply(2, nobody, exclusive=True)
     assert np.isnan(nobody).all()
-    found = values.copy(order="F")
-    allowed.apply(0, found, exclusive=True, only=np.array([False, True, True, False]))
-    np.testing.assert_array_equal(found, [*values[:2].tolist(), [0, 0, 1], values[3].tolist()])
+    changed = values.copy(order="F")
+    allowed.apply(0, changed, exclusive=True, only=np.array([False, True, True, False]))
+    np.testing.assert_array_equal(changed, [*values[:2].tolist(), [0, 0, 1], values[3].tolist()])
     assert allowed.text == "1 to 3 of 3 labels possible in a row, by column c"
     assert allowed.taken(np.array([1, 1])).text.startswith("3 of 3 labels")
     np.testing.assert_array_equal(allowed.impossible_truths(np.array([2, 2, 2, 0])), [0])
@@ -115,8 +119,8 @@ def test_a_row_keeps_its_proportions_and_one_without_any_gets_equal_parts() -> N
 
 def test_a_run_with_labels_of_its_rows(project: Project) -> None:
     table, members = write(project, report=True)
-    said = run(project)
-    assert "1 to 4 of 4 labels possible in a row, by column possible" in said
+    output = run(project)
+    assert "1 to 4 of 4 labels possible in a row, by column possible" in output
     merged = read(project, "runs/first/ensemble.csv")
     parts = {name: masked(values, table) for name, values in members.items()}
     np.testing.assert_allclose(merged, (parts["near"] + parts["far"]) / 2, rtol=1e-12)
@@ -183,12 +187,12 @@ def test_another_table_names_the_labels_by_a_key(project: Project, suffix: str) 
     else:
         side["labels"] = side["labels"].map(json.dumps)
         side.to_csv(project.folder / "questions.csv", index=False)
-    said = run(
+    output = run(
         project,
         f"data.allowed_labels={{path: questions.{suffix}, key: question, column: labels}}",
         "output_dir=runs/second",
     )
-    assert f"by column labels of questions.{suffix}" in said
+    assert f"by column labels of questions.{suffix}" in output
     assert (project.folder / "runs/second/ensemble.csv").read_bytes() == expected
     pd.read_csv(project.folder / "test.csv", dtype={"id": str}).to_parquet(project.folder / "test.parquet")
     run(
@@ -327,8 +331,8 @@ def test_fit_takes_the_labels_of_the_run(project: Project) -> None:
     for other in ("null", "{path: q.csv, key: question, column: possible}"):
         done = project.ensemble("fit", "config.yaml", "--force", "--set", f"data.allowed_labels={other}")
         assert done.returncode == 2
-        said = " ".join(done.stderr.split())
-        assert "its run has other data.allowed_labels than the config; run the config again" in said
+        text = " ".join(done.stderr.split())
+        assert "its run has other data.allowed_labels than the config; run the config again" in text
 
 
 def test_the_report_finds_the_temperature_that_fit_finds(
@@ -351,12 +355,14 @@ def test_compare_shows_members_as_they_were_merged(project: Project) -> None:
     table, members = write(project)
     run(project)
     run(project, "data.allowed_labels=null", "output_dir=runs/second")
-    found = ensemble.compare(project.folder / "runs/first", project.folder / "runs/second")
-    assert [setting.key for setting in found.settings or ()] == ["data.allowed_labels"]
+    comparison = ensemble.compare(project.folder / "runs/first", project.folder / "runs/second")
+    assert [setting.key for setting in comparison.settings or ()] == ["data.allowed_labels"]
     near = masked(members["near"], table)
-    (change,) = (change for change in found.changes if change.name == "near")
+    (change,) = (change for change in comparison.changes if change.name == "near")
     assert change.mean == pytest.approx(np.abs(near - members["near"]).to_numpy().mean(), rel=1e-9)
-    (metric,) = (one for one in found.metrics if (one.name, one.metric) == ("near", "log_loss"))
+    (metric,) = (
+        metric for metric in comparison.metrics if (metric.name, metric.metric) == ("near", "log_loss")
+    )
     assert metric.first.value == pytest.approx(project.run_json()["scores"]["near"]["log_loss"])
     bits = project.folder / "runs/first/predictions/allowed_labels.bits"
     bits.write_bytes(bits.read_bytes()[::-1])
@@ -379,38 +385,43 @@ def test_what_is_wrong_with_the_lists_is_said_in_a_sentence(
     table, _ = write(project)
     monkeypatch.chdir(project.folder)
 
-    def said(*cells: str) -> str:
+    def message_of(*cells: str) -> str:
         changed = table.copy()
         changed.loc[range(2, 2 + len(cells)), "possible"] = [*cells]
         changed.to_csv("test.csv", index=False)
         return refused()
 
-    found = said('["w", "z"]', '["W"]')
-    assert found == (
+    sentence = message_of('["w", "z"]', '["W"]')
+    assert sentence == (
         "data.allowed_labels: test.csv: column 'possible': 2 rows: row 3 (id 'r002'): 'z' is no label; "
         "row 4 (id 'r003'): 'W' is no label (did you mean 'w'?); the labels are 'w', 'x', 'y', '7'"
     )
     for cell in ("[]", "", "null"):
-        assert "1 row: row 3 (id 'r002'): names no label; every row needs one; the labels are" in said(cell)
+        assert "1 row: row 3 (id 'r002'): names no label; every row needs one; the labels are" in message_of(
+            cell
+        )
     for cell in ('"w"', '{"w": 1}'):
-        assert "row 3 (id 'r002'): is no JSON list of labels" in said(cell)
-    assert "row 3 (id 'r002'): 'true' is no label" in said("[true]")
-    assert "test.csv: column 'possible': broken JSON in 1 row; row 3 (id 'r002'): not valid JSON" in said("w")
-    found = said(*['["z"]'] * 5)
-    assert "5 rows: row 3 (id 'r002')" in found
-    assert "(and 2 more); the labels are" in found
+        assert "row 3 (id 'r002'): is no JSON list of labels" in message_of(cell)
+    assert "row 3 (id 'r002'): 'true' is no label" in message_of("[true]")
+    assert (
+        "test.csv: column 'possible': broken JSON in 1 row; row 3 (id 'r002'): not valid JSON"
+        in message_of("w")
+    )
+    sentence = message_of(*['["z"]'] * 5)
+    assert "5 rows: row 3 (id 'r002')" in sentence
+    assert "(and 2 more); the labels are" in sentence
     table.to_csv("test.csv", index=False)
-    found = refused("data.allowed_labels=posible")
-    assert "test.csv: no column for data.allowed_labels: 'posible' (did you mean 'possible'?)" in found
-    found = refused("data.allowed_labels={path: q.csv, key: qestion, column: labels}")
-    assert "test.csv: no column for data.allowed_labels.key: 'qestion' (did you mean 'question'?)" in found
-    found = refused("data.allowed_labels={path: q.csv, kye: question}")
-    assert ".kye: unknown key; did you mean key?" in found
-    assert ".column: required, for example column: labels" in found
+    sentence = refused("data.allowed_labels=posible")
+    assert "test.csv: no column for data.allowed_labels: 'posible' (did you mean 'possible'?)" in sentence
+    sentence = refused("data.allowed_labels={path: q.csv, key: qestion, column: labels}")
+    assert "test.csv: no column for data.allowed_labels.key: 'qestion' (did you mean 'question'?)" in sentence
+    sentence = refused("data.allowed_labels={path: q.csv, kye: question}")
+    assert ".kye: unknown key; did you mean key?" in sentence
+    assert ".column: required, for example column: labels" in sentence
     assert "data.allowed_labels=[w]: must be the name of a column" in refused("data.allowed_labels=[w]")
     raw = [{"name": "near", "task_type": "csv", "path": "near.csv", "activation": "none"}]
-    found = refused(f"models={json.dumps(raw)}")
-    assert "data.allowed_labels: is for probabilities, and the models give raw values" in found
+    sentence = refused(f"models={json.dumps(raw)}")
+    assert "data.allowed_labels: is for probabilities, and the models give raw values" in sentence
 
 
 def test_what_is_wrong_with_the_other_table_is_said_in_a_sentence(
@@ -420,21 +431,23 @@ def test_what_is_wrong_with_the_other_table_is_said_in_a_sentence(
     monkeypatch.chdir(project.folder)
     other = "data.allowed_labels={path: q.csv, key: question, column: labels}"
 
-    def said(*rows: tuple[str, str], override: str = other) -> str:
+    def message_of(*rows: tuple[str, str], override: str = other) -> str:
         project.write_csv("q.csv", ["question", "labels"], [[*row] for row in rows])
         return refused(override)
 
     usual = [(str(key), json.dumps(names)) for key, names in QUESTIONS.items()]
     first = int(table["question"].eq(34).idxmax())
-    found = said(*usual[:3])
-    assert found.startswith("data.allowed_labels: test.csv: column 'question': ")
-    assert f"rows: row {first + 1} (id 'r{first:03d}'): '34'; " in found
-    assert "q.csv has no such keys; add them there" in found
-    assert "data.allowed_labels: q.csv: id column 'question': 1 id more than once" in said(*usual, usual[0])
-    found = said(usual[0], ("32", '["z"]'))
-    assert "data.allowed_labels: q.csv: column 'labels': 1 row: row 2 (id '32'): 'z' is no label" in found
-    found = said(*usual, override=other.replace("labels}", "label}"))
-    assert "q.csv: no text column 'label' (did you mean 'labels'?)" in found
+    sentence = message_of(*usual[:3])
+    assert sentence.startswith("data.allowed_labels: test.csv: column 'question': ")
+    assert f"rows: row {first + 1} (id 'r{first:03d}'): '34'; " in sentence
+    assert "q.csv has no such keys; add them there" in sentence
+    assert "data.allowed_labels: q.csv: id column 'question': 1 id more than once" in message_of(
+        *usual, usual[0]
+    )
+    sentence = message_of(usual[0], ("32", '["z"]'))
+    assert "data.allowed_labels: q.csv: column 'labels': 1 row: row 2 (id '32'): 'z' is no label" in sentence
+    sentence = message_of(*usual, override=other.replace("labels}", "label}"))
+    assert "q.csv: no text column 'label' (did you mean 'labels'?)" in sentence
     assert "data.allowed_labels: p.csv: no such file" in refused(other.replace("q.csv", "p.csv"))
     assert "submission.path: q.csv would replace what the run reads" in refused(
         other, "submission.path=q.csv"

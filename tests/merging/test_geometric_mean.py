@@ -44,12 +44,12 @@ def merged(weights: Sequence[float], arrays: Sequence[Values], activations: Sequ
         text_bytes=np.zeros(rows, dtype=np.int64),
     )
     before = probabilities.copy()
-    found = merge_method(EnsembleConfig(method="geometric_mean"), members).merge(
+    result = merge_method(EnsembleConfig(method="geometric_mean"), members).merge(
         block, np.array(weights, float)[:, None, None]
     )
     np.testing.assert_array_equal(probabilities, before)
-    assert found.shape == (rows, labels)
-    return found
+    assert result.shape == (rows, labels)
+    return result
 
 
 def product(values: Sequence[Decimal], weights: Sequence[Decimal]) -> Decimal:
@@ -62,25 +62,25 @@ def product(values: Sequence[Decimal], weights: Sequence[Decimal]) -> Decimal:
 def pooled(options: Sequence[Sequence[Decimal]], weights: Sequence[Decimal]) -> list[Decimal]:
     """Members' probabilities of things that exclude each other, [options][members], as one probability each."""
     products = [product(values, weights) for values in options]
-    return [one / sum(products) for one in products]
+    return [item / sum(products) for item in products]
 
 
 def expected(weights: Sequence[float], arrays: Sequence[Values], kind: Kind) -> list[list[float]]:
-    found = []
+    results = []
     for rows in zip(*(array.tolist() for array in arrays), strict=True):
         there = [index for index, row in enumerate(rows) if row[0] == row[0] and weights[index]]
         if not there:
-            found.append([NAN] * len(rows[0]))
+            results.append([NAN] * len(rows[0]))
             continue
         whole = sum(Decimal(weights[index]) for index in there)
         shares = [Decimal(weights[index]) / whole for index in there]
         labels = [[Decimal(rows[index][label]) for index in there] for label in range(len(rows[0]))]
         if kind == "softmax":
-            found.append([float(one) for one in pooled(labels, shares)])
+            results.append([float(item) for item in pooled(labels, shares)])
         else:
-            one_less = [[min(p, 1 - EPSILON) for p in one] for one in labels]
-            found.append([float(pooled([one, [1 - p for p in one]], shares)[0]) for one in one_less])
-    return found
+            one_less = [[min(p, 1 - EPSILON) for p in label] for label in labels]
+            results.append([float(pooled([item, [1 - p for p in item]], shares)[0]) for item in one_less])
+    return results
 
 
 PROBABILITY = st.one_of(st.sampled_from([0.0, 1.0, 5e-324, 1e-300, 1 - 2**-53]), st.floats(0, 1))
@@ -107,9 +107,9 @@ def test_it_is_the_product_of_powers(case: tuple[list[float], list[Values], Kind
     weights, arrays, kind = case
     with localcontext(prec=60, Emin=-(10**9), Emax=10**9):
         reference = np.array(expected(weights, arrays, kind))
-    found = merged(weights, arrays, [kind] * len(weights))
+    merged_rows = merged(weights, arrays, [kind] * len(weights))
     # A logarithm of up to 745 is off by some 1e-13, and so is what exp makes of it, relatively.
-    np.testing.assert_allclose(found, reference, rtol=1e-11, atol=1e-300)
+    np.testing.assert_allclose(merged_rows, reference, rtol=1e-11, atol=1e-300)
 
 
 @tries(60)
@@ -118,25 +118,25 @@ def test_it_is_a_probability_whatever_order_the_members_have(
     case: tuple[list[float], list[Values], Kind], chooser: random.Random
 ) -> None:
     weights, arrays, kind = case
-    found = merged(weights, arrays, [kind] * len(weights))
-    there = ~np.isnan(found[:, 0])
+    merged_rows = merged(weights, arrays, [kind] * len(weights))
+    there = ~np.isnan(merged_rows[:, 0])
     counted = [~np.isnan(array[:, 0]) for weight, array in zip(weights, arrays, strict=True) if weight]
     np.testing.assert_array_equal(there, np.any(counted, axis=0))
-    assert (found[there] >= 0).all()
-    assert (found[there] <= 1).all()
+    assert (merged_rows[there] >= 0).all()
+    assert (merged_rows[there] <= 1).all()
     if kind == "softmax":
-        np.testing.assert_allclose(found[there].sum(axis=1), 1, rtol=1e-12)
+        np.testing.assert_allclose(merged_rows[there].sum(axis=1), 1, rtol=1e-12)
     order = list(range(len(weights)))
     chooser.shuffle(order)
     again = merged([weights[i] * 3 for i in order], [arrays[i] for i in order], [kind] * len(weights))
-    np.testing.assert_allclose(again, found, rtol=1e-9, atol=1e-300)
+    np.testing.assert_allclose(again, merged_rows, rtol=1e-9, atol=1e-300)
 
 
 def test_by_hand() -> None:
     first = np.array([[0.8, 0.2], [0.5, 0.5], [NAN, NAN], [NAN, NAN]])
     second = np.array([[0.2, 0.8], [0.9, 0.1], [0.3, 0.7], [NAN, NAN]])
-    found = merged([1, 1], [first, second], ["softmax", "softmax"])
-    np.testing.assert_allclose(found, [[0.5, 0.5], [0.75, 0.25], [0.3, 0.7], [NAN, NAN]], rtol=1e-14)
+    merged_rows = merged([1, 1], [first, second], ["softmax", "softmax"])
+    np.testing.assert_allclose(merged_rows, [[0.5, 0.5], [0.75, 0.25], [0.3, 0.7], [NAN, NAN]], rtol=1e-14)
     # (0.8 ** 3 * 0.2) ** 0.25 to (0.2 ** 3 * 0.8) ** 0.25 is 4 ** 0.5 to 1.
     np.testing.assert_allclose(
         merged([3, 1], [first, second], ["softmax"] * 2)[0], [2 / 3, 1 / 3], rtol=1e-14

@@ -71,13 +71,13 @@ def merged(
     if method.needs_first_pass:
         for block in blocks:
             method.look(block)
-    found = []
+    results = []
     for block in blocks:
         bins = np.searchsorted(edges, block.text_bytes, side="right")
-        found.append(method.merge(block, by_bin[:, bins] if by_bin.shape[1] > 1 else by_bin))
+        results.append(method.merge(block, by_bin[:, bins] if by_bin.shape[1] > 1 else by_bin))
     for block, old in zip(blocks, before, strict=True):
         np.testing.assert_array_equal(block.probabilities, old)
-    return np.concatenate(found)
+    return np.concatenate(results)
 
 
 def to_1(values: Any) -> Values:
@@ -100,17 +100,17 @@ ALL = ("mean", "geometric_mean", "median", "rank_mean", "vote", "power_mean")
 def test_rows_that_members_lack_are_merged_from_the_others(name: str) -> None:
     settings: dict[str, Any] = {"power": 2} if name == "power_mean" else {}
     arrays, weights = lacking(), [0.5, 2, 1.0]
-    found = merged(name, arrays, weights, **settings)
-    assert np.isnan(found[199]).all()
-    assert np.isfinite(found[:199]).all()
+    merged_rows = merged(name, arrays, weights, **settings)
+    assert np.isnan(merged_rows[199]).all()
+    assert np.isfinite(merged_rows[:199]).all()
     if name == "rank_mean":  # against SciPy below: a rank is one among the rows that the member has
         return
     whole, without_second = (range(150, 199), (0, 1, 2)), (range(30, 60), (0, 2))
     for rows, there in ((range(10), (0, 1, 2)), ([20], (0,)), whole, without_second):
         alone = merged(
-            name, [arrays[one][rows] for one in there], [weights[one] for one in there], **settings
+            name, [arrays[path][rows] for path in there], [weights[path] for path in there], **settings
         )
-        np.testing.assert_allclose(found[rows], alone, rtol=1e-12, err_msg=str(rows))
+        np.testing.assert_allclose(merged_rows[rows], alone, rtol=1e-12, err_msg=str(rows))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -118,19 +118,19 @@ def test_weights_by_label_and_by_length_bin(name: str) -> None:
     settings: dict[str, Any] = {"power": 3} if name == "power_mean" else {}
     arrays = [values_of(number, "sigmoid") for number in range(3)]
     by_label: list[AnyWeight] = [{"a": 0.5, "b": 0, "c": 1.0}, {"a": 1.0, "b": 2, "c": 0.0}, 0.7]
-    found = merged(name, arrays, by_label, "sigmoid", **settings)
+    merged_rows = merged(name, arrays, by_label, "sigmoid", **settings)
     for number, label in enumerate(LABELS):
         plain: list[AnyWeight] = [
             weight[label] if isinstance(weight, dict) else weight for weight in by_label
         ]
         column = merged(name, arrays, plain, "sigmoid", **settings)[:, number]
-        np.testing.assert_allclose(found[:, number], column, rtol=1e-12)
+        np.testing.assert_allclose(merged_rows[:, number], column, rtol=1e-12)
     by_bin: list[AnyWeight] = [(1, 0, 3), 0.5, (0, 2, 0.25)]
-    found = merged(name, arrays, by_bin, "sigmoid", length_bins=(50, 120), **settings)
+    merged_rows = merged(name, arrays, by_bin, "sigmoid", length_bins=(50, 120), **settings)
     for number, rows in enumerate((slice(0, 50), slice(50, 120), slice(120, ROWS))):
         plain = [weight[number] if isinstance(weight, tuple) else weight for weight in by_bin]
         part = merged(name, arrays, plain, "sigmoid", **settings)[rows]
-        np.testing.assert_allclose(found[rows], part, rtol=1e-12)
+        np.testing.assert_allclose(merged_rows[rows], part, rtol=1e-12)
     # Both at a time, and rows that sum to 1 again where labels exclude each other.
     exclusive = merged(
         name, lacking(), [{"a": 1, "b": 0.1, "c": 2}, (1, 0.5, 3), 0.7], length_bins=(50, 120), **settings
@@ -143,20 +143,20 @@ def test_a_label_that_no_member_there_counts_for_leaves_the_row_empty() -> None:
     arrays = [values_of(0), values_of(1)]
     arrays[0][3:8] = NAN
     for name in ("mean", "geometric_mean", "median", "vote"):
-        found = merged(name, arrays, [1.0, {"a": 1, "b": 0, "c": 1}])
+        merged_rows = merged(name, arrays, [1.0, {"a": 1, "b": 0, "c": 1}])
         np.testing.assert_array_equal(
-            np.isnan(found).all(axis=1), np.isnan(arrays[0]).all(axis=1), err_msg=name
+            np.isnan(merged_rows).all(axis=1), np.isnan(arrays[0]).all(axis=1), err_msg=name
         )
-        assert np.isfinite(found[8:]).all()
+        assert np.isfinite(merged_rows[8:]).all()
 
 
 @tries(40)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(any), st.integers(0, 99))
 def test_the_median_is_that_of_values_repeated_by_their_weights(weights: list[int], seed: int) -> None:
     arrays = [np.round(values_of(seed + number, "none", 9), 1) for number in range(len(weights))]  # with ties
-    found = merged("median", arrays, [weight * 0.1 for weight in weights], "none")
+    merged_rows = merged("median", arrays, [weight * 0.1 for weight in weights], "none")
     repeated = np.repeat(np.array(arrays), weights, axis=0)
-    np.testing.assert_allclose(found, np.median(repeated, axis=0), rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(merged_rows, np.median(repeated, axis=0), rtol=1e-12, atol=1e-15)
 
 
 def test_the_median_of_probabilities_sums_to_1() -> None:
@@ -184,22 +184,24 @@ def test_the_mean_of_ranks() -> None:
 def test_the_power_mean(power: float) -> None:
     weights = [1.0, 2.0, 0.5]
     arrays = [values_of(number, "sigmoid") for number in range(3)]
-    found = merged("power_mean", arrays, weights, "sigmoid", power=power)
+    merged_rows = merged("power_mean", arrays, weights, "sigmoid", power=power)
     if abs(power) < 100:  # else SciPy's numbers are too small
         spread = np.broadcast_to(np.reshape(weights, (3, 1, 1)), (3, ROWS, 3))
-        np.testing.assert_allclose(found, stats.pmean(arrays, power, axis=0, weights=spread), rtol=1e-12)
+        np.testing.assert_allclose(
+            merged_rows, stats.pmean(arrays, power, axis=0, weights=spread), rtol=1e-12
+        )
     else:
         ends = np.max(arrays, axis=0) if power > 0 else np.min(arrays, axis=0)
-        np.testing.assert_allclose(found, ends, rtol=0.01)
+        np.testing.assert_allclose(merged_rows, ends, rtol=0.01)
     arrays = [values_of(number) for number in range(3)]
-    found = merged("power_mean", arrays, weights, power=power)
-    np.testing.assert_allclose(found.sum(axis=1), 1, rtol=1e-12)
+    merged_rows = merged("power_mean", arrays, weights, power=power)
+    np.testing.assert_allclose(merged_rows.sum(axis=1), 1, rtol=1e-12)
     if power == 1:
-        np.testing.assert_allclose(found, merged("mean", arrays, weights), rtol=1e-12)
+        np.testing.assert_allclose(merged_rows, merged("mean", arrays, weights), rtol=1e-12)
     zeros = [np.array([[0.0, 0.5, 0.5]] * 3), np.array([[0.0, 1, 0]] * 3)]
-    found = merged("power_mean", zeros, power=power)
-    assert np.isfinite(found).all()
-    assert (found[:, 0] < 1e-300).all()
+    merged_rows = merged("power_mean", zeros, power=power)
+    assert np.isfinite(merged_rows).all()
+    assert (merged_rows[:, 0] < 1e-300).all()
 
 
 def _extreme(chooser: np.random.Generator, activation: Activation, rows: int) -> Values:
@@ -261,7 +263,7 @@ def test_values_of_weight_0_for_a_label_or_a_row_change_nothing(
         pytest.skip("a rank is one among all rows, and a vote one among all labels, of the same member")
     chooser = np.random.default_rng(seed)
     arrays = [_extreme(chooser, activation, 60) for _ in range(3)]
-    numbers = [[float(one) for one in chooser.choice([0, 0.3, 2], 3)] for _ in range(2)]
+    numbers = [[float(item) for item in chooser.choice([0, 0.3, 2], 3)] for _ in range(2)]
     weights: list[AnyWeight] = [
         *(dict(zip(LABELS, own, strict=True)) if by_label else tuple(own) for own in numbers),
         0.5,
@@ -288,19 +290,19 @@ def test_a_sigmoid_member_of_weight_0_leaves_labels_exclusive() -> None:
     settings: dict[str, dict[str, Any]] = {"geometric_mean": {}, "median": {}, "power_mean": {"power": 2}}
     for name, keys in settings.items():
         members = Members(("x", "y", "z"), ("softmax", "softmax", "sigmoid"), LABELS, (1.0, 2.0, 0.0))
-        found = method_of(name, members, **keys).merge(block, np.array([1.0, 2.0, 0.0])[:, None, None])
-        np.testing.assert_array_equal(found, merged(name, arrays[:2], [1.0, 2.0], **keys), err_msg=name)
+        result = method_of(name, members, **keys).merge(block, np.array([1.0, 2.0, 0.0])[:, None, None])
+        np.testing.assert_array_equal(result, merged(name, arrays[:2], [1.0, 2.0], **keys), err_msg=name)
 
 
 def test_stacking_fills_rows_from_members_that_have_a_coefficient_for_the_label() -> None:
     arrays = [values_of(number, "none") for number in range(3)]
     arrays[0][:50] = NAN
     coefficients = {"m0": 0.5, "m1": {"a": 2, "b": 1}, "m2": {"a": 1}}
-    found = merged("stacking", arrays, activation="none", coefficients=coefficients)
+    merged_rows = merged("stacking", arrays, activation="none", coefficients=coefficients)
     first, second, third = arrays
-    assert np.isnan(found[:50]).all()  # of label c nobody else has a coefficient
+    assert np.isnan(merged_rows[:50]).all()  # of label c nobody else has a coefficient
     coefficients = {"m0": {"a": 0.5, "b": 0.5}, "m1": {"a": 2, "b": 1}, "m2": {"a": 1}}
-    found = merged("stacking", arrays, activation="none", coefficients=coefficients)
+    merged_rows = merged("stacking", arrays, activation="none", coefficients=coefficients)
     filled = np.where(np.isnan(first), np.column_stack([(second + third)[:, 0] / 2, *second.T[1:]]), first)
     expected = np.column_stack(
         [
@@ -309,7 +311,7 @@ def test_stacking_fills_rows_from_members_that_have_a_coefficient_for_the_label(
             np.zeros(ROWS),
         ]
     )
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    np.testing.assert_allclose(merged_rows, expected, rtol=1e-12)
 
 
 def test_the_power_mean_of_zeros_beside_a_member_of_weight_0_is_that_of_scipy() -> None:
@@ -320,10 +322,10 @@ def test_the_power_mean_of_zeros_beside_a_member_of_weight_0_is_that_of_scipy() 
         np.array([[0.0, 0.9, 0.1]] * 3),
     ]
     for power in (-3.0, -1.0):
-        found = merged("power_mean", arrays, [1.0, 2.0, 0.0], power=power)
+        merged_rows = merged("power_mean", arrays, [1.0, 2.0, 0.0], power=power)
         weights = np.broadcast_to(np.reshape([1.0, 2.0], (2, 1, 1)), (2, 3, 3))
         expected = to_1(stats.pmean(arrays[:2], power, axis=0, weights=weights))
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
+        np.testing.assert_allclose(merged_rows, expected, rtol=1e-12)
 
 
 class _Given:
@@ -341,15 +343,15 @@ class _Given:
 def test_votes_are_those_of_scikit_learn() -> None:
     arrays = [values_of(number) for number in range(4)]
     weights = [1.0, 1.0, 1.0, 2.0]  # with ties
-    found = merged("vote", arrays, weights)
+    merged_rows = merged("vote", arrays, weights)
     voting = VotingClassifier([(str(number), None) for number in range(4)], voting="hard", weights=weights)
     voting.estimators_ = [_Given(number) for number in range(4)]
     voting.le_ = type("Encoder", (), {"inverse_transform": staticmethod(lambda values: values)})()
     voting.classes_ = _Given.classes_
     expected = voting.predict(np.concatenate(arrays, axis=1))
-    np.testing.assert_array_equal(found.argmax(axis=1), expected)
-    shares = sum(w * np.eye(3)[one.argmax(axis=1)] for w, one in zip(weights, arrays, strict=True)) / 5
-    np.testing.assert_allclose(found, shares, rtol=1e-12)
+    np.testing.assert_array_equal(merged_rows.argmax(axis=1), expected)
+    shares = sum(w * np.eye(3)[weight.argmax(axis=1)] for w, weight in zip(weights, arrays, strict=True)) / 5
+    np.testing.assert_allclose(merged_rows, shares, rtol=1e-12)
 
 
 def test_weights_that_are_equal_in_decimals_are_equal_votes() -> None:
@@ -362,10 +364,10 @@ def test_votes_of_members_that_cannot_choose() -> None:
         "vote", [np.array([[0.4, 0.4, 0.2], [1 / 3] * 3]), np.array([[0, 1, 0.0], [0, 0, 1]])], [2, 1]
     )
     np.testing.assert_allclose(split, [[1 / 3, 2 / 3, 0], [2 / 9, 2 / 9, 5 / 9]], rtol=1e-12)
-    found = merged(
+    merged_rows = merged(
         "vote", [np.array([[0.5, 0.6, 0.2]] * 2), np.array([[0.9, 0.5, 0.1]] * 2)], [1, 3], "sigmoid"
     )
-    np.testing.assert_allclose(found, [[0.125 + 0.75, 0.25 + 0.375, 0]] * 2, rtol=1e-12)
+    np.testing.assert_allclose(merged_rows, [[0.125 + 0.75, 0.25 + 0.375, 0]] * 2, rtol=1e-12)
 
 
 def test_the_mean_of_logits() -> None:
@@ -387,8 +389,8 @@ def test_stacking_is_what_scikit_learn_fits() -> None:
         for member in range(3)
     }
     intercept = dict(zip(LABELS, model.intercept_.tolist(), strict=True))
-    found = merged("stacking", arrays, coefficients=coefficients, intercept=intercept)
-    np.testing.assert_allclose(found, model.predict_proba(logs), rtol=1e-9)
+    merged_rows = merged("stacking", arrays, coefficients=coefficients, intercept=intercept)
+    np.testing.assert_allclose(merged_rows, model.predict_proba(logs), rtol=1e-9)
 
     arrays = [values_of(number, "sigmoid") for number in range(3)]
     logits = special.logit(np.concatenate(arrays, axis=1))
@@ -397,21 +399,23 @@ def test_stacking_is_what_scikit_learn_fits() -> None:
         logits, truths
     )
     for row, label in enumerate(LABELS):
-        one = each.estimators_[row][-1]
-        intercept[label] = float(one.intercept_[0])
+        item = each.estimators_[row][-1]
+        intercept[label] = float(item.intercept_[0])
         for member in range(3):
-            own = one.coef_[0, 3 * member : 3 * member + 3].tolist()
+            own = item.coef_[0, 3 * member : 3 * member + 3].tolist()
             coefficients[f"m{member}"][label] = dict(zip(LABELS, own, strict=True))
-    found = merged("stacking", arrays, activation="sigmoid", coefficients=coefficients, intercept=intercept)
-    expected = np.column_stack([one[:, 1] for one in each.predict_proba(logits)])
-    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    merged_rows = merged(
+        "stacking", arrays, activation="sigmoid", coefficients=coefficients, intercept=intercept
+    )
+    expected = np.column_stack([entry[:, 1] for entry in each.predict_proba(logits)])
+    np.testing.assert_allclose(merged_rows, expected, rtol=1e-9)
 
     arrays = [values_of(number, "none") for number in range(2)]
     short = {"m0": 0.5, "m1": {"a": -1, "c": {"a": 2}}}
-    found = merged("stacking", arrays, activation="none", coefficients=short, intercept={"b": 1})
+    merged_rows = merged("stacking", arrays, activation="none", coefficients=short, intercept={"b": 1})
     first, second = arrays
     expected = 0.5 * first + np.column_stack([-second[:, 0], np.ones(ROWS), 2 * second[:, 0]])
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    np.testing.assert_allclose(merged_rows, expected, rtol=1e-12)
 
 
 def test_stacking_of_rows_that_members_lack_and_of_zeros() -> None:
@@ -421,21 +425,21 @@ def test_stacking_of_rows_that_members_lack_and_of_zeros() -> None:
     for array in gaps[:3]:
         array[199] = NAN
     coefficients: dict[str, Any] = {"m0": 0.2, "m1": 0.5, "m2": {"a": 0.3, "b": 0.3, "c": 0.3}, "m3": 0}
-    found = merged("stacking", gaps, coefficients=coefficients)
+    merged_rows = merged("stacking", gaps, coefficients=coefficients)
     logs = np.log(np.array(whole))
     filled = np.ma.masked_invalid(np.log(np.array(gaps[:3])))
     logs[:3] = np.where(filled.mask, np.asarray(filled.mean(axis=0)), logs[:3])
     expected = special.softmax(0.2 * logs[0] + 0.5 * logs[1] + 0.3 * logs[2], axis=1)
-    np.testing.assert_allclose(found[:199], expected[:199], rtol=1e-9)
-    assert np.isnan(found[199]).all()
+    np.testing.assert_allclose(merged_rows[:199], expected[:199], rtol=1e-9)
+    assert np.isnan(merged_rows[199]).all()
     # Without m2, as where it has failed.
     left = merged("stacking", gaps[:2], coefficients={**coefficients, "m2": 0.3})
     both = merged("stacking", [*gaps[:2], np.full((ROWS, 3), NAN)], coefficients={**coefficients, "m2": 0.3})
     np.testing.assert_array_equal(left, both)
     sure = [np.array([[0, 1, 0], [0.5, 0.5, 0]]), np.array([[1, 0, 0], [0, 0.25, 0.75]])]
-    found = merged("stacking", sure, coefficients={"m0": 1, "m1": 1})
+    merged_rows = merged("stacking", sure, coefficients={"m0": 1, "m1": 1})
     expected = special.softmax(np.log(np.maximum(sure, EPSILON)).sum(axis=0), axis=1)
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    np.testing.assert_allclose(merged_rows, expected, rtol=1e-12)
 
 
 def test_what_methods_refuse() -> None:
@@ -491,9 +495,9 @@ def test_calibration() -> None:
     for temperature in (1e-6, 1e6):
         ends = np.array([[1.0, 0, 0], [0.5, 0.5, 0], [1 / 3] * 3])
         for activation in ("softmax", "sigmoid"):
-            found = calibrated(ends, activation, temperature=temperature)
-            assert np.isfinite(found).all()
-            assert ((found >= 0) & (found <= 1)).all()
+            rescaled = calibrated(ends, activation, temperature=temperature)
+            assert np.isfinite(rescaled).all()
+            assert ((rescaled >= 0) & (rescaled <= 1)).all()
     assert calibrator(None, "softmax", LABELS) is calibrator(CalibrationConfig(), "softmax", LABELS) is None
 
 

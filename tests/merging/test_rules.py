@@ -30,8 +30,8 @@ def applied(
     rows = np.ones((len(rules), len(values)), bool) if hits is None else np.array(hits)
     given = [RuleConfig.model_validate({"when": "x", **rule}) for rule in rules]
     RowRules(given, LABELS, rows).apply(0, table, exclusive)
-    found: list[list[float]] = table.tolist()
-    return found
+    result: list[list[float]] = table.tolist()
+    return result
 
 
 def test_values_that_are_set_leave_the_rest_to_the_others() -> None:
@@ -57,8 +57,8 @@ def test_masks_scale_exclusive_labels_and_leave_others_alone() -> None:
 def test_rules_count_in_their_order_and_each_for_its_own_rows() -> None:
     rows = [[0.2, 0.6, 0.2], [0.2, 0.6, 0.2], [0.25, 0.25, 0.5]]
     hits = [[True, True, False], [False, True, True]]
-    found = applied(rows, {"mask": ["a"]}, {"set": {"b": 0.5}}, hits=hits)
-    np.testing.assert_allclose(found, [[0, 0.75, 0.25], [0, 0.5, 0.5], [1 / 6, 0.5, 1 / 3]], rtol=1e-15)
+    result = applied(rows, {"mask": ["a"]}, {"set": {"b": 0.5}}, hits=hits)
+    np.testing.assert_allclose(result, [[0, 0.75, 0.25], [0, 0.5, 0.5], [1 / 6, 0.5, 1 / 3]], rtol=1e-15)
     assert applied(rows, {"mask": ["a"]}, hits=[[False] * 3]) == rows, "bit for bit"
 
 
@@ -78,14 +78,14 @@ def test_rows_sum_to_1_whatever_the_rules(seed: int) -> None:
     rules = [{"mask": ["a"]}, {"set": {"b": 0.3}}, {"mask": ["tie"]}, {"set": {"a": 0.25, "tie": 0.25}}]
     order = chooser.permutation(4)
     hits = chooser.random((4, 500)) < 0.5
-    found = np.array(applied(values.tolist(), *(rules[one] for one in order), hits=hits))
-    np.testing.assert_allclose(found.sum(axis=1), 1, rtol=1e-12)
-    assert found.min() >= 0
+    actual = np.array(applied(values.tolist(), *(rules[item] for item in order), hits=hits))
+    np.testing.assert_allclose(actual.sum(axis=1), 1, rtol=1e-12)
+    assert actual.min() >= 0
     untouched = ~hits.any(axis=0)
-    np.testing.assert_array_equal(found[untouched], values[untouched])
+    np.testing.assert_array_equal(actual[untouched], values[untouched])
     last = {name: hits[place] for place, name in enumerate(order.tolist())}
     if order[-1] == 0:
-        assert (found[last[0], 0] == 0).all()
+        assert (actual[last[0], 0] == 0).all()
 
 
 CELLS = ["", "x", "X", " ", "é", "true", None, '["a"]', "\u3000x\n", "éx ", "\U0001f600"]
@@ -106,8 +106,8 @@ def test_rows_that_meet_a_condition(source: str, expected: Callable[[str, str], 
     cells = {name: [chooser.choice(CELLS) for _ in range(300)] for name in "tu"}
     table = InputTable(pa.table(cells), pa.chunked_array([pa.array(map(str, range(300)))]), None, {})
     pairs = zip(cells["t"], cells["u"], strict=True)
-    found = rows_that_meet(table, compile_condition(source))
-    assert found.tolist() == [expected(first or "", second or "") for first, second in pairs]
+    result = rows_that_meet(table, compile_condition(source))
+    assert result.tolist() == [expected(first or "", second or "") for first, second in pairs]
 
 
 def write(project: Project, **changes: Any) -> np.ndarray:
@@ -125,7 +125,7 @@ def write(project: Project, **changes: Any) -> np.ndarray:
     project.write_csv(
         "mate.csv", ["id", *names], [[i, *map(repr, v)] for i, v in zip(ids, given, strict=True)]
     )
-    project.write_csv("sample.csv", ["id", *names], [[one, "0.3", "0.3", "0.4"] for one in ids[::-1]])
+    project.write_csv("sample.csv", ["id", *names], [[row_id, "0.3", "0.3", "0.4"] for row_id in ids[::-1]])
     rules = [
         {"when": "{{ left == right }}", "set": {"tie": 1.0}},
         {"when": "{% if not (both | fromjson)[0] %}true{% endif %}", "mask": ["winner_a"]},
@@ -158,15 +158,15 @@ def test_a_run_with_rules(project: Project) -> None:
     np.testing.assert_array_equal(numbers(project, "out/submission.csv"), written[::-1])
     np.testing.assert_array_equal(numbers(project, "runs/first/predictions/mate.csv"), values)
     report = project.run_json()
-    assert [one["rows"] for one in report["rules"]] == [same.sum(), empty.sum()]
+    assert [rule["rows"] for rule in report["rules"]] == [same.sum(), empty.sum()]
     assert (report["rules"][0]["set"], report["rules"][1]["mask"]) == ({"tie": 1.0}, ["winner_a"])
     truth = [["winner_a", "winner_b", "tie"].index(row[4]) for row in table]
     right = (written.argmax(axis=1) == truth).mean()
     assert report["scores"]["ensemble"]["accuracy"] == pytest.approx(right), "of what is written"
     assert report["null_texts"] == {}, "no member reads a column"
-    said = " ".join(done.stdout.split())
-    assert f"rules[0]: set tie 1 in {same.sum()} of 200 rows, by {{{{ left == right }}}}" in said
-    assert f"rules[1]: mask winner_a in {empty.sum()} of 200 rows" in said
+    message = " ".join(done.stdout.split())
+    assert f"rules[0]: set tie 1 in {same.sum()} of 200 rows, by {{{{ left == right }}}}" in message
+    assert f"rules[1]: mask winner_a in {empty.sum()} of 200 rows" in message
     again = project.ensemble("run", "config.yaml", "--set", "rules=null")
     assert again.returncode == 0, again.stderr
     assert "reused" in again.stdout
@@ -182,10 +182,10 @@ def ruled(project: Project, values: np.ndarray) -> np.ndarray:
     """What the usual rules make of values, [200, 3]."""
     _, table = project.read("test.csv")
     same, empty = np.array([row[1] == row[2] for row in table]), np.array([not row[1] for row in table])
-    found = values.copy()
-    found[same] = [0, 0, 1]
-    found[empty, 0] = 0
-    return np.asarray(found / found.sum(axis=1, keepdims=True))
+    changed = values.copy()
+    changed[same] = [0, 0, 1]
+    changed[empty, 0] = 0
+    return np.asarray(changed / changed.sum(axis=1, keepdims=True))
 
 
 @pytest.mark.long
@@ -202,7 +202,7 @@ def test_what_is_held_against_the_ensemble_is_so_with_the_same_rules(project: Pr
     project.write_csv("test.csv", header, table)
     truth = np.array([names.index(row[4]) for row in table])
     second = 0.3 * np.eye(3)[truth] + 0.7 * np.random.default_rng(5).dirichlet(np.ones(3), 200)
-    rows = [[row[0], *map(repr, one)] for row, one in zip(table, second.tolist(), strict=True)]
+    rows = [[row[0], *map(repr, item)] for row, item in zip(table, second.tolist(), strict=True)]
     project.write_csv("other.csv", ["id", *names], rows)
 
     done = project.ensemble("run", "config.yaml")
@@ -236,23 +236,23 @@ def test_what_is_held_against_the_ensemble_is_so_with_the_same_rules(project: Pr
     without = project.ensemble("run", "config.yaml", "--set", "rules=null", "--set", "output_dir=plain")
     assert without.returncode == 0, without.stderr
     compared = project.ensemble("compare", "plain", "runs/first")
-    said = " ".join(compared.stdout.split())
+    text = " ".join(compared.stdout.split())
     assert compared.returncode == 0, compared.stderr
     assert (
         "rules[0].when: not set -> '{{ left == right }}' rules[0].set.tie: not set -> 1.0 rules[1].when"
-        in said
+        in text
     )
-    assert re.search(r"other\W+200\W+0\W", said), "members' own predictions have no rules"
+    assert re.search(r"other\W+200\W+0\W", text), "members' own predictions have no rules"
 
     cascade = [members[0], {**members[1], "when": {"margin_below": 0.2}}]
     done = project.ensemble("run", "config.yaml", "--set", f"models={json.dumps(cascade)}", "--fresh")
     assert done.returncode == 0, done.stderr
     top = np.sort(first, axis=1)
     asked = top[:, 2] - top[:, 1] < 0.2
-    found = project.run_json()["members"][1]["cascade"]
-    assert (found["rows"], found["comparison"]["rows"]) == (asked.sum(), asked.sum())
+    result = project.run_json()["members"][1]["cascade"]
+    assert (result["rows"], result["comparison"]["rows"]) == (asked.sum(), asked.sum())
     alone, both = losses(ruled(project, first))[asked], losses(merged)[asked]
-    assert found["comparison"]["difference"]["value"] == pytest.approx((both - alone).mean(), rel=1e-9)
+    assert result["comparison"]["difference"]["value"] == pytest.approx((both - alone).mean(), rel=1e-9)
 
 
 def test_rows_that_are_filled_keep_to_the_rules(project: Project) -> None:
@@ -299,7 +299,9 @@ def test_rules_count_anew_in_each_merge_and_leave_predictions_alone(project: Pro
     calls, written = project.folder / "calls", project.folder / "runs/first/ensemble.csv"
 
     def run(*overrides: str) -> str:
-        done = project.ensemble("run", "config.yaml", *(word for one in overrides for word in ("--set", one)))
+        done = project.ensemble(
+            "run", "config.yaml", *(word for override in overrides for word in ("--set", override))
+        )
         assert done.returncode == 0, done.stderr + done.stdout
         return " ".join(done.stdout.split())
 
@@ -316,9 +318,9 @@ def test_rules_count_anew_in_each_merge_and_leave_predictions_alone(project: Pro
     other = (
         'rules=[{when: "{{ left | length > 1000 }}", mask: [tie]}, {when: "{{ left == \'\' }}", mask: [tie]}]'
     )
-    said = run(other)
-    assert "rules[0]: mask tie in 0 of 200 rows" in said
-    assert "rules[0].when: is true for no row of the table" in said
+    output = run(other)
+    assert "rules[0]: mask tie in 0 of 200 rows" in output
+    assert "rules[0].when: is true for no row of the table" in output
     _, table = project.read("test.csv")
     assert (numbers(project, "runs/first/ensemble.csv")[:, 2] == 0).tolist() == [not row[1] for row in table]
     run("rules=null")
@@ -347,14 +349,14 @@ def test_labels_that_do_not_exclude_each_other_may_all_be_masked(project: Projec
 
 
 def test_what_is_wrong_with_rules_is_said_before_anything_runs(project: Project) -> None:
-    def said(*rules: dict[str, Any], **changes: Any) -> str:
+    def message_of(*rules: dict[str, Any], **changes: Any) -> str:
         write(project, rules=list(rules), **changes)
         done = project.ensemble("validate", "config.yaml")
         assert done.returncode == 2, done.stdout
         return " ".join(done.stderr.split())
 
     mask = {"mask": ["tie"]}
-    found = said(
+    sentence = message_of(
         {"when": "{{ left == lfet }}", **mask},
         {"when": "{{ left | nope }}", **mask},
         {"when": "left == right", **mask},
@@ -366,25 +368,25 @@ def test_what_is_wrong_with_rules_is_said_before_anything_runs(project: Project)
         "line 1: no filter named 'nope'",
         "reads no column of the table; a condition gives true or false, as in {{ a == b }}",
     ):
-        assert words in found, found
-    found = said({"when": "{{ left }}", **mask})
-    assert "rules[0].when (line " in found
-    assert "row 1 (id '000'): gives 'yes'; a condition gives true or false" in found
-    found = said({"when": "{{ 3 }}", **mask})
-    assert "reads no column of the table; a condition gives true or false" in found
-    found = said({"when": "{{ id | int - 60 }}", **mask})
-    assert "row 1 (id '000'): gives '-60'; a condition gives true or false" in found
-    found = said({"when": "{{ (left | fromjson) == [] }}", **mask})
-    assert "test.csv: column 'left': broken JSON in" in found
-    found = said(
+        assert words in sentence, sentence
+    sentence = message_of({"when": "{{ left }}", **mask})
+    assert "rules[0].when (line " in sentence
+    assert "row 1 (id '000'): gives 'yes'; a condition gives true or false" in sentence
+    sentence = message_of({"when": "{{ 3 }}", **mask})
+    assert "reads no column of the table; a condition gives true or false" in sentence
+    sentence = message_of({"when": "{{ id | int - 60 }}", **mask})
+    assert "row 1 (id '000'): gives '-60'; a condition gives true or false" in sentence
+    sentence = message_of({"when": "{{ (left | fromjson) == [] }}", **mask})
+    assert "test.csv: column 'left': broken JSON in" in sentence
+    sentence = message_of(
         {"when": "{{ left == '' }}", "mask": ["tie"]}, {"when": "{{ (left ~ ']') | fromjson }}", **mask}
     )
-    assert "rules[1].when (line " in found
-    assert "row 1 (id '000'): line 1: not valid JSON" in found
+    assert "rules[1].when (line " in sentence
+    assert "row 1 (id '000'): line 1: not valid JSON" in sentence
     # Of a row that no first look would reach.
-    found = said({"when": "{{ left.x if id == '150' else false }}", **mask})
-    assert "row 151 (id '150'): line 1: " in found
-    found = said(
+    sentence = message_of({"when": "{{ left.x if id == '150' else false }}", **mask})
+    assert "row 151 (id '150'): line 1: " in sentence
+    sentence = message_of(
         {"when": "{{ left == '' }}", "set": {"neither": 1}},
         {"when": "{{ left == '' }}", "mask": ["nor"]},
         {"when": "{{ left == '' }}"},
@@ -403,8 +405,8 @@ def test_what_is_wrong_with_rules_is_said_before_anything_runs(project: Project)
         "rules[5].wen (line ",
         "did you mean when?",
     ):
-        assert words in found, found
-    found = said(
+        assert words in sentence, sentence
+    sentence = message_of(
         {"when": "{{ left == '' }}", "set": {"tie": 0.9, "winner_a": 0.2}},
         {"when": "{{ left == '' }}", "set": {"tie": -0.1}},
         {"when": "{{ left == '' }}", "mask": ["tie", "winner_a", "winner_b"]},
@@ -414,15 +416,15 @@ def test_what_is_wrong_with_rules_is_said_before_anything_runs(project: Project)
         "a probability is a number from 0 to 1",
         "masks every label; leave one",
     ):
-        assert words in found, found
-    found = said(
+        assert words in sentence, sentence
+    sentence = message_of(
         {"when": "{{ left == '' }}", "mask": ["tie", "winner_a"]},
         {"when": "{{ id == '002' }}", "mask": ["winner_b"]},
     )
-    assert "together they mask every label of 1 row, the first is row 3 (id '002'); leave one" in found
+    assert "together they mask every label of 1 row, the first is row 3 (id '002'); leave one" in sentence
     raw = [{"name": "mate", "task_type": "csv", "path": "mate.csv", "activation": "none"}]
-    found = said({"when": "{{ left == '' }}", **mask}, models=raw)
-    assert "raw values (regression); use set" in found
+    sentence = message_of({"when": "{{ left == '' }}", **mask}, models=raw)
+    assert "raw values (regression); use set" in sentence
 
 
 def test_merge_of_files_alone_has_no_rows_for_rules(project: Project) -> None:
@@ -436,7 +438,7 @@ def test_merge_of_files_alone_has_no_rows_for_rules(project: Project) -> None:
 def test_the_conditions_of_the_documentation_are_true_for_what_stands_beside_them() -> None:
     page = (ROOT / "docs/merging.md").read_text(encoding="utf-8")
     section = page.partition("### Rules for some rows")[2].partition("\n#")[0]
-    found = [one.replace("\\|", "|") for one in re.findall(r'"(\{[{%].*?[}%]\})"', section)]
+    results = [item.replace("\\|", "|") for item in re.findall(r'"(\{[{%].*?[}%]\})"', section)]
     table = {
         "response_a": ["x", "", " "],
         "response_b": ["x", "y", "z"],
@@ -449,12 +451,12 @@ def test_the_conditions_of_the_documentation_are_true_for_what_stands_beside_the
     }
     rows = InputTable(pa.table(table), pa.chunked_array([["1", "2", "3"]]), None, {})
     expected = [[1, 0, 0], [0, 1, 1], [1, 0, 0], [0, 1, 0], [1, 1, 0], [1, 0, 0], [0, 1, 0]]
-    assert len(found) == len(expected), found
-    assert [rows_that_meet(rows, compile_condition(source)).tolist() for source in found] == expected
+    assert len(results) == len(expected), results
+    assert [rows_that_meet(rows, compile_condition(source)).tolist() for source in results] == expected
     shown = re.findall(r"^\| `((?:set|mask): .*)` \| ([\d., ]+) \|$", section, re.MULTILINE)
     assert len(shown) == 3
     for rule, after in shown:
         given = yaml.safe_load(rule.replace("winner_model_", "").replace("winner_", ""))
         np.testing.assert_allclose(
-            applied([[0.2, 0.6, 0.2]], given)[0], [float(one) for one in after.split(",")]
+            applied([[0.2, 0.6, 0.2]], given)[0], [float(item) for item in after.split(",")]
         )

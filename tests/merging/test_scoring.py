@@ -37,15 +37,15 @@ def gained(
     return ours.gain_over(theirs, "a")
 
 
-def demand_bootstrap(found: Interval | Gain, differences: np.ndarray) -> None:
+def demand_bootstrap(result: Interval | Gain, differences: np.ndarray) -> None:
     """The interval of a mean by SciPy; both are off by chance, by a small part of its width."""
     expected = stats.bootstrap(
         (differences,), np.mean, n_resamples=4_000, method="percentile", random_state=np.random.default_rng(9)
     ).confidence_interval
-    assert found.low is not None
-    assert found.high is not None
+    assert result.low is not None
+    assert result.high is not None
     width = expected.high - expected.low
-    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=0.1 * width)
+    assert (result.low, result.high) == pytest.approx((expected.low, expected.high), abs=0.1 * width)
 
 
 def test_the_prior_by_hand() -> None:
@@ -208,8 +208,8 @@ def test_a_tiny_table_does_not_cry_wolf() -> None:
         truth = chooser.choice(3, size=8)
         wrong += scored(informed(truth, 1.5, chooser), truth).no_better_than_prior
     assert wrong <= 6
-    one = scored(np.array([[0.5, 0.5]]), np.array([0]))
-    assert not one.no_better_than_prior
+    item = scored(np.array([[0.5, 0.5]]), np.array([0]))
+    assert not item.no_better_than_prior
 
 
 def test_what_is_said_of_them() -> None:

@@ -40,18 +40,18 @@ def predictions(project: Project, name: str) -> dict[str, list[float]]:
     return {row[0]: [float(cell) for cell in row[1:]] for row in rows}
 
 
-def in_order(project: Project, found: dict[str, list[float]]) -> _Values:
+def in_order(project: Project, result: dict[str, list[float]]) -> _Values:
     """[rows, labels], NaN where there is no row."""
-    assert [row_id for row_id in project.ids if row_id in found] == list(found), "in the table's order"
-    return np.array([found.get(row_id, [np.nan] * 3) for row_id in project.ids])
+    assert [row_id for row_id in project.ids if row_id in result] == list(result), "in the table's order"
+    return np.array([result.get(row_id, [np.nan] * 3) for row_id in project.ids])
 
 
-def demand_interval(found: dict[str, float], differences: _Values) -> None:
+def demand_interval(result: dict[str, float], differences: _Values) -> None:
     """A mean of rows with a bootstrap interval, about as wide as the normal one."""
-    assert found["value"] == pytest.approx(differences.mean(), abs=1e-5)
+    assert result["value"] == pytest.approx(differences.mean(), abs=1e-5)
     width = 3.92 * differences.std(ddof=1) / len(differences) ** 0.5
-    assert found["low"] <= found["value"] <= found["high"]
-    assert found["high"] - found["low"] == pytest.approx(width, rel=0.25)
+    assert result["low"] <= result["value"] <= result["high"]
+    assert result["high"] - result["low"] == pytest.approx(width, rel=0.25)
 
 
 def margins(values: _Values) -> _Values:
@@ -80,9 +80,9 @@ def check(
 ) -> None:
     """llama has these rows, with the values of a plain run, and only they count."""
     gemma, llama = plain
-    found = in_order(project, predictions(project, f"{folder}/predictions/llama.csv"))
-    np.testing.assert_array_equal(~np.isnan(found[:, 0]), wanted)
-    np.testing.assert_allclose(found[wanted], llama[wanted], atol=1e-5)
+    result = in_order(project, predictions(project, f"{folder}/predictions/llama.csv"))
+    np.testing.assert_array_equal(~np.isnan(result[:, 0]), wanted)
+    np.testing.assert_allclose(result[wanted], llama[wanted], atol=1e-5)
     merged = in_order(project, predictions(project, f"{folder}/ensemble.csv"))
     expected = np.where(wanted[:, None], 0.6 * gemma + 0.4 * llama, gemma)
     np.testing.assert_allclose(merged, expected, atol=1e-5)
@@ -124,12 +124,12 @@ def test_the_least_certain_share_and_what_it_gained(project: Project, plain: tup
         return np.asarray(-np.log(values[wanted][np.arange(21), truth]))
 
     difference = losses(0.6 * gemma + 0.4 * llama) - losses(gemma)
-    found = member["cascade"]["comparison"]
-    assert found["rows"] == 21
-    assert found["log_loss_without"] == pytest.approx(losses(gemma).mean(), abs=1e-5)
-    demand_interval(found["difference"], difference)
+    result = member["cascade"]["comparison"]
+    assert result["rows"] == 21
+    assert result["log_loss_without"] == pytest.approx(losses(gemma).mean(), abs=1e-5)
+    demand_interval(result["difference"], difference)
     over_all = np.concatenate([difference, np.zeros(279)])
-    demand_interval(found["difference_over_all"], over_all)
+    demand_interval(result["difference_over_all"], over_all)
     assert "llama: `when` selected 21 of 300 rows (7.0 %); on 21 rows" in printed
     # A method that takes two passes, without another look at any model.
     run(project, config | {"ensemble": {"method": "rank_mean"}})
@@ -169,12 +169,12 @@ def test_what_a_member_gained_of_labels_that_do_not_exclude_each_other(project: 
         return np.asarray(-each[wanted].mean(axis=1))
 
     whole, alone = losses(0.75 * first + 0.25 * second), losses(first)
-    found = project.run_json("out")["members"][1]["cascade"]["comparison"]
-    assert (found["rows"], found["accuracy"], found["accuracy_without"]) == (20, None, None)
-    assert found["log_loss"] == pytest.approx(whole.mean(), abs=1e-12)
-    assert found["log_loss_without"] == pytest.approx(alone.mean(), abs=1e-12)
-    demand_interval(found["difference"], whole - alone)
-    demand_interval(found["difference_over_all"], np.concatenate([whole - alone, np.zeros(60)]))
+    report = project.run_json("out")["members"][1]["cascade"]["comparison"]
+    assert (report["rows"], report["accuracy"], report["accuracy_without"]) == (20, None, None)
+    assert report["log_loss"] == pytest.approx(whole.mean(), abs=1e-12)
+    assert report["log_loss_without"] == pytest.approx(alone.mean(), abs=1e-12)
+    demand_interval(report["difference"], whole - alone)
+    demand_interval(report["difference_over_all"], np.concatenate([whole - alone, np.zeros(60)]))
     assert f"log loss is {whole.mean():.4f} with it and {alone.mean():.4f} without it" in printed
     assert "accuracy" not in printed
 
@@ -191,8 +191,8 @@ def test_another_rule_keeps_what_is_computed_and_merges_what_it_asks_for(
         assert project.run_json()["members"][1]["rows"] == rows, share
         wanted = np.zeros(300, dtype=bool)
         wanted[order[: round(300 * share)]] = True
-        _, found = project.read("runs/first/predictions/llama.csv")
-        assert len(found) == (180 if share == 0.6 or 0.6 in merged else 150), "what is there stays"
+        _, values_read = project.read("runs/first/predictions/llama.csv")
+        assert len(values_read) == (180 if share == 0.6 or 0.6 in merged else 150), "what is there stays"
         content = (project.folder / "runs/first/ensemble.csv").read_bytes()
         assert merged.setdefault(share, content) == content
     # Without when it needs all rows, and takes those that it has; another name does, too.
@@ -227,8 +227,8 @@ def test_one_after_the_other(project: Project, plain: tuple[_Values, _Values]) -
 
 
 def check_rows(project: Project, name: str, wanted: npt.NDArray[np.bool_]) -> None:
-    found = in_order(project, predictions(project, f"runs/first/predictions/{name}.csv"))
-    np.testing.assert_array_equal(~np.isnan(found[:, 0]), wanted)
+    result = in_order(project, predictions(project, f"runs/first/predictions/{name}.csv"))
+    np.testing.assert_array_equal(~np.isnan(result[:, 0]), wanted)
 
 
 @pytest.mark.long
@@ -251,8 +251,8 @@ def test_members_that_were_made_elsewhere(project: Project, plain: tuple[_Values
     share = f"{wanted.mean():.0%} of the rows, by the predictions of 300 rows in runs/first"
     assert f"the mean of the members before it has a margin below {number:g}: {share}" in planned
     merged = []
-    for name, one in (("a", csv_decides), ("b", csv_is_limited)):
-        run(project, one | {"output_dir": f"runs/{name}", "submission": None})
+    for name, item in (("a", csv_decides), ("b", csv_is_limited)):
+        run(project, item | {"output_dir": f"runs/{name}", "submission": None})
         merged.append(in_order(project, predictions(project, f"runs/{name}/ensemble.csv")))
         (_, member) = project.run_json(f"runs/{name}")["members"]
         assert member["cascade"]["rows"] == wanted.sum()
@@ -275,7 +275,7 @@ def test_rehearse_takes_the_share_from_its_sample(project: Project) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             lambda models: models[0].update(when={"share": 0.4}),
@@ -296,19 +296,19 @@ def test_rehearse_takes_the_share_from_its_sample(project: Project) -> None:
             "models[1].when.entropy_above: no row of 3 labels has an entropy above 1.099 nats",
         ),
         (
-            lambda models: [one.update(problem_type="regression") for one in models],
+            lambda models: [model.update(problem_type="regression") for model in models],
             "models[1].when: gemma gives raw values (regression)",
         ),
     ],
 )
-def test_rules_that_decide_nothing(project: Project, change: Callable[[Any], object], said: str) -> None:
+def test_rules_that_decide_nothing(project: Project, change: Callable[[Any], object], message: str) -> None:
     project.write_table(10)
     config = cascade(project, {"share": 0.4})
     change(config["models"])
     project.write_config(config)
     done = project.ensemble("validate", "config.yaml")
     assert done.returncode == 2
-    assert said in " ".join(done.stderr.split())
+    assert message in " ".join(done.stderr.split())
 
 
 @pytest.mark.long
@@ -383,13 +383,13 @@ def test_members_without_a_weight_hold_nobody_up(project: Project) -> None:
     shutil.copytree(project.models / "gemma", broken)
     weights = load_file(broken / "model.safetensors")
     save_file(
-        {name: np.full_like(one, np.nan) for name, one in weights.items()}, broken / "model.safetensors"
+        {name: np.full_like(weight, np.nan) for name, weight in weights.items()}, broken / "model.safetensors"
     )
     config = cascade(project, {"share": 0.3}, submission=None)
     config["models"].insert(1, {"name": "zero", "model_name_or_path": str(broken), "weight": 0})
     project.write_config(config)
     done = project.ensemble("run", "config.yaml")
     assert done.returncode == 1
-    found = {one["name"]: one for one in project.run_json()["members"]}
-    assert (found["zero"]["status"], found["llama"]["status"]) == ("failed", "complete")
-    assert (found["llama"]["rows"], found["llama"]["cascade"]["rows"]) == (18, 18)
+    result = {member["name"]: member for member in project.run_json()["members"]}
+    assert (result["zero"]["status"], result["llama"]["status"]) == ("failed", "complete")
+    assert (result["llama"]["rows"], result["llama"]["cascade"]["rows"]) == (18, 18)

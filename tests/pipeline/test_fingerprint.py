@@ -241,8 +241,8 @@ def test_a_change_that_no_time_tells_voids_all_shards(make: Make, own_llama: Pat
     model = prepared.config.models[0]
     work.make_shards_dir()
     rows = np.arange(prepared.table.rows)
-    for one in work.views:
-        write_shards(one.shards_dir, rows, np.full((len(rows), len(LABELS)), 1 / 3))
+    for view in work.views:
+        write_shards(view.shards_dir, rows, np.full((len(rows), len(LABELS)), 1 / 3))
     demand_unchanged(prepared, model, work)
     make_checkpoint(own_llama, "llama", LABELS, seed=9, pad=None)
     for path, seen in work.files.items():
@@ -507,8 +507,8 @@ def test_an_adapter_on_the_hub_stands_for_a_commit(make: Make, project: Project,
 
 def test_the_tokenizer_in_a_folder_of_another_kind_of_checkpoint(make: Make) -> None:
     gemma = str(make().config.models[0].model_dump()["model_name_or_path"]).replace("llama", "gemma")
-    found = first(make({"model_name_or_path": gemma})).changed_from(first(make()))
-    assert found == ("settings", "weights", "tokenizer")  # its labels stand in another order, too
+    result = first(make({"model_name_or_path": gemma})).changed_from(first(make()))
+    assert result == ("settings", "weights", "tokenizer")  # its labels stand in another order, too
 
 
 def test_members_share_what_they_read(make: Make, project: Project) -> None:
@@ -517,31 +517,31 @@ def test_members_share_what_they_read(make: Make, project: Project) -> None:
     models[4]["text_column"] = "label"
     prepared = make(models=models)
     files = FileDigests(whole=False)
-    found = [member_fingerprint(prepared, member, files) for member in prepared.plan.members]
-    assert len(set(found[:4])) == 1
-    assert found[4].changed_from(found[0]) == ("settings", "rows")
-    assert found == [member_fingerprint(prepared, member) for member in prepared.plan.members]
+    results = [member_fingerprint(prepared, member, files) for member in prepared.plan.members]
+    assert len(set(results[:4])) == 1
+    assert results[4].changed_from(results[0]) == ("settings", "rows")
+    assert results == [member_fingerprint(prepared, member) for member in prepared.plan.members]
 
 
 def test_a_fingerprint_goes_through_json_and_holds_only_digests(make: Make) -> None:
     secret = "hf_secret_of_mine"
     kwargs = {"model_kwargs": {"key": secret}, "tokenizer_kwargs": {"other": [secret]}}
-    found = first(make({**kwargs, "prompt_template": f"{secret} {{{{ text }}}}", "text_column": None}))
-    text = json.dumps(found.to_dict())
-    assert secret not in text + repr(found)
+    result = first(make({**kwargs, "prompt_template": f"{secret} {{{{ text }}}}", "text_column": None}))
+    text = json.dumps(result.to_dict())
+    assert secret not in text + repr(result)
     again = Fingerprint.from_dict(json.loads(text))
-    assert again == found
-    assert again.digest == found.digest
-    assert again.changed_from(found) == ()
+    assert again == result
+    assert again.digest == result.digest
+    assert again.changed_from(result) == ()
 
 
 @pytest.mark.parametrize("name", COMPONENTS)
 def test_every_component_counts_in_the_whole(make: Make, name: str) -> None:
-    found = first(make())
-    other = Fingerprint.from_dict({**found.to_dict(), name: "0" * 64})
+    result = first(make())
+    other = Fingerprint.from_dict({**result.to_dict(), name: "0" * 64})
     assert other is not None
-    assert other.digest != found.digest
-    assert other.changed_from(found) == (name,)
+    assert other.digest != result.digest
+    assert other.changed_from(result) == (name,)
 
 
 def test_what_cannot_be_read_is_no_fingerprint(make: Make) -> None:

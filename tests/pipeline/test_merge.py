@@ -179,11 +179,11 @@ def test_rows_that_no_member_reached(made: Path, unfinished: Path, fill: str) ->
         "sample": sample[REACHED:],
     }
     expected[REACHED:] = rest[fill]
-    found = read(unfinished.parent / "run/ensemble.csv").to_numpy()
+    result = read(unfinished.parent / "run/ensemble.csv").to_numpy()
     # pandas before 3 reads small numbers to fewer digits
-    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(result, expected, rtol=1e-12, atol=1e-15)
     submitted = read(unfinished.parent / "run/submission.csv").to_numpy()
-    assert submitted.tobytes() == found.tobytes()
+    assert submitted.tobytes() == result.tobytes()
     assert results.filled_rows == ROWS - REACHED
     truth = pd.read_csv(made / "table.csv", dtype=str)["label"].map(LABELS.index).to_numpy()
     losses = -np.log(expected[np.arange(ROWS), truth])

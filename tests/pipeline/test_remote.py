@@ -269,7 +269,7 @@ def test_an_object_that_changes_while_it_is_copied(tmp_path: Path, monkeypatch: 
     finally:
         is_copied.set()
         toucher.join()
-    assert not [found for found in (tmp_path / "cache").rglob("*") if found.is_file()]
+    assert not [result for result in (tmp_path / "cache").rglob("*") if result.is_file()]
     assert copy_in(f"file://{path}").path.read_bytes() == path.read_bytes()
 
 

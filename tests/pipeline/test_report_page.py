@@ -80,11 +80,11 @@ def test_a_broken_library_costs_the_report_and_nothing_else(project: Project, tm
     variables = broken(tmp_path, "raise ImportError('no Matplotlib here')")
     done = project.ensemble("run", "config.yaml", environment=variables)
     assert done.returncode == 0, done.stderr
-    said = " ".join(done.stdout.split())
+    text = " ".join(done.stdout.split())
     assert (
         "the report was not written: ImportError: no Matplotlib here; runs/first/logs/report.log says more. "
         f"The results are complete; {HINT}"
-    ) in said
+    ) in text
     assert project.run_json()["status"] == "complete"
     assert {name: (project.folder / "runs/first" / name).read_bytes() for name in before} == before
     assert not (project.folder / "runs/first/report.html").exists()
@@ -172,9 +172,9 @@ def test_a_signal_ends_the_report_and_not_the_run(
         assert process.returncode == -number
         return
     assert process.returncode == 0
-    said = " ".join(output.split())
-    assert "ensemble: runs/first/ensemble.csv" in said, "the summary"
-    assert f"the report was not written: a signal stopped it. The results are complete; {HINT}" in said
+    text = " ".join(output.split())
+    assert "ensemble: runs/first/ensemble.csv" in text, "the summary"
+    assert f"the report was not written: a signal stopped it. The results are complete; {HINT}" in text
 
 
 Run = Callable[..., tuple[Path | None, list[str]]]
@@ -191,9 +191,9 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         code: str, left: float = math.inf, is_stopped: Callable[[], bool] = lambda: False, wanted: bool = True
     ) -> tuple[Path | None, list[str]]:
         monkeypatch.setattr(report_page, "python_command", lambda module: [sys.executable, "-c", code])
-        said: list[str] = []
-        page = write_page(rundir, ran, wanted, left, is_stopped, said.append)
-        return page, [text for text in said if text != "the report is being written"]
+        messages: list[str] = []
+        page = write_page(rundir, ran, wanted, left, is_stopped, messages.append)
+        return page, [text for text in messages if text != "the report is being written"]
 
     return run
 
@@ -219,15 +219,15 @@ def test_a_process_that_fails_or_hangs(
 ) -> None:
     if "sleep" in code:
         monkeypatch.setattr(report_page, "_MAX_SECONDS", 0.1)
-    page, (said,) = made(code)
+    page, (message,) = made(code)
     assert page is None
-    assert re.match(f"the report was not written: {why}", said), said
+    assert re.match(f"the report was not written: {why}", message), message
 
 
 def test_the_time_limit_and_what_stands_already(made: Run, tmp_path: Path) -> None:
-    page, (said,) = made(WRITES, left=report_page.MIN_SECONDS - 0.1)
+    page, (message,) = made(WRITES, left=report_page.MIN_SECONDS - 0.1)
     assert page is None
-    assert said.startswith("the report was not written: time_limit leaves no time for it. The results")
+    assert message.startswith("the report was not written: time_limit leaves no time for it. The results")
     assert made(WRITES, wanted=False) == (None, [])
     path = tmp_path / "run/report.html"
     assert made(WRITES, left=60.0) == (path, [])
@@ -239,11 +239,11 @@ def test_the_time_limit_and_what_stands_already(made: Run, tmp_path: Path) -> No
 
 
 def test_the_advice_can_be_pasted(tmp_path: Path) -> None:
-    rundir, said = RunDir(tmp_path / "it's a run"), list[str]()
+    rundir, message = RunDir(tmp_path / "it's a run"), list[str]()
     rundir.create()
     rundir.tidy()
-    assert write_page(rundir, report(member()), True, 0.0, lambda: False, said.append) is None
-    command = re.findall("`(.*)`", said[0])[0]
+    assert write_page(rundir, report(member()), True, 0.0, lambda: False, message.append) is None
+    command = re.findall("`(.*)`", message[0])[0]
     assert shlex.split(command)[-2:] == ["report", str(rundir.root)]
 
 
@@ -252,9 +252,9 @@ def test_no_process_is_an_answer_too(made: Run, monkeypatch: pytest.MonkeyPatch)
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    page, (said,) = made("")
+    page, (message,) = made("")
     assert page is None
-    assert "no process could be started for it (Resource temporarily unavailable)" in said
+    assert "no process could be started for it (Resource temporarily unavailable)" in message
 
 
 def test_the_function(tmp_path: Path) -> None:

@@ -36,9 +36,9 @@ def test_equal_weights_are_held_against_fitted_ones(first: Project) -> None:
     _words(first.ensemble("fit", "config.yaml", "-q"))
     overlay = yaml.safe_load((first.folder / "weights.yaml").read_text(encoding="utf-8"))
     fitted = {member["name"]: member["weight"] for member in overlay["models"]}
-    said = _words(first.ensemble("run", "config.yaml", "weights.yaml", *_SECOND))
+    words = _words(first.ensemble("run", "config.yaml", "weights.yaml", *_SECOND))
     for name in ("gemma", "llama"):
-        assert f"{name}: 300 of 300 rows taken over from runs/first/predictions/{name}.csv" in said
+        assert f"{name}: 300 of 300 rows taken over from runs/first/predictions/{name}.csv" in words
         of_first, of_second = (
             (first.folder / run / f"predictions/{name}.csv").read_bytes()
             for run in ("runs/first", "runs/second")
@@ -54,9 +54,9 @@ def test_equal_weights_are_held_against_fitted_ones(first: Project) -> None:
     assert re.search(rf"models\.gemma\.weight\W+0\.6\W+{re.escape(str(fitted['gemma']))}", compared)
     assert "! runs/second: the ensemble was fitted on these 300 rows; held-out log loss: " in compared
     assert "fitted_on" not in compared
-    found = ensemble.compare(first.folder / "runs/first", first.folder / "runs/second", quiet=True)
-    assert [change.changed for change in found.changes if change.name != "ensemble"] == [0, 0]
-    assert "log_loss" in {metric.metric for metric in found.metrics if metric.name == "ensemble"}
+    comparison = ensemble.compare(first.folder / "runs/first", first.folder / "runs/second", quiet=True)
+    assert [change.changed for change in comparison.changes if change.name != "ensemble"] == [0, 0]
+    assert "log_loss" in {metric.metric for metric in comparison.metrics if metric.name == "ensemble"}
     # The same command again keeps its own rows, and the first run is as it was.
     again = _words(first.ensemble("run", "config.yaml", "weights.yaml", *_SECOND))
     assert "gemma: done by an earlier run, reused" in again
@@ -67,8 +67,8 @@ def test_only_what_the_other_run_lacks_is_computed(first: Project) -> None:
     rows = [[row_id, text, "tie"] for row_id, text in zip(first.ids[:40], first.texts[:40], strict=True)]
     first.write_csv("more.csv", ["id", "text", "label"], [["new", "a row of its own", "tie"], *rows])
     changes = ("--set", "data.path=more.csv", "--set", "models.llama.max_length=9")
-    said = _words(first.ensemble("run", "config.yaml", *changes, *_SECOND))
-    assert "gemma: 40 of 41 rows taken over from runs/first/predictions/gemma.csv" in said
+    words = _words(first.ensemble("run", "config.yaml", *changes, *_SECOND))
+    assert "gemma: 40 of 41 rows taken over from runs/first/predictions/gemma.csv" in words
     gemma, llama = first.run_json("runs/second")["members"]
     assert (gemma["reused_rows"], gemma["rows"], llama["reused_rows"], llama["rows"]) == (40, 1, 0, 41)
 
@@ -84,7 +84,7 @@ def test_the_python_api_takes_another_runs_rows(first: Project, monkeypatch: pyt
 
 def test_reuse_of_what_has_nothing_is_one_sentence(first: Project) -> None:
     def refused(folder: str, *sets: str, code: int = 2) -> str:
-        options = [part for one in sets for part in ("--set", one)]
+        options = [part for keys in sets for part in ("--set", keys)]
         return _words(first.ensemble("run", "config.yaml", "--reuse", folder, *options), code)
 
     to_second = "output_dir=runs/second"
@@ -131,5 +131,5 @@ def test_from_the_labelled_table_to_the_test_table_and_back(first: Project) -> N
     _words(first.ensemble("run", "config.yaml", "weights.yaml", *to_test, *without, "-q"))
     assert len(first.read("runs/test/ensemble.csv")[1]) == 30
     # And back: the labelled run is as it was, and nothing of it is computed again.
-    said = _words(first.ensemble("run", "config.yaml", "weights.yaml"))
-    assert "gemma: done by an earlier run, reused" in said
+    words = _words(first.ensemble("run", "config.yaml", "weights.yaml"))
+    assert "gemma: done by an earlier run, reused" in words

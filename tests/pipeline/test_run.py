@@ -288,8 +288,8 @@ def test_an_adapter_on_a_base_without_a_head(project: Project, tmp_path: Path) -
     project.write_config(project.config(models=[{**member, "model_name_or_path": str(other)}]))
     refused = project.ensemble("run", "config.yaml")
     assert refused.returncode == 1
-    said = " ".join((refused.stderr + refused.stdout).split())
-    assert f"adapter {adapter} is not for {other}" in said
+    text = " ".join((refused.stderr + refused.stdout).split())
+    assert f"adapter {adapter} is not for {other}" in text
     assert f"it was trained on {base}" in (project.folder / "runs/first/run.json").read_text()
     assert "Traceback" not in refused.stderr
 
@@ -349,8 +349,8 @@ def _start(project: Project, *arguments: str) -> subprocess.Popen[str]:
 
 def _children(pid: int) -> list[int]:
     """Processes that a process has started, as /proc shows them."""
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
-    return [int(number) for number in found.split()]
+    result = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
+    return [int(number) for number in result.split()]
 
 
 def _wait_for_worker(process: subprocess.Popen[Any]) -> int:

@@ -42,7 +42,7 @@ def csv_run(project: Project) -> Project:
     return project
 
 
-def _said(project: Project, *command: str, code: int = 2) -> str:
+def _printed(project: Project, *command: str, code: int = 2) -> str:
     done = project.ensemble(*command)
     assert done.returncode == code, done.stdout + done.stderr
     return " ".join(done.stderr.split() if code else done.stdout.split())
@@ -78,10 +78,10 @@ def test_edited_predictions_are_refused_by_name(csv_run: Project, command: tuple
     _edit(path)
     if command[0] == "validate":
         command = (*command, "--set", "output_dir=runs/second")
-    assert _EDITED in _said(csv_run, *command)
+    assert _EDITED in _printed(csv_run, *command)
     # A copy elsewhere is anybody's file.
     shutil.copy(path, csv_run.folder / "mine.csv")
-    _said(csv_run, "merge", "mine.csv", "m1.csv", "-o", "merged.csv", code=0)
+    _printed(csv_run, "merge", "mine.csv", "m1.csv", "-o", "merged.csv", code=0)
 
 
 def test_a_notebook_refuses_edited_predictions(csv_run: Project) -> None:
@@ -96,10 +96,10 @@ def test_a_run_makes_edited_predictions_anew(csv_run: Project) -> None:
     path = csv_run.folder / "runs/first/predictions/m0.csv"
     before = path.read_bytes()
     _edit(path)
-    said = _said(csv_run, "run", "config.yaml", code=0)
-    assert "predictions/m0.csv has been changed; it runs again" in said
+    message = _printed(csv_run, "run", "config.yaml", code=0)
+    assert "predictions/m0.csv has been changed; it runs again" in message
     assert path.read_bytes() == before
-    _said(csv_run, "fit", "config.yaml", code=0)
+    _printed(csv_run, "fit", "config.yaml", code=0)
 
 
 def test_the_report_of_a_run_says_in_a_sentence_that_predictions_were_edited(project: Project) -> None:
@@ -112,47 +112,47 @@ def test_the_report_of_a_run_says_in_a_sentence_that_predictions_were_edited(pro
     from ensemble.pipeline.run_dir import RunDir
     from ensemble.pipeline.run_report import RunReport
 
-    rundir, said = RunDir(project.folder / "runs/first"), list[str]()
-    page = write_page(rundir, RunReport.read(rundir.run_json), True, 500, lambda: False, said.append)
+    rundir, message = RunDir(project.folder / "runs/first"), list[str]()
+    page = write_page(rundir, RunReport.read(rundir.run_json), True, 500, lambda: False, message.append)
     assert page is None
-    assert _EDITED in said[-1]
+    assert _EDITED in message[-1]
     assert "Traceback" not in rundir.report_log.read_text(encoding="utf-8")
 
 
 def test_fit_wants_the_predictions_of_the_csv_that_the_config_names(csv_run: Project) -> None:
-    said = _said(csv_run, "fit", "config.yaml", "--set", "models.m0.path=other.csv")
+    message = _printed(csv_run, "fit", "config.yaml", "--set", "models.m0.path=other.csv")
     assert (
         "runs/first: the settings of m0 (file) have changed since the predictions there were made; run the config "
         "with these settings first, then fit"
-    ) in said
+    ) in message
     assert not (csv_run.folder / "weights.yaml").exists()
     # What its file holds counts, and not where it is.
     shutil.copy(csv_run.folder / "m0.csv", csv_run.folder / "moved.csv")
-    _said(csv_run, "fit", "config.yaml", "--set", "models.m0.path=moved.csv", code=0)
+    _printed(csv_run, "fit", "config.yaml", "--set", "models.m0.path=moved.csv", code=0)
     (csv_run.folder / "m0.csv").unlink()
-    _said(csv_run, "fit", "config.yaml", "--force", code=0)
+    _printed(csv_run, "fit", "config.yaml", "--force", code=0)
     shutil.copy(csv_run.folder / "other.csv", csv_run.folder / "m0.csv")
-    assert "m0 (file)" in _said(csv_run, "fit", "config.yaml", "--force")
-    _said(csv_run, "run", "config.yaml", "-q", code=0)
-    _said(csv_run, "fit", "config.yaml", "--force", code=0)
+    assert "m0 (file)" in _printed(csv_run, "fit", "config.yaml", "--force")
+    _printed(csv_run, "run", "config.yaml", "-q", code=0)
+    _printed(csv_run, "fit", "config.yaml", "--force", code=0)
     first, second = yaml.safe_load((csv_run.folder / "weights.yaml").read_text())["models"]
     assert first["weight"] < second["weight"]
 
 
 @pytest.mark.long
 def test_weights_are_fitted_whatever_changes_no_predictions(csv_run: Project) -> None:
-    _said(csv_run, "fit", "config.yaml", "--calibration", "temperature", code=0)
+    _printed(csv_run, "fit", "config.yaml", "--calibration", "temperature", code=0)
     for sets in (
         ["models.m0.weight=0.2", "ensemble.method=geometric_mean"],
         ["models.m0.calibration={temperature: 2}"],
         ["devices=[0]", "time_limit=60", "report=true", "submission=null"],
         ["models.m0.partial=true"],
     ):
-        options = [part for one in sets for part in ("--set", one)]
-        _said(csv_run, "fit", "config.yaml", *options, "--force", code=0)
-    _said(csv_run, "fit", "config.yaml", "weights.yaml", "-o", "again.yaml", code=0)
-    _said(csv_run, "run", "config.yaml", "weights.yaml", "-q", code=0)
-    _said(csv_run, "fit", "config.yaml", "--force", code=0)
+        options = [part for keys in sets for part in ("--set", keys)]
+        _printed(csv_run, "fit", "config.yaml", *options, "--force", code=0)
+    _printed(csv_run, "fit", "config.yaml", "weights.yaml", "-o", "again.yaml", code=0)
+    _printed(csv_run, "run", "config.yaml", "weights.yaml", "-q", code=0)
+    _printed(csv_run, "fit", "config.yaml", "--force", code=0)
 
 
 @pytest.mark.long
@@ -164,16 +164,16 @@ def test_fit_and_plan_want_predictions_by_the_settings_of_the_config(project: Pr
     assert project.ensemble("run", "config.yaml", "-q", "--set", "models.llama.when=null").returncode == 0
     assert "max_length" in project.run_json()["members"][0]["settings"]
     other = ("--set", "models.gemma.max_length=3")
-    assert "runs/first: the settings of gemma (max_length) have changed" in _said(
+    assert "runs/first: the settings of gemma (max_length) have changed" in _printed(
         project, "fit", "config.yaml", "--set", "models.llama.when=null", *other
     )
     named = ("--predictions-from", "runs/first", "--set", "output_dir=runs/second")
     assert (
         "--predictions-from: runs/first: the settings of gemma (max_length) have changed since the predictions "
         "there were made; run the config there with these settings first, or leave the option out"
-    ) in _said(project, "plan", "config.yaml", *named, *other)
+    ) in _printed(project, "plan", "config.yaml", *named, *other)
     # A run here would compute gemma again, so its old predictions tell a plan nothing.
-    assert "there are no predictions of gemma" in _said(project, "plan", "config.yaml", *other, code=0)
+    assert "there are no predictions of gemma" in _printed(project, "plan", "config.yaml", *other, code=0)
     same = (
         "--set",
         "models.gemma.batch_size=4",
@@ -182,11 +182,11 @@ def test_fit_and_plan_want_predictions_by_the_settings_of_the_config(project: Pr
         "--set",
         "models.gemma.num_gpus=0",
     )
-    assert "by the predictions of 300 rows" in _said(project, "plan", "config.yaml", *named, *same, code=0)
-    _said(project, "fit", "config.yaml", "--set", "models.llama.when=null", *same, code=0)
+    assert "by the predictions of 300 rows" in _printed(project, "plan", "config.yaml", *named, *same, code=0)
+    _printed(project, "fit", "config.yaml", "--set", "models.llama.when=null", *same, code=0)
     _edit(project.folder / "runs/first/predictions/gemma.csv")
-    assert "gemma.json beside it has another SHA-256" in _said(project, "plan", "config.yaml", *named)
-    assert "there are no predictions of gemma" in _said(project, "plan", "config.yaml", code=0)
+    assert "gemma.json beside it has another SHA-256" in _printed(project, "plan", "config.yaml", *named)
+    assert "there are no predictions of gemma" in _printed(project, "plan", "config.yaml", code=0)
 
 
 def test_settings_of_a_run_that_was_stopped_are_not_those_of_earlier_predictions(csv_run: Project) -> None:
@@ -197,4 +197,4 @@ def test_settings_of_a_run_that_was_stopped_are_not_those_of_earlier_predictions
     assert manifest["settings"] == document["members"][0]["settings"]
     document["members"][0]["settings"]["seed"] = "0" * 16
     path.write_text(json.dumps(document), encoding="utf-8")
-    _said(csv_run, "fit", "config.yaml", code=0)
+    _printed(csv_run, "fit", "config.yaml", code=0)

@@ -31,10 +31,10 @@ class Broken(LocalLauncher):
 def refused(project: Project, *arguments: str, **environment: str) -> str:
     """What a command says that ends with exit code 2, in one line."""
     done = project.ensemble(*arguments, environment=environment)
-    said = " ".join(done.stderr.split())
-    assert done.returncode == 2, done.stdout + said
-    assert "Traceback" not in said
-    return said
+    text = " ".join(done.stderr.split())
+    assert done.returncode == 2, done.stdout + text
+    assert "Traceback" not in text
+    return text
 
 
 @pytest.mark.fault(15)
@@ -45,10 +45,10 @@ def test_a_file_system_without_locks(project: Project, tmp_path: Path) -> None:
     source = Path(__file__).with_name("no_locks.c")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
     project.write_config(project.config())
-    said = refused(project, "run", "config.yaml", LD_PRELOAD=str(library))
-    assert "output_dir: the file system of" in said
-    assert "has no file locks (flock: No locks available)" in said
-    assert "choose an output_dir on another disk" in said
+    message = refused(project, "run", "config.yaml", LD_PRELOAD=str(library))
+    assert "output_dir: the file system of" in message
+    assert "has no file locks (flock: No locks available)" in message
+    assert "choose an output_dir on another disk" in message
 
 
 @pytest.mark.fault(15)
@@ -58,9 +58,11 @@ def test_a_folder_in_place_of_a_file(project: Project) -> None:
     for name in names.split():
         (root / name).mkdir(parents=True)
     project.write_config(project.config())
-    said = refused(project, "run", "config.yaml")
+    message = refused(project, "run", "config.yaml")
     for name in names.split():
-        assert f"output_dir: runs/first/{name} is a folder, and the run writes a file there; remove" in said
+        assert (
+            f"output_dir: runs/first/{name} is a folder, and the run writes a file there; remove" in message
+        )
     # What reads a run, and what writes a report.
     for command in ("status", "report", "compare", "fit"):
         arguments = ["runs/first"] * (2 if command == "compare" else 1)
@@ -82,9 +84,9 @@ def test_folders_in_place_of_files_that_are_written_by_name(project: Project) ->
         ["init", "test.csv", "m.csv", "-o", "there.yaml", "--force"],
         ["fit", "m.csv", "--labels", "test.csv", "-o", "there.yaml", "--force"],
     ):
-        said = refused(project, *arguments)
-        assert "there." in said, said
-        assert "is a directory" in said or "is a folder" in said, said
+        message = refused(project, *arguments)
+        assert "there." in message, message
+        assert "is a directory" in message or "is a folder" in message, message
 
 
 @pytest.mark.fault(15)
@@ -110,11 +112,11 @@ def test_a_link_to_no_folder_in_place_of_a_folder(
         "output_dir": output_dir,
     }
     target = "circle" if output_dir != "away" else "not mounted/runs"
-    said = f"output_dir: {output_dir[:6].strip('/')} is a link to {target}, which leads to no directory"
+    message = f"output_dir: {output_dir[:6].strip('/')} is a link to {target}, which leads to no directory"
     for command in (ensemble.validate, ensemble.run):
         with pytest.raises(ConfigError) as caught:
             command(config)
-        assert caught.value.problems[0].startswith(said)
+        assert caught.value.problems[0].startswith(message)
 
 
 def test_an_error_that_is_of_no_file(project: Project, tmp_path: Path) -> None:
@@ -128,8 +130,8 @@ def test_an_error_that_is_of_no_file(project: Project, tmp_path: Path) -> None:
     (site / "broken.py").write_text(BROKEN)
     project.write_config(project.config(launcher="broken"))
     done = project.ensemble("run", "config.yaml", environment={"PYTHONPATH": python_path(site, ROOT)})
-    said = " ".join(done.stderr.split())
-    assert done.returncode == 1, said
-    assert "cannot write" not in said
-    assert "the run ended with an error of the system (BrokenPipeError: [Errno 32] Broken pipe)" in said
-    assert "the same command resumes where it stopped" in said
+    text = " ".join(done.stderr.split())
+    assert done.returncode == 1, text
+    assert "cannot write" not in text
+    assert "the run ended with an error of the system (BrokenPipeError: [Errno 32] Broken pipe)" in text
+    assert "the same command resumes where it stopped" in text

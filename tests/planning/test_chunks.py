@@ -23,8 +23,8 @@ def test_chunks_are_dispatched_from_the_longest_then_from_the_shortest() -> None
     (member,) = make_plan(config({}), {"m0": facts(lengths)}, [], speeds=speeds).members
     nothing, everything = np.zeros(5000, dtype=np.bool_), np.ones(5000, dtype=np.bool_)
     chunks = without_done(member, nothing, is_timed=True).chunks
-    assert [one.index for one in chunks] == [0, *range(len(chunks) - 1, 0, -1)]
-    rows = [one.rows for one in chunks]
+    assert [chunk.index for chunk in chunks] == [0, *range(len(chunks) - 1, 0, -1)]
+    rows = [chunk.rows for chunk in chunks]
     half = len(rows) // 2
     assert sum(rows[:half]) > 0.6 * sum(rows), "half of the work, and more than half of the rows"
     assert without_done(member, everything, is_timed=True).chunks == ()
@@ -42,11 +42,13 @@ def test_under_a_time_limit_members_that_read_different_texts_have_one_cut() -> 
     for member in members:
         read = lengths[member.name]
         np.testing.assert_array_equal(member.order, members[0].order)
-        cuts = [[(one.index, one.start, one.stop) for one in each.chunks] for each in (member, members[0])]
+        cuts = [
+            [(chunk.index, chunk.start, chunk.stop) for chunk in each.chunks] for each in (member, members[0])
+        ]
         assert cuts[0] == cuts[1]
-        work = [(read[member.order[one.start : one.stop]] + 32).sum() for one in member.chunks]
+        work = [(read[member.order[chunk.start : chunk.stop]] + 32).sum() for chunk in member.chunks]
         np.testing.assert_allclose(
-            [one.cost for one in member.chunks], np.array(work) / sum(work), rtol=1e-12
+            [chunk.cost for chunk in member.chunks], np.array(work) / sum(work), rtol=1e-12
         )
 
 
@@ -68,20 +70,20 @@ def test_what_is_left_is_every_row_that_is_not_done(rows: list[tuple[int, bool]]
     moved, left = what_is_left(chunks, order, is_done)
     np.testing.assert_array_equal(order, before)
     assert sorted(moved.tolist()) == list(range(len(rows)))
-    places = [place for one in left for place in range(one.start, one.stop)]
+    places = [place for left_over in left for place in range(left_over.start, left_over.stop)]
     assert sorted(moved[places].tolist()) == np.flatnonzero(~is_done).tolist(), "each of them, and once"
     in_order = [place for place in order.tolist() if not is_done[place]]
-    assert [row for one in left for row in moved[one.start : one.stop].tolist()] == in_order
-    whole = [one for one in chunks if not is_done[order[one.start : one.stop]].any()]
-    assert [one for one in left if one in chunks] == whole, "these stay as they were cut"
-    for one in whole:
-        np.testing.assert_array_equal(moved[one.start : one.stop], order[one.start : one.stop])
-    assert len({one.index for one in left} | {one.index for one in chunks}) == len(
-        [one for one in left if one not in chunks]
+    assert [row for left_over in left for row in moved[left_over.start : left_over.stop].tolist()] == in_order
+    whole = [chunk for chunk in chunks if not is_done[order[chunk.start : chunk.stop]].any()]
+    assert [left_over for left_over in left if left_over in chunks] == whole, "these stay as they were cut"
+    for item in whole:
+        np.testing.assert_array_equal(moved[item.start : item.stop], order[item.start : item.stop])
+    assert len({left_over.index for left_over in left} | {chunk.index for chunk in chunks}) == len(
+        [left_over for left_over in left if left_over not in chunks]
     ) + len(chunks)
     if not is_done.any():
         assert left == chunks
-    assert sum(one.cost for one in left) <= 1 + 1e-9
+    assert sum(left_over.cost for left_over in left) <= 1 + 1e-9
 
 
 @tries(60)

@@ -63,10 +63,10 @@ def test_speeds_come_from_members_that_were_computed_alike() -> None:
 
 def test_what_an_earlier_run_did_not_get_to_measure_is_guessed() -> None:
     guess = Speed(130.0, 0.01, is_measured=False)
-    (found,) = measured_speeds(of_two(per_work=0.0), ["T4"], {"a": "same"}).values()
-    assert found.or_guess(guess) == Speed(10.0, 0.01, is_measured=False, is_startup_measured=True)
-    (found,) = measured_speeds(of_two(startup=0.0), ["T4"], {"a": "same"}).values()
-    assert found.or_guess(guess) == Speed(130.0, 0.5, is_measured=True, is_startup_measured=False)
+    (result,) = measured_speeds(of_two(per_work=0.0), ["T4"], {"a": "same"}).values()
+    assert result.or_guess(guess) == Speed(10.0, 0.01, is_measured=False, is_startup_measured=True)
+    (result,) = measured_speeds(of_two(startup=0.0), ["T4"], {"a": "same"}).values()
+    assert result.or_guess(guess) == Speed(130.0, 0.5, is_measured=True, is_startup_measured=False)
 
 
 @tries(60)
@@ -76,13 +76,13 @@ def test_guesses_that_are_off_by_one_factor_are_put_right(
 ) -> None:
     guessed = {str(index): guess for index, guess in enumerate(guesses)}
     truth = {name: guess * factor for name, guess in guessed.items()}
-    found = calibrated(guessed, dict(list(truth.items())[:measured]))
-    assert found == pytest.approx(truth if measured else guessed, rel=1e-9)
+    rescaled = calibrated(guessed, dict(list(truth.items())[:measured]))
+    assert rescaled == pytest.approx(truth if measured else guessed, rel=1e-9)
 
 
 def test_calibration_by_hand() -> None:
-    found = calibrated({"a": 1.0, "b": 10.0, "c": 5.0, "d": 0.0}, {"a": 2.0, "b": 80.0})
-    assert found == {"a": 2.0, "b": 80.0, "c": pytest.approx(20.0), "d": None}, "the mean of 2 and 8 is 4"
+    rescaled = calibrated({"a": 1.0, "b": 10.0, "c": 5.0, "d": 0.0}, {"a": 2.0, "b": 80.0})
+    assert rescaled == {"a": 2.0, "b": 80.0, "c": pytest.approx(20.0), "d": None}, "the mean of 2 and 8 is 4"
     assert calibrated({"a": 0.0, "b": 3.0}, {"a": 2.0}) == {"a": 2.0, "b": 3.0}
 
 

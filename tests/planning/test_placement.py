@@ -106,11 +106,11 @@ def test_what_cannot_fit_is_said_with_what_would_help(models: Path) -> None:
 def test_on_the_cpu_too_what_cannot_fit_is_an_error_and_what_may_not_a_warning(models: Path) -> None:
     (asked,) = config({"model_name_or_path": "llama", "num_gpus": 0}).models
     facts = {"m0": planned(models, asked, np.full(10, 6000, dtype=np.int64))}  # 28 GiB in float32
-    for total, used, found in ((24, 1, "problem"), (40, 20, "warning"), (40, 1, "")):
+    for total, used, result in ((24, 1, "problem"), (40, 20, "warning"), (40, 1, "")):
         host = Device("cpu", "CPU", None, total * GIB, used * GIB)
         made = make_plan(config({"model_name_or_path": "llama", "num_gpus": 0}), facts, [], host)
-        assert len(made.problems) == (found == "problem")
-        assert len(made.warnings) == (found == "warning")
+        assert len(made.problems) == (result == "problem")
+        assert len(made.warnings) == (result == "warning")
         for text in (*made.problems, *made.warnings):
             assert text.startswith("models[0] (m0): on the CPU it takes about 28.4 GiB of memory, and ")
 
@@ -215,9 +215,9 @@ def test_remedies_are_ones_that_the_rules_allow(models: Path) -> None:
 
 
 def test_workers_that_share_a_gpu_share_its_memory(models: Path) -> None:
-    one = [card(0, 15)]
-    assert plan(models, one, {"quantization_config": NF4}, max_workers_per_gpu=2).members[0].replicas == 2
-    assert plan(models, one, {"quantization_config": NF4}, max_workers_per_gpu=4).problems
+    item = [card(0, 15)]
+    assert plan(models, item, {"quantization_config": NF4}, max_workers_per_gpu=2).members[0].replicas == 2
+    assert plan(models, item, {"quantization_config": NF4}, max_workers_per_gpu=4).problems
 
 
 def test_members_run_at_the_same_time(models: Path) -> None:

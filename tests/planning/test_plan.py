@@ -88,7 +88,7 @@ def test_places_of_a_gpu_that_members_share() -> None:
         }
         made = make_plan(config(*({} for _ in sizes), max_workers_per_gpu=3), known, devices)
         assert not made.problems
-        return [(one.placement.places, one.replicas) for one in made.members]
+        return [(member.placement.places, member.replicas) for member in made.members]
 
     gib = 1 << 30
     assert places(gpus(1), 5 * gib, 6 * gib, 11 * gib, 16 * gib) == [(1, 3), (2, 1), (3, 1), (3, 1)]

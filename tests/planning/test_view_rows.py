@@ -21,14 +21,14 @@ VIEW_ROWS[:, -100:] = True
 
 def rows_in(member: MemberPlan) -> list[set[int]]:
     """The rows of each view; each one in a chunk of its view, once."""
-    found: list[list[int]] = [[], [], []]
+    results: list[list[int]] = [[], [], []]
     for chunk in member.chunks:
         views, rows = divmod(member.order[chunk.start : chunk.stop], ROWS)
         assert set(views.tolist()) == {chunk.view}
-        found[chunk.view] += rows.tolist()
+        results[chunk.view] += rows.tolist()
     assert len({chunk.index for chunk in member.chunks}) == len(member.chunks)
-    assert all(len(rows) == len(set(rows)) for rows in found)
-    return [set(rows) for rows in found]
+    assert all(len(rows) == len(set(rows)) for rows in results)
+    return [set(rows) for rows in results]
 
 
 def wanted(is_selected: Any = True) -> list[set[int]]:

@@ -26,11 +26,11 @@ def by_csv_module(content: bytes, limit: int | None = None) -> tuple[list[str], 
         return [record for record in csv.reader(io.StringIO(text, newline="")) if record]
 
     text = content.decode("utf-8-sig", "surrogateescape")
-    found = records(text)
-    if not found:
+    result = records(text)
+    if not result:
         return None
-    is_open = len(records(text + "\nx")) == len(found)
-    header, *rows = found
+    is_open = len(records(text + "\nx")) == len(result)
+    header, *rows = result
     if is_open and (limit is None or len(rows) <= limit):
         return None
     rows = rows[:limit]
@@ -99,11 +99,11 @@ def test_the_row_that_is_broken_is_named(
     folder: Path, above: list[bytes], broken: bytes, below: list[bytes]
 ) -> None:
     content = b"id,text\n" + b"".join(above) + broken + b"\n" + b"".join(below)
-    found = outcome(folder / "x.csv", content, read_text_csv)
+    result = outcome(folder / "x.csv", content, read_text_csv)
     row = 1 + sum(line != b"\n" for line in above)
-    assert isinstance(found, tuple), found
-    assert f"row {row}" in found[0]
-    assert BROKEN_ROWS[broken] in found[0]
+    assert isinstance(result, tuple), result
+    assert f"row {row}" in result[0]
+    assert BROKEN_ROWS[broken] in result[0]
 
 
 # pyarrow reads blocks of this size, in which a line end, a quote or a character may be cut.
@@ -131,10 +131,10 @@ def test_cells_that_stand_across_two_blocks(
     cell, cell_bytes = character.replace('"', '""'), len(character.replace('"', '""').encode())
     size = (BLOCK_BYTES - len(",".join(above)) - len(commas) - 4 - before_end) // cell_bytes
     content = f'{",".join(above)}\n"{cell * size}"{commas}\n{written.getvalue()}'.encode()
-    found = outcome(folder / "x.csv", content, read_text_csv)
+    result = outcome(folder / "x.csv", content, read_text_csv)
     expected = [[character * size] + [""] * len(commas), header, *rows]
-    assert not isinstance(found, tuple), found
-    assert [list(row.values()) for row in found.to_pylist()] == expected
+    assert not isinstance(result, tuple), result
+    assert [list(row.values()) for row in result.to_pylist()] == expected
     assert by_csv_module(content) == (above, expected)
 
 

@@ -24,10 +24,10 @@ def by_json(content: bytes) -> list[dict[str, Any]] | None:
     """The object in each line, or None for what is to be refused."""
     lines = [line.strip() for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n")]
     try:
-        found = [from_json(line, is_line=True) for line in lines if line]
+        results = [from_json(line, is_line=True) for line in lines if line]
     except (ValueError, RecursionError):
         return None
-    return found if found and all(isinstance(item, dict) for item in found) else None
+    return results if results and all(isinstance(item, dict) for item in results) else None
 
 
 def without_halves(value: object) -> object:
@@ -48,8 +48,8 @@ def test_any_bytes_as_json_lines(folder: Path, content: bytes) -> None:
     objects = by_json(content)
     if isinstance(table, InputTable):
         assert objects is not None
-        found = [row["text"] for row in given_to_workers(table, folder)]
-        assert repr(found) == repr(column_as_json_has_it(objects, "text"))
+        results = [row["text"] for row in given_to_workers(table, folder)]
+        assert repr(results) == repr(column_as_json_has_it(objects, "text"))
     elif objects is not None:
         row_ids = [item.get("id") for item in objects]
         spelled = {row_id if isinstance(row_id, str) else json.dumps(row_id) for row_id in row_ids}
@@ -114,8 +114,8 @@ def test_json_in_json_in_json(folder: Path, depth: int, opening: str, where: str
         assert isinstance(table, tuple)
     else:
         assert isinstance(table, InputTable)
-        found = given_to_workers(table, folder)[0][where]
-        assert found == json.loads(value)
+        result = given_to_workers(table, folder)[0][where]
+        assert result == json.loads(value)
         assert table.null_texts["other"] == (where == "other")
 
 

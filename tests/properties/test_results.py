@@ -51,8 +51,8 @@ def test_predictions_come_back(
     assert by_csv_module(path)[0] == header
     assert [[float(cell) for cell in row[1:]] for row in by_csv_module(path)[1:]] == values.tolist()
     order = list(range(len(ids))) if data is None else data.draw(st.permutations(range(len(ids))))
-    found = read_checked(path, header[0], header[1:], [ids[index] for index in order])
-    assert found.tolist() == values[order].tolist()
+    result = read_checked(path, header[0], header[1:], [ids[index] for index in order])
+    assert result.tolist() == values[order].tolist()
 
 
 # Blocks of this size are read, larger ones where an id asks for them.
@@ -113,12 +113,12 @@ def test_a_submission_is_the_sample_with_other_numbers(
     assert bool(sample.problems(table_ids, limited=False)) == bool(extra)
     values = np.random.default_rng(0).random((len(ids), len(labels)))
     sample.write(target, table_ids, values)
-    found_header, *found = by_csv_module(target)
+    found_header, *result = by_csv_module(target)
     assert found_header == sample_header
-    assert [row[sample_header.index(id_column)] for row in found] == [
+    assert [row[sample_header.index(id_column)] for row in result] == [
         name for name in sample_ids if name in ids
     ]
-    for row in found:
+    for row in result:
         expected = values[ids.index(row[sample_header.index(id_column)])]
         assert [float(row[sample_header.index(label)]) for label in labels] == expected.tolist()
 

@@ -53,9 +53,9 @@ def test_rows_that_are_copied_keep_every_cell(folder: Path, data: st.DataObject)
     for following in ([], [(Path("other.csv"), table)]):
         copy_rows(folder / name, FileRows(np.array(numbers), following), folder / f"copy-{name}")
         copied = read_table(folder / f"copy-{name}", needs(*header))
-        found = given_to_workers(copied, folder)
-        assert found[: len(numbers)] == [dict(zip(header, rows[row], strict=True)) for row in numbers]
-    assert [[row["id"], row["text"]] for row in found[len(numbers) :]] == others
+        result = given_to_workers(copied, folder)
+        assert result[: len(numbers)] == [dict(zip(header, rows[row], strict=True)) for row in numbers]
+    assert [[row["id"], row["text"]] for row in result[len(numbers) :]] == others
 
 
 @tries(100)

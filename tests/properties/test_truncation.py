@@ -58,8 +58,8 @@ def prompt(kind: str, template: str, max_length: int, fields: dict[str, Any] | N
 
 
 def ids(encoded: Encoded, row: int = 0) -> list[int]:
-    found: list[int] = encoded.inputs["input_ids"][row].tolist()
-    return found
+    result: list[int] = encoded.inputs["input_ids"][row].tolist()
+    return result
 
 
 def size(kind: str, text: str) -> int:
@@ -172,9 +172,9 @@ def test_nothing_of_the_room_is_lost(fields: list[tuple[int, float]], tokens: in
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("keep", KEEPS)
 def test_what_is_kept(kind: str, keep: str) -> None:
-    said = [f"the act of doing {word}" for word in ("work", "food", "plants", "animal", "river")]
-    room = size(kind, " ".join(said[:2]) + MARKER) + 6
-    rows = [{"t": json.dumps(said)}, {"t": json.dumps([said[0], " ".join(said)])}]
+    messages = [f"the act of doing {word}" for word in ("work", "food", "plants", "animal", "river")]
+    room = size(kind, " ".join(messages[:2]) + MARKER) + 6
+    rows = [{"t": json.dumps(messages)}, {"t": json.dumps([messages[0], " ".join(messages)])}]
     member = prompt(kind, "{{ t | fromjson | join('|') }}", room, {"t": {"share": 1.0, "keep": keep}})
     rendered: list[str] = []
     tokenize = member._truncation._tokenize  # type: ignore[union-attr]
@@ -184,16 +184,16 @@ def test_what_is_kept(kind: str, keep: str) -> None:
     text = rendered[-1]
     assert text.count(MARKER) == 1
     front, _, back = text.partition(MARKER)
-    whole = "|".join(said)
+    whole = "|".join(messages)
     assert whole.startswith(front)
     assert whole.endswith(back.strip(" |"))
     if keep in ("head", "head_tail"):
-        assert front.startswith(said[0])
+        assert front.startswith(messages[0])
     if keep != "head":
-        assert back.endswith(said[-1])
+        assert back.endswith(messages[-1])
     if keep in ("tail", "newest_turns", "newest_rounds"):
         assert not front
-        assert "|".join(said[-2:]) in back
+        assert "|".join(messages[-2:]) in back
     # Where the newest turn alone is too long it keeps its beginning, too.
     rendered.clear()
     member.encode([rows[1]])
@@ -220,9 +220,9 @@ def test_turns_that_a_template_counts_keep_their_places() -> None:
 
 @st.composite
 def conversations(draw: st.DrawFn) -> tuple[str, dict[str, Any], list[tuple[str, str, str]], int]:
-    said = st.lists(st.sampled_from(WORDS), min_size=1, max_size=30).map(" ".join)
-    rounds = draw(st.lists(st.tuples(said, said, said), min_size=1, max_size=6))
-    row = {name: json.dumps([one[place] for one in rounds]) for place, name in enumerate("pab")}
+    message = st.lists(st.sampled_from(WORDS), min_size=1, max_size=30).map(" ".join)
+    rounds = draw(st.lists(st.tuples(message, message, message), min_size=1, max_size=6))
+    row = {name: json.dumps([item[place] for item in rounds]) for place, name in enumerate("pab")}
     return draw(st.sampled_from([*MAKERS])), {**row, "note": "office"}, rounds, draw(st.integers(40, 200))
 
 
@@ -252,16 +252,16 @@ def test_the_newest_rounds_stay_whole(case: tuple[Any, ...], shares: list[float]
     )
     text = next(text for text in rendered if size(kind, text) + special == got.lengths[0])
     _, *shown = text.removesuffix("<end> office").split("<r>")
-    found = [tuple(re.split("<1>|<2>", one)) for one in shown]
-    assert found[1:] == [*rounds[len(rounds) - len(found) + 1 :]], "whole but for the oldest"
-    for part, whole in zip(found[0], rounds[len(rounds) - len(found)], strict=True):
+    results = [tuple(re.split("<1>|<2>", item)) for item in shown]
+    assert results[1:] == [*rounds[len(rounds) - len(results) + 1 :]], "whole but for the oldest"
+    for part, whole in zip(results[0], rounds[len(rounds) - len(results)], strict=True):
         before, _, after = part.rpartition(MARKER) if MARKER in part else ("", "", part)
         assert whole.endswith(after.lstrip() if MARKER in part else after)
         if before:  # a newest round that is too long by itself keeps its beginnings, too
-            assert len(found) == 1
+            assert len(results) == 1
             assert whole.startswith(before)
     # Nor would the round that is cut have fitted whole, nor the one before it if none is cut.
-    more = len(found) + (found[0] == rounds[len(rounds) - len(found)])
+    more = len(results) + (results[0] == rounds[len(rounds) - len(results)])
     parts = "".join(f"<r>{p}<1>{a}<2>{b}" for p, a, b in rounds[len(rounds) - more :])
     markers = 3 * (size(kind, MARKER) + 2) + 12
     assert size(kind, f"which{parts}<end> office") > max_length - markers

@@ -91,7 +91,7 @@ class Nodes:
         environment = {**sim.environment(), "TMPDIR": str(folder)}
         if self.fork_server:
             environment |= server_variables(self.fork_server)
-        order = {"name": name, "gpus": gpus, "cpus": cpus, "hidden": [str(one) for one in hidden]}
+        order = {"name": name, "gpus": gpus, "cpus": cpus, "hidden": [str(item) for item in hidden]}
         answer = self.tell(do="add", environment=environment, **order)
         self.raylets[name], self.has_mounts = answer["raylet"], answer["has_mounts"]
         self.head = answer["head"]
@@ -107,13 +107,13 @@ class Nodes:
             pytest.skip("no mounts of its own for a process may be made here")
         inside = [["nsenter", "-m", "-t", str(self.raylets[name])] for name in names]
         try:
-            for one in inside:
+            for inner in inside:
                 what = arguments or ("-t", "tmpfs", "hidden")
-                subprocess.run([*one, "mount", *what, str(folder)], check=True)
+                subprocess.run([*inner, "mount", *what, str(folder)], check=True)
             yield
         finally:
-            for one in inside:
-                subprocess.run([*one, "umount", "-l", str(folder)], check=False)
+            for inner in inside:
+                subprocess.run([*inner, "umount", "-l", str(folder)], check=False)
 
     def kill(self, name: str) -> None:
         self.tell(do="kill", name=name)
@@ -125,9 +125,9 @@ class Nodes:
 
     def close(self) -> None:
         self._process.communicate(timeout=60)
-        for one in self._helpers:
+        for helper in self._helpers:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+                helper.kill()
         shutil.rmtree(self._temporary, ignore_errors=True)
 
 
@@ -140,19 +140,19 @@ def on_cluster(nodes: Nodes, **settings: Any) -> dict[str, Any]:
 
 def agents() -> dict[int, list[int]]:
     """The agents of runs on this process's clusters, and the workers that each has started."""
-    found = {}
+    result = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.cmdline() and process.cmdline()[0].startswith("ray::Agent"):
-                found[process.pid] = [child.pid for child in process.children()]
-    return found
+                result[process.pid] = [child.pid for child in process.children()]
+    return result
 
 
 def both_compute(injected: Injected, raylet: int) -> tuple[int, int]:
     """Wait until two workers have one of four chunks each; the agent of a node, and its worker, by number."""
     wait_until(lambda: sum(bool(injected.pids(number)) for number in range(4)) == 2, "both compute")
     ((agent, (worker,)),) = (
-        one for one in agents().items() if psutil.Process(one[0]).ppid() == raylet and one[1]
+        agent for agent in agents().items() if psutil.Process(agent[0]).ppid() == raylet and agent[1]
     )
     return agent, worker
 
@@ -162,13 +162,13 @@ def stopped(*pids: int) -> Iterator[None]:
     """Processes that do nothing meanwhile."""
     processes = [psutil.Process(pid) for pid in pids]
     try:
-        for one in processes:
-            one.suspend()
+        for process in processes:
+            process.suspend()
         yield
     finally:
-        for one in processes:
+        for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.resume()
+                process.resume()
 
 
 def run(project: Project, *options: str) -> tuple[int, str]:

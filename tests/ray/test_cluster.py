@@ -53,9 +53,9 @@ def test_a_node_whose_torch_cannot_use_its_gpus(chunky: Project, nodes: Nodes) -
     chunky.write_config(chunky_config(chunky, launcher=launcher, devices=[nodes.gpus["head"][0]]))
     code, printed = run(chunky)
     assert code == 1, printed
-    said = " ".join(printed.split())
-    assert "a GPU was planned, but torch" in said
-    assert "to compute on the CPU set num_gpus: 0" in said
+    text = " ".join(printed.split())
+    assert "a GPU was planned, but torch" in text
+    assert "to compute on the CPU set num_gpus: 0" in text
     (member,) = chunky.run_json()["members"]
     assert [fault["remedy"] for fault in member["faults"]] == ["given up"]
 
@@ -160,7 +160,7 @@ def test_a_node_that_dies(
     assert process.returncode == 0, printed
     assert results(chunky) == undisturbed
     assert re.search(r"node \S+ was lost after \S+ s \(", printed), "in the summary"
-    (lost,) = [one for one in chunky.run_json()["nodes"] if one["lost_after_seconds"] is not None]
+    (lost,) = [node for node in chunky.run_json()["nodes"] if node["lost_after_seconds"] is not None]
     assert lost["name"] in {device["node"] for device in chunky.run_json()["devices"]}
 
 

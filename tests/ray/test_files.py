@@ -52,7 +52,7 @@ def test_a_model_goes_to_nodes_that_lack_it(
         code, printed = run(chunky)
         assert code == 0, printed
     assert results(chunky) == undisturbed
-    used = {one["devices"][0] for one in chunky.run_json()["members"][0]["workers"]}
+    used = {worker["devices"][0] for worker in chunky.run_json()["members"][0]["workers"]}
     assert used <= set(ELSEWHERE)
     wait_until(lambda: not agents(), "nothing of a run stays")
 
@@ -132,7 +132,7 @@ def test_nodes_that_come_and_go_while_it_runs(
     assert f"stays out: llama: {folder}/llama/config.json is not on node" in printed
     assert "has joined the cluster, and takes part" in printed
     (member,) = chunky.run_json()["members"]
-    chunks = {one["devices"][0]: one["chunks"] for one in member["workers"]}
+    chunks = {worker["devices"][0]: worker["chunks"] for worker in member["workers"]}
     (leaving,), (empty,), (late,) = (nodes.gpus[name] for name in ("leaving", "empty", "late"))
     assert (chunks[leaving], chunks[late]) == (0, 1)
     assert empty not in chunks
@@ -244,7 +244,7 @@ def test_members_of_every_kind_on_nodes_that_have_no_file_of_them(
     names = ["ensemble.csv", *(f"predictions/{member['name']}.csv" for member in members)]
     for name in names:
         assert (own / name).read_bytes() == (other / name).read_bytes(), name
-    computed = {one["name"]: one["rows"] for one in project.run_json()["members"]}
+    computed = {member["name"]: member["rows"] for member in project.run_json()["members"]}
     assert 0 < computed["llama"] < ROWS, "some rows, as the others doubt"
     assert computed["gemma"] == ROWS + ROWS // 2, "the closest calls in its second view"
     assert "on the disk" in printed

@@ -76,7 +76,7 @@ def test_no_cluster_at_the_address(project: Project, named: str) -> None:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
         launcher = {"ray": {"address": address}} if named == "config" else "ray"
-        models = [{**one, "num_gpus": 2} for one in project.config()["models"]]
+        models = [{**model, "num_gpus": 2} for model in project.config()["models"]]
         project.write_config(project.config(launcher=launcher, models=models))
         printed = refused(project, **({"RAY_ADDRESS": address} if named == "variable" else {}))
     assert f"error: launcher.ray: no Ray cluster at {address} (Connection refused)" in printed
@@ -210,8 +210,8 @@ def test_gpus_that_other_jobs_hold_are_waited_for(
             while "waiting up to" not in (line := process.stdout.readline()):
                 assert line, "it ended without waiting"
             others.close()
-            said = process.communicate()[0]
-    assert process.returncode == 0, said
+            message = process.communicate()[0]
+    assert process.returncode == 0, message
     assert results(chunky) == undisturbed
     nothing_is_left(nodes)
 
@@ -235,7 +235,7 @@ def test_two_runs_at_once(
     first = on_cluster(nodes, runtime_env=environment)
     chunky.write_config(chunky_config(chunky, launcher=first, **changes))
     second.write_config(chunky_config(second, launcher=on_cluster(nodes), wait_for_gpu="10m", **changes))
-    with background(chunky) as one:
+    with background(chunky) as item:
         injected.wait_for()
         with background(second) as other:
             assert other.stdout is not None
@@ -246,8 +246,8 @@ def test_two_runs_at_once(
             printed = other.communicate()[0]
             assert other.returncode == 0, printed
         injected.let_go()
-        printed = one.communicate()[0]
-        assert one.returncode == 0, printed
+        printed = item.communicate()[0]
+        assert item.returncode == 0, printed
     if where == "GPUs":
         assert results(chunky) == results(second) == undisturbed
     assert results(chunky) == results(second)
@@ -336,7 +336,7 @@ def test_a_node_that_does_not_respond_before_anything_runs(
     assert results(chunky) == undisturbed
     assert len(re.findall(rf"node \S+ is lost: {why}", " ".join(printed.split()))) == 1, printed
     workers = chunky.run_json()["members"][0]["workers"]
-    assert {one["devices"][0] for one in workers if one["chunks"]} == {gpu_uuid(1)}
+    assert {worker["devices"][0] for worker in workers if worker["chunks"]} == {gpu_uuid(1)}
     nothing_is_left(nodes)
 
 

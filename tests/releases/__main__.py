@@ -98,7 +98,7 @@ def main() -> None:
     names = arguments.names or [environment.name for environment in ENVIRONMENTS]
     if arguments.quick or arguments.ci:
         names = list(IN_CI[chosen_share() % len(IN_CI) :][:1] if arguments.ci else IN_CI)
-    if unknown := set(names) - {one.name for one in ENVIRONMENTS}:
+    if unknown := set(names) - {item.name for item in ENVIRONMENTS}:
         parser.error(f"no environment {', '.join(sorted(unknown))}; there are {', '.join(_names())}")
     outcomes = []
     for environment in ENVIRONMENTS:
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def _names() -> Iterable[str]:
-    return (one.name for one in ENVIRONMENTS)
+    return (item.name for item in ENVIRONMENTS)
 
 
 def attempt(environment: Environment, tests: Sequence[str]) -> Outcome:
@@ -121,13 +121,13 @@ def attempt(environment: Environment, tests: Sequence[str]) -> Outcome:
     python = build(environment)
     if python is None:
         return Outcome(environment, f"not tried: there is no python{environment.python} here", {})
-    found = versions(python)
+    result = versions(python)
     began = time.monotonic()
     if environment.refused:
         done = _run(python, "-m", "ensemble", "validate", "configs/demo.yaml")
         is_refused = done.returncode == 2 and environment.refused in done.stdout
         verdict = "refused by name" if is_refused else f"FAILED: exit {done.returncode}: {done.stdout[-300:]}"
-        return Outcome(environment, verdict, found, time.monotonic() - began)
+        return Outcome(environment, verdict, result, time.monotonic() - began)
     # Warnings of other releases are not this project's.
     pytest = ("-m", "pytest", "-n", "2", "--dist", "worksteal", "-W", "default", "-p", "no:cacheprovider")
     options = ("--part=all", "--show-capture=no", "--tb=short", "-o", "addopts=--import-mode=importlib")
@@ -137,7 +137,7 @@ def attempt(environment: Environment, tests: Sequence[str]) -> Outcome:
     if done.returncode:
         print(done.stdout[-20_000:])
         verdict = f"FAILED: {verdict}"
-    return Outcome(environment, verdict, found, time.monotonic() - began)
+    return Outcome(environment, verdict, result, time.monotonic() - began)
 
 
 def build(environment: Environment) -> Path | None:
@@ -178,8 +178,8 @@ def versions(python: Path) -> dict[str, str]:
         "print(json.dumps({'Python': platform.python_version(), **found}))"
     )
     done = subprocess.run([str(python), "-c", code, *_SHOWN], check=True, capture_output=True, text=True)
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
+    content: dict[str, str] = json.loads(done.stdout)
+    return content
 
 
 def _run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -212,9 +212,9 @@ def with_table(text: str, outcomes: Sequence[Outcome]) -> str:
         "| environment | " + " | ".join(["Python", *_SHOWN]) + " | outcome |",
         "|---" * (len(_SHOWN) + 3) + "|",
     ]
-    for one in outcomes:
-        cells = [one.versions.get(name, "") for name in ("Python", *_SHOWN)]
-        lines.append(f"| {one.environment.name} | {' | '.join(cells)} | {one.verdict} |")
+    for outcome in outcomes:
+        cells = [outcome.versions.get(name, "") for name in ("Python", *_SHOWN)]
+        lines.append(f"| {outcome.environment.name} | {' | '.join(cells)} | {outcome.verdict} |")
     return f"{before}{start}\n" + "\n".join(lines) + f"\n{end}{after}"
 
 

@@ -33,15 +33,21 @@ class Environment:
 def _lowest(of: Sequence[str] = ()) -> tuple[str, ...]:
     """Every package at its lower bound, or these alone."""
     return tuple(
-        f"{one.name}=={one.minimum}"
-        for one in own_requirements()
-        if one.minimum and one.extra != "bench" and (not of or one.name in of)
+        f"{own_requirement.name}=={own_requirement.minimum}"
+        for own_requirement in own_requirements()
+        if own_requirement.minimum
+        and own_requirement.extra != "bench"
+        and (not of or own_requirement.name in of)
     )
 
 
 def _today() -> tuple[str, ...]:
     """Every package as new as pip finds it."""
-    return tuple(f"{one.name}{one.range}" for one in own_requirements() if one.extra != "bench")
+    return tuple(
+        f"{own_requirement.name}{own_requirement.range}"
+        for own_requirement in own_requirements()
+        if own_requirement.extra != "bench"
+    )
 
 
 OVERLAYS = (

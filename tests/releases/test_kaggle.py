@@ -68,18 +68,18 @@ def test_the_notebook_ends_with_a_submission(kaggle: Path, tmp_path: Path) -> No
     done, notebook = run_notebook(make_image(tmp_path), kaggle)
     assert done.returncode == 0, done.stdout
     check_submission(kaggle)
-    said = {
-        cell["id"]: "".join("".join(one["text"]) for one in cell.get("outputs", ()))
+    message = {
+        cell["id"]: "".join("".join(item["text"]) for item in cell.get("outputs", ()))
         for cell in notebook["cells"]
     }
-    assert "A run can start." in said["doctor"]
-    assert "All checks passed." in said["validate"]
-    assert "nf4 weights" in said["plan"]
-    assert "the whole run would take" in said["rehearse"]
-    assert "LoRA adapter" in said["run"]
+    assert "A run can start." in message["doctor"]
+    assert "All checks passed." in message["validate"]
+    assert "nf4 weights" in message["plan"]
+    assert "the whole run would take" in message["rehearse"]
+    assert "LoRA adapter" in message["run"]
     assert (kaggle / "working/run/predictions/gemma2@swapped.csv").is_file()
-    assert "submission: submission.csv" in said["run"]
-    assert "136060" in said["look"]
+    assert "submission: submission.csv" in message["run"]
+    assert "136060" in message["look"]
     assert _state(kaggle / "input") == inputs
     stored = OUTPUT.read_text(encoding="utf-8")
     assert lasting(page(notebook, kaggle)) == lasting(stored), "it is out of date: run python -m tests.kaggle"

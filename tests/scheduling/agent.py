@@ -90,7 +90,11 @@ class AgentLauncher(Launcher):
 
     def wait(self, handles: Sequence[Handle], timeout_seconds: float) -> Collection[Handle]:
         def heard() -> list[Handle]:
-            return [one for one in handles if isinstance(one, AgentHandle) and one.is_open and one.has_news]
+            return [
+                handle
+                for handle in handles
+                if isinstance(handle, AgentHandle) and handle.is_open and handle.has_news
+            ]
 
         with self.news:
             self.news.wait_for(heard, timeout_seconds)

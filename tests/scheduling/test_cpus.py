@@ -52,14 +52,16 @@ def plan(
     cpus: int = 8,
     **keys: Any,
 ) -> Plan:
-    asked = config(*({"max_length": 512, "model_name_or_path": "llama", **one} for one in members), **keys)
+    asked = config(
+        *({"max_length": 512, "model_name_or_path": "llama", **member} for member in members), **keys
+    )
     lengths = np.full(rows, 2000, dtype=np.int64)
-    known = {one.name: planned(models, one, lengths) for one in asked.models}
+    known = {model.name: planned(models, model, lengths) for model in asked.models}
     return make_plan(asked, known, [], host, speeds, cpus=cpus)
 
 
 def shares(made: Plan) -> list[tuple[int, int, float]]:
-    return [(one.replicas, one.first_replicas, one.cpu_share) for one in made.members]
+    return [(member.replicas, member.first_replicas, member.cpu_share) for member in made.members]
 
 
 def test_as_many_as_share_the_cores(models: Path) -> None:
@@ -84,8 +86,8 @@ def test_two_cores_for_each_worker_and_two_workers_on_two_cores(
     made = plan(models, {}, {}, rows=200_000, host=host, cpus=cpus)
     assert {member.cpu_share for member in made.members} == {1 / workers}
     each = "1 core" if cpus < 4 else "2 cores"
-    said = f"{workers} workers at a time on the CPU, {each} each, take about "
-    assert made.why.startswith(said) == (workers > 1)
+    message = f"{workers} workers at a time on the CPU, {each} each, take about "
+    assert made.why.startswith(message) == (workers > 1)
     assert made.again([]) == made
 
 
@@ -130,16 +132,16 @@ def test_members_that_run_side_by_side_take_their_memory_together(models: Path) 
 
 def test_no_more_than_memory_holds(models: Path) -> None:
     """Three of the 8B model, and not four; the plan counts what it starts."""
-    one = plan(models, {}, cpu_workers=1).host_bytes
-    room = Device("cpu", "CPU", None, 100 * GIB + int(3.5 * one), 100 * GIB)
+    item = plan(models, {}, cpu_workers=1).host_bytes
+    room = Device("cpu", "CPU", None, 100 * GIB + int(3.5 * item), 100 * GIB)
     made = plan(models, {}, {}, host=room)
     assert shares(made) == [(3, 2, 1 / 3)] * 2
-    assert made.host_bytes == 3 * one
-    assert shares(plan(models, {}, host=Device("cpu", "CPU", None, one + GIB, 0))) == [(1, 1, 1.0)]
+    assert made.host_bytes == 3 * item
+    assert shares(plan(models, {}, host=Device("cpu", "CPU", None, item + GIB, 0))) == [(1, 1, 1.0)]
     large = {"batch_size": 256}
     more = plan(models, large, cpu_workers=1).host_bytes
-    assert more > 1.3 * one, "with the batch that is asked"
-    room = Device("cpu", "CPU", None, int(2.2 * one), 0)
+    assert more > 1.3 * item, "with the batch that is asked"
+    room = Device("cpu", "CPU", None, int(2.2 * item), 0)
     assert shares(plan(models, {}, host=room)) == [(2, 2, 1 / 2)]
     assert shares(plan(models, large, host=room)) == [(1, 1, 1.0)]
 
@@ -150,7 +152,7 @@ def test_who_has_a_cpu_to_itself(models: Path) -> None:
     assert shares(plan(models, {"replicas": 3}, cpu_workers=1)) == [(3, 3, 1 / 3)]
     lengths = np.full(5000, 2000, dtype=np.int64)
     asked = config({}, {})
-    known = {one.name: facts(lengths) for one in asked.models}
+    known = {model.name: facts(lengths) for model in asked.models}
     assert shares(make_plan(asked, known, [], MACHINE, cpus=8)) == [(1, 1, 1.0)] * 2
 
 
@@ -189,20 +191,20 @@ def test_more_workers_than_cores_or_memory_are_warned_of(
 def test_a_run_that_goes_on_has_the_threads_that_it_began_with(models: Path) -> None:
     began = {"m0": CpuChoice(threads=3, workers=2)}
 
-    def found(*members: dict[str, Any], **keys: Any) -> list[tuple[int, float, int | None]]:
+    def chosen(*members: dict[str, Any], **keys: Any) -> list[tuple[int, float, int | None]]:
         made = plan(models, *members, **keys).again([], began)
         assert made.again([]) == made
-        return [(one.replicas, one.cpu_share, one.cpu_threads) for one in made.members]
+        return [(member.replicas, member.cpu_share, member.cpu_threads) for member in made.members]
 
-    assert found({}) == [(2, 1 / 2, 3)]
-    assert found({}, {}) == [(2, 1 / 2, 3), (4, 1 / 4, None)], "the other member is new"
-    assert found({}, cpus=64) == [(2, 1 / 2, 3)]
-    assert found({}, cpus=4) == [(1, 1.0, 3)]
-    assert found({}, cpus=2) == [(2, 1 / 2, None)], "too few cores for its threads"
-    one = plan(models, {}, cpu_workers=1).host_bytes
-    assert found({}, host=Device("cpu", "CPU", None, one + GIB, 0)) == [(1, 1.0, 3)]
-    assert found({}, cpu_workers=4) == [(4, 1 / 4, None)], "what the user sets wins"
-    assert found({"replicas": 3}) == [(3, 1 / 3, None)]
+    assert chosen({}) == [(2, 1 / 2, 3)]
+    assert chosen({}, {}) == [(2, 1 / 2, 3), (4, 1 / 4, None)], "the other member is new"
+    assert chosen({}, cpus=64) == [(2, 1 / 2, 3)]
+    assert chosen({}, cpus=4) == [(1, 1.0, 3)]
+    assert chosen({}, cpus=2) == [(2, 1 / 2, None)], "too few cores for its threads"
+    item = plan(models, {}, cpu_workers=1).host_bytes
+    assert chosen({}, host=Device("cpu", "CPU", None, item + GIB, 0)) == [(1, 1.0, 3)]
+    assert chosen({}, cpu_workers=4) == [(4, 1 / 4, None)], "what the user sets wins"
+    assert chosen({"replicas": 3}) == [(3, 1 / 3, None)]
 
 
 @pytest.mark.long
@@ -235,7 +237,7 @@ def test_side_by_side(chunky: Project, tmp_path: Path, undisturbed: dict[str, by
     assert process.returncode == 0, printed
     assert results(chunky) == undisturbed
     assert len(set(pids)) == 2
-    assert all(b"OMP_NUM_THREADS=1" in one for one in variables)
+    assert all(b"OMP_NUM_THREADS=1" in variable for variable in variables)
 
 
 def test_a_plan_says_which_replicas_wait_until_another_member_is_done() -> None:

@@ -58,11 +58,11 @@ def share(name: str, done: float, seconds: float, startup: float = 0.0, devices:
 
 def demand(shares: list[Share], fraction: float) -> float:
     """Device-seconds that bring everybody to a fraction."""
-    slowest = max((one.seconds for one in shares), default=0.0)
-    below = [one for one in shares if one.fraction_done < fraction]
+    slowest = max((item.seconds for item in shares), default=0.0)
+    below = [item for item in shares if item.fraction_done < fraction]
     return sum(
-        one.devices * (one.startup_seconds + (fraction - one.fraction_done) * (one.seconds or slowest))
-        for one in below
+        item.devices * (item.startup_seconds + (fraction - item.fraction_done) * (item.seconds or slowest))
+        for item in below
     )
 
 
@@ -114,11 +114,11 @@ def test_the_reach_takes_the_time_there_is_and_no_more(
 @given(WHOLE_SHARES, st.integers(1, 8), st.integers(0, 10_000))
 def test_goals_leave_nobody_idle_who_could_go_on(shares: list[Share], devices: int, seconds: int) -> None:
     wanted = goals(shares, devices, seconds)
-    assert wanted.keys() == {one.name for one in shares}
-    assert all(wanted[one.name] >= one.fraction_done for one in shares)
-    for one in shares:
-        alone = reachable_fraction([one], devices, seconds)
-        if one.startup_seconds < seconds and one.fraction_done < alone:
+    assert wanted.keys() == {item.name for item in shares}
+    assert all(wanted[item.name] >= item.fraction_done for item in shares)
+    for item in shares:
+        alone = reachable_fraction([item], devices, seconds)
+        if item.startup_seconds < seconds and item.fraction_done < alone:
             assert any(wanted[other.name] > other.fraction_done for other in shares)
             break
 

@@ -129,15 +129,15 @@ class SimulatedLauncher(Launcher):
         return SimulatedWorker(self, member, tuple(device.uuid for device in start.devices))
 
     def wait(self, handles: Sequence[Handle], timeout_seconds: float) -> Collection[Handle]:
-        due = [at for one in handles if isinstance(one, SimulatedWorker) for at, _ in one.due]
+        due = [at for handle in handles if isinstance(handle, SimulatedWorker) for at, _ in handle.due]
         self.now = min([self.limit, *(max(at, self.now) for at in due)])
         return handles
 
     def note(self, member: int, chunk: Chunk, devices: tuple[str, ...], seconds: float) -> None:
         waiting = [
-            n for n, one in enumerate(self.members) if any(not other.view for other in one.chunks.pending)
+            n for n, item in enumerate(self.members) if any(not other.view for other in item.chunks.pending)
         ]
-        running = [n for n, one in enumerate(self.members) if one.running]
+        running = [n for n, item in enumerate(self.members) if item.running]
         self.given.append(Given(member, chunk, devices, seconds, self.limit - self.now, waiting, running))
 
 
@@ -167,12 +167,12 @@ class Outcome:
 
     def fractions(self, view: int) -> list[float]:
         """How much of a view each member has, 0 for one that has no such view."""
-        found = []
+        results = []
         for state in self.members:
             chunks = (*state.chunks.pending, *state.chunks.in_hand.values())
             left = sum(chunk.cost for chunk in chunks if chunk.view == view)
-            found.append(1 - left * state.plan.views if view < state.plan.views else 0.0)
-        return found
+            results.append(1 - left * state.plan.views if view < state.plan.views else 0.0)
+        return results
 
 
 def simulate(
@@ -180,38 +180,38 @@ def simulate(
 ) -> Outcome:
     """Run members of so many rows for so many seconds; without devices on the CPU."""
     keys: list[dict[str, Any]] = []
-    for one in how:
-        keys.append({"replicas": one.replicas or "auto", "num_gpus": min(one.gpus, len(devices))})
-        if one.views > 1:
+    for setting in how:
+        keys.append({"replicas": setting.replicas or "auto", "num_gpus": min(setting.gpus, len(devices))})
+        if setting.views > 1:
             prompt = {"text_column": None, "prompt_template": "{{ text }}"}
-            keys[-1] |= {**prompt, "views": [dict(view) for view in VIEWS[: one.views]]}
-            keys[-1]["views"][-1] |= {} if one.when is None else {"when": one.when}
+            keys[-1] |= {**prompt, "views": [dict(view) for view in VIEWS[: setting.views]]}
+            keys[-1]["views"][-1] |= {} if setting.when is None else {"when": setting.when}
     lengths = np.full(rows, 2000, dtype=np.int64)
-    known = {f"m{number}": facts(lengths, **one) for number, one in enumerate(keys)}
-    speeds = {f"m{number}": Speed(one.startup_seconds, 0.0, False, True) for number, one in enumerate(how)}
+    known = {f"m{number}": facts(lengths, **key) for number, key in enumerate(keys)}
+    speeds = {f"m{number}": Speed(item.startup_seconds, 0.0, False, True) for number, item in enumerate(how)}
     plan = make_plan(config(*keys, time_limit=1000.0), known, devices, speeds=speeds)
     assert not plan.problems
 
-    def placed(member: MemberPlan, one: Simulated) -> MemberPlan:
+    def placed(member: MemberPlan, item: Simulated) -> MemberPlan:
         nothing = np.zeros(len(member.order), dtype=np.bool_)
         member = without_done(member, nothing, is_timed=True)
-        if one.devices is None or not devices:
+        if item.devices is None or not devices:
             return member
-        uuids = tuple(devices[number].uuid for number in one.devices)
+        uuids = tuple(devices[number].uuid for number in item.devices)
         replicas = min(member.replicas, len(uuids))
         placement = replace(member.placement, devices=uuids)
         first = min(member.first_replicas, replicas)
         return replace(member, placement=placement, replicas=replicas, first_replicas=first)
 
     launcher = SimulatedLauncher(how, limit)
-    plans = [placed(member, one) for member, one in zip(plan.members, how, strict=True)]
+    plans = [placed(member, item) for member, item in zip(plan.members, how, strict=True)]
     launcher.members += [MemberState(member, clock=launcher) for member in plans]
     run = SelectingRun()
     run.plan = plan
     deadline = Deadline(limit, max(1, len(devices)), launcher)
     rules = Rules(2, "fail", 1e9, standby=False)
     Scheduler(launcher.members, devices, launcher, run, rules, launcher, deadline).run()
-    assert all(one.failure is None for one in launcher.members)
+    assert all(item.failure is None for item in launcher.members)
     return Outcome(launcher.members, launcher.given, launcher.loads, limit)
 
 
@@ -225,35 +225,35 @@ def too_early(how: Sequence[Simulated], outcome: Outcome) -> list[tuple[Given, i
 
     A member that waits for two GPUs reserves the first that comes free; nothing is asked of the others then.
     """
-    found = []
-    for one in outcome.given:
-        if any(how[other].gpus > 1 and other not in one.running for other in one.waiting):
+    results = []
+    for part in outcome.given:
+        if any(how[other].gpus > 1 and other not in part.running for other in part.waiting):
             continue
-        for other in one.waiting if one.chunk.view else ():
+        for other in part.waiting if part.chunk.view else ():
             state = outcome.members[other]
-            is_able = not one.devices or set(one.devices) <= set(state.plan.placement.devices)
+            is_able = not part.devices or set(part.devices) <= set(state.plan.placement.devices)
             enough = 2 * how[other].startup_seconds + enough_seconds(state, how[other])
             is_able = is_able and how[other].gpus == 1
-            if other not in one.running and is_able and one.seconds_left > enough:
-                found.append((one, other))
-    return found
+            if other not in part.running and is_able and part.seconds_left > enough:
+                results.append((part, other))
+    return results
 
 
 def left_idle(how: Sequence[Simulated], outcome: Outcome, devices: Sequence[Device]) -> list[tuple[str, int]]:
     """Devices that a member could have used that computed nowhere, from when both had their last chunk."""
-    found = []
-    for device in [one.uuid for one in devices] or ["cpu"]:
+    results = []
+    for device in [device.uuid for device in devices] or ["cpu"]:
         for number, state in enumerate(outcome.members):
             last = [
-                one.seconds_left - one.seconds
-                for one in outcome.given
-                if one.member == number or device in (one.devices or ("cpu",))
+                part.seconds_left - part.seconds
+                for part in outcome.given
+                if part.member == number or device in (part.devices or ("cpu",))
             ]
             enough = 2 * how[number].startup_seconds + enough_seconds(state, how[number])
             is_able = device in (state.plan.placement.devices or ("cpu",))
             if state.chunks.pending and is_able and min(last, default=outcome.limit) > enough:
-                found.append((device, number))
-    return found
+                results.append((device, number))
+    return results
 
 
 @pytest.mark.parametrize("devices", [0, 1])
@@ -262,7 +262,7 @@ def test_on_one_device_the_first_views_of_all_come_first(devices: int) -> None:
     outcome = simulate(how, 340.0, gpus(devices))
     assert outcome.fractions(0) == pytest.approx([1.0, 1.0, 1.0])
     assert not too_early(how, outcome)
-    views = [one.chunk.view for one in outcome.given]
+    views = [part.chunk.view for part in outcome.given]
     assert views[: views.index(1)].count(0) == views.count(0)
 
 
@@ -270,7 +270,7 @@ def test_members_get_equally_far_in_their_first_views_and_then_in_the_others() -
     """However many views a member has."""
     how = [Simulated(views=3), Simulated(), Simulated(views=3)]
     outcome = simulate(how, 195.0)
-    assert {one.chunk.view for one in outcome.given} == {0}
+    assert {part.chunk.view for part in outcome.given} == {0}
     assert outcome.fractions(0) == pytest.approx([0.6, 0.6, 0.6], abs=0.15)
     # Two share a GPU; on the other one a first view is not over before the end.
     how = [Simulated(views=2, devices=(0,)), Simulated(views=2, devices=(0,)), Simulated(seconds=700.0)]
@@ -283,7 +283,7 @@ def test_members_get_equally_far_in_their_first_views_and_then_in_the_others() -
 
 def test_with_time_for_all_each_is_loaded_once_more_at_most() -> None:
     outcome = simulate([Simulated(views=2), Simulated(views=2), Simulated()], 1000.0)
-    assert all(one.finished for one in outcome.members)
+    assert all(item.finished for item in outcome.members)
     assert dict(outcome.loads) == {0: 2, 1: 2, 2: 1}
 
 
@@ -316,8 +316,8 @@ def test_a_device_goes_to_a_first_view_that_it_can_join() -> None:
     outcome = simulate(how, 620.0, gpus(2))
     assert outcome.loads[1] == 2, "one on each GPU"
     assert outcome.fractions(0) == pytest.approx([1.0, 1.0], abs=0.1)
-    later = [one for one in outcome.given if one.chunk.view]
-    assert all(not one.waiting for one in later)
+    later = [part for part in outcome.given if part.chunk.view]
+    assert all(not item.waiting for item in later)
 
 
 MEMBERS = st.builds(
@@ -341,20 +341,20 @@ def test_no_second_view_comes_before_a_first_that_could_be_computed_there(
     how: list[Simulated], devices: int, limit: float
 ) -> None:
     how = [
-        replace(one, devices=None) if devices == 1 or one.gpus == 2 else one
-        for one in (replace(one, gpus=min(one.gpus, max(devices, 1))) for one in how)
+        replace(setting, devices=None) if devices == 1 or setting.gpus == 2 else setting
+        for setting in (replace(setting, gpus=min(setting.gpus, max(devices, 1))) for setting in how)
     ]
     outcome = simulate(how, limit, gpus(devices))
     assert too_early(how, outcome) == []
-    if all(one.gpus == 1 for one in how):  # one that waits for two keeps the first that comes free
+    if all(setting.gpus == 1 for setting in how):  # one that waits for two keeps the first that comes free
         assert left_idle(how, outcome, gpus(devices)) == []
-    if limit == 2000.0 and sum(one.views * one.seconds for one in how) < 1000.0:
-        assert all(one.finished for one in outcome.members), "time enough, for all loads as well"
+    if limit == 2000.0 and sum(setting.views * setting.seconds for setting in how) < 1000.0:
+        assert all(item.finished for item in outcome.members), "time enough, for all loads as well"
 
 
 def order_of(outcome: Outcome) -> list[tuple[int, int]]:
     """Member and view of what was given, one after the other."""
-    given = [(one.member, one.chunk.view) for one in outcome.given]
+    given = [(part.member, part.chunk.view) for part in outcome.given]
     return [now for before, now in zip([None, *given], given, strict=False) if now != before]
 
 
@@ -368,12 +368,12 @@ def test_workers_wait_for_the_last_chunk_before_a_view_with_when(devices: int) -
     assert state.finished
     assert state.fraction == pytest.approx(1.0)
     assert (state.rows, state.rows_done) == (800, 800)
-    assert sum(one.chunk.cost for one in outcome.given) == pytest.approx(1.0)
-    used = {one.devices for one in outcome.given if one.chunk.view}
+    assert sum(part.chunk.cost for part in outcome.given) == pytest.approx(1.0)
+    used = {part.devices for part in outcome.given if part.chunk.view}
     assert len(used) == devices
-    numbers = [one.chunk.index for one in outcome.given]
+    numbers = [part.chunk.index for part in outcome.given]
     assert len({*numbers}) == len(numbers)
-    (first, *_) = (one.chunk for one in outcome.given if one.chunk.view)
+    (first, *_) = (part.chunk for part in outcome.given if part.chunk.view)
     rows = state.plan.order[first.start : first.stop] - state.plan.table_rows
     assert sorted(rows) == list(range(400 - len(rows), 400)), "of which the doubt is largest"
 

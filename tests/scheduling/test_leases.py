@@ -76,9 +76,9 @@ def test_a_flash_attention_that_does_not_work_is_not_planned_with(
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(package.parent)])}
     done = project.ensemble("plan", "config.yaml", environment={**nvml_sim.environment(), **paths})
     assert (done.returncode, done.stderr) == (0, "")
-    said = " ".join(done.stdout.split())
-    assert "float16, capped_blocks attention" in said, said
-    assert "flash" not in said
+    text = " ".join(done.stdout.split())
+    assert "float16, capped_blocks attention" in text, text
+    assert "flash" not in text
 
 
 @pytest.mark.long
@@ -107,9 +107,9 @@ def check_leases(report: dict[str, Any], seen: dict[int, str]) -> None:
     workers = [worker for member in report["members"] for worker in member["workers"]]
     for worker in workers:
         assert seen[int(worker["process"])] == ",".join(worker["devices"])
-    for one, other in combinations(workers, 2):
-        if set(one["devices"]) & set(other["devices"]):
-            first, second = sorted([one, other], key=lambda worker: worker["leased_after_seconds"])
+    for combination, other in combinations(workers, 2):
+        if set(combination["devices"]) & set(other["devices"]):
+            first, second = sorted([combination, other], key=lambda worker: worker["leased_after_seconds"])
             end = first["leased_after_seconds"] + first["life_seconds"]
             assert end <= second["leased_after_seconds"] + 0.01
 
@@ -144,11 +144,11 @@ def test_gpus_that_torch_cannot_use_are_an_error_unless_they_are_simulated(
     environment = {**two_gpus.environment(), "ENSEMBLE_SIMULATED_GPUS": ""}
     code, printed, _ = watch_run(project, environment, "--set", "defaults.replicas=1")
     assert code == 1, printed
-    said = " ".join(printed.split())
-    assert "a GPU was planned, but torch" in said
-    assert "and the driver knows CUDA up to 12.4" in said
-    assert "install a build of torch for CUDA 12 (see https://pytorch.org/get-started/locally/)" in said
-    assert "to compute on the CPU set num_gpus: 0" in said
+    text = " ".join(printed.split())
+    assert "a GPU was planned, but torch" in text
+    assert "and the driver knows CUDA up to 12.4" in text
+    assert "install a build of torch for CUDA 12 (see https://pytorch.org/get-started/locally/)" in text
+    assert "to compute on the CPU set num_gpus: 0" in text
     report = project.run_json()
     faults = [fault["remedy"] for member in report["members"] for fault in member["faults"]]
     assert faults == ["given up", "given up"], "it would fail again"
@@ -171,15 +171,17 @@ def test_quantizing_workers_load_without_threads_and_stored_layers_compute_as_pl
     code, printed, _ = watch_run(project, two_gpus.environment(), "--limit", "20")
     assert code == 0, printed
     lines = (project.folder / "workers").read_text().splitlines()
-    seen = {str(one["pid"]): one["environment"] for one in map(json.loads, lines)}
-    members = {one["name"]: one["workers"] for one in project.run_json()["members"]}
+    seen = {str(load["pid"]): load["environment"] for load in map(json.loads, lines)}
+    members = {member["name"]: member["workers"] for member in project.run_json()["members"]}
     quantizes = {
-        name: {seen[one["process"]].get("HF_DEACTIVATE_ASYNC_LOAD") for one in workers}
+        name: {seen[worker["process"]].get("HF_DEACTIVATE_ASYNC_LOAD") for worker in workers}
         for name, workers in members.items()
     }
     assert quantizes == {"gemma": {None}, "llama": {"1"}, "stored": {None}}
     notes = {name: [*workers[0]["notes"]] for name, workers in members.items()}
-    computes = {name: [one for one in told if "4-bit layers compute" in one] for name, told in notes.items()}
+    computes = {
+        name: [item for item in told if "4-bit layers compute" in item] for name, told in notes.items()
+    }
     assert computes["gemma"] == computes["llama"] == []
     (sentence,) = computes["stored"]
     assert sentence.startswith("4-bit layers compute in float16: bfloat16, as the checkpoint says,")

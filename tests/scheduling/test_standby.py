@@ -28,11 +28,11 @@ class Watch:
         self.still_running: list[list[str]] = []
 
     def __call__(self, launched: Launched) -> None:
-        self.still_running.append([one.member for one in self.launched if not one.worker.was_closed])
+        self.still_running.append([launch.member for launch in self.launched if not launch.worker.was_closed])
         self.launched.append(launched)
 
     def of(self, member: str) -> list[PretendedWorker]:
-        return [one.worker for one in self.launched if one.member == member]
+        return [launch.worker for launch in self.launched if launch.member == member]
 
 
 def kinds(worker: PretendedWorker) -> list[str]:
@@ -40,8 +40,8 @@ def kinds(worker: PretendedWorker) -> list[str]:
 
 
 def test_the_next_member_stands_by_and_loads_only_when_the_device_is_free() -> None:
-    one, watch = gpus(1), Watch()
-    states = schedule(plan_of([6, 6, 6], [1, 1, 1], one), one, on_launch=watch)
+    item, watch = gpus(1), Watch()
+    states = schedule(plan_of([6, 6, 6], [1, 1, 1], item), item, on_launch=watch)
     assert [launched.member for launched in watch.launched] == ["m0", "m1", "m2"]
     assert watch.still_running == [[], ["m0"], ["m1"]], "each began while the one before it computed"
     assert [used(state) for state in states] == [[("GPU-0",)]] * 3
@@ -67,8 +67,8 @@ def test_nobody_stands_by_on_the_cpu_or_where_the_config_says_no() -> None:
 
 def test_nobody_stands_by_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PretendedLauncher, "available_memory", lambda launcher, devices: STANDBY_HOST_BYTES)
-    one, watch = gpus(1), Watch()
-    states = schedule(plan_of([4, 4], [1, 1], one), one, on_launch=watch)
+    item, watch = gpus(1), Watch()
+    states = schedule(plan_of([4, 4], [1, 1], item), item, on_launch=watch)
     assert all(state.finished for state in states)
     assert watch.still_running == [[], []]
 
@@ -78,9 +78,11 @@ def test_each_replica_of_the_next_member_stands_by_for_a_device_of_its_own() -> 
     first, second = schedule(plan_of([20, 20], [2, 2], two), two, on_launch=watch)
     assert sorted(used(first)) == sorted(used(second)) == [("GPU-0",), ("GPU-1",)]
     standing_by = watch.launched[2:]
-    assert [one.member for one in standing_by] == ["m1", "m1"]
-    assert {one.devices for one in standing_by} == {("GPU-0",), ("GPU-1",)}
-    assert {one.process for one in second.workers} == {one.worker.process for one in standing_by}
+    assert [standby.member for standby in standing_by] == ["m1", "m1"]
+    assert {standby.devices for standby in standing_by} == {("GPU-0",), ("GPU-1",)}
+    assert {worker.process for worker in second.workers} == {
+        standby.worker.process for standby in standing_by
+    }
     assert len({record.replica for record in second.workers}) == 2
 
 
@@ -93,20 +95,20 @@ def test_one_that_waits_for_two_devices_gets_both() -> None:
     members = tuple(replace(member, first_replicas=1) for member in made.members)
     *_, wide = schedule(replace(made, members=members), two, on_launch=watch)
     assert used(wide) == [("GPU-0", "GPU-1")]
-    (launched,) = [one for one in watch.launched if one.member == "m2"]
+    (launched,) = [launch for launch in watch.launched if launch.member == "m2"]
     assert sorted(launched.devices) == ["GPU-0", "GPU-1"]
     assert watch.still_running[2], "it began while others computed"
 
 
 def test_one_that_fails_before_its_turn_is_replaced_and_costs_the_member_nothing() -> None:
-    one, watch = gpus(1), Watch()
+    item, watch = gpus(1), Watch()
 
     def launch(launched: Launched) -> None:
         watch(launched)
         if len(watch.of("m1")) == 1 and launched.member == "m1":
             launched.worker.terminate()
 
-    first, second = schedule(plan_of([8, 4], [1, 1], one), one, on_launch=launch)
+    first, second = schedule(plan_of([8, 4], [1, 1], item), item, on_launch=launch)
     assert first.finished
     assert second.finished
     assert not second.faults
@@ -116,14 +118,14 @@ def test_one_that_fails_before_its_turn_is_replaced_and_costs_the_member_nothing
 
 
 def test_one_that_says_that_it_cannot_go_on_is_not_taken() -> None:
-    one, watch = gpus(1), Watch()
+    item, watch = gpus(1), Watch()
 
     def launch(launched: Launched) -> None:
         watch(launched)
         if len(watch.of("m1")) == 1 and launched.member == "m1":
             launched.worker.fail()
 
-    first, second = schedule(plan_of([8, 4], [1, 1], one), one, on_launch=launch)
+    first, second = schedule(plan_of([8, 4], [1, 1], item), item, on_launch=launch)
     assert first.finished
     assert second.finished
     assert not second.faults
@@ -131,7 +133,7 @@ def test_one_that_says_that_it_cannot_go_on_is_not_taken() -> None:
 
 
 def test_where_the_host_runs_out_of_memory_nobody_stands_by_any_longer() -> None:
-    one, watch = gpus(1), Watch()
+    item, watch = gpus(1), Watch()
 
     def answer(command: Predict) -> Any:
         first = watch.launched[0].worker
@@ -140,7 +142,7 @@ def test_where_the_host_runs_out_of_memory_nobody_stands_by_any_longer() -> None
         first.is_out_of_memory = True
         return None
 
-    first, second = schedule(plan_of([20, 4], [1, 1], one), one, answer, on_launch=watch)
+    first, second = schedule(plan_of([20, 4], [1, 1], item), item, answer, on_launch=watch)
     assert first.finished
     assert second.finished
     assert [fault.kind for fault in first.faults] == ["memory"]
@@ -160,12 +162,12 @@ def test_its_devices_are_in_the_order_of_a_lease() -> None:
     members = tuple(replace(member, first_replicas=1) for member in made.members)
     *_, wide = schedule(replace(made, members=members), two, on_launch=watch)
     assert used(wide) == [("GPU-0", "GPU-1")]
-    assert [one.devices for one in watch.launched if one.member == "m2"] == [("GPU-0", "GPU-1")]
+    assert [launch.devices for launch in watch.launched if launch.member == "m2"] == [("GPU-0", "GPU-1")]
 
 
 @pytest.mark.long
 def test_none_outlives_a_run_that_ends_early() -> None:
-    one, watch = gpus(1), Watch()
+    item, watch = gpus(1), Watch()
 
     def answer(command: Predict) -> Any:
         if len(watch.launched) == 2:
@@ -173,18 +175,18 @@ def test_none_outlives_a_run_that_ends_early() -> None:
         return computed(command)
 
     with pytest.raises(KeyboardInterrupt):
-        schedule(plan_of([50, 4], [1, 1], one), one, answer, on_launch=watch)
-    assert [one.member for one in watch.launched] == ["m0", "m1"]
-    assert all(one.worker.was_closed for one in watch.launched)
+        schedule(plan_of([50, 4], [1, 1], item), item, answer, on_launch=watch)
+    assert [launch.member for launch in watch.launched] == ["m0", "m1"]
+    assert all(launch.worker.was_closed for launch in watch.launched)
     assert "Load" not in kinds(watch.launched[1].worker)
 
 
 def test_a_member_that_another_run_has_done_or_that_failed_has_nobody_standing_by() -> None:
-    one, watch = gpus(1), Watch()
-    plan = plan_of([8, 4, 4], [1, 1, 1], one)
+    item, watch = gpus(1), Watch()
+    plan = plan_of([8, 4, 4], [1, 1, 1], item)
     done = replace(plan.members[1], chunks=())
-    schedule(replace(plan, members=(plan.members[0], done, plan.members[2])), one, on_launch=watch)
-    assert [one.member for one in watch.launched] == ["m0", "m2"]
+    schedule(replace(plan, members=(plan.members[0], done, plan.members[2])), item, on_launch=watch)
+    assert [launch.member for launch in watch.launched] == ["m0", "m2"]
 
 
 def test_what_a_run_has_no_time_for_is_left_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,8 +248,8 @@ def test_members_that_are_side_by_side_on_a_cpu_do_not_wait_for_each_other() -> 
 
 
 def test_the_gaps_of_a_run_are_measured() -> None:
-    one = gpus(1)
-    states = schedule(plan_of([4, 4], [1, 1], one), one)
+    item = gpus(1)
+    states = schedule(plan_of([4, 4], [1, 1], item), item)
     (gap,) = idle_gaps(worker for state in states for worker in state.workers)
     assert (gap.device, gap.after, gap.before) == ("GPU-0", "m0", "m1")
     assert gap.seconds >= 0

@@ -82,14 +82,14 @@ def test_sound_trainings_have_no_problems(
 def test_keys_that_the_installed_libraries_do_not_know(bases: Path, tmp_path: Path) -> None:
     arguments = {"learning_rat": 1e-4, "weight_decay": "much"}
     lora = {"lora_alfa": 8, "r": 4.5}
-    found = problems(
+    messages = problems(
         tmp_path,
         base_model=str(bases / "llama"),
         method="lora",
         training_arguments=arguments,
         lora_config=lora,
     )
-    assert found == [
+    assert messages == [
         "models[0].train.training_arguments.learning_rat: the installed TrainingArguments has no such key (did you "
         "mean 'learning_rate'?)",
         "models[0].train.training_arguments.weight_decay: 'much' is not of its type, float",
@@ -123,11 +123,11 @@ def test_adapters_that_could_not_share_a_base_are_refused_before_they_are_traine
     keys = {"method": "lora", "lora_config": {key: value}} | (
         {"predict_with": "average"} if is_averaged else {}
     )
-    found = problems(tmp_path, base_model=str(bases / "llama"), **keys)
-    assert found[0].startswith(f"models[0].train.lora_config.{key}: the folds' adapters share one base"), (
-        found
+    messages = problems(tmp_path, base_model=str(bases / "llama"), **keys)
+    assert messages[0].startswith(f"models[0].train.lora_config.{key}: the folds' adapters share one base"), (
+        messages
     )
-    assert not any("is not of its type" in sentence for sentence in found)
+    assert not any("is not of its type" in sentence for sentence in messages)
 
 
 @pytest.mark.parametrize(
@@ -181,19 +181,21 @@ def test_target_modules_that_the_base_does_not_have(bases: Path, tmp_path: Path)
         "models[0].train.lora_config.target_modules: the base has no module 'query'; its linear layers are q_proj, "
         "k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, score"
     ]
-    (found,) = problems(tmp_path, **llama, lora_config={"target_modules": ".*query"})
-    assert found.startswith("models[0].train.lora_config: peft cannot add this adapter to the base: ")
+    (messages,) = problems(tmp_path, **llama, lora_config={"target_modules": ".*query"})
+    assert messages.startswith("models[0].train.lora_config: peft cannot add this adapter to the base: ")
 
 
 def test_a_base_without_a_class_for_its_task(bases: Path, tmp_path: Path) -> None:
-    (found,) = problems(tmp_path, base_model=str(bases / "mamba"), method="lora")
+    (messages,) = problems(tmp_path, base_model=str(bases / "mamba"), method="lora")
     assert re.fullmatch(
         rf"models\[0\]\.train\.base_model: {bases}/mamba: transformers \S+ has no model of the kind 'mamba' for "
         "this task; task_type: causal_lm runs its MambaForCausalLM, or install a newer release",
-        found,
+        messages,
     )
-    (found,) = problems(tmp_path, base_model=str(bases / "lama"))
-    assert found == (f"models[0].train.base_model: {bases}/lama: no such folder; did you mean {bases}/llama?")
+    (messages,) = problems(tmp_path, base_model=str(bases / "lama"))
+    assert messages == (
+        f"models[0].train.base_model: {bases}/lama: no such folder; did you mean {bases}/llama?"
+    )
 
 
 def test_packages_that_are_not_installed(
@@ -205,19 +207,19 @@ def test_packages_that_are_not_installed(
         }
 
     monkeypatch.setattr(training_from_base, "installed_versions", without)
-    (found,) = problems(tmp_path, base_model=str(bases / "llama"), method="lora")
-    assert found.startswith(
+    (messages,) = problems(tmp_path, base_model=str(bases / "llama"), method="lora")
+    assert messages.startswith(
         "models[0].train.method: lora needs the package peft, which is not installed: pip install peft"
     )
 
 
 def test_a_disk_that_cannot_hold_the_checkpoints(bases: Path, tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", "1m") as small:
-        (found,) = problems(small, base_model=str(bases / "bert"))
+        (messages,) = problems(small, base_model=str(bases / "bert"))
         assert re.fullmatch(
             rf"output_dir: its trainings write about [\d.]+ MiB to {small}/run/training, where 1.0 MiB are free; "
             "make room, choose another output_dir, or train with method: lora",
-            found,
+            messages,
         )
         directory = TrainingDir(small / "run")
         for fold in range(5):
@@ -236,8 +238,8 @@ def test_what_is_reckoned_is_what_lies_there(bases: Path, tmp_path: Path) -> Non
     with small_disk(tmp_path / "small", f"{int(parameters * (5 * 4 + 12)) + 2**16}") as small:
         assert problems(small, base_model=str(bases / "bert")) == []
     with small_disk(tmp_path / "smaller", f"{int(parameters * (5 * 4 + 11)) - 2**16}") as small:
-        (found,) = problems(small, base_model=str(bases / "bert"))
-        assert found.startswith("output_dir: its trainings write about ")
+        (messages,) = problems(small, base_model=str(bases / "bert"))
+        assert messages.startswith("output_dir: its trainings write about ")
 
 
 def test_commands(tmp_path: Path) -> None:
@@ -249,8 +251,8 @@ def test_commands(tmp_path: Path) -> None:
     ]
     script = tmp_path / "train.sh"
     script.write_text("#!/bin/sh\n")
-    (found,) = problems(tmp_path, command=[str(script), *places, json.dumps({"lr": 1})])
-    assert found == (
+    (messages,) = problems(tmp_path, command=[str(script), *places, json.dumps({"lr": 1})])
+    assert messages == (
         f"models[0].train.command: the program {script} is no file that may be executed; name an installed "
         "program, or its path"
     )

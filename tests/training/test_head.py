@@ -83,7 +83,7 @@ def test_predictions_of_held_out_rows_equal_cross_val_predict(
     assert expected.std(axis=0).min() > 0.01, "the features must tell rows apart"
 
     spec = make_spec(tmp_path, base, texts, labels, C=0.5, pooling_mode=pooling_mode)
-    found = np.full_like(expected, np.nan)
+    result = np.full_like(expected, np.nan)
     for fold in range(3):
         rows = np.flatnonzero(folds != fold)
         part = part_of(tmp_path, spec, rows, np.eye(len(labels))[truth], f"fold-{fold}")
@@ -91,8 +91,8 @@ def test_predictions_of_held_out_rows_equal_cross_val_predict(
         assert (progress(part)["tokens"] > 0) == (fold == 0), "features are computed once"
         head = Path(part["out"]) / HEAD_FILE
         made = member(tmp_path, base, head, {"text": texts}, labels, pooling_mode=pooling_mode)
-        found[folds == fold] = predict(made, len(texts)).values[folds == fold]
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+        result[folds == fold] = predict(made, len(texts)).values[folds == fold]
+    np.testing.assert_allclose(result, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("labels", [2, 3])
@@ -113,8 +113,8 @@ def test_soft_labels_and_weights_minimize_their_cross_entropy(labels: int) -> No
         return float(0.5 * penalty - 0.7 * (targets * scores(numbers)).sum())
 
     best = minimize(loss, np.zeros(labels * 5), method="BFGS", options={"gtol": 1e-7})
-    found = np.column_stack([weight, bias]).ravel()
-    np.testing.assert_allclose(scores(found), scores(best.x), atol=1e-4)
+    result = np.column_stack([weight, bias]).ravel()
+    np.testing.assert_allclose(scores(result), scores(best.x), atol=1e-4)
     np.testing.assert_allclose(weight.sum(axis=0), 0, atol=1e-5)
 
 

@@ -135,7 +135,7 @@ def test_out_of_fold_predictions_equal_cross_val_predict(trained: Project) -> No
     header, rows = trained.read("runs/first/oof/head.csv")
     assert header == ["id", *LABELS]
     assert [row[0] for row in rows] == trained.ids[:ROWS]
-    found = np.array([[float(cell) for cell in row[1:]] for row in rows])
+    actual = np.array([[float(cell) for cell in row[1:]] for row in rows])
 
     texts = trained.texts[:ROWS]
     features = pooled_reference(trained.folder / "base", nn.Identity(), "cls", texts, max_length=128)
@@ -144,7 +144,7 @@ def test_out_of_fold_predictions_equal_cross_val_predict(trained: Project) -> No
     expected = cross_val_predict(
         model, features, truth, cv=PredefinedSplit(FOLD_OF_ROW), method="predict_proba"
     )
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
 
     trained.write_config(keys)
     run = trained.ensemble("run", "config.yaml")
@@ -161,8 +161,8 @@ def test_out_of_fold_predictions_equal_cross_val_predict(trained: Project) -> No
     for fold in range(FOLDS):
         tensors = load_file(folder.checkpoint("head", Part(fold)) / "head.safetensors")
         of_folds.append(softmax(features @ tensors["weight"].T + tensors["bias"]))
-    found = np.array([values[trained.ids[row]] for row in new])
-    np.testing.assert_allclose(found, np.mean(of_folds, axis=0), atol=2e-5)
+    actual = np.array([values[trained.ids[row]] for row in new])
+    np.testing.assert_allclose(actual, np.mean(of_folds, axis=0), atol=2e-5)
 
 
 @pytest.mark.long

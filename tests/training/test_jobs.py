@@ -286,7 +286,7 @@ def test_what_changed_is_said_and_trained_anew(trained: Trained) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "said"),
+    ("mode", "message"),
     one_in(4, [
         ("exit", "fold 1: its command ended with exit code 3; its log is runs/first/training/logs/a/fold-1.log, "
                  "with the last words: training fold 1 by None | no gradient | the loss is NaN"),
@@ -295,7 +295,7 @@ def test_what_changed_is_said_and_trained_anew(trained: Trained) -> None:
         ("labels", "fold 1: "),
     ]),
 )  # fmt: skip
-def test_what_is_no_checkpoint_of_this_config_is_refused(trained: Trained, mode: str, said: str) -> None:
+def test_what_is_no_checkpoint_of_this_config_is_refused(trained: Trained, mode: str, message: str) -> None:
     shutil.copytree(trained.scripts / "trained", trained.scripts / "other")
     config = json.loads((trained.scripts / "other/config.json").read_text())
     config |= {"id2label": {0: "good", 1: "bad", 2: "ugly"}, "label2id": {"good": 0, "bad": 1, "ugly": 2}}
@@ -304,7 +304,7 @@ def test_what_is_no_checkpoint_of_this_config_is_refused(trained: Trained, mode:
     done = trained.train("--set", "retries=1")
     assert done.returncode == 1, done.stdout
     assert f"member a failed: {'fold 1: ' if mode == 'two' else ''}" in " ".join(done.stderr.split())
-    assert said in " ".join(done.stderr.split()), done.stderr
+    assert message in " ".join(done.stderr.split()), done.stderr
     if mode == "labels":
         assert "good" in done.stderr
         assert "winner_a" in done.stderr
@@ -440,8 +440,8 @@ def test_a_command_that_hangs_is_killed_and_begun_again(trained: Trained) -> Non
     trained.mode(0, "")
     output = running.communicate()[0]
     assert running.returncode == 0, output
-    said = "fold 0: its command printed nothing and wrote nothing into its folder for 5 s (hang_timeout)"
-    assert said in output
+    message = "fold 0: its command printed nothing and wrote nothing into its folder for 5 s (hang_timeout)"
+    assert message in output
     assert not is_alive(command)
     assert trained.folds_called() == ["0", "0"]
 

@@ -78,16 +78,16 @@ def test_a_finished_training_stays_until_its_replacement_is_sealed(trained: Trai
     before = digests_of_folds(trained)
     (trained.scripts / "trained/note.txt").write_text("another result", encoding="utf-8")
     trained.mode(0, "exit")
-    report, said = do("seed=7", fold=0)
+    report, message = do("seed=7", fold=0)
     assert report.status == "failed"
-    assert "a: trained anew: fold 0: seed changed since it was trained" in said
-    assert "a: kept, but not used: fold 1: seed changed since it was trained" in said
+    assert "a: trained anew: fold 0: seed changed since it was trained" in message
+    assert "a: kept, but not used: fold 1: seed changed since it was trained" in message
     assert digests_of_folds(trained) == before
     assert not any(trained.files.is_finished("a", part) for part in FOLDS), "no command takes them for seed 7"
     # The change is undone: nothing was lost.
-    report, said = do()
+    report, message = do()
     assert report.status == "complete"
-    assert "a: trained already: fold 0, fold 1" in said
+    assert "a: trained already: fold 0, fold 1" in message
     assert fold_count(trained.files.trained_rows("a")) == 2
     assert len(trained.calls()) == 3
     trained.mode(0, "")
@@ -232,9 +232,9 @@ def test_a_limit_that_leaves_no_time_to_train_anew_says_what_is_kept(trained: Tr
     trained.mode(1, "wait")
     done = trained.ensemble("run", "config.yaml", "--set", "time_limit=1s", "--set", "seed=7")
     assert done.returncode == 4
-    said = " ".join(done.stdout.split())
-    assert "a is left out: there was no time to train fold 0, fold 1" in said
-    assert "Its earlier trainings are kept (fold 0, fold 1): undo the change, and they are used again" in said
+    text = " ".join(done.stdout.split())
+    assert "a is left out: there was no time to train fold 0, fold 1" in text
+    assert "Its earlier trainings are kept (fold 0, fold 1): undo the change, and they are used again" in text
     assert digests_of_folds(trained) == before
     submission = trained.folder / "runs/first/submission.csv"
     submission.write_text("of an earlier run", encoding="utf-8")
@@ -252,14 +252,16 @@ def test_a_result_that_was_refused_is_sealed_once_it_is_mended(trained: Trained,
     unfinished = trained.files.unfinished("a", Part(1))
     if is_mended:
         shutil.rmtree(unfinished / "checkpoint-9")
-    report, said = do()
+    report, message = do()
     if is_mended:
         assert report.status == "complete"
-        assert any(text.startswith("a: fold 1: what its training has left is taken now") for text in said)
+        assert any(text.startswith("a: fold 1: what its training has left is taken now") for text in message)
         assert trained.folds_called().count("1") == 1
     else:
         assert report.status == "failed"
-        assert any(text.startswith("a: trained anew: fold 1: what it has left is refused: ") for text in said)
+        assert any(
+            text.startswith("a: trained anew: fold 1: what it has left is refused: ") for text in message
+        )
         assert trained.folds_called().count("1") == 2
 
 
@@ -269,9 +271,9 @@ def test_fresh_goes_on_after_a_stop_and_never_returns_to_the_old_ones(trained: T
     trained.mode(1, "two")
     assert do(fresh=True)[0].status == "failed"
     shutil.rmtree(trained.files.unfinished("a", Part(1)) / "checkpoint-9")
-    report, said = do()
+    report, message = do()
     assert report.status == "complete"
-    assert any("has left is taken now" in text for text in said)
+    assert any("has left is taken now" in text for text in message)
     assert trained.folds_called() == ["0", "1", "0", "1"]
     assert all("note.txt" in digests for digests in digests_of_folds(trained))
 

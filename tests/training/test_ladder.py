@@ -441,9 +441,9 @@ def test_train_on_a_gpu_tries_what_fits_and_says_so(project: Project, nvml_sim: 
         environment={**nvml_sim.environment(), "PYTHONPATH": python_path(site.folder, ROOT)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    said = "4 rows at a time: found by a trial on Simulated T4 (16.0 GiB)"
+    message = "4 rows at a time: found by a trial on Simulated T4 (16.0 GiB)"
     assert all(f"fold {fold} trained in " in done.stdout for fold in range(2))
-    assert done.stdout.count(said) == 2, done.stdout
+    assert done.stdout.count(message) == 2, done.stdout
     passes = site.passes()
     assert [passes[0][:3], len(passes)] == [[16, 8, 4], 3]
     assert "expandable_segments:True" in (site.folder / "allocator").read_text()

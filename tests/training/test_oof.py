@@ -67,9 +67,9 @@ def test_each_row_is_predicted_by_a_model_that_has_seen_neither_it_nor_its_group
 ) -> None:
     keys = config(trained, "refit")
     finish(keys, adapters)
-    report, said = predict(keys)
+    report, message = predict(keys)
     assert report.status == "complete"
-    assert "trained on" not in said, "of course they were"
+    assert "trained on" not in message, "of course they were"
     assert report.members[0].counters.rows == ROWS
     oof = rows_of(trained)
     # Each fold's adapter has a handwriting of its own: who wrote the row?
@@ -81,8 +81,8 @@ def test_each_row_is_predicted_by_a_model_that_has_seen_neither_it_nor_its_group
     written = (trained.folder / "runs/first/training/oof/predictions/lora.csv").read_bytes()
     assert (trained.folder / "runs/first/oof/lora.csv").read_bytes() == written
 
-    report, said = predict(keys)
-    assert "lora: done by an earlier run, reused" in said
+    report, message = predict(keys)
+    assert "lora: done by an earlier run, reused" in message
     assert report.members[0].counters.rows == 0
 
     # The numbers of an ordinary run with that one adapter.
@@ -97,9 +97,9 @@ def test_each_row_is_predicted_by_a_model_that_has_seen_neither_it_nor_its_group
     np.testing.assert_allclose(oof[is_held_out], by_run[is_held_out], atol=1e-6)
 
     # A run over a table with rows of the training table takes them from there.
-    said = trained_run(trained, config(trained))
-    assert "lora@fold-1: 1 of 8 rows taken over from" in said
-    assert "lora@fold-2: 1 of 8 rows taken over from" in said
+    message = trained_run(trained, config(trained))
+    assert "lora@fold-1: 1 of 8 rows taken over from" in message
+    assert "lora@fold-2: 1 of 8 rows taken over from" in message
     assert computed(trained) == 6 * FOLDS
     np.testing.assert_allclose(values(trained), expected(trained, adapters), atol=2e-5)
     # A run over the training table has nothing to compute.
@@ -160,8 +160,8 @@ def test_one_model_predicts_new_rows_and_the_folds_what_they_hold_out(
     mixed = trained_run(trained, keys)
     assert "lora: 1 of 8 rows was trained on in every fold; all of its models have seen them" in mixed
     assert computed(trained) == 8
-    found, by_folds = values(trained), expected(trained, adapters)
-    np.testing.assert_allclose(found[[2, 7]], by_folds[[2, 7]], atol=2e-5)
+    result, by_folds = values(trained), expected(trained, adapters)
+    np.testing.assert_allclose(result[[2, 7]], by_folds[[2, 7]], atol=2e-5)
     single: dict[str, Any] = {
         "adapters": {"average": [str(adapters / f"fold-{fold}") for fold in range(FOLDS)]}
     }
@@ -169,7 +169,7 @@ def test_one_model_predicts_new_rows_and_the_folds_what_they_hold_out(
         single = {"adapter_name_or_path": str(adapters / "all")}
         of_all = by_hand(trained, adapters, "all")
         others = [row for row in range(8) if row not in (2, 7)]
-        np.testing.assert_allclose(found[others], np.array(folds.test_rows([*of_all]))[others], atol=2e-5)
+        np.testing.assert_allclose(result[others], np.array(folds.test_rows([*of_all]))[others], atol=2e-5)
     # Without rows that it was trained on it is that one model, with its fingerprint.
     header, rows = trained.read("test.csv")
     trained.write_csv("test.csv", header, [rows[row] for row in (0, 1, 3, 4)])
@@ -202,8 +202,8 @@ def test_a_killed_run_goes_on(trained: Project, adapters: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (trained.folder / "runs/first/oof").exists()
-    report, said = predict(keys)
-    assert "kept from an earlier run" in said
+    report, message = predict(keys)
+    assert "kept from an earlier run" in message
     assert report.members[0].counters.rows < ROWS
     first = (trained.folder / "runs/first/oof/lora.csv").read_bytes()
     shutil.rmtree(trained.folder / "runs/first/oof")

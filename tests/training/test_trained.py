@@ -194,11 +194,12 @@ def expected(project: Project, adapters: Path, is_swapped: bool = False) -> _Val
 def test_a_table_of_new_rows_and_rows_that_were_trained_on(trained: Project, adapters: Path) -> None:
     keys = {**config(trained), "report": True}
     finish(keys, adapters, extra=[4])
-    said = trained_run(trained, keys)
+    output = trained_run(trained, keys)
     assert (
-        "lora: 2 of 8 rows were trained on; the model of the fold that has not seen a row predicts it" in said
+        "lora: 2 of 8 rows were trained on; the model of the fold that has not seen a row predicts it"
+        in output
     )
-    assert "lora: 1 of 8 rows was trained on in every fold" in said
+    assert "lora: 1 of 8 rows was trained on in every fold" in output
     np.testing.assert_allclose(values(trained), expected(trained, adapters), atol=2e-5)
     assert computed(trained) == 6 * 3 + 2
     rows = {"fold-0": (6, 6), "fold-1": (7, 7), "fold-2": (7, 7)}

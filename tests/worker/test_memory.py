@@ -21,16 +21,16 @@ ROWS = 1_000_000
 
 
 def next_event(worker: LocalWorker, kind: type[Any]) -> Any:
-    found: list[Any] = []
+    results: list[Any] = []
 
     def has_come() -> bool:
         events = worker.receive()
-        found.extend(event for event in events if isinstance(event, kind))
-        assert found or worker.is_open, (events, worker.log.read_text())
-        return bool(found)
+        results.extend(event for event in events if isinstance(event, kind))
+        assert results or worker.is_open, (events, worker.log.read_text())
+        return bool(results)
 
     wait_until(has_come, f"a {kind.__name__}")
-    return found[0]
+    return results[0]
 
 
 @pytest.mark.long

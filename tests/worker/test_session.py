@@ -176,8 +176,8 @@ def test_blocks_of_tokens_are_put_together_in_the_rows_order(
     assert blocks.truncated_rows == whole.truncated_rows > 0
     np.testing.assert_array_equal(blocks.lengths, whole.lengths)
     assert set(np.flatnonzero(blocks.lengths == 0)) == set(blocks.problems)
-    for one, other in zip(blocks.inputs["input_ids"], whole.inputs["input_ids"], strict=True):
-        np.testing.assert_array_equal(one, other)
+    for row_id, other in zip(blocks.inputs["input_ids"], whole.inputs["input_ids"], strict=True):
+        np.testing.assert_array_equal(row_id, other)
 
 
 def test_a_shard_that_cannot_be_written_ends_the_worker(checkpoint: Path, tmp_path: Path) -> None:

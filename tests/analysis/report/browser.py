@@ -72,14 +72,14 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page; that of a promise is waited for."""
-        found = self._ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        result = self._ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
 
     def screenshot(self, to: Path) -> None:
         """The whole page as PNG."""
-        found = self._ask("Page.captureScreenshot", captureBeyondViewport=True)
-        to.write_bytes(base64.b64decode(found["data"]))
+        result = self._ask("Page.captureScreenshot", captureBeyondViewport=True)
+        to.write_bytes(base64.b64decode(result["data"]))
 
     def close(self) -> None:
         self._session = None

@@ -60,9 +60,9 @@ def make_run(
         merged += values / len(names)
         write_csv(rundir.predictions(name), ["id", *labels], [ids, *map(pa.array, values.T)])
     write_csv(rundir.ensemble, ["id", *labels], [ids, *map(pa.array, merged.T)])
-    said = EVIL[0] if is_evil else "CUDA error: an illegal memory access was encountered"
+    message = EVIL[0] if is_evil else "CUDA error: an illegal memory access was encountered"
     made = report(
-        *(_member(place, name, rows, said) for place, name in enumerate(names)),
+        *(_member(place, name, rows, message) for place, name in enumerate(names)),
         rows=rows,
         null_texts={"text": 1},
         timing={"total_seconds": 700.0},
@@ -71,12 +71,12 @@ def make_run(
         idle_gaps=tuple(
             Gap(f"GPU-{n}", names[k], names[k + 1], 3.1 + k) for k in range(len(names) - 1) for n in (0, 1)
         ),
-        warnings=(said,),
-        explanation=said,
+        warnings=(message,),
+        explanation=message,
         table=str(table),
         config=("# " + " ".join(EVIL).replace("\x01", "") + "\n" if is_evil else "")
         + "data: {path: table.csv, label_column: label}\nlabels: []\n",
-        overrides=(f"output_dir={said}",),
+        overrides=(f"output_dir={message}",),
         files={"ensemble": str(rundir.ensemble)},
         merged_rows=dict.fromkeys(names, rows),
         ensemble={"method": "mean"},
@@ -85,7 +85,7 @@ def make_run(
     return made
 
 
-def _member(place: int, name: str, rows: int, said: str) -> Any:
+def _member(place: int, name: str, rows: int, message: str) -> Any:
     begin = 220.0 * place
     shared: dict[str, Any] = {
         **{"leased_after_seconds": begin, "start_seconds": 8.0, "load_seconds": 30.0, "life_seconds": 219.0},
@@ -100,13 +100,15 @@ def _member(place: int, name: str, rows: int, said: str) -> Any:
         },
         **{"peak_gpu_memory_bytes": 11 * GIB, "max_length": 512, "forward_share": 0.9},
     }
-    fault = FaultRecord(name, 1, "death", said, said, (10, 20), "a fresh process takes them over", begin + 90)
+    fault = FaultRecord(
+        name, 1, "death", message, message, (10, 20), "a fresh process takes them over", begin + 90
+    )
     return member(
         name,
-        workers=tuple(worker(replica=n, devices=(f"GPU-{n}",), log=said, **shared) for n in (0, 1)),
+        workers=tuple(worker(replica=n, devices=(f"GPU-{n}",), log=message, **shared) for n in (0, 1)),
         rows=rows,
         activation="softmax",
         faults=(fault,),
-        bad_rows={"3": said},
+        bad_rows={"3": message},
         replicas=2,
     )

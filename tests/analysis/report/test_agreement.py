@@ -43,7 +43,7 @@ def test_pairs_are_those_of_references(activation: Activation) -> None:
     actual = one_hot + offset if activation == "none" else one_hot if activation == "sigmoid" else truth
     for (i, first), (j, second) in combinations(enumerate(made), 2):
         both = np.isfinite(first[:, 0] + second[:, 0])
-        one, other, true = first[both], second[both], one_hot[both]
+        item, other, true = first[both], second[both], one_hot[both]
         pair = compare_pair(first, second, activation, actual)
         plain = compare_pair(first, second, activation)
         assert pair.rows == both.sum()
@@ -51,16 +51,16 @@ def test_pairs_are_those_of_references(activation: Activation) -> None:
             assert np.isnan(plain.correlation)
         else:
             assert plain.correlation == pytest.approx(
-                np.corrcoef((one - offset).ravel(), (other - offset).ravel())[0, 1], abs=1e-7
+                np.corrcoef((item - offset).ravel(), (other - offset).ravel())[0, 1], abs=1e-7
             )
-        errors = [(values - offset - true).ravel() for values in (one, other)]
+        errors = [(values - offset - true).ravel() for values in (item, other)]
         assert pair.correlation == pytest.approx(np.asarray(np.corrcoef(errors))[0, 1], abs=1e-7)
         if activation == "none":
             assert (pair.decisions, pair.differ, pair.only_first) == (0, 0, 0)
             continue
         ours, theirs, right = (
             (values.argmax(axis=1) if activation == "softmax" else (values >= 0.5).ravel())
-            for values in (one, other, true)
+            for values in (item, other, true)
         )
         assert pair.decisions == len(ours)
         assert pair.differ == (ours != theirs).sum()
@@ -97,7 +97,7 @@ def test_effective_members_are_those_whose_mean_varies_as_much(members: int, sha
     errors = shared * chooser.normal(size=40_000) + chooser.normal(size=(members, 40_000))
     errors = zscore(errors, axis=1)
     pairs = np.asarray(np.corrcoef(errors))[np.triu_indices(members, 1)]
-    found = effective_members(members, float(pairs.mean()))
-    assert found == pytest.approx(1 / errors.mean(axis=0).var(), rel=1e-9)
-    assert 1 < found < members + 0.1
+    result = effective_members(members, float(pairs.mean()))
+    assert result == pytest.approx(1 / errors.mean(axis=0).var(), rel=1e-9)
+    assert 1 < result < members + 0.1
     assert effective_members(2, -1.0) == np.inf

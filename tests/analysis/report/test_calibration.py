@@ -21,22 +21,22 @@ def probabilities(labels: int, seed: int = 0) -> np.ndarray:
 def test_first_labels_are_binned_as_scikit_learn_does(labels: int) -> None:
     values = probabilities(labels)
     truth = np.random.default_rng(1).integers(0, labels, ROWS)
-    found = reliability(values, "softmax", truth)
+    curve = reliability(values, "softmax", truth)
     right = values.argmax(axis=1) == truth
     accuracy, confidence = calibration_curve(right, values.max(axis=1), n_bins=10, strategy="uniform")
-    filled = found.counts > 0
-    assert found.accuracy[filled] == pytest.approx(accuracy)
-    assert found.confidence[filled] == pytest.approx(confidence)
-    assert found.counts.sum() == ROWS
-    gap = found.overconfidence
+    filled = curve.counts > 0
+    assert curve.accuracy[filled] == pytest.approx(accuracy)
+    assert curve.confidence[filled] == pytest.approx(confidence)
+    assert curve.counts.sum() == ROWS
+    gap = curve.overconfidence
     assert gap.value == pytest.approx(values.max(axis=1).mean() - right.mean())
     low, high = norm.interval(0.95, gap.value, sem(values.max(axis=1) - right))
     assert (gap.low, gap.high) == pytest.approx((low, high), abs=0.1 * (high - low))
-    for bin_ in np.flatnonzero(found.counts > 1_000):
-        hits, count = round(found.accuracy[bin_] * found.counts[bin_]), int(found.counts[bin_])
+    for bin_ in np.flatnonzero(curve.counts > 1_000):
+        hits, count = round(curve.accuracy[bin_] * curve.counts[bin_]), int(curve.counts[bin_])
         interval = binomtest(hits, count).proportion_ci(0.95, "wilson")
         width = interval.high - interval.low
-        assert (found.low[bin_], found.high[bin_]) == pytest.approx(
+        assert (curve.low[bin_], curve.high[bin_]) == pytest.approx(
             (interval.low, interval.high), abs=0.15 * width
         )
 
@@ -45,11 +45,11 @@ def test_labels_that_do_not_exclude_each_other_are_binned_cell_by_cell() -> None
     chooser = np.random.default_rng(3)
     values = chooser.random((ROWS, 4))
     truth = (chooser.random(values.shape) < values**2).astype(np.float64)
-    found = reliability(values, "sigmoid", truth)
+    curve = reliability(values, "sigmoid", truth)
     accuracy, confidence = calibration_curve(truth.ravel(), values.ravel(), n_bins=10)
-    assert found.accuracy == pytest.approx(accuracy)
-    assert found.confidence == pytest.approx(confidence)
-    gap = found.overconfidence
+    assert curve.accuracy == pytest.approx(accuracy)
+    assert curve.confidence == pytest.approx(confidence)
+    gap = curve.overconfidence
     # Rows are drawn, not cells: four copies of each label tell no more than one.
     copies = reliability(np.repeat(values, 4, axis=1), "sigmoid", np.repeat(truth, 4, axis=1))
     again = copies.overconfidence
@@ -73,7 +73,7 @@ def test_the_interval_of_a_calibrated_member_holds_0_as_often_as_it_says(tries: 
 
 def test_probabilities_as_truth_count_as_they_are() -> None:
     values, truth = probabilities(3), probabilities(3, seed=9)
-    found = reliability(values, "softmax", truth)
+    curve = reliability(values, "softmax", truth)
     expected = truth[np.arange(ROWS), values.argmax(axis=1)].mean()
-    assert np.nansum(found.accuracy * found.counts) / ROWS == pytest.approx(expected)
-    assert np.isnan(found.accuracy[found.counts == 0]).all()
+    assert np.nansum(curve.accuracy * curve.counts) / ROWS == pytest.approx(expected)
+    assert np.isnan(curve.accuracy[curve.counts == 0]).all()

@@ -153,7 +153,9 @@ def test_the_file_holds_no_script_and_nothing_from_elsewhere(pages: dict[str, Pa
     lengths = parser.text[parser.text.index("tokens lost in each") :]
     assert "77" in lengths[: lengths.index("512") + 20], "how much was cut of each row that was cut"
     assert not {"script", "img", "iframe", "object", "embed", "link", "form", "base"} & {*parser.tags}
-    assert [one for one in parser.attributes if one[1].startswith("on") or one[1] == "src"] == []
+    assert [
+        attribute for attribute in parser.attributes if attribute[1].startswith("on") or attribute[1] == "src"
+    ] == []
     ids = [value for _, name, value in parser.attributes if name == "id"]
     assert len(ids) == len(set(ids))
     links = [value for _, name, value in parser.attributes if name in ("href", "xlink:href")]
@@ -169,9 +171,9 @@ def test_the_file_holds_no_script_and_nothing_from_elsewhere(pages: dict[str, Pa
     ]
     assert "script-src" not in policy
     if name == "evil":  # and it is all there to read, as it was written
-        said = "".join(parser.text)
+        message = "".join(parser.text)
         for words in EVIL[:1]:
-            assert words in said
+            assert words in message
 
 
 @pytest.mark.long
@@ -218,13 +220,13 @@ def test_a_folder_of_predictions_that_may_not_be_entered(tmp_path: Path) -> None
         done = subprocess.run(command, env=variables, capture_output=True, text=True)
     finally:
         folder.chmod(0o755)
-    said = " ".join(done.stderr.split())
-    assert done.returncode == 2, said
-    assert "Traceback" not in said
-    assert re.search(r"run/predictions.* cannot be read \(Permission denied for user .*chmod a\+rx", said), (
-        said
+    text = " ".join(done.stderr.split())
+    assert done.returncode == 2, text
+    assert "Traceback" not in text
+    assert re.search(r"run/predictions.* cannot be read \(Permission denied for user .*chmod a\+rx", text), (
+        text
     )
-    assert said.count("error: ") == 1
+    assert text.count("error: ") == 1
 
 
 @pytest.mark.long

@@ -83,7 +83,7 @@ class Made:
             "output_dir": str(self.rundir.root),
         }
         self.rundir.config.write_text(json.dumps(config), encoding="utf-8")
-        calibrations = {one["name"]: one.get("calibration", {}) for one in models or []}
+        calibrations = {item["name"]: item.get("calibration", {}) for item in models or []}
         made = report(
             *(
                 member(
@@ -100,7 +100,7 @@ class Made:
             table=str(self.table),
             config=json.dumps(config),
             overrides=(),
-            merged_rows={name: int(np.isfinite(one[:, 0]).sum()) for name, one in members.items()},
+            merged_rows={name: int(np.isfinite(item[:, 0]).sum()) for name, item in members.items()},
             ensemble=ensemble or {"method": "mean"},
         )
         made.write(self.rundir.run_json)
@@ -136,11 +136,11 @@ def probabilities(rows: int = 2_000, labels: int = 3, noise: tuple[float, ...] =
     chooser = np.random.default_rng(0)
     scores = chooser.normal(size=(rows, labels)) * 2
     truth = (scores + chooser.gumbel(size=scores.shape)).argmax(axis=1)
-    found = {}
+    result = {}
     for number, spread in enumerate(noise):
         values = np.exp(scores + spread * chooser.normal(size=scores.shape))
-        found[f"m{number}"] = values / values.sum(axis=1, keepdims=True)
-    return truth, found
+        result[f"m{number}"] = values / values.sum(axis=1, keepdims=True)
+    return truth, result
 
 
 def test_numbers_are_those_of_scikit_learn(made: Made) -> None:
@@ -213,18 +213,20 @@ def test_agreement_says_who_is_right_where_two_differ(made: Made) -> None:
     data = made.write(members, truth)
     text = shown(data, "agreement")
     assert f"m0 and m1 agree on {100 * (first == second).mean():.1f} % of rows" in text
-    one, other = ((first == truth) & (second != truth)).sum(), ((first != truth) & (second == truth)).sum()
+    item, other = ((first == truth) & (second != truth)).sum(), ((first != truth) & (second == truth)).sum()
     differ = int((first != second).sum())
-    assert re.search(rf" m0 / m1 0\.\d\d {differ:,} .* {one:,} {other:,} {differ - one - other:,} m0 ", text)
+    assert re.search(
+        rf" m0 / m1 0\.\d\d {differ:,} .* {item:,} {other:,} {differ - item - other:,} m0 ", text
+    )
     assert "errors correlate at" in text
     merged = np.mean([*members.values()], axis=0)
     errors = np.array([(values - np.eye(values.shape[1])[truth]).ravel() for values in members.values()])
     correlation = np.asarray(np.corrcoef(errors))[0, 1]
     count = f"{2 / (1 + correlation):.1f}"
     kappas = [cohen_kappa_score(truth, values.argmax(axis=1)) for values in (*members.values(), merged)]
-    said = re.search(r"with the true labels m0 (\S+) \(.*?\) m1 (\S+) \(.*?\) ensemble (\S+) \(", text)
-    assert said is not None
-    assert [*said.groups()] == [f"{kappa:.4f}" for kappa in kappas]
+    match = re.search(r"with the true labels m0 (\S+) \(.*?\) m1 (\S+) \(.*?\) ensemble (\S+) \(", text)
+    assert match is not None
+    assert [*match.groups()] == [f"{kappa:.4f}" for kappa in kappas]
     assert f"Together the 2 members count as {count} members with independent errors." in text
 
 
@@ -234,8 +236,8 @@ def test_a_member_that_promises_too_much_is_told_its_temperature(made: Made) -> 
     sharp = members["m1"] ** 3
     members["m1"] = sharp / sharp.sum(axis=1, keepdims=True)
     text = shown(made.write(members, truth), "calibration")
-    (found,) = re.findall(r" m1 .*? (\d\.\d\d) Members", text)
-    assert 2.7 < float(found) < 3.3
+    (result,) = re.findall(r" m1 .*? (\d\.\d\d) Members", text)
+    assert 2.7 < float(result) < 3.3
     assert "expected calibration error, of 15 bins; the diagrams have 10" in text
     # Once the config has one, the members are those of the merge.
     logs = np.log(members["m1"]) / 3
@@ -245,8 +247,8 @@ def test_a_member_that_promises_too_much_is_told_its_temperature(made: Made) -> 
         {"name": "m1", "task_type": "csv", "path": "x", "calibration": {"temperature": 3.0}},
     ]
     data = made.write(members, truth, merged=(members["m0"] + soft) / 2, models=models)
-    (found,) = re.findall(r" m1 .*? (\d\.\d\d) Members", shown(data, "calibration"))
-    assert 0.9 < float(found) < 1.1
+    (result,) = re.findall(r" m1 .*? (\d\.\d\d) Members", shown(data, "calibration"))
+    assert 0.9 < float(result) < 1.1
     assert f"m1 {log_loss(truth, soft):.4f}" in shown(data, "scores")
 
 

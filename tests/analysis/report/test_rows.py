@@ -17,11 +17,11 @@ def probabilities(seed: int, labels: int = 3) -> np.ndarray:
 
 
 def test_two_members_of_equal_weight_dispute_by_scipys_divergence() -> None:
-    one, other = probabilities(0), probabilities(1)
-    found = disagreement([one, other], np.ones(2), "softmax")
-    expected = jensenshannon(one, other, base=2, axis=1) ** 2
-    assert found == pytest.approx(expected, abs=1e-12)
-    assert highest(found, 50).tolist() == np.argsort(-expected, kind="stable")[:50].tolist()
+    item, other = probabilities(0), probabilities(1)
+    disagreements = disagreement([item, other], np.ones(2), "softmax")
+    expected = jensenshannon(item, other, base=2, axis=1) ** 2
+    assert disagreements == pytest.approx(expected, abs=1e-12)
+    assert highest(disagreements, 50).tolist() == np.argsort(-expected, kind="stable")[:50].tolist()
 
 
 def test_weights_count_and_a_row_of_one_member_is_not_disputed() -> None:
@@ -29,8 +29,8 @@ def test_weights_count_and_a_row_of_one_member_is_not_disputed() -> None:
     made[1][:100] = np.nan
     made[2][50:150] = np.nan
     weights = np.array([0.5, 0.3, 0.2])
-    found = disagreement(made, weights, "softmax")
-    rows = highest(found, ROWS)
+    disagreements = disagreement(made, weights, "softmax")
+    rows = highest(disagreements, ROWS)
     assert set(range(50, 100)).isdisjoint(rows.tolist())
     assert len(rows) == ROWS - 50
     for row in rows.tolist()[::997]:
@@ -38,30 +38,30 @@ def test_weights_count_and_a_row_of_one_member_is_not_disputed() -> None:
         shares = weights[there] / weights[there].sum()
         values = np.array([made[k][row] for k in there])
         expected = entropy(shares @ values, base=2) - shares @ entropy(values, base=2, axis=1)
-        assert found[row] == pytest.approx(expected, abs=1e-12)
+        assert disagreements[row] == pytest.approx(expected, abs=1e-12)
 
 
 def test_labels_by_themselves_and_raw_values_are_disputed_too() -> None:
     chooser = np.random.default_rng(4)
-    one, other = chooser.random((2, ROWS, 2))
-    found = disagreement([one, other], np.ones(2), "sigmoid")
-    both = [np.stack([values, 1 - values], axis=2) for values in (one, other)]
+    item, other = chooser.random((2, ROWS, 2))
+    disagreements = disagreement([item, other], np.ones(2), "sigmoid")
+    both = [np.stack([values, 1 - values], axis=2) for values in (item, other)]
     expected = (jensenshannon(both[0], both[1], base=2, axis=2) ** 2).mean(axis=1)
-    assert found == pytest.approx(expected, abs=1e-12)
-    raw = disagreement([one * 100, other * 100], np.array([1.0, 3.0]), "none")
-    assert raw == pytest.approx(np.sqrt((np.square(100 * (one - other)) * 0.25 * 0.75).mean(axis=1)))
+    assert disagreements == pytest.approx(expected, abs=1e-12)
+    raw = disagreement([item * 100, other * 100], np.array([1.0, 3.0]), "none")
+    assert raw == pytest.approx(np.sqrt((np.square(100 * (item - other)) * 0.25 * 0.75).mean(axis=1)))
 
 
 def test_the_least_certain_rows_are_those_of_the_smallest_margin() -> None:
     values = probabilities(2, labels=14)
     values[7] = values[20_000] = 1 / 14
     values[35_000] = np.nan
-    found = uncertainty(values, "softmax")
-    rows = highest(found, 30)
+    result = uncertainty(values, "softmax")
+    rows = highest(result, 30)
     assert rows[:2].tolist() == [7, 20_000]  # alike, so the earlier first
     ordered = np.sort(values, axis=1)
     margins = np.where(np.isnan(ordered[:, 0]), np.inf, ordered[:, -1] - ordered[:, -2])
-    assert found[rows] == pytest.approx(1 - np.sort(margins)[:30])
+    assert result[rows] == pytest.approx(1 - np.sort(margins)[:30])
     assert 35_000 not in rows
     assert len(highest(uncertainty(values[:, :1], "softmax"), 20)) == 0  # one label leaves no doubt
     sigmoid = uncertainty(values, "sigmoid")

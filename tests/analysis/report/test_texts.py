@@ -37,15 +37,15 @@ def test_texts_are_those_that_were_read(project: Project, name: str) -> None:
     def write(changed: str = "") -> None:
         if name == "test.jsonl":
             lines = [
-                json.dumps({"id": one, "text": text + changed * (row == 7), "turns": turn})
-                for row, ((one, text), turn) in enumerate(zip(records, turns, strict=True))
+                json.dumps({"id": record, "text": text + changed * (row == 7), "turns": turn})
+                for row, ((record, text), turn) in enumerate(zip(records, turns, strict=True))
             ]
             path.write_text("\n".join(lines), encoding="utf-8")
             return
         mark = "\t" if "tsv" in name else ","
         rows = [["id", "text", "turns"]] + [
-            [one, text + changed * (row == 7), json.dumps(turn)]
-            for row, ((one, text), turn) in enumerate(zip(records, turns, strict=True))
+            [record, text + changed * (row == 7), json.dumps(turn)]
+            for row, ((record, text), turn) in enumerate(zip(records, turns, strict=True))
         ]
         cells = ('"' + cell.replace('"', '""') + '"' for row in rows for cell in row)
         lines = [mark.join(line) for line in zip(*[cells] * 3, strict=True)]
@@ -66,9 +66,9 @@ def test_texts_are_those_that_were_read(project: Project, name: str) -> None:
     done = project.ensemble("run", "config.yaml")
     assert done.returncode == 0, done.stderr
     run_dir = project.folder / "runs/first"
-    found = texts(run_dir, [59, 5, 7])
-    assert [found[row]["text"] for row in (5, 7, 59)] == [project.texts[row] for row in (5, 7, 59)]
-    assert json.loads(found[7]["turns"]) == turns[7]
+    result = texts(run_dir, [59, 5, 7])
+    assert [result[row]["text"] for row in (5, 7, 59)] == [project.texts[row] for row in (5, 7, 59)]
+    assert json.loads(result[7]["turns"]) == turns[7]
     written = path.stat().st_mtime_ns
     write(changed=" and more")  # with the same ids
     with pytest.raises(DataError, match=r"has changed since the run; run the config again"):

@@ -167,13 +167,13 @@ class _Server:
     def _heed(self, descriptor: int) -> None:
         forked = self._by_line[descriptor]
         try:
-            said = forked.line.recv(_NUMBER.size)
+            message = forked.line.recv(_NUMBER.size)
         except ConnectionResetError:
-            said = b""
-        if not said:
+            message = b""
+        if not message:
             self._forget(forked)
             _signal(forked.pid, signal.SIGKILL)
-        elif number := _NUMBER.unpack(said)[0]:
+        elif number := _NUMBER.unpack(message)[0]:
             _signal(forked.pid, number)
         else:
             os.write(forked.gate, b"x")

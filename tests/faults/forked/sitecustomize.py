@@ -39,8 +39,8 @@ def _stand_in(address: str, module: str) -> None:
         line.send(struct.pack("=i", 0))
         # Not the events' pipe, whose end says that this process has ended.
         os.close(0)
-        said = line.recv(4)
-    code = struct.unpack("=i", said)[0] if said else 70
+        message = line.recv(4)
+    code = struct.unpack("=i", message)[0] if message else 70
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         if code != -signal.SIGKILL:

@@ -110,10 +110,10 @@ def test_probabilities_equal_plain_transformers_whatever_the_batch(
     assert expected.max(axis=1).std() > 0.02, "the checkpoint must tell rows apart"
     for batching in ({}, {"max_num_batched_tokens": 50}, {"batch_size": 7}):
         made = member(tmp_path, folder, texts, label_tokens=label_tokens, **batching)
-        found = predict(made, len(texts))
-        np.testing.assert_allclose(found.values, expected, atol=2e-5, err_msg=str(batching))
-        assert found.counters.other_mass / len(texts) == pytest.approx(others, abs=1e-5)
-        assert not found.bad_rows
+        predictions = predict(made, len(texts))
+        np.testing.assert_allclose(predictions.values, expected, atol=2e-5, err_msg=str(batching))
+        assert predictions.counters.other_mass / len(texts) == pytest.approx(others, abs=1e-5)
+        assert not predictions.bad_rows
 
 
 EIGHT_BITS = {"load_in_8bit": True}
@@ -228,9 +228,9 @@ def test_a_long_prompt_loses_its_beginning_and_leaves_room_for_the_label(tmp_pat
     expected, _ = label_reference(
         folder, [text + " " for text in texts], list(SEVERAL.values()), max_length=16
     )
-    found = predict(made, len(texts))
-    np.testing.assert_allclose(found.values, expected, atol=2e-5)
-    assert found.counters.truncated_rows > 3
+    predictions = predict(made, len(texts))
+    np.testing.assert_allclose(predictions.values, expected, atol=2e-5)
+    assert predictions.counters.truncated_rows > 3
 
 
 @pytest.mark.parametrize(
@@ -257,15 +257,15 @@ def test_what_all_prompts_begin_with_is_computed_once_and_changes_nothing(
     for batching in ({}, {"batch_size": 3}):
         made = member(tmp_path, folder, texts, **template, **batching, max_length=limit)
         for rows in (len(texts), 17):  # the second time with what is kept of the first
-            found = predict(made, rows)
-            np.testing.assert_allclose(found.values, expected[:rows], atol=3e-5)
-            assert found.counters.shared_tokens > 0.3 * found.counters.tokens
+            predictions = predict(made, rows)
+            np.testing.assert_allclose(predictions.values, expected[:rows], atol=3e-5)
+            assert predictions.counters.shared_tokens > 0.3 * predictions.counters.tokens
     assert not predict(made, 2).counters.shared_tokens, "not worth it"
     # What is not computed does not fill a batch: of whole rows it would hold one.
     budget = {"max_num_batched_tokens": max(tokens) + 20}
-    found = predict(member(tmp_path, folder, texts, **template, **budget, max_length=limit), len(texts))
-    np.testing.assert_allclose(found.values, expected, atol=3e-5)
-    assert found.counters.batches < 0.6 * len(texts)
+    predictions = predict(member(tmp_path, folder, texts, **template, **budget, max_length=limit), len(texts))
+    np.testing.assert_allclose(predictions.values, expected, atol=3e-5)
+    assert predictions.counters.batches < 0.6 * len(texts)
 
 
 # Of several tokens and similar probabilities; "food" is a path of one token and the beginning of another.
@@ -300,13 +300,13 @@ def test_labels_of_several_tokens_run_behind_the_keys_and_values_of_their_prompt
     hook = model.register_forward_pre_hook(
         lambda _, __, inputs: widths.append(inputs["input_ids"].shape[1]), with_kwargs=True
     )
-    found = predict(made, len(texts))
+    predictions = predict(made, len(texts))
     hook.remove()
-    np.testing.assert_allclose(found.values, expected, atol=2e-5)
-    assert found.counters.other_mass / len(texts) == pytest.approx(others, abs=1e-5)
-    assert bool(found.counters.shared_tokens) == begins_alike
+    np.testing.assert_allclose(predictions.values, expected, atol=2e-5)
+    assert predictions.counters.other_mass / len(texts) == pytest.approx(others, abs=1e-5)
+    assert bool(predictions.counters.shared_tokens) == begins_alike
     behind = max(map(len, made._label_ids)) - 1
-    passes = found.counters.batches
+    passes = predictions.counters.batches
     assert sum(width <= behind for width in widths) == 2 * passes, "a pass for each of two paths"
     assert sum(width > behind for width in widths) == passes + begins_alike, "and one for the prompts"
     with made._classifier._spread.forward_pass(), torch.inference_mode():  # as the float32 retry does it
@@ -335,11 +335,11 @@ def test_a_row_runs_whole_where_memory_is_too_short_for_its_keys_and_values(tmp_
     expected, _ = label_reference(folder, [text + " " for text in texts], list(BEHIND.values()))
     made = member(tmp_path, folder, texts, label_tokens=BEHIND, batch_size=1)
     with AllocatorLimit(fail_at=frozenset({1})) as limit:  # the first label's pass
-        found = predict(made, len(texts))
+        predictions = predict(made, len(texts))
     assert limit.refused == 1
-    assert not found.bad_rows
+    assert not predictions.bad_rows
     assert not made._classifier._keeps_prompts  # type: ignore[attr-defined]
-    np.testing.assert_allclose(found.values, expected, atol=3e-5)
+    np.testing.assert_allclose(predictions.values, expected, atol=3e-5)
 
 
 @pytest.mark.parametrize(
@@ -406,12 +406,12 @@ def test_rows_run_whole_where_memory_is_too_short_for_what_they_share(tmp_path: 
         template = {"prompt_template": examples + " {{ text }} ", "label_tokens": SEVERAL}
         made = member(tmp_path, folder, texts, **template, **batching)
         with AllocatorLimit(fail_at=frozenset({fails})) as limit:
-            found = predict(made, len(texts))
+            predictions = predict(made, len(texts))
         assert limit.refused == 1
-        assert not found.bad_rows
-        assert not found.counters.shared_tokens
-        assert found.counters.oom_events == 1
-        np.testing.assert_allclose(found.values, expected, atol=3e-5)
+        assert not predictions.bad_rows
+        assert not predictions.counters.shared_tokens
+        assert predictions.counters.oom_events == 1
+        np.testing.assert_allclose(predictions.values, expected, atol=3e-5)
         assert predict(made, len(texts)).counters.shared_tokens, "the next chunk tries again"
 
 
@@ -439,7 +439,7 @@ def test_a_chat_template_stands_whole_around_a_message_that_is_cut(side: str, tm
     def prompts(before: str) -> list[str]:
         room = limit - 2 - len(tokens_of(before + behind))
         kept = ((tokens[-room:] if side == "left" else tokens[:room]) for tokens in map(tokens_of, texts))
-        return [f"{before}{tokenizer.decode(one)}{behind}" for one in kept]
+        return [f"{before}{tokenizer.decode(kept_one)}{behind}" for kept_one in kept]
 
     before = "<bos>[system] say place or body<eos>[user] "
     limit = len(tokens_of(before + behind)) + 14
@@ -455,9 +455,9 @@ def test_a_chat_template_stands_whole_around_a_message_that_is_cut(side: str, tm
     )
     labels = list(SEVERAL.values())
     expected, _ = label_reference(folder, prompts(before), labels, add_special_tokens=False)
-    found = predict(made, len(texts))
-    np.testing.assert_allclose(found.values, expected, atol=2e-5)
-    assert 3 < found.counters.truncated_rows < len(texts)
+    predictions = predict(made, len(texts))
+    np.testing.assert_allclose(predictions.values, expected, atol=2e-5)
+    assert 3 < predictions.counters.truncated_rows < len(texts)
 
 
 def test_chats_that_cannot_be_had_are_named_before_the_model_loads(tmp_path: Path) -> None:
@@ -539,11 +539,11 @@ def test_rows_that_overflow_run_again_and_no_head_is_upcast_as_a_whole(
     monkeypatch.setattr(float32_retry, "_PIECE_WEIGHTS", 64 * 50)
     made = member(tmp_path, folder, texts, label_tokens=SEVERAL, dtype="float16")
     with Upcasts():  # type: ignore[no-untyped-call]
-        found = predict(made, len(texts))
-    assert found.counters.recomputed_rows > 0
+        predictions = predict(made, len(texts))
+    assert predictions.counters.recomputed_rows > 0
     expected, others = label_reference(folder, [text + " " for text in texts], list(SEVERAL.values()))
-    np.testing.assert_allclose(found.values, expected, atol=1e-2)
-    assert found.counters.other_mass / len(texts) == pytest.approx(others, abs=1e-2)
+    np.testing.assert_allclose(predictions.values, expected, atol=1e-2)
+    assert predictions.counters.other_mass / len(texts) == pytest.approx(others, abs=1e-2)
     assert (50, shape[1]) in seen
     assert shape not in seen
 
@@ -667,7 +667,7 @@ def test_the_plan_knows_the_vocabularys_logits(tmp_path: Path) -> None:
         footprint = big.footprint(0, None)
         assert footprint is not None
         # Untied: embeddings and head.
-        assert footprint.weights.parameters == sum(one.elements for one in big.tensors or ())
+        assert footprint.weights.parameters == sum(item.elements for item in big.tensors or ())
         return footprint.activation.bytes(1040, 104)  # ten rows
 
     # float32 logits, and their exponentials
@@ -699,7 +699,7 @@ def test_choices_of_each_row_equal_plain_transformers(
     expected = np.zeros((len(texts), 4))
     others = 0.0
     for row, (text, of_row) in enumerate(zip(texts, choices, strict=True)):
-        divisors = [float(len(tokenizer(one, add_special_tokens=False)["input_ids"])) for one in of_row]
+        divisors = [float(len(tokenizer(item, add_special_tokens=False)["input_ids"])) for item in of_row]
         values, other = label_reference(
             folder,
             [text + " "],
@@ -721,14 +721,14 @@ def test_choices_of_each_row_equal_plain_transformers(
             max_length=limit,
             **batching,
         )
-        found = predict(made, len(texts))
-        np.testing.assert_allclose(found.values, expected, atol=3e-5)
-        assert (found.values[expected == 0] == 0).all(), "choices that a row does not have"
-        assert found.counters.other_mass == pytest.approx(others, abs=1e-4)
-        assert not found.bad_rows
-        assert found.counters.truncated_rows > 0
-        assert not found.counters.recomputed_rows
-    assert len({tuple(row) for row in found.values[2:4]}) == 2, "the same text with other choices"
+        predictions = predict(made, len(texts))
+        np.testing.assert_allclose(predictions.values, expected, atol=3e-5)
+        assert (predictions.values[expected == 0] == 0).all(), "choices that a row does not have"
+        assert predictions.counters.other_mass == pytest.approx(others, abs=1e-4)
+        assert not predictions.bad_rows
+        assert predictions.counters.truncated_rows > 0
+        assert not predictions.counters.recomputed_rows
+    assert len({tuple(row) for row in predictions.values[2:4]}) == 2, "the same text with other choices"
 
 
 def test_a_long_choice_runs_in_passes_of_fewer_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -743,6 +743,6 @@ def test_a_long_choice_runs_in_passes_of_fewer_rows(tmp_path: Path, monkeypatch:
     made._classifier._model.get_output_embeddings().register_forward_hook(
         lambda _, __, output: sizes.append(output.shape[0] * output.shape[1])
     )
-    found = predict(made, 6)
+    predictions = predict(made, 6)
     assert max(sizes) <= 6 * 4
-    assert found.values[0].sum() == pytest.approx(1)
+    assert predictions.values[0].sum() == pytest.approx(1)

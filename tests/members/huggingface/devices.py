@@ -52,10 +52,10 @@ class Elsewhere(torch.Tensor):
         # Those that ask the device itself before they come to the operations below.
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.Tensor.contiguous):
             tensor, *others = tree_map(_on_cpu, args)
-            if any(one.device != args[0].device for one in tree_leaves(args[1:]) if isinstance(one, cls)):
+            if any(leaf.device != args[0].device for leaf in tree_leaves(args[1:]) if isinstance(leaf, cls)):
                 raise RuntimeError("indices are on another device")
-            found = func(tensor, *others, **(kwargs or {}))
-            return found if found is None else Elsewhere(found, args[0].device)
+            result = func(tensor, *others, **(kwargs or {}))
+            return result if result is None else Elsewhere(result, args[0].device)
         # Not the default, which makes tensors on the CPU look like these.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -90,20 +90,22 @@ class Machine(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
-        tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         # Single numbers on the CPU may meet tensors of any device.
-        devices = {one.device for one in tensors if one.dim() or one.device.type == TYPE}
+        devices = {tensor.device for tensor in tensors if tensor.dim() or tensor.device.type == TYPE}
         is_copy = func.overloadpacket in _COPIES
         if len(devices) > 1 and not is_copy:
             raise RuntimeError(f"{func}: expected all tensors to be on the same device, got {devices}")
-        said = [one for one in leaves if isinstance(one, torch.device)]
-        (device,) = said or [*devices, torch.device("cpu")][:1]
+        messages = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
+        (device,) = messages or [*devices, torch.device("cpu")][:1]
         if is_copy and device.type == TYPE and tensors[0].device.type == TYPE:
             if tensors[0].device != device:
                 self.copies.append((tensors[0], device))
             elif func.overloadpacket is torch.ops.aten.to and tensors[0].dtype == _dtype(leaves, tensors[0]):
                 return tensors[0]
-        self._pass_time(func, is_copy, {one.device for one in tensors if one.device.type == TYPE}, device)
+        self._pass_time(
+            func, is_copy, {tensor.device for tensor in tensors if tensor.device.type == TYPE}, device
+        )
         done = func(*tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
         if func._schema.is_mutable:
             return args[0]
@@ -111,7 +113,9 @@ class Machine(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return done
         if is_copy and tensors[0].device != device:
             done = self._delivered(done, str(tensors[0].device), str(device))
-        return tree_map(lambda one: Elsewhere(one, device) if isinstance(one, torch.Tensor) else one, done)
+        return tree_map(
+            lambda item: Elsewhere(item, device) if isinstance(item, torch.Tensor) else item, done
+        )
 
     def _delivered(self, right: torch.Tensor, source: str, target: str) -> torch.Tensor:
         """What a copy between two devices brings."""
@@ -126,9 +130,9 @@ class Machine(TorchDispatchMode):  # type: ignore[no-untyped-call]
         there = {*sources, *([device] if device.type == TYPE else [])}
         if not there:
             return
-        now = max(self._host, *(self.busy_until.get(one, 0) for one in there))
-        for one in there:
-            self.busy_until[one] = now + (len(there) == 1)
+        now = max(self._host, *(self.busy_until.get(path, 0) for path in there))
+        for path in there:
+            self.busy_until[path] = now + (len(there) == 1)
         if func.overloadpacket in _LOOKS or (is_copy and device.type != TYPE):
             self.looks.append(func)
             self._host = now + 1
@@ -142,4 +146,4 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _dtype(leaves: list[Any], tensor: torch.Tensor) -> torch.dtype:
-    return next((one for one in leaves if isinstance(one, torch.dtype)), tensor.dtype)
+    return next((leaf for leaf in leaves if isinstance(leaf, torch.dtype)), tensor.dtype)

@@ -52,10 +52,12 @@ def make_member(folder: Path, paths: list[Path], gpus: int = 0, **keys: Any) -> 
 
 def predict(member: Any, rows: range) -> tuple[np.ndarray, dict[int, str], Counters]:
     reported = []
-    found = member.predict(np.array(rows), lambda rows, tokens=0, padded_tokens=0: reported.append(rows))
+    predictions = member.predict(
+        np.array(rows), lambda rows, tokens=0, padded_tokens=0: reported.append(rows)
+    )
     assert reported == sorted(reported), "it goes on from block to block"
-    assert reported[-1] == len(rows) - len(found.bad_rows)
-    return found.values, dict(found.bad_rows), found.counters
+    assert reported[-1] == len(rows) - len(predictions.bad_rows)
+    return predictions.values, dict(predictions.bad_rows), predictions.counters
 
 
 def test_blocks_are_read_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +124,12 @@ def test_too_little_memory_halves_batches(tmp_path: Path) -> None:
     assert not bad_rows
     np.testing.assert_allclose(values, image_reference(folder, paths), atol=2e-6)
     with AllocatorLimit(largest_bytes=3_000):
-        found = member.predict(np.arange(2), lambda rows, tokens=0, padded_tokens=0: None)
-    assert set(found.bad_rows) == {0, 1}
-    assert "its image of 32 x 32 pixels does not fit into the memory of cpu even alone" in found.bad_rows[0]
+        predictions = member.predict(np.arange(2), lambda rows, tokens=0, padded_tokens=0: None)
+    assert set(predictions.bad_rows) == {0, 1}
+    assert (
+        "its image of 32 x 32 pixels does not fit into the memory of cpu even alone"
+        in predictions.bad_rows[0]
+    )
 
 
 def test_images_of_more_than_eight_bits_are_counted_and_read_as_transformers_reads_them(

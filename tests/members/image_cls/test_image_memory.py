@@ -27,8 +27,8 @@ def inspected(folder: Path, **keys: Any) -> tuple[ImageClassification, ImageChec
 
 
 def estimate(folder: Path, **keys: Any) -> ImageMemory:
-    kind, found = inspected(folder, **keys)
-    memory = kind.memory(found, np.full(10, 784), len(LABELS))
+    kind, result = inspected(folder, **keys)
+    memory = kind.memory(result, np.full(10, 784), len(LABELS))
     assert isinstance(memory, ImageMemory)
     return memory
 

@@ -157,9 +157,9 @@ def test_probabilities_equal_plain_transformers_whatever_the_batch(
     ]
     for batching in batchings:
         made = member(tmp_path, folder, path, {"text": texts}, pooling_mode=pooling_mode, **batching)
-        found = predict(made, len(texts))
-        np.testing.assert_allclose(found.values, expected, atol=2e-5, err_msg=str(batching))
-        assert not found.bad_rows
+        predictions = predict(made, len(texts))
+        np.testing.assert_allclose(predictions.values, expected, atol=2e-5, err_msg=str(batching))
+        assert not predictions.bad_rows
 
 
 def test_each_view_has_its_own_head(tmp_path: Path) -> None:
@@ -171,9 +171,9 @@ def test_each_view_has_its_own_head(tmp_path: Path) -> None:
     views = [{"name": "own"}, {"name": "other", "head": paths[1]}, {"name": "again", "head": paths[0]}]
     made = member(tmp_path, folder, paths[0], {"text": texts}, views=views)
     for view, head in ((1, heads[1]), (0, heads[0]), (2, heads[0])):
-        found = made.predict(np.arange(10) + view * 10, lambda *_: None)
+        predictions = made.predict(np.arange(10) + view * 10, lambda *_: None)
         expected = softmax(pooled_reference(folder, head, "mean", texts))
-        np.testing.assert_allclose(found.values, expected, atol=2e-5)
+        np.testing.assert_allclose(predictions.values, expected, atol=2e-5)
     kind = PooledClassification(
         PooledSettings.model_validate(
             {
@@ -208,13 +208,13 @@ def test_the_epsilon_of_a_norm_counts_only_where_there_is_one(tmp_path: Path) ->
 
 def test_the_first_token_of_a_decoder_sees_nothing_and_that_is_told(tmp_path: Path) -> None:
     head = save_head(tmp_path / "head.safetensors", linear())
-    said = {}
+    message = {}
     for architecture in ("llama", "bert"):
         folder = make_backbone(tmp_path / architecture, architecture)
         made = member(tmp_path, folder, head, {"text": ["one", "two"]}, pooling_mode="cls")
-        said[architecture] = " ".join(made.load().notes)
-    assert "rows that begin with the same token get the same numbers" in said["llama"]
-    assert "the same numbers" not in said["bert"]
+        message[architecture] = " ".join(made.load().notes)
+    assert "rows that begin with the same token get the same numbers" in message["llama"]
+    assert "the same numbers" not in message["bert"]
 
 
 def test_an_mlp_with_norms_is_run_in_the_order_that_the_config_says(tmp_path: Path) -> None:
@@ -245,8 +245,8 @@ def test_an_mlp_with_norms_is_run_in_the_order_that_the_config_says(tmp_path: Pa
         "problem_type": "regression",
         "max_num_batched_tokens": 60,
     }
-    found = predict(member(tmp_path, folder, path, {"text": texts}, **keys), len(texts)).values
-    np.testing.assert_allclose(found, expected, atol=2e-5, rtol=1e-5)
+    result = predict(member(tmp_path, folder, path, {"text": texts}, **keys), len(texts)).values
+    np.testing.assert_allclose(result, expected, atol=2e-5, rtol=1e-5)
     # Outputs in another order than the labels.
     made = member(tmp_path, folder, path, {"text": texts}, head_labels=["tie", "yes", "no"], **keys)
     np.testing.assert_allclose(predict(made, len(texts)).values[:, [2, 0, 1]], expected, atol=2e-5, rtol=1e-5)
@@ -265,9 +265,9 @@ def test_pairs_of_texts_and_labels_that_do_not_exclude_each_other(
     made = member(
         tmp_path, folder, path, {"first": first, "second": second}, **keys, max_length=50, batch_size=6
     )
-    found = predict(made, len(pairs))
-    np.testing.assert_allclose(found.values, 1 / (1 + np.exp(-logits)), atol=2e-5)
-    assert np.abs(found.values.sum(1) - 1).max() > 0.1
+    predictions = predict(made, len(pairs))
+    np.testing.assert_allclose(predictions.values, 1 / (1 + np.exp(-logits)), atol=2e-5)
+    assert np.abs(predictions.values.sum(1) - 1).max() > 0.1
 
 
 def test_a_quantized_backbone_keeps_its_head_as_it_is(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_a_quantized_backbone_keeps_its_head_as_it_is(tmp_path: Path) -> None:
     )
     made = member(tmp_path, folder, path, {"text": texts}, quantization_config=settings)
     np.testing.assert_allclose(predict(made, len(texts)).values, expected, atol=four_bits_tolerance())
-    assert {one.dtype for one in made._classifier.head.parameters()} == {torch.float32}  # type: ignore[attr-defined]
+    assert {parameter.dtype for parameter in made._classifier.head.parameters()} == {torch.float32}  # type: ignore[attr-defined]
 
 
 def test_rows_that_overflow_half_precision_run_again_in_float32(tmp_path: Path) -> None:
@@ -294,10 +294,10 @@ def test_rows_that_overflow_half_precision_run_again_in_float32(tmp_path: Path) 
     path, texts = save_head(tmp_path / "head.safetensors", head), make_texts(60)
     expected = softmax(pooled_reference(folder, head, "mean", texts))
     made = member(tmp_path, folder, path, {"text": texts}, dtype="float16")
-    found = predict(made, len(texts))
-    assert not found.bad_rows
-    assert found.counters.recomputed_rows + found.counters.float32_rows > 0
-    np.testing.assert_allclose(found.values, expected, atol=1e-2)
+    predictions = predict(made, len(texts))
+    assert not predictions.bad_rows
+    assert predictions.counters.recomputed_rows + predictions.counters.float32_rows > 0
+    np.testing.assert_allclose(predictions.values, expected, atol=1e-2)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft's
@@ -319,9 +319,9 @@ def test_an_adapter_of_the_backbone(tmp_path: Path) -> None:
             states = adapted(**tokenizer([text], return_tensors="pt")).last_hidden_state[0]
             expected.append(head(states[-1:]).softmax(-1)[0].double().numpy())
     keys = {"pooling_mode": "lasttoken", "adapter_name_or_path": str(tmp_path / "adapter")}
-    found = predict(member(tmp_path, folder, path, {"text": texts}, **keys), len(texts)).values
-    np.testing.assert_allclose(found, np.stack(expected), atol=2e-5)
-    assert np.abs(found - softmax(pooled_reference(folder, head, "lasttoken", texts))).max() > 1e-3
+    result = predict(member(tmp_path, folder, path, {"text": texts}, **keys), len(texts)).values
+    np.testing.assert_allclose(result, np.stack(expected), atol=2e-5)
+    assert np.abs(result - softmax(pooled_reference(folder, head, "lasttoken", texts))).max() > 1e-3
 
 
 @pytest.mark.parametrize("architecture", ["llama", "bert"])
@@ -357,10 +357,10 @@ def test_the_head_is_where_the_pass_of_a_spread_backbone_ends(architecture: str,
             setattr(head, name, nn.Parameter(parameter.detach().to("ipu:1"), requires_grad=False))
         classifier = PooledClassifier(model, 0, nn.Sequential(head), "lasttoken")
         machine.copies.clear()
-        found = classifier.logits(encoded, np.arange(3))
-        assert found.device == torch.device("ipu:1")
+        actual_logits = classifier.logits(encoded, np.arange(3))
+        assert actual_logits.device == torch.device("ipu:1")
         assert all(source.device.index < device.index for source, device in machine.copies)
-        np.testing.assert_array_equal(found.value.numpy(), expected.numpy())  # type: ignore[attr-defined]
+        np.testing.assert_array_equal(actual_logits.value.numpy(), expected.numpy())  # type: ignore[attr-defined]
 
 
 def test_memory_is_that_of_the_backbone_and_the_head(tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ def test_memory_is_that_of_the_backbone_and_the_head(tmp_path: Path) -> None:
     path = save_head(tmp_path / "head.safetensors", head)
     whole = make_checkpoint(tmp_path / "whole", "gemma2", LABELS)
     lengths = np.array([100, 300])
-    found = []
+    results = []
     for place in (folder, whole):  # another head in the weights takes nothing
         settings = PooledSettings(
             name="m", model_name_or_path=str(place), text_column="text", head=path, pooling_mode="mean"
@@ -379,11 +379,11 @@ def test_memory_is_that_of_the_backbone_and_the_head(tmp_path: Path) -> None:
         parent = PooledClassification(settings)
         memory = parent.memory(parent.inspect(OutputColumns("id", LABELS)), lengths, 3)
         assert memory is not None
-        found.append(memory.footprint(1, (8, 0)))
-    assert found[0] is not None
-    assert found[0].weights == found[1].weights  # type: ignore[union-attr]
+        results.append(memory.footprint(1, (8, 0)))
+    assert results[0] is not None
+    assert results[0].weights == results[1].weights  # type: ignore[union-attr]
     held = AutoModel.from_pretrained(folder, dtype=torch.float32)
-    parameters = sum(one.numel() for one in held.parameters())
-    of_head = sum(one.numel() for one in head.parameters())
-    assert found[0].weights.parameters == parameters + of_head
-    assert found[0].weights.bytes == 4 * (parameters + of_head)
+    parameters = sum(parameter.numel() for parameter in held.parameters())
+    of_head = sum(parameter.numel() for parameter in head.parameters())
+    assert results[0].weights.parameters == parameters + of_head
+    assert results[0].weights.bytes == 4 * (parameters + of_head)

@@ -81,9 +81,9 @@ def _row(config: Any, attention: str) -> list[str]:
     batches = [(rows, width) for rows, width in BATCHES if width <= most]
     with fake_classifier(config, torch.bfloat16, attention) as (classifier, _):
         peaks = [peak_bytes(classifier, [width] * rows) for rows, width in batches]
-    said = [planned.bytes(rows * width, width) for rows, width in batches]
-    alone = [one / peak for one, peak in zip(said, peaks, strict=True)]
-    total = [(planned_weights + one) / (held + peak) for one, peak in zip(said, peaks, strict=True)]
+    messages = [planned.bytes(rows * width, width) for rows, width in batches]
+    alone = [item / peak for item, peak in zip(messages, peaks, strict=True)]
+    total = [(planned_weights + item) / (held + peak) for item, peak in zip(messages, peaks, strict=True)]
     return [
         f"{held / _MIB:,.0f}",
         f"{min(peaks) / _MIB:,.0f} to {max(peaks) / _MIB:,.0f}",

@@ -81,7 +81,7 @@ def inspected(folder: Path) -> Checkpoint:
 
 @pytest.mark.fault(29)
 @pytest.mark.parametrize(
-    ("kind", "changes", "said"),
+    ("kind", "changes", "message"),
     [
         (
             "llama",
@@ -103,12 +103,12 @@ def inspected(folder: Path) -> Checkpoint:
     ],
 )
 def test_numbers_that_the_weights_contradict(
-    kind: str, changes: dict[str, int], said: str, intact: dict[str, Path], tmp_path: Path
+    kind: str, changes: dict[str, int], message: str, intact: dict[str, Path], tmp_path: Path
 ) -> None:
     inspected(intact[kind])
     with pytest.raises(CheckpointError) as caught:
         inspected(changed(intact[kind], tmp_path / "copy", **changes))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_model_that_transformers_does_not_know_is_refused_in_its_words(
@@ -257,7 +257,7 @@ def test_a_checkpoint_with_code_of_its_own_is_said_to_have_it(
 
 @pytest.mark.fault(28)
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"tokenizer_class": "LlamaTokenizer"}, "no tokenizer.json, nor tokenizer.model"),
         (
@@ -270,17 +270,17 @@ def test_a_checkpoint_with_code_of_its_own_is_said_to_have_it(
     ],
 )
 def test_files_that_a_tokenizers_class_needs(
-    settings: dict[str, str], said: str, intact: dict[str, Path], tmp_path: Path
+    settings: dict[str, str], message: str, intact: dict[str, Path], tmp_path: Path
 ) -> None:
     copy = changed(intact["llama"], tmp_path / "copy")
     (copy / "tokenizer.json").unlink()
     (copy / "tokenizer_config.json").write_text(json.dumps(settings))
-    if not said:
+    if not message:
         inspected(copy)
         return
     with pytest.raises(CheckpointError) as caught:
         inspected(copy)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.fault(28)
@@ -330,17 +330,17 @@ def test_validate_finds_a_missing_vocabulary_and_missing_layers_without_torch(
     for model, folder in zip(config["models"], (gemma, llama), strict=True):
         model["model_name_or_path"] = str(folder)
     project.write_config(config)
-    found = project.ensemble("validate", "config.yaml")
-    text = " ".join(found.stderr.split())
-    assert found.returncode == 2
+    result = project.ensemble("validate", "config.yaml")
+    text = " ".join(result.stderr.split())
+    assert result.returncode == 2
     assert "no tokenizer files with the vocabulary" in text
     assert "it makes 1 layer of layers, and the file holds 2 layers" in text
     code = (
         "import sys, ensemble.pipeline.prepare\n"
         "print('torch' in sys.modules or 'transformers' in sys.modules)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.strip() == "False"
+    message = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert message.strip() == "False"
 
 
 @pytest.mark.usefixtures("warm")

@@ -68,8 +68,8 @@ def test_activation_follows_the_problem_type(tmp_path: Path) -> None:
         folder = write(tmp_path / str(kind), problem_type=kind, **named)
         assert inspect_folder(folder, LABELS).activation == activation
         assert inspect_folder(folder, LABELS, {}, "multi_label_classification").activation == "sigmoid"
-    one = write(tmp_path / "one", id2label={"0": "LABEL_0"})
-    assert inspect_folder(one, ["score"]).activation == "none"
+    item = write(tmp_path / "one", id2label={"0": "LABEL_0"})
+    assert inspect_folder(item, ["score"]).activation == "none"
 
 
 def test_ids_are_sorted_as_numbers(tmp_path: Path) -> None:

@@ -173,12 +173,12 @@ def test_a_file_is_read_once_and_one_that_is_missing_is_named(tmp_path: Path) ->
 
 
 def test_every_file_that_a_tokenizer_of_transformers_reads_counts(tmp_path: Path) -> None:
-    found = importlib.util.find_spec("transformers")
-    assert found is not None
-    assert found.origin is not None
+    result = importlib.util.find_spec("transformers")
+    assert result is not None
+    assert result.origin is not None
     names = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
     names |= {"chat_template.jinja", "additional_chat_templates/tool.jinja", "tokenizer.model.v3"}
-    for source in Path(found.origin).parent.glob("models/*/tokenization_*.py"):
+    for source in Path(result.origin).parent.glob("models/*/tokenization_*.py"):
         for table in re.findall(r"VOCAB_FILES_NAMES = \{(.*?)\}", source.read_text(encoding="utf-8"), re.S):
             names |= set(re.findall(r': "([^"]+)"', table))
     assert len(names) > 25
@@ -220,7 +220,7 @@ def test_files_that_the_settings_choose_count(tmp_path: Path) -> None:
     def changed_by(path: Path) -> set[str]:
         before = digests()
         path.write_text("after")
-        return {name for name, found in digests().items() if found != before[name]}
+        return {name for name, result in digests().items() if result != before[name]}
 
     assert changed_by(tmp_path / "pytorch_model.bin") == {"pickles"}
     assert changed_by(inner / "model.safetensors") == {"subfolder"}
@@ -245,7 +245,7 @@ def test_a_copied_folder_is_the_same(tmp_path: Path) -> None:
         (tmp_path / "one" / name).write_text(name)
     shutil.copytree(tmp_path / "one", tmp_path / "other")
     assert weights_of(tmp_path / "one") == weights_of(tmp_path / "other")
-    found = [tokenizer_digest(tmp_path / name, {}, FileDigests(whole=False)) for name in ("one", "other")]
-    assert found[0] == found[1]
+    results = [tokenizer_digest(tmp_path / name, {}, FileDigests(whole=False)) for name in ("one", "other")]
+    assert results[0] == results[1]
     (tmp_path / "other" / "b.safetensors").rename(tmp_path / "other" / "c.safetensors")
     assert weights_of(tmp_path / "one") != weights_of(tmp_path / "other")

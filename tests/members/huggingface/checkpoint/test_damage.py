@@ -98,11 +98,11 @@ def damages(folder: Path, architecture: str) -> Iterator[Damage]:
         yield Damage(f"tokenizer_class {kind}", edit("tokenizer_config.json", {"tokenizer_class": kind}))
 
 
-def sample(found: Iterator[Damage], first: int) -> list[Damage]:
+def sample(result: Iterator[Damage], first: int) -> list[Damage]:
     """Those of the usual run: other ones for each architecture."""
     return [
         damage
-        for index, damage in enumerate(found)
+        for index, damage in enumerate(result)
         if index % ONE_OF == first % ONE_OF or damage.name.startswith(USUAL)
     ]
 
@@ -160,7 +160,7 @@ def config_damages(path: Path, unseen: set[str]) -> Iterator[Damage]:
         elif key == "id2label":
             others = [dict(list(value.items())[:-1]), {**value, "3": "more"}]
         elif isinstance(value, dict):
-            numbers = {inner for inner, one in value.items() if isinstance(one, int | float)}
+            numbers = {inner for inner, item in value.items() if isinstance(item, int | float)}
             others = [
                 {**value, inner: value[inner] * 3 + 1} for inner in sorted(numbers) if key != "label2id"
             ]
@@ -234,13 +234,13 @@ class Trial:
 MAP = {f"LABEL_{index}": label for index, label in enumerate(LABELS)}
 
 
-def verdicts(trial: Trial, found: list[Damage]) -> tuple[list[str], set[str]]:
+def verdicts(trial: Trial, result: list[Damage]) -> tuple[list[str], set[str]]:
     """What went wrong, one line a damage, and the names of those that only labels would have revealed."""
     expected = trial.intact()
     assert np.isfinite(expected).all()
     assert np.ptp(expected, axis=0).min() > 0.01, "rows that cannot be told apart would prove nothing"
     wrong, unseen = [], set()
-    for damage in found:
+    for damage in result:
         try:
             values = trial.harmed(damage)
         except (CheckpointError, ValueError, OSError) as error:
@@ -254,7 +254,7 @@ def verdicts(trial: Trial, found: list[Damage]) -> tuple[list[str], set[str]]:
                 damage.name.split()[0],
             )
             if type(error) not in (CheckpointError, ValueError, OSError) or not any(
-                one in text for one in named
+                item in text for item in named
             ):
                 wrong.append(f"{damage.name}: refused as {type(error).__name__}: {text[:200]}")
             continue
@@ -293,9 +293,9 @@ def quiet() -> Iterator[None]:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_damaged_checkpoints_are_refused_or_give_the_same_numbers(architecture: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "intact", architecture, LABELS, seed=4)
-    found = sample(damages(folder, architecture), ARCHITECTURES.index(architecture))
-    wrong, _ = verdicts(Trial(tmp_path / "trial", folder), found)
-    assert not wrong, f"{len(wrong)} of {len(found)}:\n" + "\n".join(wrong)
+    chosen = sample(damages(folder, architecture), ARCHITECTURES.index(architecture))
+    wrong, _ = verdicts(Trial(tmp_path / "trial", folder), chosen)
+    assert not wrong, f"{len(wrong)} of {len(chosen)}:\n" + "\n".join(wrong)
 
 
 @pytest.mark.sampled
@@ -304,9 +304,9 @@ def test_damaged_checkpoints_are_refused_or_give_the_same_numbers(architecture: 
 def test_damaged_adapters_are_refused_or_give_the_same_numbers(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama", seed=5)
     adapter = make_adapter(tmp_path / "intact", base, 3, seed=6)
-    found = sample(adapter_damages(adapter), 0)
-    wrong, _ = verdicts(Trial(tmp_path / "trial", base, adapter), found)
-    assert not wrong, f"{len(wrong)} of {len(found)}:\n" + "\n".join(wrong)
+    chosen = sample(adapter_damages(adapter), 0)
+    wrong, _ = verdicts(Trial(tmp_path / "trial", base, adapter), chosen)
+    assert not wrong, f"{len(wrong)} of {len(chosen)}:\n" + "\n".join(wrong)
 
 
 def test_what_no_file_reveals_stands_in_the_docs() -> None:

@@ -82,9 +82,9 @@ def test_the_keys_are_those_of_the_installed_transformers() -> None:
 
 
 def test_four_bits_without_a_type_are_warned_of() -> None:
-    (said,) = quantization_warnings({"load_in_4bit": True}, None)
-    assert "means fp4" in said
-    assert "set bnb_4bit_quant_type: nf4" in said
+    (message,) = quantization_warnings({"load_in_4bit": True}, None)
+    assert "means fp4" in message
+    assert "set bnb_4bit_quant_type: nf4" in message
     for settings, stored in (
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, None),  # said, so meant
         ({"load_in_8bit": True}, None),
@@ -94,7 +94,7 @@ def test_four_bits_without_a_type_are_warned_of() -> None:
         ),  # its own type counts
         (None, None),
     ):
-        assert not [said for said in quantization_warnings(settings, stored) if "fp4" in said]
+        assert not [text for text in quantization_warnings(settings, stored) if "fp4" in text]
 
 
 def test_what_the_checkpoint_carries_goes_first() -> None:
@@ -152,13 +152,13 @@ def test_validate_says_all_of_it_without_torch(project: Project) -> None:
     )
     done = project.ensemble("validate", "config.yaml")
     assert done.returncode == 2, done.stdout
-    said = " ".join(done.stderr.split())
+    text = " ".join(done.stderr.split())
     assert (
         "models[0].model_name_or_path: needs the package aqlm, which is not installed: pip install aqlm; "
-        in said
+        in text
     )
-    assert "pip download --no-deps aqlm on another machine" in said
-    assert "pip install --no-deps --no-index --find-links FOLDER aqlm" in said
+    assert "pip download --no-deps aqlm on another machine" in text
+    assert "pip install --no-deps --no-index --find-links FOLDER aqlm" in text
     assert (
         "models[1].quantization_config.load_in_4bits: there is no such key; did you mean load_in_4bit?"
         in (" ".join(done.stderr.split()))
@@ -184,11 +184,11 @@ def test_int8_on_a_gpu_without_its_products_is_refused(
     on_cpu = {**model, "name": "b", "num_gpus": 0}
     project.write_config(project.config(models=[model, on_cpu]))
     done = project.ensemble("validate", "config.yaml", environment=nvml_sim.environment())
-    said = " ".join(done.stderr.split())
-    assert done.returncode == (2 if capability < (7, 5) else 0), said
+    text = " ".join(done.stderr.split())
+    assert done.returncode == (2 if capability < (7, 5) else 0), text
     expected = (
         "models[0].quantization_config: load_in_8bit needs compute capability 7.5, and the least capable GPU "
         "has 7.0; use load_in_4bit: true, leave such GPUs out (devices), or set num_gpus: 0"
     )
-    assert (expected in said) == (capability < (7, 5)), said
-    assert "models[1].quantization_config" not in said
+    assert (expected in text) == (capability < (7, 5)), text
+    assert "models[1].quantization_config" not in text

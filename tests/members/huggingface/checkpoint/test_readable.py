@@ -72,12 +72,12 @@ def test_what_may_not_be_read_is_said_with_the_remedy(name: str, own: Project) -
     mode = path.stat().st_mode
     path.chmod(0)
     try:
-        said = validate(own)
+        output = validate(own)
     finally:
         path.chmod(mode)
     right = "rx" if path.is_dir() else "r"
-    assert f"{name} cannot be read (Permission denied for user " in said
-    assert f"chmod a+{right} " in said
+    assert f"{name} cannot be read (Permission denied for user " in output
+    assert f"chmod a+{right} " in output
 
 
 def test_a_folder_in_between_that_may_not_be_entered_is_named(own: Project) -> None:
@@ -89,10 +89,10 @@ def test_a_folder_in_between_that_may_not_be_entered_is_named(own: Project) -> N
     own.write_config(config)
     (own.folder / "closed").chmod(0)
     try:
-        said = validate(own)
+        output = validate(own)
     finally:
         (own.folder / "closed").chmod(0o755)
-    assert f"chmod a+rx {own.folder / 'closed'}," in said
+    assert f"chmod a+rx {own.folder / 'closed'}," in output
 
 
 @pytest.mark.parametrize("name", one_in(2, ["config.json", "", "model.safetensors", "tokenizer.json"]))
@@ -100,9 +100,9 @@ def test_links_to_nothing(name: str, own: Project) -> None:
     path = own.folder / "llama" / name
     path.rename(own.folder / "away")
     path.symlink_to("../../blobs/0123abcd")
-    said = validate(own)
-    assert f"{Path('llama') / name} is a link to ../../blobs/0123abcd, which is not there" in said
-    assert "cp -rL" in said
+    output = validate(own)
+    assert f"{Path('llama') / name} is a link to ../../blobs/0123abcd, which is not there" in output
+    assert "cp -rL" in output
 
 
 def cut(path: Path) -> None:
@@ -122,16 +122,16 @@ def cut(path: Path) -> None:
 )
 def test_a_tokenizer_that_is_not_json(spoil: Callable[[Path], object], words: str, own: Project) -> None:
     spoil(own.folder / "llama/tokenizer.json")
-    said = validate(own)
-    assert f"llama/tokenizer.json {words}" in said
-    assert "copy it again" in said
+    output = validate(own)
+    assert f"llama/tokenizer.json {words}" in output
+    assert "copy it again" in output
 
 
 def test_json_that_is_no_tokenizer_is_refused_in_a_sentence(own: Project) -> None:
     (own.folder / "llama/tokenizer.json").write_text('{"version": "1.0"}')
-    said = validate(own)
-    assert "cannot be made of its files (" in said
-    assert "copy tokenizer.json and tokenizer_config.json again" in said
+    output = validate(own)
+    assert "cannot be made of its files (" in output
+    assert "copy tokenizer.json and tokenizer_config.json again" in output
 
 
 def test_a_name_of_the_hub_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

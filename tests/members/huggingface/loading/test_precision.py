@@ -190,14 +190,14 @@ def test_repeated_keys_give_the_same_numbers(architecture: str, monkeypatch: pyt
     assert "NO_MASK" in {shortcut.name for shortcut in classifier.taken}
     # No longer than a local layer sees, for which transformers would make a mask.
     encoded = encoded_of([2, 5, 7, 7], seed=2)
-    found = {}
+    result = {}
     for name, capability in (("as they are", None), ("on an A100 in float32", A100), ("on a T4", T4)):
         choose_kernels(capability)
         given.clear()
-        found[name] = classifier.logits(encoded, np.arange(4)).numpy()
+        result[name] = classifier.logits(encoded, np.arange(4)).numpy()
         expected = {(4, 2, True)} if capability is None else {(4, 4, False)}
         assert set(given) == (expected if is_fused else set())
-        np.testing.assert_allclose(found[name], found["as they are"], atol=1e-6, rtol=1e-6)
+        np.testing.assert_allclose(result[name], result["as they are"], atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

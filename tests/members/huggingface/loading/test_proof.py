@@ -46,9 +46,9 @@ def test_the_attention_of_every_family_agrees_with_eager_and_stays(name: str) ->
 
     model = model_of(CASES[name][0](transformers))
     before, random = attentions(model), torch.get_rng_state()
-    said = checked(model)
-    assert said == "" or "was not compared with eager" in said
-    assert said == "" or model._supports_sdpa
+    message = checked(model)
+    assert message == "" or "was not compared with eager" in message
+    assert message == "" or model._supports_sdpa
     assert attentions(model) == before
     assert torch.equal(torch.get_rng_state(), random)
 
@@ -97,8 +97,8 @@ def test_an_attention_that_leaves_a_rule_out_is_refused(dtype: str, retry: bool,
     model.config._attn_implementation = "eager"
     assert checked(model, dtype, retry) == ""
     model.config._attn_implementation = uncapped
-    said = r"attn_implementation: uncapped gives other numbers than eager .* logits differ by \d"
-    with pytest.raises(ValueError, match=said):
+    message = r"attn_implementation: uncapped gives other numbers than eager .* logits differ by \d"
+    with pytest.raises(ValueError, match=message):
         checked(model, dtype, retry)
     assert set(attentions(model)) == {uncapped}
 
@@ -245,7 +245,7 @@ def test_another_class_than_the_vocabulary_is_for(kind: str, tmp_path: Path) -> 
             if type(other_one).__name__ != other:  # transformers 5.0 to 5.5 go by tokenizer.json alone there
                 passed_over.add(other)
     assert kind not in refused
-    assert all("tokenizer" in said for said in refused.values())
+    assert all("tokenizer" in message for message in refused.values())
     wrong = {"T5Tokenizer", "RobertaTokenizer" if kind == "BertTokenizer" else "BertTokenizer"}
     assert refused.keys() | passed_over >= wrong
 

@@ -167,7 +167,7 @@ def test_stored_layers_compute_as_the_plan_says(tmp_path: Path) -> None:
     make_tokenizer(saved)
 
     def compute_dtypes(loaded: Any) -> set[torch.dtype]:
-        return {one.compute_dtype for one in loaded.model.modules() if hasattr(one, "compute_dtype")}
+        return {module.compute_dtype for module in loaded.model.modules() if hasattr(module, "compute_dtype")}
 
     before, after = load(worker_spec(saved)), load(worker_spec(saved, compute_dtype="float16"))
     assert compute_dtypes(before) == {torch.bfloat16}

@@ -24,15 +24,17 @@ def device_map(model: Any, devices: int) -> dict[str, str]:
     """As ``infer_auto_device_map``: in the order of the modules, so that the rotary embedding comes last."""
     layers = next(name for name, part in model.named_modules() if isinstance(part, nn.ModuleList))
     count = len(model.get_submodule(layers))
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     seen_layers = False
     for name, _ in model.named_modules():
         if name == layers:
             seen_layers = True
-            found |= {f"{layers}.{index}": f"ipu:{index * devices // count}" for index in range(count)}
-        elif not layers.startswith(name) and not any(name.startswith(f"{one}.") for one in [*found, layers]):
-            found[name] = f"ipu:{devices - 1 if seen_layers else 0}"
-    return found
+            result |= {f"{layers}.{index}": f"ipu:{index * devices // count}" for index in range(count)}
+        elif not layers.startswith(name) and not any(
+            name.startswith(f"{item}.") for item in [*result, layers]
+        ):
+            result[name] = f"ipu:{devices - 1 if seen_layers else 0}"
+    return result
 
 
 @pytest.mark.skipif(
@@ -73,15 +75,15 @@ def test_each_constant_goes_to_a_device_once_in_a_pass(
         classifier = Classifier(model, 0)
         for _ in range(2):
             machine.copies.clear()
-            found = logits(classifier)
+            actual_logits = logits(classifier)
             goes = [(source.device.index, device.index) for source, device in machine.copies]
             assert all(before < after for before, after in goes), [
                 (source.shape, device) for source, device in machine.copies
             ]
             assert len({(id(source.value), device) for source, device in machine.copies}) == len(goes)
             assert len(goes) == (devices - 1) * (constants + 1), "once each, and the hidden states"
-            assert found.device == torch.device(f"ipu:{devices - 1}")
-            np.testing.assert_array_equal(found.value.numpy(), expected.numpy())  # type: ignore[attr-defined]
+            assert actual_logits.device == torch.device(f"ipu:{devices - 1}")
+            np.testing.assert_array_equal(actual_logits.value.numpy(), expected.numpy())  # type: ignore[attr-defined]
 
 
 def test_devices_compute_different_batches_at_the_same_time(
@@ -179,9 +181,9 @@ def test_a_copy_lasts_as_long_as_what_it_is_of_and_no_longer_than_the_pass() -> 
             assert model.second(hidden_states=states)[0] is not model.second(hidden_states=states)[0]
             # One after the other in the same place of memory, with the same id.
             for number in range(50):
-                one = torch.full((2,), number, device="ipu:0")
-                assert int(model.second(states, one)[1][0].value[0]) == number
-                del one
+                item = torch.full((2,), number, device="ipu:0")
+                assert int(model.second(states, item)[1][0].value[0]) == number
+                del item
                 machine.copies.clear()  # which holds on to it
             assert len(spread._copies) == 1
         assert not len(spread._copies)

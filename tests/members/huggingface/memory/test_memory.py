@@ -129,7 +129,11 @@ def test_lora_beside_the_layers(family: str, targets: list[str], tmp_path: Path)
         peft.inject_adapter_in_model(peft.LoraConfig(r=64, target_modules=targets), model)
 
     with fake_classifier(config, torch.bfloat16, attention, adapt=adapt) as (classifier, model):
-        shapes = {name: tuple(one.shape) for name, one in model.named_parameters() if ".lora_" in name}
+        shapes = {
+            name: tuple(named_parameter.shape)
+            for name, named_parameter in model.named_parameters()
+            if ".lora_" in name
+        }
         measured = peak_bytes(classifier, [500] * 4)
     tensors = {name.replace(".default", ""): torch.empty(shape) for name, shape in shapes.items()}
     save_file(tensors, tmp_path / "adapter_model.safetensors")
@@ -260,7 +264,7 @@ def test_weights_as_they_are_loaded(
     plain = transformers.AutoModelForSequenceClassification.from_config(model.config)
     assert predicted.parameters == sum(parameter.numel() for parameter in plain.parameters())
     assert predicted.bytes == pytest.approx(held_bytes(model), rel=0.02)
-    embeddings = [one.weight for one in plain.modules() if isinstance(one, torch.nn.Embedding)]
+    embeddings = [module.weight for module in plain.modules() if isinstance(module, torch.nn.Embedding)]
     assert predicted.embedding_parameters == sum(weight.numel() for weight in embeddings) > 0
     if quantization:  # and the same once it has been stored that way
         model.save_pretrained(tmp_path)
@@ -299,10 +303,10 @@ def test_what_only_looks_like_an_embedding_is_multiplied() -> None:
     architecture = read_architecture(config)
     assert architecture is not None
     tensors = [Tensor(name, "F32", (100, 10)) for name in names]
-    found = weights(
+    result = weights(
         [*tensors, Tensor("patch.embedding.weight", "F32", (10, 3, 4, 4))], architecture, "float32", None, 2
     )
-    assert found.embedding_parameters == sum(names.values())
+    assert result.embedding_parameters == sum(names.values())
 
 
 def test_a_checkpoint_of_gptq_keeps_its_bytes_and_unpacks_its_parameters() -> None:

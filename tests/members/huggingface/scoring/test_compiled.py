@@ -87,6 +87,6 @@ def test_a_compiler_that_fails_is_an_error_that_names_the_key(
     monkeypatch.setenv("CXX", missing)
     model = make_checkpoint(tmp_path / "m", "llama", LABELS)
     # Imported for an earlier test, torch's compiler has looked at the environment already.
-    said = r"torch_compile: compiling failed \(.*; remove the key"
-    with config.patch({"cpp.cxx": (None, missing)}), pytest.raises(ValueError, match=said):
+    message = r"torch_compile: compiling failed \(.*; remove the key"
+    with config.patch({"cpp.cxx": (None, missing)}), pytest.raises(ValueError, match=message):
         member_of(tmp_path, model, TEXTS, torch_compile=True)

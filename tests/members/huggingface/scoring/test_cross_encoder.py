@@ -90,10 +90,10 @@ def test_scores_are_those_of_its_own_predict(
     folder = make_checkpoint(tmp_path / "model", "bert", labels)
     store(folder, where, activation)
     expected = sentence_transformers.CrossEncoder(str(folder), device="cpu").predict(PAIRS, batch_size=7)
-    found = scores(folder, labels)
-    np.testing.assert_allclose(found, expected.reshape(len(PAIRS), -1), atol=2e-5)
-    assert found.std() > 0.01
-    assert (found.min() < 0) == (activation == IDENTITY)
+    result = scores(folder, labels)
+    np.testing.assert_allclose(result, expected.reshape(len(PAIRS), -1), atol=2e-5)
+    assert result.std() > 0.01
+    assert (result.min() < 0) == (activation == IDENTITY)
 
 
 @pytest.mark.filterwarnings("ignore")

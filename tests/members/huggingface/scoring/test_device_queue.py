@@ -37,9 +37,9 @@ def test_batches_equal_the_tokenizers_own_padding(kind: str, side: str, tmp_path
     expected = tokenizer.pad(
         {name: [plain[name][row] for row in rows] for name in plain}, return_tensors="np"
     )
-    found = padded(encoded, rows, tokenizer.pad_token_id, pad_left=side == "left")
-    assert set(found) == set(expected)
-    for name, array in found.items():
+    result = padded(encoded, rows, tokenizer.pad_token_id, pad_left=side == "left")
+    assert set(result) == set(expected)
+    for name, array in result.items():
         assert array.dtype == np.int64
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
 
@@ -49,8 +49,8 @@ def test_an_unused_token_is_held_by_none_of_the_rows(rows: list[list[int]]) -> N
     from ensemble.members.huggingface.scoring.classifier import unused_token
 
     encoded = encoded_of([[99], *rows])
-    found = unused_token(encoded, np.arange(1, len(rows) + 1), vocabulary=100)
-    assert found == min(set(range(100)) - {token for row in rows for token in row})
+    result = unused_token(encoded, np.arange(1, len(rows) + 1), vocabulary=100)
+    assert result == min(set(range(100)) - {token for row in rows for token in row})
 
 
 @pytest.mark.parametrize(("stages", "queued"), [(1, 4), (2, 4), (8, 9)])

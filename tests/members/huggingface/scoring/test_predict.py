@@ -28,7 +28,7 @@ LABELS = ["yes", "no", "tie"]
 
 
 def worker_spec(folder: Path, **changes: Any) -> ModelSpec:
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "model_name_or_path": str(folder),
         "revision": None,
         "trust_remote_code": False,
@@ -65,12 +65,12 @@ def worker_spec(folder: Path, **changes: Any) -> ModelSpec:
         "order_path": "",
         "shards_dir": "",
     }
-    found["labels"] = tuple(LABELS)
+    result["labels"] = tuple(LABELS)
     adapter = changes.pop("adapter_name_or_path", None)
-    found["view_adapters"] = (None if adapter is None else AdapterSource((adapter,)),)
+    result["view_adapters"] = (None if adapter is None else AdapterSource((adapter,)),)
     keys = ("dtype", "attn_implementation", "max_length")
-    found["asked"] = tuple(key for key in keys if changes.get(key, found[key]) not in (None, "auto"))
-    return ModelSpec(**{**found, **changes})
+    result["asked"] = tuple(key for key in keys if changes.get(key, result[key]) not in (None, "auto"))
+    return ModelSpec(**{**result, **changes})
 
 
 def start(spec: ModelSpec) -> Start:

@@ -85,12 +85,12 @@ def test_copies_are_found_across_blocks_and_beside_rows_that_cannot_be_rendered(
     blocks = encode(folder, rows, **settings)
     plain = [encode(folder, [row], **settings) for row in rows]
     assert list(blocks.problems) == [3, 50]
-    assert blocks.truncated_rows == whole.truncated_rows == sum(one.truncated_rows for one in plain) > 0
+    assert blocks.truncated_rows == whole.truncated_rows == sum(item.truncated_rows for item in plain) > 0
     np.testing.assert_array_equal(blocks.first, whole.first)
-    for row, one in enumerate(plain):
-        assert blocks.lengths[row] == one.lengths[0]
+    for row, item in enumerate(plain):
+        assert blocks.lengths[row] == item.lengths[0]
         if row not in blocks.problems:
-            np.testing.assert_array_equal(blocks.inputs["input_ids"][row], one.inputs["input_ids"][0])
+            np.testing.assert_array_equal(blocks.inputs["input_ids"][row], item.inputs["input_ids"][0])
     firsts = [row for row in range(len(rows)) if blocks.first[row] == row and row not in blocks.problems]
     assert len({blocks.inputs["input_ids"][row].tobytes() for row in firsts}) == len(firsts)
 

@@ -88,7 +88,7 @@ def test_rows_that_all_lose_some_of_the_templates_text_are_noted(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     one_in(
         3,
         [
@@ -116,8 +116,8 @@ def test_rows_that_all_lose_some_of_the_templates_text_are_noted(tmp_path: Path)
         ],
     ),
 )
-def test_mistakes_in_the_key(keys: dict[str, Any], said: str, project: Project) -> None:
+def test_mistakes_in_the_key(keys: dict[str, Any], message: str, project: Project) -> None:
     lay_out(project, **keys)
     done = project.ensemble("validate", "config.yaml")
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr

@@ -100,11 +100,11 @@ def looks_both_ways(model: Any) -> bool:
     import torch
 
     with torch.no_grad():
-        one, other = (
+        item, other = (
             model.base_model(input_ids=torch.tensor([[5, 6, last]])).last_hidden_state[:, 0]
             for last in (7, 8)
         )
-    return not torch.allclose(one, other)
+    return not torch.allclose(item, other)
 
 
 def taken(classifier: Any) -> set[str]:
@@ -177,9 +177,9 @@ def test_what_a_checkpoint_asks_for_besides_logits_is_not_computed(tmp_path: Any
         json.dumps({**config, "output_hidden_states": True, "use_cache": True})
     )
     loaded = load(worker_spec(folder))
-    found = loaded.model(input_ids=torch.tensor([[3, 7, 4]]))
-    assert found.hidden_states is None
-    assert found.attentions is None
+    result = loaded.model(input_ids=torch.tensor([[3, 7, 4]]))
+    assert result.hidden_states is None
+    assert result.attentions is None
 
 
 @pytest.mark.parametrize(("name", "repeats"), [("reformer", False), ("bert", True)])
