@@ -10,8 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ensemble.members.batch_size import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
-
+# Padded tokens of a batch where a config sets none; more do not make a GPU faster, and a CPU is fastest with fewer.
+GPU_TOKEN_BUDGET = 16384
+CPU_TOKEN_BUDGET = 2048
+# The least batches of a chunk for each GPU over which a member is spread: while the last GPU computes a batch, the
+# GPUs before it compute the next ones, but at the beginning and end of a chunk they wait for each other.
+BATCHES_PER_STAGE = 8
+# A batch of fewer tokens costs a GPU more time than waiting does.
+MIN_STAGE_TOKENS = 2048
 # The share of a device that stays free: for fragments, wrong estimates, and programs that start later.
 RESERVE_SHARE = 0.05
 # A GPU's compute capability, such as (8, 0).

@@ -1,10 +1,13 @@
-"""Check what a training has left, and seal it."""
+"""Decide which trainings are done, say which finished ones are made again and why, and seal what one has left."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from ensemble.common.digests import folder_digests
+from ensemble.common.digests import folder_digests, has_files
+from ensemble.common.text import duration, listed, plural, shown_path
 from ensemble.config import MemberConfig, RunConfig
 from ensemble.members.base import OutputColumns
 from ensemble.members.huggingface.checkpoint.left import lift_checkpoint
@@ -12,7 +15,82 @@ from ensemble.members.questions import ask
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.trained_members import trained_member
 from ensemble.pipeline.training_dir import Part, TrainingDir
-from ensemble.training.records import Seal, write_record
+from ensemble.training.records import Seal, read_record, write_record
+
+# Trainings that took longer together are made again only where a user asks for it.
+_ASKED_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Say how a training stands.
+
+    Attributes:
+        is_done: whether it has ended well, is made of what it would be made of now, and is untouched.
+        goes_on: whether a command has begun it, and was stopped.
+        is_taken: whether what a stopped command has left was put in its place just now.
+        why: why what has ended well is made again; empty: there is none, or it was said when its replacement began.
+        seconds: what has ended well took.
+    """
+
+    member: str
+    part: Part
+    is_done: bool = False
+    goes_on: bool = False
+    is_taken: bool = False
+    why: str = ""
+    seconds: float = 0.0
+
+
+def standing_of(files: TrainingDir, member: str, part: Part, made_of: Mapping[str, str]) -> Standing:
+    """Tell how a training stands. Nothing is written.
+
+    Args:
+        made_of: of what it would be made now; what this lacks is gone, and is not compared.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    place, unfinished = files.checkpoint(member, part), files.unfinished(member, part)
+    seal, begun = (read_record(path(member, part), Seal) for path in (files.seal, files.begun))
+    if begun is not None and begun.files:  # a kill came before it was in its place
+        seal, begun, place = begun, None, unfinished if unfinished.is_dir() else place
+    is_there = seal if place.is_dir() else None
+    seconds = sum(item.record.seconds or 0.0 for item in (is_there, begun) if item is not None)
+    status = "waiting" if begun is None else begun.record.status
+    if begun is not None and status != "waiting" and not begun.changed(made_of):
+        return Standing(member=member, part=part, goes_on=status == "training", seconds=seconds)
+    why = ""
+    if seal is not None and seal.changed(made_of):
+        why = f"{seal.changed(made_of)} changed since it was trained"
+    elif seal is not None and has_files(place, seal.files):
+        return Standing(member=member, part=part, is_done=True)
+    elif seal is not None:
+        why = f"the files in {shown_path(place)} are not those that its training has left"
+    elif files.seal(member, part).exists():
+        why = "its seal cannot be read"
+    elif begun is not None and status == "done" and unfinished.is_dir():
+        why = f"{begun.changed(made_of)} changed since it ended, and it was not sealed"
+    return Standing(member=member, part=part, why=why, seconds=seconds)
+
+
+def texts_by_reason(standings: Iterable[Standing], outcome: str) -> Iterator[str]:
+    """Yield a sentence for those of a member that are made again for the same reason."""
+    again = [item for item in standings if item.why]
+    for (member, why), group in itertools.groupby(again, lambda item: (item.member, item.why)):
+        yield f"{member}: {outcome}: {listed([item.part.text for item in group], 10, str)}: {why}"
+
+
+def consent_text(standings: Sequence[Standing]) -> str:
+    """Return that ``--retrain`` is needed to begin; empty where what is made again took an hour or less."""
+    again = [item for item in standings if item.why]
+    seconds = sum(item.seconds for item in again)
+    if seconds <= _ASKED_SECONDS:
+        return ""
+    return (
+        f"{plural(len(again), 'finished training')} that took {duration(seconds)} would be made again: undo the "
+        "change, or mend what is refused, to use what is there, or add --retrain to begin"
+    )
 
 
 def seal_training(

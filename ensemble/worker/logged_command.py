@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import select
 import signal
 import subprocess
@@ -35,7 +36,6 @@ from ensemble.common.protocol import Counters
 from ensemble.common.python_process import WORKER_MARK, die_with_parent, end_marked, python_command
 from ensemble.common.redact import Redactor
 from ensemble.common.text import gib, shown_path
-from ensemble.worker.last_words import last_words
 
 if TYPE_CHECKING:
     from ensemble.members.predictor import Report
@@ -46,6 +46,15 @@ _READ_BYTES = 1 << 16
 _QUIET_SECONDS = 1.0
 # Less free space than this is a full disk.
 _FULL_BYTES = 1 << 20
+# The last lines of a log, and their characters, that a message has.
+_LAST_LINES, _LAST_CHARACTERS = 3, 240
+_RANK = re.compile(r"^\[rank\d+\]:\s?", re.MULTILINE)
+# The line behind a traceback's indented ones; tracebacks of several ranks may be mixed, line by line.
+_EXCEPTION = re.compile(r"^[ \t].*\n+([A-Za-z_][\w.]*(?::.*)?)$", re.MULTILINE)
+# With these torchrun and accelerate launch say that a script has failed, behind the script's own traceback.
+_OF_LAUNCHERS = re.compile(
+    r"^(?:torch\.distributed\.elastic\.\S*\.)?(?:ChildFailedError|\S*CalledProcessError)\b"
+)
 
 
 class CommandFailed(Exception):
@@ -180,6 +189,17 @@ class LoggedCommand:
             file.seek(max(log_start if log_start <= size else 0, size - _READ_BYTES))
             return last_words(file.read().decode("utf-8", "replace"))
         return ""
+
+
+def last_words(log: str) -> str:
+    """Return a log's last lines; where a launcher tells of a script's failure, the exceptions of that script."""
+    text = _RANK.sub("", log.replace("\r\n", "\n").replace("\r", "\n"))
+    exceptions = [match[1].strip() for match in _EXCEPTION.finditer(text)]
+    of_script = [line for line in exceptions if not _OF_LAUNCHERS.match(line)]
+    if of_script and len(of_script) < len(exceptions):
+        return " | ".join([*dict.fromkeys(of_script)][-_LAST_LINES:])[:_LAST_CHARACTERS]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " | ".join(lines[-_LAST_LINES:])[-_LAST_CHARACTERS:]
 
 
 def main() -> None:

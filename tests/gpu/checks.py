@@ -41,8 +41,7 @@ from bench.gpu.place import (
 from bench.gpu.results import Results
 from bench.rounds import say
 from ensemble.common.gpus import inventory, used_memory
-from ensemble.members.batch_size import GPU_TOKEN_BUDGET
-from ensemble.members.footprint import RESERVE_SHARE
+from ensemble.members.footprint import GPU_TOKEN_BUDGET, RESERVE_SHARE
 from tests.gpu.bench import DEADLINE_SECONDS, EVEN_ROWS, TAILED_ROWS, Bench
 from tests.gpu.verdicts import (
     Apart,

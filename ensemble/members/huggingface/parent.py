@@ -15,8 +15,7 @@ from ensemble.common.files import HubFile, read_json
 from ensemble.common.host import is_wsl
 from ensemble.common.packages import installed_versions
 from ensemble.members.base import Assigned, Candidate, MemberKind, RanWith, Reads, ResourceRequest
-from ensemble.members.batch_size import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
-from ensemble.members.footprint import MemoryEstimate
+from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, MemoryEstimate
 from ensemble.members.huggingface.checkpoint.description import (
     adapter_tokenizers,
     checkpoint_question,

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ensemble.common.device_trials import unusable_gpu
+from ensemble.common.gpus import driver_cuda_version
 from ensemble.common.python_process import keep_freed_memory
-from ensemble.members.batch_size import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
-from ensemble.members.footprint import RESERVE_SHARE, coarse_room
+from ensemble.common.text import first_line
+from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, RESERVE_SHARE, coarse_room
 from ensemble.members.huggingface.checkpoint.tokenizer_files import size_problem
 from ensemble.members.huggingface.loading.adapter import ViewAdapters
 from ensemble.members.huggingface.loading.describe import learnt_positions
 from ensemble.members.huggingface.loading.fused_norms import fuse_norms
 from ensemble.members.huggingface.loading.kernels import capability, choose_kernels, set_tf32
 from ensemble.members.huggingface.loading.model import load_model
-from ensemble.members.huggingface.loading.no_gpu import instead_of_gpu
 from ensemble.members.huggingface.loading.pair_copies import check_copies
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.batching import MemoryLimit
 from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec, default_max_length
+
+# The environment variable with which this project's tests say that their driver's GPUs are simulated.
+SIMULATED = "ENSEMBLE_SIMULATED_GPUS"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +75,25 @@ def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
     limit = max_length(spec, tokenizer, learnt_positions(loaded.model))
     pad_token_id = pad_token_id_of(tokenizer)
     return replace(loaded, tokenizer=tokenizer, pad_token_id=pad_token_id, max_length=limit)
+
+
+def instead_of_gpu() -> str:
+    """Return the note of a member that computes on the CPU because its GPUs are simulated.
+
+    With real ones it is refused: a run would take weeks instead of hours.
+
+    Raises:
+        ValueError: the GPUs are real, and torch cannot use them.
+    """
+    if os.environ.get(SIMULATED) == "1":
+        return f"{SIMULATED}: the GPUs are simulated, running on the CPU"
+    reason = "it sees no GPU"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # is_available() swallows the reason
+    except (AssertionError, RuntimeError) as error:
+        reason = first_line(error)
+    problem, advice = unusable_gpu(torch.__version__, torch.version.cuda, reason, driver_cuda_version())
+    raise ValueError(f"a GPU was planned, but {problem}; {advice}")
 
 
 def pad_token_id_of(tokenizer: Any) -> int:

@@ -22,7 +22,7 @@ import torch
 
 from ensemble.common.protocol import Counters
 from ensemble.common.torch_errors import is_out_of_memory
-from ensemble.members.batch_size import BATCHES_PER_STAGE, MIN_STAGE_TOKENS
+from ensemble.members.footprint import BATCHES_PER_STAGE, MIN_STAGE_TOKENS
 from ensemble.members.huggingface.loading.device_map import input_device, last_device
 from ensemble.members.huggingface.loading.spread import Spread
 from ensemble.members.huggingface.scoring.batching import MemoryLimit, make_batches
