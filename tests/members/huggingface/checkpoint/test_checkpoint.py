@@ -158,7 +158,6 @@ def test_files_that_transformers_does_not_read_refuse_no_whole_checkpoint(
     inspect_folder(folder, LABELS)
 
 
-@pytest.mark.fault(22)
 @pytest.mark.parametrize("beside", [(), ("config.json",)])
 def test_gguf_files_are_told_by_what_they_are(beside: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "model-Q4_K_M.gguf"
@@ -176,6 +175,7 @@ def test_gguf_files_are_told_by_what_they_are(beside: tuple[str, ...], tmp_path:
     assert "GGUF" not in str(refused.value)
 
 
+@pytest.mark.fault(22)
 def test_a_cut_weight_file_is_named_with_its_sizes(tmp_path: Path) -> None:
     folder = Path(write(tmp_path / "m", id2label={"0": "a", "1": "b", "2": "c"}))
     whole = (folder / "model.safetensors").read_bytes()
