@@ -65,6 +65,7 @@ def test_a_table_that_is_none(tmp_path: Path, name: str, content: bytes, words: 
     assert_refused(tmp_path, with_table(tmp_path, name, content), words=words)
 
 
+@pytest.mark.fresh
 def test_times_that_python_does_not_have(tmp_path: Path) -> None:
     # Only in a process that has not imported pandas, which knows nanoseconds.
     content = io.BytesIO()
