@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.contests import OURS, TUNED, Ground, Work
-from ensemble.analysis.tune.command import TOLERANCE as TUNED_TOLERANCE
+from ensemble.analysis.tune import TOLERANCE as TUNED_TOLERANCE
 
 TOLERANCE = 1e-4
 # Rows that are all alike would agree whatever was computed: strangers must be so much further apart than equals.

@@ -52,8 +52,7 @@ _MAKE = "import json, sys; from pathlib import Path; from bench.shapes import ma
 _TRIAL = """
 import sys
 from pathlib import Path
-from ensemble.analysis.tune.trials import MemberTrials
-from ensemble.analysis.tune.tuning import Trial
+from ensemble.analysis.tune import MemberTrials, Trial
 from ensemble.pipeline.load import load
 from ensemble.pipeline.prepare import prepare
 prepared = prepare(load([Path(sys.argv[1])], [f"output_dir={sys.argv[2]}"]))

@@ -19,7 +19,7 @@ from ensemble.common.version import __version__ as __version__
 if TYPE_CHECKING:  # for editors and type checkers; ``_NAMES`` says the same
     from ensemble.analysis.compare import Comparison as Comparison
     from ensemble.analysis.fit import FitReport as FitReport
-    from ensemble.analysis.tune.command import Tuning as Tuning
+    from ensemble.analysis.tune import Tuning as Tuning
     from ensemble.api import compare as compare
     from ensemble.api import fit as fit
     from ensemble.api import merge as merge
@@ -56,7 +56,7 @@ _NAMES = {
     "MembersFailed MergeError OutputError OutputInUse TimeLimitReached WriteError",
     "ensemble.analysis.compare": "Comparison",
     "ensemble.analysis.fit": "FitReport",
-    "ensemble.analysis.tune.command": "Tuning",
+    "ensemble.analysis.tune": "Tuning",
     "ensemble.cli.result_objects": "Preview Run",
     "ensemble.commands.rehearse": "Rehearsal",
     "ensemble.commands.status": "RunStatus",

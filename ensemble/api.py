@@ -35,7 +35,7 @@ from ensemble.common.text import quoted
 if TYPE_CHECKING:
     from ensemble.analysis.compare import Comparison
     from ensemble.analysis.fit import FitReport
-    from ensemble.analysis.tune.command import Tuning
+    from ensemble.analysis.tune import Tuning
     from ensemble.cli.result_objects import Preview, Run
     from ensemble.commands.rehearse import Rehearsal
     from ensemble.common.protocol import Activation
@@ -274,8 +274,8 @@ def tune(
     loaded = _load(config, overrides, quiet)
     file = _optional_path(write)
     with imports():
-        from ensemble.analysis.tune.command import overrides_beside
-        from ensemble.analysis.tune.command import tune as tune_config
+        from ensemble.analysis.tune import overrides_beside
+        from ensemble.analysis.tune import tune as tune_config
         from ensemble.cli.progress import choose_display
 
     with _exclusive_run(loaded, quiet) as stream:

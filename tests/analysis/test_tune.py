@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 import ensemble
-from ensemble.analysis.tune import command
-from ensemble.analysis.tune.command import (
+from ensemble.analysis import tune
+from ensemble.analysis.tune import (
     MemberTrials,
     MemberTuning,
     Trial,
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("warm")
 @pytest.fixture(autouse=True)
 def however_speeds_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sample of a few rows is computed in a moment, which may be twice as long the next time."""
-    monkeypatch.setattr(command, "_MOVED", float("inf"))
+    monkeypatch.setattr(tune, "_MOVED", float("inf"))
 
 
 def test_a_rows_distance_is_its_largest_whatever_the_number_of_labels() -> None:
@@ -183,7 +183,7 @@ def test_settings_that_change_probabilities_or_labels_are_refused_however_fast(
         return file
 
     with monkeypatch.context() as patched:
-        patched.setattr(command, "read_as_written", without_one)
+        patched.setattr(tune, "read_as_written", without_one)
         (lacking,) = ensemble.tune("crash.yaml", rows=6, quiet=True).members
     assert lacking.best.startswith("float32")
     assert [trial.failure for trial in lacking.trials[1:3]] == ["some values are not numbers"] * 2
@@ -215,7 +215,7 @@ def test_what_takes_twice_as_long_as_the_best_is_stopped(
     project.write_config(project.config(models=project.config()["models"][1:], defaults=defaults))
     monkeypatch.chdir(project.folder)
     for name in ("_MIN_SECONDS", "_TOO_SLOW"):
-        monkeypatch.setattr(command, name, 0.0)
+        monkeypatch.setattr(tune, name, 0.0)
     injected = Injected(tmp_path, Fault("sleep", seconds=0.2))
     for name, value in injected.environment.items():
         monkeypatch.setenv(name, value)
@@ -259,7 +259,7 @@ def test_nothing_is_chosen_where_the_reference_moved_by_more_than_twice(
     project: Project, monkeypatch: pytest.MonkeyPatch, again: float, best: str
 ) -> None:
     monkeypatch.chdir(project.folder)
-    monkeypatch.setattr(command, "_MOVED", 2.0)
+    monkeypatch.setattr(tune, "_MOVED", 2.0)
     project.write_config(project.config(models=project.config()["models"][1:]))
     prepared = prepare(load([Path("config.yaml")], []))
     member = Faked(prepared, 0, 64, project.folder / "x", 0.02, lambda _: None, owns_process=False)

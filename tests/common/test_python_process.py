@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ensemble.analysis.tune.command import MemberTrials, Trial
+from ensemble.analysis.tune import MemberTrials, Trial
 from ensemble.pipeline.load import load
 from ensemble.pipeline.prepare import prepare
 from ensemble.scheduling.launchers.local import LocalWorker

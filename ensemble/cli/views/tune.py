@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import yaml
 
-from ensemble.analysis.tune.command import MemberTuning, Trial, Tuning
+from ensemble.analysis.tune import MemberTuning, Trial, Tuning
 from ensemble.cli.layout import Table
 from ensemble.common.text import duration, gib, plural, rate
 

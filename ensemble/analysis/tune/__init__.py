@@ -1,1 +1,0 @@
-"""Find each member's fastest settings on this machine that keep its probabilities, by trying them."""
