@@ -33,7 +33,6 @@ from ensemble.training.records import PartRecord, Seal, TrainingReport, read_rec
 from ensemble.training.seal import (
     Standing,
     consent_text,
-    output_columns,
     seal_training,
     standing_of,
     texts_by_reason,
@@ -321,7 +320,7 @@ def _take_up(
         is_taken = True
     elif begun is not None and begun.has_ended_as(training.made_of) and files.unfinished(name, part).is_dir():
         try:  # the user may have mended what was refused
-            note = seal_training(files, training.model, part, output_columns(config), begun, discard_old)
+            note = seal_training(files, config, training.model, part, begun, discard_old)
         except (CheckpointError, ConfigError) as error:
             refusal = f"what it has left is refused: {'; '.join(error.problems)}"
         else:

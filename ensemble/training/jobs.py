@@ -28,12 +28,12 @@ from ensemble.planning.chunks import Chunk
 from ensemble.planning.placement import chosen_devices
 from ensemble.planning.plan import MemberPlan
 from ensemble.planning.trainings import plan_trainings
+from ensemble.scheduling.deadline import TrainingDeadline
 from ensemble.scheduling.launchers.base import WorkerStart
 from ensemble.scheduling.launchers.local import LocalLauncher
 from ensemble.scheduling.records import Failure
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
 from ensemble.scheduling.state import MemberState, RunHooks
-from ensemble.scheduling.training_deadline import TrainingDeadline
 from ensemble.training.records import (
     MemberRecord,
     PartRecord,
@@ -43,7 +43,7 @@ from ensemble.training.records import (
     read_record,
     write_record,
 )
-from ensemble.training.seal import output_columns, seal_training
+from ensemble.training.seal import seal_training
 
 _CHILD = "ensemble.training.worker"
 _REPORT_SECONDS = 5.0
@@ -272,9 +272,7 @@ class TrainingRun(RunHooks):
                 "were read at the start: the same command again trains anew on the new ones"
             )
         seal = Seal(dict(training.made_of), record)
-        note = seal_training(
-            self._files, training.model, part, output_columns(config), seal, self.discard_old
-        )
+        note = seal_training(self._files, config, training.model, part, seal, self.discard_old)
         if note:
             self.say(f"{name}: {part.text}: {note}")
         why = record.progress.get("why")

@@ -95,9 +95,9 @@ def consent_text(standings: Sequence[Standing]) -> str:
 
 def seal_training(
     trainings: TrainingDir,
+    config: RunConfig,
     model: MemberConfig,
     part: Part,
-    columns: OutputColumns,
     seal: Seal,
     discard_old: bool = False,
 ) -> str:
@@ -120,16 +120,11 @@ def seal_training(
         seal = replace(seal, note=note)
         write_record(begun, seal)
     changes = member_kind(model).trained_settings(unfinished)
-    kind = member_kind(trained_member(model, changes, columns.labels))
+    kind = member_kind(trained_member(model, changes, config.labels))
     question = kind.question()
     if question is not None:
         ask([question])
-    kind.inspect(columns)
+    kind.inspect(OutputColumns(config.data.id_column, config.labels, config.data.path.parent))
     write_record(begun, replace(seal, files=folder_digests(unfinished)))
     trainings.put_in_place(model.name, part, discard_old)
     return note
-
-
-def output_columns(config: RunConfig) -> OutputColumns:
-    """Return the columns that predictions of what was trained get."""
-    return OutputColumns(config.data.id_column, config.labels, config.data.path.parent)

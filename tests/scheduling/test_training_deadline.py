@@ -6,8 +6,8 @@ import pytest
 
 from ensemble.common.protocol import Predict
 from ensemble.planning.trainings import plan_trainings
+from ensemble.scheduling.deadline import TrainingDeadline
 from ensemble.scheduling.state import MemberState
-from ensemble.scheduling.training_deadline import TrainingDeadline
 from tests.planning.test_trainings import trained_config
 from tests.pretended import computed
 

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from ensemble.config import LoadedConfig, mapping_config
 from ensemble.data.table import InputTable, TableNeeds, read_table
 from ensemble.data.trained_rows import TrainedRows, write_trained_rows
-from ensemble.members.base import OutputColumns
 from ensemble.pipeline.load import load
 from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.training.command import _trainings
@@ -94,14 +93,13 @@ def finish(
     """Put a training's results where they belong; the ``extra`` rows of test.csv were in each training part."""
     given = loaded(keys)
     folder, model = TrainingDir(given.config.output_dir), given.config.models[0]
-    data, columns = read_training_data(given), OutputColumns("id", tuple(LABELS))
+    data = read_training_data(given)
     made_of = next(_trainings(given.config, folder, data, model)).made_of
     for part in (*map(Part, range(FOLDS)), Part(None)) if parts is None else parts:
         shutil.copytree(adapters / part.name, folder.unfinished(model.name, part))
         record = PartRecord(part.fold, "done", 1, 1.0, ("cpu",))
-        seal_training(
-            folder, model, part, columns, Seal({**made_of, **data.digests(model.name, part.fold)}, record)
-        )
+        seal = Seal({**made_of, **data.digests(model.name, part.fold)}, record)
+        seal_training(folder, given.config, model, part, seal)
     digests = read("train.csv").row_digests(("a", "b"))
     more = read("test.csv").row_digests(("a", "b"))[list(extra)]
     folds = np.concatenate([FOLD_OF_ROW, np.full(len(more), -1)])

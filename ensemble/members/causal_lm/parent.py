@@ -47,6 +47,7 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
     auto_class: ClassVar[str] = LANGUAGE_MODEL
     keys_without_effect: ClassVar[tuple[str, ...]] = (*TextCheckpoint.keys_without_effect, "single_token")
     examples: ClassVar[str] = "ensemble.members.causal_lm.training:LabelTextExamples"
+    cuts_beginning: ClassVar[bool] = True
 
     @classmethod
     def draft(cls, source: str, id_column: str) -> Draft | None:
@@ -102,10 +103,6 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
     def _label_ids(self, inspected: Checkpoint) -> dict[str, Sequence[int]]:
         """Return the tokens of each label's text; empty where only the worker can tell."""
         return dict(zip(self.settings.label_tokens, inspected.described.reader.text_ids, strict=False))
-
-    @property
-    def needs_whole_templates(self) -> bool:
-        return True  # prompts are cut at the beginning, which is the same text in all rows
 
     def prompt_warnings(self, prompt: str) -> Iterator[str]:
         texts = self.settings.label_tokens.values() if self.settings.label_behind_prompt else ()

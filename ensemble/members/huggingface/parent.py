@@ -319,9 +319,13 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
 
 
 class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
-    """Describe a checkpoint that reads text; ``examples`` is the class of what it learns from rows, if trained."""
+    """Describe a checkpoint that reads text; ``examples`` is the class of what it learns from rows, if trained.
+
+    ``cuts_beginning``: whether long prompts are cut there, where the text stands that is the same in all rows.
+    """
 
     examples: ClassVar[str] = "ensemble.members.huggingface.training.examples:ClassifierExamples"
+    cuts_beginning: ClassVar[bool] = False
 
     def reads(self) -> Reads:
         return Reads(self.settings.text_columns, self.settings.prompt_template)
@@ -330,7 +334,7 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         yield from super().problems(inspected)
         for key, settings in self.settings.by_template.items():
             yield from (f"{key}{problem}" for problem in settings.truncation_problems())
-        if inspected is not None and self.needs_whole_templates:
+        if inspected is not None and (self.settings.truncation is not None or self.cuts_beginning):
             yield from self._too_long_texts(inspected)
 
     def warnings(self, inspected: Checkpoint) -> Iterator[str]:
@@ -338,13 +342,8 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         tokens, positions = self.settings.max_length, inspected.described.max_positions
         if tokens and positions and tokens > positions:
             yield f"max_length: {tokens} is more than the {positions} positions of the model; rows are cut to these"
-        if not self.needs_whole_templates:
+        if self.settings.truncation is None and not self.cuts_beginning:
             yield from self._too_long_texts(inspected)
-
-    @property
-    def needs_whole_templates(self) -> bool:
-        """Return whether a template that is longer than a prompt may be is a problem, not only a warning."""
-        return self.settings.truncation is not None
 
     def _too_long_texts(self, inspected: Checkpoint) -> Iterator[str]:
         """Yield a sentence for each template whose text for every row is longer than a prompt may be."""

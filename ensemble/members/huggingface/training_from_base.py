@@ -18,11 +18,11 @@ from ensemble.common.packages import installed_versions, unsupported
 from ensemble.config import MemberConfig
 from ensemble.config.training import TrainConfig
 from ensemble.members.base import NOT_ASKED
+from ensemble.members.huggingface.checkpoint.adapter_files import unshared_settings
 from ensemble.members.huggingface.checkpoint.description import Description, checkpoint_question
 from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
 from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install
 from ensemble.members.huggingface.checkpoint.inspect import read_checkpoint
-from ensemble.members.huggingface.checkpoint.several_adapters import unshared_settings
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.huggingface.spec import BACKBONE, CLASSIFIER
 from ensemble.members.questions import Answer, Question, ask

@@ -15,9 +15,12 @@ from ensemble.common.text import gib
 from ensemble.members.base import NOT_ASKED, Inspection
 from ensemble.members.huggingface.checkpoint.adapter_files import (
     Adapter,
+    average_problems,
     inspect_adapter,
     is_head,
     other_base,
+    shared_base_problems,
+    uses_base_head,
 )
 from ensemble.members.huggingface.checkpoint.cross_encoder import read_cross_encoder
 from ensemble.members.huggingface.checkpoint.description import (
@@ -31,11 +34,6 @@ from ensemble.members.huggingface.checkpoint.description import (
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
 from ensemble.members.huggingface.checkpoint.labels import activation_of, label_names, match_labels
 from ensemble.members.huggingface.checkpoint.remote_code import code_problems
-from ensemble.members.huggingface.checkpoint.several_adapters import (
-    average_problems,
-    shared_base_problems,
-    uses_base_head,
-)
 from ensemble.members.huggingface.checkpoint.tokenizer_files import (
     small_file_problems,
     tokenizer_limit,

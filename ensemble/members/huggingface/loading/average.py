@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import pad
 
-from ensemble.members.huggingface.checkpoint.adapter_files import WEIGHTS, inspect_adapter
-from ensemble.members.huggingface.checkpoint.several_adapters import average_problems
+from ensemble.members.huggingface.checkpoint.adapter_files import WEIGHTS, average_problems, inspect_adapter
 from ensemble.members.huggingface.loading.adapter import PREFIX, AdapterFiles
 
 # A layer's second matrix, by the first.

@@ -18,7 +18,7 @@ from torch import nn
 
 from ensemble.common.text import did_you_mean, listed
 from ensemble.common.torch_errors import one_line
-from ensemble.members.huggingface.checkpoint.several_adapters import unshared_settings
+from ensemble.members.huggingface.checkpoint.adapter_files import unshared_settings
 from ensemble.members.huggingface.loading.describe import answer_questions
 from ensemble.members.huggingface.training.trainee import LORA
 
