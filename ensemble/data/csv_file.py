@@ -79,7 +79,7 @@ def read_header(path: Path) -> tuple[str, ...]:
             if names == (_END,):
                 raise DataError(f"{path}: the file holds only blank lines")
             continue
-        if names[0].lower().startswith("sep="):
+        if names[0].lower().startswith("sep=") and not any(names[1:]):
             raise DataError(f"{path}: its first line is Excel's {names[0]!r} and no header; remove that line")
         return names
     raise _open_quote(path, 0)

@@ -35,6 +35,7 @@ def write_predictions(path: Path, header: Sequence[str], ids: Sequence[str], val
 @tries(100)
 @given(header=columns, ids=st.lists(cells.ids, min_size=1, max_size=8, unique=True), data=st.data())
 @example(header=["\ufeffid", "a"], ids=["1"], data=None)
+@example(header=["sep=,", "a"], ids=["1"], data=None)
 def test_predictions_come_back(
     folder: Path, header: list[str], ids: list[str], data: st.DataObject | None
 ) -> None:
