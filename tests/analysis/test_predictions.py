@@ -338,7 +338,6 @@ def test_a_file_of_a_run_that_was_changed(cell: str, message: str, project: Proj
     with pytest.raises(DataError, match=r"predictions/a\.csv: is not the file that its run wrote"):
         read_run(project.folder / "run")
     path.with_suffix(".json").unlink()  # nothing says what the run wrote
-    with pytest.raises(
-        DataError, match=rf"predictions/a\.csv: 1 row with {message}, the first is id 007; remove"
-    ):
+    first = rf"the first is id 007 \('neg' is {cell}\); remove"
+    with pytest.raises(DataError, match=rf"predictions/a\.csv: 1 row with {message}, {first}"):
         read_run(project.folder / "run")

@@ -295,7 +295,7 @@ def test_rows_that_it_does_not_bear_in_other_batches_by_two_replicas(
     (member,) = members(project)
     assert sorted(member["bad_rows"], key=int) == [str(CRASHES), str(RAISES), str(NO_NUMBERS)]
     assert "signal 11 (SIGSEGV)" in member["bad_rows"][str(CRASHES)]
-    assert member["bad_rows"][str(RAISES)] == "LookupError: an odd row"
+    assert member["bad_rows"][str(RAISES)].startswith("LookupError: an odd row")
     assert "NaN" in member["bad_rows"][str(NO_NUMBERS)]
     for row in (CRASHES, RAISES, NO_NUMBERS):
         assert f"row {row + 1}" in forked.printed
