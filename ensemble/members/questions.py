@@ -91,7 +91,8 @@ def ask(questions: Sequence[Question]) -> list[Answer]:
         _answers.update(zip(of_module, ask_process(module, [*of_module.values()]), strict=True))
         for key in of_module:
             answer = _answers[key]
-            if answer.fields is not None:
+            # What is refused may be mended by a package or a release that the key does not know.
+            if answer.fields is not None and not answer.fields.get("reader", {}).get("problem"):
                 with contextlib.suppress(OSError):
                     _cached(key).parent.mkdir(parents=True, exist_ok=True)
                     write_text(_cached(key), json.dumps(answer.fields))

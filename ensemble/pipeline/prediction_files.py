@@ -107,14 +107,22 @@ def file_columns(
     if columns:
         return ids, tuple(columns), []
     labels_by_name: dict[str, list[str]] = {}
-    left_out: dict[str, None] = {}
+    labels_of_any: set[str] = set()
     for name, header in headers.items():
         others = [column for column in without_pandas_index(header) if column != ids[name]]
         # If the truth column is the only one, it is a label.
         others = [column for column in others if column != truth_column] or others
-        spare = _spare_columns(paths[name], ids[name], others)
-        labels_by_name[name] = [column for column in others if column not in spare]
-        left_out |= dict.fromkeys(spare)
+        labels_by_name[name] = others
+        try:
+            labels_of_any |= {*others} - {*_spare_columns(paths[name], ids[name], others)}
+        except DataError as error:
+            problems += error.problems
+    left_out = [*dict.fromkeys(column for labels in labels_by_name.values() for column in labels)]
+    left_out = [column for column in left_out if column not in labels_of_any]
+    if problems:
+        raise DataError(problems)
+    for name, labels in labels_by_name.items():
+        labels_by_name[name] = [column for column in labels if column not in left_out]
     first = next(iter(paths))
     labels = labels_by_name[first]
     if not labels:
@@ -135,7 +143,7 @@ def file_columns(
             )
     if problems:
         raise DataError(problems)
-    remark = f"columns left out, as no labels: {listed([*left_out])}; --label takes any column"
+    remark = f"columns left out, as no labels: {listed(left_out)}; --label takes any column"
     return ids, tuple(labels), [remark] if left_out else []
 
 
@@ -145,13 +153,14 @@ def _spare_columns(path: Path, id_column: str, columns: Sequence[str]) -> list[s
     labels = [column for column in columns if column not in spare]
     if not spare or not labels:
         return []
-    try:
-        values = read_predictions(path, id_column, [*labels, *spare], may_lack=True).values
-    except DataError:  # said with the problems of other files, when all are read
-        return []
+    # A row that lacks its labels may have a fold.
+    values, others = (
+        read_predictions(path, id_column, part, may_lack=True).values for part in (labels, spare)
+    )
     with np.errstate(invalid="ignore"):  # infinite values
-        without, of_all = (np.abs(part.sum(axis=1) - 1) for part in (values[:, : len(labels)], values))
-        has_shares = bool((values[:, len(labels) :] % 1 > 0).any())
+        without = np.abs(values.sum(axis=1) - 1)
+        of_all = np.abs(values.sum(axis=1) + others.sum(axis=1) - 1)
+        has_shares = bool((others % 1 > 0).any())
     completes_sums = bool((without > SUM_TOLERANCE).any() and not (of_all > SUM_TOLERANCE).any())
     return [] if completes_sums or has_shares else spare
 

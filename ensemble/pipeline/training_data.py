@@ -97,17 +97,18 @@ class TrainingData:
         command, which may read any column, the whole files.
         """
         rows = self.main.table.rows
-        cells = self.trained_rows(member).digests
-        if fold is not None:
-            cells = np.where((self.folds == fold)[:, None], np.uint64(0), cells)
+        is_held_out = np.zeros(len(self.folds), np.bool_) if fold is None else self.folds == fold
+        groups = np.zeros(len(self.folds), np.int64) if self.groups is None else self.groups
+        arrays = (self.trained_rows(member).digests, self.targets, groups)
+        cells, targets, groups = (np.where(is_held_out, array.dtype.type(0), array.T).T for array in arrays)
         main, *extra = self._file_digests if member in self.commands else [""] * len(self.tables)
-        groups = np.empty(0) if self.groups is None else self.groups
         parts: tuple[Sequence[Any], ...] = (
             [repr((self.main.labels, self.main.activation))],
-            [self.targets[:rows]],
-            [self.folds[:rows], groups[:rows]],
+            [str(rows)],
+            [is_held_out[:rows], groups[:rows]],
+            [targets[:rows]],
             [main, cells[:rows]],
-            [*extra, cells[rows:], self.targets[rows:], self.weights[rows:], groups[rows:]],
+            [*extra, cells[rows:], targets[rows:], self.weights[rows:], groups[rows:]],
         )
         digests = {}
         for name, values in zip(OF_TABLES, parts, strict=True):

@@ -31,8 +31,9 @@ from ensemble.config import MemberConfig
 # other rows are divided otherwise.
 OF_TABLES = (
     "labels",
-    "the rows or labels of the training table",
-    "training.folds",
+    "the rows of the training table",
+    "the division into folds",
+    "the labels of the training table",
     "the cells of the training table",
     "training.extra",
 )

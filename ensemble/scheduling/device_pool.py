@@ -84,6 +84,8 @@ class DevicePool:
             self._gpus[gpu.uuid] = gpu
             self._taken.setdefault(gpu.uuid, 0)
             self._used[gpu.uuid] = gpu.used_bytes
+            # Its node may not tell yet when it is leased.
+            self._bytes_before.setdefault(gpu.uuid, gpu.used_bytes)
 
     def is_releasing(self) -> bool:
         return bool(self._releasing)

@@ -340,14 +340,16 @@ class Scheduler:
         if fault is None:
             return
         if fault.kind == "memory":
-            # Its agent, if it had one, has ended with all of its workers.
             others = [other for other in self._workers if not other.handle.has_exited()]
-            state.limit_replicas(sum(other.state is state for other in others), is_lasting=True)
+            running = sum(other.state is state for other in others)
+            # Its agent, if it had one, has ended with all of its workers: then half of them go on.
+            state.limit_replicas(max(running, (state.running + 1) // 2), is_lasting=True)
             if not worker.devices:
                 self.pool.max_cpu_workers = max(1, sum(not other.devices for other in others))
             self._may_stand_by = False  # without standby workers the memory may be enough
             self._standbys.end_all()
-        others_compute = any(other.state is state and other.is_ready for other in self._workers)
+        others = [other for other in self._workers if other.state is state and other.is_ready]
+        others_compute = any(not other.handle.has_exited() for other in others)
         self._retry.worker_failed(worker, fault, others_compute)
         self._settle(state)
 

@@ -148,7 +148,7 @@ def train_for_run(
             kept = [part.text for part in missing if files.seal(model.name, part).exists()]
             if kept:
                 names = listed(kept, 10, str)
-                why += f". Its earlier trainings are kept ({names}): undo the change, and they are used again"
+                why += f". Its earlier trainings are kept ({names}), and used again if a change is undone"
             untrained[model.name] = failures.get(model.name) or why
             display.say(f"{model.name} is left out: {untrained[model.name]}")
     out_of_time = frozenset(name for name in untrained if not failures.get(name))
@@ -281,7 +281,7 @@ def _train(
     to_run: list[Training] = []
     for training, standing in zip(trainings, standings, strict=True):
         name, part, is_asked = training.model.name, training.part, standing in chosen
-        # What has just been taken is what --fresh has asked for before.
+        # What has just been taken was not in use yet: --fresh asked for it before, or it has been mended.
         is_fresh = asked.fresh and is_asked and not standing.is_taken
         is_done = standing.is_done and not is_fresh
         if standing.is_done != files.is_finished(name, part):

@@ -26,8 +26,7 @@ from ensemble.pipeline.signals import Signals
 from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.placement import chosen_devices
-from ensemble.planning.plan import MemberPlan
-from ensemble.planning.trainings import plan_trainings
+from ensemble.planning.plan import MemberPlan, plan_trainings
 from ensemble.scheduling.deadline import TrainingDeadline
 from ensemble.scheduling.launchers.base import WorkerStart
 from ensemble.scheduling.launchers.local import LocalLauncher

@@ -233,6 +233,23 @@ def test_columns_beside_the_labels_are_left_out_by_merge_and_compare(
     assert any("'fold'" in remark for remark in compared.remarks)
 
 
+def test_a_fold_beside_a_row_that_lacks_its_labels(tmp_path: Path) -> None:
+    first = pd.DataFrame({"id": ["x", "y"], "no": [0.25, None], "yes": [0.75, None], "fold": [0, 1]})
+    first.to_csv(tmp_path / "first.csv", index=False)
+    first.assign(no=0.5, yes=0.5).to_csv(tmp_path / "second.csv", index=False)
+    ensemble.merge(paths(tmp_path, "first", "second"), tmp_path / "merged.csv", partial=True, quiet=True)
+    assert (tmp_path / "merged.csv").read_text() == "id,no,yes\nx,0.375,0.625\ny,0.5,0.5\n"
+
+
+def test_a_label_named_target_that_one_file_has_as_votes(tmp_path: Path) -> None:
+    shares = pd.DataFrame({"id": ["x", "y"], "target": [0.25, 0.5], "insult": [0.5, 0.25]})
+    shares.to_csv(tmp_path / "first.csv", index=False)
+    shares.assign(target=[0, 1]).to_csv(tmp_path / "second.csv", index=False)
+    files = paths(tmp_path, "first", "second")
+    ensemble.merge(files, tmp_path / "merged.csv", activation="sigmoid", quiet=True)
+    assert read(tmp_path / "merged.csv").target.tolist() == [0.125, 0.75]
+
+
 def refused(files: Any, output: Path, **keys: Any) -> list[str]:
     before = sorted(output.parent.iterdir()) if output.parent.is_dir() else None
     with pytest.raises(EnsembleError) as caught:

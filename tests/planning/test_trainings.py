@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ensemble.config import RunConfig
-from ensemble.planning.trainings import plan_trainings
+from ensemble.planning.plan import plan_trainings
 from tests.planning.test_plan import config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ensemble.common.protocol import Predict
-from ensemble.planning.trainings import plan_trainings
+from ensemble.planning.plan import plan_trainings
 from ensemble.scheduling.deadline import TrainingDeadline
 from ensemble.scheduling.state import MemberState
 from tests.planning.test_trainings import trained_config

@@ -248,6 +248,21 @@ def test_a_digest_changes_with_what_is_learned_alone(folder: Path) -> None:
     assert all(new != old for new, old in zip(soft, before, strict=True))
 
 
+def test_labels_and_folds_of_rows_that_are_held_out_change_no_other_folds_digest(folder: Path) -> None:
+    table = frame().assign(part=lambda rows: np.arange(len(rows)) % 3)
+    changes: dict[str, Any] = {"folds": {"column": "part"}}
+    write(table, folder / "train.csv")
+    before = read(folder, BUILT_IN, **changes)
+    other = table.copy()
+    other.loc[0, "label"] = next(label for label in LABELS if label != table.loc[0, "label"])  # of fold 0
+    other.loc[1, "part"] = 2
+    write(other, folder / "train.csv")
+    after = read(folder, BUILT_IN, **changes)
+    assert after.digests("m", 0) == before.digests("m", 0)
+    for fold in (1, 2):
+        assert after.digests("m", fold) != before.digests("m", fold)
+
+
 def test_the_rows_that_a_member_has_seen_are_found_again_in_another_table(folder: Path) -> None:
     more = frame(9, seed=1, first=500)
     write(more, folder / "more.csv")

@@ -228,7 +228,9 @@ def test_one_fold_of_another_division_leaves_no_others_in_use(trained: Trained) 
     trained.set_up(folds=2)
     done = trained.train("--fold", "0")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "a: kept, but not used: fold 1: training.folds changed since it was trained" in done.stdout
+    assert (
+        "a: kept, but not used: fold 1: the division into folds changed since it was trained" in done.stdout
+    )
     assert trained.folds_called() == ["0", "1", "2", "0"]
     left = [trained.files.is_finished("a", Part(fold)) for fold in range(2)]
     assert left == [True, False]
@@ -465,8 +467,7 @@ def test_a_table_that_changes_meanwhile(trained: Trained) -> None:
     )
     done = trained.train("--fold", "0")
     assert (
-        "a: trained anew: fold 0: the rows or labels of the training table changed since it was trained"
-        in done.stdout
+        "a: trained anew: fold 0: the rows of the training table changed since it was trained" in done.stdout
     )
 
 

@@ -172,7 +172,7 @@ def test_what_is_trained_anew_is_told_before_and_asked_for_if_it_takes_long(trai
     loaded, sentences = preview_trainings(load([Path("config.yaml")], [changed]))
     assert (
         sentences[0]
-        == "a: would be trained anew: fold 0, fold 1: training.folds changed since it was trained"
+        == "a: would be trained anew: fold 0, fold 1: the division into folds changed since it was trained"
     )
     assert "2 finished trainings that took 1:06:40 h would be made again" in sentences[1]
     assert [*loaded.outdated["a"]] == [0, 1, 2]
@@ -180,7 +180,7 @@ def test_what_is_trained_anew_is_told_before_and_asked_for_if_it_takes_long(trai
     facts = json.loads(done.stdout)["members"][0]["training"]
     assert facts["missing"] == ["fold-0", "fold-1", "fold-2"]
     assert facts["outdated"] == dict.fromkeys(
-        ("fold-0", "fold-1"), "training.folds changed since it was trained"
+        ("fold-0", "fold-1"), "the division into folds changed since it was trained"
     )
     for command in ("train", "run"):
         done = trained.ensemble(command, "config.yaml", "--set", changed)
@@ -234,7 +234,7 @@ def test_a_limit_that_leaves_no_time_to_train_anew_says_what_is_kept(trained: Tr
     assert done.returncode == 4
     text = " ".join(done.stdout.split())
     assert "a is left out: there was no time to train fold 0, fold 1" in text
-    assert "Its earlier trainings are kept (fold 0, fold 1): undo the change, and they are used again" in text
+    assert "Its earlier trainings are kept (fold 0, fold 1), and used again if a change is undone" in text
     assert digests_of_folds(trained) == before
     submission = trained.folder / "runs/first/submission.csv"
     submission.write_text("of an earlier run", encoding="utf-8")

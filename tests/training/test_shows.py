@@ -24,7 +24,7 @@ from ensemble.data.trained_rows import TrainedRows, write_trained_rows
 from ensemble.pipeline.run_dir import RunDir, hold
 from ensemble.pipeline.run_report import RunReport
 from ensemble.pipeline.training_dir import Part, TrainingDir
-from ensemble.planning.trainings import plan_trainings
+from ensemble.planning.plan import plan_trainings
 from ensemble.scheduling.records import FaultRecord, WorkerRecord
 from ensemble.scheduling.state import MemberState
 from ensemble.training.command import _trainings

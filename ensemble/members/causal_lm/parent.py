@@ -124,7 +124,7 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
             positions = max(map(len, ids.values())) if ids else max(len(text.encode()) for text in texts)
         memory = checkpoint_memory(self.settings, inspected, lengths, labels, vocabulary_positions=positions)
         # Counts all text of the template, although only the text before the first column is shared.
-        text_ids = inspected.described.reader.text_ids[len(self.settings.label_texts) :]
+        text_ids = inspected.described.reader.text_ids[len(self.settings.label_tokens) :]
         fixed_tokens = len(text_ids[0] if text_ids else self.settings.fixed_text.encode())
         return replace(
             memory,

@@ -53,10 +53,6 @@ class CausalSettings(TextSettings):
         return "" if self.apply_chat_template else next(iter(self.label_tokens.values()), "")
 
     @property
-    def label_texts(self) -> Sequence[str]:
-        return tuple(self.label_tokens.values())
-
-    @property
     def fixed_text(self) -> str:
         return (self.system_instruction or "") + super().fixed_text
 

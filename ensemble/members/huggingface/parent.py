@@ -348,11 +348,11 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
     def _too_long_texts(self, inspected: Checkpoint) -> Iterator[str]:
         """Yield a sentence for each template whose text for every row is longer than a prompt may be."""
         tokens = self._max_length(inspected)
-        ids, labels = inspected.described.reader.text_ids, len(self.settings.label_texts)
+        ids, labels = inspected.described.reader.text_ids, len(getattr(self.settings, "label_tokens", ()))
         if tokens is None:
             return
         # All tokens of a label but its last follow the prompt.
-        tokens -= max(map(len, ids[:labels]), default=1) - 1
+        tokens = max(1, tokens - max(map(len, ids[:labels]), default=1) + 1)
         for (key, settings), text in zip(self.settings.by_template.items(), ids[labels:], strict=False):
             if len(text) > tokens:
                 cut = [*settings.truncation.fields] if settings.truncation else []

@@ -385,11 +385,6 @@ class TextSettings(HuggingFaceSettings, ReaderConfig):
     )
 
     @property
-    def label_texts(self) -> Sequence[str]:
-        """Return the texts that may follow a prompt."""
-        return ()
-
-    @property
     def fixed_text(self) -> str:
         """Return the text that every prompt has, whatever the row."""
         if self.prompt_template is None:

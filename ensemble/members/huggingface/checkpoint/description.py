@@ -122,7 +122,9 @@ def checkpoint_question(model: HuggingFaceSettings, folder: Path, auto_class: st
     is_quantized = bool(config.get("quantization_config"))
     is_hidden = not config or is_elsewhere or is_quantized or model.trust_remote_code
     # The hub's cache may lack a tokenizer's files.
-    is_there = Path(model.model_name_or_path).is_dir() and not (is_elsewhere or model.trust_remote_code)
+    files = (folder / name for name in ("tokenizer.json", "tokenizer_config.json"))
+    is_there = Path(model.model_name_or_path).is_dir() or all(file.is_file() for file in files)
+    is_there = is_there and not (is_elsewhere or model.trust_remote_code)
     tokenizers: dict[str, str | None] = {}
     for name, own in adapter_tokenizers(model).items() if not model.trust_remote_code else ():
         if own is not None:
@@ -136,7 +138,8 @@ def checkpoint_question(model: HuggingFaceSettings, folder: Path, auto_class: st
         return None
     texts: list[str] = []
     if isinstance(model, TextSettings):
-        texts = [*model.label_texts, *(settings.fixed_text for settings in model.by_template.values())]
+        texts = [*getattr(model, "label_tokens", {}).values()]
+        texts += [settings.fixed_text for settings in model.by_template.values()]
     folders = [folder, *(Path(own) for own in tokenizers.values() if own)]
     paths = {
         path for place in folders for pattern in _FILES for path in place.glob(pattern) if path.is_file()
@@ -151,6 +154,7 @@ def checkpoint_question(model: HuggingFaceSettings, folder: Path, auto_class: st
             "tokenizers": tokenizers,
             "tokenizer_kwargs": without_fetching(getattr(model, "tokenizer_kwargs", {})),
             "texts": texts,
+            "truncation_side": getattr(model, "truncation_side", None),
             "ignores_limit": getattr(model, "max_length", None) is not None,
             "chats": bool(getattr(model, "apply_chat_template", False)),
             "quantization_method": method_of(model.quantization_config) or BITSANDBYTES,

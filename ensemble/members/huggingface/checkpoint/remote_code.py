@@ -41,21 +41,25 @@ def code_problems(
     # The classes that a member uses, and the key of the config that has their code_revision.
     reader, key = _READERS.get(auto_class, ("AutoTokenizer", "tokenizer_kwargs"))
     kinds = {"AutoConfig": "model_kwargs", auto_class: "model_kwargs", reader: key}
-    folders = [folder, *filter(None, adapter_tokenizers(model).values())]
-    paths = [folder / "preprocessor_config.json", *(path / "tokenizer_config.json" for path in folders)]
-    configs = [config, *map(read_json, paths)]
-    classes = [pair for file in configs for pair in _classes(file).items() if pair[0] in kinds]
-    codes = dict(classes)
     name = model.model_name_or_path
+    # Each file, and where it was loaded from.
+    files = [(name, config)]
+    files += [(name, read_json(folder / f"{kind}_config.json")) for kind in ("preprocessor", "tokenizer")]
+    for own in filter(None, adapter_tokenizers(model).values()):
+        files.append((str(own), read_json(own / "tokenizer_config.json")))
+    classes = [
+        (place, kind, code) for place, file in files for kind, code in _classes(file).items() if kind in kinds
+    ]
+    codes = {kind: code for _, kind, code in classes}
     if model.trust_remote_code:
         unpinned = {}
-        for kind, code in classes:
+        for place, kind, code in classes:
             # transformers takes "org/name--module.Class" from that repository, and by the checkpoint's revision
-            # only where that is where the checkpoint itself comes from.
+            # only where that is where the file itself comes from.
             repository, separator, _ = code.partition("--")
             revision = getattr(model, kinds[kind]).get("code_revision")
             is_pinned = isinstance(revision, str) and re.fullmatch(COMMIT, revision)
-            if separator and repository != name and not is_pinned:
+            if separator and repository != place and not is_pinned:
                 unpinned[kinds[kind]] = code
         for key, code in unpinned.items():
             yield (

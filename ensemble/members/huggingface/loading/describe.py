@@ -7,6 +7,7 @@ checkpoint's code runs.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -188,7 +189,9 @@ def _read_tokenizer(folder: str, question: Mapping[str, Any]) -> dict[str, Any]:
     """Make the tokenizer that a member would use; return a ``Reader``."""
 
     def load(own: Path | None) -> Any:
-        return make_tokenizer(str(own or folder), question["tokenizer_kwargs"], **_NEVER)
+        tokenizer = make_tokenizer(str(own or folder), question["tokenizer_kwargs"], **_NEVER)
+        tokenizer.truncation_side = question["truncation_side"] or tokenizer.truncation_side
+        return tokenizer
 
     folders = {name or folder: own and Path(own) for name, own in question["tokenizers"].items()}
     try:
@@ -201,11 +204,11 @@ def _read_tokenizer(folder: str, question: Mapping[str, Any]) -> dict[str, Any]:
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    return {
-        "tokens": len(tokenizer.get_vocab()),
-        "text_ids": [label_ids(encode, text) for text in question["texts"]],
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    text_ids = []
+    with contextlib.suppress(Exception):  # the worker says why
+        text_ids = [label_ids(encode, text) for text in question["texts"]]
+    tokens = len(tokenizer.get_vocab())
+    return {"tokens": tokens, "text_ids": text_ids, "pad_token_id": tokenizer.pad_token_id}
 
 
 def quantization_keys(method: str) -> dict[str, Any]:

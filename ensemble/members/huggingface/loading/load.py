@@ -73,8 +73,10 @@ def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
     if problem:
         raise ValueError(problem)
     limit = max_length(spec, tokenizer, learnt_positions(loaded.model))
-    pad_token_id = pad_token_id_of(tokenizer)
-    return replace(loaded, tokenizer=tokenizer, pad_token_id=pad_token_id, max_length=limit)
+    notes, pad_token_id = loaded.notes, pad_token_id_of(tokenizer)
+    if "max_length" in spec.asked and spec.max_length and spec.max_length > limit:
+        notes += (f"max_length: the model has {limit} positions; rows are cut to these",)
+    return replace(loaded, tokenizer=tokenizer, pad_token_id=pad_token_id, max_length=limit, notes=notes)
 
 
 def instead_of_gpu() -> str:

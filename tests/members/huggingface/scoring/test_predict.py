@@ -214,6 +214,7 @@ def test_max_length_stays_within_learnt_positions(architecture: str, limit: int,
 
     folder = make_checkpoint(tmp_path, architecture, LABELS, pad="<pad>")
     loaded = load(worker_spec(folder, max_length=500))
+    assert "positions" in loaded.notes[-1]
     # RoBERTa counts positions from its pad id + 1; the pad id here is 0.
     assert loaded.max_length == (limit if architecture != "roberta" else 127)
     rows = [{"text": "a person who works " * 100}]
