@@ -65,11 +65,12 @@ class RowCheck:
     def look(self, start: int, values: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
         """Check the rows from ``start`` on, float64 [rows, labels]; return which are present, [rows]."""
         columns = values.T
-        with np.errstate(invalid="ignore"):  # infinite values
+        with np.errstate(invalid="ignore", over="ignore"):  # infinite values
             sums = np.add.reduce(columns)
         is_odd = ~np.isfinite(sums)
         is_present: npt.NDArray[np.bool_] = np.ones(len(values), dtype=np.bool_)
         if is_odd.any():
+            is_odd = ~np.isfinite(values).all(axis=1)  # not of a sum that is too large
             is_present = np.asarray(~np.isnan(values).all(axis=1))
         self.reached += int(is_present.sum())
         wrong = {_NOT_FINITE: is_odd & is_present if self._may_lack_rows else is_odd}

@@ -109,6 +109,7 @@ def killed_in_second_chunk(project: Project, folder: Path, environment: dict[str
     ) as process:
         injected.wait_for()
         process.kill()
+        process.wait()  # else the worker could end its chunk first
         injected.let_go()
         process.communicate()
     assert process.returncode == -9
