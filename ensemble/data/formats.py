@@ -27,24 +27,25 @@ class Format:
         extensions: in lower case.
         gzipped: whether each extension may have .gz behind it.
         header: reads the columns' names alone; without it, ``read`` reads one row for them.
-        copy_rows: writes rows of a file with all of its cells, for programs of the user.
+        copy_rows: writes rows of a file with all of its cells, for programs of the user; without it, there is no
+            training by a command from such a file.
     """
 
     read: Callable[[Path, Wanted], Contents]
     extensions: tuple[str, ...]
-    copy_rows: Callable[[Path, FileRows, Path], None]
     gzipped: bool = False
     header: Callable[[Path], tuple[str, ...]] | None = None
+    copy_rows: Callable[[Path, FileRows, Path], None] | None = None
 
     def __str__(self) -> str:
         return ", ".join(self.extensions) + (" (each also with .gz)" if self.gzipped else "")
 
 
-_CSV = Format(read_csv, (".csv", ".tsv"), copy_csv_rows, gzipped=True, header=read_header)
+_CSV = Format(read_csv, (".csv", ".tsv"), gzipped=True, header=read_header, copy_rows=copy_csv_rows)
 FORMATS = (
     _CSV,
-    Format(read_parquet, PARQUET_EXTENSIONS, copy_parquet_rows),
-    Format(read_jsonl, (".jsonl", ".ndjson", ".json"), copy_jsonl_rows, gzipped=True),
+    Format(read_parquet, PARQUET_EXTENSIONS, copy_rows=copy_parquet_rows),
+    Format(read_jsonl, (".jsonl", ".ndjson", ".json"), gzipped=True, copy_rows=copy_jsonl_rows),
 )
 
 
@@ -68,10 +69,12 @@ def copy_rows(source: Path, rows: FileRows, path: Path) -> None:
     """Write rows of a table's file in its own format, with all of its cells; see ``FileRows``.
 
     Raises:
-        DataError: a cell of ``rows.others`` does not fit.
+        DataError: the format cannot be written, or a cell of ``rows.others`` does not fit.
     """
     file_format = known_format(source)
-    assert file_format is not None  # else it could not be read
+    if file_format is None or file_format.copy_rows is None:
+        formats = ", ".join(str(other) for other in FORMATS if other.copy_rows is not None)
+        raise DataError(f"{source}: no rows can be copied from this format; use {formats}")
     file_format.copy_rows(source, rows, path)
 
 

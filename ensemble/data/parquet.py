@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -23,74 +22,28 @@ from ensemble.data.input_file import (
     shown_type,
 )
 
-if TYPE_CHECKING:
-    from pyarrow.parquet import ParquetFile
-
 _ROWS = 8_192
 
 
 def read_parquet(path: Path, wanted: Wanted) -> Contents:
-    """Read a Parquet file, up to the limit of rows.
-
-    Raises:
-        DataError: two columns have one name, text is not UTF-8, values cannot be used by a template.
-    """
+    """Read a Parquet file, up to the limit of rows."""
     from pyarrow import parquet
 
     with open_input(path):  # refuses missing and empty files in the same words as for other formats
         pass
     try:
         with parquet.ParquetFile(path) as file:
-            schema, num_rows = file.schema_arrow, file.metadata.num_rows
-            names = tuple(schema.names)
-            present = [name for name in wanted.names() if name in names]
-            check_names(path, names, present)
-            columns = [name for name in wanted.columns if name in names]
-            plain = pa.schema([pa.field(name, _plain_type(schema.field(name).type)) for name in present])
-            table = pa.Table.from_batches(_batches(path, file, wanted.limit, plain, columns), plain)
+
+            def batches(columns: list[str]) -> Iterable[pa.RecordBatch]:
+                # Group by group, because dictionaries within structs cannot be joined.
+                for group in range(file.num_row_groups):
+                    yield from file.iter_batches(batch_size=_ROWS, row_groups=[group], columns=columns)
+
+            return arrow_contents(path, wanted, file.schema_arrow, file.metadata.num_rows, batches)
     # UnicodeDecodeError: damaged names, which pyarrow hands over unchecked
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         problem = f"cannot be read as Parquet ({error_text(error)})"
         raise DataError(f"{path}: {problem}; write the file again") from error
-    rows = table.num_rows if present else min(num_rows, wanted.limit or num_rows)
-    ids = labels = None
-    problems: list[str] = []
-    if wanted.id_column in names:
-        ids = table.column(wanted.id_column)
-        if not pa.types.is_integer(ids.type) and not is_text(ids.type):
-            where = f"{path}: id column {quoted(wanted.id_column)} is of type {shown_type(ids.type)}"
-            advice = "write the file again with that column cast to int64 or string"
-            problems.append(f"{where}, which cannot be an id; {advice}")
-            ids = None
-    if wanted.label_column is not None and wanted.label_column in names:
-        column = table.column(wanted.label_column)
-        try:
-            labels = pc.cast(column, pa.string())
-        except pa.ArrowException:
-            where = f"{path}: label column {quoted(wanted.label_column)} is of type {shown_type(column.type)}"
-            problems.append(f"{where}; write it as text or numbers")
-    return Contents(
-        rows=rows,
-        names=names,
-        ids=None if ids is None else joined_text(ids),
-        labels=None if labels is None else joined_text(labels),
-        columns=table.select(columns),
-        problems=tuple(problems),
-    )
-
-
-def _batches(
-    path: Path, file: ParquetFile, limit: int | None, schema: pa.Schema, columns: list[str]
-) -> Iterator[pa.RecordBatch]:
-    """Yield checked batches of the columns in ``schema``, up to the limit of rows; see ``_checked``."""
-    rows = 0
-    for group in range(file.num_row_groups):  # dictionaries within structs cannot be joined over groups
-        for batch in file.iter_batches(batch_size=_ROWS, row_groups=[group], columns=schema.names):
-            taken = batch.select(schema.names).slice(0, None if limit is None else limit - rows)
-            yield _checked(path, taken, schema, columns, rows)
-            rows += taken.num_rows
-            if rows == limit:
-                return
 
 
 def write_parquet(
@@ -120,6 +73,63 @@ def copy_parquet_rows(source: Path, rows: FileRows, path: Path) -> None:
         fields = [field.with_type(_plain_type(field.type)).with_nullable(True) for field in table.schema]
         table = table.cast(pa.schema(fields, table.schema.metadata))
     parquet.write_table(rows.joined_to(table), path)
+
+
+def arrow_contents(
+    path: Path,
+    wanted: Wanted,
+    schema: pa.Schema,
+    num_rows: int,
+    batches: Callable[[list[str]], Iterable[pa.RecordBatch]],
+) -> Contents:
+    """Return the contents of a file of typed columns, which has ``num_rows`` in all.
+
+    ``batches`` reads some of the columns, a few thousand rows at a time.
+
+    Raises:
+        DataError: two columns have one name, text is not UTF-8, values cannot be used by a template.
+    """
+    names = tuple(schema.names)
+    present = [name for name in wanted.names() if name in names]
+    check_names(path, names, present)
+    columns = [name for name in wanted.columns if name in names]
+    plain = pa.schema([pa.field(name, _plain_type(schema.field(name).type)) for name in present])
+
+    def checked() -> Iterator[pa.RecordBatch]:
+        rows = 0
+        for batch in batches(present):
+            limit = batch.num_rows if wanted.limit is None else wanted.limit - rows
+            yield _checked(path, batch.select(present).slice(0, limit), plain, columns, rows)
+            rows += min(batch.num_rows, limit)
+            if rows == wanted.limit:
+                break
+
+    table = pa.Table.from_batches(checked(), plain)
+    rows = table.num_rows if present else min(num_rows, wanted.limit or num_rows)
+    ids = labels = None
+    problems: list[str] = []
+    if wanted.id_column in names:
+        ids = table.column(wanted.id_column)
+        if not pa.types.is_integer(ids.type) and not is_text(ids.type):
+            where = f"{path}: id column {quoted(wanted.id_column)} is of type {shown_type(ids.type)}"
+            advice = "write the file again with that column cast to int64 or string"
+            problems.append(f"{where}, which cannot be an id; {advice}")
+            ids = None
+    if wanted.label_column is not None and wanted.label_column in names:
+        column = table.column(wanted.label_column)
+        try:
+            labels = pc.cast(column, pa.string())
+        except pa.ArrowException:
+            where = f"{path}: label column {quoted(wanted.label_column)} is of type {shown_type(column.type)}"
+            problems.append(f"{where}; write it as text or numbers")
+    return Contents(
+        rows=rows,
+        names=names,
+        ids=None if ids is None else joined_text(ids),
+        labels=None if labels is None else joined_text(labels),
+        columns=table.select(columns),
+        problems=tuple(problems),
+    )
 
 
 def _checked(

@@ -30,13 +30,7 @@ from ensemble.training.check import check_trainings
 from ensemble.training.data import read_training_data
 from ensemble.training.jobs import Training, TrainingRun
 from ensemble.training.records import PartRecord, Seal, TrainingReport, read_record, write_record
-from ensemble.training.seal import (
-    Standing,
-    consent_text,
-    seal_training,
-    standing_of,
-    texts_by_reason,
-)
+from ensemble.training.seal import Standing, consent_text, seal_training, standing_of, texts_by_reason
 
 _PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
 # What {fold} is for a training on all rows.

@@ -29,10 +29,7 @@ from ensemble.members.huggingface.checkpoint.quantization_methods import (
     quantization_problems,
     quantization_warnings,
 )
-from ensemble.members.huggingface.checkpoint.tokenizer_files import (
-    asks_for_segments,
-    own_max_length,
-)
+from ensemble.members.huggingface.checkpoint.tokenizer_files import asks_for_segments, own_max_length
 from ensemble.members.huggingface.settings import TO_BE_TRAINED, HuggingFaceSettings, TextSettings
 from ensemble.members.huggingface.spec import (
     CAPPED_BLOCKS,

@@ -230,11 +230,7 @@ def _placed(text: str, folder: Path) -> str:
 
 
 def weight_contradictions(
-    name: str,
-    config: Mapping[str, Any],
-    described: Description,
-    tensors: Sequence[Tensor],
-    with_head: bool,
+    name: str, config: Mapping[str, Any], described: Description, tensors: Sequence[Tensor], with_head: bool
 ) -> Iterator[str]:
     """Yield what certainly contradicts between the model of a ``config.json`` and its weights.
 

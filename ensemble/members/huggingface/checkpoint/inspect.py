@@ -34,10 +34,7 @@ from ensemble.members.huggingface.checkpoint.description import (
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
 from ensemble.members.huggingface.checkpoint.labels import activation_of, label_names, match_labels
 from ensemble.members.huggingface.checkpoint.remote_code import code_problems
-from ensemble.members.huggingface.checkpoint.tokenizer_files import (
-    small_file_problems,
-    tokenizer_limit,
-)
+from ensemble.members.huggingface.checkpoint.tokenizer_files import small_file_problems, tokenizer_limit
 from ensemble.members.huggingface.checkpoint.weight_files import (
     Tensor,
     read_tensors,
