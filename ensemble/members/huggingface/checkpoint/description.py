@@ -122,9 +122,7 @@ def checkpoint_question(model: HuggingFaceSettings, folder: Path, auto_class: st
     is_quantized = bool(config.get("quantization_config"))
     is_hidden = not config or is_elsewhere or is_quantized or model.trust_remote_code
     # The hub's cache may lack a tokenizer's files.
-    files = (folder / name for name in ("tokenizer.json", "tokenizer_config.json"))
-    is_there = Path(model.model_name_or_path).is_dir() or all(file.is_file() for file in files)
-    is_there = is_there and not (is_elsewhere or model.trust_remote_code)
+    is_there = Path(model.model_name_or_path).is_dir() and not (is_elsewhere or model.trust_remote_code)
     tokenizers: dict[str, str | None] = {}
     for name, own in adapter_tokenizers(model).items() if not model.trust_remote_code else ():
         if own is not None:
