@@ -117,12 +117,12 @@ def file_columns(
             labels_of_any |= {*others} - {*_spare_columns(paths[name], ids[name], others)}
         except DataError as error:
             problems += error.problems
-    left_out = [*dict.fromkeys(column for labels in labels_by_name.values() for column in labels)]
-    left_out = [column for column in left_out if column not in labels_of_any]
     if problems:
         raise DataError(problems)
-    for name, labels in labels_by_name.items():
-        labels_by_name[name] = [column for column in labels if column not in left_out]
+    columns_of_any = dict.fromkeys(column for others in labels_by_name.values() for column in others)
+    left_out = [column for column in columns_of_any if column not in labels_of_any]
+    for name, others in labels_by_name.items():
+        labels_by_name[name] = [column for column in others if column in labels_of_any]
     first = next(iter(paths))
     labels = labels_by_name[first]
     if not labels:

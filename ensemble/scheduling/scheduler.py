@@ -339,8 +339,8 @@ class Scheduler:
         fault = worker.fault_of(ended)
         if fault is None:
             return
+        others = [other for other in self._workers if not other.handle.has_exited()]
         if fault.kind == "memory":
-            others = [other for other in self._workers if not other.handle.has_exited()]
             running = sum(other.state is state for other in others)
             # Its agent, if it had one, has ended with all of its workers: then half of them go on.
             state.limit_replicas(max(running, (state.running + 1) // 2), is_lasting=True)
@@ -348,8 +348,7 @@ class Scheduler:
                 self.pool.max_cpu_workers = max(1, sum(not other.devices for other in others))
             self._may_stand_by = False  # without standby workers the memory may be enough
             self._standbys.end_all()
-        others = [other for other in self._workers if other.state is state and other.is_ready]
-        others_compute = any(not other.handle.has_exited() for other in others)
+        others_compute = any(other.state is state and other.is_ready for other in others)
         self._retry.worker_failed(worker, fault, others_compute)
         self._settle(state)
 

@@ -64,7 +64,6 @@ class Reader:
     problem: str = ""
     tokens: int = 0
     text_ids: Sequence[Sequence[int]] = ()
-    pad_token_id: int | None = None
 
 
 @dataclass(frozen=True)

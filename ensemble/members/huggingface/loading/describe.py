@@ -207,8 +207,7 @@ def _read_tokenizer(folder: str, question: Mapping[str, Any]) -> dict[str, Any]:
     text_ids = []
     with contextlib.suppress(Exception):  # the worker says why
         text_ids = [label_ids(encode, text) for text in question["texts"]]
-    tokens = len(tokenizer.get_vocab())
-    return {"tokens": tokens, "text_ids": text_ids, "pad_token_id": tokenizer.pad_token_id}
+    return {"tokens": len(tokenizer.get_vocab()), "text_ids": text_ids}
 
 
 def quantization_keys(method: str) -> dict[str, Any]:
