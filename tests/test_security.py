@@ -390,6 +390,32 @@ def test_code_from_a_second_repository_needs_its_own_commit(llama: Path) -> None
     assert refusals(llama, trust_remote_code=True, model_kwargs={"code_revision": COMMIT}) == ()
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft's
+def test_the_commit_of_a_base_pins_no_code_that_an_adapters_folder_takes_from_the_bases_repository(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    adapter = make_adapter(tmp_path / "adapter", llama, 3)
+    settings = json.loads((llama / "tokenizer_config.json").read_text())
+    settings["auto_map"] = {"AutoTokenizer": [None, "org/m--tokenization_own.Own"]}
+    (llama / "tokenizer_config.json").write_text(json.dumps(settings))
+    shutil.copytree(llama, tmp_path / "cache" / "models--org--m" / "snapshots" / COMMIT)
+    keys: dict[str, Any] = {"trust_remote_code": True, "revision": COMMIT}
+    assert refusals(Path("org/m"), **keys) == (), "the code is of the file's own commit"
+    keys["adapter_name_or_path"] = str(adapter)
+    assert refusals(Path("org/m"), **keys) == ()
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(llama / file, adapter)
+    (problem,) = refusals(Path("org/m"), **keys)
+    assert "(org/m--tokenization_own.Own)" in problem
+    assert "tokenizer_kwargs: {code_revision: " in problem
+    assert refusals(Path("org/m"), **keys, tokenizer_kwargs={"code_revision": COMMIT}) == ()
+
+
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [

@@ -170,6 +170,68 @@ def test_a_process_that_dies_is_a_warning(
     assert "could not be asked what it is (no answer within 0.02 s); its worker checks it before" in warning
 
 
+def test_a_text_that_a_tokenizer_cannot_encode_takes_no_other_answer(
+    intact: dict[str, Path], tmp_path: Path
+) -> None:
+    copy = changed(intact["llama"], tmp_path / "copy")
+    # tokenizers knows no token for what is not in this vocabulary, and raises.
+    tokenizer = json.loads((copy / "tokenizer.json").read_text())
+    tokenizer["model"] = {"type": "WordLevel", "vocab": {"known": 0, ":": 1, "word": 2}, "unk_token": "[UNK]"}
+    tokenizer |= {"added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}}
+    tokenizer |= {"normalizer": None, "post_processor": None, "decoder": None}
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    model = MODEL.model_copy(update={"text_column": None, "prompt_template": "neverseen {{ text }}"})
+    asked = [
+        checkpoint_question(model.model_copy(update={"model_name_or_path": str(folder)}), folder, CLASSIFIER)
+        for folder in (copy, intact["llama"])
+    ]
+    answers = questions.ask([question for question in asked if question])
+    readers = [(answer.fields or {})["reader"] for answer in answers]
+    assert [reader.get("problem") for reader in readers] == [None, None]
+    assert [len(reader["text_ids"]) for reader in readers] == [0, 1]
+    assert all((answer.fields or {})["parameters"] for answer in answers)
+
+
+def test_a_refusal_is_not_kept_for_the_next_command(
+    intact: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(questions.CACHE, str(tmp_path / "cache"))
+    copy = changed(intact["bert"], tmp_path / "copy")
+    (copy / "tokenizer.json").rename(tmp_path / "aside.json")
+    settings = {"tokenizer_class": "BertTokenizer"}
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    elsewhere = tmp_path / "elsewhere.json"
+
+    def command() -> Checkpoint:
+        monkeypatch.setattr(questions, "_answers", {})
+        return inspect_folder(copy, LABELS, tokenizer_kwargs={"tokenizer_file": str(elsewhere)})
+
+    with pytest.raises(CheckpointError, match="would know special tokens only"):
+        command()
+    (tmp_path / "aside.json").rename(elsewhere)
+    assert command().described.reader.tokens > 100
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("llama", {"model_type": "tomorrow"}), ("bert", {"num_attention_heads": 5})]
+)
+def test_a_config_that_is_refused_is_not_kept_for_the_next_command(
+    kind: str,
+    changes: dict[str, Any],
+    intact: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A package that a model needs may be installed until then."""
+    monkeypatch.setenv(questions.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setattr(questions, "_answers", {})
+    with pytest.raises(CheckpointError):
+        inspected(changed(intact[kind], tmp_path / "copy", **changes))
+    assert not [*tmp_path.glob("cache/**/*.json")]
+    inspected(changed(intact[kind], tmp_path / "sound", hidden_act="gelu_new"))
+    assert len([*tmp_path.glob("cache/**/*.json")]) == 1
+
+
 def test_validate_says_what_is_not_checked(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     def only_gemma(module: str, asked: Sequence[Question]) -> list[Answer]:
         asleep = Answer(None, "no answer within 120 s")

@@ -182,6 +182,26 @@ def test_adapters_whose_tokenizers_make_other_tokens_of_a_text_are_refused(
         compute(replace(spec, view_adapters=sources, view_templates=(None, None)), ROWS)
 
 
+def test_a_side_to_cut_on_in_the_config_holds_for_the_tokenizers_of_all_adapters(
+    base: Path, tmp_path: Path
+) -> None:
+    left, right = (make_adapter(tmp_path / side, base, 3) for side in ("left", "right"))
+    for adapter in (left, right):
+        add_tokenizer(adapter, base, "[PART]")
+        settings = json.loads((adapter / "tokenizer_config.json").read_text())
+        settings["truncation_side"] = adapter.name
+        (adapter / "tokenizer_config.json").write_text(json.dumps(settings))
+    columns = OutputColumns("id", ("LABEL_0", "LABEL_1", "LABEL_2"), tmp_path)
+    sources = (AdapterSource((str(left),)), AdapterSource((str(right),)))
+    spec = replace(worker_spec(base), view_adapters=sources, view_templates=(None, None))
+    with pytest.raises(CheckpointError, match="makes other tokens"):
+        settings_of(base, left, right).inspect(columns)
+    with pytest.raises(ValueError, match="makes other tokens"):
+        load_tokenizer(spec)
+    settings_of(base, left, right, truncation_side="left").inspect(columns)
+    assert load_tokenizer(replace(spec, truncation_side="left")).truncation_side == "left"
+
+
 CODE = """from transformers import PreTrainedTokenizerFast
 
 

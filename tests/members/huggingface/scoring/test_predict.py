@@ -214,7 +214,11 @@ def test_max_length_stays_within_learnt_positions(architecture: str, limit: int,
 
     folder = make_checkpoint(tmp_path, architecture, LABELS, pad="<pad>")
     loaded = load(worker_spec(folder, max_length=500))
-    assert "positions" in loaded.notes[-1]
+    (note,) = (note for note in loaded.notes if note.startswith("max_length: "))
+    assert f"{loaded.max_length} positions" in note
+    for changes in ({}, {"max_length": loaded.max_length}):  # nobody asked for more
+        notes = load(worker_spec(folder, **changes)).notes
+        assert not any("positions" in note for note in notes)
     # RoBERTa counts positions from its pad id + 1; the pad id here is 0.
     assert loaded.max_length == (limit if architecture != "roberta" else 127)
     rows = [{"text": "a person who works " * 100}]
