@@ -26,6 +26,8 @@ TIMEOUT_SECONDS, SECONDS_PER_QUESTION = 60.0, 30.0
 # Names another folder than the user's cache.
 CACHE = "ENSEMBLE_CACHE"
 _NO_NETWORK = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+# Fields that say why something cannot be used, which a package or a file may mend that the key does not know.
+_REFUSALS = ("config_error", "model_error", "problem", "problems")
 # Nobody sees its output, and no device is needed.
 _QUIET = {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "warning", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -90,14 +92,13 @@ def ask(questions: Sequence[Question]) -> list[Answer]:
         of_module = {key: question for key, question in open_questions.items() if question.module == module}
         _answers.update(zip(of_module, ask_process(module, [*of_module.values()]), strict=True))
         for key in of_module:
-            answer = _answers[key]
-            # What is refused may be mended by a package or a release that the key does not know.
-            if answer.fields is not None and not answer.fields.get("reader", {}).get("problem"):
+            fields = _answers[key].fields or {}
+            parts = (fields, fields.get("reader", {}))
+            if fields and not any(part.get(name) for part in parts for name in _REFUSALS):
                 with contextlib.suppress(OSError):
                     _cached(key).parent.mkdir(parents=True, exist_ok=True)
-                    write_text(_cached(key), json.dumps(answer.fields))
-    unreadable = Answer(None, "its files cannot be read")
-    return [unreadable if key is None else _answers[key] for key in keys]
+                    write_text(_cached(key), json.dumps(fields))
+    return [Answer(None, "its files cannot be read") if key is None else _answers[key] for key in keys]
 
 
 def ask_process(module: str, questions: Sequence[Question]) -> list[Answer]:

@@ -7,7 +7,6 @@ checkpoint's code runs.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import os
@@ -205,7 +204,7 @@ def _read_tokenizer(folder: str, question: Mapping[str, Any]) -> dict[str, Any]:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     text_ids = []
-    with contextlib.suppress(Exception):  # the worker says why
+    with suppress(Exception):  # the worker says why
         text_ids = [label_ids(encode, text) for text in question["texts"]]
     return {"tokens": len(tokenizer.get_vocab()), "text_ids": text_ids}
 
