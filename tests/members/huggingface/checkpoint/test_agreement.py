@@ -354,6 +354,11 @@ def test_a_class_that_makes_a_vocabulary_of_special_tokens_up_is_refused(
     (copy / "tokenizer.json").unlink()
     settings = json.loads((copy / "tokenizer_config.json").read_text())
     settings |= {"tokenizer_class": class_name, "unk_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    added = {"<|endoftext|>": True, "<tool>": False}  # the file of settings has these, and no text
+    settings["added_tokens_decoder"] = {
+        str(number): {"content": token, "special": special}
+        for number, (token, special) in enumerate(added.items())
+    }
     (copy / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match="has no tokenizer files with the vocabulary of"):
         inspected(copy)
