@@ -305,3 +305,27 @@ def test_keys_that_went_nowhere(tmp_path: Path) -> None:
         ValueError, match=r"no place for: bert\.embeddings\.special_embeddings\.weight; they would"
     ):
         notes_of(folder, tmp_path / "place again", make_texts(3))
+
+
+@pytest.mark.parametrize(("name", "is_noted"), [("reformer", True), ("bert", False)])
+def test_a_model_that_draws_random_numbers_is_said_to(name: str, is_noted: bool, tmp_path: Path) -> None:
+    import transformers
+
+    folder = make_checkpoint(tmp_path / "model", "bert", LABELS)
+    if name == "reformer":
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        same = {key: config[key] for key in ("vocab_size", "hidden_size", "id2label", "label2id")}
+        hashed: dict[str, Any] = {
+            "attn_layers": ["lsh", "local"],
+            "lsh_attn_chunk_length": 4,
+            "local_attn_chunk_length": 4,
+            "num_buckets": 4,
+            "num_attention_heads": 4,
+            "attention_head_size": 16,
+            "axial_pos_embds": False,
+            "max_position_embeddings": 128,
+        }
+        reformer = transformers.ReformerConfig(**same, **hashed)
+        transformers.ReformerForSequenceClassification(reformer).save_pretrained(folder)
+    notes = notes_of(folder, tmp_path / "place", make_texts(5))
+    assert any("draws random ones" in note for note in notes) == is_noted, notes

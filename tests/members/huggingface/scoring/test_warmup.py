@@ -180,29 +180,3 @@ def test_what_a_checkpoint_asks_for_besides_logits_is_not_computed(tmp_path: Any
     result = loaded.model(input_ids=torch.tensor([[3, 7, 4]]))
     assert result.hidden_states is None
     assert result.attentions is None
-
-
-@pytest.mark.parametrize(("name", "repeats"), [("reformer", False), ("bert", True)])
-@pytest.mark.filterwarnings("ignore")
-def test_a_model_that_draws_random_numbers_does_not_repeat_its_own(name: str, repeats: bool) -> None:
-    import transformers
-    from scipy.special import softmax
-
-    from ensemble.members.huggingface.scoring.classifier import Classifier
-    from ensemble.members.huggingface.scoring.warmup import WarmUp
-
-    hashed = {
-        "attn_layers": ["lsh", "local"],
-        "lsh_attn_chunk_length": 4,
-        "local_attn_chunk_length": 4,
-        "num_buckets": 4,
-        "attention_head_size": 16,
-        "axial_pos_embds": False,
-        "max_position_embeddings": 128,
-    }
-    small = {key: SMALL[key] for key in ("hidden_size", "num_attention_heads")}
-    config = transformers.BertConfig(**SMALL, **TOKENS)
-    if name == "reformer":
-        config = transformers.ReformerConfig(**small, **hashed, **TOKENS)
-    warm_up = WarmUp(Classifier(model_of(config), 0), encoded_of([4, 14, 60]), softmax, True)
-    assert warm_up.repeats() == repeats
