@@ -31,13 +31,7 @@ from ensemble.config.yamlfile import parse
 from ensemble.data.formats import column_names
 from ensemble.data.ids import ID_COLUMN, all_ids, match_ids, refuse_repeated_ids
 from ensemble.data.input_file import missing_column
-from ensemble.data.predictions_csv import (
-    PredictionFile,
-    demand_as_written,
-    file_stem,
-    guessed_id_column,
-    read_predictions,
-)
+from ensemble.data.predictions_csv import PredictionFile, file_stem, guessed_id_column
 from ensemble.data.table import InputTable, TableNeeds, Truth, distinct_cells, read_table
 from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.blocks import RowCheck
@@ -46,8 +40,9 @@ from ensemble.merging.rules import RowRules
 from ensemble.pipeline.prediction_files import (
     ROWS_ADVICE,
     activation_of_one_label,
-    file_columns,
     named_files,
+    read_as_written,
+    read_columns,
 )
 from ensemble.pipeline.prepared import common_activation
 from ensemble.pipeline.results import ENSEMBLE_ROW
@@ -202,19 +197,19 @@ def read_files(
         may_lack_rows: whether files may lack rows that others have, or have NaN or empty cells there; the others'
             ids follow the first's.
         advice: what to do about rows that some files lack.
-        columns: the labels to read; see ``file_columns``.
+        columns: the labels to read; see ``read_columns``.
     """
     if activation is not None and activation not in get_args(Activation):
         hint = nearest_or_all(str(activation), get_args(Activation), "kind")
         raise ConfigError(f"--activation: {quoted(str(activation))} is unknown; {hint}")
     names = paths if isinstance(paths, Mapping) else named_files(paths)
-    id_columns, label_names, remarks = file_columns(names, id_column, columns, label_column, "--label")
+    cells, label_names, remarks = read_columns(names, id_column, columns, label_column, "--label")
 
     def read(name: str) -> PredictionFile:
-        file = read_predictions(names[name], id_columns[name], label_names, may_lack_rows)
+        file = cells.pop(name).take_numbers(label_names, may_lack_rows)
         if not len(file.ids):
             raise DataError(f"{file.path}: has no rows below its header; give the predictions of some rows")
-        refuse_repeated_ids(file.path, file.ids, id_column or id_columns[name])
+        refuse_repeated_ids(file.path, file.ids, file.id_column)
         return file
 
     files = _for_each(names, read)
@@ -224,14 +219,9 @@ def read_files(
     activations = dict.fromkeys(files, activation or "softmax")
     ids = all_ids([file.ids for file in files.values()]) if may_lack_rows else first.ids
     members = _joined(files, ids, activations, may_lack_rows, str(first.path), advice, ROWS_ADVICE)
+    folds = known_folds(names.values(), ids)
     predictions = Predictions(
-        ids,
-        label_names,
-        members,
-        activations,
-        remarks=tuple(remarks),
-        folds=known_folds(names.values(), ids),
-        made_elsewhere=True,
+        ids, label_names, members, activations, remarks=tuple(remarks), folds=folds, made_elsewhere=True
     )
     if labels is None:
         return predictions
@@ -291,13 +281,7 @@ def _rows_of(
 ) -> npt.NDArray[np.int64]:
     """Return the row of a table that has each id of the predictions, [ids]; -1: the table may lack it."""
     places = match_ids(
-        path,
-        table.ids,
-        ids,
-        may_lack=may_lack,
-        may_have_others=True,
-        table="the predictions",
-        advice=advice,
+        path, table.ids, ids, may_lack=may_lack, may_have_others=True, table="the predictions", advice=advice
     )
     rows = np.full(len(ids), -1)
     rows[places[places >= 0]] = np.flatnonzero(places >= 0)
@@ -467,8 +451,7 @@ def read_run(run_dir: Path, with_truth: bool = True, label_column: str | None = 
 
     def read(name: str) -> PredictionFile:
         path = rundir.ensemble if name == ENSEMBLE_ROW else rundir.predictions(name)
-        demand_as_written(path)
-        file = read_predictions(path, id_column, labels)
+        file = read_as_written(path, id_column, labels)
         rows, merged = len(file.ids), report.merged_rows.get(name, 0)
         if rows < merged:
             raise DataError(f"{path}: has {plural(rows, 'row')}, and run.json says {merged:,}; {_ADVICE}")
