@@ -240,7 +240,8 @@ def compare(
     if truth is not None:
         remarks += order_remarks(requested, predictions.labels)
         changed = tuple(_metric_changes(pairs, chosen, truth, kind, remarks, predictions.folds))
-        remarks += predictions.ranking_remarks(chosen)
+        scored = {change.metric for change in changed}
+        remarks += predictions.ranking_remarks(metric for metric in chosen if metric.name in scored)
     if requested and not changed:
         problem = "no metric could be computed"
         if truth is None:

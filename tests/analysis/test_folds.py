@@ -177,6 +177,13 @@ def test_a_table_of_folds_that_lacks_some_is_refused_by_its_file_column_and_row(
         assert problem.format(path=path) in str(error.value)
 
 
+def test_a_metric_that_no_fold_defines_is_said_to_be_no_mean(out_of_fold: OutOfFold) -> None:
+    path = out_of_fold.table_of_folds("folds.csv", fold=np.arange(ROWS + 1))
+    options: Any = {"labels": out_of_fold.labels, "folds_from": path, "quiet": True}
+    compared = ensemble.compare(*out_of_fold.pair, ["auc", "brier"], **options)
+    assert compared.remarks == ("predictions: auc: no fold has rows with and without each label",)
+
+
 def test_folds_are_refused_where_no_metric_ranks_rows(out_of_fold: OutOfFold) -> None:
     path = out_of_fold.table_of_folds("folds.csv")
     with pytest.raises(ConfigError, match="--folds-from: is for metrics that compare rows"):
