@@ -306,6 +306,7 @@ def fit(
     seed: int = 0,
     partial: bool = False,
     columns: Sequence[str] = (),
+    folds_from: FilePath | None = None,
     output: FilePath | None = None,
     force: bool = False,
     quiet: bool = False,
@@ -318,7 +319,7 @@ def fit(
     Args:
         sources: YAML files of a run (later files override earlier ones), or CSVs of members' predictions.
         overrides, quiet: as for ``run``.
-        labels, label_column, columns: as for ``compare``.
+        labels, label_column, columns, folds_from: as for ``compare``.
         id_column, activation, partial: as for ``merge``.
         metric: Metric to optimize.
         method: Weights that minimize log loss (simplex), greedy selection for any metric, a logistic regression
@@ -344,10 +345,11 @@ def fit(
             paths: list[ConfigSource] = [*_files(sources)]
         else:
             paths = _config_sources(sources)
-        table, file = _optional_input(labels), _optional_path(output)
-        target = None
+        table, fold_table = _optional_input(labels), _optional_input(folds_from)
+        file, target = _optional_path(output), None
         if file is not None:
-            target = check_output(file, force, [path for path in paths if isinstance(path, Path)], table)
+            inputs = [path for path in paths if isinstance(path, Path)]
+            target = check_output(file, force, inputs, table, fold_table)
         report, text = fit_sources(
             paths,
             lambda configs: _load(configs, overrides, quiet),
@@ -359,6 +361,7 @@ def fit(
             activation=activation,
             partial=partial,
             columns=_names("columns", columns),
+            folds_from=fold_table,
             has_overrides=bool(overrides),
             target=target,
         )
@@ -382,6 +385,7 @@ def compare(
     id_column: str | None = None,
     activation: Activation | None = None,
     columns: Sequence[str] = (),
+    folds_from: FilePath | None = None,
     quiet: bool = False,
 ) -> Comparison:
     """Compare two runs, or two CSVs of predictions.
@@ -398,6 +402,8 @@ def compare(
         label_column: Column of the true labels (default: label, or a column per label).
         id_column, activation: as for ``merge``.
         columns: Label column of CSVs to read (default: all).
+        folds_from: Table with the columns id and fold, if each fold's rows were predicted by a model of its own:
+            auc is then the mean over the folds (default: training/folds.csv beside a folder oof).
         quiet: Print nothing but errors.
 
     Note:
@@ -416,6 +422,7 @@ def compare(
         id_column,
         activation,
         _names("columns", columns),
+        _optional_input(folds_from),
     )
     show("compare", result, _stream(quiet))
     return result

@@ -21,10 +21,10 @@ from ensemble.analysis.metrics import (
     order_remarks,
 )
 from ensemble.analysis.predictions import (
-    FOLDS_UNKNOWN,
     LABEL_COLUMN,
     Predictions,
     as_merged,
+    common_folds,
     read_files,
     read_run,
     read_truth,
@@ -160,6 +160,7 @@ def compare(
     id_column: str | None = None,
     activation: Activation | None = None,
     columns: Sequence[str] = (),
+    folds_from: Path | None = None,
 ) -> Comparison:
     """Compare two runs, two CSVs of predictions, or a run with a CSV; see ``ensemble.compare``.
 
@@ -210,7 +211,17 @@ def compare(
         if settings is None or metrics:
             raise
         return replace(result, remarks=(*remarks, *error.problems))
+    sides = source_a.predictions, source_b.predictions
     predictions, kind = source_a.predictions, source_a.predictions.activation
+    predictions = replace(
+        predictions,
+        folds=common_folds(side.folds for side in sides),
+        made_elsewhere=any(side.made_elsewhere for side in sides),
+    )
+    numbers = numbers_of(predictions.labels)
+    chosen = [find_metric(name, numbers) for name in requested or USUAL[kind]]
+    if folds_from is not None:
+        predictions = predictions.with_folds(folds_from, id_column, chosen)
     others = source_b.by_name(source_a)
     pairs = {
         name: (values, others[name]) for name, values in source_a.by_name(source_b).items() if name in others
@@ -227,16 +238,10 @@ def compare(
         truth = _agreed_truth(source_a, source_b, remarks)
     changed: tuple[MetricChange, ...] = ()
     if truth is not None:
-        numbers = numbers_of(predictions.labels)
-        chosen = [find_metric(name, numbers) for name in requested or USUAL[kind]]
         remarks += order_remarks(requested, predictions.labels)
-        folds = _folds(source_a, source_b)
-        changed = tuple(_metric_changes(pairs, chosen, truth, kind, remarks, folds))
-        for name in dict.fromkeys(metric.metric for metric in changed if metric.kind == "ranks"):
-            if folds is not None:
-                remarks.append(f"{name}: the mean over the folds, whose models are ranked by themselves")
-            elif None in (source_a.report, source_b.report):
-                remarks.append(f"{name} {FOLDS_UNKNOWN}")
+        changed = tuple(_metric_changes(pairs, chosen, truth, kind, remarks, predictions.folds))
+        scored = {change.metric for change in changed}
+        remarks += predictions.ranking_remarks(metric for metric in chosen if metric.name in scored)
     if requested and not changed:
         problem = "no metric could be computed"
         if truth is None:
@@ -336,12 +341,6 @@ def _agreed_truth(first: _Source, second: _Source, remarks: list[str]) -> Truth 
     if not np.array_equal(ours, theirs):
         remarks.append(f"{second.name} has other true labels; the labels of {first.name} count")
     return ours
-
-
-def _folds(first: _Source, second: _Source) -> Folds | None:
-    """Return the folds in which each side has one model for all rows; None: there are none, or not known."""
-    known = [side.predictions.folds for side in (first, second) if side.predictions.folds is not None]
-    return np.unique(np.array(known), axis=1, return_inverse=True)[1] if known else None
 
 
 def _change(name: str, first: Values, second: Values, predictions: Predictions, kind: Activation) -> Change:

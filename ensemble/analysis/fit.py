@@ -528,10 +528,12 @@ def _cross_validated(
 def with_folds_to_score(sample: Predictions, options: Options, metric: Metric) -> tuple[Predictions, Options]:
     """Return the sample with its models' folds, numbered from 0, and options with as many folds.
 
-    It keeps no folds unless the metric ranks rows and is defined in several folds.
+    It keeps no folds unless the metric ranks rows and is defined in several folds; if it is not known whether there
+    are any, a remark says it.
     """
     if metric.kind != "ranks" or sample.folds is None:
-        return replace(sample, folds=None), options
+        remarks = (*sample.remarks, *sample.ranking_remarks([metric]))
+        return replace(sample, folds=None, remarks=remarks), options
     values = next(iter(sample.members.values()))
     parts = metric.folds_to_score(sample.required_truth, values, sample.activation, sample.folds)
     if len(parts) < 2:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.analysis.calibration import calibrated
+from ensemble.analysis.metrics import Folds, Metric
 from ensemble.common.errors import ConfigError, DataError, EnsembleError
 from ensemble.common.protocol import Activation
 from ensemble.common.shards import file_sha256
@@ -30,14 +31,8 @@ from ensemble.config.yamlfile import parse
 from ensemble.data.formats import column_names
 from ensemble.data.ids import ID_COLUMN, all_ids, match_ids, refuse_repeated_ids
 from ensemble.data.input_file import missing_column
-from ensemble.data.predictions_csv import (
-    PredictionFile,
-    demand_as_written,
-    file_stem,
-    guessed_id_column,
-    read_predictions,
-)
-from ensemble.data.table import TableNeeds, Truth, read_table
+from ensemble.data.predictions_csv import PredictionFile, file_stem, guessed_id_column
+from ensemble.data.table import InputTable, TableNeeds, Truth, distinct_cells, read_table
 from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.blocks import RowCheck
 from ensemble.merging.methods.base import Values
@@ -45,8 +40,9 @@ from ensemble.merging.rules import RowRules
 from ensemble.pipeline.prediction_files import (
     ROWS_ADVICE,
     activation_of_one_label,
-    file_columns,
     named_files,
+    read_as_written,
+    read_columns,
 )
 from ensemble.pipeline.prepared import common_activation
 from ensemble.pipeline.results import ENSEMBLE_ROW
@@ -56,9 +52,11 @@ from ensemble.pipeline.run_report import RunReport
 from ensemble.pipeline.training_dir import TrainingDir
 
 LABEL_COLUMN: Final = "label"
-FOLDS_UNKNOWN: Final = (
-    "ranks all rows against each other; out-of-fold predictions belong in a folder oof beside training/folds.csv, "
-    "with columns id and fold, so that the rows of each fold's model are ranked by themselves"
+_FOLD_COLUMN: Final = "fold"
+_FOLDS_UNKNOWN: Final = (
+    "ranks all rows against each other; so that the rows of each fold's model are ranked by themselves, give fit "
+    "and compare --folds-from (a table with columns id and fold), or keep out-of-fold predictions in a folder oof "
+    "beside training/folds.csv"
 )
 _ADVICE: Final = "remove the file and run the config again, which computes it again"
 T = TypeVar("T")
@@ -81,6 +79,7 @@ class Predictions:
         rules: the rules that a run applied to them, with their rows; None for files, and for a run without rules.
         folds: which rows were predicted by models of their own, as files in ``oof/`` are: the fold of each row,
             int64 [rows]; None: not known, or one model for all rows.
+        made_elsewhere: whether some come from files, which may have folds that are not known.
         remarks: sentences for the user: which rows are left out, why there is no truth.
     """
 
@@ -93,7 +92,8 @@ class Predictions:
     remarks: tuple[str, ...] = ()
     allowed: AllowedLabels | None = None
     rules: RowRules | None = None
-    folds: npt.NDArray[np.int64] | None = None
+    folds: Folds | None = None
+    made_elsewhere: bool = False
 
     @property
     def rows(self) -> int:
@@ -116,6 +116,25 @@ class Predictions:
     def with_truth(self, truth: Truth, remarks: Sequence[str]) -> Predictions:
         """Return the same with a truth, as ``read_truth`` returns it."""
         return replace(self, truth=truth, remarks=(*self.remarks, *remarks))
+
+    def with_folds(self, path: Path, id_column: str | None, metrics: Iterable[Metric]) -> Predictions:
+        """Return the same with the folds that a table has, for metrics that rank rows; see ``read_folds``.
+
+        Raises:
+            ConfigError: no metric ranks rows.
+        """
+        if all(metric.kind != "ranks" for metric in metrics):
+            raise ConfigError(
+                "--folds-from: is for metrics that compare rows with each other; add --metric auc, or leave it out"
+            )
+        return replace(self, folds=read_folds(path, self.ids, id_column))
+
+    def ranking_remarks(self, metrics: Iterable[Metric]) -> list[str]:
+        """Return a sentence on each metric that ranks rows, where several models may have predicted them."""
+        names = [metric.name for metric in metrics if metric.kind == "ranks"]
+        if self.folds is not None:
+            return [f"{name}: the mean over the folds, each ranked by itself" for name in names]
+        return [f"{name} {_FOLDS_UNKNOWN}" for name in names if self.made_elsewhere]
 
     def taken(self, rows: npt.NDArray[np.int64]) -> Predictions:
         """Return the rows of these numbers, in this order."""
@@ -178,19 +197,19 @@ def read_files(
         may_lack_rows: whether files may lack rows that others have, or have NaN or empty cells there; the others'
             ids follow the first's.
         advice: what to do about rows that some files lack.
-        columns: the labels to read; see ``file_columns``.
+        columns: the labels to read; see ``read_columns``.
     """
     if activation is not None and activation not in get_args(Activation):
         hint = nearest_or_all(str(activation), get_args(Activation), "kind")
         raise ConfigError(f"--activation: {quoted(str(activation))} is unknown; {hint}")
     names = paths if isinstance(paths, Mapping) else named_files(paths)
-    id_columns, label_names, remarks = file_columns(names, id_column, columns, label_column, "--label")
+    cells, label_names, remarks = read_columns(names, id_column, columns, label_column, "--label")
 
     def read(name: str) -> PredictionFile:
-        file = read_predictions(names[name], id_columns[name], label_names, may_lack_rows)
+        file = cells.pop(name).take_numbers(label_names, may_lack_rows)
         if not len(file.ids):
             raise DataError(f"{file.path}: has no rows below its header; give the predictions of some rows")
-        refuse_repeated_ids(file.path, file.ids, id_column or id_columns[name])
+        refuse_repeated_ids(file.path, file.ids, file.id_column)
         return file
 
     files = _for_each(names, read)
@@ -201,7 +220,9 @@ def read_files(
     ids = all_ids([file.ids for file in files.values()]) if may_lack_rows else first.ids
     members = _joined(files, ids, activations, may_lack_rows, str(first.path), advice, ROWS_ADVICE)
     folds = known_folds(names.values(), ids)
-    predictions = Predictions(ids, label_names, members, activations, remarks=tuple(remarks), folds=folds)
+    predictions = Predictions(
+        ids, label_names, members, activations, remarks=tuple(remarks), folds=folds, made_elsewhere=True
+    )
     if labels is None:
         return predictions
     ids_there = id_column or first.id_column
@@ -210,11 +231,10 @@ def read_files(
     )
 
 
-def known_folds(paths: Iterable[Path], ids: pa.ChunkedArray) -> npt.NDArray[np.int64] | None:
+def known_folds(paths: Iterable[Path], ids: pa.ChunkedArray) -> Folds | None:
     """Return the fold of each row, [rows], if out-of-fold predictions are among the paths; else None.
 
     ``training/folds.csv`` says it of ``oof/<member>.csv``, and of ``training/oof``, the directory of their run.
-    Rows that several trainings divide are in one fold if they are in one fold of each.
     """
     files = set[Path]()
     for path in paths:
@@ -222,13 +242,50 @@ def known_folds(paths: Iterable[Path], ids: pa.ChunkedArray) -> npt.NDArray[np.i
         is_out_of_fold = path.absolute() in (trainings.oof(file_stem(path)), trainings.oof_run)
         if is_out_of_fold and trainings.folds.is_file():
             files.add(trainings.folds)
-    if not files:
+    return common_folds(read_folds(file, ids, ID_COLUMN, may_lack=True) for file in sorted(files))
+
+
+def common_folds(folds: Iterable[Folds | None]) -> Folds | None:
+    """Return the folds of rows that several trainings divide: rows are in one if they are in one of each training.
+
+    Folds that are None, or -1 in all rows, are left out; None: there are no others.
+    """
+    known = [of_training for of_training in folds if of_training is not None and (of_training >= 0).any()]
+    if not known:
         return None
-    columns = [read_predictions(file, ID_COLUMN, ["fold"]) for file in sorted(files)]
-    values = [file.join(ids, may_lack=True, may_have_others=True)[0][:, 0] for file in columns]
-    return np.asarray(
-        np.unique(np.nan_to_num(np.array(values), nan=-1), axis=1, return_inverse=True)[1], np.int64
+    return np.unique(np.array(known), axis=1, return_inverse=True)[1].reshape(-1).astype(np.int64)
+
+
+def read_folds(
+    path: Path, ids: pa.ChunkedArray, id_column: str | None = None, may_lack: bool = False
+) -> Folds:
+    """Return the fold of each row, [rows], from the column ``fold`` of a table in any input format.
+
+    Args:
+        id_column: of the predictions; the table's may have another name.
+        may_lack: whether the table may lack rows, which are in fold -1.
+
+    Raises:
+        DataError: the table lacks a column, or rows, or has rows without a fold.
+    """
+    header = column_names(path)
+    if id_column is None or id_column not in header:
+        id_column = guessed_id_column(header, (_FOLD_COLUMN,))
+    table = read_table(path, TableNeeds(id_column, also={_FOLD_COLUMN: "the folds"}))
+    rows = _rows_of(ids, path, table, "the fold of each row is needed", may_lack)
+    return np.where(rows < 0, -1, distinct_cells(path, table, _FOLD_COLUMN).numbers[rows])
+
+
+def _rows_of(
+    ids: pa.ChunkedArray, path: Path, table: InputTable, advice: str, may_lack: bool = False
+) -> npt.NDArray[np.int64]:
+    """Return the row of a table that has each id of the predictions, [ids]; -1: the table may lack it."""
+    places = match_ids(
+        path, table.ids, ids, may_lack=may_lack, may_have_others=True, table="the predictions", advice=advice
     )
+    rows = np.full(len(ids), -1)
+    rows[places[places >= 0]] = np.flatnonzero(places >= 0)
+    return rows
 
 
 def _for_each(names: Iterable[str], make: Callable[[str], T]) -> dict[str, T]:
@@ -311,9 +368,6 @@ def read_truth_of(
         id_column=data.id_column,
         label_column=column,
         labels=labels,
-        columns=(),
-        json_columns=(),
-        text_columns=(),
         limit=limit,
         label_columns=columns,
         truth_as=activation,
@@ -321,19 +375,11 @@ def read_truth_of(
     )
     table = read_table(data.path, needs)
     assert table.truth is not None
-    places = match_ids(
-        data.path,
-        table.ids,
-        ids,
-        may_have_others=True,
-        table="the predictions",
-        advice="the truth of each row is needed",
-    )
+    rows = _rows_of(ids, data.path, table, "the truth of each row is needed")
     remarks = [*table.file_remarks]
     if others := table.rows - len(ids):
         remarks.append(f"{plural(others, 'row')} of {data.path} left out, of ids without predictions")
-    rows = np.flatnonzero(places >= 0)
-    truth: Truth = table.truth[rows[np.argsort(places[rows])]]
+    truth: Truth = table.truth[rows]
     if truth.ndim == 2 and activation == "softmax" and bool(np.isin(truth, (0.0, 1.0)).all()):
         truth = np.asarray(truth.argmax(axis=1), np.int64)
     return truth, remarks
@@ -405,8 +451,7 @@ def read_run(run_dir: Path, with_truth: bool = True, label_column: str | None = 
 
     def read(name: str) -> PredictionFile:
         path = rundir.ensemble if name == ENSEMBLE_ROW else rundir.predictions(name)
-        demand_as_written(path)
-        file = read_predictions(path, id_column, labels)
+        file = read_as_written(path, id_column, labels)
         rows, merged = len(file.ids), report.merged_rows.get(name, 0)
         if rows < merged:
             raise DataError(f"{path}: has {plural(rows, 'row')}, and run.json says {merged:,}; {_ADVICE}")
@@ -437,6 +482,7 @@ def read_run(run_dir: Path, with_truth: bool = True, label_column: str | None = 
             remarks.append(f"{run_dir}: which rows its rules were for is not known; run the config again")
         else:
             rules = RowRules([rule.config for rule in report.rules], tuple(labels), is_for)
+    given_files = [Path(path) for member in complete for path in member.given_files]
     predictions = Predictions(
         ids=whole.ids,
         labels=tuple(labels),
@@ -446,7 +492,8 @@ def read_run(run_dir: Path, with_truth: bool = True, label_column: str | None = 
         remarks=tuple(remarks),
         allowed=allowed,
         rules=rules,
-        folds=known_folds([run_dir], whole.ids),
+        folds=known_folds([run_dir, *given_files], whole.ids),
+        made_elsewhere=bool(given_files),
     )
     if not with_truth:
         return predictions

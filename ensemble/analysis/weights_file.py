@@ -15,10 +15,8 @@ from ensemble.analysis.fit import LOG_LOSS, Candidate, FitReport, Options, fit
 from ensemble.analysis.fit_auto import fit_auto
 from ensemble.analysis.metrics import QUADRATIC_KAPPA, find_metric
 from ensemble.analysis.predictions import (
-    FOLDS_UNKNOWN,
     LABEL_COLUMN,
     Predictions,
-    known_folds,
     read_files,
     read_run,
     read_truth,
@@ -32,7 +30,6 @@ from ensemble.common.text import plural
 from ensemble.config import CalibrationConfig, ConfigSource, LoadedConfig, MappingConfig
 from ensemble.config.yamlfile import parse
 from ensemble.data.answers import whole_numbers
-from ensemble.members.registry import member_kind
 from ensemble.merging.methods.base import Values
 from ensemble.merging.scoring import Interval
 from ensemble.pipeline.fingerprint import changed_members, changed_sentence
@@ -60,6 +57,7 @@ def fit_sources(
     activation: Activation | None = None,
     partial: bool = False,
     columns: Sequence[str] = (),
+    folds_from: Path | None = None,
     has_overrides: bool = False,
     target: Path | None = None,
 ) -> tuple[FitReport, str]:
@@ -68,8 +66,9 @@ def fit_sources(
     Args:
         labels: the table with the true labels; None: the config's table.
         label_column: of the table with the true labels; None: "label", or the config's column.
-        id_column: of ``labels`` and of CSVs.
+        id_column: of ``labels``, ``folds_from`` and CSVs.
         merge_method, activation, partial, columns: only for CSVs, because a config has these settings.
+        folds_from: the table that says which rows each fold's models have predicted.
         has_overrides: whether ``load`` overrides keys.
 
     Returns:
@@ -90,7 +89,7 @@ def fit_sources(
             "--activation": activation is not None,
             "--partial": partial,
             "--label": bool(columns),
-            "--id-column": id_column is not None and labels is None,
+            "--id-column": id_column is not None and labels is None and folds_from is None,
         }
         problems = [
             f"{option}: is for CSVs of predictions; for {configs[0]}, set the key in the config or by --set"
@@ -102,7 +101,7 @@ def fit_sources(
         loaded = load(sources)
         if target is not None:
             RunDir(loaded.config.output_dir).demand_free("--output", target)
-        return _fit_run(loaded, options, labels, label_column, id_column)
+        return _fit_run(loaded, options, labels, label_column, id_column, folds_from)
     if has_overrides:
         raise ConfigError("--set: changes a config, but the sources are CSVs of predictions; leave --set out")
     if labels is None:
@@ -120,20 +119,16 @@ def fit_sources(
         advice="give the same rows in each file, or --partial to fit to the rows that all of them have",
         columns=columns,
     )
-    predictions = _remarking_unknown_folds(predictions, options)
-    report = _fitted(predictions, replace(options, pool=merge_method or "mean"))
+    report = _fitted(predictions, replace(options, pool=merge_method or "mean"), folds_from, id_column)
     names = ", ".join(path_of(file).name for file in files)
     return report, _overlay(report, report.options.pool, f"{names} by {labels.name}")
 
 
-def _remarking_unknown_folds(predictions: Predictions, options: Options) -> Predictions:
-    """Return predictions of files, with a remark where their ranks may be those of several models."""
-    if predictions.folds is not None or find_metric(options.metric).kind != "ranks":
-        return predictions
-    return replace(predictions, remarks=(*predictions.remarks, f"{options.metric} {FOLDS_UNKNOWN}"))
-
-
-def _fitted(predictions: Predictions, options: Options) -> FitReport:
+def _fitted(
+    predictions: Predictions, options: Options, folds_from: Path | None, id_column: str | None
+) -> FitReport:
+    if folds_from is not None:
+        predictions = predictions.with_folds(folds_from, id_column, [find_metric(options.metric)])
     return fit_auto(predictions, options) if options.method == "auto" else fit(predictions, options)
 
 
@@ -147,6 +142,7 @@ def _fit_run(
     labels: Path | None,
     label_column: str | None,
     id_column: str | None,
+    folds_from: Path | None,
 ) -> tuple[FitReport, str]:
     """Fit the predictions in a config's ``output_dir``, for the config's merge method."""
     config, run_dir, data = loaded.config, loaded.config.output_dir, loaded.config.data
@@ -184,11 +180,6 @@ def _fit_run(
         members={name: predictions.members[name] for name in names},
         activations={name: predictions.activations[name] for name in names},
     )
-    given = [kind for kind in map(member_kind, config.models) if not kind.needs_worker]
-    files = [Path(source) for kind in given for source in kind.sources()]
-    if files and predictions.folds is None:
-        predictions = replace(predictions, folds=known_folds(files, predictions.ids))
-        predictions = _remarking_unknown_folds(predictions, options)
     if options.method != "auto" and method == "logit_mean" and predictions.activation == "softmax":
         raise ConfigError(f"ensemble.method: logit_mean is not for labels that exclude each other; {advice}")
     rows = predictions.ids, predictions.labels, predictions.activation
@@ -203,7 +194,8 @@ def _fit_run(
             predictions = predictions.with_truth(*read_truth_of(data, *rows))
     columns = _submitted_columns(loaded) if options.metric == QUADRATIC_KAPPA else {}
     numbers = next(filter(None, (_numbers(column, config.labels) for column in columns.values())), ())
-    report = _fitted(predictions, replace(options, pool=POOLS.get(method, "mean"), numbers=numbers))
+    options = replace(options, pool=POOLS.get(method, "mean"), numbers=numbers)
+    report = _fitted(predictions, options, folds_from, id_column or data.id_column)
     if POOLS.get(method) != report.options.pool:
         method = report.options.pool
     overlay = _overlay(report, method, f"the predictions in {run_dir.name}", columns if numbers else None)
@@ -300,10 +292,10 @@ def _stacking(report: FitReport, stacking: StackingFit) -> dict[str, Any]:
     }
 
 
-def check_output(output: Path, may_replace: bool, sources: Sequence[Path], labels: Path | None) -> Path:
+def check_output(output: Path, may_replace: bool, sources: Sequence[Path], *tables: Path | None) -> Path:
     """Return where to write the overlay, which may replace an overlay among the sources."""
     kept = [path_of(path) for number, path in enumerate(sources) if not number or not _is_config(path)]
-    return settings_file("--output", output, kept if labels is None else [*kept, labels], may_replace)
+    return settings_file("--output", output, [*kept, *filter(None, tables)], may_replace)
 
 
 def verdicts(report: FitReport) -> Iterator[str]:

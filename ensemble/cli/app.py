@@ -78,6 +78,7 @@ _OPTIONS: dict[str, Any] = {
     "activation": Annotated[Activation | None, option("--activation")],
     "fold": Annotated[int | None, option("--fold", "N", min=0)],
     "folds": Annotated[int, option("--folds", "N", min=2)],
+    "folds_from": Annotated[Path | None, option("--folds-from", "TABLE")],
     "seed": Annotated[int, option("--seed", "N", min=0)],
     "partial": Annotated[bool, option("--partial")],
     "output": Annotated[Path, option("--output -o", "YAML")],

@@ -100,7 +100,8 @@ class Run(_Shown):
     def scores(self) -> pd.DataFrame:
         """Return metrics of the ensemble and its members by the true labels, with 95 % bootstrap intervals.
 
-        The columns are ``member``, ``metric``, ``value`` and ``interval``, which is (low, high).
+        The columns are ``member``, ``metric``, ``value`` and ``interval``, which is (low, high). AUC is the mean
+        over folds where it is known which fold's model predicted each row (see docs/weights.md).
 
         Raises:
             DataError: the true labels are not known, or the run is not complete.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -35,7 +35,7 @@ from ensemble.data.csv_file import write_csv
 from ensemble.data.formats import is_plain_csv
 from ensemble.data.ids import all_ids, refuse_repeated_ids
 from ensemble.data.parquet import write_parquet
-from ensemble.data.predictions_csv import read_predictions
+from ensemble.data.predictions_csv import PredictionCells
 from ensemble.members.registry import KINDS, member_kind
 from ensemble.merging.blocks import MergedMember, RowCheck, merge_blocks
 from ensemble.merging.calibration import calibrator
@@ -44,8 +44,8 @@ from ensemble.merging.methods.base import Members, MergeMethod, Values
 from ensemble.pipeline.prediction_files import (
     ROWS_ADVICE,
     activation_of_one_label,
-    file_columns,
     named_files,
+    read_columns,
 )
 
 CsvFile: TypeAlias = Any  # a member of the kind csv
@@ -83,7 +83,7 @@ def merge_files(
     """Merge files of predictions, in any input format, joined by their ids.
 
     Args:
-        files: see ``named_files``; ``id_column`` and ``labels``: see ``file_columns``.
+        files: see ``named_files``; ``id_column`` and ``labels``: see ``read_columns``.
         overrides: of a config of these members, such as ``ensemble.method=median``; they come last.
         weights: a YAML file with ``models`` and ``ensemble``, as ``fit`` writes it; it names all files.
         weight: of every file, as YAML, by name; they come after those of ``weights``.
@@ -103,17 +103,17 @@ def merge_files(
     reason = unwritable_reason(str(output), target.parent)
     if reason is not None:
         raise OutputError(reason)
-    id_columns, columns, remarks = file_columns(paths, id_column, labels, choose="--label")
+    inputs, columns, remarks = read_columns(paths, id_column, labels, choose="--label")
     if weight:
         _demand_all("--weight", [*weight], [*paths])
     weight_overrides = [f"models.{name}.weight={text}" for name, text in (weight or {}).items()]
     keys = dict(keys or {})
     if len(columns) == 1 and "activation" not in keys:
-        files_of_one = [
-            read_predictions(path, id_columns[name], columns, may_lack=True) for name, path in paths.items()
-        ]
-        keys["activation"] = activation_of_one_label(files_of_one)
-    config = _config(paths, id_columns, columns, keys, weights, [*weight_overrides, *overrides])
+        copies = [replace(file, columns=dict(file.columns)) for file in inputs.values()]
+        keys["activation"] = activation_of_one_label(
+            file.take_numbers(columns, may_lack=True) for file in copies
+        )
+    config = _config(inputs, columns, keys, weights, [*weight_overrides, *overrides])
     files_to_merge = [member_kind(model) for model in config.models]
     members = Members(
         names=tuple(paths),
@@ -126,7 +126,7 @@ def merge_files(
     if problems:
         raise ConfigError(problems)
     remove_temporary_files(target)
-    ids, values = _read(files_to_merge, config.labels)
+    ids, values = _joined(files_to_merge, inputs, config.labels)
     try:
         merged, rows_of = _merge(config, files_to_merge, method, ids, values)
     except MergeError as error:
@@ -153,8 +153,7 @@ def merge_files(
 
 
 def _config(
-    paths: Mapping[str, Path],
-    id_columns: Mapping[str, str],
+    cells: Mapping[str, PredictionCells],
     labels: Sequence[str],
     keys: Mapping[str, object],
     weights: Path | None,
@@ -165,11 +164,11 @@ def _config(
         {
             "name": name,
             "task_type": "csv",
-            "path": _literal(str(path)),
-            "id_column": _literal(id_columns[name]),
+            "path": _literal(str(file.path)),
+            "id_column": _literal(file.id_column),
             **keys,
         }
-        for name, path in paths.items()
+        for name, file in cells.items()
     ]
     data = {"path": models[0]["path"], "id_column": models[0]["id_column"]}
     config = {"data": data, "labels": [*map(_literal, labels)], "models": models, "output_dir": "."}
@@ -180,7 +179,7 @@ def _config(
         members = overlay.data.get("models")
         names = [member.get("name") for member in members or () if isinstance(member, dict)]
         if names:
-            _demand_all(f"{path}: models", [name for name in names if isinstance(name, str)], [*paths])
+            _demand_all(f"{path}: models", [name for name in names if isinstance(name, str)], [*cells])
         documents.append(overlay)
     kinds = {"csv": KINDS.load("csv").Settings}
     document, checked = check_documents(documents, os.environ, overrides, SettingsByName(METHODS), kinds)
@@ -235,27 +234,25 @@ def _problems(config: RunConfig, method: MergeMethod) -> list[str]:
     return [*problems, *method.problems()]
 
 
-def _read(files: Sequence[CsvFile], labels: Sequence[str]) -> tuple[pa.ChunkedArray, list[Values]]:
-    """Return the ids of the rows and each file's values, [rows, labels]; NaN in rows that the file lacks."""
-    whole = next((file for file in files if not file.may_lack_rows), None)
-    table = "the files" if whole is None else str(whole.settings.path)
-    ids = all_ids([_ids(file) for file in files]) if whole is None else _ids(whole)
+def _joined(
+    files: Sequence[CsvFile], cells: dict[str, PredictionCells], labels: Sequence[str]
+) -> tuple[pa.ChunkedArray, list[Values]]:
+    """Return the rows' ids and each file's values, [rows, labels], NaN where it lacks a row; empty ``cells``."""
+    whole = next((file.settings.name for file in files if not file.may_lack_rows), None)
+    table = "the files" if whole is None else str(cells[whole].path)
+    for file in cells.values() if whole is None else [cells[whole]]:
+        refuse_repeated_ids(file.path, file.ids, file.id_column)
+    ids = all_ids([file.ids for file in cells.values()]) if whole is None else cells[whole].ids
     if not len(ids):
         raise DataError(f"{table}: there are no rows; nothing to merge")
     all_values = []
     for file in files:
-        settings, may_lack = file.settings, file.may_lack_rows
-        predictions = read_predictions(settings.path, settings.id_column, labels, may_lack)
+        may_lack = file.may_lack_rows
+        predictions = cells.pop(file.settings.name).take_numbers(labels, may_lack)
         advice = "" if may_lack else "--partial merges rows that some files lack from the others"
         values, _ = predictions.join(ids, may_lack=may_lack, table=table, advice=advice)
         all_values.append(file.as_probabilities(values))
     return ids, all_values
-
-
-def _ids(file: CsvFile) -> pa.ChunkedArray:
-    ids = read_predictions(file.settings.path, file.settings.id_column, ()).ids
-    refuse_repeated_ids(file.settings.path, ids, file.settings.id_column)
-    return ids
 
 
 def _merge(

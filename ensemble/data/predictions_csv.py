@@ -67,6 +67,36 @@ class PredictionFile:
         return values, int((~is_in_table).sum())
 
 
+@dataclass(frozen=True)
+class PredictionCells:
+    """Hold columns of a file of predictions as they are written, by name, in the file's order."""
+
+    path: Path
+    id_column: str
+    ids: pa.ChunkedArray
+    columns: dict[str, pa.ChunkedArray]
+
+    def take_numbers(self, labels: Sequence[str], may_lack: bool = False) -> PredictionFile:
+        """Return columns as numbers, see ``read_predictions``; each is taken out, so that its memory is freed."""
+        rows, columns = len(self.ids), [self.columns.pop(label) for label in labels]
+        may_be_empty = _empty_rows(columns, rows) if may_lack else np.zeros(rows, np.bool_)
+        values = np.empty((rows, len(labels)), order="F")
+        for index, label in enumerate(labels):
+            cells = columns.pop(0)
+            numbers, is_no_number = _numbers(self.path, label, cells)
+            values[:, index] = numbers
+            is_wrong = is_no_number & ~may_be_empty
+            if is_wrong.any():
+                row = int(is_wrong.argmax())
+                cell = cells[row].as_py()
+                shown = "nothing" if cell in (None, "") else quoted(str(cell))
+                raise DataError(
+                    f"{self.path}: row {row + 1:,}: {shown} in column {quoted(label)} is no number; write a "
+                    "number in every row"
+                )
+        return PredictionFile(self.path, self.id_column, tuple(labels), self.ids, values)
+
+
 def file_stem(path: Path) -> str:
     """Return a file's name without the extension of an input format and without .gz, in upper or lower case."""
     endings = "|".join(re.escape(ending) for file_format in FORMATS for ending in file_format.extensions)
@@ -125,6 +155,11 @@ def read_predictions(
         names = column_names(path)
         id_column = id_column or names[0]
         labels = [name for name in names if name != id_column] if labels is None else labels
+    return read_cells(path, id_column, labels).take_numbers(labels, may_lack)
+
+
+def read_cells(path: Path, id_column: str, labels: Sequence[str]) -> PredictionCells:
+    """Read columns of predictions as they are written; raises what ``read_predictions`` says of columns and ids."""
     wanted = Wanted(id_column, None, tuple(labels), None, numbers=tuple(labels))
     contents = format_of_predictions(path).read(path, wanted)
     roles = dict.fromkeys(labels, "column of the label") | {id_column: "id column"}
@@ -136,28 +171,11 @@ def read_predictions(
     problems = [*contents.problems, *missing]
     if problems:
         raise DataError(problems)
-    ids, rows = contents.ids, contents.rows
+    ids = contents.ids
     assert ids is not None
     if ids.null_count:
         raise DataError(f"{path}: {plural(ids.null_count, 'row')} without an id; give every row an id")
-    columns = [contents.columns.column(label) for label in labels]
-    del contents  # so that each column is freed once it is copied
-    may_be_empty = _empty_rows(columns, rows) if may_lack else np.zeros(rows, np.bool_)
-    values = np.empty((rows, len(labels)), order="F")
-    for index, label in enumerate(labels):
-        cells = columns.pop(0)
-        numbers, is_no_number = _numbers(path, label, cells)
-        values[:, index] = numbers
-        is_wrong = is_no_number & ~may_be_empty
-        if is_wrong.any():
-            row = int(is_wrong.argmax())
-            cell = cells[row].as_py()
-            shown = "nothing" if cell in (None, "") else quoted(str(cell))
-            raise DataError(
-                f"{path}: row {row + 1:,}: {shown} in column {quoted(label)} is no number; write a number in every "
-                "row"
-            )
-    return PredictionFile(path, id_column, tuple(labels), ids, values)
+    return PredictionCells(path, id_column, ids, {label: contents.columns.column(label) for label in labels})
 
 
 def _empty_rows(columns: Sequence[pa.ChunkedArray], rows: int) -> npt.NDArray[np.bool_]:

@@ -70,12 +70,12 @@ class TableNeeds:
     """
 
     id_column: str
-    label_column: str | None
-    labels: tuple[str, ...]
-    columns: tuple[str, ...]
-    json_columns: tuple[str, ...]
-    text_columns: tuple[str, ...]
-    limit: int | None
+    label_column: str | None = None
+    labels: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    json_columns: tuple[str, ...] = ()
+    text_columns: tuple[str, ...] = ()
+    limit: int | None = None
     label_columns: tuple[str, ...] = ()
     truth_as: Activation = "softmax"
     unequal_sums: str = ""

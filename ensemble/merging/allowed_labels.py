@@ -108,16 +108,7 @@ def allowed_by_key(
     Raises:
         DataError: the other table cannot be read, has a key twice or lacks one, or see ``allowed_in_column``.
     """
-    needs = TableNeeds(
-        id_column=key,
-        label_column=None,
-        labels=(),
-        columns=(column,),
-        json_columns=(column,),
-        text_columns=(),
-        limit=None,
-    )
-    others = read_table(path, needs)
+    others = read_table(path, TableNeeds(id_column=key, columns=(column,), json_columns=(column,)))
     flags, keys = allowed_in_column(path, others, column, labels), table.texts(key)
     places = places_among(keys, others.ids)
     missing = [

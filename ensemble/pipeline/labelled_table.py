@@ -101,10 +101,6 @@ def read_labelled_table(
         label_column=data.label_column,
         label_columns=data.truth_columns(config.labels),
         labels=config.labels,
-        columns=(),
-        json_columns=(),
-        text_columns=(),
-        limit=None,
         truth_as=activation,
         unequal_sums="; set problem_type: multi_label_classification if several labels can be true at once, or "
         "regression for numbers",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -18,12 +19,14 @@ from ensemble.common.remote_files import address_of, local_path
 from ensemble.common.text import listed, quoted
 from ensemble.config.values import MAX_NAME_CHARACTERS, is_member_name
 from ensemble.data.formats import column_names
-from ensemble.data.input_file import missing_column, without_pandas_index
+from ensemble.data.input_file import without_pandas_index
 from ensemble.data.predictions_csv import (
+    PredictionCells,
     PredictionFile,
     demand_as_written,
     file_stem,
     guessed_id_column,
+    read_cells,
     read_predictions,
 )
 
@@ -68,14 +71,14 @@ def named_files(files: Sequence[str | os.PathLike[str]]) -> dict[str, Path]:
     return paths
 
 
-def file_columns(
+def read_columns(
     paths: Mapping[str, Path],
     id_column: str | None,
     columns: Sequence[str] = (),
     truth_column: str | None = None,
     choose: str = "",
-) -> tuple[dict[str, str], tuple[str, ...], list[str]]:
-    """Return the column of the ids in each file, by its name; the labels, in the first file's order; and remarks.
+) -> tuple[dict[str, PredictionCells], tuple[str, ...], list[str]]:
+    """Read each file, by its name; return also the labels, in the first file's order; and remarks.
 
     Args:
         id_column: None: see ``guessed_id_column``.
@@ -84,45 +87,31 @@ def file_columns(
         truth_column: has the true labels; a file may have it beside its predictions.
         choose: the option that chooses columns, for messages.
     """
-    headers: dict[str, tuple[str, ...]] = {}
-    ids: dict[str, str] = {}
+    columns, files = tuple(dict.fromkeys(columns)), dict[str, PredictionCells]()
     problems: list[str] = []
+    labels_of_any: set[str] = set()
     for name, path in paths.items():
         try:
             demand_as_written(path)
-            headers[name] = column_names(path)
+            header = column_names(path)
+            ids = id_column or guessed_id_column(header, [*columns, *filter(None, [truth_column])])
+            others = [column for column in without_pandas_index(header) if column != ids]
+            # If the truth column is the only one, it is a label.
+            others = [column for column in others if column != truth_column] or others
+            files[name] = read_cells(path, ids, columns or others)
+            if not columns:
+                labels_of_any |= {*others} - {*_spare_columns(files[name])}
         except EnsembleError as error:
             problems += error.problems
-            continue
-        no_ids = [*columns, *([] if truth_column is None else [truth_column])]
-        ids[name] = id_column or guessed_id_column(headers[name], no_ids)
-        needed = {ids[name]: "id column"} | dict.fromkeys(columns, "column of the label")
-        problems += [
-            missing_column(path, role, column, headers[name])
-            for column, role in needed.items()
-            if column not in headers[name]
-        ]
     if problems:
         raise DataError(problems)
     if columns:
-        return ids, tuple(columns), []
-    labels_by_name: dict[str, list[str]] = {}
-    labels_of_any: set[str] = set()
-    for name, header in headers.items():
-        others = [column for column in without_pandas_index(header) if column != ids[name]]
-        # If the truth column is the only one, it is a label.
-        others = [column for column in others if column != truth_column] or others
-        labels_by_name[name] = others
-        try:
-            labels_of_any |= {*others} - {*_spare_columns(paths[name], ids[name], others)}
-        except DataError as error:
-            problems += error.problems
-    if problems:
-        raise DataError(problems)
-    columns_of_any = dict.fromkeys(column for others in labels_by_name.values() for column in others)
+        return files, columns, []
+    columns_of_any = dict.fromkeys(column for file in files.values() for column in file.columns)
     left_out = [column for column in columns_of_any if column not in labels_of_any]
-    for name, others in labels_by_name.items():
-        labels_by_name[name] = [column for column in others if column in labels_of_any]
+    labels_by_name = {
+        name: [column for column in file.columns if column in labels_of_any] for name, file in files.items()
+    }
     first = next(iter(paths))
     labels = labels_by_name[first]
     if not labels:
@@ -144,19 +133,18 @@ def file_columns(
     if problems:
         raise DataError(problems)
     remark = f"columns left out, as no labels: {listed(left_out)}; --label takes any column"
-    return ids, tuple(labels), [remark] if left_out else []
+    return files, tuple(labels), [remark] if left_out else []
 
 
-def _spare_columns(path: Path, id_column: str, columns: Sequence[str]) -> list[str]:
+def _spare_columns(file: PredictionCells) -> list[str]:
     """Return columns with names such as ``fold`` and whole numbers, unless rows sum to 1 only with them."""
-    spare = [column for column in columns if column.lower() in _NO_LABELS]
-    labels = [column for column in columns if column not in spare]
+    spare = [column for column in file.columns if column.lower() in _NO_LABELS]
+    labels = [column for column in file.columns if column not in spare]
     if not spare or not labels:
         return []
+    copy = replace(file, columns=dict(file.columns))
     # A row that lacks its labels may have a fold.
-    values, others = (
-        read_predictions(path, id_column, part, may_lack=True).values for part in (labels, spare)
-    )
+    values, others = (copy.take_numbers(part, may_lack=True).values for part in (labels, spare))
     with np.errstate(invalid="ignore"):  # infinite values
         without = np.abs(values.sum(axis=1) - 1)
         of_all = np.abs(values.sum(axis=1) + others.sum(axis=1) - 1)
@@ -171,7 +159,9 @@ def activation_of_one_label(files: Iterable[PredictionFile]) -> Activation:
     return "none" if any(is_outside) else "sigmoid"
 
 
-def read_as_written(path: Path) -> PredictionFile:
+def read_as_written(
+    path: Path, id_column: str | None = None, labels: Sequence[str] | None = None
+) -> PredictionFile:
     """Read predictions that a run wrote; see ``read_predictions`` and ``demand_as_written``."""
     demand_as_written(path)
-    return read_predictions(path)
+    return read_predictions(path, id_column, labels)

@@ -15,6 +15,7 @@ from ensemble.common.clock import boot_seconds
 from ensemble.common.gpus import Device
 from ensemble.common.host import cpu_name
 from ensemble.common.version import __version__
+from ensemble.members.registry import member_kind
 from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.results import Results, predictions_title
@@ -160,6 +161,7 @@ class RunState:
         view_rows: Sequence[int | None] = results.view_rows.get(name, (None,) * len(views))
         may_have = self.prepared.plan.facts[name].view_rows
         at_most = [None] * len(views) if may_have is None else may_have.sum(axis=1).tolist()
+        given_files = () if plan.needs_worker else member_kind(model).sources()
         if work.is_complete:
             view_rows = self._rows_of_views(work, has_final_mean=not model.views_with_when)
         return MemberReport(
@@ -205,6 +207,7 @@ class RunState:
                 for number, when in model.views_with_when.items()
             },
             partial_rows=results.partial_rows.get(name, 0),
+            given_files=tuple(map(os.path.abspath, given_files)),
             computed=self.computation(state),
             computed_before=work.computed_before,
         )

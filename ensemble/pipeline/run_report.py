@@ -152,6 +152,7 @@ class MemberReport:
         lost_rows: at least so many were computed and not kept, because the time limit ended their chunk.
         settings: a digest of each key that the probabilities may depend on.
         view_cascades: of its views with ``when``, by their names.
+        given_files: absolute paths of its predictions, if they were made elsewhere.
         computed: what this run computed rows with; None if it computed none.
         computed_before: what earlier runs computed rows with, the oldest first.
     """
@@ -186,6 +187,7 @@ class MemberReport:
     view_cascades: dict[str, CascadeReport] = field(default_factory=dict)
     partial_rows: int = 0
     lost_rows: int = 0
+    given_files: tuple[str, ...] = ()
     computed: Computation | None = None
     computed_before: tuple[Computation, ...] = ()
 

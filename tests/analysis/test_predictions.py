@@ -212,7 +212,7 @@ def test_columns_that_are_no_labels_by_name_and_value_are_left_out_and_named(tmp
     assert read.labels == ("neg", "pos")
     assert read.members["a"].tolist() == [[0.7, 0.3], [0.2, 0.8], [0.5, 0.5]]
     assert read.remarks == ("columns left out, as no labels: 'fold', 'target'; --label takes any column",)
-    chosen = read_files([a], columns=["pos", "neg"])
+    chosen = read_files([a], columns=["pos", "neg", "pos"])  # twice is once
     assert (chosen.labels, chosen.remarks) == (("pos", "neg"), ())
     assert chosen.members["a"].tolist() == [[*row] for row in zip(A["pos"], A["neg"], strict=True)]
     write(tmp_path, a={**A, "fold": [0, 0, 0]})  # the first fold alone, whose rows sum to 1 all the same

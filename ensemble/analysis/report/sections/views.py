@@ -19,8 +19,8 @@ from ensemble.analysis.report.base import (
     table,
     with_interval,
 )
-from ensemble.data.predictions_csv import demand_as_written, read_predictions
 from ensemble.merging.methods.base import Values
+from ensemble.pipeline.prediction_files import read_as_written
 from ensemble.pipeline.run_dir import RunDir
 
 _REMARK = (
@@ -58,8 +58,7 @@ def _values_of_views(data: ReportData) -> dict[str, dict[str, Values]]:
             values[member.name] = {}
             for view in member.views:
                 path = RunDir(data.run_dir).predictions(f"{member.name}@{view}")
-                demand_as_written(path)
-                file = read_predictions(path, labels=data.predictions.labels)
+                file = read_as_written(path, labels=data.predictions.labels)
                 values[member.name][view], _ = file.join(data.predictions.ids, may_lack=True)
     return values
 
