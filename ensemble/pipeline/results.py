@@ -20,7 +20,7 @@ import pyarrow as pa
 from ensemble.common.errors import MergeError
 from ensemble.common.files import atomic_path, is_parquet
 from ensemble.common.shards import file_sha256
-from ensemble.common.text import plural
+from ensemble.common.text import plural, shown_path
 from ensemble.config.schema import FittingConfig
 from ensemble.data.csv_file import write_csv
 from ensemble.data.digests import truth_sha256
@@ -61,6 +61,7 @@ class Results:
         files: by what they are, in the order in which they were made.
         merged_rows: how many rows each merged member gave.
         filled_rows: how many rows no member gave.
+        kept_submission: a sentence about one of an earlier run that stays; empty: this run's own is written.
         answers: scores of the answers by the submission's column and by metric.
         comparisons: of the ensemble with and without each member with ``when``.
         view_rows: how many rows each view has, of members that were merged before they were complete.
@@ -72,6 +73,7 @@ class Results:
     files: dict[str, Path] = field(default_factory=dict)
     merged_rows: dict[str, int] = field(default_factory=dict)
     filled_rows: int = 0
+    kept_submission: str = ""
     comparisons: dict[str, CascadeComparison] = field(default_factory=dict)
     view_rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
     partial_rows: dict[str, int] = field(default_factory=dict)
@@ -222,6 +224,7 @@ class ResultWriter:
     def _write(self, all_values: _Values) -> None:
         """Write ensemble and submission, and copy the submission to where the config wants it."""
         table, submission, path = self._prepared.table, self._config.submission, self._rundir.submission
+        self.results.kept_submission = ""
         with atomic_path(self._rundir.ensemble) as temporary:
             names = [self._config.data.id_column, *self._labels]
             write_csv(temporary, names, [table.ids, *map(pa.array, all_values.T)])
@@ -231,6 +234,7 @@ class ResultWriter:
             return
         with atomic_path(path) as temporary:
             sample.write(temporary, table.ids, all_values)
+            self._keep_earlier(path, temporary)
         # A trial on the first rows must not replace a real submission.
         if submission.path is not None and self._config.limit is None:
             submission.path.parent.mkdir(parents=True, exist_ok=True)
@@ -239,8 +243,21 @@ class ResultWriter:
                     sample.write(temporary, table.ids, all_values, as_parquet=True)
                 else:
                     shutil.copyfile(path, temporary)
+                self._keep_earlier(submission.path, temporary)
             path = submission.path
         self.results.files["submission"] = path
+
+    def _keep_earlier(self, path: Path, temporary: Path) -> None:
+        """Put a submission that stands there in place of a new one in which no member has predicted a row."""
+        table, sample = self._prepared.table, self._prepared.sample
+        assert sample is not None
+        if self.results.filled_rows == table.rows and sample.is_in(path, table.ids):
+            # The new one was written all the same, as the time that it takes is measured.
+            shutil.copyfile(path, temporary)
+            self.results.kept_submission = (
+                f"{shown_path(path)} stays as an earlier run has left it, as no member has predicted a row (remove "
+                "it to have one with filled-in rows)"
+            )
 
     def _fitted_on(self) -> FittingConfig | None:
         """Return what the weights were fitted on, if that is this table with these labels."""
