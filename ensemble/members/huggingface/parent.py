@@ -445,9 +445,9 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         # The files do not tell if the tokenizer has settings or code of its own, or may still be on the hub.
         if without_fetching(model.tokenizer_kwargs) or model.trust_remote_code:
             return None
-        folder = tokenizer_folder(model, inspected.folder)
-        has_files = folder != inspected.folder or Path(model.model_name_or_path).is_dir()
-        return own_max_length(folder) if has_files else None
+        folder, adapter = tokenizer_folder(model, inspected.folder), next(iter(adapter_tokenizers(model)), "")
+        is_here = Path(model.model_name_or_path).is_dir() and (not adapter or Path(adapter).is_dir())
+        return own_max_length(folder) if folder != inspected.folder or is_here else None
 
 
 def _for_worker(adapter: AdapterSource | None) -> AdapterSource | None:
