@@ -24,6 +24,7 @@ from ensemble.common.text import plural, shown_path
 from ensemble.config.schema import FittingConfig
 from ensemble.data.csv_file import write_csv
 from ensemble.data.digests import truth_sha256
+from ensemble.data.submission import Sample
 from ensemble.members.base import OutputColumns
 from ensemble.members.registry import member_kind
 from ensemble.merging.blocks import MergedMember, RowCheck, Without, block_spans, merge_blocks
@@ -234,7 +235,7 @@ class ResultWriter:
             return
         with atomic_path(path) as temporary:
             sample.write(temporary, table.ids, all_values)
-            self._keep_earlier(path, temporary)
+            self._keep_earlier(sample, path, temporary)
         # A trial on the first rows must not replace a real submission.
         if submission.path is not None and self._config.limit is None:
             submission.path.parent.mkdir(parents=True, exist_ok=True)
@@ -243,21 +244,17 @@ class ResultWriter:
                     sample.write(temporary, table.ids, all_values, as_parquet=True)
                 else:
                     shutil.copyfile(path, temporary)
-                self._keep_earlier(submission.path, temporary)
+                self._keep_earlier(sample, submission.path, temporary)
             path = submission.path
         self.results.files["submission"] = path
 
-    def _keep_earlier(self, path: Path, temporary: Path) -> None:
+    def _keep_earlier(self, sample: Sample, path: Path, temporary: Path) -> None:
         """Put a submission that stands there in place of a new one in which no member has predicted a row."""
-        table, sample = self._prepared.table, self._prepared.sample
-        assert sample is not None
+        table = self._prepared.table
         if self.results.filled_rows == table.rows and sample.is_in(path, table.ids):
-            # The new one was written all the same, as the time that it takes is measured.
-            shutil.copyfile(path, temporary)
-            self.results.kept_submission = (
-                f"{shown_path(path)} stays as an earlier run has left it, as no member has predicted a row (remove "
-                "it to have one with filled-in rows)"
-            )
+            shutil.copyfile(path, temporary)  # of the new one only the time that it takes is needed
+            text = "of an earlier run stays until a member has predicted a row; remove it for filled-in rows"
+            self.results.kept_submission = f"{shown_path(path)} {text}"
 
     def _fitted_on(self) -> FittingConfig | None:
         """Return what the weights were fitted on, if that is this table with these labels."""

@@ -291,11 +291,9 @@ class _Run(RunState, RunHooks):
             return 0.0
         began = boot_seconds()
         self._writer.merge([state for state in self.members if self.works[state.plan.name].has_rows.any()])
-        submission_text = self.results.kept_submission or "a first submission is written"
-        self.say(
-            f"time limit {duration(limit)}: {submission_text}; rows that no member reaches are filled in "
-            f"(fill: {self._config.fill})"
-        )
+        first = "a first submission is written; rows that no member reaches are filled in "
+        first += f"(fill: {self._config.fill})"
+        self.say(f"time limit {duration(limit)}: {self.results.kept_submission or first}")
         return reserve_seconds(boot_seconds() - began, len(self._config.models), limit)
 
     def _wait_for_gpu_memory(self, reserve: float) -> None:

@@ -256,7 +256,7 @@ def test_a_limit_without_a_predicted_row_leaves_an_earlier_submission_as_it_is(
     before = [place.read_bytes() for place in places]
     report, message = run_without_time()
     assert [place.read_bytes() for place in places] == before
-    kept = f"{places[1]} stays as an earlier run has left it, as no member has predicted a row"
+    kept = f"{places[1]} of an earlier run stays until a member has predicted a row"
     assert kept in message
     assert kept in report.explanation
     assert report.files["submission"] == str(places[1].absolute())

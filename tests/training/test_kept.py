@@ -241,7 +241,7 @@ def test_a_limit_that_leaves_no_time_to_train_anew_says_what_is_kept(trained: Tr
         shutil.copyfile(trained.folder / "sample.csv", submission)  # for one that an earlier run has left
     done = trained.ensemble("run", "config.yaml", "--set", "time_limit=1s", "--set", "seed=7")
     assert done.returncode == 4
-    assert "out/submission.csv stays as an earlier run" in " ".join(done.stderr.split())
+    assert "out/submission.csv of an earlier run stays" in " ".join(done.stderr.split())
     for submission in submissions:
         assert submission.read_bytes() == (trained.folder / "sample.csv").read_bytes()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -120,11 +120,13 @@ class TrainingFromBase:
                     f"{key}.lora_config.{name}: the folds' adapters share one base"
                     f"{' and have a mean' if averages else ''}, which this excludes; drop it"
                 )
-            for name in _left_to_programs(self._train.lora_config):
-                yield (
-                    f"{key}.lora_config.{name}: peft leaves a part of this to the program that trains, and here it "
-                    "would be plain LoRA; drop it, or train by a command"
-                )
+            # eva needs a call of initialize_lora_eva_weights, and monteclora_config another loss.
+            for name, value in self._train.lora_config.items():
+                if value == "eva" or (name == "monteclora_config" and value is not None):
+                    yield (
+                        f"{key}.lora_config.{name}: peft leaves a part of this to the program that trains, and "
+                        "here it would be plain LoRA; drop it, or train by a command"
+                    )
         of_base, _, answer = self._found
         yield from (f"{key}.base_model: {text}" for text in of_base)
         yield from (f"{key}.{text}" for text in (answer.fields or {}).get("problems", ()))
@@ -180,11 +182,3 @@ class TrainingFromBase:
         made_of["the base model"] = digest_of(base)
         made_of["how the member reads rows"] = digest_of({**settings, "member": member})
         return made_of
-
-
-def _left_to_programs(lora_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys of ``LoraConfig`` for which a program must call a function of peft that no Trainer calls."""
-    if lora_config.get("init_lora_weights") == "eva":  # initialize_lora_eva_weights
-        yield "init_lora_weights"
-    if lora_config.get("monteclora_config") is not None:  # LoraModel._get_monteclora_loss
-        yield "monteclora_config"
