@@ -178,7 +178,7 @@ class ResultWriter:
         """
         prepared, config, results = self._prepared, self._config, self.results
         # A first submission may have left some.
-        results.scores, results.gain, results.merged_rows = {}, None, {}
+        results.scores, results.gain, results.merged_rows, results.kept_submission = {}, None, {}, ""
         results.comparisons, results.view_rows, results.partial_rows = {}, {}, {}
         rules = prepared.rules
         write_bits(self._rundir.rule_rows, None if rules is None else rules.rows)
@@ -225,7 +225,6 @@ class ResultWriter:
     def _write(self, all_values: _Values) -> None:
         """Write ensemble and submission, and copy the submission to where the config wants it."""
         table, submission, path = self._prepared.table, self._config.submission, self._rundir.submission
-        self.results.kept_submission = ""
         with atomic_path(self._rundir.ensemble) as temporary:
             names = [self._config.data.id_column, *self._labels]
             write_csv(temporary, names, [table.ids, *map(pa.array, all_values.T)])
