@@ -165,9 +165,9 @@ class DevicePool:
             return
         self._sampled_at = now
         self._used = self._launcher.used_memory([*self._gpus])
-        for uuid, used in self._used.items():
-            if used is not None:  # its node may not have told yet when it was leased
-                self._bytes_before.setdefault(uuid, self._gpus[uuid].used_bytes)
+        for gpu in self.gpus:
+            if self._used.get(gpu.uuid) is not None:  # its node may not have told yet when it was leased
+                self._bytes_before.setdefault(gpu.uuid, gpu.used_bytes)
         for uuid, since in list(self._releasing.items()):
             used, seconds = self._used.get(uuid), round(now - since, 3)
             is_free = self._is_free(uuid, seconds)
