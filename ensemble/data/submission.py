@@ -22,8 +22,9 @@ from ensemble.data.csv_file import (
     read_text_csv,
     text_as_numbers,
 )
+from ensemble.data.formats import format_of_predictions
 from ensemble.data.ids import places_among
-from ensemble.data.input_file import check_names, first_ids, missing_column
+from ensemble.data.input_file import Wanted, check_names, first_ids, missing_column
 from ensemble.data.parquet import write_parquet
 from ensemble.data.table import InputTable
 
@@ -169,6 +170,17 @@ class Sample:
             stream.write(header_line(self.columns))
             for columns in self._blocks(ids, probabilities):
                 stream.write(csv_lines([csv_cells(column) for column in columns]))
+
+    def is_in(self, path: Path, ids: pa.ChunkedArray) -> bool:
+        """Return whether a file has the columns and rows, in their order, that ``write`` gives it for these ids."""
+        try:
+            contents = format_of_predictions(path).read(path, Wanted(self.id_column, None, (), None))
+        except DataError:
+            return False
+        if contents.names != self.columns or contents.ids is None:
+            return False
+        written_ids = self.ids.filter(pa.array(places_among(self.ids, ids) >= 0))
+        return np.array_equal(places_among(contents.ids, written_ids), np.arange(len(written_ids)))
 
     def _blocks(
         self, ids: pa.ChunkedArray, probabilities: npt.NDArray[np.float64]

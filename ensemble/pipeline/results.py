@@ -20,10 +20,11 @@ import pyarrow as pa
 from ensemble.common.errors import MergeError
 from ensemble.common.files import atomic_path, is_parquet
 from ensemble.common.shards import file_sha256
-from ensemble.common.text import plural
+from ensemble.common.text import plural, shown_path
 from ensemble.config.schema import FittingConfig
 from ensemble.data.csv_file import write_csv
 from ensemble.data.digests import truth_sha256
+from ensemble.data.submission import Sample
 from ensemble.members.base import OutputColumns
 from ensemble.members.registry import member_kind
 from ensemble.merging.blocks import MergedMember, RowCheck, Without, block_spans, merge_blocks
@@ -61,6 +62,7 @@ class Results:
         files: by what they are, in the order in which they were made.
         merged_rows: how many rows each merged member gave.
         filled_rows: how many rows no member gave.
+        kept_submission: a sentence about one of an earlier run that stays; empty: this run's own is written.
         answers: scores of the answers by the submission's column and by metric.
         comparisons: of the ensemble with and without each member with ``when``.
         view_rows: how many rows each view has, of members that were merged before they were complete.
@@ -72,6 +74,7 @@ class Results:
     files: dict[str, Path] = field(default_factory=dict)
     merged_rows: dict[str, int] = field(default_factory=dict)
     filled_rows: int = 0
+    kept_submission: str = ""
     comparisons: dict[str, CascadeComparison] = field(default_factory=dict)
     view_rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
     partial_rows: dict[str, int] = field(default_factory=dict)
@@ -175,7 +178,7 @@ class ResultWriter:
         """
         prepared, config, results = self._prepared, self._config, self.results
         # A first submission may have left some.
-        results.scores, results.gain, results.merged_rows = {}, None, {}
+        results.scores, results.gain, results.merged_rows, results.kept_submission = {}, None, {}, ""
         results.comparisons, results.view_rows, results.partial_rows = {}, {}, {}
         rules = prepared.rules
         write_bits(self._rundir.rule_rows, None if rules is None else rules.rows)
@@ -231,6 +234,7 @@ class ResultWriter:
             return
         with atomic_path(path) as temporary:
             sample.write(temporary, table.ids, all_values)
+            self._keep_earlier(sample, path, temporary)
         # A trial on the first rows must not replace a real submission.
         if submission.path is not None and self._config.limit is None:
             submission.path.parent.mkdir(parents=True, exist_ok=True)
@@ -239,8 +243,17 @@ class ResultWriter:
                     sample.write(temporary, table.ids, all_values, as_parquet=True)
                 else:
                     shutil.copyfile(path, temporary)
+                self._keep_earlier(sample, submission.path, temporary)
             path = submission.path
         self.results.files["submission"] = path
+
+    def _keep_earlier(self, sample: Sample, path: Path, temporary: Path) -> None:
+        """Put a submission that stands there in place of a new one in which no member has predicted a row."""
+        table = self._prepared.table
+        if self.results.filled_rows == table.rows and sample.is_in(path, table.ids):
+            shutil.copyfile(path, temporary)  # of the new one only the time that it takes is needed
+            text = "of an earlier run stays until a member has predicted a row; remove it for filled-in rows"
+            self.results.kept_submission = f"{shown_path(path)} {text}"
 
     def _fitted_on(self) -> FittingConfig | None:
         """Return what the weights were fitted on, if that is this table with these labels."""

@@ -172,7 +172,7 @@ class _Run(RunState, RunHooks):
             is_work_left = any(state.has_work for state in self.members)
             # If weights of views changed, their mean is another one, with nothing to compute.
             if is_work_left or any(work.views and not work.is_complete for work in works):
-                rundir.forget_results()
+                rundir.forget_results(keep_submission=self._config.time_limit is not None)
             loaded = self.prepared.loaded
             write_text(rundir.config, loaded.redactor(loaded.whole))
             reserve = 0.0
@@ -251,7 +251,7 @@ class _Run(RunState, RunHooks):
         for member in self.prepared.plan.members:
             if member.needs_worker or self.works[member.name].is_complete:
                 continue
-            self._rundir.forget_results()
+            self._rundir.forget_results(keep_submission=self._config.time_limit is not None)
             self._writer.write_given(member)
 
     def _take_over_cpu_choices(self) -> None:
@@ -291,10 +291,9 @@ class _Run(RunState, RunHooks):
             return 0.0
         began = boot_seconds()
         self._writer.merge([state for state in self.members if self.works[state.plan.name].has_rows.any()])
-        self.say(
-            f"time limit {duration(limit)}: a first submission is written; rows that no member reaches are filled "
-            f"in (fill: {self._config.fill})"
-        )
+        first = "a first submission is written; rows that no member reaches are filled in "
+        first += f"(fill: {self._config.fill})"
+        self.say(f"time limit {duration(limit)}: {self.results.kept_submission or first}")
         return reserve_seconds(boot_seconds() - began, len(self._config.models), limit)
 
     def _wait_for_gpu_memory(self, reserve: float) -> None:
@@ -481,7 +480,8 @@ class _Run(RunState, RunHooks):
             for state in self.members
         )
         if limit is not None and self.status == "time_limit" and not has_new_rows:
-            self.explanation = time_limit_text(self.members, limit, self._seconds_before_workers, reserve)
+            text = time_limit_text(self.members, limit, self._seconds_before_workers, reserve)
+            self.explanation = "; ".join(filter(None, [self.results.kept_submission, text]))
             log.warning("%s", self.explanation)
 
 

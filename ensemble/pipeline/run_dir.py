@@ -192,10 +192,11 @@ class RunDir:
             else:
                 leftover.unlink(missing_ok=True)
 
-    def forget_results(self) -> None:
+    def forget_results(self, keep_submission: bool = False) -> None:
         """Remove merged files and report, so that nobody takes them for the results of the run that goes on."""
         for file in self._results:
-            file.unlink(missing_ok=True)
+            if file != self.submission or not keep_submission:
+                file.unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Remove everything that earlier runs left."""

@@ -84,8 +84,6 @@ class DevicePool:
             self._gpus[gpu.uuid] = gpu
             self._taken.setdefault(gpu.uuid, 0)
             self._used[gpu.uuid] = gpu.used_bytes
-            # Its node may not tell yet when it is leased.
-            self._bytes_before.setdefault(gpu.uuid, gpu.used_bytes)
 
     def is_releasing(self) -> bool:
         return bool(self._releasing)
@@ -167,6 +165,9 @@ class DevicePool:
             return
         self._sampled_at = now
         self._used = self._launcher.used_memory([*self._gpus])
+        for gpu in self.gpus:
+            if self._used.get(gpu.uuid) is not None:  # its node may not have told yet when it was leased
+                self._bytes_before.setdefault(gpu.uuid, gpu.used_bytes)
         for uuid, since in list(self._releasing.items()):
             used, seconds = self._used.get(uuid), round(now - since, 3)
             is_free = self._is_free(uuid, seconds)

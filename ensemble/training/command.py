@@ -117,8 +117,6 @@ def train_for_run(
 
     Raises:
         MembersFailed: a member failed, and neither on_member_failure nor a time limit asks for results without it.
-        TimeLimitReached: no member could be trained, and an earlier submission would be replaced by one that says
-            nothing.
         EnsembleError: as for ``train``.
     """
     config = loaded.config
@@ -146,13 +144,6 @@ def train_for_run(
             untrained[model.name] = failures.get(model.name) or why
             display.say(f"{model.name} is left out: {untrained[model.name]}")
     out_of_time = frozenset(name for name in untrained if not failures.get(name))
-    deciding = {model.name for model in config.models if model.has_weight}
-    submission = RunDir(config.output_dir).submission
-    if deciding and deciding <= out_of_time and submission.exists():
-        raise TimeLimitReached(
-            f"no member could be trained in time; {shown_path(submission)} stays as an earlier run has left it; "
-            f"{RESUMES}"
-        )
     loaded = with_trained(loaded, may_lack=True)
     return replace(loaded, untrained=untrained, out_of_time=out_of_time)
 

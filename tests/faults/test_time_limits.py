@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
+from ensemble.cli.progress import QuietDisplay
 from ensemble.common.protocol import Closed, Command, Load, Predict, Progress, Ready, Started, Stop
-from ensemble.pipeline.run_report import measured_speeds
+from ensemble.pipeline.load import load
+from ensemble.pipeline.run import run
+from ensemble.pipeline.run_report import RunReport, measured_speeds
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import make_plan, without_done
 from ensemble.scheduling.deadline import Deadline, reserve_seconds, time_limit_text
@@ -216,6 +221,55 @@ def test_the_explanation_knows_what_was_measured() -> None:
     runs.limit, runs.kept = 13.0, reserve_seconds(FIRST_SECONDS, 1, 13.0)
     runs.again()
     assert runs.rows[0] > done, "what was measured before is still known"
+
+
+class Listening(QuietDisplay):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+@pytest.mark.fault(34)
+@pytest.mark.parametrize("name", ["submission.csv", "submission.parquet"])
+def test_a_limit_without_a_predicted_row_leaves_an_earlier_submission_as_it_is(
+    project: Project, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(project.folder)
+    submission = {"sample": "sample.csv", "path": f"out/{name}"}
+    project.write_config(project.config(time_limit="1s", submission=submission))
+
+    def run_without_time() -> tuple[RunReport, str]:
+        display = Listening()
+        report = run(load([Path("config.yaml")]), display, elapsed_seconds=1.0, owns_process=False)
+        assert report.status == "time_limit"
+        return report, "\n".join(display.lines)
+
+    places = [Path("runs/first/submission.csv"), Path("out", name)]
+    _, message = run_without_time()
+    assert "a first submission is written" in message
+    good = pd.read_csv("sample.csv", dtype={"id": str}).assign(tie=0.1, winner_a=0.2, winner_b=0.7)
+    write = {".csv": pd.DataFrame.to_csv, ".parquet": pd.DataFrame.to_parquet}
+    for place in places:
+        write[place.suffix](good, place, index=False)
+    before = [place.read_bytes() for place in places]
+    report, message = run_without_time()
+    assert [place.read_bytes() for place in places] == before
+    kept = f"{places[1]} of an earlier run stays until a member has predicted a row"
+    assert kept in message
+    assert kept in report.explanation
+    assert report.files["submission"] == str(places[1].absolute())
+    # One of other rows is no submission of this table.
+    for place in places:
+        write[place.suffix](good[1:], place, index=False)
+    _, message = run_without_time()
+    assert "a first submission is written" in message
+    read = {".csv": pd.read_csv, ".parquet": pd.read_parquet}
+    for place in places:
+        written = read[place.suffix](place)
+        assert len(written) == len(good)
+        assert (written["tie"] == 1 / 3).all()
 
 
 @pytest.mark.long

@@ -293,15 +293,22 @@ def test_a_node_that_does_not_respond_is_lost(
 
 
 def ending_in(
-    method: str, folder: str, tmp_path: Path, number: signal.Signals = signal.SIGSTOP
+    method: str, folder: str, tmp_path: Path, number: signal.Signals = signal.SIGSTOP, times: int = 1000
 ) -> dict[str, str]:
-    """The environment of nodes where an agent gets a signal in a method, if its node has such a folder."""
+    """The environment of nodes where so many agents get a signal in a method, if their node has such a folder."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, time\n"
         f"if {folder!r} in os.environ.get('TMPDIR', ''):\n"
         "    from ensemble.scheduling.launchers.ray.agent import Agent\n"
-        # The thread that does it goes on for a moment.
-        f"    Agent.{method} = lambda *_: (os.kill(os.getpid(), {number}), time.sleep(1000))\n"
+        f"    whole = Agent.{method}\n"
+        "    def ending(*arguments):\n"
+        f"        with open({str(tmp_path / 'ended')!r}, 'a+') as file:\n"
+        "            file.write('.')\n"
+        f"        if os.path.getsize(file.name) > {times}:\n"
+        "            return whole(*arguments)\n"
+        f"        os.kill(os.getpid(), {number})\n"
+        "        time.sleep(1000)\n"  # the thread that does it goes on for a moment
+        f"    Agent.{method} = ending\n"
     )
     return {"PYTHONPATH": python_path(ROOT, tmp_path)}
 
@@ -337,6 +344,24 @@ def test_a_node_that_does_not_respond_before_anything_runs(
     assert len(re.findall(rf"node \S+ is lost: {why}", " ".join(printed.split()))) == 1, printed
     workers = chunky.run_json()["members"][0]["workers"]
     assert {worker["devices"][0] for worker in workers if worker["chunks"]} == {gpu_uuid(1)}
+    nothing_is_left(nodes)
+
+
+@pytest.mark.fault(39)
+@pytest.mark.long
+@pytest.mark.parametrize("deaths", [1, 4])
+def test_an_agent_that_dies_while_it_starts_gets_successors(
+    chunky: Project, tmp_path: Path, nodes: Nodes, mortal: str, deaths: int
+) -> None:
+    environment = ending_in("facts", mortal, tmp_path, signal.SIGKILL, times=deaths)
+    launcher = on_cluster(nodes, runtime_env={"env_vars": environment})
+    chunky.write_config(chunky_config(chunky, launcher=launcher, devices=nodes.gpus[mortal]))
+    done = chunky.ensemble("plan", "config.yaml")
+    if deaths == 1:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode == 2
+        assert "no agent could be started on node" in " ".join(done.stderr.split())
     nothing_is_left(nodes)
 
 

@@ -17,7 +17,7 @@ MIB = 1 << 20
 class Readings(PretendedLauncher):
     """A launcher whose only device has the memory that a test says, and whose clock a test moves."""
 
-    def __init__(self, used: int) -> None:
+    def __init__(self, used: int | None) -> None:
         super().__init__()
         self.used, self.seconds = used, 0.0
 
@@ -77,3 +77,18 @@ def test_memory_that_a_worker_keeps_is_waited_for(after: list[int]) -> None:
 
 def test_memory_that_is_back_is_free_at_once() -> None:
     assert release([9 * GIB, GIB + 200 * MIB]) == (1.0, [])
+
+
+def test_a_device_that_does_not_tell_yet_when_it_is_leased_is_waited_for_all_the_same() -> None:
+    """As over Ray, whose nodes are asked for the first time while the first workers start."""
+    launcher = Readings(None)
+    (gpu,) = gpus(1)
+    pool = DevicePool([gpu], 1, 60.0, launcher, pytest.fail, launcher.now)
+    assert pool.acquire(1, [gpu.uuid]) == (gpu,)
+    pool.release([gpu])
+    for seconds, used in enumerate([9 * GIB, 3 * GIB, gpu.used_bytes]):
+        assert pool.is_releasing()
+        assert not pool.acquire(1, [gpu.uuid])
+        launcher.used, launcher.seconds = used, float(seconds)
+        pool.poll()
+    assert pool.acquire(1, [gpu.uuid]) == (gpu,)

@@ -114,6 +114,8 @@ def test_keys_that_the_installed_libraries_do_not_know(bases: Path, tmp_path: Pa
         ("layer_replication", [[0, 1], [0, 1]], False),
         ("alora_invocation_tokens", [5], False),
         ("target_modules", ["embed_tokens"], False),
+        ("target_modules", ["q_proj", "lm_head"], False),
+        ("kasa_config", {"beta": 0.1}, False),
         ("use_dora", True, True),
     ],
 )
@@ -131,11 +133,28 @@ def test_adapters_that_could_not_share_a_base_are_refused_before_they_are_traine
 
 
 @pytest.mark.parametrize(
-    "lora", [{"use_dora": True}, {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}}]
+    "lora", [{"use_dora": True}, {"init_lora_weights": "orthogonal"}, {"target_modules": ["q_proj"]}]
 )
-@pytest.mark.filterwarnings("ignore:lora with eva")
 def test_adapters_that_can_share_a_base(lora: dict[str, Any], bases: Path, tmp_path: Path) -> None:
     assert problems(tmp_path, base_model=str(bases / "llama"), method="lora", lora_config=lora) == []
+
+
+@pytest.mark.parametrize(
+    ("lora", "key"),
+    [
+        ({"init_lora_weights": "eva", "eva_config": {"rho": 2.0}}, "init_lora_weights"),
+        ({"monteclora_config": {}}, "monteclora_config"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:lora with eva")
+def test_methods_of_which_peft_leaves_a_part_to_programs_are_refused(
+    lora: dict[str, Any], key: str, bases: Path, tmp_path: Path
+) -> None:
+    """It would train plain LoRA under their name."""
+    messages = problems(tmp_path, base_model=str(bases / "llama"), method="lora", lora_config=lora)
+    assert messages[0].startswith(
+        f"models[0].train.lora_config.{key}: peft leaves a part of this to the program"
+    )
 
 
 @pytest.mark.parametrize("key", ["merge_adapter", "torch_compile"])

@@ -236,12 +236,14 @@ def test_a_limit_that_leaves_no_time_to_train_anew_says_what_is_kept(trained: Tr
     assert "a is left out: there was no time to train fold 0, fold 1" in text
     assert "Its earlier trainings are kept (fold 0, fold 1), and used again if a change is undone" in text
     assert digests_of_folds(trained) == before
-    submission = trained.folder / "runs/first/submission.csv"
-    submission.write_text("of an earlier run", encoding="utf-8")
+    submissions = [trained.folder / "runs/first/submission.csv", trained.folder / "out/submission.csv"]
+    for submission in submissions:
+        shutil.copyfile(trained.folder / "sample.csv", submission)  # for one that an earlier run has left
     done = trained.ensemble("run", "config.yaml", "--set", "time_limit=1s", "--set", "seed=7")
     assert done.returncode == 4
-    assert "stays as an earlier run has left it" in " ".join(done.stderr.split())
-    assert submission.read_text(encoding="utf-8") == "of an earlier run"
+    assert "out/submission.csv of an earlier run stays" in " ".join(done.stderr.split())
+    for submission in submissions:
+        assert submission.read_bytes() == (trained.folder / "sample.csv").read_bytes()
 
 
 @pytest.mark.parametrize("is_mended", [True, False])

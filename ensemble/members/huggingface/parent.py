@@ -16,6 +16,7 @@ from ensemble.common.host import is_wsl
 from ensemble.common.packages import installed_versions
 from ensemble.members.base import Assigned, Candidate, MemberKind, RanWith, Reads, ResourceRequest
 from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, MemoryEstimate
+from ensemble.members.huggingface.checkpoint import tokenizer_files
 from ensemble.members.huggingface.checkpoint.description import (
     adapter_tokenizers,
     checkpoint_question,
@@ -29,7 +30,6 @@ from ensemble.members.huggingface.checkpoint.quantization_methods import (
     quantization_problems,
     quantization_warnings,
 )
-from ensemble.members.huggingface.checkpoint.tokenizer_files import asks_for_segments, own_max_length
 from ensemble.members.huggingface.settings import TO_BE_TRAINED, HuggingFaceSettings, TextSettings
 from ensemble.members.huggingface.spec import (
     CAPPED_BLOCKS,
@@ -434,8 +434,9 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         """Return whether the worker asks the tokenizer for segment ids, as far as files tell."""
         config = read_json(inspected.folder / "config.json")
         tokenizer = read_json(tokenizer_folder(self.settings, inspected.folder) / "tokenizer_config.json")
-        names = config.get("transformers_version"), tokenizer.get("tokenizer_class")
-        return bool(asks_for_segments(config, *names, len(self.settings.text_columns)))
+        release, texts = config.get("transformers_version"), len(self.settings.text_columns)
+        is_lost = tokenizer_files.loses_segments(tokenizer.get("tokenizer_class"))
+        return is_lost and bool(tokenizer_files.has_learnt_segments(config, release, texts))
 
     def _max_length(self, inspected: Checkpoint) -> int | None:
         """Return the tokens that a row may have; None where only the worker's tokenizer tells."""
@@ -445,9 +446,9 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         # The files do not tell if the tokenizer has settings or code of its own, or may still be on the hub.
         if without_fetching(model.tokenizer_kwargs) or model.trust_remote_code:
             return None
-        folder = tokenizer_folder(model, inspected.folder)
-        has_files = folder != inspected.folder or Path(model.model_name_or_path).is_dir()
-        return own_max_length(folder) if has_files else None
+        folder, adapter = tokenizer_folder(model, inspected.folder), next(iter(adapter_tokenizers(model)), "")
+        is_here = Path(model.model_name_or_path).is_dir() and (not adapter or Path(adapter).is_dir())
+        return tokenizer_files.own_max_length(folder) if folder != inspected.folder or is_here else None
 
 
 def _for_worker(adapter: AdapterSource | None) -> AdapterSource | None:

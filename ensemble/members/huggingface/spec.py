@@ -153,7 +153,7 @@ class ModelSettings(CheckpointSettings):
 class ModelSpec(ModelSettings, CheckpointSpec):
     """Join a text model's settings with those of every worker: all that loading and scoring need."""
 
-    asks_for_segments: bool = True  # where ``asks_for_segments`` says so
+    asks_for_segments: bool = True  # that its tokenizer loses, and its model has learnt
 
 
 def choose_dtype(asked: str, stored: str | None, gpus: int, capability: tuple[int, int] | None) -> str:

@@ -120,6 +120,13 @@ class TrainingFromBase:
                     f"{key}.lora_config.{name}: the folds' adapters share one base"
                     f"{' and have a mean' if averages else ''}, which this excludes; drop it"
                 )
+            # eva needs a call of initialize_lora_eva_weights, and monteclora_config another loss.
+            for name, value in self._train.lora_config.items():
+                if value == "eva" or (name == "monteclora_config" and value is not None):
+                    yield (
+                        f"{key}.lora_config.{name}: peft leaves a part of this to the program that trains, and "
+                        "here it would be plain LoRA; drop it, or train by a command"
+                    )
         of_base, _, answer = self._found
         yield from (f"{key}.base_model: {text}" for text in of_base)
         yield from (f"{key}.{text}" for text in (answer.fields or {}).get("problems", ()))

@@ -172,7 +172,8 @@ def unshared_settings(lora_config: Mapping[str, Any], is_averaged: bool) -> Iter
     if changes_base:
         yield changes_base.partition(":")[0]
     yield from (key for key in _OF_ONE_ADAPTER if lora_config.get(key))
-    if "embed_tokens" in (lora_config.get("target_modules") or ()):  # peft saves these whole
+    targets = lora_config.get("target_modules") or ()
+    if "embed_tokens" in targets or "lm_head" in targets:  # peft saves these whole
         yield "target_modules"
     if is_averaged:
         yield from (key for key in _NOT_PLAIN if lora_config.get(key))
@@ -222,4 +223,4 @@ def _changes_base(config: Mapping[str, Any]) -> str:
     for key, values in (("bias", ("all", "lora_only")), ("init_lora_weights", _CHANGES_BASE)):
         if str(config.get(key)).lower().startswith(values):
             return f"{key}: {config[key]}"
-    return "layer_replication" if config.get("layer_replication") else ""
+    return next((key for key in ("layer_replication", "kasa_config") if config.get(key) is not None), "")

@@ -94,19 +94,21 @@ def size_problem(name: str | Path, tokens: int, embeddings: int) -> str:
     )
 
 
-def asks_for_segments(
-    config: Mapping[str, object], release: object, tokenizer: object, texts: int
-) -> bool | None:
-    """Return whether segment ids that its class loses are asked of a tokenizer, for rows of so many texts.
+def loses_segments(tokenizer_class: object) -> bool:
+    """Return whether a tokenizer of this class gave segment ids in transformers 4, and gives none from 5 on."""
+    return str(tokenizer_class or "TokenizersBackend").removesuffix("Fast") in _LOSE_SEGMENTS
+
+
+def has_learnt_segments(config: Mapping[str, object], release: object, texts: int) -> bool | None:
+    """Return whether a model was trained with segment ids that its tokenizer loses, in rows of so many texts.
 
     Only what was trained with transformers 4 has seen them: the release that wrote the (base's) config decides,
-    and every release from 4.2 on writes its number.  None: they are not lost, or the model reads none.
+    and every release from 4.2 on writes its number.  None: it reads none.
     """
     kind, segments = config.get("model_type"), config.get("type_vocab_size")
     is_read = texts == 2 and (kind == "funnel" or (isinstance(segments, int) and segments > 1))
-    is_lost = str(tokenizer or "TokenizersBackend").removesuffix("Fast") in _LOSE_SEGMENTS
     # XLNet's tokenizer marks the token that its head reads, in a single text, too.
-    if not is_lost or not (is_read or kind == "xlnet"):
+    if not is_read and kind != "xlnet":
         return None
     return release is None or str(release).startswith(("2.", "3.", "4."))
 

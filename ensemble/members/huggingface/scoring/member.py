@@ -17,7 +17,7 @@ from transformers import AutoConfig, masking_utils
 from ensemble.common.protocol import BatchChoice, Counters, Ready
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.published_table import PublishedTable
-from ensemble.members.huggingface.checkpoint.tokenizer_files import asks_for_segments
+from ensemble.members.huggingface.checkpoint.tokenizer_files import has_learnt_segments, loses_segments
 from ensemble.members.huggingface.loading.checks import ROWS, check_tokenizer
 from ensemble.members.huggingface.loading.float32_retry import (
     in_float32,
@@ -241,11 +241,10 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         spec, tokenizer, texts = self._spec, self._tokenizer, max(1, len(self._spec.text_columns))
         if "token_type_ids" in tokenizer.model_input_names or "model_input_names" in tokenizer.init_kwargs:
             return []  # it gives what it is told to
-        if spec.auto_class == LANGUAGE_MODEL:
+        if spec.auto_class == LANGUAGE_MODEL or not loses_segments(type(tokenizer).__name__):
             return []
         config = from_pretrained(AutoConfig, spec, **spec.model_kwargs)
-        names = config.transformers_version, type(tokenizer).__name__
-        is_asked = asks_for_segments(config.to_dict(), *names, texts)
+        is_asked = has_learnt_segments(config.to_dict(), config.transformers_version, texts)
         if is_asked is None or not any(tokenizer(*["a"] * texts, return_token_type_ids=True).token_type_ids):
             return []
         if is_asked and spec.asks_for_segments:

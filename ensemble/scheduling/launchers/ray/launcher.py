@@ -321,10 +321,11 @@ class RayLauncher(Launcher):
                 name += f"-{record['NodeID'][:6]}"
             name = names.setdefault(record["NodeID"], name)
             agent = self._start_agent(record, name, free.get(record["NodeID"], {}))
-            starting.append((record["NodeID"], name, agent, agent.facts.remote()))
+            starting.append((record, name, agent, agent.facts.remote()))
         installs = self._runtime_env is not None and bool(self._runtime_env.keys() - {"env_vars"})
         give_up = time.monotonic() + (_INSTALL_SECONDS if installs else _START_SECONDS)
-        for node_id, name, agent, reference in starting:
+        for record, name, agent, reference in starting:  # which fresh agents join
+            node_id = record["NodeID"]
             try:
                 facts = ray.get(reference, timeout=max(0.0, give_up - time.monotonic()))
             except GetTimeoutError:
@@ -334,7 +335,17 @@ class RayLauncher(Launcher):
                 if node_id in self._returning:
                     self._returning[node_id].why_lost = in_short(error)
                 # If the node has died, Ray notices that after seconds, and the run goes on without it.
-                elif any(other["NodeID"] == node_id for other in _alive_nodes()):
+                elif all(other["NodeID"] != node_id for other in _alive_nodes()):
+                    continue
+                elif (
+                    isinstance(error, (RayActorError, OutOfMemoryError))
+                    and not getattr(error, "actor_init_failed", False)  # it could be loaded there
+                    and self._fresh_agents[node_id] < _MAX_FRESH_AGENTS
+                ):
+                    self._fresh_agents[node_id] += 1
+                    agent = self._start_agent(record, name, free.get(node_id, {}))
+                    starting.append((record, name, agent, agent.facts.remote()))
+                else:
                     problem = (
                         f"no agent could be started on node {name} ({in_short(error)}); is ensemble-runner "
                         "installed there?"

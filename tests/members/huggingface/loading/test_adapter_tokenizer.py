@@ -14,14 +14,15 @@ import pytest
 
 from ensemble.common.digests import FileDigests
 from ensemble.common.errors import CheckpointError
-from ensemble.members.base import OutputColumns
+from ensemble.members.base import Assigned, OutputColumns
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.spec import AdapterSource
 from ensemble.members.seq_cls.parent import SequenceClassification
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
-from tests.checkpoints import label_reference, make_adapter, make_base, make_texts
+from tests.checkpoints import adapter_reference, label_reference, make_adapter, make_base, make_texts
 from tests.members.causal_lm.test_causal_lm import SEVERAL, member, predict
 from tests.members.huggingface.scoring.test_predict import LABELS, compute, worker_spec
+from tests.pipeline.test_fingerprint import commit_to
 
 pytest.importorskip("peft")
 pytestmark = [
@@ -200,6 +201,28 @@ def test_a_side_to_cut_on_in_the_config_holds_for_the_tokenizers_of_all_adapters
         load_tokenizer(spec)
     settings_of(base, left, right, truncation_side="left").inspect(columns)
     assert load_tokenizer(replace(spec, truncation_side="left")).truncation_side == "left"
+
+
+@pytest.mark.parametrize("limit", [12, 90])
+def test_rows_of_an_adapter_on_the_hub_are_cut_at_its_own_tokenizers_limit(
+    limit: int, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    limited = Path(shutil.copytree(base, tmp_path / "limited"))
+    add_tokenizer(limited, base, model_max_length=40)
+    snapshot = commit_to(tmp_path / "cache", "people/adapter", "1" * 40, [])
+    make_adapter(snapshot, limited, 3)
+    add_tokenizer(snapshot, base, model_max_length=limit)
+    kind = settings_of(limited, Path("people/adapter"))
+    inspected = kind.inspect(OutputColumns("id", ("LABEL_0", "LABEL_1", "LABEL_2"), tmp_path))
+    settings = kind.worker_settings(inspected, Assigned(gpus=0, dtype="float32", attention=None), None)
+    rows = [{"text": text * 4} for text in TEXTS]
+    spec = worker_spec(limited, adapter_name_or_path="people/adapter")
+    got = compute(replace(spec, max_length=settings["max_length"]), rows)
+    texts = [row["text"] for row in rows]
+    np.testing.assert_allclose(got, adapter_reference(limited, snapshot, texts, 3, limit), atol=1e-5)
+    assert np.abs(got - adapter_reference(limited, snapshot, texts, 3, 40)).max() > 1e-3
 
 
 CODE = """from transformers import PreTrainedTokenizerFast
