@@ -86,7 +86,7 @@ def merged_by_auto(fitted: Predictions, scored: Predictions) -> Any:
     """Return what ``--method auto`` of the first rows merges of the others, float64 [rows, labels]."""
     report = fit_auto(fitted, Options(method="auto"))
     settings = {member.name: member.calibration for member in report.members}
-    values = [*scored.calibrated(settings).members.values()]
+    values = [*scored.as_merged(settings).members.values()]
     if report.stacking is not None:
         return report.stacking.merge(values)
     weights = np.array([member.weight for member in report.members])
@@ -96,7 +96,7 @@ def merged_by_auto(fitted: Predictions, scored: Predictions) -> Any:
 def merged_by(options: Options, fitted: Predictions, scored: Predictions) -> Any:
     """Return the same of another method, without its cross-validation."""
     settings = fit_calibrations(fitted, options)
-    members, values = ([*part.calibrated(settings).members.values()] for part in (fitted, scored))
+    members, values = ([*part.as_merged(settings).members.values()] for part in (fitted, scored))
     return blend_fitter(members, fitted, options, find_metric(options.metric))(None).merge(values)
 
 

@@ -9,7 +9,6 @@ C. Guo, G. Pleiss, Y. Sun and K. Q. Weinberger, "On Calibration of Modern Neural
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
@@ -17,10 +16,8 @@ import numpy.typing as npt
 from scipy.optimize import minimize
 from scipy.special import expit, logsumexp
 
-from ensemble.common.protocol import Activation
-from ensemble.config import CalibrationConfig
 from ensemble.data.table import Truth
-from ensemble.merging.calibration import calibrator, features
+from ensemble.merging.calibration import features
 from ensemble.merging.methods.base import Values
 
 Kind: TypeAlias = Literal["softmax", "sigmoid"]
@@ -73,18 +70,6 @@ def fit_vector_scaling(
     options = {"ftol": 1e-13, "gtol": 1e-7, "maxiter": 500}
     best = minimize(loss, start, jac=True, method="L-BFGS-B", options=options)
     return best.x[:labels], best.x[labels:]
-
-
-def calibrated(
-    values: Values, settings: CalibrationConfig | None, activation: Activation, labels: Sequence[str]
-) -> Values:
-    """Return a member's values after its calibration, float64 [rows, labels]."""
-    calibrate = calibrator(settings, activation, labels)
-    if calibrate is None:
-        return values
-    result = values.copy(order="F")
-    calibrate(result)
-    return result
 
 
 def loss_of_scores(scores: Values, targets: Values, kind: Kind) -> tuple[float, Values]:

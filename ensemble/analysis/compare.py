@@ -24,7 +24,7 @@ from ensemble.analysis.predictions import (
     FOLDS_UNKNOWN,
     LABEL_COLUMN,
     Predictions,
-    as_merged,
+    calibrations_of,
     read_files,
     read_run,
     read_truth,
@@ -182,7 +182,8 @@ def compare(
         try:
             if path.is_dir():
                 report = RunReport.read(path / "run.json")
-                predictions = as_merged(read_run(path, labels is None, label_column), report)
+                predictions = read_run(path, labels is None, label_column)
+                predictions = predictions.as_merged(calibrations_of(report))
                 activation = activation or predictions.activation
                 sources[path] = _Source(path, predictions, report)
             else:

@@ -257,7 +257,7 @@ def fit_sample(
             alone=scorer.score(values).value,
             gain=scorer.gain(merged, without[number]) if without else None,
         )
-        for number, (name, values) in enumerate(sample.masked().members.items())
+        for number, (name, values) in enumerate(sample.as_merged({}).members.items())
     )
     interval = merged.interval
     ((best_number, best_in),) = Counter(best_members).most_common(1)
@@ -296,7 +296,7 @@ def usable_rows(predictions: Predictions, is_stacked: bool) -> tuple[Predictions
     values: for the geometric mean the result is the same, for the mean nearly so. Stacking leaves masked rows out,
     because it would take the logarithm of 0.
     """
-    rules, members = predictions.rules, predictions.members.values()
+    rules, members = predictions.post.rules, predictions.members.values()
     is_complete = ~np.logical_or.reduce([np.isnan(values[:, 0]) for values in members])
     is_decided = np.zeros(predictions.rows, np.bool_)
     if rules is not None:
@@ -304,16 +304,15 @@ def usable_rows(predictions: Predictions, is_stacked: bool) -> tuple[Predictions
     if rules is None and is_complete.all():
         return predictions, 0
     sample = predictions.taken(np.flatnonzero(is_complete & ~is_decided))
-    if sample.rules is not None:
+    if sample.post.rules is not None:
         for values in sample.members.values():  # copies of the run's
-            sample.rules.apply(0, values, predictions.activation == "softmax")
-    return sample, int(is_decided.sum())
+            sample.post.rules.apply(0, values, predictions.activation == "softmax")
+    return replace(sample, post=replace(sample.post, rules=None)), int(is_decided.sum())
 
 
 def values_to_merge(sample: Predictions, calibrations: Calibrations, options: Options) -> list[Values]:
     """Return members as they are merged: calibrated, and with 0 for impossible labels, except for stacking."""
-    calibrated = sample.calibrated(calibrations)
-    merged = calibrated if options.method == "stacking" else calibrated.masked()
+    merged = sample.as_merged(calibrations, keeps_impossible=options.method == "stacking")
     return [*merged.members.values()]
 
 
@@ -413,7 +412,7 @@ def fitted_numbers(sample: Predictions, options: Options) -> int:
 def fit_calibrations(sample: Predictions, options: Options) -> Calibrations:
     """Return the calibration of each member that is best for these rows."""
     calibrations: Calibrations = {}
-    possible = None if sample.allowed is None else sample.allowed.flags
+    possible = sample.post.possible
     for name, values in sample.members.items():
         activation, truth = sample.activations[name], sample.required_truth
         if options.calibration == "none" or activation == "none":
@@ -492,18 +491,18 @@ def _cross_validated(
     count, shape = len(sample.members), (sample.rows, len(sample.labels))
     merged, equal, best, *without = (np.empty(shape, order="F") for _ in range(3 + count * (count > 1)))
     answers = np.empty(shape if numbers else (0, 0))
-    best_members = []
+    best_members, is_exclusive = [], sample.activation == "softmax"
     equal_blend = WeightedBlend(np.ones(count), equal_pool, _kind(sample))
     for fold in range(options.folds):
         is_scored = np.flatnonzero(fold_of == fold)
         others, scored = sample.taken(np.flatnonzero(fold_of != fold)), sample.taken(is_scored)
         scores = [
             metric.value(others.required_truth, values, sample.activation, others.folds)
-            for values in others.masked().members.values()
+            for values in others.as_merged({}).members.values()
         ]
         best_members.append(int(np.argmax(scores) if metric.greater_is_better else np.argmin(scores)))
         calibrations = fit_calibrations(others, options)
-        raw = [*scored.masked().members.values()]
+        raw = [*scored.as_merged({}).members.values()]
         members, ready = (values_to_merge(part, calibrations, options) for part in (others, scored))
         method = blend_fitter(members, others, options, metric)
         blend = method(None)
@@ -512,8 +511,8 @@ def _cross_validated(
         merged[is_scored] = blend.merge(ready)
         if numbers:
             fitted_to, tried_on = blend.merge(members), merged[is_scored]
-            others.mask(fitted_to, sample.activation)
-            scored.mask(tried_on, sample.activation)
+            others.post.merged(0, fitted_to, is_exclusive)
+            scored.post.merged(0, tried_on, is_exclusive)
             answer = fit_thresholds(fitted_to, others.required_truth, numbers, options.seed)
             answers[is_scored] = answered(answer, tried_on)
         for number, values in enumerate(without):
@@ -521,7 +520,7 @@ def _cross_validated(
             values[is_scored] = method(number).merge(ready) if has_weight else merged[is_scored]
     held_out = [merged, equal, best, *without]
     for values in held_out:
-        sample.mask(values, sample.activation)
+        sample.post.merged(0, values, is_exclusive)
     return held_out, answers, best_members
 
 

@@ -174,7 +174,7 @@ def _held_out(
                 members, ready = (values_to_merge(part, calibrations, way) for part in (others, scored))
                 held_out[way][is_scored] = blend_fitter(members, others, way, metric)(None).merge(ready)
     for values in held_out.values():
-        sample.mask(values, sample.activation)
+        sample.post.merged(0, values, sample.activation == "softmax")
     return held_out
 
 

@@ -346,10 +346,9 @@ class MemberTrials:
         activation = self._prepared.inspected[self.model.name].activation
         in_both = np.isfinite(reference.values).all(axis=1) & np.isfinite(trial.values).all(axis=1)
         expected, values = reference.values[in_both], trial.values[in_both]
-        if self._prepared.allowed_labels is not None:  # what counts are the values that would be merged
-            allowed = self._prepared.allowed_labels.taken(self._chosen[in_both])
-            for of_trial in (expected, values):
-                allowed.apply(0, of_trial, activation == "softmax")
+        post = self._prepared.post.taken(self._chosen[in_both])
+        for of_trial in (expected, values):  # what counts are the values that would be merged
+            post.member(0, of_trial, activation)
         mean, largest, changed = distances(expected, values, activation)
         truth = self._prepared.truth
         metrics: dict[str, Interval] = {}

@@ -169,12 +169,13 @@ def _fit_run(
         raise DataError(
             f"{run_dir}: {changed_sentence(changed)}; run the config with these settings first, then fit"
         )
-    run_rules = () if predictions.rules is None else predictions.rules.rules
+    post = predictions.post
+    run_rules = () if post.rules is None else post.rules.rules
     if run_rules != (config.rules or ()):
         raise DataError(
             f"{run_dir}: its run has other rules than the config; run the config again (this only merges), then fit"
         )
-    source = "column None" if predictions.allowed is None else predictions.allowed.source
+    source = "column None" if post.allowed is None else post.allowed.source
     if source != loaded.redactor(f"column {config.possible_labels}"):
         raise DataError(
             f"{run_dir}: its run has other data.allowed_labels than the config; run the config again, then fit"

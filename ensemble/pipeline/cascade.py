@@ -21,10 +21,10 @@ from ensemble.config.schema import deciding_members
 from ensemble.config.values import takes_time_left
 from ensemble.data.predictions_csv import PredictionFile, demand_as_written, read_predictions
 from ensemble.members.base import Inspection
-from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.blocks import weights_by_bin, weights_of_rows
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods.weighted_mean import scaled, weighted_mean
+from ensemble.merging.post_process import PostProcess
 from ensemble.pipeline.fingerprint import changed_members, changed_sentence
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.resume import MemberWork, mean_of_views, values_of
@@ -200,16 +200,15 @@ class Cascades:
 
     def _selection_of(self, rule: _Rule, deciders: Sequence[_Decider]) -> tuple[_Rows, _Values]:
         ((kind, _),) = rule.when.items()
-        config, table, allowed = self._prepared.config, self._prepared.table, self._prepared.allowed_labels
+        config, table = self._prepared.config, self._prepared.table
         models = [decider.model for decider in deciders]
         values = [decider.mean(self._values_of) for decider in deciders]
         is_present = np.array([~np.isnan(member_values[:, 0]) for member_values in values])
         activations = [self._prepared.inspected[model.name].activation for model in models]
         mean = np.full((table.rows, len(config.labels)), np.nan)
         if models:
-            mean = _calibrated_mean(
-                config, models, activations, values, is_present, table.text_bytes, allowed
-            )
+            post = self._prepared.post
+            mean = _calibrated_mean(config, models, activations, values, is_present, table.text_bytes, post)
         doubt = doubts(kind, mean, is_exclusive=set(activations) <= {"softmax"})
         of_member = self.rows_of(rule.member) if rule.work != rule.member else None
         if of_member is None:
@@ -295,7 +294,8 @@ def _expected_share(
     values = [decider.mean(lambda work: joined[work].copy(order="F")) for decider in rule.deciders]
     activations = [inspected[model.name].activation for model in models]
     is_present = np.array([~np.isnan(member_values).any(axis=1) for member_values in values])
-    mean = _calibrated_mean(config, models, activations, values, is_present, np.zeros(len(ids), np.int64))
+    text_bytes = np.zeros(len(ids), np.int64)
+    mean = _calibrated_mean(config, models, activations, values, is_present, text_bytes, PostProcess())
     selected = select_rows(rule.when, doubts(kind, mean, set(activations) == {"softmax"}))
     return ExpectedShare(float(selected.mean()), f"by the predictions of {plural(len(ids), 'row')} {place}")
 
@@ -322,18 +322,14 @@ def _calibrated_mean(
     values: Sequence[_Values],
     is_present: _Rows,
     text_bytes: npt.NDArray[np.int64],
-    allowed: AllowedLabels | None = None,
+    post: PostProcess,
 ) -> _Values:
-    """Return the weighted mean of members, [rows, labels], after calibration and ``allowed``.
+    """Return the weighted mean of members, [rows, labels], as they are merged.
 
     ``values``, which these change, are NaN where ``is_present``, bool [members, rows], is False.
     """
     for model, activation, member_values in zip(models, activations, values, strict=True):
-        calibrate = calibrator(model.calibration, activation, config.labels)
-        if calibrate is not None:
-            calibrate(member_values)
-        if allowed is not None:
-            allowed.apply(0, member_values, activation == "softmax")
+        post.member(0, member_values, activation, calibrator(model.calibration, activation, config.labels))
     edges = config.ensemble.length_bins or ()
     weights = weights_by_bin([model.weight for model in models], config.labels, len(edges) + 1)
     weights = weights_of_rows(weights, edges, text_bytes)

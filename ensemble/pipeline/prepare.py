@@ -36,6 +36,7 @@ from ensemble.members.questions import ask
 from ensemble.members.registry import kind_for_checks
 from ensemble.merging.allowed_labels import AllowedLabels, allowed_by_key, allowed_in_column
 from ensemble.merging.blocks import RowCheck, block_spans
+from ensemble.merging.post_process import PostProcess
 from ensemble.merging.rules import RowRules, compile_condition, rows_that_meet
 from ensemble.pipeline.cascade import expected_shares
 from ensemble.pipeline.checks import (
@@ -211,8 +212,7 @@ def prepare(
         table_state=table_state,
         needs=needs,
         shares=shares,
-        allowed_labels=allowed,
-        rules=rules,
+        post=PostProcess(allowed, rules),
         view_columns={
             name: tuple(view.table_columns for view in members.views if view.member == name)
             for name in members.kinds
@@ -444,7 +444,7 @@ def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Pre
     plan = _plan(loaded.config, facts, prepared.plan.gpus, prepared.inventory.hosts, prepared.launcher)
     if plan.problems:
         raise DeviceError(plan.problems)
-    prepared = replace(prepared, sample=None, previews={}, allowed_labels=None, rules=None)
+    prepared = replace(prepared, sample=None, previews={}, post=PostProcess())
     return replace(prepared, loaded=loaded, table=table, plan=plan)
 
 

@@ -21,6 +21,7 @@ from ensemble.analysis.weights_file import verdicts
 from ensemble.cli.views.fit import view
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.merging.allowed_labels import AllowedLabels
+from ensemble.merging.post_process import PostProcess
 from tests.analysis.test_fit import (
     conditional,
     demand_normal,
@@ -223,7 +224,10 @@ def test_thresholds_between_the_labels_that_are_possible() -> None:
     only_true = AllowedLabels(
         np.eye(len(probabilities.labels), dtype=np.bool_)[probabilities.truth], "column c"
     )
-    probabilities, options = replace(probabilities, allowed=only_true), Options("quadratic_kappa", "stacking")
+    probabilities, options = (
+        replace(probabilities, post=PostProcess(only_true)),
+        Options("quadratic_kappa", "stacking"),
+    )
     report = fit_sample(
         probabilities, options, find_metric("quadratic_kappa"), probabilities, 0, equal_pool="mean"
     )
@@ -233,9 +237,9 @@ def test_thresholds_between_the_labels_that_are_possible() -> None:
 
 def test_all_ways_are_compared_on_the_rows_that_no_rule_touches() -> None:
     ruled = with_rules(predictions(200), {"mask": ["a"]})
-    assert ruled.rules is not None
-    rest = np.flatnonzero(~ruled.rules.rows[0])
-    alone = replace(ruled, rules=None).taken(rest)
+    assert ruled.post.rules is not None
+    rest = np.flatnonzero(~ruled.post.rules.rows[0])
+    alone = replace(ruled, post=PostProcess()).taken(rest)
     report = fit_auto(ruled, AUTO_OPTIONS)
     assert (report.rows, report.score) == (len(rest), fit_auto(alone, AUTO_OPTIONS).score)
 

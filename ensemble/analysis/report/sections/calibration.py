@@ -91,8 +91,8 @@ class Calibration(Section):
             diagrams[name] = reliability(values, activation, true)
             temperature = ""
             if name != ENSEMBLE and len(rows) >= _MIN_ROWS:
-                fitted_to, allowed = data.calibrated.members[name][rows], data.calibrated.allowed
-                possible = None if allowed is None else allowed.flags[rows]
+                fitted_to = data.calibrated.members[name][rows]
+                possible = predictions.post.taken(rows).possible
                 temperature = number(fit_temperature(fitted_to, true, activation, possible), 2)
             gap = with_interval("accuracy", diagrams[name].overconfidence, is_difference=True)
             cells.append([name, gap, number(METRICS["ece"].value(true, values, activation)), temperature])

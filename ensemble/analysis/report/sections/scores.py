@@ -57,7 +57,7 @@ class Scores(Section):
                 "In brackets 95 % intervals (bootstrap over rows). Those of differences are paired: the same rows "
                 "count for both. The best member comes first."
             )
-            if predictions.rules is not None:
+            if predictions.post.rules is not None:
                 remarks.append("The members' scores are without the rules, all else is with them.")
         if data.report.fitted_on is not None:
             lines.append(f"The ensemble: {data.report.fitted_on.text}.")
