@@ -37,12 +37,10 @@ from ensemble.data.predictions_csv import (
     read_predictions,
 )
 from ensemble.data.table import TableNeeds, Truth, read_table
-from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.blocks import RowCheck
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods.base import Values
-from ensemble.merging.post_process import PostProcess
-from ensemble.merging.rules import RowRules
+from ensemble.merging.post_process import AllowedLabels, PostProcess, RowRules
 from ensemble.pipeline.prediction_files import (
     ROWS_ADVICE,
     activation_of_one_label,

@@ -22,10 +22,9 @@ from ensemble.data.answers import Answer, compile_format, halfway
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell
 from ensemble.data.table import InputTable, row_text
 from ensemble.members.base import Inspection, MemberKind
-from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members
-from ensemble.merging.rules import RowRules
+from ensemble.merging.post_process import AllowedLabels, RowRules
 from ensemble.pipeline.prepared import is_exclusive, merged_activation
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.planning.cascade import When

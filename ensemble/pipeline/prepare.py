@@ -34,10 +34,16 @@ from ensemble.data.template import PromptTemplate
 from ensemble.members.base import ExternalPredictions, Inspection, MemberKind, OutputColumns
 from ensemble.members.questions import ask
 from ensemble.members.registry import kind_for_checks
-from ensemble.merging.allowed_labels import AllowedLabels, allowed_by_key, allowed_in_column
 from ensemble.merging.blocks import RowCheck, block_spans
-from ensemble.merging.post_process import PostProcess
-from ensemble.merging.rules import RowRules, compile_condition, rows_that_meet
+from ensemble.merging.post_process import (
+    AllowedLabels,
+    PostProcess,
+    RowRules,
+    allowed_by_key,
+    allowed_in_column,
+    compile_condition,
+    rows_that_meet,
+)
 from ensemble.pipeline.cascade import expected_shares
 from ensemble.pipeline.checks import (
     Kinds,

@@ -30,7 +30,7 @@ from ensemble.merging.blocks import MergedMember, RowCheck, Without, block_spans
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members
-from ensemble.merging.rules import RowRules
+from ensemble.merging.post_process import RowRules
 from ensemble.merging.scoring import CascadeComparison, CascadeScoring, Gain, Resamples, Score, Scoring
 from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.prepare import given_predictions

@@ -24,9 +24,7 @@ from ensemble.analysis.weights_file import verdicts
 from ensemble.cli.views.fit import view
 from ensemble.common.errors import ConfigError, EnsembleError
 from ensemble.config.schema import RuleConfig
-from ensemble.merging.allowed_labels import AllowedLabels
-from ensemble.merging.post_process import PostProcess
-from ensemble.merging.rules import RowRules
+from ensemble.merging.post_process import AllowedLabels, PostProcess, RowRules
 from ensemble.merging.scoring import Interval, row_losses
 from tests.sampling import one_in
 

@@ -20,8 +20,7 @@ from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.weights_file import verdicts
 from ensemble.cli.views.fit import view
 from ensemble.common.errors import ConfigError, DataError
-from ensemble.merging.allowed_labels import AllowedLabels
-from ensemble.merging.post_process import PostProcess
+from ensemble.merging.post_process import AllowedLabels, PostProcess
 from tests.analysis.test_fit import (
     conditional,
     demand_normal,

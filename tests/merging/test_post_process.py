@@ -10,10 +10,8 @@ import pytest
 
 from ensemble.config import CalibrationConfig
 from ensemble.config.schema import RuleConfig
-from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.calibration import calibrator
-from ensemble.merging.post_process import PostProcess
-from ensemble.merging.rules import RowRules
+from ensemble.merging.post_process import AllowedLabels, PostProcess, RowRules
 
 LABELS = ["a", "b", "c"]
 FLAGS = np.array([[True, True, True], [True, False, True], [True, True, False], [True, False, True]])

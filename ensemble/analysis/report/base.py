@@ -29,7 +29,7 @@ from ensemble.data.input_file import Wanted, cell_texts
 from ensemble.merging.blocks import weights_by_bin
 from ensemble.merging.methods import METHODS
 from ensemble.merging.methods.base import MergeMethod, Values
-from ensemble.merging.rules import RowRules
+from ensemble.merging.post_process import RowRules
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 
