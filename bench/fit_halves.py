@@ -27,8 +27,7 @@ from sklearn.tree import DecisionTreeClassifier
 
 from bench.rounds import say
 from bench.table import plain_table
-from ensemble.analysis.fit import Options, blend_fitter, fit_calibrations
-from ensemble.analysis.fit_auto import fit_auto
+from ensemble.analysis.fit import Options, blend_fitter, fit, fit_calibrations
 from ensemble.analysis.metrics import find_metric
 from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.weights import WeightedBlend
@@ -84,7 +83,7 @@ def log_losses(truth: Any, values: Any) -> Losses:
 
 def merged_by_auto(fitted: Predictions, scored: Predictions) -> Any:
     """Return what ``--method auto`` of the first rows merges of the others, float64 [rows, labels]."""
-    report = fit_auto(fitted, Options(method="auto"))
+    report = fit(fitted, Options(method="auto"))
     settings = {member.name: member.calibration for member in report.members}
     values = [*scored.as_merged(settings).members.values()]
     if report.stacking is not None:

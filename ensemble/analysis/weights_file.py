@@ -12,7 +12,6 @@ from typing import Any, Final
 import yaml
 
 from ensemble.analysis.fit import LOG_LOSS, Candidate, FitReport, Options, fit
-from ensemble.analysis.fit_auto import fit_auto
 from ensemble.analysis.metrics import QUADRATIC_KAPPA, find_metric
 from ensemble.analysis.predictions import (
     FOLDS_UNKNOWN,
@@ -121,7 +120,7 @@ def fit_sources(
         columns=columns,
     )
     predictions = _remarking_unknown_folds(predictions, options)
-    report = _fitted(predictions, replace(options, pool=merge_method or "mean"))
+    report = fit(predictions, replace(options, pool=merge_method or "mean"))
     names = ", ".join(path_of(file).name for file in files)
     return report, _overlay(report, report.options.pool, f"{names} by {labels.name}")
 
@@ -131,10 +130,6 @@ def _remarking_unknown_folds(predictions: Predictions, options: Options) -> Pred
     if predictions.folds is not None or find_metric(options.metric).kind != "ranks":
         return predictions
     return replace(predictions, remarks=(*predictions.remarks, f"{options.metric} {FOLDS_UNKNOWN}"))
-
-
-def _fitted(predictions: Predictions, options: Options) -> FitReport:
-    return fit_auto(predictions, options) if options.method == "auto" else fit(predictions, options)
 
 
 def _is_config(source: ConfigSource) -> bool:
@@ -204,7 +199,7 @@ def _fit_run(
             predictions = predictions.with_truth(*read_truth_of(data, *rows))
     columns = _submitted_columns(loaded) if options.metric == QUADRATIC_KAPPA else {}
     numbers = next(filter(None, (_numbers(column, config.labels) for column in columns.values())), ())
-    report = _fitted(predictions, replace(options, pool=POOLS.get(method, "mean"), numbers=numbers))
+    report = fit(predictions, replace(options, pool=POOLS.get(method, "mean"), numbers=numbers))
     if POOLS.get(method) != report.options.pool:
         method = report.options.pool
     overlay = _overlay(report, method, f"the predictions in {run_dir.name}", columns if numbers else None)
