@@ -25,7 +25,7 @@ from ensemble.members.base import Inspection, MemberKind
 from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members
 from ensemble.merging.post_process import AllowedLabels, RowRules
-from ensemble.pipeline.prepared import is_exclusive, merged_activation
+from ensemble.pipeline.prepared import merged_activation
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.planning.cascade import When
 from ensemble.planning.plan import Plan
@@ -80,7 +80,8 @@ def rule_problems(loaded: LoadedConfig, inspected: Mapping[str, Inspection]) -> 
     config = loaded.config
     if len(inspected) < len(config.models):
         return
-    activation, has_exclusive_labels = merged_activation(inspected), is_exclusive(inspected)
+    activation = merged_activation(inspected)
+    has_exclusive_labels = activation == "softmax"
     for number, rule in enumerate(config.rules or ()):
         values, mask = rule.set or {}, rule.mask or ()
         at_set = loaded.document.where(("rules", number, "set"))
@@ -265,7 +266,7 @@ def run_warnings(
         yield (
             "models: some give exclusive labels (softmax), some independent ones (sigmoid); their mean is neither"
         )
-    if table.truth is not None and table.truth.ndim == 1 and not is_exclusive(inspected):
+    if table.truth is not None and table.truth.ndim == 1 and merged_activation(inspected) != "softmax":
         yield (
             "data.label_column: one true label for each row is for members whose labels exclude each other "
             "(softmax); no scores are shown; set data.label_columns"

@@ -67,7 +67,7 @@ from ensemble.pipeline.member_views import (
     member_views,
     with_columns,
 )
-from ensemble.pipeline.prepared import Prepared, is_exclusive, merged_activation
+from ensemble.pipeline.prepared import Prepared, merged_activation
 from ensemble.pipeline.run_dir import RunDir, work_of_view
 from ensemble.pipeline.run_report import RunReport, measured_speeds
 from ensemble.pipeline.trained_members import HeldOut, held_out
@@ -330,7 +330,7 @@ def _find_rule_rows(
         with problems.at(rule_key(loaded, number)):
             rows[number] = rows_that_meet(table, condition)
     rules = RowRules(loaded.config.rules or (), loaded.config.labels, rows)
-    if not is_exclusive(inspected):
+    if merged_activation(inspected) != "softmax":
         return rules
     spans = block_spans(table.rows, len(loaded.config.labels))
     masked = np.concatenate([rules.without_labels(*span) for span in spans])

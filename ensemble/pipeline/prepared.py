@@ -67,7 +67,8 @@ class Prepared:
     def truth(self) -> Truth | None:
         """Return the true labels if members can be scored by them."""
         truth = self.table.truth
-        if truth is not None and truth.ndim == 1 and not is_exclusive(self.inspected):
+        # Log loss and accuracy need probabilities of exclusive labels from every member.
+        if truth is not None and truth.ndim == 1 and self.activation != "softmax":
             return None
         return truth
 
@@ -96,8 +97,3 @@ def common_activation(activations: Iterable[Activation]) -> Activation:
     if "none" in present:
         return "none"
     return "sigmoid" if "sigmoid" in present else "softmax"
-
-
-def is_exclusive(inspected: Mapping[str, Inspection]) -> bool:
-    """Return whether every member gives probabilities of exclusive labels, as log loss and accuracy need."""
-    return all(inspection.activation == "softmax" for inspection in inspected.values())
