@@ -24,7 +24,6 @@ from typing import Final, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.analysis.calibration import Kind, fit_temperature, fit_vector_scaling, one_hot, sampled_rows
 from ensemble.analysis.metrics import (
     QUADRATIC_KAPPA,
     Bootstrap,
@@ -38,17 +37,22 @@ from ensemble.analysis.metrics import Rows as ScoredRows
 from ensemble.analysis.predictions import Predictions, taken
 from ensemble.analysis.weights import (
     FittedThresholds,
+    Kind,
     Pool,
     StackingFit,
     WeightedBlend,
     answered,
     fit_greedy,
     fit_stacking,
+    fit_temperature,
     fit_thresholds,
+    fit_vector_scaling,
     geometric_loss,
     mean_loss,
     minimize_on_simplex,
+    one_hot,
     rounding,
+    sampled_rows,
 )
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.text import nearest_or_all, plural, quoted

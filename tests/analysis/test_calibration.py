@@ -9,7 +9,7 @@ import pytest
 from scipy.optimize import minimize
 from scipy.special import log_expit, log_softmax, softmax
 
-from ensemble.analysis.calibration import (
+from ensemble.analysis.weights import (
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
     fit_temperature,

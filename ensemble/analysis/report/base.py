@@ -95,6 +95,12 @@ class ReportData:
             predictions.post.merged(0, values, is_exclusive, np.asarray(~np.isnan(values).any(axis=1)))
         return ruled
 
+    @property
+    def values_of_all(self) -> dict[str, Values]:
+        """Return the values of the members, and of the ensemble if the run has merged, by name."""
+        merged = self.predictions.ensemble
+        return self.predictions.members | ({} if merged is None else {ENSEMBLE: merged})
+
     @cached_property
     def method(self) -> type[MergeMethod]:
         """Return the merge method; the base class if its package is no longer installed."""

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from ensemble.analysis.calibration import fit_temperature, one_hot
 from ensemble.analysis.metrics import ECE_BINS, METRICS
 from ensemble.analysis.report.base import (
     ENSEMBLE,
@@ -26,6 +25,7 @@ from ensemble.analysis.report.base import (
     with_interval,
 )
 from ensemble.analysis.report.pictures import MUTED, SERIES, picture
+from ensemble.analysis.weights import fit_temperature, one_hot
 from ensemble.common.protocol import Activation
 from ensemble.data.table import Truth
 from ensemble.merging.methods.base import Values

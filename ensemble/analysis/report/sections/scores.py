@@ -90,11 +90,8 @@ def _cells(data: ReportData, gaps: Mapping[str, Interval]) -> list[list[object]]
         weights[member.name] = weight_text(member.weight)
         if isinstance(member.weight, int | float) and member.name in data.mean_weights:
             weights[member.name] = percent(data.mean_weights[member.name] / total)
-    values_of = dict(predictions.members)
-    if predictions.ensemble is not None:
-        values_of[ENSEMBLE] = predictions.ensemble
     rows: list[tuple[float, list[object]]] = []
-    for name, values in values_of.items():
+    for name, values in data.values_of_all.items():
         is_ensemble = name == ENSEMBLE
         place = -np.inf if is_ensemble else np.inf
         cells: list[object] = [html("<strong>{{ name }}</strong>", name=name) if is_ensemble else name]
