@@ -27,8 +27,7 @@ from sklearn.tree import DecisionTreeClassifier
 
 from bench.rounds import say
 from bench.table import plain_table
-from ensemble.analysis.fit import Options, blend_fitter, fit_calibrations
-from ensemble.analysis.fit_auto import fit_auto
+from ensemble.analysis.fit import Options, blend_fitter, fit, fit_calibrations
 from ensemble.analysis.metrics import find_metric
 from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.weights import WeightedBlend
@@ -84,9 +83,9 @@ def log_losses(truth: Any, values: Any) -> Losses:
 
 def merged_by_auto(fitted: Predictions, scored: Predictions) -> Any:
     """Return what ``--method auto`` of the first rows merges of the others, float64 [rows, labels]."""
-    report = fit_auto(fitted, Options(method="auto"))
+    report = fit(fitted, Options(method="auto"))
     settings = {member.name: member.calibration for member in report.members}
-    values = [*scored.calibrated(settings).members.values()]
+    values = [*scored.as_merged(settings).members.values()]
     if report.stacking is not None:
         return report.stacking.merge(values)
     weights = np.array([member.weight for member in report.members])
@@ -96,7 +95,7 @@ def merged_by_auto(fitted: Predictions, scored: Predictions) -> Any:
 def merged_by(options: Options, fitted: Predictions, scored: Predictions) -> Any:
     """Return the same of another method, without its cross-validation."""
     settings = fit_calibrations(fitted, options)
-    members, values = ([*part.calibrated(settings).members.values()] for part in (fitted, scored))
+    members, values = ([*part.as_merged(settings).members.values()] for part in (fitted, scored))
     return blend_fitter(members, fitted, options, find_metric(options.metric))(None).merge(values)
 
 

@@ -23,7 +23,7 @@ from ensemble.analysis.metrics import (
 from ensemble.analysis.predictions import (
     LABEL_COLUMN,
     Predictions,
-    as_merged,
+    calibrations_of,
     common_folds,
     read_files,
     read_run,
@@ -183,7 +183,8 @@ def compare(
         try:
             if path.is_dir():
                 report = RunReport.read(path / "run.json")
-                predictions = as_merged(read_run(path, labels is None, label_column), report)
+                predictions = read_run(path, labels is None, label_column)
+                predictions = predictions.as_merged(calibrations_of(report))
                 activation = activation or predictions.activation
                 sources[path] = _Source(path, predictions, report)
             else:

@@ -4,12 +4,18 @@ The weights that are written are fitted to all rows. The scores that are reporte
 row is scored by calibrations, weights and choices (the best member, the penalty of stacking) from the other folds
 alone. Differences are paired and have a 95 % bootstrap interval over rows. A metric that compares rows with each
 other is computed for each fold and averaged, because each fold has a model of its own.
+
+``--method auto`` fits the simplest way to merge that is as good as the best. All ways are fitted to the same folds'
+other rows and scored on the same held-out rows. As good as the best are those whose 95 % interval of the difference
+holds 0. Of these the one with the fewest fitted numbers is chosen (the rule of one standard error of Breiman et
+al., "Classification and Regression Trees", 1984, section 3.4.3, with the paired interval in its place); of several
+the one with the best score, and then with the least log loss.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
@@ -18,7 +24,6 @@ from typing import Final, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.analysis.calibration import Kind, fit_temperature, fit_vector_scaling, one_hot, sampled_rows
 from ensemble.analysis.metrics import (
     QUADRATIC_KAPPA,
     Bootstrap,
@@ -32,17 +37,22 @@ from ensemble.analysis.metrics import Rows as ScoredRows
 from ensemble.analysis.predictions import Predictions, taken
 from ensemble.analysis.weights import (
     FittedThresholds,
+    Kind,
     Pool,
     StackingFit,
     WeightedBlend,
     answered,
     fit_greedy,
     fit_stacking,
+    fit_temperature,
     fit_thresholds,
+    fit_vector_scaling,
     geometric_loss,
     mean_loss,
     minimize_on_simplex,
+    one_hot,
     rounding,
+    sampled_rows,
 )
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.text import nearest_or_all, plural, quoted
@@ -60,6 +70,9 @@ Blend: TypeAlias = WeightedBlend | StackingFit
 Calibrations: TypeAlias = dict[str, CalibrationConfig | None]
 
 LOG_LOSS: Final = "log_loss"
+# What --method auto compares.
+_POOLS: Final[tuple[Pool, ...]] = ("mean", "geometric_mean")
+_CALIBRATIONS: Final[tuple[CalibrationMethod, ...]] = ("none", "temperature")
 _LOG_LOSS_METHODS: Final = ("simplex", "stacking")
 # Rows for each fitted number.  A fitted number costs log loss on new rows, on average 1 / (2 rows) nats (Akaike):
 # with fewer rows all numbers together cost 0.05 or more, and weights hardly ever gain as much.
@@ -195,15 +208,25 @@ class FitReport:
 def fit(predictions: Predictions, options: Options) -> FitReport:
     """Fit calibrations and weights, and cross-validate them; take equal weights where the fitted ones do worse.
 
+    With ``--method auto`` compare the ways to merge, fit the chosen one, and leave out members that do harm.
+
     Raises:
         ConfigError: the options do not go together, or not with such predictions.
         DataError: there is no truth, it has too few rows or a single label, or a member is the same in every row.
     """
+    is_auto = options.method == "auto"
+    if is_auto and options.calibration != "none":
+        raise ConfigError(
+            "--method auto: compares members with and without temperatures; leave --calibration out"
+        )
     metric = metric_of(options, predictions)
-    sample, rows_decided = usable_rows(predictions, is_stacked=options.method == "stacking")
+    # Stacking cannot use rows with a mask, and all candidates are compared on the same rows.
+    sample, rows_decided = usable_rows(predictions, is_stacked=is_auto or options.method == "stacking")
     check(sample, options, metric)
     sample, options = with_folds_to_score(sample, options, metric)
     predictions = replace(predictions, remarks=sample.remarks)
+    if is_auto:
+        return _fit_simplest(sample, options, metric, predictions, rows_decided)
     report = fit_sample(sample, options, metric, predictions, rows_decided, equal_pool=options.pool)
     if not report.over_equal.high < 0:
         return report
@@ -257,7 +280,7 @@ def fit_sample(
             alone=scorer.score(values).value,
             gain=scorer.gain(merged, without[number]) if without else None,
         )
-        for number, (name, values) in enumerate(sample.masked().members.items())
+        for number, (name, values) in enumerate(sample.as_merged({}).members.items())
     )
     interval = merged.interval
     ((best_number, best_in),) = Counter(best_members).most_common(1)
@@ -296,7 +319,7 @@ def usable_rows(predictions: Predictions, is_stacked: bool) -> tuple[Predictions
     values: for the geometric mean the result is the same, for the mean nearly so. Stacking leaves masked rows out,
     because it would take the logarithm of 0.
     """
-    rules, members = predictions.rules, predictions.members.values()
+    rules, members = predictions.post.rules, predictions.members.values()
     is_complete = ~np.logical_or.reduce([np.isnan(values[:, 0]) for values in members])
     is_decided = np.zeros(predictions.rows, np.bool_)
     if rules is not None:
@@ -304,16 +327,15 @@ def usable_rows(predictions: Predictions, is_stacked: bool) -> tuple[Predictions
     if rules is None and is_complete.all():
         return predictions, 0
     sample = predictions.taken(np.flatnonzero(is_complete & ~is_decided))
-    if sample.rules is not None:
+    if sample.post.rules is not None:
         for values in sample.members.values():  # copies of the run's
-            sample.rules.apply(0, values, predictions.activation == "softmax")
-    return sample, int(is_decided.sum())
+            sample.post.rules.apply(0, values, predictions.activation == "softmax")
+    return replace(sample, post=replace(sample.post, rules=None)), int(is_decided.sum())
 
 
 def values_to_merge(sample: Predictions, calibrations: Calibrations, options: Options) -> list[Values]:
     """Return members as they are merged: calibrated, and with 0 for impossible labels, except for stacking."""
-    calibrated = sample.calibrated(calibrations)
-    merged = calibrated if options.method == "stacking" else calibrated.masked()
+    merged = sample.as_merged(calibrations, keeps_impossible=options.method == "stacking")
     return [*merged.members.values()]
 
 
@@ -413,7 +435,7 @@ def fitted_numbers(sample: Predictions, options: Options) -> int:
 def fit_calibrations(sample: Predictions, options: Options) -> Calibrations:
     """Return the calibration of each member that is best for these rows."""
     calibrations: Calibrations = {}
-    possible = None if sample.allowed is None else sample.allowed.flags
+    possible = sample.post.possible
     for name, values in sample.members.items():
         activation, truth = sample.activations[name], sample.required_truth
         if options.calibration == "none" or activation == "none":
@@ -492,18 +514,18 @@ def _cross_validated(
     count, shape = len(sample.members), (sample.rows, len(sample.labels))
     merged, equal, best, *without = (np.empty(shape, order="F") for _ in range(3 + count * (count > 1)))
     answers = np.empty(shape if numbers else (0, 0))
-    best_members = []
+    best_members, is_exclusive = [], sample.activation == "softmax"
     equal_blend = WeightedBlend(np.ones(count), equal_pool, _kind(sample))
     for fold in range(options.folds):
         is_scored = np.flatnonzero(fold_of == fold)
         others, scored = sample.taken(np.flatnonzero(fold_of != fold)), sample.taken(is_scored)
         scores = [
             metric.value(others.required_truth, values, sample.activation, others.folds)
-            for values in others.masked().members.values()
+            for values in others.as_merged({}).members.values()
         ]
         best_members.append(int(np.argmax(scores) if metric.greater_is_better else np.argmin(scores)))
         calibrations = fit_calibrations(others, options)
-        raw = [*scored.masked().members.values()]
+        raw = [*scored.as_merged({}).members.values()]
         members, ready = (values_to_merge(part, calibrations, options) for part in (others, scored))
         method = blend_fitter(members, others, options, metric)
         blend = method(None)
@@ -512,8 +534,8 @@ def _cross_validated(
         merged[is_scored] = blend.merge(ready)
         if numbers:
             fitted_to, tried_on = blend.merge(members), merged[is_scored]
-            others.mask(fitted_to, sample.activation)
-            scored.mask(tried_on, sample.activation)
+            others.post.merged(0, fitted_to, is_exclusive)
+            scored.post.merged(0, tried_on, is_exclusive)
             answer = fit_thresholds(fitted_to, others.required_truth, numbers, options.seed)
             answers[is_scored] = answered(answer, tried_on)
         for number, values in enumerate(without):
@@ -521,7 +543,7 @@ def _cross_validated(
             values[is_scored] = method(number).merge(ready) if has_weight else merged[is_scored]
     held_out = [merged, equal, best, *without]
     for values in held_out:
-        sample.mask(values, sample.activation)
+        sample.post.merged(0, values, is_exclusive)
     return held_out, answers, best_members
 
 
@@ -580,3 +602,142 @@ class HeldOutScorer:
     def gain(self, score: Scored, other: Scored) -> Interval:
         """Return by how much a score is better than another (below 0: worse)."""
         return score.minus(other) if self._metric.greater_is_better else other.minus(score)
+
+
+def _fit_simplest(
+    sample: Predictions, options: Options, metric: Metric, predictions: Predictions, rows_decided: int
+) -> FitReport:
+    """Compare the ways to merge, fit the chosen one to all rows, and leave out members that do harm.
+
+    A member does harm if the chosen way is better without it by more than noise. Of several the one that does most
+    is left out, and the others are compared anew.
+    """
+    names, left_out = [*sample.members], dict[str, FittedMember]()
+    while True:
+        candidates, remarks = compare_candidates(sample, options, metric)
+        chosen = _simplest(candidates)
+        report = fit_sample(
+            sample, chosen.options, metric, predictions, rows_decided, equal_pool=options.pool
+        )
+        harmful = [member for member in report.members if member.gain is not None and member.gain.high < 0]
+        if not harmful:
+            break
+        worst = min(harmful, key=lambda member: member.gain.value if member.gain else 0.0)
+        left_out[worst.name] = replace(worst, calibration=None, is_left_out=True)
+        kept = {name: values for name, values in sample.members.items() if name != worst.name}
+        activations = {name: sample.activations[name] for name in kept}
+        sample = replace(sample, members=kept, activations=activations)
+    report = _with_members(report, names, left_out)
+    return replace(report, candidates=candidates, remarks=(*report.remarks, *remarks))
+
+
+def _with_members(report: FitReport, names: Sequence[str], left_out: dict[str, FittedMember]) -> FitReport:
+    """Return the report with members that were left out in their places, with a weight or coefficients of 0."""
+    members = {member.name: member for member in report.members}
+    stacking = report.stacking
+    for number, name in enumerate(names):
+        if name not in left_out:
+            continue
+        members[name] = replace(left_out[name], weight=0.0 if stacking is None else None)
+        if stacking is not None:
+            coefficients = np.insert(stacking.coefficients, number, 0.0, axis=1)
+            stacking = replace(stacking, coefficients=coefficients)
+    return replace(report, members=tuple(members[name] for name in names), stacking=stacking)
+
+
+def compare_candidates(
+    sample: Predictions, options: Options, metric: Metric
+) -> tuple[tuple[Candidate, ...], list[str]]:
+    """Score the ways to merge on held-out rows.
+
+    Returns:
+        the ways, the fewest numbers to fit first; and why others are not among them, a sentence each.
+    """
+    problems = {way: next(problems_of(sample, way, metric), "") for way in _ways(sample, options)}
+    remarks = [
+        f"{way.title} is not compared: {problem.partition(';')[0]}"
+        for way, problem in problems.items()
+        if problem
+    ]
+    ways = sorted((way for way in problems if not problems[way]), key=lambda way: fitted_numbers(sample, way))
+    fold_of = folds_of(sample, options)
+    held_out = _held_out(ways, sample, metric, fold_of)
+    scores = _scores(held_out, sample, metric, fold_of)
+    log_losses: dict[Options, tuple[float, Interval]] = {}
+    if options.metric == LOG_LOSS:
+        log_losses = scores
+    elif sample.activation != "none":
+        log_losses = _scores(held_out, sample, find_metric(LOG_LOSS), fold_of)
+    candidates = tuple(
+        Candidate(
+            options=way,
+            numbers=fitted_numbers(sample, way),
+            score=scores[way][0],
+            behind=scores[way][1],
+            log_loss=log_losses[way][0] if log_losses else None,
+            log_loss_behind=log_losses[way][1] if log_losses else None,
+        )
+        for way in ways
+    )
+    return candidates, remarks
+
+
+def _ways(sample: Predictions, options: Options) -> Iterator[Options]:
+    """Yield the options of each way to merge these members."""
+    methods: list[Method] = ["equal"]
+    if len(sample.members) > 1:
+        methods += ["best_member", "greedy"]
+    if sample.activation == "none":
+        for method in methods:
+            yield replace(options, method=method, pool="mean")
+        return
+    for calibration in _CALIBRATIONS:
+        for method in methods:
+            yield replace(options, method=method, calibration=calibration, pool="mean")
+        if len(sample.members) > 1:
+            yield replace(options, method="equal", calibration=calibration, pool="geometric_mean")
+            for pool in _POOLS:
+                yield replace(options, method="simplex", calibration=calibration, pool=pool)
+        yield replace(options, method="stacking", calibration=calibration, pool="mean")
+
+
+def _held_out(
+    ways: Sequence[Options], sample: Predictions, metric: Metric, fold_of: Rows
+) -> dict[Options, Values]:
+    """Return what each way merges, float64 [rows, labels], each row by a fit to the other folds."""
+    held_out = {way: np.empty((sample.rows, len(sample.labels)), order="F") for way in ways}
+    for fold in range(int(fold_of.max()) + 1):
+        is_scored = np.flatnonzero(fold_of == fold)
+        others, scored = sample.taken(np.flatnonzero(fold_of != fold)), sample.taken(is_scored)
+        for calibration in _CALIBRATIONS:
+            of_calibration = [way for way in ways if way.calibration == calibration]
+            if not of_calibration:
+                continue
+            calibrations = fit_calibrations(others, of_calibration[0])
+            for way in of_calibration:
+                members, ready = (values_to_merge(part, calibrations, way) for part in (others, scored))
+                held_out[way][is_scored] = blend_fitter(members, others, way, metric)(None).merge(ready)
+    for values in held_out.values():
+        sample.post.merged(0, values, sample.activation == "softmax")
+    return held_out
+
+
+def _scores(
+    held_out: Mapping[Options, Values], sample: Predictions, metric: Metric, fold_of: Rows
+) -> dict[Options, tuple[float, Interval]]:
+    """Return each way's score, and how much better it is than the best one (below 0: worse)."""
+    scorer = HeldOutScorer(sample, metric, fold_of)
+    scores = {way: scorer.score(values) for way, values in held_out.items()}
+    choose = max if metric.greater_is_better else min
+    best = choose(scores.values(), key=lambda score: score.value)
+    return {way: (score.value, scorer.gain(score, best)) for way, score in scores.items()}
+
+
+def _simplest(candidates: Sequence[Candidate]) -> Candidate:
+    """Return the candidate with the fewest numbers of those as good as the best; see the module for several."""
+    as_good = [candidate for candidate in candidates if not candidate.behind.excludes_zero]
+
+    def rank(candidate: Candidate) -> tuple[float, ...]:
+        return candidate.numbers, -candidate.behind.value, candidate.log_loss or 0.0
+
+    return min(as_good, key=rank)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeVar, get_args
 
@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ensemble.analysis.calibration import calibrated
 from ensemble.analysis.metrics import Folds, Metric
 from ensemble.common.errors import ConfigError, DataError, EnsembleError
 from ensemble.common.protocol import Activation
@@ -33,10 +32,10 @@ from ensemble.data.ids import ID_COLUMN, all_ids, match_ids, refuse_repeated_ids
 from ensemble.data.input_file import missing_column
 from ensemble.data.predictions_csv import PredictionFile, file_stem, guessed_id_column
 from ensemble.data.table import InputTable, TableNeeds, Truth, distinct_cells, read_table
-from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.blocks import RowCheck
+from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods.base import Values
-from ensemble.merging.rules import RowRules
+from ensemble.merging.post_process import AllowedLabels, PostProcess, RowRules
 from ensemble.pipeline.prediction_files import (
     ROWS_ADVICE,
     activation_of_one_label,
@@ -75,8 +74,7 @@ class Predictions:
         truth: of exclusive labels ("softmax") each row's label by number, int64 [rows], or how likely each label
             is, float64 [rows, labels], rows that sum to 1; of the others float64 [rows, labels]; None if unknown.
         ensemble: the merged values of a run, [rows, labels]; None for files, and if a run has merged nothing.
-        allowed: the labels that are possible in each row, as a run merged them; None: all, as for files.
-        rules: the rules that a run applied to them, with their rows; None for files, and for a run without rules.
+        post: the labels that are possible in each row, and the rules, as a run merged them; for files all and none.
         folds: which rows were predicted by models of their own, as files in ``oof/`` are: the fold of each row,
             int64 [rows]; None: not known, or one model for all rows.
         made_elsewhere: whether some come from files, which may have folds that are not known.
@@ -90,8 +88,7 @@ class Predictions:
     truth: Truth | None = None
     ensemble: Values | None = None
     remarks: tuple[str, ...] = ()
-    allowed: AllowedLabels | None = None
-    rules: RowRules | None = None
+    post: PostProcess = field(default_factory=PostProcess)
     folds: Folds | None = None
     made_elsewhere: bool = False
 
@@ -144,31 +141,24 @@ class Predictions:
             members={name: taken(values, rows) for name, values in self.members.items()},
             truth=None if self.truth is None else self.truth[rows],
             ensemble=None if self.ensemble is None else taken(self.ensemble, rows),
-            allowed=None if self.allowed is None else self.allowed.taken(rows),
-            rules=None if self.rules is None else self.rules.taken(rows),
+            post=self.post.taken(rows),
             folds=None if self.folds is None else self.folds[rows],
         )
 
-    def calibrated(self, settings: Mapping[str, CalibrationConfig | None]) -> Predictions:
-        """Return the same with the members' values after these calibrations, by member."""
-        members = {
-            name: calibrated(values, settings[name], self.activations[name], self.labels)
-            for name, values in self.members.items()
-        }
-        return replace(self, members=members)
+    def as_merged(
+        self, calibrations: Mapping[str, CalibrationConfig | None], keeps_impossible: bool = False
+    ) -> Predictions:
+        """Return the same with the members' values as a merge takes them; members without a calibration have none.
 
-    def mask(self, values: Values, activation: Activation) -> None:
-        """Set the labels that are impossible in a row to 0, in place; values are [rows, labels]."""
-        if self.allowed is not None:
-            self.allowed.apply(0, values, activation == "softmax")
-
-    def masked(self) -> Predictions:
-        """Return the same with 0 for labels that are impossible in a row, of the members' values."""
-        if self.allowed is None:
-            return self
-        members = {name: values.copy(order="F") for name, values in self.members.items()}
+        With ``keeps_impossible``, labels that are impossible in a row keep what members give to them.
+        """
+        members, post = dict(self.members), PostProcess() if keeps_impossible else self.post
         for name, values in members.items():
-            self.mask(values, self.activations[name])
+            activation = self.activations[name]
+            calibrate = calibrator(calibrations.get(name), activation, self.labels)
+            if calibrate is not None or post.allowed is not None:
+                members[name] = values.copy(order="F")
+                post.member(0, members[name], activation, calibrate)
         return replace(self, members=members)
 
 
@@ -412,16 +402,9 @@ def _truth_columns(
     raise DataError(f"{missing_column(data.path, 'label column', column, header)}; {advice}")
 
 
-def as_calibrated(predictions: Predictions, report: RunReport) -> Predictions:
-    """Return the predictions of a run after the calibrations of its config."""
-    return predictions.calibrated(
-        {member.name: CalibrationConfig.model_validate(member.calibration) for member in report.members}
-    )
-
-
-def as_merged(predictions: Predictions, report: RunReport) -> Predictions:
-    """Return the predictions of a run after the calibrations and the allowed labels of its config."""
-    return as_calibrated(predictions, report).masked()
+def calibrations_of(report: RunReport) -> dict[str, CalibrationConfig | None]:
+    """Return the calibrations of a run's config, by member."""
+    return {member.name: CalibrationConfig.model_validate(member.calibration) for member in report.members}
 
 
 def read_run(run_dir: Path, with_truth: bool = True, label_column: str | None = None) -> Predictions:
@@ -490,8 +473,7 @@ def read_run(run_dir: Path, with_truth: bool = True, label_column: str | None = 
         activations=activations,
         ensemble=ensemble,
         remarks=tuple(remarks),
-        allowed=allowed,
-        rules=rules,
+        post=PostProcess(allowed, rules),
         folds=known_folds([run_dir, *given_files], whole.ids),
         made_elsewhere=bool(given_files),
     )

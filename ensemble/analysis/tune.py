@@ -31,12 +31,12 @@ from ensemble.common.host import cpu_products, usable_cpus
 from ensemble.common.packages import installed_versions, unsupported
 from ensemble.common.protocol import Activation
 from ensemble.common.text import duration, listed, plural, quoted
-from ensemble.config import EnsembleConfig, LoadedConfig, TuningConfig
+from ensemble.config import LoadedConfig, TuningConfig
 from ensemble.config.overlays import path_of
 from ensemble.data.table import InputTable, Truth
 from ensemble.members.base import Assigned, Candidate, OutputColumns, RanWith
 from ensemble.members.registry import member_kind
-from ensemble.pipeline.load import load
+from ensemble.pipeline.load import derived_run, load
 from ensemble.pipeline.prediction_files import read_as_written
 from ensemble.pipeline.prepare import for_rows, prepare
 from ensemble.pipeline.prepared import Prepared
@@ -44,7 +44,6 @@ from ensemble.pipeline.run import Display, run_prepared
 from ensemble.pipeline.run_dir import RunDir, hold
 from ensemble.pipeline.run_report import MemberReport, RunReport
 from ensemble.pipeline.signals import heed_signals
-from ensemble.pipeline.trained_members import with_trained
 from ensemble.scheduling.launchers.base import make_launcher
 from ensemble.scheduling.state import MemberState
 
@@ -346,10 +345,9 @@ class MemberTrials:
         activation = self._prepared.inspected[self.model.name].activation
         in_both = np.isfinite(reference.values).all(axis=1) & np.isfinite(trial.values).all(axis=1)
         expected, values = reference.values[in_both], trial.values[in_both]
-        if self._prepared.allowed_labels is not None:  # what counts are the values that would be merged
-            allowed = self._prepared.allowed_labels.taken(self._chosen[in_both])
-            for of_trial in (expected, values):
-                allowed.apply(0, of_trial, activation == "softmax")
+        post = self._prepared.post.taken(self._chosen[in_both])
+        for of_trial in (expected, values):  # what counts are the values that would be merged
+            post.member(0, of_trial, activation)
         mean, largest, changed = distances(expected, values, activation)
         truth = self._prepared.truth
         metrics: dict[str, Interval] = {}
@@ -374,35 +372,31 @@ class MemberTrials:
         loaded = self._prepared.loaded
         overrides = [f"models.{self._index}.{key}={json.dumps(value)}" for key, value in keys.items()]
         changed = load(loaded.sources, [*loaded.overrides, *overrides], texts=loaded.texts)
-        config = with_trained(changed).config
-        model = config.models[self._index]
-        changes: dict[str, Any] = {"weight": 1.0}
+        model = changed.config.models[self._index]
         if self._on_gpu and not is_whole and getattr(model, "replicas", 1) == "auto":
-            changes["replicas"] = 1  # more would only load the same weights again
-        model = model.without_when().model_copy(update=changes)
+            model = model.model_copy(update={"replicas": 1})  # more would only load the same weights again
+        workers = loaded.config.cpu_workers
+        derived = derived_run(
+            loaded,
+            [model],
+            folder,
+            time_limit=None,
+            report=False,
+            retries=0,
+            on_member_failure="fail",
+            cpu_workers=1 if self._on_gpu or workers == "auto" else workers,
+            tuned_on=None,
+        )
+        config, (model,) = derived.config, derived.config.models
         kind = member_kind(model)
         inspected = kind.inspect(OutputColumns(config.data.id_column, config.labels, config.data.path.parent))
         problems = [*kind.problems(inspected)]
         problems += unsupported((), dict(kind.packages(inspected)))
         if problems:
             raise ConfigError(problems)
-        keys_of_run: dict[str, object] = {
-            "models": (model,),
-            "ensemble": EnsembleConfig(),
-            "rules": None,
-            "submission": None,
-            "time_limit": None,
-            "limit": None,
-            "output_dir": folder,
-            "report": False,
-            "retries": 0,
-            "on_member_failure": "fail",
-            "cpu_workers": 1 if self._on_gpu or config.cpu_workers == "auto" else config.cpu_workers,
-            "tuned_on": None,
-        }
         whole = replace(self._prepared, inspected={model.name: inspected})
         return replace(
-            for_rows(whole, replace(loaded, config=config.model_copy(update=keys_of_run)), table),
+            for_rows(whole, derived, table),
             warnings=(),
             launcher=make_launcher(config.launcher, config.hang_timeout),
         )

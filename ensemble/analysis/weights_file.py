@@ -12,7 +12,6 @@ from typing import Any, Final
 import yaml
 
 from ensemble.analysis.fit import LOG_LOSS, Candidate, FitReport, Options, fit
-from ensemble.analysis.fit_auto import fit_auto
 from ensemble.analysis.metrics import QUADRATIC_KAPPA, find_metric
 from ensemble.analysis.predictions import (
     LABEL_COLUMN,
@@ -129,7 +128,7 @@ def _fitted(
 ) -> FitReport:
     if folds_from is not None:
         predictions = predictions.with_folds(folds_from, id_column, [find_metric(options.metric)])
-    return fit_auto(predictions, options) if options.method == "auto" else fit(predictions, options)
+    return fit(predictions, options)
 
 
 def _is_config(source: ConfigSource) -> bool:
@@ -165,12 +164,13 @@ def _fit_run(
         raise DataError(
             f"{run_dir}: {changed_sentence(changed)}; run the config with these settings first, then fit"
         )
-    run_rules = () if predictions.rules is None else predictions.rules.rules
+    post = predictions.post
+    run_rules = () if post.rules is None else post.rules.rules
     if run_rules != (config.rules or ()):
         raise DataError(
             f"{run_dir}: its run has other rules than the config; run the config again (this only merges), then fit"
         )
-    source = "column None" if predictions.allowed is None else predictions.allowed.source
+    source = "column None" if post.allowed is None else post.allowed.source
     if source != loaded.redactor(f"column {config.possible_labels}"):
         raise DataError(
             f"{run_dir}: its run has other data.allowed_labels than the config; run the config again, then fit"

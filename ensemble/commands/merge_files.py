@@ -41,6 +41,7 @@ from ensemble.merging.blocks import MergedMember, RowCheck, merge_blocks
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members, MergeMethod, Values
+from ensemble.merging.post_process import PostProcess
 from ensemble.pipeline.prediction_files import (
     ROWS_ADVICE,
     activation_of_one_label,
@@ -264,23 +265,17 @@ def _merge(
 ) -> tuple[Values, dict[str, int]]:
     """Return the merged values, [rows, labels], and how many rows each file gave."""
     merged = np.empty((len(ids), len(config.labels)), order="F")
-    checks: list[RowCheck] = []
-
-    def open_members() -> list[MergedMember]:
-        checks.clear()
-        members = []
-        for model, file, values in zip(config.models, files, values_of_files, strict=True):
-            path, activation = str(file.settings.path), file.settings.activation
-            may_lack = file.may_lack_rows
-            checks.append(RowCheck(path, activation, ids, may_lack, ROWS_ADVICE, config.labels))
-            calibrate = calibrator(model.calibration, activation, config.labels)
-            members.append(MergedMember(model.name, model.weight, values, checks[-1], None, calibrate))
-        return members
-
-    for start, values in merge_blocks(method, open_members, ids, np.zeros(len(ids), dtype=np.int64)):
+    members = []
+    for model, file, values in zip(config.models, files, values_of_files, strict=True):
+        path, activation = str(file.settings.path), file.settings.activation
+        check = RowCheck(path, activation, ids, file.may_lack_rows, ROWS_ADVICE, config.labels)
+        calibrate = calibrator(model.calibration, activation, config.labels)
+        members.append(MergedMember(model.name, model.weight, values, check, None, calibrate))
+    text_bytes = np.zeros(len(ids), dtype=np.int64)
+    for start, values in merge_blocks(method, members, ids, text_bytes, PostProcess()):
         merged[start : start + len(values)] = values
     empty = np.flatnonzero(np.isnan(merged).any(axis=1))
     if len(empty):
         first = ids[int(empty[0])].as_py()
         raise MergeError(f"no file with a weight above 0 has the id {quoted(first)}; add one that does")
-    return merged, {model.name: check.reached for model, check in zip(config.models, checks, strict=True)}
+    return merged, {member.name: member.check.reached for member in members}

@@ -27,6 +27,7 @@ from ensemble.config import EnsembleConfig, LoadedConfig
 from ensemble.data.table import InputTable, read_table
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.cascade import expected_shares
+from ensemble.pipeline.load import derived_run
 from ensemble.pipeline.prepare import for_rows, prepare
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.run import Display, run_prepared
@@ -270,19 +271,12 @@ def _largest_share(seconds_of: Callable[[float], float], seconds_left: float) ->
 def _sample(
     prepared: Prepared, loaded: LoadedConfig, table: InputTable, size: int, output_dir: Path
 ) -> Prepared:
-    """Return a run of some rows into another directory, without a submission and a limit."""
+    """Return a run of some rows into another directory, of all members that need a worker."""
     config = loaded.config
-    models = tuple(
-        # A member of weight 0 would not be merged; few rows of a member with ``when`` give no steady speed.
-        model.without_when().model_copy(update={"weight": 1.0})
-        for model in config.models
-        if member_kind(model).needs_worker
-    )
-    keys: dict[str, object] = dict.fromkeys(("submission", "time_limit", "limit"))
-    keys |= {"models": models, "output_dir": output_dir, "report": False}
-    if len(models) < len(config.models):  # a method may have keys for members by name
-        keys["ensemble"] = EnsembleConfig()
-    changed = replace(loaded, config=config.model_copy(update=keys))
+    models = [model for model in config.models if member_kind(model).needs_worker]
+    # A method may have keys for members by name.
+    ensemble = config.ensemble if len(models) == len(config.models) else EnsembleConfig()
+    changed = derived_run(loaded, models, output_dir, ensemble=ensemble, time_limit=None, report=False)
     sample = for_rows(prepared, changed, _rows_of(table, sample_rows_of(table.text_bytes, size)))
     # A launcher ends with its run.
     return replace(sample, launcher=make_launcher(config.launcher, config.hang_timeout))

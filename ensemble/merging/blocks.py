@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +13,9 @@ from ensemble.common.errors import MergeError
 from ensemble.common.protocol import SUM_TOLERANCE, Activation
 from ensemble.common.text import listed, plural, quoted
 from ensemble.config.values import AnyWeight
-from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.calibration import Calibrator
 from ensemble.merging.methods.base import Block, MergeMethod
+from ensemble.merging.post_process import PostProcess
 from ensemble.merging.scoring import CascadeScoring, Scoring
 
 # What may be wrong with rows, the worst first.
@@ -105,8 +104,6 @@ class RowCheck:
             raise MergeError(f"{self._source}: {where}; {self._advice}")
 
 
-# Changes a block of the table's rows in place: its first row, and float64 [rows, labels].
-BlockChange: TypeAlias = Callable[[int, npt.NDArray[np.float64]], None]
 # The size of a block: large enough that Python takes little of the time, small enough for a core's cache.
 _MAX_ROWS = 32_768
 _MIN_ROWS = 256
@@ -128,10 +125,7 @@ class MergedMember:
     Attributes:
         values: float64 [rows, labels], in the table's order, each column contiguous.
         scoring: scores the calibrated values, if the truth is known, of a member that has all rows.
-        allowed: the labels that are possible in each row; all others get 0 after calibration. None: all.
-        takes_impossible: whether what is merged keeps its values of impossible labels; scores never do.
-        rules: change the member's values before ``ruled`` scores them; see ``RowRules.apply``.
-        ruled: scores what the member alone gives with the rules.
+        ruled: scores what the member alone gives with the rules; None: there are none.
     """
 
     name: str
@@ -140,29 +134,17 @@ class MergedMember:
     check: RowCheck
     scoring: Scoring | None
     calibrate: Calibrator | None = None
-    allowed: AllowedLabels | None = None
-    takes_impossible: bool = False
-    rules: BlockChange | None = None
     ruled: Scoring | None = None
 
-    def read(self, start: int, values: npt.NDArray[np.float64], is_present: npt.NDArray[np.bool_]) -> None:
-        """Fill a block's ``values`` and ``is_present`` with the rows from ``start`` on."""
-        values[:] = self.values[start : start + len(values)]
-        is_present[:] = self.check.look(start, values)
-        if self.check.has_found_any:
+    def score(self, start: int, values: npt.NDArray[np.float64], post: PostProcess, exclusive: bool) -> None:
+        """Score a block of the member's values, as ``PostProcess.member`` returns them, if it has all rows."""
+        if self.scoring is None or self.check.reached != start + len(values):
             return
-        if self.calibrate is not None:
-            self.calibrate(values)
-        if self.allowed is not None:
-            if self.takes_impossible:
-                values = values.copy(order="K")
-            self.allowed.apply(start, values, self.check.activation == "softmax")
-        if self.scoring is not None and self.check.reached == start + len(values):
-            self.scoring.add(start, values)
-            if self.rules is not None and self.ruled is not None:
-                values = values.copy(order="K")
-                self.rules(start, values)
-                self.ruled.add(start, values)
+        self.scoring.add(start, values)
+        if self.ruled is not None:
+            values = values.copy(order="K")
+            post.merged(start, values, exclusive)
+            self.ruled.add(start, values)
 
 
 def block_spans(rows: int, labels: int) -> list[tuple[int, int]]:
@@ -173,42 +155,42 @@ def block_spans(rows: int, labels: int) -> list[tuple[int, int]]:
 
 def merge_blocks(
     method: MergeMethod,
-    open_members: Callable[[], Sequence[MergedMember]],
+    members: Sequence[MergedMember],
     ids: pa.ChunkedArray,
     text_bytes: npt.NDArray[np.int64],
+    post: PostProcess,
+    exclusive: bool = False,
     comparing: Mapping[int, Without] | None = None,
-    rules: BlockChange | None = None,
 ) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
     """Yield the first row of each block of the table and its merged values, float64 [rows of the block, labels].
 
     Rows that no member with a weight reached are NaN.
 
     Args:
-        open_members: returns the members, some of them with a weight; called once for each pass.
+        members: some of them with a weight.
+        exclusive: of the merged values, see ``RowRules.are_exclusive``.
         comparing: the merges without a member, by the member's number.
 
     Raises:
         MergeError: a member's rows do not hold what its activation promises; the first such member is named.
     """
-    labels = len(method.members.labels)
     merges_without = comparing or {}
     if method.needs_first_pass:
-        for block in _read_blocks(open_members(), ids, text_bytes, labels):
+        for block, _ in _read_blocks(method, members, ids, text_bytes, post):
             method.look(block)
             for number, comparison in merges_without.items():
                 comparison.method.look(_without(block, number))
-    members = open_members()
     edges = method.settings.length_bins or ()
     weights = weights_by_bin([member.weight for member in members], method.members.labels, len(edges) + 1)
-    for block in _read_blocks(members, ids, text_bytes, labels):
+    for block, values_of_members in _read_blocks(method, members, ids, text_bytes, post):
+        for member, values in zip(members, values_of_members, strict=True):
+            member.score(block.start, values, post, exclusive)
         block_weights = weights_of_rows(weights, edges, block.text_bytes)
         merged = method.merge(block, block_weights)
-        if rules is not None:
-            rules(block.start, merged)
+        post.merged(block.start, merged, exclusive)
         for number, comparison in merges_without.items():
             without = comparison.method.merge(_without(block, number), block_weights)
-            if rules is not None:
-                rules(block.start, without)
+            post.merged(block.start, without, exclusive)
             rows = np.flatnonzero(block.is_present[number] & ~np.isnan(without).any(axis=1))
             comparison.scoring.add(block.start + rows, merged[rows], without[rows])
         yield block.start, merged
@@ -247,20 +229,33 @@ def weights_of_rows(
 
 
 def _read_blocks(
-    members: Sequence[MergedMember], ids: pa.ChunkedArray, text_bytes: npt.NDArray[np.int64], labels: int
-) -> Iterator[Block]:
-    """Yield the blocks.
+    method: MergeMethod,
+    members: Sequence[MergedMember],
+    ids: pa.ChunkedArray,
+    text_bytes: npt.NDArray[np.int64],
+    post: PostProcess,
+) -> Iterator[tuple[Block, list[npt.NDArray[np.float64]]]]:
+    """Yield the blocks, each with the values of each member that are scored.
 
     After the first wrong row there are no more blocks, but all rows are checked, so that the error can count them.
     """
-    for start, stop in block_spans(len(ids), labels):
+    for member in members:
+        member.check.reached = 0
+    for start, stop in block_spans(len(ids), len(method.members.labels)):
         # The rows of each member and label are contiguous.
-        probabilities = np.empty((len(members), labels, stop - start)).swapaxes(1, 2)
+        probabilities = np.empty((len(members), len(method.members.labels), stop - start)).swapaxes(1, 2)
         is_present = np.empty((len(members), stop - start), dtype=np.bool_)
-        for number, member in enumerate(members):
-            member.read(start, probabilities[number], is_present[number])
-        if not any(member.check.has_found_any for member in members):
+        scored = []
+        for values, present, member in zip(probabilities, is_present, members, strict=True):
+            values[:] = member.values[start:stop]
+            present[:] = member.check.look(start, values)
+            if not member.check.has_found_any:
+                activation = member.check.activation
+                scored.append(
+                    post.member(start, values, activation, member.calibrate, method.takes_impossible)
+                )
+        if len(scored) == len(members):
             rows = ids.slice(start, stop - start)
-            yield Block(start, rows, probabilities, is_present, text_bytes[start:stop])
+            yield Block(start, rows, probabilities, is_present, text_bytes[start:stop]), scored
     for member in members:
         member.check.refuse()

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.common.errors import DataError, EnsembleError
-from ensemble.common.protocol import Activation
 from ensemble.common.shards import bad_rows_in
 from ensemble.common.text import plural, shown_path
 from ensemble.config import MemberConfig, RunConfig
@@ -21,10 +20,10 @@ from ensemble.config.schema import deciding_members
 from ensemble.config.values import takes_time_left
 from ensemble.data.predictions_csv import PredictionFile, demand_as_written, read_predictions
 from ensemble.members.base import Inspection
-from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.blocks import weights_by_bin, weights_of_rows
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods.weighted_mean import scaled, weighted_mean
+from ensemble.merging.post_process import PostProcess
 from ensemble.pipeline.fingerprint import changed_members, changed_sentence
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.resume import MemberWork, mean_of_views, values_of
@@ -200,17 +199,16 @@ class Cascades:
 
     def _selection_of(self, rule: _Rule, deciders: Sequence[_Decider]) -> tuple[_Rows, _Values]:
         ((kind, _),) = rule.when.items()
-        config, table, allowed = self._prepared.config, self._prepared.table, self._prepared.allowed_labels
-        models = [decider.model for decider in deciders]
-        values = [decider.mean(self._values_of) for decider in deciders]
-        is_present = np.array([~np.isnan(member_values[:, 0]) for member_values in values])
-        activations = [self._prepared.inspected[model.name].activation for model in models]
-        mean = np.full((table.rows, len(config.labels)), np.nan)
-        if models:
-            mean = _calibrated_mean(
-                config, models, activations, values, is_present, table.text_bytes, allowed
-            )
-        doubt = doubts(kind, mean, is_exclusive=set(activations) <= {"softmax"})
+        prepared, table = self._prepared, self._prepared.table
+        doubt = _doubts(
+            prepared.config,
+            kind,
+            deciders,
+            self._values_of,
+            prepared.inspected,
+            table.text_bytes,
+            prepared.post,
+        )
         of_member = self.rows_of(rule.member) if rule.work != rule.member else None
         if of_member is None:
             return select_rows(rule.when, doubt), doubt
@@ -291,12 +289,13 @@ def _expected_share(
         why = f"all are assumed, as there are no predictions of {' and '.join(missing)} {place}"
         return ExpectedShare(1.0, why)
     ids = max((files[work].ids for work in works), key=len)
-    joined = {work: files[work].join(ids, may_lack=True, may_have_others=True)[0] for work in works}
-    values = [decider.mean(lambda work: joined[work].copy(order="F")) for decider in rule.deciders]
-    activations = [inspected[model.name].activation for model in models]
-    is_present = np.array([~np.isnan(member_values).any(axis=1) for member_values in values])
-    mean = _calibrated_mean(config, models, activations, values, is_present, np.zeros(len(ids), np.int64))
-    selected = select_rows(rule.when, doubts(kind, mean, set(activations) == {"softmax"}))
+
+    def values_of(work: str) -> _Values:
+        return files[work].join(ids, may_lack=True, may_have_others=True)[0].copy(order="F")
+
+    text_bytes, post = np.zeros(len(ids), np.int64), PostProcess()
+    doubt = _doubts(config, kind, rule.deciders, values_of, inspected, text_bytes, post)
+    selected = select_rows(rule.when, doubt)
     return ExpectedShare(float(selected.mean()), f"by the predictions of {plural(len(ids), 'row')} {place}")
 
 
@@ -315,27 +314,31 @@ def _prediction_files(config: RunConfig, works: Iterable[str], folder: Path) -> 
     return {name: read_predictions(path, labels=config.labels) for name, path in paths.items()}
 
 
-def _calibrated_mean(
+def _doubts(
     config: RunConfig,
-    models: Sequence[MemberConfig],
-    activations: Sequence[Activation],
-    values: Sequence[_Values],
-    is_present: _Rows,
+    kind: str,
+    deciders: Sequence[_Decider],
+    values_of: Callable[[str], _Values],
+    inspected: Mapping[str, Inspection],
     text_bytes: npt.NDArray[np.int64],
-    allowed: AllowedLabels | None = None,
+    post: PostProcess,
 ) -> _Values:
-    """Return the weighted mean of members, [rows, labels], after calibration and ``allowed``.
+    """Return how unsure the weighted mean of members, as they are merged, is of each row, [rows].
 
-    ``values``, which these change, are NaN where ``is_present``, bool [members, rows], is False.
+    ``values_of`` gives an array of its own for each work, which this changes.
     """
+    models = [decider.model for decider in deciders]
+    activations = [inspected[model.name].activation for model in models]
+    values = [decider.mean(values_of) for decider in deciders]
+    is_present = np.array([~np.isnan(member_values[:, 0]) for member_values in values])
+    is_exclusive = set(activations) <= {"softmax"}
     for model, activation, member_values in zip(models, activations, values, strict=True):
-        calibrate = calibrator(model.calibration, activation, config.labels)
-        if calibrate is not None:
-            calibrate(member_values)
-        if allowed is not None:
-            allowed.apply(0, member_values, activation == "softmax")
+        post.member(0, member_values, activation, calibrator(model.calibration, activation, config.labels))
     edges = config.ensemble.length_bins or ()
     weights = weights_by_bin([model.weight for model in models], config.labels, len(edges) + 1)
-    weights = weights_of_rows(weights, edges, text_bytes)
-    mean = weighted_mean(weights, values, is_present)
-    return scaled(mean) if weights.shape[2] > 1 and set(activations) == {"softmax"} else mean
+    mean = np.full((len(text_bytes), len(config.labels)), np.nan)
+    if models:
+        mean = weighted_mean(weights_of_rows(weights, edges, text_bytes), values, is_present)
+    if weights.shape[2] > 1 and is_exclusive:
+        mean = scaled(mean)
+    return doubts(kind, mean, is_exclusive)

@@ -22,11 +22,10 @@ from ensemble.data.answers import Answer, compile_format, halfway
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell
 from ensemble.data.table import InputTable, row_text
 from ensemble.members.base import Inspection, MemberKind
-from ensemble.merging.allowed_labels import AllowedLabels
 from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members
-from ensemble.merging.rules import RowRules
-from ensemble.pipeline.prepared import is_exclusive, merged_activation
+from ensemble.merging.post_process import AllowedLabels, RowRules
+from ensemble.pipeline.prepared import merged_activation
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.planning.cascade import When
 from ensemble.planning.plan import Plan
@@ -81,7 +80,8 @@ def rule_problems(loaded: LoadedConfig, inspected: Mapping[str, Inspection]) -> 
     config = loaded.config
     if len(inspected) < len(config.models):
         return
-    activation, has_exclusive_labels = merged_activation(inspected), is_exclusive(inspected)
+    activation = merged_activation(inspected)
+    has_exclusive_labels = activation == "softmax"
     for number, rule in enumerate(config.rules or ()):
         values, mask = rule.set or {}, rule.mask or ()
         at_set = loaded.document.where(("rules", number, "set"))
@@ -266,7 +266,7 @@ def run_warnings(
         yield (
             "models: some give exclusive labels (softmax), some independent ones (sigmoid); their mean is neither"
         )
-    if table.truth is not None and table.truth.ndim == 1 and not is_exclusive(inspected):
+    if table.truth is not None and table.truth.ndim == 1 and merged_activation(inspected) != "softmax":
         yield (
             "data.label_column: one true label for each row is for members whose labels exclude each other "
             "(softmax); no scores are shown; set data.label_columns"

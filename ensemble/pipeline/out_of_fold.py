@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 from ensemble.common.errors import RESUMES, DataError, TimeLimitReached
 from ensemble.common.files import atomic_path, remove_temporary_files
 from ensemble.common.text import plural
-from ensemble.config import EnsembleConfig, LoadedConfig, MemberConfig
+from ensemble.config import LoadedConfig, MemberConfig
 from ensemble.pipeline.ending import raise_unless_complete
+from ensemble.pipeline.load import derived_run
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.run import Display, run_prepared
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
-from ensemble.pipeline.trained_members import with_trained
 from ensemble.pipeline.training_dir import TrainingDir
 
 
@@ -65,24 +64,13 @@ def raise_unless_predicted(report: RunReport) -> None:
 
 def _out_of_fold(loaded: LoadedConfig, output_dir: Path) -> LoadedConfig:
     """Return the config of the run: the folds' models of trained members, over the training table."""
-    config = loaded.config
     models: list[MemberConfig] = []
-    for model in config.trained_members:
+    for model in loaded.config.trained_members:
         assert model.training is not None
         train = model.training.model_copy(update={"predict_with": "folds"})
-        changes = {"train": train, "weight": 1.0, "calibration": None}
-        models.append(model.without_when().model_copy(update=changes))
-    config = config.model_copy(update={"models": tuple(models)})
-    loaded = with_trained(replace(loaded, config=config, submission_address=None))
-    left_out = ("submission", "rules", "limit", "training", "fitted_on", "copy_to")
-    keys: dict[str, object] = {
-        "data": config.training_data,
-        "output_dir": output_dir,
-        "ensemble": EnsembleConfig(),
-        "fill": "uniform",
-        **dict.fromkeys(left_out),
-    }
-    return replace(loaded, config=loaded.config.model_copy(update=keys))
+        models.append(model.model_copy(update={"train": train, "calibration": None}))
+    data = loaded.config.training_data
+    return derived_run(loaded, models, output_dir, data=data, fill="uniform", training=None)
 
 
 def _demand_one_fold(prepared: Prepared) -> None:

@@ -34,9 +34,16 @@ from ensemble.data.template import PromptTemplate
 from ensemble.members.base import ExternalPredictions, Inspection, MemberKind, OutputColumns
 from ensemble.members.questions import ask
 from ensemble.members.registry import kind_for_checks
-from ensemble.merging.allowed_labels import AllowedLabels, allowed_by_key, allowed_in_column
 from ensemble.merging.blocks import RowCheck, block_spans
-from ensemble.merging.rules import RowRules, compile_condition, rows_that_meet
+from ensemble.merging.post_process import (
+    AllowedLabels,
+    PostProcess,
+    RowRules,
+    allowed_by_key,
+    allowed_in_column,
+    compile_condition,
+    rows_that_meet,
+)
 from ensemble.pipeline.cascade import expected_shares
 from ensemble.pipeline.checks import (
     Kinds,
@@ -60,7 +67,7 @@ from ensemble.pipeline.member_views import (
     member_views,
     with_columns,
 )
-from ensemble.pipeline.prepared import Prepared, is_exclusive, merged_activation
+from ensemble.pipeline.prepared import Prepared, merged_activation
 from ensemble.pipeline.run_dir import RunDir, work_of_view
 from ensemble.pipeline.run_report import RunReport, measured_speeds
 from ensemble.pipeline.trained_members import HeldOut, held_out
@@ -211,8 +218,7 @@ def prepare(
         table_state=table_state,
         needs=needs,
         shares=shares,
-        allowed_labels=allowed,
-        rules=rules,
+        post=PostProcess(allowed, rules),
         view_columns={
             name: tuple(view.table_columns for view in members.views if view.member == name)
             for name in members.kinds
@@ -321,7 +327,7 @@ def _find_rule_rows(
         with problems.at(rule_key(loaded, number)):
             rows[number] = rows_that_meet(table, condition)
     rules = RowRules(loaded.config.rules or (), loaded.config.labels, rows)
-    if not is_exclusive(inspected):
+    if merged_activation(inspected) != "softmax":
         return rules
     spans = block_spans(table.rows, len(loaded.config.labels))
     masked = np.concatenate([rules.without_labels(*span) for span in spans])
@@ -441,7 +447,7 @@ def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Pre
     plan = _plan(loaded.config, facts, prepared.plan.gpus, prepared.inventory.hosts, prepared.launcher)
     if plan.problems:
         raise DeviceError(plan.problems)
-    prepared = replace(prepared, sample=None, previews={}, allowed_labels=None, rules=None)
+    prepared = replace(prepared, sample=None, previews={}, post=PostProcess())
     return replace(prepared, loaded=loaded, table=table, plan=plan)
 
 

@@ -14,8 +14,7 @@ from ensemble.data.row_files import FileCells
 from ensemble.data.submission import Sample
 from ensemble.data.table import InputTable, TableNeeds, Truth
 from ensemble.members.base import Inspection
-from ensemble.merging.allowed_labels import AllowedLabels
-from ensemble.merging.rules import RowRules
+from ensemble.merging.post_process import PostProcess
 from ensemble.planning.cascade import ExpectedShare
 from ensemble.planning.plan import Plan
 from ensemble.scheduling.launchers.base import Launcher, Node
@@ -33,7 +32,7 @@ class Prepared:
         file_states: of the members' files, by absolute path, from before anything was read of them.
         table_state: of the table's file, from before it was read.
         needs: what is read of the table.
-        allowed_labels: that are possible in each row; None: all.
+        post: the labels that are possible in each row, and the rules for some rows.
         shares: the share of the rows that each member with ``when`` is expected to compute, by name.
         files: the column that names files, by name of the members that read files.
         nodes: of the cluster; none on one machine.
@@ -54,8 +53,7 @@ class Prepared:
     table_state: FileState | None
     needs: TableNeeds
     shares: Mapping[str, ExpectedShare] = field(default_factory=dict)
-    allowed_labels: AllowedLabels | None = None
-    rules: RowRules | None = None
+    post: PostProcess = field(default_factory=PostProcess)
     view_columns: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     files: Mapping[str, FileCells] = field(default_factory=dict)
     nodes: tuple[Node, ...] = ()
@@ -69,7 +67,8 @@ class Prepared:
     def truth(self) -> Truth | None:
         """Return the true labels if members can be scored by them."""
         truth = self.table.truth
-        if truth is not None and truth.ndim == 1 and not is_exclusive(self.inspected):
+        # Log loss and accuracy need probabilities of exclusive labels from every member.
+        if truth is not None and truth.ndim == 1 and self.activation != "softmax":
             return None
         return truth
 
@@ -98,8 +97,3 @@ def common_activation(activations: Iterable[Activation]) -> Activation:
     if "none" in present:
         return "none"
     return "sigmoid" if "sigmoid" in present else "softmax"
-
-
-def is_exclusive(inspected: Mapping[str, Inspection]) -> bool:
-    """Return whether every member gives probabilities of exclusive labels, as log loss and accuracy need."""
-    return all(inspection.activation == "softmax" for inspection in inspected.values())

@@ -142,7 +142,7 @@ class RunState:
         return tuple(nodes.values())
 
     def _rules(self) -> tuple[RuleReport, ...]:
-        rules = self.prepared.rules
+        rules = self.prepared.post.rules
         if rules is None or "ensemble" not in self.results.files:
             return ()
         return tuple(

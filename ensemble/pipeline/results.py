@@ -31,7 +31,7 @@ from ensemble.merging.blocks import MergedMember, RowCheck, Without, block_spans
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members
-from ensemble.merging.rules import RowRules
+from ensemble.merging.post_process import RowRules
 from ensemble.merging.scoring import CascadeComparison, CascadeScoring, Gain, Resamples, Score, Scoring
 from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.prepare import given_predictions
@@ -180,9 +180,8 @@ class ResultWriter:
         # A first submission may have left some.
         results.scores, results.gain, results.merged_rows, results.kept_submission = {}, None, {}, ""
         results.comparisons, results.view_rows, results.partial_rows = {}, {}, {}
-        rules = prepared.rules
+        rules, allowed, path = prepared.post.rules, prepared.post.allowed, self._rundir.allowed_labels
         write_bits(self._rundir.rule_rows, None if rules is None else rules.rows)
-        allowed, path = prepared.allowed_labels, self._rundir.allowed_labels
         write_bits(path, None if allowed is None else allowed.flags.T)
         if allowed is not None:
             results.allowed_labels = AllowedLabelsReport(allowed.source, allowed.text, file_sha256(path))
@@ -265,46 +264,32 @@ class ResultWriter:
         return fitted
 
     def _scoring(self, has_loss: bool = True) -> Scoring | None:
-        truth = self._prepared.truth
+        truth, possible = self._prepared.truth, self._prepared.post.possible
         if truth is None:
             return None
-        allowed = self._prepared.allowed_labels
-        possible = None if allowed is None else allowed.flags
         return Scoring(truth, self._prepared.activation, self._resamples, has_loss, possible)
 
     def _merge_into(self, all_values: _Values, members: Sequence[MemberState]) -> Sequence[MergedMember]:
         """Merge members into ``all_values``, [rows, labels], NaN where no member has a row, and return them."""
         table, config, truth = self._prepared.table, self._config, self._prepared.truth
         names = tuple(state.plan.name for state in members)
-        values_of_members = [self._values_to_merge(state) for state in members]
         activations = tuple(self._prepared.inspected[name].activation for name in names)
-        rules = None if self._prepared.rules is None else self._change_merged
         merged: list[MergedMember] = []
-
-        def open_members() -> list[MergedMember]:
-            merged.clear()
-            for state, values, activation in zip(members, values_of_members, activations, strict=True):
-                name, model, work = state.plan.name, state.plan.model, self._works[state.plan.name]
-                source = self._rundir.predictions(name) if work.is_complete else work.shards_dir
-                has_all_rows = work.is_complete and work.is_done.all() and self.cascades.rows_of(name) is None
-                check = RowCheck(str(source), activation, table.ids, may_lack_rows=not has_all_rows)
-                calibrate = calibrator(model.calibration, activation, self._labels)
-                merged.append(
-                    MergedMember(
-                        name=name,
-                        weight=model.weight,
-                        values=values,
-                        check=check,
-                        scoring=self._scoring(),
-                        calibrate=calibrate,
-                        allowed=self._prepared.allowed_labels,
-                        takes_impossible=method.takes_impossible,
-                        rules=rules,
-                        ruled=None if rules is None else self._scoring(),
-                    )
+        for state, activation in zip(members, activations, strict=True):
+            name, model, work = state.plan.name, state.plan.model, self._works[state.plan.name]
+            source = self._rundir.predictions(name) if work.is_complete else work.shards_dir
+            has_all_rows = work.is_complete and work.is_done.all() and self.cascades.rows_of(name) is None
+            merged.append(
+                MergedMember(
+                    name=name,
+                    weight=model.weight,
+                    values=self._values_to_merge(state),
+                    check=RowCheck(str(source), activation, table.ids, may_lack_rows=not has_all_rows),
+                    scoring=self._scoring(),
+                    calibrate=calibrator(model.calibration, activation, self._labels),
+                    ruled=None if self._prepared.post.rules is None else self._scoring(),
                 )
-            return merged
-
+            )
         facts = Members(names, activations, self._labels, tuple(state.plan.model.weight for state in members))
         method = merge_method(config.ensemble, facts)
         # The ensemble without a member with ``when``, by the member's number.
@@ -316,7 +301,9 @@ class ResultWriter:
             for number, name in enumerate(names)
             if truth is not None and method.gives_probabilities and self.cascades.rows_of(name) is not None
         }
-        blocks = merge_blocks(method, open_members, table.ids, table.text_bytes, without, self._change_merged)
+        blocks = merge_blocks(
+            method, merged, table.ids, table.text_bytes, self._prepared.post, self._exclusive, without
+        )
         for start, values in blocks:
             all_values[start : start + len(values)] = values
         for number, ensemble in without.items():
@@ -354,17 +341,10 @@ class ResultWriter:
             values[~selected] = np.nan
         return values
 
-    def _change_merged(self, start: int, values: _Values, only: npt.NDArray[np.bool_] | None = None) -> None:
-        """Change a block's merged rows by the config's allowed labels and rules, in place."""
+    @property
+    def _exclusive(self) -> bool:
         method = METHODS.load(self._config.ensemble.method)
-        exclusive = RowRules.are_exclusive(self._prepared.activation, method)
-        allowed, rules = self._prepared.allowed_labels, self._prepared.rules
-        if allowed is not None:
-            allowed.apply(start, values, exclusive, only)
-        if rules is not None:
-            rules.apply(start, values, exclusive, only)
-        if allowed is not None and rules is not None:
-            allowed.apply(start, values, exclusive, only)
+        return RowRules.are_exclusive(self._prepared.activation, method)
 
     def _fill(self, all_values: _Values) -> int:
         """Fill in the rows that hold NaN, and return how many; without a time limit they are an error."""
@@ -383,7 +363,7 @@ class ResultWriter:
             sample_values = sample.values(table.ids)
         even = self._prepared.even_value(self._config.models[0].name)
         filled = fill_rows(all_values, self._config.fill, sample_values, even)
-        self._change_merged(0, all_values, is_empty)
+        self._prepared.post.merged(0, all_values, self._exclusive, is_empty)
         return filled
 
 

@@ -9,24 +9,30 @@ import pytest
 from scipy.optimize import minimize
 from scipy.special import log_expit, log_softmax, softmax
 
-from ensemble.analysis.calibration import (
+from ensemble.analysis.weights import (
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
-    calibrated,
     fit_temperature,
     fit_vector_scaling,
 )
 from ensemble.config import CalibrationConfig
-from ensemble.merging.calibration import EPSILON
+from ensemble.merging.calibration import EPSILON, calibrator
 
 ROWS, LABELS = 800, 4
 KINDS = ("softmax", "sigmoid")
 NAMES = ("a", "b", "c", "d")
 
 
+def calibrated(values: Any, settings: CalibrationConfig, kind: Any) -> Any:
+    calibrate, result = calibrator(settings, kind, NAMES), values.copy(order="F")
+    if calibrate is not None:  # settings that change nothing have none
+        calibrate(result)
+    return result
+
+
 def scaled(values: Any, result: tuple[Any, Any], kind: Any) -> Any:
     scale, bias = (dict(zip(NAMES, numbers.tolist(), strict=True)) for numbers in result)
-    return calibrated(values, CalibrationConfig(scale=scale, bias=bias), kind, NAMES)
+    return calibrated(values, CalibrationConfig(scale=scale, bias=bias), kind)
 
 
 def sample(kind: str, is_soft: bool = False) -> tuple[Any, Any]:
@@ -65,7 +71,7 @@ def test_the_temperature_is_the_one_of_least_log_loss(kind: Any, is_soft: bool) 
     assert log_loss(values, truth, kind, 1 / result, 0) <= best.fun + 1e-9
     assert result == pytest.approx(np.exp(-best.x[0]), rel=1e-4)
     assert result > 1.4
-    scored = calibrated(values, CalibrationConfig(temperature=result), kind, NAMES)
+    scored = calibrated(values, CalibrationConfig(temperature=result), kind)
     assert log_loss(scored, truth, kind, 1, 0) == pytest.approx(best.fun, abs=1e-9)
 
 
@@ -110,7 +116,7 @@ def test_certainty_that_is_wrong_costs_a_bounded_loss(kind: Any) -> None:
     temperature = fit_temperature(sure, truth, kind)
     assert 5 < temperature < MAX_TEMPERATURE
     assert np.isfinite(fit_vector_scaling(sure, truth, kind)[0]).all()
-    assert calibrated(sure, CalibrationConfig(temperature=temperature), kind, NAMES).min() > EPSILON
+    assert calibrated(sure, CalibrationConfig(temperature=temperature), kind).min() > EPSILON
 
 
 def test_a_label_that_no_row_has_gets_a_bias_that_is_a_number() -> None:

@@ -24,8 +24,7 @@ from ensemble.analysis.weights_file import verdicts
 from ensemble.cli.views.fit import view
 from ensemble.common.errors import ConfigError, EnsembleError
 from ensemble.config.schema import RuleConfig
-from ensemble.merging.allowed_labels import AllowedLabels
-from ensemble.merging.rules import RowRules
+from ensemble.merging.post_process import AllowedLabels, PostProcess, RowRules
 from ensemble.merging.scoring import Interval, row_losses
 from tests.sampling import one_in
 
@@ -380,39 +379,39 @@ def with_rules(result: Predictions, *rules: dict[str, Any], seed: int = 5) -> Pr
     """The same predictions of a run with rules, each for a third of the rows in which no ``a`` is true."""
     hits = (np.random.default_rng(seed).random((len(rules), result.rows)) < 1 / 3) & (result.truth != 0)
     given = [RuleConfig.model_validate({"when": "x", **rule}) for rule in rules]
-    return replace(result, rules=RowRules(given, result.labels, hits))
+    return replace(result, post=PostProcess(rules=RowRules(given, result.labels, hits)))
 
 
 @pytest.mark.parametrize("pool", ["geometric_mean", "mean"])
 def test_weights_are_best_for_what_rules_leave_of_the_merge(pool: Pool) -> None:
     """Held against the run's own order, in which the members are merged first, over a grid of weights."""
     ruled = with_rules(predictions(noise=(1.0, 1.2)), {"set": {"b": 0.9}}, {"mask": ["a"]})
-    assert ruled.rules is not None
+    assert ruled.post.rules is not None
     report = fit(ruled, Options(pool=pool))
-    is_set = ruled.rules.has_set
+    is_set = ruled.post.rules.has_set
     assert (report.rows, report.rows_decided, report.rows_left_out) == ((~is_set).sum(), is_set.sum(), 0)
     assert f"Rules decide {is_set.sum()} further rows" in " ".join(verdicts(report))
 
     def loss(weight: float) -> float:
         blend = WeightedBlend(np.array([weight, 1 - weight]), pool, "softmax")
         merged = blend.merge([*ruled.members.values()])
-        assert ruled.rules is not None
-        ruled.rules.apply(0, merged, True)
+        assert ruled.post.rules is not None
+        ruled.post.rules.apply(0, merged, True)
         return float(row_losses(np.asarray(ruled.truth), merged)[~is_set].mean())
 
     (weight, _) = weights_of(report)
     best = min(map(loss, np.linspace(0, 1, 201)))
     # Of the plain mean masks are put on the members, which is not quite the same.
     assert loss(weight) - best < (1e-6 if pool == "geometric_mean" else 1e-4)
-    without = replace(ruled, rules=None)
+    without = replace(ruled, post=PostProcess())
     assert weights_of(fit(without, Options(pool=pool)))[0] != pytest.approx(weight, abs=1e-4)
 
 
 @pytest.mark.parametrize("method", ["stacking", "greedy"])
 def test_rows_that_rules_decide_tell_nothing_of_the_members(method: Method) -> None:
     ruled = with_rules(predictions(), {"set": {"b": 1.0}})
-    assert ruled.rules is not None
-    rest = np.flatnonzero(~ruled.rules.rows[0])
+    assert ruled.post.rules is not None
+    rest = np.flatnonzero(~ruled.post.rules.rows[0])
     alone = Predictions(
         ruled.ids.take(rest),
         LABELS,
@@ -422,7 +421,9 @@ def test_rows_that_rules_decide_tell_nothing_of_the_members(method: Method) -> N
     )
     options = Options(method=method)
     assert fit(ruled, options).score == fit(alone, options).score
-    everything = replace(ruled, rules=RowRules(ruled.rules.rules, LABELS, np.ones((1, ROWS), bool)))
+    everything = replace(
+        ruled, post=PostProcess(rules=RowRules(ruled.post.rules.rules, LABELS, np.ones((1, ROWS), bool)))
+    )
     with pytest.raises(
         EnsembleError, match="fit needs labelled rows that every member has and that no rule decides"
     ):
@@ -608,13 +609,13 @@ def with_allowed(result: Predictions, seed: int = 5) -> Predictions:
     """The same predictions of rows that can have some labels only, the true one among them."""
     flags = np.random.default_rng(seed).random((result.rows, len(LABELS))) < 0.4
     flags[np.arange(result.rows), np.asarray(result.truth)] = True
-    return replace(result, allowed=AllowedLabels(flags, "column c"))
+    return replace(result, post=PostProcess(AllowedLabels(flags, "column c")))
 
 
 def conditional(values: Any, result: Predictions) -> Any:
     """A member's probabilities, given that the label is one of the possible ones."""
-    assert result.allowed is not None
-    kept = np.where(result.allowed.flags, values, 0)
+    assert result.post.allowed is not None
+    kept = np.where(result.post.allowed.flags, values, 0)
     return kept / kept.sum(axis=1, keepdims=True)
 
 
@@ -638,7 +639,7 @@ def test_weights_are_best_for_what_is_possible_in_a_row(pool: Pool) -> None:
     assert loss(weight) - min(map(loss, np.linspace(0, 1, 201))) < 1e-7
     assert report.equal == pytest.approx(loss(0.5), rel=1e-9)
     assert abs(report.score - loss(weight)) < 0.01
-    without = replace(masked, allowed=None)
+    without = replace(masked, post=PostProcess())
     assert weights_of(fit(without, Options(pool=pool)))[0] != pytest.approx(weight, abs=1e-4)
 
 
@@ -671,7 +672,7 @@ def test_calibrations_are_best_for_what_is_possible_in_a_row(sharpness: float) -
 def test_stacking_sees_all_that_members_say_and_is_scored_by_what_is_possible() -> None:
     masked = with_allowed(predictions())
     options = Options(method="stacking")
-    plain, report = fit(replace(masked, allowed=None), options), fit(masked, options)
+    plain, report = fit(replace(masked, post=PostProcess()), options), fit(masked, options)
     assert plain.stacking is not None
     assert report.stacking is not None
     np.testing.assert_array_equal(report.stacking.coefficients, plain.stacking.coefficients)
@@ -685,10 +686,10 @@ def test_stacking_sees_all_that_members_say_and_is_scored_by_what_is_possible() 
 
 def test_rows_whose_true_label_is_impossible_do_not_bend_a_calibration() -> None:
     masked = with_allowed(predictions(noise=(1.0, 1.2), sharpness=1.8))
-    assert masked.allowed is not None
-    flags = masked.allowed.flags.copy()
+    assert masked.post.allowed is not None
+    flags = masked.post.allowed.flags.copy()
     flags[:20] = np.eye(len(LABELS), dtype=bool)[(np.asarray(masked.truth)[:20] + 1) % len(LABELS)]
-    bent = replace(masked, allowed=AllowedLabels(flags, "column c"))
+    bent = replace(masked, post=PostProcess(AllowedLabels(flags, "column c")))
     for options in (Options(calibration="temperature"), Options(calibration="vector")):
         first, second = fit(masked, options).members[0].calibration, fit(bent, options).members[0].calibration
         assert first is not None

@@ -14,13 +14,12 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from bench.fit_halves import AUTO, BEST, EQUAL, held_out_halves, is_worse
 from ensemble.analysis.fit import Candidate, FitReport, Options, fit, fit_sample, folds
-from ensemble.analysis.fit_auto import fit_auto
 from ensemble.analysis.metrics import find_metric
 from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.weights_file import verdicts
 from ensemble.cli.views.fit import view
 from ensemble.common.errors import ConfigError, DataError
-from ensemble.merging.allowed_labels import AllowedLabels
+from ensemble.merging.post_process import AllowedLabels, PostProcess
 from tests.analysis.test_fit import (
     conditional,
     demand_normal,
@@ -45,7 +44,7 @@ def row_losses(truth: Any, values: Any) -> Any:
 
 def test_each_way_has_the_score_that_others_give_it() -> None:
     probabilities = predictions(240)
-    report = fit_auto(probabilities, AUTO_OPTIONS)
+    report = fit(probabilities, AUTO_OPTIONS)
     truth, values = np.asarray(probabilities.truth), np.array([*probabilities.members.values()])
     ways = by_title(report)
     assert len(ways) == len(report.candidates) == 14
@@ -72,7 +71,7 @@ def test_each_way_has_the_score_that_others_give_it() -> None:
 def test_an_interval_is_the_paired_one_of_the_same_rows() -> None:
     """With two members of which one is noise the best way is nearly the other member alone."""
     probabilities = predictions(900, noise=(0.5, 4.0))
-    report = fit_auto(probabilities, AUTO_OPTIONS)
+    report = fit(probabilities, AUTO_OPTIONS)
     assert report.options.title == "best_member"
     ways, truth = by_title(report), np.asarray(probabilities.truth)
     values = [*probabilities.members.values()]
@@ -87,7 +86,7 @@ def test_an_interval_is_the_paired_one_of_the_same_rows() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("sharpness", [1.0, 4.0])
 def test_the_fewest_numbers_of_those_as_good_as_the_best(sharpness: float) -> None:
-    report = fit_auto(predictions(900, sharpness=sharpness), AUTO_OPTIONS)
+    report = fit(predictions(900, sharpness=sharpness), AUTO_OPTIONS)
     as_good = [way for way in report.candidates if way.behind.low <= 0 <= way.behind.high]
     chosen = report.chosen
     assert chosen in as_good
@@ -106,11 +105,11 @@ def test_the_fewest_numbers_of_those_as_good_as_the_best(sharpness: float) -> No
 
 def test_a_member_that_does_harm_is_left_out() -> None:
     probabilities = predictions(300, noise=(0.7, 0.7, 0.7, 0.7, 0.7, 2.0))
-    report = fit_auto(probabilities, AUTO_OPTIONS)
+    report = fit(probabilities, AUTO_OPTIONS)
     assert [member.name for member in report.members if member.is_left_out] == ["m5"]
     assert [member.name for member in report.members] == [*probabilities.members]
     kept = {name: values for name, values in probabilities.members.items() if name != "m5"}
-    without = fit_auto(
+    without = fit(
         replace(probabilities, members=kept, activations=dict.fromkeys(kept, "softmax")), AUTO_OPTIONS
     )
     assert report.score == without.score
@@ -153,7 +152,7 @@ def test_a_way_that_wins_the_metric_and_loses_the_log_loss_is_named() -> None:
     members = {name: np.column_stack([1 - yes, yes]) for name, yes in columns.items()}
     ids = pa.chunked_array([pa.array([str(row) for row in range(rows)])])
     result = Predictions(ids, ("no", "yes"), members, dict.fromkeys(members, "softmax"), truth)
-    report = fit_auto(result, Options("auc", "auto"))
+    report = fit(result, Options("auc", "auto"))
     ways = by_title(report)
     best = max(report.candidates, key=lambda way: way.score)
     assert best.log_loss is not None
@@ -174,7 +173,7 @@ def test_a_way_that_wins_the_metric_and_loses_the_log_loss_is_named() -> None:
             line.startswith(f"{way.options.title} {rank} auc, and loses the log loss: 0.")
             for line in verdicts(report)
         )
-    by_log_loss = fit_auto(result, AUTO_OPTIONS)
+    by_log_loss = fit(result, AUTO_OPTIONS)
     assert not any("loses the log loss" in line for line in verdicts(by_log_loss))
     table = next(iter(view(report)))
     assert not isinstance(table, str)
@@ -184,7 +183,7 @@ def test_a_way_that_wins_the_metric_and_loses_the_log_loss_is_named() -> None:
 @pytest.mark.parametrize("is_multi_label", [False, True])
 def test_a_way_that_needs_more_rows_is_left_out_and_said_to_be(is_multi_label: bool) -> None:
     probabilities = predictions(80)
-    report = fit_auto(multi_label(probabilities) if is_multi_label else probabilities, AUTO_OPTIONS)
+    report = fit(multi_label(probabilities) if is_multi_label else probabilities, AUTO_OPTIONS)
     assert not any(way.options.method == "stacking" for way in report.candidates)
     numbers = 9 if is_multi_label else 14
     assert report.remarks[0] == (
@@ -200,8 +199,8 @@ def test_regression_and_a_single_member() -> None:
     ids = pa.chunked_array([pa.array([str(row) for row in range(400)])])
     table = Predictions(ids, ("y",), members, dict.fromkeys(members, "none"), truth)
     with pytest.raises(ConfigError, match="have no log loss: use another metric, such as --metric rmse"):
-        fit_auto(table, AUTO_OPTIONS)
-    report = fit_auto(table, Options("rmse", "auto"))
+        fit(table, AUTO_OPTIONS)
+    report = fit(table, Options("rmse", "auto"))
     assert [way.options.title for way in report.candidates] == [
         "equal (mean)",
         "best_member",
@@ -211,7 +210,7 @@ def test_regression_and_a_single_member() -> None:
     mean = np.mean([*members.values()], axis=0)
     assert report.score == pytest.approx(np.sqrt(np.square(mean - truth).mean()))
     table = predictions(900, (0.7,), sharpness=4.0)
-    report = fit_auto(table, AUTO_OPTIONS)
+    report = fit(table, AUTO_OPTIONS)
     titles = [way.options.title for way in report.candidates]
     assert titles == ["equal (mean)", "equal (mean, temperature)", "stacking", "stacking (temperature)"]
     assert report.options.title == "equal (mean, temperature)"
@@ -223,7 +222,10 @@ def test_thresholds_between_the_labels_that_are_possible() -> None:
     only_true = AllowedLabels(
         np.eye(len(probabilities.labels), dtype=np.bool_)[probabilities.truth], "column c"
     )
-    probabilities, options = replace(probabilities, allowed=only_true), Options("quadratic_kappa", "stacking")
+    probabilities, options = (
+        replace(probabilities, post=PostProcess(only_true)),
+        Options("quadratic_kappa", "stacking"),
+    )
     report = fit_sample(
         probabilities, options, find_metric("quadratic_kappa"), probabilities, 0, equal_pool="mean"
     )
@@ -233,11 +235,11 @@ def test_thresholds_between_the_labels_that_are_possible() -> None:
 
 def test_all_ways_are_compared_on_the_rows_that_no_rule_touches() -> None:
     ruled = with_rules(predictions(200), {"mask": ["a"]})
-    assert ruled.rules is not None
-    rest = np.flatnonzero(~ruled.rules.rows[0])
-    alone = replace(ruled, rules=None).taken(rest)
-    report = fit_auto(ruled, AUTO_OPTIONS)
-    assert (report.rows, report.score) == (len(rest), fit_auto(alone, AUTO_OPTIONS).score)
+    assert ruled.post.rules is not None
+    rest = np.flatnonzero(~ruled.post.rules.rows[0])
+    alone = replace(ruled, post=PostProcess()).taken(rest)
+    report = fit(ruled, AUTO_OPTIONS)
+    assert (report.rows, report.score) == (len(rest), fit(alone, AUTO_OPTIONS).score)
 
 
 def test_equal_weights_with_temperatures_and_the_best_member_by_name() -> None:
@@ -252,16 +254,16 @@ def test_equal_weights_with_temperatures_and_the_best_member_by_name() -> None:
 
 def test_what_auto_chooses_by_itself_is_refused() -> None:
     with pytest.raises(ConfigError, match="--method auto: compares members with and without temperatures"):
-        fit_auto(predictions(300), replace(AUTO_OPTIONS, calibration="vector"))
+        fit(predictions(300), replace(AUTO_OPTIONS, calibration="vector"))
     constant = replace(predictions(300), truth=np.zeros(300, np.int64))
     with pytest.raises(DataError, match="the truth is 'a' in every row"):
-        fit_auto(constant, AUTO_OPTIONS)
+        fit(constant, AUTO_OPTIONS)
 
 
 @pytest.mark.long
 def test_all_ways_are_held_against_what_is_possible_in_a_row() -> None:
     masked = with_allowed(predictions(240))
-    report = fit_auto(masked, AUTO_OPTIONS)
+    report = fit(masked, AUTO_OPTIONS)
     ways = by_title(report)
     mean = np.mean([conditional(values, masked) for values in masked.members.values()], axis=0)
     assert ways["equal (mean)"].score == pytest.approx(log_loss(np.asarray(masked.truth), mean), abs=1e-9)

@@ -16,7 +16,7 @@ import ensemble
 from ensemble.analysis.report.base import ReportData
 from ensemble.analysis.report.sections.calibration import Calibration
 from ensemble.common.errors import EnsembleError
-from ensemble.merging.allowed_labels import AllowedLabels
+from ensemble.merging.post_process import AllowedLabels
 from ensemble.pipeline.load import load
 from ensemble.pipeline.prepare import prepare
 from tests.project import Project

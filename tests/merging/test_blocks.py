@@ -19,6 +19,7 @@ from ensemble.data.predictions_csv import read_predictions
 from ensemble.merging.blocks import MergedMember, RowCheck, block_spans, merge_blocks
 from ensemble.merging.methods import merge_method
 from ensemble.merging.methods.base import Block, Members, MergeMethod
+from ensemble.merging.post_process import PostProcess
 from ensemble.merging.scoring import Scoring
 
 LABELS = ["a", "b", "c"]
@@ -62,17 +63,13 @@ def merge(
         for source in sources
     ]
 
-    def open_members() -> list[MergedMember]:
-        members.clear()
-        for number, values in enumerate(arrays):
-            is_file = isinstance(sources[number], Path)
-            check = RowCheck(f"member {number}", "softmax", table_ids, may_lack_rows=not is_file)
-            members.append(MergedMember(f"m{number}", WEIGHTS[number], values, check, None))
-        return members
-
+    for number, values in enumerate(arrays):
+        is_file = isinstance(sources[number], Path)
+        check = RowCheck(f"member {number}", "softmax", table_ids, may_lack_rows=not is_file)
+        members.append(MergedMember(f"m{number}", WEIGHTS[number], values, check, None))
     method = method or merge_method(EnsembleConfig(), members_of(len(sources)))
     whole = np.full((ROWS, len(LABELS)), NAN)
-    for start, values in merge_blocks(method, open_members, table_ids, TEXT_BYTES):
+    for start, values in merge_blocks(method, members, table_ids, TEXT_BYTES, PostProcess()):
         whole[start : start + len(values)] = values
     return whole, [member.check.reached for member in members]
 
@@ -243,7 +240,7 @@ def test_scores_of_members_that_have_every_row() -> None:
     scoring = Scoring(truth)
     member = MergedMember("m", 1.0, values, RowCheck("m", "softmax", ids, True), scoring)
     method = merge_method(EnsembleConfig(), members_of(1))
-    for _ in merge_blocks(method, lambda: [member], ids, TEXT_BYTES):
+    for _ in merge_blocks(method, [member], ids, TEXT_BYTES, PostProcess()):
         pass
     score = scoring.score()
     assert score is not None

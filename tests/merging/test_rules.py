@@ -15,7 +15,7 @@ import yaml
 
 from ensemble.config.schema import RuleConfig
 from ensemble.data.table import InputTable
-from ensemble.merging.rules import RowRules, compile_condition, rows_that_meet
+from ensemble.merging.post_process import RowRules, compile_condition, rows_that_meet
 from tests.project import ROOT, Project
 
 LABELS = ["a", "b", "tie"]

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from markupsafe import Markup
 
 from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap, Interval, Metric
-from ensemble.analysis.predictions import Predictions, as_calibrated, read_run
+from ensemble.analysis.predictions import Predictions, calibrations_of, read_run
 from ensemble.common.errors import DataError, EnsembleError
 from ensemble.common.files import unreadable
 from ensemble.common.text import plural, shown_path
@@ -29,6 +29,7 @@ from ensemble.data.input_file import Wanted, cell_texts
 from ensemble.merging.blocks import weights_by_bin
 from ensemble.merging.methods import METHODS
 from ensemble.merging.methods.base import MergeMethod, Values
+from ensemble.merging.post_process import RowRules
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 
@@ -75,26 +76,30 @@ class ReportData:
 
         The members' values are as they were merged, after the calibrations of the config.
         """
-        return self.calibrated.masked()
+        return self.calibrated.as_merged({})
 
     @cached_property
     def calibrated(self) -> Predictions:
         """Return the same before labels that are impossible in a row became 0, as ``fit`` takes them."""
-        return as_calibrated(read_run(self.run_dir), self.report)
+        return read_run(self.run_dir).as_merged(calibrations_of(self.report), keeps_impossible=True)
 
     @cached_property
     def as_ruled(self) -> dict[str, Values]:
         """Return what each member alone would give with the run's rules, to compare with the ensemble."""
-        predictions, rules = self.predictions, self.predictions.rules
-        if rules is None:
+        predictions = self.predictions
+        if predictions.post.rules is None:
             return predictions.members
         ruled = {name: values.copy(order="F") for name, values in predictions.members.items()}
-        is_exclusive = rules.are_exclusive(predictions.activation, self.method)
+        is_exclusive = RowRules.are_exclusive(predictions.activation, self.method)
         for values in ruled.values():
-            rules.apply(0, values, is_exclusive, np.asarray(~np.isnan(values).any(axis=1)))
-            if predictions.allowed is not None:
-                predictions.allowed.apply(0, values, is_exclusive)
+            predictions.post.merged(0, values, is_exclusive, np.asarray(~np.isnan(values).any(axis=1)))
         return ruled
+
+    @property
+    def values_of_all(self) -> dict[str, Values]:
+        """Return the values of the members, and of the ensemble if the run has merged, by name."""
+        merged = self.predictions.ensemble
+        return self.predictions.members | ({} if merged is None else {ENSEMBLE: merged})
 
     @cached_property
     def method(self) -> type[MergeMethod]:

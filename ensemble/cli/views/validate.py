@@ -56,10 +56,11 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
             if prompt:
                 yield f"{title}: {_difference_text(prompt, first_prompt)}"
                 first_prompt = first_prompt or prompt
-    if prepared.allowed_labels is not None:
-        yield prepared.allowed_labels.text
-    if prepared.rules is not None:
-        for number, (rule, rows) in enumerate(zip(prepared.rules.rules, prepared.rules.rows, strict=True)):
+    if prepared.post.allowed is not None:
+        yield prepared.post.allowed.text
+    rules = prepared.post.rules
+    if rules is not None:
+        for number, (rule, rows) in enumerate(zip(rules.rules, rules.rows, strict=True)):
             yield rule_text(number, rule, int(rows.sum()), table.rows)
     not_asked = [text.partition(f": {NOT_ASKED}")[0] for text in prepared.warnings if NOT_ASKED in text]
     passed = "All checks passed."

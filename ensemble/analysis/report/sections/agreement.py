@@ -13,11 +13,9 @@ import numpy.typing as npt
 from markupsafe import Markup
 from scipy.special import bdtr
 
-from ensemble.analysis.calibration import one_hot
 from ensemble.analysis.metrics import METRICS
 from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.report.base import (
-    ENSEMBLE,
     NOTHING,
     ReportData,
     Section,
@@ -29,6 +27,7 @@ from ensemble.analysis.report.base import (
     table,
     with_interval,
 )
+from ensemble.analysis.weights import one_hot
 from ensemble.common.protocol import Activation
 from ensemble.data.table import Truth
 from ensemble.merging.methods.base import Values
@@ -103,11 +102,8 @@ def _with_truth(data: ReportData) -> Markup:
     predictions = data.predictions
     if predictions.truth is None or predictions.activation != "softmax":
         return Markup()
-    values_of = dict(predictions.members)
-    if predictions.ensemble is not None:
-        values_of[ENSEMBLE] = predictions.ensemble
     rows = []
-    for name, values in values_of.items():
+    for name, values in data.values_of_all.items():
         kappa = data.score(METRICS["cohen_kappa"], values)
         rows.append([name, NOTHING if kappa is None else with_interval("cohen_kappa", kappa)])
     return table(["", "Cohen's kappa with the true labels"], rows)

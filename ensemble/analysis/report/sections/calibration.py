@@ -11,7 +11,6 @@ import numpy.typing as npt
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from ensemble.analysis.calibration import fit_temperature, one_hot
 from ensemble.analysis.metrics import ECE_BINS, METRICS
 from ensemble.analysis.report.base import (
     ENSEMBLE,
@@ -26,6 +25,7 @@ from ensemble.analysis.report.base import (
     with_interval,
 )
 from ensemble.analysis.report.pictures import MUTED, SERIES, picture
+from ensemble.analysis.weights import fit_temperature, one_hot
 from ensemble.common.protocol import Activation
 from ensemble.data.table import Truth
 from ensemble.merging.methods.base import Values
@@ -91,8 +91,8 @@ class Calibration(Section):
             diagrams[name] = reliability(values, activation, true)
             temperature = ""
             if name != ENSEMBLE and len(rows) >= _MIN_ROWS:
-                fitted_to, allowed = data.calibrated.members[name][rows], data.calibrated.allowed
-                possible = None if allowed is None else allowed.flags[rows]
+                fitted_to = data.calibrated.members[name][rows]
+                possible = predictions.post.taken(rows).possible
                 temperature = number(fit_temperature(fitted_to, true, activation, possible), 2)
             gap = with_interval("accuracy", diagrams[name].overconfidence, is_difference=True)
             cells.append([name, gap, number(METRICS["ece"].value(true, values, activation)), temperature])

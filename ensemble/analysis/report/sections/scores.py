@@ -58,7 +58,7 @@ class Scores(Section):
                 "count for both. The best member comes first."
             )
             remarks += predictions.ranking_remarks(data.metrics)
-            if predictions.rules is not None:
+            if predictions.post.rules is not None:
                 remarks.append("The members' scores are without the rules, all else is with them.")
         if data.report.fitted_on is not None:
             lines.append(f"The ensemble: {data.report.fitted_on.text}.")
@@ -91,11 +91,8 @@ def _cells(data: ReportData, gaps: Mapping[str, Interval]) -> list[list[object]]
         weights[member.name] = weight_text(member.weight)
         if isinstance(member.weight, int | float) and member.name in data.mean_weights:
             weights[member.name] = percent(data.mean_weights[member.name] / total)
-    values_of = dict(predictions.members)
-    if predictions.ensemble is not None:
-        values_of[ENSEMBLE] = predictions.ensemble
     rows: list[tuple[float, list[object]]] = []
-    for name, values in values_of.items():
+    for name, values in data.values_of_all.items():
         is_ensemble = name == ENSEMBLE
         place = -np.inf if is_ensemble else np.inf
         cells: list[object] = [html("<strong>{{ name }}</strong>", name=name) if is_ensemble else name]
