@@ -8,10 +8,10 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
-import hypothesis
 import pytest
 
 from ensemble.members import questions
@@ -38,14 +38,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """What pytest makes of the tests' assertions is kept, also where Python is to keep no bytecode.
+@contextmanager
+def bytecode_is_kept() -> Iterator[None]:
+    """What pytest makes of assertions is kept, also where Python is to keep no bytecode.
 
     It is a third of the time before the first test.  For the files that tests make, what the environment says goes.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "dont_write_bytecode", False)
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    with bytecode_is_kept():
         return (yield)
 
 
@@ -98,14 +104,16 @@ def pytest_configure(config: pytest.Config) -> None:
     sampling.part = config.getoption("--part")
     # As make has it: several test processes share the cores, and no run begins a worker before its checks.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Hypothesis would fail an example that takes longer than 200 ms, as one does on a busy machine.
-    hypothesis.settings.register_profile("patient", deadline=None)
-    hypothesis.settings.load_profile("patient")
     # What transformers says of tiny checkpoints, for all test processes and from one session to the next.
     if hasattr(config, "cache"):
         os.environ.setdefault(questions.CACHE, str(config.cache.mkdir("checkpoints")))
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         return  # xdist's processes, which this one starts, shall not be ended by a hangup either
+    with bytecode_is_kept():  # of Hypothesis, too, as it is a plugin
+        import hypothesis
+    # It would fail an example that takes longer than 200 ms, as one does on a busy machine.
+    hypothesis.settings.register_profile("patient", deadline=None)
+    hypothesis.settings.load_profile("patient")
     for item in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(item) is signal.SIG_IGN:
             signal.signal(item, lambda number, frame: None)

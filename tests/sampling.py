@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 Part = Literal["usual", "rest", "all"]
 
@@ -73,6 +72,10 @@ def shares(count: int) -> list[Any]:
 
 def tries(examples: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """For a property that is tried on so many examples, a part of which are the sample."""
+    from hypothesis import (
+        HealthCheck,
+        settings,
+    )  # not with this module, which every process of pytest imports
 
     def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
         chosen = settings(

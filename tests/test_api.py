@@ -294,13 +294,13 @@ def test_what_would_be_is_shown_as_the_commands_show_it(project: Project, monkey
     assert [model.weight for model in both.config.models] == [2, 3]
     with pytest.raises(ensemble.ConfigError, match="the list is empty"):
         ensemble.validate([])
-    with pytest.raises(ensemble.ConfigError, match="'3' is not a path"):
+    with pytest.raises(ensemble.ConfigError, match=r"^'3' is not"):
         ensemble.validate(["config.yaml", 3])  # type: ignore[list-item]
 
 
 def test_what_does_not_fit_is_planned_and_not_validated(project: Project, monkeypatch: Any) -> None:
     monkeypatch.chdir(project.folder)
-    with pytest.raises(ensemble.DeviceError, match="0 GPUs can be used here"):
+    with pytest.raises(ensemble.DeviceError, match="0 GPUs"):
         ensemble.validate("config.yaml", {"models.gemma.num_gpus": 1})
 
 

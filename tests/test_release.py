@@ -76,6 +76,7 @@ def release(folder: Path, tag: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_a_tag_other_than_the_version_is_refused(checkout: Path) -> None:
     commit(checkout)
     done = release(checkout, "v99.0")

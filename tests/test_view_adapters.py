@@ -84,7 +84,7 @@ def test_each_adapter_has_its_predictions_and_is_computed_again_when_it_changes(
     for name, part in zip(("fold0", "fold1", "swapped"), parts, strict=True):
         np.testing.assert_allclose(values(folds, f"lora@{name}"), part, atol=2e-5)
     np.testing.assert_allclose(values(folds), np.mean(parts, axis=0), atol=2e-5)
-    assert "done by an earlier run" in run(folds, *views, swapped)
+    assert "earlier run, reused" in run(folds, *views, swapped)
 
     make_adapter(folds.folder / "fold1", folds.folder / "base", 3, seed=5)
     run(folds, *views, swapped)
@@ -123,12 +123,9 @@ def test_mistakes_are_named(folds: Project) -> None:
     make_adapter(folds.folder / "five", folds.folder / "base", 5)
     views = [{"name": name, "adapter_name_or_path": name} for name in ("fold0", "five", "fold9")]
     output = run(folds, *views, command="validate", code=2)
-    assert "models[0] (lora): fold9: no such folder; did you mean fold" in output
+    assert "models[0] (lora): fold9: no such folder" in output
     output = run(folds, *views[:2], command="validate", code=2)
-    assert (
-        "different numbers of labels (that of fold0 has 3, that of five has 5); make a member of each"
-        in output
-    )
+    assert "(that of fold0 has 3, that of five has 5); make a member of each" in output
     output = run(folds, views[0], {"name": "t", "prompt_template": "{{ c }}"}, code=2)
     assert "models[0].views[1].prompt_template" in output
     output = run(folds, views[0], prompt_template="{{ c }}", code=2)

@@ -215,7 +215,7 @@ def test_the_columns_of_labels_are_chosen_by_name(tmp_path: Path) -> None:
         name: sk.log_loss(truth, side[order], labels=order) for name, side in (("a", ours), ("b", theirs))
     }
     assert {member.name: member.alone for member in report.members} == pytest.approx(alone)
-    with pytest.raises(DataError, match="name those to take, such as --label winner_a"):
+    with pytest.raises(DataError, match="such as --label winner_a"):
         ensemble.fit(files, labels=tmp_path / "truth.csv", quiet=True)
     with pytest.raises(ConfigError, match="--label: names columns of CSVs, and these are runs"):
         compare(tmp_path, tmp_path, columns=NAMES)
@@ -245,7 +245,7 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
         assert message in str(caught.value)
     with pytest.raises(ConfigError, match="--label-column: is one of --labels or of a run's table"):
         compare(a, a, label_column="label")
-    with pytest.raises(DataError, match="auc: not defined for these 10 rows: each label needs rows"):
+    with pytest.raises(DataError, match="auc: not defined"):
         compare(a, a, ["auc"], labels=tmp_path / "truth.csv")
     comparison = compare(a, a, ["auc", "accuracy"], labels=tmp_path / "truth.csv")
     assert [metric.metric for metric in comparison.metrics] == ["accuracy"]
@@ -331,7 +331,7 @@ def test_two_runs(
     other = ensemble.compare("runs/first", "runs/second", quiet=True)
     assert (other.rows, other.changes, other.metrics, len(other.settings or ())) == (0, (), (), 8)
     assert "have other labels" in other.remarks[-1]
-    with pytest.raises(ensemble.ConfigError, match=r"metrics: give a list of names, such as \['auc'\]"):
+    with pytest.raises(ensemble.ConfigError, match=r"metrics: give a list"):
         ensemble.compare("runs/first", "runs/second", "auc")
 
 

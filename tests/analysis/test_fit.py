@@ -120,7 +120,7 @@ def test_weights_of_members_that_are_alike_are_called_noise() -> None:
     report = fit(predictions(noise=(0.8, 0.8)), Options())
     assert not report.over_equal.excludes_zero
     against = [sentence for sentence in verdicts(report) if "equal weights" in sentence]
-    assert against[0].endswith("no more than noise. Equal weights do as well.")
+    assert "no more than noise" in against[0]
     assert report.over_best.low > 0
 
 
@@ -314,7 +314,7 @@ def test_a_fold_without_both_classes_is_left_out_and_counted() -> None:
     assert report.over_equal.low <= report.over_equal.value <= report.over_equal.high
     (messages,) = [verdict for verdict in verdicts(report) if verdict.startswith("Held-out auc")]
     assert messages.endswith(
-        f"the figures are the mean of {len(of_equal)} folds; {5 - len(of_equal)} of 5 folds left out, which lack "
+        f"mean of {len(of_equal)} folds; {5 - len(of_equal)} of 5 folds left out, which lack "
         "rows with or without some label."
     )
 
@@ -370,8 +370,7 @@ def test_rows_that_a_member_lacks_are_left_out_of_the_fit() -> None:
     )
     assert (report.rows, report.rows_left_out, report.score) == (700, 300, alone.score)
     assert any(
-        sentence.startswith("These figures are of the 700 of 1,000 rows that all members have; a run merges")
-        for sentence in verdicts(report)
+        sentence.startswith("These figures are of the 700 of 1,000 rows ") for sentence in verdicts(report)
     )
 
 
@@ -407,7 +406,7 @@ def test_weights_are_best_for_what_rules_leave_of_the_merge(pool: Pool) -> None:
     assert weights_of(fit(without, Options(pool=pool)))[0] != pytest.approx(weight, abs=1e-4)
 
 
-@pytest.mark.parametrize("method", ["stacking", "greedy"])
+@pytest.mark.parametrize("method", one_in(2, ["greedy", "stacking"]))
 def test_rows_that_rules_decide_tell_nothing_of_the_members(method: Method) -> None:
     ruled = with_rules(predictions(), {"set": {"b": 1.0}})
     assert ruled.post.rules is not None
@@ -643,7 +642,7 @@ def test_weights_are_best_for_what_is_possible_in_a_row(pool: Pool) -> None:
     assert weights_of(fit(without, Options(pool=pool)))[0] != pytest.approx(weight, abs=1e-4)
 
 
-@pytest.mark.parametrize("sharpness", [0.25, 1.8])
+@pytest.mark.parametrize("sharpness", one_in(2, [0.25, 1.8]))
 def test_calibrations_are_best_for_what_is_possible_in_a_row(sharpness: float) -> None:
     """A temperature of 1/4 would be another one if it had to take the mass of impossible labels away, too."""
     masked = with_allowed(predictions(noise=(1.0, 1.2), sharpness=sharpness))

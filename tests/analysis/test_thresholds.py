@@ -38,6 +38,7 @@ def kappa(truth: np.ndarray, means: np.ndarray, thresholds: tuple[float, ...]) -
     return float(cohen_kappa_score(truth, np.digitize(means, thresholds), weights="quadratic"))
 
 
+@pytest.mark.long
 def test_no_thresholds_of_a_grid_are_better() -> None:
     values, truth = essays(300, 3)
     answer = fit_thresholds(values, truth, (0.0, 1.0, 2.0), seed=0)

@@ -173,7 +173,7 @@ def test_settings_that_change_probabilities_or_labels_are_refused_however_fast(
     )
     (without,) = ensemble.tune("huge.yaml", rows=6, quiet=True).members
     assert without.best.startswith("float32")
-    assert "6 of 6 rows of the sample could not be computed" in without.trials[1].failure
+    assert "6 of 6 rows of the sample" in without.trials[1].failure
     read = prediction_files.read_as_written
 
     def without_one(path: Path) -> Any:
@@ -222,7 +222,7 @@ def test_what_takes_twice_as_long_as_the_best_is_stopped(
     (result,) = ensemble.tune("config.yaml", rows=16, quiet=True).members
     first, *others = result.trials
     assert (first.failure, result.best) == ("", "float32")
-    assert all("more than twice as long as the best so far" in trial.failure for trial in others)
+    assert all("more than twice as long" in trial.failure for trial in others)
 
 
 class Faked(MemberTrials):
@@ -408,9 +408,7 @@ def test_ctrl_c_keeps_what_is_tried_and_a_run_takes_what_is_written(
     project.write_config({"models": [{"name": "lama", "dtype": "bfloat16"}]}, "tuned.yaml")
     unknown = project.ensemble("run", "config.yaml", "tuned.yaml")
     assert unknown.returncode == 2
-    assert "no earlier file has a model named 'lama' (did you mean 'llama'?)" in " ".join(
-        unknown.stderr.split()
-    )
+    assert "named 'lama' (did you mean 'llama'?)" in " ".join(unknown.stderr.split())
     project.write_config({"models": [{"name": "llama", "dtipe": "bfloat16"}]}, "tuned.yaml")
     unknown = project.ensemble("run", "config.yaml", "tuned.yaml")
     assert (unknown.returncode, "dtipe" in unknown.stderr) == (2, True)
@@ -443,7 +441,7 @@ def test_only_whole_trials_are_kept_and_until_the_file_is_written(
         "also of those that were kept"
     )
     for name in ("config.yaml", "tuned.yaml", "test.csv", f"{models[0]['model_name_or_path']}/config.json"):
-        with pytest.raises(ensemble.OutputError, match="is one of the files that are read"):
+        with pytest.raises(ensemble.OutputError, match="files that are read"):
             ensemble.tune(["config.yaml", "tuned.yaml"], write=name, force=True, quiet=True)
     for name in ("config.yaml", "run.json", "ensemble.csv", "tune/.tune.json", "tune/llama/x.yaml"):
         with pytest.raises(ensemble.OutputError, match=f"--write: runs write .*{name} themselves"):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.project import ROOT, python_path
+from tests.sampling import one_in
 
 HEAVY = ("numpy", "pyarrow", "yaml", "jinja2", "torch", "rich")
 
@@ -63,7 +64,7 @@ def test_bash_completes_commands_options_and_files(script: Path, tmp_path: Path)
     assert completed == ["init", "--sample"], done.stderr
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.parametrize("shell", one_in(2, ["bash", "zsh"]))
 def test_it_is_installed_for_a_shell(shell: str, script: Path, tmp_path: Path) -> None:
     asked = environment(script, HOME=str(tmp_path), _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     for option in ("--show-completion", "--install-completion"):

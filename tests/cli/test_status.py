@@ -98,7 +98,7 @@ def test_predictions_of_other_work_are_not_done(rundir: RunDir) -> None:
 
 
 def test_a_folder_that_is_no_runs(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"there is no run\.json that can be read"):
+    with pytest.raises(DataError, match=r"no run\.json"):
         RunStatus.of(tmp_path)
 
 

@@ -20,6 +20,7 @@ from ensemble.common.errors import DataError
 from ensemble.pipeline.load import load
 from tests.checkpoints import make_adapter, make_base, make_checkpoint, make_language_model
 from tests.project import Project
+from tests.sampling import one_in
 
 pytestmark = [
     pytest.mark.usefixtures("warm"),
@@ -139,7 +140,7 @@ def test_a_language_model_says_the_labels_of_the_sample(project: Project, contes
     text, config = made(project)
     assert "    # GUESS: plain.label_tokens: what the model would say for each label" in text
     labels = [CONTEST[2], *CONTEST[:2]]
-    assert config["labels"] == labels, "those of the one that has names"
+    assert config["labels"] == labels, "of the checkpoint with names"
     first, second, third = config["models"]
     assert (first["task_type"], first["label_tokens"]) == ("causal_lm", {name: f" {name}" for name in labels})
     assert second["apply_chat_template"] is True
@@ -149,7 +150,7 @@ def test_a_language_model_says_the_labels_of_the_sample(project: Project, contes
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".parquet", ".jsonl"])
+@pytest.mark.parametrize("suffix", one_in(3, [".csv", ".parquet", ".jsonl"]))
 def test_a_training_table_brings_its_truth(suffix: str, project: Project, contest_models: Path) -> None:
     """A column per label; the sample submission beside it has other rows."""
     truth = [{label: int(row % 3 == index) for index, label in enumerate(CONTEST)} for row in range(40)]
@@ -168,7 +169,7 @@ def test_a_training_table_brings_its_truth(suffix: str, project: Project, contes
     )
     assert done.returncode == 0, done.stderr
     text, config = made(project, "first.yaml")
-    assert config["labels"] == [CONTEST[2], *CONTEST[:2]], "those of the one that has names"
+    assert config["labels"] == [CONTEST[2], *CONTEST[:2]], "of the one that has names"
     assert config["data"]["label_columns"] == config["labels"]
     assert "submission" not in config
     assert re.findall(r"\{\{ (\w+) \| fromjson", text) == ["prompt", "response_a", "response_b"]

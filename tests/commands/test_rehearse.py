@@ -86,6 +86,7 @@ def lines(rehearsal: Rehearsal) -> list[str]:
     return [*views.lines("rehearse", rehearsal)]
 
 
+@pytest.mark.long
 def test_of_a_member_that_fails_the_logs_are_kept(project: Project, tmp_path: Path) -> None:
     project.write_config(project.config(retries=0))
     injected = Injected(tmp_path, Fault("raise", text="no such luck"))

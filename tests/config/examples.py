@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,11 @@ def small(**model: Any) -> dict[str, Any]:
     content["models"][0].update(model)
     content["models"][0] = {key: value for key, value in content["models"][0].items() if value is not None}
     return content
+
+
+def begin(problems: Sequence[str], *starts: str) -> bool:
+    """Return whether each problem, in order, begins with its place and first words."""
+    return len(problems) == len(starts) and all(map(str.startswith, problems, starts))
 
 
 def read(text: str) -> Document:

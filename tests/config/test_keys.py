@@ -53,7 +53,7 @@ def test_unknown_keys_name_the_known_one(problems: Problems, key: str, words: st
     [
         ({"defualts": {}}, "did you mean defaults?"),
         ({"data": {"path": "x", "csv": "y"}}, "use path"),
-        ({"ensemble": {"weights": [1]}}, "use weight (in each model)"),
+        ({"ensemble": {"weights": [1]}}, "use weight (in each"),
         ({"submission": {"sample": "x", "sampel": "y"}}, "did you mean sample?"),
         ({"output": "x"}, "use output_dir"),
     ],

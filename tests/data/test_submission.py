@@ -38,9 +38,7 @@ def test_reads_ids_as_text_in_file_order(tmp_path: Path) -> None:
 
 
 def test_a_sample_without_its_id_column(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"no id column 'id' \(did you mean 'ID'\?\); the columns are 'ID', 'a'"
-    ):
+    with pytest.raises(DataError, match=r"no id column 'id' .*; the columns are 'ID', 'a'"):
         sample_of(tmp_path, "ID,a\n1,0\n")
 
 
@@ -184,6 +182,6 @@ def test_every_number_is_read_as_python_reads_it(numbers: list[float]) -> None:
 def test_a_sample_that_lost_an_id_since_it_was_checked(tmp_path: Path) -> None:
     sample = sample_of(tmp_path, "id,a,b\n1,0,1\n2,1,0\n")
     sample.path.write_text("id,a,b\n2,1,0\n3,1,0\n")
-    with pytest.raises(DataError, match="lacks 1 id of the input table: '1'"):
+    with pytest.raises(DataError, match=r"1 id of .* '1'"):
         sample.values(ids("2", "1"))
     assert sample.values(ids("2")).tolist() == [[1.0, 0.0]]

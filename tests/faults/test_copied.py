@@ -110,7 +110,7 @@ def test_nothing_is_computed_in_the_copy_of_a_complete_run(
     assert forked.run(chunky.folder) == 0, forked.printed
     copy(chunky.folder / FIRST, chunky.folder / OTHER)
     assert forked.run(chunky.folder, "--set", f"output_dir={OTHER}") == 0, forked.printed
-    assert "llama: done by an earlier run, reused" in forked.printed
+    assert "llama: done by" in forked.printed
     assert len({step.pid for step in forked.steps}) == 1, "no worker is started"
     assert results(chunky, OTHER) == undisturbed
 
@@ -232,7 +232,7 @@ STRANGERS = {
 
 @pytest.mark.fault(35)
 @pytest.mark.parametrize("what", STRANGERS)
-@pytest.mark.parametrize("with_lock", [False, True])
+@pytest.mark.parametrize("with_lock", one_in(2, [False, True]))
 def test_files_of_somebody_else_are_refused_by_name(what: str, with_lock: bool, project: Project) -> None:
     """Whether a file is called .lock there or not: many programs have one."""
     name, text = STRANGERS[what]

@@ -79,7 +79,7 @@ def test_a_signal_keeps_the_batches_of_an_unfinished_chunk_as_status_says(
         injected.let_go()
         printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 128 + signal.SIGINT
-    assert "stopped by Ctrl-C; what is done is kept, and the same command" in " ".join(printed.split())
+    assert "stopped by Ctrl-C" in " ".join(printed.split())
     status = " ".join(chunky.ensemble("status", "runs/first").stdout.split())
     assert "llama unfinished 10 16" in status
     assert forked.run(chunky.folder) == 0, forked.printed

@@ -86,13 +86,14 @@ def test_a_type_that_no_kernel_of_the_cpu_takes(project: Project, tmp_path: Path
     project.write_config(one_member(project, folder, dtype="bfloat16"))
     done = project.ensemble("run", "config.yaml")
     sentence = why_it_failed(project, done.stderr)
-    assert "its forward pass fails in fnet.encoder.layer.0.fourier" in sentence
-    assert "what else may work: dtype: float32, or a GPU" in sentence
+    assert "fails in fnet.encoder.layer.0.fourier" in sentence
+    assert "work: dtype: float32, or a GPU" in sentence
     project.write_config(one_member(project, folder, dtype="float32"))
     done = project.ensemble("run", "config.yaml")
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.fault(37)
 def test_a_kernel_that_is_missing_at_some_batch_ends_the_member_at_once(
     chunky: Project, tmp_path: Path
@@ -108,5 +109,5 @@ def test_a_kernel_that_is_missing_at_some_batch_ends_the_member_at_once(
     (member,) = chunky.run_json()["members"]
     (fault,) = member["faults"]
     assert (fault["rows"], fault["remedy"]) == ([4, 8], "given up")
-    assert "its forward pass fails in model.embed_tokens (Embedding(" in fault["message"]
+    assert "fails in model.embed_tokens (Embedding(" in fault["message"]
     assert member["bad_rows"] == {}

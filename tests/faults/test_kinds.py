@@ -260,7 +260,7 @@ def test_its_worker_is_killed_and_then_the_run(made: Made, forked: ForkedRuns, t
     project = made.project(tmp_path / "table")
     injected = Injected(tmp_path, made.fault("kill", KILLED, times=1))
     assert forked.run(project.folder, judge=kill_at_part(2), faults=injected) == -9
-    assert "was killed by signal 9 (SIGKILL)" in forked.printed
+    assert "signal 9 (SIGKILL)" in forked.printed
     assert len(injected.pids()) == 1
     shards = project.folder.glob("runs/first/work/m.*/*.csv")
     done = sum(len(shard.read_text().splitlines()) - 1 for shard in shards)
@@ -359,7 +359,7 @@ def test_its_worker_hangs(made: Made, forked: ForkedRuns, tmp_path: Path) -> Non
     project = made.project(tmp_path / "table")
     injected = Injected(tmp_path, made.fault("sleep", made.example.later, times=1))
     assert forked.run(project.folder, "--set", "hang_timeout=8s", faults=injected) == 0, forked.printed
-    assert "for 8 s (hang_timeout); its log shows where" in forked.printed
+    assert "for 8 s (hang_timeout)" in forked.printed
     (member,) = members(project)
     assert [(fault["kind"], fault["remedy"]) for fault in member["faults"]] == [("hang", "again")]
     assert results(project) == results(made.undisturbed)

@@ -46,6 +46,6 @@ def test_a_real_run_is_seen_from_another_terminal(chunky: Project, tmp_path: Pat
     ended = status()
     assert "llama unfinished 8 16 50%" in ended
     assert "runs/first: interrupted, after " in ended
-    assert "the same command resumes where it stopped" in ended
+    assert "the same command resumes" in ended
     assert chunky.ensemble("run", "config.yaml", "-q").returncode == 0
     assert "runs/first: complete, after " in status()

@@ -251,7 +251,7 @@ def test_other_settings_or_weights_take_nothing_over(chunky: Project, forked: Fo
     chunky.write_config(chunky_config(chunky, defaults={"text_column": "text", "max_length": 12}))
     assert forked.run(chunky.folder) == 0, forked.printed
     assert counts(chunky) == {"llama": (0, ROWS)}
-    assert "llama: settings, rows changed since its predictions were made; it runs again" in forked.printed
+    assert "llama: settings, rows changed since" in forked.printed
 
 
 @pytest.mark.timeout(300)

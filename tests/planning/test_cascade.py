@@ -49,7 +49,7 @@ def test_rules_select_rows() -> None:
     assert select_rows({"share": 0.07}, np.arange(100.0)).sum() == 7
     doubt[:4] = np.inf
     assert select_rows({"share": 0.2}, doubt).sum() == 4, "rows that nobody has are all computed"
-    assert when_text({"share": 0.07}).startswith("only on the 7 % of the rows")
+    assert when_text({"share": 0.07}).startswith("only on the 7 %")
 
 
 VIEWS: list[dict[str, Any]] = [

@@ -313,7 +313,7 @@ def test_4_bits_that_would_fit_one_gpu_are_said_and_nothing_decided(models: Path
         "quantization_config: {load_in_4bit: true, bnb_4bit_quant_type: nf4, bnb_4bit_use_double_quant: true}"
     )
     advice = f"{keys} makes its weights 4.3 GiB, to fit one, and gives other numbers"
-    assert llama.placement.reason.endswith(f"so a replica takes 2; {advice}")
+    assert llama.placement.reason.endswith(f"a replica takes 2; {advice}")
     assert plan(models, two, {"num_gpus": 2}).members[0].placement.reason == "", "as the user wants"
     # No room for one that is quantized.
     small = [card(number, 5) for number in range(4)]

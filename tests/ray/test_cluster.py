@@ -55,7 +55,7 @@ def test_a_node_whose_torch_cannot_use_its_gpus(chunky: Project, nodes: Nodes) -
     assert code == 1, printed
     text = " ".join(printed.split())
     assert "a GPU was planned, but torch" in text
-    assert "to compute on the CPU set num_gpus: 0" in text
+    assert "set num_gpus: 0" in text
     (member,) = chunky.run_json()["members"]
     assert [fault["remedy"] for fault in member["faults"]] == ["given up"]
 
@@ -107,7 +107,7 @@ def test_workers_that_are_killed_and_hang(
     code, printed = run(chunky)
     assert code == 0, printed
     assert results(chunky) == undisturbed
-    assert "was killed by signal 9 (SIGKILL) with 4 rows in hand; they are tried again" in printed
+    assert "(SIGKILL) with 4 rows in hand" in printed
     logs = "".join(path.read_text() for path in (chunky.folder / "runs/first/logs").glob("llama-*.log"))
     assert POISON in logs, "what a worker prints on its node can be read here"
 
@@ -159,7 +159,7 @@ def test_a_node_that_dies(
         printed = process.communicate(timeout=200)[0]
     assert process.returncode == 0, printed
     assert results(chunky) == undisturbed
-    assert re.search(r"node \S+ was lost after \S+ s \(", printed), "in the summary"
+    assert re.search(r"was lost after \S+ s \(", printed), "in the summary"
     (lost,) = [node for node in chunky.run_json()["nodes"] if node["lost_after_seconds"] is not None]
     assert lost["name"] in {device["node"] for device in chunky.run_json()["devices"]}
 
@@ -201,7 +201,7 @@ def test_the_only_node_goes_on_when_its_agent_was_killed(
     assert process.returncode == 0, printed
     assert results(chunky) == undisturbed
     assert "is back, and takes part" in printed
-    assert re.search(r"node \S+ was lost after \S+ s \(.*\) and joined after", printed), "in the summary"
+    assert re.search(r"node \S+ was lost .*\) and joined after", printed), "in the summary"
     (member,) = chunky.run_json()["members"]
     (fault,) = member["faults"]
     assert (fault["kind"], fault["remedy"]) == ("lost" if who == "the kernel" else "memory", "again")

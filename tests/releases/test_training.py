@@ -89,7 +89,7 @@ def check_all_ways(spec: Mapping[str, Any], expected: Gradients) -> None:
     check_same(our_gradients(spec, 2, checkpointing=True), expected, "with checkpointing")
 
 
-@pytest.mark.parametrize("family", one_in(6, FAMILIES))
+@pytest.mark.parametrize("family", one_in(12, FAMILIES))
 def test_micro_batches_of_classifiers_equal_plain_rows(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -111,7 +111,7 @@ def test_micro_batches_of_classifiers_equal_plain_rows(family: str, tmp_path: Pa
     check_all_ways(spec, expected)
 
 
-@pytest.mark.parametrize("family", one_in(6, CAUSAL))
+@pytest.mark.parametrize("family", one_in(12, CAUSAL))
 def test_micro_batches_of_language_models_equal_plain_rows(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

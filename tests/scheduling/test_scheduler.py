@@ -111,7 +111,7 @@ def test_a_chunk_whose_worker_died_is_tried_again_in_a_fresh_one() -> None:
     assert [record.exit_code for record in state.workers] == [-9, 3, 0]
     assert [fault.remedy for fault in state.faults] == ["again", "again"]
     assert "signal 9 (SIGKILL)" in state.faults[0].message
-    assert "exit code 3, before its work was done" in state.faults[1].message
+    assert "exit code 3, before its work" in state.faults[1].message
     assert state.faults[0].rows == (0, 100)
 
 

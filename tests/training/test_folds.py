@@ -157,7 +157,7 @@ def test_wrong_fold_and_group_columns_are_refused_in_a_sentence(folder: Path) ->
     assert "is empty in 2 rows, first: row 4 (id '0003')" in texts[0]
     frame().assign(fold="1").to_csv(folder / "train.csv", index=False)
     (text,) = problems(folder, folds={"column": "fold"})
-    assert "holds '1' in every row" in text
+    assert "holds '1'" in text
     frame(1100).assign(fold=range(1100)).to_csv(folder / "train.csv", index=False)
     (text,) = problems(folder, folds={"column": "fold"})
     assert "holds 1,100 values" in text

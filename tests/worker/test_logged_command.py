@@ -34,13 +34,12 @@ main()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "launcher",
     [
         pytest.param(["accelerate.commands.launch", "--cpu", "--num_processes", "1"], id="accelerate"),
-        pytest.param(
-            ["torch.distributed.run", "--nproc-per-node", "2"], id="torchrun", marks=pytest.mark.long
-        ),
+        pytest.param(["torch.distributed.run", "--nproc-per-node", "2"], id="torchrun"),
     ],
 )
 def test_the_scripts_exception_is_said_and_not_its_launchers(launcher: list[str], tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def test_labels_that_do_not_exclude_each_other_are_binned_cell_by_cell() -> None
     assert gap.low > 0.1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tries", one_in(2, [100, 400]))
 def test_the_interval_of_a_calibrated_member_holds_0_as_often_as_it_says(tries: int) -> None:
     """Confidence that varies from row to row is no noise: an interval of the accuracy alone is far too wide."""

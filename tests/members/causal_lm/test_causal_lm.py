@@ -98,7 +98,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("architecture", "options", "label_tokens"),
-    one_in(2, CASES),
+    one_in(3, CASES),
     ids=[f"{case[0]}-{len(case[2]['bad'])}" for case in CASES],
 )
 def test_probabilities_equal_plain_transformers_whatever_the_batch(
@@ -154,7 +154,7 @@ def test_a_quantized_model_gives_what_plain_transformers_gives(
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft on transformers 5
 @pytest.mark.parametrize("merge", one_in(2, [False, True]))
-@pytest.mark.parametrize("whole", [[], ["lm_head"]], ids=["layers", "layers and head"])
+@pytest.mark.parametrize("whole", one_in(2, [["lm_head"], []]), ids=["layers and head", "layers"])
 def test_an_adapter_of_a_language_model(whole: list[str], merge: bool, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
@@ -178,6 +178,7 @@ def test_an_adapter_of_a_language_model(whole: list[str], merge: bool, tmp_path:
     np.testing.assert_allclose(predict(made, len(texts)).values, expected, atol=2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft on transformers 5
 def test_adapters_of_views_and_what_all_prompts_begin_with(tmp_path: Path) -> None:
     """The keys and values of a prompt's beginning are those of one adapter."""
@@ -206,7 +207,7 @@ def test_adapters_of_views_and_what_all_prompts_begin_with(tmp_path: Path) -> No
         np.testing.assert_allclose(prediction.values, expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("by", ["tokens", "bytes"])
+@pytest.mark.parametrize("by", one_in(2, ["tokens", "bytes"]))
 def test_scores_are_normalized_by_length_on_request(by: str, tmp_path: Path) -> None:
     folder, texts = make_language_model(tmp_path, "llama"), make_texts(10)
     verbalizers = list(UNEVEN.values())
@@ -273,7 +274,7 @@ BEHIND = {"good": "plants or food", "bad": "food or plants", "so so": "food or"}
 
 
 @pytest.mark.parametrize(
-    "architecture", one_in(2, ["gemma2", "gemma3_text", "qwen3", "mistral", "llama", "gpt2"])
+    "architecture", one_in(3, ["gemma2", "gemma3_text", "qwen3", "mistral", "llama", "gpt2"])
 )
 @pytest.mark.parametrize("begins_alike", one_in(2, [True, False]))
 def test_labels_of_several_tokens_run_behind_the_keys_and_values_of_their_prompt(
@@ -315,7 +316,7 @@ def test_labels_of_several_tokens_run_behind_the_keys_and_values_of_their_prompt
     np.testing.assert_allclose(made._values(scores), expected[:5], atol=2e-5)
 
 
-@pytest.mark.parametrize("architecture", ["lfm2", "mamba"])
+@pytest.mark.parametrize("architecture", one_in(2, ["mamba", "lfm2"]))
 def test_a_model_without_keys_and_values_computes_the_prompt_before_each_label(
     architecture: str, tmp_path: Path
 ) -> None:
@@ -394,6 +395,7 @@ def test_the_plan_knows_keys_and_values_of_a_batch_whose_labels_have_several_tok
     assert per_token(label_tokens=BEHIND) == pytest.approx(kept, rel=0.01)
 
 
+@pytest.mark.long
 def test_rows_run_whole_where_memory_is_too_short_for_what_they_share(tmp_path: Path) -> None:
     from tests.oom.limit import AllocatorLimit
 
@@ -482,7 +484,7 @@ def test_a_prompt_that_cannot_be_had_is_named_before_the_model_loads(tmp_path: P
     template = {"prompt_template": "plants or food " * 8 + "{{ text }} "}
     (folder / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
     chat = {"apply_chat_template": True, "system_instruction": "plants or food", "max_length": 50}
-    with pytest.raises(ValueError, match=r"tokens, more than the 50 that max_length leaves for a prompt"):
+    with pytest.raises(ValueError, match="more than the 50 that max_length"):
         member(tmp_path, folder, ["a"], **template, **chat)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ends = [(name, tokenizer.token_to_id(name)) for name in ("<bos>", "<eos>")]
@@ -598,7 +600,7 @@ def test_two_texts_of_the_same_tokens(tmp_path: Path) -> None:
     path = folder / "tokenizer.json"
     stored = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(stored | {"normalizer": {"type": "Lowercase"}}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"label_tokens.bad: its text has the same tokens as"):
+    with pytest.raises(CheckpointError, match=r"label_tokens\.bad: its text has"):
         kind(folder, label_tokens=ONE_TOKEN | {"bad": "Plants"}).inspect(OutputColumns("id", LABELS))
 
 
@@ -623,7 +625,7 @@ def test_an_encoder_is_refused_although_transformers_would_run_it(tmp_path: Path
             kind(folder).inspect(OutputColumns("id", LABELS))
     other = {**config, "architectures": ["DebertaV2Model"], "model_type": "deberta-v2"}
     (folder / "config.json").write_text(json.dumps(other))
-    with pytest.raises(CheckpointError, match="has no model of the kind 'deberta-v2'"):
+    with pytest.raises(CheckpointError, match="of the kind 'deberta-v2'"):
         kind(folder).inspect(OutputColumns("id", LABELS))
     saved = {**config, "architectures": ["BertLMHeadModel"], "is_decoder": True}
     (folder / "config.json").write_text(json.dumps(saved))
@@ -685,7 +687,7 @@ def choice_rows(rows: int) -> tuple[list[str], list[list[str]]]:
     return texts, choices
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "lfm2"])
+@pytest.mark.parametrize("architecture", one_in(2, ["llama", "gemma2", "lfm2"]))
 @pytest.mark.parametrize("normalize", one_in(2, ["none", "tokens"]))
 def test_choices_of_each_row_equal_plain_transformers(
     architecture: str, normalize: str, tmp_path: Path

@@ -97,7 +97,7 @@ def test_adapters_of_views_have_the_same_labels(llama: Path, lora: Path, tmp_pat
         CheckpointError, match=r"different numbers of labels \(that of .*lora has 3, that of .*five has 5\)"
     ):
         inspect_views(llama, {"adapter_name_or_path": str(lora)}, {"adapter_name_or_path": str(five)})
-    with pytest.raises(CheckpointError, match=r"has no classification head, and not each of its views"):
+    with pytest.raises(CheckpointError, match="has no classification head"):
         inspect_views(llama, {"adapter_name_or_path": str(lora)}, {})
     base = make_checkpoint(tmp_path / "base", "llama", ["x", "y"])
     with pytest.raises(CheckpointError, match=r"that of .*base has 2, that of .*lora has 3"):

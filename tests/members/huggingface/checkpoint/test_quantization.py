@@ -173,7 +173,7 @@ def test_int8_is_chosen_with_a_word_about_neighbours() -> None:
     assert not list(quantization_warnings({"load_in_8bit": True, "llm_int8_threshold": 0.0}, None))
 
 
-@pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
+@pytest.mark.parametrize("capability", [(7, 0), pytest.param((7, 5), marks=pytest.mark.long)])
 def test_int8_on_a_gpu_without_its_products_is_refused(
     project: Project, nvml_sim: NvmlSim, capability: tuple[int, int]
 ) -> None:

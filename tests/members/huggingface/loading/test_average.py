@@ -17,6 +17,7 @@ from ensemble.members.huggingface.checkpoint.adapter_files import WEIGHTS
 from ensemble.members.huggingface.spec import AdapterSource
 from tests.checkpoints import adapter_reference, make_adapter, make_base, make_checkpoint, make_texts
 from tests.members.huggingface.scoring.test_predict import LABELS, compute, worker_spec
+from tests.sampling import one_in
 
 peft = pytest.importorskip("peft")
 pytestmark = [
@@ -105,7 +106,7 @@ def test_cat_is_the_exact_mean_whatever_ranks_scalings_and_layers(merge: bool, t
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "bert"])
+@pytest.mark.parametrize("architecture", one_in(2, ["llama", "bert"]))
 def test_heads_of_adapters_are_averaged_too(architecture: str, tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file

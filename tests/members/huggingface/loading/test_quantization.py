@@ -10,6 +10,7 @@ import pytest
 
 from tests.checkpoints import make_checkpoint, make_texts, make_tokenizer, reference
 from tests.members.huggingface.scoring.test_predict import LABELS, compute, worker_spec
+from tests.sampling import one_in
 
 pytest.importorskip("bitsandbytes")
 pytestmark = [
@@ -45,7 +46,7 @@ def expected(model: Any, folder: Path) -> np.ndarray:
     return torch.stack(logits).double().softmax(-1).numpy()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "bert"])
+@pytest.mark.parametrize("architecture", one_in(2, ["llama", "bert"]))
 def test_eight_bits(architecture: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, architecture, LABELS)
     model = quantized(folder, EIGHT_BITS)

@@ -86,6 +86,7 @@ def test_each_constant_goes_to_a_device_once_in_a_pass(
             np.testing.assert_array_equal(actual_logits.value.numpy(), expected.numpy())  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_devices_compute_different_batches_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ def test_heads_and_layers_of_other_families(architecture: str, tmp_path: Path) -
         np.testing.assert_allclose(predict(together, view), plain, rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", one_in(2, ["float32", "bfloat16"]))
 def test_on_a_base_of_four_bits(dtype: str, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
@@ -132,6 +133,7 @@ def test_on_a_base_of_four_bits(dtype: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(values, plain, rtol=0, atol=four_bits_tolerance())
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute")  # peft's
 def test_an_adapter_that_was_left_beside_the_base_is_not_used(tmp_path: Path) -> None:
     """transformers loads it and makes it active."""

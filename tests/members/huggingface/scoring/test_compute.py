@@ -14,7 +14,7 @@ import pytest
 from tests.checkpoints import make_checkpoint, make_texts
 from tests.members.huggingface.scoring.test_predict import LABELS, make_session, worker_spec
 from tests.project import ROOT, Project, python_path
-from tests.sampling import shares
+from tests.sampling import one_in, shares
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BUDGET = 512
@@ -60,7 +60,7 @@ def test_an_error_at_any_batch_changes_no_number(share: int, loaded: tuple[Any, 
         np.testing.assert_allclose(computed.logits.numpy(), undisturbed.logits.numpy(), atol=1e-5)
 
 
-@pytest.mark.parametrize("batch_size", [None, 16])
+@pytest.mark.parametrize("batch_size", one_in(2, [None, 16]))
 @pytest.mark.fault(6)
 def test_batches_shrink_until_they_fit_and_stay_so(loaded: tuple[Any, Any], batch_size: int | None) -> None:
     from tests.oom.limit import AllocatorLimit
@@ -194,6 +194,7 @@ def test_bytes_that_did_not_fit_are_halved_for_every_width() -> None:
     assert sizes.for_float32().tokens_at(90) == 55
 
 
+@pytest.mark.long
 def test_a_limit_in_bytes_sets_the_batches_of_a_member(tmp_path: Path) -> None:
     """Eager attention of long rows is what this limit is for; the user's own numbers go before it."""
     from tests.checkpoints import reference

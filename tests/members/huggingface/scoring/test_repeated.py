@@ -95,6 +95,7 @@ def test_copies_are_found_across_blocks_and_beside_rows_that_cannot_be_rendered(
     assert len({blocks.inputs["input_ids"][row].tobytes() for row in firsts}) == len(firsts)
 
 
+@pytest.mark.long
 def test_copies_share_the_fate_of_their_row(tmp_path: Path) -> None:
     """Halved where memory runs out, run again in float32, or too large: each copy with its row."""
     from ensemble.members.huggingface.loading.float32_retry import in_float32
