@@ -398,12 +398,8 @@ def test_an_agent_that_nobody_asks_ends(
         wait_until(lambda: is_gone(pid) and not agents(), "the end of the agents")
         process.send_signal(signal.SIGCONT)
         printed = process.communicate()[0]
-    assert process.returncode == 1, printed
-    assert "the same command again" in " ".join(printed.split())
+    assert process.returncode == 0, printed  # fresh agents go on
     nothing_is_left(nodes)
-    chunky.write_config(chunky_config(chunky, launcher=on_cluster(nodes)))
-    code, printed = run(chunky)
-    assert code == 0, printed
     assert results(chunky) == undisturbed
 
 
