@@ -21,7 +21,7 @@ import pytest
 from ensemble.common.errors import CheckpointError, ConfigError, OutputError
 from ensemble.common.files import atomic_path, open_log, write_text
 from ensemble.common.redact import MASK, RedactingFormatter, Redactor
-from ensemble.config.yamlfile import MAX_VALUES
+from ensemble.config.document import MAX_VALUES
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.template import compile_template
 from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapter

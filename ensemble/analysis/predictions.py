@@ -22,11 +22,9 @@ from ensemble.common.protocol import Activation
 from ensemble.common.shards import file_sha256
 from ensemble.common.text import nearest_or_all, plural, quoted
 from ensemble.config.check import data_config
-from ensemble.config.document import Document
-from ensemble.config.overlays import apply_overrides, expand
+from ensemble.config.document import Document, apply_overrides, expand, parse
 from ensemble.config.schema import CalibrationConfig
 from ensemble.config.table import DataConfig
-from ensemble.config.yamlfile import parse
 from ensemble.data.formats import column_names
 from ensemble.data.ids import ID_COLUMN, all_ids, match_ids, refuse_repeated_ids
 from ensemble.data.input_file import missing_column

@@ -32,7 +32,7 @@ from ensemble.common.packages import installed_versions, unsupported
 from ensemble.common.protocol import Activation
 from ensemble.common.text import duration, listed, plural, quoted
 from ensemble.config import LoadedConfig, TuningConfig
-from ensemble.config.overlays import path_of
+from ensemble.config.document import path_of
 from ensemble.data.table import InputTable, Truth
 from ensemble.members.base import Assigned, Candidate, OutputColumns, RanWith
 from ensemble.members.registry import member_kind

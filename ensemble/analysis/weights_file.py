@@ -27,7 +27,7 @@ from ensemble.common.files import settings_file
 from ensemble.common.protocol import Activation
 from ensemble.common.text import plural
 from ensemble.config import CalibrationConfig, ConfigSource, LoadedConfig, MappingConfig
-from ensemble.config.yamlfile import parse
+from ensemble.config.document import parse
 from ensemble.data.answers import whole_numbers
 from ensemble.merging.methods.base import Values
 from ensemble.merging.scoring import Interval

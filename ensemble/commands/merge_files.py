@@ -27,10 +27,9 @@ from ensemble.common.files import (
 )
 from ensemble.common.text import did_you_mean, listed, quoted
 from ensemble.config.check import check_documents
-from ensemble.config.document import Document, Loc, one_line
+from ensemble.config.document import Document, Loc, one_line, parse, read_text
 from ensemble.config.schema import RunConfig
 from ensemble.config.values import AnyWeight
-from ensemble.config.yamlfile import parse, read_text
 from ensemble.data.csv_file import write_csv
 from ensemble.data.formats import is_plain_csv
 from ensemble.data.ids import all_ids, refuse_repeated_ids

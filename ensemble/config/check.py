@@ -20,8 +20,16 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ensemble.common.errors import ConfigError
 from ensemble.common.text import nearest_or_all
-from ensemble.config.document import Document, KeyProblems, Loc, Problem
-from ensemble.config.overlays import apply_overrides, drop_stale_fit, expand, merge_documents
+from ensemble.config.document import (
+    Document,
+    KeyProblems,
+    Loc,
+    Problem,
+    apply_overrides,
+    drop_stale_fit,
+    expand,
+    merge_documents,
+)
 from ensemble.config.schema import (
     MERGE_KEYS,
     EnsembleConfig,

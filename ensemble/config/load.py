@@ -15,9 +15,20 @@ from ensemble.common.errors import ConfigError
 from ensemble.common.redact import Redactor
 from ensemble.common.remote_files import Copy
 from ensemble.config.check import Kinds, Methods, check_documents
-from ensemble.config.document import MAPPING, NOT_TEXT, Document, Loc, one_line, place, shown
+from ensemble.config.document import (
+    MAPPING,
+    MAX_DEPTH,
+    NOT_TEXT,
+    Document,
+    Loc,
+    dump,
+    one_line,
+    parse,
+    place,
+    read_text,
+    shown,
+)
 from ensemble.config.schema import MemberConfig, RunConfig
-from ensemble.config.yamlfile import MAX_DEPTH, dump, parse, read_text
 
 
 @dataclass(frozen=True)

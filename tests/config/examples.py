@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ensemble.config.document import Document
-from ensemble.config.overlays import apply_overrides
-from ensemble.config.yamlfile import parse
+from ensemble.config.document import Document, apply_overrides, parse
 
 WHOLE = """\
 data: {path: test.csv, id_column: id, label_column: label}

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from ensemble.common.errors import ConfigError
 from ensemble.config import EnsembleConfig, LoadedConfig, RunConfig
 from ensemble.config import load_config as load_with
-from ensemble.config.overlays import SECTIONS
-from ensemble.config.yamlfile import dump, parse
+from ensemble.config.document import SECTIONS, dump, parse
 from ensemble.members.registry import KINDS
 from ensemble.pipeline.load import load as load_config
 from tests.config.examples import FILE, WHOLE, begin

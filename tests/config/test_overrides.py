@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ensemble.common.errors import ConfigError
-from ensemble.config.overlays import apply_overrides, expand
+from ensemble.config.document import apply_overrides, expand
 from tests.config.examples import BASE, overridden, read
 
 

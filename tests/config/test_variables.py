@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ensemble.config.overlays import expand
+from ensemble.config.document import expand
 from tests.config.examples import read
 
 ENVIRON = {"HOME_DIR": "/data", "N": "12", "EMPTY": "", "TOKEN": "hf_secret", "BAD": "\udcff"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ensemble.common.errors import ConfigError
-from ensemble.config.yamlfile import MAX_BYTES, MAX_VALUES, parse, read_text
+from ensemble.config.document import MAX_BYTES, MAX_VALUES, parse, read_text
 from tests.config.examples import read
 
 
