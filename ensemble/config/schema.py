@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import (
-    BeforeValidator,
     Discriminator,
     Field,
     SerializeAsAny,
@@ -66,7 +65,6 @@ from ensemble.config.values import (
     Versions,
     Weight,
     When,
-    as_tuple,
     foreign_label,
     foreign_labels,
     mapping_or_text,
@@ -221,7 +219,7 @@ class ViewConfig(StrictConfig):
         return tuple(order)
 
 
-Views = Annotated[tuple[ViewConfig, ...], BeforeValidator(as_tuple), MustBe("a list of views", list)]
+Views = Annotated[tuple[ViewConfig, ...], MustBe("a list of views", list)]
 
 
 class ReaderConfig(MemberConfig):
@@ -428,8 +426,8 @@ class FittingConfig(StrictConfig):
 
 Ensemble = SerializeAsAny[EnsembleConfig]
 Members = tuple[SerializeAsAny[MemberConfig], ...]
-RuleList = Annotated[tuple[RuleConfig, ...], BeforeValidator(as_tuple), MustBe("a list of rules", list)]
-Models = Annotated[Members, BeforeValidator(as_tuple), MustBe("a list of models", list)]
+RuleList = Annotated[tuple[RuleConfig, ...], MustBe("a list of rules", list)]
+Models = Annotated[Members, MustBe("a list of models", list)]
 
 
 class RunConfig(StrictConfig):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from annotated_types import Ge, Le, Len
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from ensemble.config.document import Problem
 from ensemble.config.strict import StrictConfig
@@ -26,7 +26,6 @@ from ensemble.config.values import (
     Share,
     Source,
     Text,
-    as_tuple,
 )
 
 _ORDER: Final = "the order of rows comes from the seed and their lengths, so that a killed training can go on"
@@ -90,7 +89,6 @@ PLACEHOLDERS: Final = ("train", "fold", "out")
 Folds = Annotated[int, Ge(2), Le(MAX_FOLDS), MustBe(f"a whole number from 2 to {MAX_FOLDS}")]
 Command = Annotated[
     tuple[Text, ...],
-    BeforeValidator(as_tuple),
     Len(1),
     MustBe('a list of a program and its arguments, such as [python, train.py, --train, "{train}"]', list),
 ]
@@ -160,7 +158,7 @@ class ExtraTable(StrictConfig):
             yield from broken_label_columns(self.label_columns, labels)
 
 
-Extra = Annotated[tuple[ExtraTable, ...], BeforeValidator(as_tuple), MustBe("a list of tables", list)]
+Extra = Annotated[tuple[ExtraTable, ...], MustBe("a list of tables", list)]
 
 
 class TrainingConfig(StrictConfig):

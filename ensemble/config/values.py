@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias, get_origin
 
 from annotated_types import Ge, Gt, Le, Len
 from pydantic import (
@@ -42,7 +42,7 @@ class MustBe:
     """Name a type's values in an error: "must be <phrase>".
 
     With ``holder``, the type of a mapping or list whose items have their own messages, the phrase is used only for
-    values of another type and for an empty list.
+    values of another type and for an empty list. A type of tuples takes lists, too, which is all that YAML has.
     """
 
     phrase: str
@@ -50,15 +50,18 @@ class MustBe:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         message = f"must be {self.phrase}"
+        schema = handler(source)
+        if get_origin(source) is tuple:
+            schema = core_schema.no_info_before_validator_function(_as_tuple, schema)
         if self.holder is None:
-            return core_schema.custom_error_schema(handler(source), "must_be", custom_error_message=message)
+            return core_schema.custom_error_schema(schema, "must_be", custom_error_message=message)
 
         def check(value: object) -> object:
             if not isinstance(value, self.holder or object) or value in ([], ()):
                 raise PydanticCustomError("must_be", message)
             return value
 
-        return core_schema.no_info_before_validator_function(check, handler(source))
+        return core_schema.no_info_before_validator_function(check, schema)
 
 
 def with_home(text: str) -> str:
@@ -115,8 +118,7 @@ def foreign_labels(key: str, names: Iterable[str], labels: Collection[str]) -> I
             yield (key, name), foreign_label(labels)
 
 
-def as_tuple(value: object) -> object:
-    """Return a list as a tuple; anything else as it is."""
+def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -211,36 +213,25 @@ Sha256 = Annotated[
     MustBe("all 64 hexadecimal digits of a SHA-256, as sha256sum prints them"),
 ]
 Finite = Annotated[float, AllowInfNan(False), MustBe("a number")]
-Ends = Annotated[tuple[Finite, Finite], BeforeValidator(as_tuple), MustBe("a list of two numbers")]
+Ends = Annotated[tuple[Finite, Finite], MustBe("a list of two numbers")]
 RisingNumbers = Annotated[
-    tuple[Finite, ...],
-    BeforeValidator(as_tuple),
-    AfterValidator(_rising),
-    MustBe("a list of numbers, each more than the one before"),
+    tuple[Finite, ...], AfterValidator(_rising), MustBe("a list of numbers, each more than the one before")
 ]
 DistinctNumbers = Annotated[
-    tuple[Finite, ...],
-    BeforeValidator(as_tuple),
-    AfterValidator(_distinct),
-    MustBe("a list of numbers, of which no two are equal"),
+    tuple[Finite, ...], AfterValidator(_distinct), MustBe("a list of numbers, of which no two are equal")
 ]
 Text = Annotated[str, _WORD, MustBe("text, and not empty")]
 Column = Annotated[str, _WORD, MustBe("the name of a column")]
-Columns = Annotated[tuple[Column, Column], BeforeValidator(as_tuple), MustBe("a list of two columns")]
+Columns = Annotated[tuple[Column, Column], MustBe("a list of two columns")]
 Marker = Annotated[str, MustBe("text")]
 Method = Annotated[str, _WORD, MustBe("the name of a merge method, such as mean")]
 TaskType = Annotated[str, _WORD, MustBe("the name of a kind of member, such as seq_cls")]
 Name = Annotated[str, AfterValidator(_member_name), MustBe(_NAME)]
 Source = Annotated[str, _WORD, BeforeValidator(_source), MustBe("the path of a folder or a name on the hub")]
-Sources = Annotated[
-    tuple[Source, ...],
-    BeforeValidator(as_tuple),
-    Len(1),
-    MustBe("a list of folders or names on the hub", list),
-]
+Sources = Annotated[tuple[Source, ...], Len(1), MustBe("a list of folders or names on the hub", list)]
 Label = Annotated[str, BeforeValidator(as_label), _WORD, MustBe("text (true, false and 0.5 only in quotes)")]
-Labels = Annotated[tuple[Label, ...], BeforeValidator(as_tuple), MustBe("a list of one or more labels", list)]
-LabelPair = Annotated[tuple[Label, Label], BeforeValidator(as_tuple), MustBe("a list of two labels")]
+Labels = Annotated[tuple[Label, ...], MustBe("a list of one or more labels", list)]
+LabelPair = Annotated[tuple[Label, Label], MustBe("a list of two labels")]
 LabelMap = Annotated[dict[str, Label], MustBe("a mapping of names to labels", dict)]
 LabelTexts = Annotated[dict[str, Label], MustBe("a mapping of labels to texts", dict)]
 File = Annotated[Path, PlainValidator(_path), MustBe("the path of a file")]
@@ -284,7 +275,7 @@ AnyWeight: TypeAlias = float | dict[str, float] | tuple[float, ...]
 Weight = Annotated[
     Annotated[Number, Tag("number")]
     | Annotated[dict[str, Number], Tag("by label")]
-    | Annotated[tuple[Number, ...], BeforeValidator(as_tuple), Tag("by bin")],
+    | Annotated[tuple[Number, ...], BeforeValidator(_as_tuple), Tag("by bin")],
     Discriminator(_weight_form),
     MustBe("a number of at least 0, or one for each label or each of ensemble.length_bins", object),
 ]
@@ -299,7 +290,6 @@ When = Annotated[
 ]
 LengthBins = Annotated[
     tuple[Annotated[int, Ge(1), Le(MAX_BYTES)], ...],
-    BeforeValidator(as_tuple),
     AfterValidator(_rising),
     MustBe("a list of whole numbers of at least 1, each more than the one before"),
 ]
@@ -321,12 +311,11 @@ MemorySize = Annotated[
 ]
 DeviceList = Annotated[
     tuple[Annotated[int, Ge(0)] | Annotated[str, StringConstraints(pattern="^(GPU|MIG)-")], ...],
-    BeforeValidator(as_tuple),
     Len(1),
     MustBe("a list of GPU numbers or UUIDs, such as [0, 1] or [GPU-5f3c...]"),
 ]
 Settings = Annotated[dict[str, Any], MustBe("a mapping of keys to values")]
-Names = Annotated[tuple[Text, ...], BeforeValidator(as_tuple), MustBe("a list of names", list)]
+Names = Annotated[tuple[Text, ...], MustBe("a list of names", list)]
 Versions = Annotated[dict[str, Text], MustBe("a mapping of names to versions in quotes", dict)]
 Launcher = Annotated[str, _WORD, MustBe("the name of a launcher")]
 LauncherSettings = Annotated[

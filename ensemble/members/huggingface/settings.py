@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from ensemble.config import MemberConfig, ReaderConfig, StrictConfig, ViewConfig
 from ensemble.config.document import Problem
@@ -28,7 +28,6 @@ from ensemble.config.values import (
     Sources,
     SplitSize,
     Text,
-    as_tuple,
 )
 from ensemble.members.huggingface.checkpoint.weight_files import NO_GGUF
 from ensemble.members.huggingface.spec import AdapterSource
@@ -352,7 +351,7 @@ class TextView(ViewConfig):
             yield ("revision",), "is that of the view's model_name_or_path; name it, too"
 
 
-TextViews = Annotated[tuple[TextView, ...], BeforeValidator(as_tuple), MustBe("a list of views", list)]
+TextViews = Annotated[tuple[TextView, ...], MustBe("a list of views", list)]
 
 
 class TextSettings(HuggingFaceSettings, ReaderConfig):

@@ -9,7 +9,7 @@ from annotated_types import Gt, Le, Len
 from pydantic import AllowInfNan, BeforeValidator, Field
 
 from ensemble.config.document import Problem
-from ensemble.config.values import File, Labels, MustBe, ProblemType, as_label, as_tuple
+from ensemble.config.values import File, Labels, MustBe, ProblemType, as_label
 from ensemble.members.huggingface.settings import TextSettings, TextView
 
 Layer = Annotated[
@@ -17,7 +17,6 @@ Layer = Annotated[
 ]
 Layers = Annotated[
     tuple[Layer, ...],
-    BeforeValidator(as_tuple),
     Len(1),
     MustBe("a list of layers in the file and of activations, such as [dense, tanh, out_proj]", list),
 ]
@@ -34,7 +33,7 @@ class PooledView(TextView):
         return super().changes if self.head is None else {**super().changes, "head": self.head}
 
 
-PooledViews = Annotated[tuple[PooledView, ...], BeforeValidator(as_tuple), MustBe("a list of views", list)]
+PooledViews = Annotated[tuple[PooledView, ...], MustBe("a list of views", list)]
 
 
 class PooledSettings(TextSettings):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Len
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from ensemble.config import ReaderConfig
 from ensemble.config.document import Problem
@@ -19,7 +19,6 @@ from ensemble.config.values import (
     MustBe,
     Settings,
     Text,
-    as_tuple,
     with_home,
 )
 
@@ -27,10 +26,8 @@ _PREDICT_FORM = (
     "package.module:function of what is installed, or a file, as in ${CONFIG_DIR}/my_model.py:predict"
 )
 
-Columns = Annotated[
-    tuple[Column, ...], BeforeValidator(as_tuple), Len(1), MustBe("a list of columns of the table", list)
-]
-Files = Annotated[tuple[File, ...], BeforeValidator(as_tuple), MustBe("a list of files and folders", list)]
+Columns = Annotated[tuple[Column, ...], Len(1), MustBe("a list of columns of the table", list)]
+Files = Annotated[tuple[File, ...], MustBe("a list of files and folders", list)]
 
 
 class PythonSettings(ReaderConfig):
