@@ -22,19 +22,20 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from ensemble.config.schema import (  # noqa: E402
+    AllowedLabelsTable,
     AnswerColumnConfig,
     AnswerConfig,
     CalibrationConfig,
+    DataConfig,
     EnsembleConfig,
     FittingConfig,
     MemberConfig,
     RuleConfig,
     RunConfig,
     SubmissionConfig,
+    TrainingConfig,
     TuningConfig,
 )
-from ensemble.config.table import AllowedLabelsTable, DataConfig  # noqa: E402
-from ensemble.config.training import TrainingConfig  # noqa: E402
 from ensemble.config.values import MustBe  # noqa: E402
 from ensemble.members.registry import KINDS  # noqa: E402
 from ensemble.merging.methods import METHODS  # noqa: E402

@@ -23,8 +23,7 @@ from ensemble.common.shards import file_sha256
 from ensemble.common.text import nearest_or_all, plural, quoted
 from ensemble.config.check import data_config
 from ensemble.config.document import Document, apply_overrides, expand, parse
-from ensemble.config.schema import CalibrationConfig
-from ensemble.config.table import DataConfig
+from ensemble.config.schema import CalibrationConfig, DataConfig
 from ensemble.data.formats import column_names
 from ensemble.data.ids import ID_COLUMN, all_ids, match_ids, refuse_repeated_ids
 from ensemble.data.input_file import missing_column

@@ -16,6 +16,7 @@ from ensemble.config.load import (
 )
 from ensemble.config.schema import (
     CalibrationConfig,
+    DataConfig,
     EnsembleConfig,
     FittingConfig,
     MemberConfig,
@@ -25,8 +26,7 @@ from ensemble.config.schema import (
     TuningConfig,
     ViewConfig,
 )
-from ensemble.config.strict import StrictConfig
-from ensemble.config.table import DataConfig
+from ensemble.config.values import StrictConfig
 
 __all__ = [
     "CalibrationConfig",

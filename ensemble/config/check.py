@@ -32,13 +32,12 @@ from ensemble.config.document import (
 )
 from ensemble.config.schema import (
     MERGE_KEYS,
+    DataConfig,
     EnsembleConfig,
     MemberConfig,
     RunConfig,
 )
-from ensemble.config.strict import StrictConfig
-from ensemble.config.table import DataConfig
-from ensemble.config.values import Labels
+from ensemble.config.values import Labels, StrictConfig
 
 M = TypeVar("M", bound=StrictConfig)
 # Those of members that people look for elsewhere.

@@ -1,14 +1,14 @@
-"""Define the types of the keys' values, with their names in error messages."""
+"""Define the base of all mappings of a config, and the types of values with their names in error messages."""
 
-from __future__ import annotations
+# No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeAlias, get_origin
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias, get_origin
 
 from annotated_types import Ge, Gt, Le, Len
 from pydantic import (
@@ -17,17 +17,20 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ByteSize,
+    ConfigDict,
     Discriminator,
     GetCoreSchemaHandler,
     PlainValidator,
     StringConstraints,
     Tag,
+    ValidationInfo,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ensemble.common.text import listed
-from ensemble.config.document import Problem, place
+from ensemble.config.document import KeyProblems, Problem, place
 
 MAX_NAME_CHARACTERS: Final = 100
 MAX_COUNT: Final = 2**31 - 1
@@ -62,6 +65,50 @@ class MustBe:
             return value
 
         return core_schema.no_info_before_validator_function(check, schema)
+
+
+class StrictConfig(BaseModel):
+    """A mapping of known keys; the base class also for mappings in the keys of a kind or a merge method."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        hide_input_in_errors=True,  # a value may come from an environment variable
+        protected_namespaces=(),
+        defer_build=True,  # at first use: with its search for plugins, pydantic would slow down --help
+    )
+
+    # By key, what people type instead out of habit, separated by spaces; only what is not similar to the key.
+    older_keys: ClassVar[Mapping[str, str]] = {}
+    # Pairs of keys of which one excludes the other: a model's own key replaces the other one of the defaults, and a
+    # later file's key that of an earlier file.
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
+
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        """Yield a place below this mapping and a sentence without a value for each broken rule between keys.
+
+        ``labels`` are the config's; empty if they are unknown.
+        """
+        return iter(())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: Any) -> Any:
+        """Take a null for a missing key; an unknown key stays, to be refused."""
+        if not isinstance(values, dict):
+            return values
+        return {
+            key: value for key, value in values.items() if value is not None or key not in cls.model_fields
+        }
+
+    @model_validator(mode="after")
+    def _check_rules(self, info: ValidationInfo) -> Self:
+        # In one validator, because pydantic stops after the first validator that fails.
+        problems = [*self.broken_rules(info.context or ())]
+        if problems:
+            raise KeyProblems(problems)
+        return self
 
 
 def with_home(text: str) -> str:

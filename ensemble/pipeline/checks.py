@@ -16,8 +16,7 @@ from ensemble.common.host import usable_cpus
 from ensemble.common.packages import installed_versions
 from ensemble.common.text import gib, plural, quoted
 from ensemble.config import LoadedConfig, MemberConfig, RunConfig, TuningConfig
-from ensemble.config.schema import AnswerConfig
-from ensemble.config.table import AllowedLabelsTable
+from ensemble.config.schema import AllowedLabelsTable, AnswerConfig
 from ensemble.data.answers import Answer, compile_format, halfway
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell
 from ensemble.data.table import InputTable, row_text

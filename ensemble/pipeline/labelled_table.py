@@ -14,7 +14,7 @@ import pyarrow as pa
 from ensemble.common.errors import DataError, MergeError
 from ensemble.common.protocol import Activation
 from ensemble.config import RunConfig
-from ensemble.config.table import DataConfig
+from ensemble.config.schema import DataConfig
 from ensemble.data.formats import column_names, read_contents
 from ensemble.data.input_file import Wanted
 from ensemble.data.predictions_csv import guessed_id_column, read_predictions

@@ -24,7 +24,7 @@ from ensemble.common.host import cpu_products
 from ensemble.common.packages import unsupported
 from ensemble.common.text import plural, quoted, similar_file
 from ensemble.config import LoadedConfig, RunConfig
-from ensemble.config.table import AllowedLabelsTable
+from ensemble.config.schema import AllowedLabelsTable
 from ensemble.data.answers import Answer
 from ensemble.data.predictions_csv import PredictionFile
 from ensemble.data.row_files import FileCells

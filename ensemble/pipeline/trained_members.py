@@ -19,7 +19,7 @@ from ensemble.common.text import plural, were
 from ensemble.config import LoadedConfig, MemberConfig, TrainedMember
 from ensemble.config.check import validate
 from ensemble.config.document import place
-from ensemble.config.training import DEFAULT_FOLDS
+from ensemble.config.schema import DEFAULT_FOLDS
 from ensemble.data.row_files import FileCells
 from ensemble.data.table import InputTable
 from ensemble.data.trained_rows import IN_ALL_FOLDS, fold_count, folds_of

@@ -11,7 +11,7 @@ from ensemble.common.files import free_bytes
 from ensemble.common.python_process import path_of_commands
 from ensemble.common.text import gib, nearest
 from ensemble.config import LoadedConfig
-from ensemble.config.training import DEFAULT_FOLDS, PLACEHOLDERS
+from ensemble.config.schema import DEFAULT_FOLDS, PLACEHOLDERS
 from ensemble.members.huggingface.training_from_base import TrainingFromBase, training_from_base
 from ensemble.members.questions import ask
 from ensemble.pipeline.trained_members import missing_parts

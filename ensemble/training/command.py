@@ -17,7 +17,7 @@ from ensemble.common.python_process import python_command
 from ensemble.common.shards import file_sha256
 from ensemble.common.text import listed, plural, shown_path
 from ensemble.config import LoadedConfig, MemberConfig, RunConfig
-from ensemble.config.training import PLACEHOLDERS
+from ensemble.config.schema import PLACEHOLDERS
 from ensemble.data.trained_rows import fold_count, write_trained_rows
 from ensemble.members.huggingface.training_from_base import training_from_base
 from ensemble.pipeline.run import Display

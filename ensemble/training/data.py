@@ -12,7 +12,7 @@ from ensemble.common.files import file_state
 from ensemble.common.protocol import Activation
 from ensemble.common.text import listed, quoted
 from ensemble.config import LoadedConfig, RunConfig
-from ensemble.config.training import TrainingConfig
+from ensemble.config.schema import TrainingConfig
 from ensemble.data.formats import column_names
 from ensemble.data.trained_rows import IN_ALL_FOLDS
 from ensemble.members.huggingface.checkpoint.labels import activation_of

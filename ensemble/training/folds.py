@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from ensemble.common.errors import DataError
 from ensemble.common.text import listed, plural, quoted
-from ensemble.config.training import MAX_FOLDS, FoldsConfig
+from ensemble.config.schema import MAX_FOLDS, FoldsConfig
 from ensemble.data.table import DistinctCells, distinct_cells
 from ensemble.data.trained_rows import IN_ALL_FOLDS
 from ensemble.pipeline.checks import Problems

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from transformers import TrainingArguments
 
-from ensemble.config.training import OWNED, owned_keys
+from ensemble.config.schema import OWNED, owned_keys
 from ensemble.members.huggingface.training.arguments import _OURS
 
 

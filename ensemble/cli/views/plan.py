@@ -11,7 +11,7 @@ from ensemble.common.gpus import device_names
 from ensemble.common.host import threads_of
 from ensemble.common.text import duration, gib, listed, plural, shown_path
 from ensemble.config import MemberConfig
-from ensemble.config.training import TrainConfig
+from ensemble.config.schema import TrainConfig
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.run_dir import work_of_view
 from ensemble.pipeline.trained_members import missing_parts

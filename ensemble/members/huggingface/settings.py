@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from ensemble.config import MemberConfig, ReaderConfig, StrictConfig, ViewConfig
 from ensemble.config.document import Problem
-from ensemble.config.training import TrainConfig
+from ensemble.config.schema import TrainConfig
 from ensemble.config.values import (
     Column,
     Columns,

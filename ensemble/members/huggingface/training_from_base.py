@@ -16,7 +16,7 @@ from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.errors import CheckpointError
 from ensemble.common.packages import installed_versions, unsupported
 from ensemble.config import MemberConfig
-from ensemble.config.training import TrainConfig
+from ensemble.config.schema import TrainConfig
 from ensemble.members.base import NOT_ASKED
 from ensemble.members.huggingface.checkpoint.adapter_files import unshared_settings
 from ensemble.members.huggingface.checkpoint.description import Description, checkpoint_question
