@@ -21,8 +21,8 @@ from ensemble.common.errors import ConfigError, DataError, EnsembleError
 from ensemble.common.protocol import Activation
 from ensemble.common.shards import file_sha256
 from ensemble.common.text import nearest_or_all, plural, quoted
-from ensemble.config.check import data_config
 from ensemble.config.document import Document, apply_overrides, expand, parse
+from ensemble.config.load import data_config
 from ensemble.config.schema import CalibrationConfig, DataConfig
 from ensemble.data.formats import column_names
 from ensemble.data.ids import ID_COLUMN, all_ids, match_ids, refuse_repeated_ids

@@ -26,8 +26,8 @@ from ensemble.common.files import (
     unwritable_reason,
 )
 from ensemble.common.text import did_you_mean, listed, quoted
-from ensemble.config.check import check_documents
 from ensemble.config.document import Document, Loc, one_line, parse, read_text
+from ensemble.config.load import check_documents
 from ensemble.config.schema import RunConfig
 from ensemble.config.values import AnyWeight
 from ensemble.data.csv_file import write_csv

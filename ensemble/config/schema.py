@@ -1,6 +1,6 @@
 """Define the keys of the YAML with their types and defaults.
 
-Kinds of members and merge methods add more keys. ``defaults:`` is merged under the models by ``check``.
+Kinds of members and merge methods add more keys. ``defaults:`` is merged under the models by ``load``.
 """
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from ensemble.common.errors import ConfigError
 from ensemble.common.text import plural, were
 from ensemble.config import LoadedConfig, MemberConfig, TrainedMember
-from ensemble.config.check import validate
 from ensemble.config.document import place
+from ensemble.config.load import validate
 from ensemble.config.schema import DEFAULT_FOLDS
 from ensemble.data.row_files import FileCells
 from ensemble.data.table import InputTable

@@ -8,7 +8,7 @@ import pytest
 
 from ensemble.common.extensions import SettingsByName
 from ensemble.config import DataConfig, EnsembleConfig, MemberConfig, RunConfig, SubmissionConfig
-from ensemble.config.check import validate
+from ensemble.config.load import validate
 from ensemble.members.registry import KINDS
 from tests.config.examples import SMALL, Problems, small
 
