@@ -135,9 +135,8 @@ def measure_ways(
     from ensemble.common.protocol import CommonSpec
     from ensemble.data.published_table import PublishedTable
     from ensemble.members.base import Assigned, OutputColumns
-    from ensemble.members.causal_lm.parent import CausalLanguageModel
+    from ensemble.members.causal_lm.parent import CausalLanguageModel, CausalSettings
     from ensemble.members.causal_lm.predictor import CausalMember, CausalSpec
-    from ensemble.members.causal_lm.settings import CausalSettings
 
     class Whole(CausalMember):
         def _take_shortcuts(self, tolerance: float) -> None:

@@ -18,7 +18,7 @@ from ensemble.members import questions
 from ensemble.members.huggingface.checkpoint.architecture import Architecture, read_architecture
 from ensemble.members.huggingface.spec import BACKBONE, CLASSIFIER, LANGUAGE_MODEL
 from ensemble.members.questions import Answer, Question
-from ensemble.members.seq_cls.settings import SequenceClassifierSettings
+from ensemble.members.seq_cls.parent import SequenceClassifierSettings
 
 if TYPE_CHECKING:
     from ensemble.members.huggingface.checkpoint.description import Description
@@ -530,7 +530,7 @@ def inspect_folder(
 ) -> Checkpoint:
     """What is known of a member's checkpoint before it is loaded; ``keys`` are further ones of the member."""
     from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
-    from ensemble.members.seq_cls.settings import SequenceClassifierSettings
+    from ensemble.members.seq_cls.parent import SequenceClassifierSettings
 
     given: dict[str, Any] = {
         "name": "m",

@@ -11,8 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from ensemble.members.base import Assigned, OutputColumns
-from ensemble.members.seq_cls.parent import SequenceClassification
-from ensemble.members.seq_cls.settings import SequenceClassifierSettings
+from ensemble.members.seq_cls.parent import SequenceClassification, SequenceClassifierSettings
 from tests.checkpoints import make_adapter, make_checkpoint
 from tests.project import Project
 from tests.sampling import one_in

@@ -21,8 +21,7 @@ import scipy.special
 
 from ensemble.common.errors import DataError, EnsembleError
 from ensemble.members.base import OutputColumns
-from ensemble.members.csv.parent import CsvPredictions
-from ensemble.members.csv.settings import CsvSettings
+from ensemble.members.csv.parent import CsvPredictions, CsvSettings
 from ensemble.pipeline.load import load
 from ensemble.pipeline.run import run
 from tests.project import LABELS, ROOT, Project, python_path
@@ -154,7 +153,7 @@ def test_memory_is_no_multiple_of_the_file(tmp_path: Path) -> None:
         "import pathlib, re, numpy, pyarrow as pa\n"
         "from ensemble.members.base import OutputColumns\n"
         "from ensemble.members.csv.parent import CsvPredictions\n"
-        "from ensemble.members.csv.settings import CsvSettings\n"
+        "from ensemble.members.csv.parent import CsvSettings\n"
         "def member(name): return CsvPredictions(CsvSettings(name='m', path=pathlib.Path(name)))\n"
         "columns = OutputColumns('id', ('a', 'b'))\n"
         "pathlib.Path('small.csv').write_text('id,a,b\\n1,0,1\\n')\n"

@@ -17,7 +17,7 @@ from ensemble.common.errors import CheckpointError, MergeError
 from ensemble.common.files import file_state
 from ensemble.config import RunConfig
 from ensemble.members.registry import member_kind
-from ensemble.members.seq_cls.settings import SequenceClassifierSettings
+from ensemble.members.seq_cls.parent import SequenceClassifierSettings
 from ensemble.pipeline.fingerprint import Fingerprint, member_fingerprint
 from ensemble.pipeline.load import load as load_config
 from ensemble.pipeline.prepare import prepare

@@ -13,8 +13,7 @@ from ensemble.common.gpus import Device
 from ensemble.config import RunConfig
 from ensemble.members.base import ResourceRequest
 from ensemble.members.huggingface.memory.estimate import CheckpointMemory
-from ensemble.members.seq_cls.parent import SequenceClassification
-from ensemble.members.seq_cls.settings import SequenceClassifierSettings
+from ensemble.members.seq_cls.parent import SequenceClassification, SequenceClassifierSettings
 from ensemble.planning.chunks import cut_chunks
 from ensemble.planning.placement import MemberFacts
 from ensemble.planning.plan import WORKER_HOST_BYTES, make_plan

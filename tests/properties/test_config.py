@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ensemble.common.errors import ConfigError
 from ensemble.config import DataConfig, EnsembleConfig, RunConfig, SubmissionConfig
-from ensemble.members.seq_cls.settings import SequenceClassifierSettings
+from ensemble.members.seq_cls.parent import SequenceClassifierSettings
 from ensemble.pipeline.load import load as load_config
 from tests.config.examples import WHOLE, small
 from tests.properties import configs

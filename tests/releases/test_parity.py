@@ -32,7 +32,7 @@ TEXTS = make_texts(24, longest=40)
 def planned_attention(folder: Path) -> str:
     """What ``plan`` says that a member of this checkpoint takes on a CPU."""
     from ensemble.members.huggingface.memory.estimate import checkpoint_memory
-    from ensemble.members.seq_cls.settings import SequenceClassifierSettings
+    from ensemble.members.seq_cls.parent import SequenceClassifierSettings
     from tests.checkpoints import inspect_folder
 
     model = SequenceClassifierSettings.model_validate(

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.members.causal_lm.parent import CausalLanguageModel
-from ensemble.members.causal_lm.settings import CausalSettings
-from ensemble.members.seq_cls.parent import SequenceClassification
-from ensemble.members.seq_cls.settings import SequenceClassifierSettings
+from ensemble.members.causal_lm.parent import CausalLanguageModel, CausalSettings
+from ensemble.members.seq_cls.parent import SequenceClassification, SequenceClassifierSettings
 from tests.worker.test_session import publish
 
 LABELS = ["yes", "no", "tie"]

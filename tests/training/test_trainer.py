@@ -30,7 +30,7 @@ from ensemble.members.huggingface.training.plan import divide, epoch_steps, make
 from ensemble.members.huggingface.training.program import lacks_memory
 from ensemble.members.huggingface.training.questions import describe
 from ensemble.members.huggingface.training.step_trainer import NotFinite, StepTrainer
-from ensemble.members.seq_cls.settings import SequenceClassifierSettings
+from ensemble.members.seq_cls.parent import SequenceClassifierSettings
 from ensemble.training.child import trainer as module
 from ensemble.training.child.trainer import TrainerSpec, Training
 from tests.checkpoints import (

@@ -1,20 +1,32 @@
 """Describe image classifiers on the parent's side, without torch."""
 
-from __future__ import annotations
+# No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.errors import CheckpointError
 from ensemble.config import MemberConfig
+from ensemble.config.document import Problem
+from ensemble.config.values import (
+    Column,
+    Folder,
+    LabelMap,
+    ProblemType,
+    Settings,
+    Source,
+    Text,
+    same_label_problems,
+)
 from ensemble.data.row_files import FileCells
 from ensemble.members.base import Assigned, Draft, OutputColumns, Reads
 from ensemble.members.footprint import MemoryEstimate
@@ -23,12 +35,43 @@ from ensemble.members.huggingface.checkpoint.hub import how_to_install, read_con
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint
 from ensemble.members.huggingface.checkpoint.labels import label_names
 from ensemble.members.huggingface.parent import HuggingFaceMember
+from ensemble.members.huggingface.settings import HuggingFaceSettings
 from ensemble.members.huggingface.spec import CHILD, IMAGE_CLASSIFIER, CheckpointSettings, without_fetching
 from ensemble.members.image_cls.memory import image_memory
-from ensemble.members.image_cls.settings import ImageClassifierSettings
 
 # Where transformers looks for the image processor's settings (image_processing_auto.py).
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+class ImageClassifierSettings(HuggingFaceSettings):
+    """An image classifier of transformers (AutoModelForImageClassification)."""
+
+    task_type: Literal["image_cls"] = "image_cls"
+    adapter_name_or_path: Source | None = None  # none here: merge it into its base first
+    image_column: Column = Field(examples=["image"])  # names each row's file
+    image_folder: Folder | None = None  # where relative paths start; None: the table's folder
+    image_suffix: Text | None = None  # stands behind each cell in the file's name, such as .jpg
+    processor_kwargs: Settings = Field(default_factory=dict)  # for the image processor's from_pretrained
+    problem_type: ProblemType | None = None  # how logits become probabilities; None: the checkpoint's own
+    label_map: LabelMap = Field(default_factory=dict)  # the checkpoint's label -> the config's
+
+    older_keys: ClassVar[Mapping[str, str]] = {
+        **HuggingFaceSettings.older_keys,
+        "image_column": "image images path_column file_column filename",
+        "image_folder": "image_dir image_root root data_dir",
+        "image_suffix": "extension ext suffix",
+        "processor_kwargs": "image_processor_kwargs feature_extractor_kwargs",
+        "label_map": "label_mapping id2label label2id",
+    }
+
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        yield from super().broken_rules(labels)
+        yield from same_label_problems("label_map", self.label_map, labels)
+        if self.adapter_name_or_path is not None:
+            yield (
+                ("adapter_name_or_path",),
+                "image classifiers load no adapters; merge it into its base (peft: merge_and_unload), name that",
+            )
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from ensemble.common.errors import CheckpointError
 from ensemble.common.protocol import CommonSpec
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.base import Assigned, OutputColumns
-from ensemble.members.causal_lm.parent import CausalLanguageModel
+from ensemble.members.causal_lm.parent import CausalLanguageModel, CausalSettings
 from ensemble.members.causal_lm.predictor import CausalSpec
-from ensemble.members.causal_lm.settings import CausalSettings
 from ensemble.members.huggingface.loading.tokenizer import label_ids
 from ensemble.members.huggingface.memory.estimate import CheckpointMemory
 from tests.checkpoints import (

@@ -22,8 +22,7 @@ LABELS = ("a", "b", "c")
 
 def make_member(folder: Path, paths: list[Path], gpus: int = 0, **keys: Any) -> Any:
     """The predictor of a checkpoint in ``folder`` over these images, loaded."""
-    from ensemble.members.image_cls.parent import ImageClassification
-    from ensemble.members.image_cls.settings import ImageClassifierSettings
+    from ensemble.members.image_cls.parent import ImageClassification, ImageClassifierSettings
 
     settings = {"name": "eyes", "model_name_or_path": str(folder), "image_column": "image", **keys}
     kind = ImageClassification(ImageClassifierSettings.model_validate(settings))

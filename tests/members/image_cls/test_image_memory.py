@@ -11,8 +11,7 @@ import pytest
 from ensemble.members.base import OutputColumns
 from ensemble.members.huggingface.memory.estimate import COMPILER_BYTES
 from ensemble.members.image_cls.memory import ImageMemory
-from ensemble.members.image_cls.parent import ImageCheckpoint, ImageClassification
-from ensemble.members.image_cls.settings import ImageClassifierSettings
+from ensemble.members.image_cls.parent import ImageCheckpoint, ImageClassification, ImageClassifierSettings
 from tests.checkpoints import make_image_checkpoint
 
 LABELS = ("a", "b", "c")

@@ -18,9 +18,8 @@ from ensemble.common.protocol import CommonSpec
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.base import Assigned, OutputColumns
 from ensemble.members.huggingface.spec import BACKBONE
-from ensemble.members.pooled_cls.parent import PooledClassification
+from ensemble.members.pooled_cls.parent import PooledClassification, PooledSettings
 from ensemble.members.pooled_cls.predictor import PooledSpec
-from ensemble.members.pooled_cls.settings import PooledSettings
 from tests.checkpoints import make_checkpoint, make_language_model, make_texts, prime
 from tests.members.huggingface.scoring.test_float32 import make_overflowing
 from tests.members.huggingface.scoring.test_predict import worker_spec

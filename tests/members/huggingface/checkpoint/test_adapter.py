@@ -13,8 +13,7 @@ import pytest
 from ensemble.common.errors import CheckpointError
 from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapter
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
-from ensemble.members.seq_cls.parent import SequenceClassification
-from ensemble.members.seq_cls.settings import SequenceClassifierSettings
+from ensemble.members.seq_cls.parent import SequenceClassification, SequenceClassifierSettings
 from tests.checkpoints import inspect_folder, make_adapter, make_base, make_checkpoint
 
 pytest.importorskip("peft")

@@ -22,7 +22,7 @@ from ensemble.members.huggingface.checkpoint.description import (
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.spec import CLASSIFIER
 from ensemble.members.questions import Answer, Question
-from ensemble.members.seq_cls.settings import SequenceClassifierSettings
+from ensemble.members.seq_cls.parent import SequenceClassifierSettings
 from tests.checkpoints import (
     answers_of_this_process,
     inspect_folder,

@@ -17,8 +17,7 @@ from ensemble.common.errors import CheckpointError
 from ensemble.members.base import Assigned, OutputColumns
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.spec import AdapterSource
-from ensemble.members.seq_cls.parent import SequenceClassification
-from ensemble.members.seq_cls.settings import SequenceClassifierSettings
+from ensemble.members.seq_cls.parent import SequenceClassification, SequenceClassifierSettings
 from tests.checkpoints import adapter_reference, label_reference, make_adapter, make_base, make_texts
 from tests.members.causal_lm.test_causal_lm import SEVERAL, member, predict
 from tests.members.huggingface.scoring.test_predict import LABELS, compute, worker_spec

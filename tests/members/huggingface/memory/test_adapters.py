@@ -11,8 +11,7 @@ import pytest
 from ensemble.members.base import OutputColumns
 from ensemble.members.huggingface.memory.estimate import CheckpointMemory
 from ensemble.members.huggingface.spec import AdapterSource
-from ensemble.members.seq_cls.parent import SequenceClassification
-from ensemble.members.seq_cls.settings import SequenceClassifierSettings
+from ensemble.members.seq_cls.parent import SequenceClassification, SequenceClassifierSettings
 from tests.checkpoints import make_adapter, make_base
 from tests.members.huggingface.scoring.test_predict import worker_spec
 
