@@ -28,8 +28,7 @@ from ensemble.common.protocol import (
     WorkerSpec,
 )
 from ensemble.members.base import OutputColumns
-from ensemble.members.python.parent import PythonFunction, PythonSettings
-from ensemble.members.python.source import find_source
+from ensemble.members.python.parent import PythonFunction, PythonSettings, find_source
 from ensemble.worker.channel import HeartbeatThread
 from ensemble.worker.session import serve
 from tests.faults.test_workers import is_gone

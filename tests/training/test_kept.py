@@ -19,11 +19,11 @@ from ensemble.common.clock import boot_seconds
 from ensemble.common.digests import folder_digests
 from ensemble.common.errors import CheckpointError, ConfigError
 from ensemble.data.trained_rows import fold_count
-from ensemble.members.huggingface.checkpoint.left import lift_checkpoint
 from ensemble.pipeline.load import load
 from ensemble.pipeline.training_dir import Part
 from ensemble.training.command import Asked, preview_trainings, train
 from ensemble.training.records import TrainingReport
+from ensemble.training.seal import lift_checkpoint
 from tests.project import Project
 from tests.sampling import one_in
 from tests.training.test_jobs import Trained

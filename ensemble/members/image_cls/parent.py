@@ -2,9 +2,10 @@
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -15,6 +16,7 @@ from pydantic import Field
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.errors import CheckpointError
+from ensemble.common.files import read_json
 from ensemble.config import MemberConfig
 from ensemble.config.document import Problem
 from ensemble.config.values import (
@@ -29,18 +31,29 @@ from ensemble.config.values import (
 )
 from ensemble.data.row_files import FileCells
 from ensemble.members.base import Assigned, Draft, OutputColumns, Reads
-from ensemble.members.footprint import MemoryEstimate
+from ensemble.members.footprint import Activation, Capability, Footprint, MemoryEstimate, Stage
+from ensemble.members.huggingface.checkpoint.architecture import read_architecture
 from ensemble.members.huggingface.checkpoint.digests import hub_commit
 from ensemble.members.huggingface.checkpoint.hub import how_to_install, read_config
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint
 from ensemble.members.huggingface.checkpoint.labels import label_names
+from ensemble.members.huggingface.memory.estimate import CheckpointMemory, whole_tensors
+from ensemble.members.huggingface.memory.sizes import DTYPE_BYTES
 from ensemble.members.huggingface.parent import HuggingFaceMember
 from ensemble.members.huggingface.settings import HuggingFaceSettings
-from ensemble.members.huggingface.spec import CHILD, IMAGE_CLASSIFIER, CheckpointSettings, without_fetching
-from ensemble.members.image_cls.memory import image_memory
+from ensemble.members.huggingface.spec import (
+    CHILD,
+    IMAGE_CLASSIFIER,
+    NUMBERS_OF_TOKEN,
+    CheckpointSettings,
+    without_fetching,
+)
 
 # Where transformers looks for the image processor's settings (image_processing_auto.py).
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_NO_LIMIT = 1 << 20
+# Tokens for the whole image, in addition to the patches.
+_MORE_TOKENS = 2
 
 
 class ImageClassifierSettings(HuggingFaceSettings):
@@ -79,6 +92,60 @@ class ImageCheckpoint(Checkpoint):
     """Add the folder where relative paths start, as an absolute path."""
 
     image_folder: Path = Path()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageMemory(CheckpointMemory):
+    """Estimate the memory of an image classifier.
+
+    A plain transformer's layers count as those of an unknown family: up to about three times their real size, never
+    less.  For other models, such as convolutions, only the type is known, and there is no footprint.
+
+    Attributes:
+        patches: tokens of an image in the model; 0: not known.
+        numbers: of an image's pixels, in three colours.
+    """
+
+    patches: int
+    numbers: int
+
+    def footprint(
+        self, gpus: int, capability: Capability | None, quantization: Mapping[str, Any] | None = None
+    ) -> Footprint | None:
+        footprint = super().footprint(gpus, capability, quantization) if self.patches else None
+        if footprint is None:
+            return None
+        layers = footprint.activation
+        # Pixels as float32, in the type of the weights, and in the patches' product.
+        pixel_bytes = self.numbers * (4 + 2 * DTYPE_BYTES[footprint.dtype])
+        image_bytes = layers.bytes(self.patches, self.patches) - layers.fixed_bytes + pixel_bytes
+        # Batches count an image by its pixels, whatever the model's patches are.
+        activation = Activation((Stage(image_bytes / self.max_length, 0.0),), layers.fixed_bytes)
+        return replace(footprint, activation=activation, width=self.max_length)
+
+
+def image_memory(model: HuggingFaceSettings, checkpoint: Checkpoint, rows: int, labels: int) -> ImageMemory:
+    """Return what the files of an image classifier's checkpoint tell about its memory."""
+    described = checkpoint.described
+    size, patch = described.numbers.get("image_size"), described.numbers.get("patch_size")
+    # A plain transformer has one table of positions, with a row for each patch.
+    tables = [shape[-2] for name, shape in described.parameters.items() if "position_embedding" in name]
+    patches = numbers = 0
+    if isinstance(size, int) and isinstance(patch, int) and len(tables) == 1:
+        grid = (size // max(1, patch)) ** 2
+        if grid <= tables[0] <= grid + _MORE_TOKENS:
+            patches = grid + _MORE_TOKENS + int(described.numbers.get("num_register_tokens") or 0)
+            numbers = 3 * size * size
+    return ImageMemory(
+        settings=model,
+        lengths=np.ones(rows, dtype=np.int64),
+        num_labels=labels,
+        tensors=whole_tensors(model, checkpoint.folder),
+        architecture=read_architecture(read_json(checkpoint.folder / "config.json"), described),
+        max_length=math.ceil(numbers / NUMBERS_OF_TOKEN) or _NO_LIMIT,
+        patches=patches,
+        numbers=numbers,
+    )
 
 
 class ImageClassification(HuggingFaceMember[ImageClassifierSettings, ImageCheckpoint]):

@@ -10,8 +10,12 @@ import pytest
 
 from ensemble.members.base import OutputColumns
 from ensemble.members.huggingface.memory.estimate import COMPILER_BYTES
-from ensemble.members.image_cls.memory import ImageMemory
-from ensemble.members.image_cls.parent import ImageCheckpoint, ImageClassification, ImageClassifierSettings
+from ensemble.members.image_cls.parent import (
+    ImageCheckpoint,
+    ImageClassification,
+    ImageClassifierSettings,
+    ImageMemory,
+)
 from tests.checkpoints import make_image_checkpoint
 
 LABELS = ("a", "b", "c")
