@@ -464,9 +464,6 @@ def _existing(loc: Loc, values: Any) -> Loc:
 
 def _sentence(detail: Any) -> str:
     """Return the sentence for one of pydantic's errors."""
-    if detail["type"] == "literal_error":
-        words = re.findall("'(.*?)'", detail["ctx"]["expected"])
-        return "must be " + "one of " * (len(words) > 1) + ", ".join(words)
     if detail["type"] in ("model_type", "dict_type"):
         return "must be a mapping of keys to values"
     if detail["type"] == "bool_type":

@@ -187,7 +187,7 @@ def test_overrides_reach_defaults_and_members(load: Load) -> None:
         ("models.llama3.weight=-1", "--set models.llama3.weight=-1: must be a number"),
         (
             "defaults.dtype=x",
-            "--set defaults.dtype=x: must be one of auto",
+            "--set defaults.dtype=x: must be 'auto', 'float32'",
         ),
         ("submision.path=x", "--set submision.path=x: submision: unknown key"),
         ("data={}", "--set data={}: data.path: required"),

@@ -59,7 +59,7 @@ def test_a_default_can_name_the_kind(load: Load) -> None:
         ({"max_length": 0}, "defaults.max_length (line 15): must be"),
         (
             {"activation": "relu"},
-            "defaults.activation (line 15): must be one of softmax, sigmoid, none, not 'relu'",
+            "defaults.activation (line 15): must be 'softmax', 'sigmoid' or 'none', not 'relu'",
         ),
         (
             {"task_type": "vote"},

@@ -91,7 +91,7 @@ TURNS = [{"name": "x", "adapter_name_or_path": "x"}, {"name": "y", "adapter_name
         (
             {"adapters": {"average": ["x", "y"], "combination_type": "svd"}},
             "models[0].adapters.combination_type (line ",
-            "must be one of cat, linear, not 'svd'",
+            "must be 'cat' or 'linear', not 'svd'",
         ),
         (
             {"merge_adapter": True, "views": TURNS},

@@ -116,7 +116,7 @@ def test_heads_that_do_not_fit_are_named_before_anything_loads(project: Project)
     messages = problems(linear(), head_labels=["winner_a", "tie", "tie"])
     assert "head_labels (line" in messages
     assert "must name each of the 3 labels once" in messages
-    assert "must be one of mean, cls, lasttoken, not 'max'" in problems(linear(), pooling_mode="max")
+    assert "must be 'mean', 'cls' or 'lasttoken', not 'max'" in problems(linear(), pooling_mode="max")
 
 
 @pytest.mark.parametrize("labels", one_in(2, [["toxic", "threat", "insult"], ["relevant"]]), ids=len)
