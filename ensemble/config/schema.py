@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from annotated_types import Ge, Le, Len
+from annotated_types import Ge, Le
 from pydantic import (
     AfterValidator,
     Discriminator,
@@ -223,7 +223,6 @@ PLACEHOLDERS: Final = ("train", "fold", "out")
 Folds = Annotated[int, Ge(2), Le(MAX_FOLDS), MustBe(f"a whole number from 2 to {MAX_FOLDS}")]
 Command = Annotated[
     tuple[Text, ...],
-    Len(1),
     MustBe('a list of a program and its arguments, such as [python, train.py, --train, "{train}"]', list),
 ]
 

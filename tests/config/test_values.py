@@ -114,6 +114,7 @@ def test_other_sources_stay_as_written(load: Load, name: str) -> None:
         ("num_gpus", -1, "a whole number of at least 0, not -1"),
         ("replicas", 0, "a whole number of at least 1 or 'auto', not 0"),
         ("trust_remote_code", 1, "true or false, not 1"),
+        ("train", {"command": [1]}, "command[0] (line 12): must be text, and not empty, not 1"),
         ("model_kwargs", "x" * 500, "to values, not 'xxx"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from annotated_types import Gt, Le, Len
+from annotated_types import Gt, Le
 from pydantic import AllowInfNan, BeforeValidator, Field
 
 from ensemble.common.digests import FileDigests
@@ -35,7 +35,6 @@ Layer = Annotated[
 ]
 Layers = Annotated[
     tuple[Layer, ...],
-    Len(1),
     MustBe("a list of layers in the file and of activations, such as [dense, tanh, out_proj]", list),
 ]
 Epsilon = Annotated[float, Gt(0), Le(1), AllowInfNan(False), MustBe("a number of more than 0, up to 1")]

@@ -17,7 +17,6 @@ from modulefinder import Module, ModuleFinder
 from pathlib import Path
 from typing import IO, Annotated, Any, ClassVar, Literal
 
-from annotated_types import Len
 from pydantic import Field
 
 from ensemble.common.digests import FileDigests, digest_of
@@ -45,7 +44,7 @@ _PREDICT_FORM = (
     "package.module:function of what is installed, or a file, as in ${CONFIG_DIR}/my_model.py:predict"
 )
 
-Columns = Annotated[tuple[Column, ...], Len(1), MustBe("a list of columns of the table", list)]
+Columns = Annotated[tuple[Column, ...], MustBe("a list of columns of the table", list)]
 Files = Annotated[tuple[File, ...], MustBe("a list of files and folders", list)]
 
 

@@ -104,7 +104,7 @@ def test_rows_that_all_lose_some_of_the_templates_text_are_noted(tmp_path: Path)
             ),
             (
                 {"truncation": {"fields": {"answer": {"keep": "middle"}}}},
-                "must be 'head', 'tail' or 'head_tail'",
+                "must be 'head', 'tail', 'head_tail', 'newest_turns'",
             ),
             (
                 {"truncation": {"fields": {"answer": {"keep": "newest_rounds"}}}},
