@@ -216,7 +216,7 @@ def html(template: str, **values: object) -> Markup:
 
 
 def rendered(module: str, **values: object) -> Markup:
-    """Fill in the Jinja template ``NAME.j2`` that lies beside the module ``PACKAGE.NAME``.
+    """Fill in the Jinja template ``NAME.j2`` that lies beside the module ``PACKAGE.NAME``; without a package: here.
 
     Values are escaped unless they are ``Markup`` themselves.  A value must not stand where escaping is not enough:
     unquoted, in a name, in an address (``href``, ``src``) or, except for a number, in ``style``.  Templates can
@@ -228,9 +228,9 @@ def rendered(module: str, **values: object) -> Markup:
 
 
 def _source(name: str) -> str:
-    """Return the text of a file of a package, ``PACKAGE/FILE``, which may lie in an archive."""
+    """Return the text of a file of a package, ``PACKAGE/FILE``, or of this one; it may lie in an archive."""
     package, _, file = name.rpartition("/")
-    return resources.files(package).joinpath(file).read_text(encoding="utf-8")
+    return resources.files(package or __package__).joinpath(file).read_text(encoding="utf-8")
 
 
 def paragraphs(lines: Sequence[object]) -> Markup:
@@ -257,8 +257,7 @@ def table(headers: Sequence[object], rows: Sequence[Sequence[object]], left: Seq
     if not rows:
         return Markup()
     places = [place for place in range(len(headers)) if any(str(row[place]) for row in rows)]
-    module = f"{__package__}.table"
-    return rendered(module, headers=headers, rows=rows, places=places, left=left, long=_LONG)
+    return rendered("table", headers=headers, rows=rows, places=places, left=left, long=_LONG)
 
 
 def percent(share: float, digits: int = 1) -> str:

@@ -71,7 +71,7 @@ def picture(draw: Callable[[Figure], None], title: str, text: str, height: float
     # Other pictures have groups of the same names; the ids of shapes that are used again are of their own.
     drawing = re.sub(r'(<\w[^<>]*) id="[\w.]+_\d+"', r"\1", drawing)
     return rendered(
-        f"{__package__}.picture",
+        "picture",
         width=f"{WIDTH * _POINTS_PER_PIXEL:g}",
         height=f"{height * _POINTS_PER_PIXEL:g}",
         widest=f"{WIDTH * 1.4:.0f}",  # in a wide window
