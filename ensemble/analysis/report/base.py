@@ -233,18 +233,6 @@ def _source(name: str) -> str:
     return resources.files(package or __package__).joinpath(file).read_text(encoding="utf-8")
 
 
-def paragraphs(lines: Sequence[object]) -> Markup:
-    """Return sentences, one paragraph each; the first one is the larger."""
-    template = """{% for line in lines %}<p{% if loop.first %} class="say"{% endif %}>{{ line }}</p>
-{% endfor %}"""
-    return html(template, lines=lines)
-
-
-def notes(lines: Sequence[object]) -> Markup:
-    """Return remarks in small type, one paragraph each."""
-    return html('{% for line in lines %}<p class="note">{{ line }}</p>\n{% endfor %}', lines=lines)
-
-
 def table(headers: Sequence[object], rows: Sequence[Sequence[object]], left: Sequence[int] = (0,)) -> Markup:
     """Return a table, which scrolls sideways in a frame of its own if the window is narrow.
 
