@@ -20,7 +20,7 @@ from tests.waiting import PATIENCE_SECONDS
 # Only for those who work on the project.
 _LEFT_OUT = (".ci/", ".gitignore")
 _BUILD = "import sys; from setuptools.build_meta import *; to = sys.argv[1]; build_sdist(to); build_wheel(to)"
-_TEXTS = (".ipynb", ".json", ".md", ".py", ".toml", ".txt", ".yaml")
+_TEXTS = (".ipynb", ".j2", ".json", ".md", ".py", ".toml", ".txt", ".yaml")
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,7 @@ def test_the_wheel_works_in_an_empty_folder(built: Path, project: Project, tmp_p
     site, empty = tmp_path / "site", tmp_path / "empty"
     with zipfile.ZipFile(archive) as opened:
         assert not [name for name in opened.namelist() if name.startswith(("tests", "bench", "demo"))]
+        assert not {name for name in tracked() if name.startswith("ensemble/")} - {*opened.namelist()}
         assert any(
             name.endswith("data/share/ensemble-runner/config.schema.json") for name in opened.namelist()
         )

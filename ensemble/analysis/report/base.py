@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import resources
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -21,7 +22,7 @@ from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap, Interval, Metri
 from ensemble.analysis.predictions import Predictions, calibrations_of, read_run
 from ensemble.common.errors import DataError, EnsembleError
 from ensemble.common.files import unreadable
-from ensemble.common.text import plural, shown_path
+from ensemble.common.text import duration, plural, shown_path
 from ensemble.data.csv_file import read_header
 from ensemble.data.formats import read_contents
 from ensemble.data.ids import places_among
@@ -49,10 +50,14 @@ class Section(ABC):
     def html(self, data: ReportData) -> Markup | None:
         """Return what stands below the heading, or None if there is nothing to show.
 
-        ``html``, ``table`` and ``picture`` make it.  If this method raises, the page says so in the section's
-        place and keeps the other sections.  A ``DataError`` is no fault: what the section would show is not
-        there, as in a run that failed.
+        ``render``, ``html``, ``table`` and ``picture`` make it.  If this method raises, the page says so in the
+        section's place and keeps the other sections.  A ``DataError`` is no fault: what the section would show is
+        not there, as in a run that failed.
         """
+
+    def render(self, **values: object) -> Markup:
+        """Fill in the template beside the section's file, of the same name but for ``.j2``; see ``rendered``."""
+        return rendered(type(self).__module__, **values)
 
 
 @dataclass
@@ -205,29 +210,27 @@ class TableTexts:
         return total
 
 
-_ENVIRONMENT = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-
-
 def html(template: str, **values: object) -> Markup:
-    """Render a Jinja template; values are escaped unless they are ``Markup`` themselves.
-
-    The template is a literal in the code, never text from anywhere else.  A value must not stand where escaping
-    is not enough: unquoted, in a name, in an address (``href``, ``src``) or, except for a number, in ``style``.
-    Classes of the page: ``say`` for the first sentence, ``note``, ``muted``, ``good``, ``bad``, ``problem``.
-    """
+    """Fill in a Jinja template, a literal in the code and never text from anywhere else; see ``rendered``."""
     return Markup(_ENVIRONMENT.from_string(template).render(values))
 
 
-def paragraphs(lines: Sequence[object]) -> Markup:
-    """Return sentences, one paragraph each; the first one is the larger."""
-    template = """{% for line in lines %}<p{% if loop.first %} class="say"{% endif %}>{{ line }}</p>
-{% endfor %}"""
-    return html(template, lines=lines)
+def rendered(module: str, **values: object) -> Markup:
+    """Fill in the Jinja template ``NAME.j2`` that lies beside the module ``PACKAGE.NAME``; without a package: here.
+
+    Values are escaped unless they are ``Markup`` themselves.  A value must not stand where escaping is not enough:
+    unquoted, in a name, in an address (``href``, ``src``) or, except for a number, in ``style``.  Templates can
+    call ``table`` and the filters at the end of this file.
+    Classes of the page: ``say`` for the first sentence, ``note``, ``muted``, ``good``, ``bad``, ``problem``.
+    """
+    package, _, name = module.rpartition(".")
+    return Markup(_ENVIRONMENT.get_template(f"{package}/{name}.j2").render(values))
 
 
-def notes(lines: Sequence[object]) -> Markup:
-    """Return remarks in small type, one paragraph each."""
-    return html('{% for line in lines %}<p class="note">{{ line }}</p>\n{% endfor %}', lines=lines)
+def _source(name: str) -> str:
+    """Return the text of a file of a package, ``PACKAGE/FILE``, or of this one; it may lie in an archive."""
+    package, _, file = name.rpartition("/")
+    return resources.files(package or __package__).joinpath(file).read_text(encoding="utf-8")
 
 
 def table(headers: Sequence[object], rows: Sequence[Sequence[object]], left: Sequence[int] = (0,)) -> Markup:
@@ -242,22 +245,7 @@ def table(headers: Sequence[object], rows: Sequence[Sequence[object]], left: Seq
     if not rows:
         return Markup()
     places = [place for place in range(len(headers)) if any(str(row[place]) for row in rows)]
-    return html(_TABLE, headers=headers, rows=rows, places=places, left=left, long=_LONG)
-
-
-_TABLE = """
-<div class="table"><table>
-<thead><tr>{% for place in places %}
-<th scope="col"{% if place in left %} class="left"{% endif %}>{{ headers[place] }}</th>{% endfor %}</tr></thead>
-<tbody>
-{% for row in rows %}
-<tr>{% for place in places %}
-{% set kind = "words" if row[place]|string|striptags|length > long else "left" if place in left else "" %}
-<td{% if kind %} class="{{ kind }}"{% endif %}>{{ row[place] }}</td>{% endfor %}</tr>
-
-{% endfor %}
-</tbody></table></div>
-"""
+    return rendered("table", headers=headers, rows=rows, places=places, left=left, long=_LONG)
 
 
 def percent(share: float, digits: int = 1) -> str:
@@ -293,3 +281,14 @@ def shortened(name: str, most: int) -> str:
         return name
     end = (most - 1) // 2
     return f"{name[: most - 1 - end]}\N{HORIZONTAL ELLIPSIS}{name[-end:]}"
+
+
+_ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.FunctionLoader(_source),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_ENVIRONMENT.globals["table"] = table
+_ENVIRONMENT.filters |= {"duration": duration, "number": number, "percent": percent, "plural": plural}

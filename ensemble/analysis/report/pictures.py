@@ -13,7 +13,7 @@ from markupsafe import Markup
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from ensemble.analysis.report.base import html
+from ensemble.analysis.report.base import rendered
 
 # In dark mode the page inverts a picture's lightness and keeps its hues.
 INK: Final = "#1f2328"
@@ -23,12 +23,6 @@ SERIES: Final = ("#2f6fd1", "#d9730e", "#2b8a5c", "#b8408e", "#7d5bd1", "#8a6d1e
 # Of a picture, in CSS pixels: little more than a phone is wide, so that its text can be read there.
 WIDTH: Final = 420
 _POINTS_PER_PIXEL = 0.75
-PICTURE_STYLE: Final = """
-svg { display: block; width: 100%; height: auto; }
-svg * { stroke-linejoin: round; stroke-linecap: butt; }
-svg text { font-family: var(--font) !important; }
-@media (prefers-color-scheme: dark) { svg { filter: invert(1) hue-rotate(180deg); } }
-"""
 _STYLE = {
     "svg.fonttype": "none",  # text stays text: it can be searched and read out, and takes a fifth of the bytes
     "text.parse_math": False,  # a $ in the name of a member is a $
@@ -76,11 +70,8 @@ def picture(draw: Callable[[Figure], None], title: str, text: str, height: float
     drawing = svg[svg.index('<g id="figure_1">') : svg.rindex("</svg>")]
     # Other pictures have groups of the same names; the ids of shapes that are used again are of their own.
     drawing = re.sub(r'(<\w[^<>]*) id="[\w.]+_\d+"', r"\1", drawing)
-    return html(
-        """
-<figure><svg viewBox="0 0 {{ width }} {{ height }}" style="max-width: {{ widest }}px" role="img"
- aria-label="{{ title }}">{{ drawing }}</svg><figcaption>{{ text }}</figcaption></figure>
-""",
+    return rendered(
+        "picture",
         width=f"{WIDTH * _POINTS_PER_PIXEL:g}",
         height=f"{height * _POINTS_PER_PIXEL:g}",
         widest=f"{WIDTH * 1.4:.0f}",  # in a wide window

@@ -12,7 +12,7 @@ import pyarrow as pa
 from ensemble.common.gpus import Device
 from ensemble.data.csv_file import write_csv
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.run_report import RunReport
+from ensemble.pipeline.run_report import Computation, RunReport
 from ensemble.scheduling.records import FaultRecord, Gap
 from tests.cli.reports import member, report, worker
 
@@ -80,9 +80,20 @@ def make_run(
         files={"ensemble": str(rundir.ensemble)},
         merged_rows=dict.fromkeys(names, rows),
         ensemble={"method": "mean"},
+        **(_seldom_there(names, message) if is_evil else {}),
     )
     made.write(rundir.run_json)
     return made
+
+
+def _seldom_there(names: Sequence[str], message: str) -> dict[str, Any]:
+    """What few runs have and the page shows, in these words."""
+    return {
+        "left_out": (names[-1],),
+        "filled_rows": 1,
+        "tuned_on": {"date": message, "devices": [message]},
+        "platform": message,
+    }
 
 
 def _member(place: int, name: str, rows: int, message: str) -> Any:
@@ -110,5 +121,14 @@ def _member(place: int, name: str, rows: int, message: str) -> Any:
         activation="softmax",
         faults=(fault,),
         bad_rows={"3": message},
+        reused_rows=rows // 2,
+        computed_before=(
+            Computation(
+                at="2026-01-01T00:00:00+00:00",
+                seconds=7.0,
+                versions={message: message},
+                devices={"GPU-0": message, "GPU-1": message},
+            ),
+        ),
         replicas=2,
     )

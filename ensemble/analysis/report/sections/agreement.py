@@ -15,18 +15,7 @@ from scipy.special import bdtr
 
 from ensemble.analysis.metrics import METRICS
 from ensemble.analysis.predictions import Predictions
-from ensemble.analysis.report.base import (
-    NOTHING,
-    ReportData,
-    Section,
-    html,
-    notes,
-    number,
-    paragraphs,
-    percent,
-    table,
-    with_interval,
-)
+from ensemble.analysis.report.base import NOTHING, ReportData, Section, number, percent, with_interval
 from ensemble.analysis.weights import one_hot
 from ensemble.common.protocol import Activation
 from ensemble.data.table import Truth
@@ -73,40 +62,37 @@ class Agreement(Section):
 
     def html(self, data: ReportData) -> Markup:
         predictions = data.predictions
-        if len(predictions.members) < 2:
-            text = "<p>{{ name }} is the only member: there is none to compare it with.</p>"
-            return html(text, name=next(iter(predictions.members))) + _with_truth(data)
         pairs = {
             (first, second): compare_pair(values, others, predictions.activation, predictions.truth)
             for (first, values), (second, others) in combinations(predictions.members.items(), 2)
         }
         pairs = {names: pair for names, pair in pairs.items() if pair.rows > 1}
-        if not pairs:
-            return html("<p>No two members have rows in common, so they cannot be compared.</p>")
         order = sorted(pairs, key=lambda names: (-pairs[names].differ, pairs[names].correlation))
         rows = [_cells(names, pairs[names], predictions) for names in order[:_MAX_PAIRS]]
-        headers = [*_HEADERS[: len(rows[0])]]
-        if predictions.truth is None:
+        headers = [*_HEADERS[: len(rows[0])]] if rows else []
+        if rows and predictions.truth is None:
             headers[1] = "correlation"
-        remark = f"Of {len(pairs)} pairs the {_MAX_PAIRS} that differ most."
-        return (
-            paragraphs(_sentences(predictions, pairs))
-            + table(headers, rows, left=(0, 8))
-            + notes([remark] if len(pairs) > _MAX_PAIRS else [])
-            + _with_truth(data)
+        is_alone = len(predictions.members) < 2
+        return self.render(
+            only_member=next(iter(predictions.members)) if is_alone else "",
+            lines=_sentences(predictions, pairs) if pairs else [],
+            headers=headers,
+            rows=rows,
+            pairs=len(pairs),
+            kappas=_kappas(data) if rows or is_alone else [],
         )
 
 
-def _with_truth(data: ReportData) -> Markup:
-    """Return a table of the agreement of each member, and of the ensemble, with the true labels beyond chance."""
+def _kappas(data: ReportData) -> list[list[object]]:
+    """Return the agreement of each member, and of the ensemble, with the true labels beyond chance."""
     predictions = data.predictions
     if predictions.truth is None or predictions.activation != "softmax":
-        return Markup()
-    rows = []
+        return []
+    rows: list[list[object]] = []
     for name, values in data.values_of_all.items():
         kappa = data.score(METRICS["cohen_kappa"], values)
         rows.append([name, NOTHING if kappa is None else with_interval("cohen_kappa", kappa)])
-    return table(["", "Cohen's kappa with the true labels"], rows)
+    return rows
 
 
 def _cells(names: tuple[str, str], pair: Pair, predictions: Predictions) -> list[str]:

@@ -12,18 +12,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from ensemble.analysis.metrics import ECE_BINS, METRICS
-from ensemble.analysis.report.base import (
-    ENSEMBLE,
-    ReportData,
-    Section,
-    html,
-    notes,
-    number,
-    paragraphs,
-    shortened,
-    table,
-    with_interval,
-)
+from ensemble.analysis.report.base import ENSEMBLE, ReportData, Section, number, shortened, with_interval
 from ensemble.analysis.report.pictures import MUTED, SERIES, picture
 from ensemble.analysis.weights import fit_temperature, one_hot
 from ensemble.common.protocol import Activation
@@ -37,13 +26,6 @@ _BINS = 10
 _MIN_ROWS = 50
 # Bins with fewer predictions are left out of the picture: their accuracy says nothing.
 _MIN_IN_BIN = 10
-_NOTES = (
-    f"Members are shown as they were merged. ECE: the expected calibration error, of {ECE_BINS} bins; the diagrams "
-    f"have {_BINS}.",
-    "Temperature: the one that fits these labels best; 1 needs no change, more makes a member less sure. ensemble "
-    "fit can fit temperatures together with weights and says what they gain on held-out rows. Fewer than "
-    f"{_MIN_ROWS} rows are too few for one.",
-)
 
 
 @dataclass(frozen=True)
@@ -72,10 +54,8 @@ class Calibration(Section):
     def html(self, data: ReportData) -> Markup:
         predictions = data.predictions
         truth, activation = predictions.truth, predictions.activation
-        if activation == "none":
-            return html("<p>These values are no probabilities, so there is nothing to calibrate.</p>")
-        if truth is None:
-            return html("<p>Without true labels nobody can say whether these probabilities are right.</p>")
+        if activation == "none" or truth is None:
+            return self.render(activation=activation, has_truth=truth is not None)
         values_of = {}
         if predictions.ensemble is not None and data.method.gives_probabilities:
             values_of[ENSEMBLE] = predictions.ensemble
@@ -99,27 +79,23 @@ class Calibration(Section):
         quantity, rate = "confidence", "accuracy"
         if activation == "sigmoid":
             quantity, rate = "probability", "frequency"
-        headers = ["", f"{quantity} \N{MINUS SIGN} {rate}", "ECE", "temperature"]
-        return (
-            paragraphs([_verdict(name, diagram, headers[1]) for name, diagram in [*diagrams.items()][:1]])
-            + _picture(diagrams, quantity)
-            + table(headers, cells)
-            + notes(_NOTES)
+        name, diagram = next(iter(diagrams.items()))
+        verdict = "neither over- nor underconfident, as far as these rows tell"
+        if diagram.overconfidence.excludes_zero:
+            verdict = "overconfident" if diagram.overconfidence.value > 0 else "underconfident"
+        return self.render(
+            activation=activation,
+            has_truth=True,
+            who="The ensemble" if name == ENSEMBLE else name,
+            verdict=verdict,
+            gap_name=f"{quantity} \N{MINUS SIGN} {rate}",
+            gap=with_interval("accuracy", diagram.overconfidence, is_difference=True),
+            picture=_picture(diagrams, quantity),
+            cells=cells,
+            ece_bins=ECE_BINS,
+            bins=_BINS,
+            min_rows=_MIN_ROWS,
         )
-
-
-def _verdict(name: str, diagram: Reliability, gap_name: str) -> Markup:
-    gap = diagram.overconfidence
-    kind = "neither over- nor underconfident, as far as these rows tell"
-    if gap.excludes_zero:
-        kind = "overconfident" if gap.value > 0 else "underconfident"
-    return html(
-        "{{ who }} is {{ kind }}: mean {{ what }} is {{ gap }}.",
-        who="The ensemble" if name == ENSEMBLE else name,
-        kind=kind,
-        what=gap_name,
-        gap=with_interval("accuracy", gap, is_difference=True),
-    )
 
 
 def _picture(diagrams: Mapping[str, Reliability], quantity: str) -> Markup:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from markupsafe import Markup
 
-from ensemble.analysis.report.base import ReportData, Section, html, table
+from ensemble.analysis.report.base import ReportData, Section
 from ensemble.common.protocol import Counters
 from ensemble.common.text import duration, plural
 
@@ -55,20 +55,11 @@ class Faults(Section):
                 counts.append(f"{plural(len(member.bad_rows), 'row')} of {member.name}")
             for row, reason in list(member.bad_rows.items())[:_MAX_ROWS]:
                 bad_rows.append((member.name, f"{int(row) + 1:,}", reason))
-        if not (faults or remarks or counts):
-            return html('<p class="muted">None.</p>')
-        headers = ("after", "worker", "fault", "message", "rows", "remedy")
-        return html(
-            """
-{{ faults }}{% if more > 0 %}<p class="note">{{ more }} more in run.json.</p>{% endif %}
-{% if remarks %}<ul>{% for text in remarks %}<li>{{ text }}</li>{% endfor %}</ul>{% endif %}
-{% if counts %}<h3>Rows that could not be computed</h3><p>{{ counts }} (on_bad_row: {{ policy }}).</p>{% endif %}
-{{ bad_rows }}
-""",
-            faults=table(headers, fault_rows, left=(1, 2, 3, 5)),
+        return self.render(
+            faults=fault_rows,
             more=len(faults) - _MAX_FAULTS,
             remarks=remarks,
-            counts=", ".join(counts),
+            counts=counts,
             policy=data.report.on_bad_row,
-            bad_rows=table(("member", "row", "reason"), bad_rows, left=(0, 2)),
+            bad_rows=bad_rows,
         )

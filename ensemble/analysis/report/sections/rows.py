@@ -11,7 +11,7 @@ import numpy.typing as npt
 from markupsafe import Markup
 
 from ensemble.analysis.predictions import Predictions
-from ensemble.analysis.report.base import ReportData, Section, html, number, percent
+from ensemble.analysis.report.base import ReportData, Section, number, percent
 from ensemble.common.errors import EnsembleError
 from ensemble.common.protocol import Activation
 from ensemble.common.text import listed
@@ -34,14 +34,13 @@ class RowsToRead(Section):
             rows = highest(scores, _ROWS)
             if len(rows):
                 lists.append((title, note, score_name, scores, rows))
-        if not lists:
-            return html("<p>There are no rows to show: nothing was merged.</p>")
         texts: Mapping[int, Mapping[str, str]] = {}
         problem = ""
         try:
-            texts = data.table_texts.of_rows(np.concatenate([rows for *_, rows in lists]).tolist())
+            if lists:
+                texts = data.table_texts.of_rows(np.concatenate([rows for *_, rows in lists]).tolist())
         except EnsembleError as error:
-            problem = f"No texts are shown: {error}."
+            problem = str(error)
         shown = []
         for title, note, score_name, scores, rows in lists:
             cards = [
@@ -49,26 +48,12 @@ class RowsToRead(Section):
                 for row in rows.tolist()
             ]
             shown.append((title, note, cards))
-        return html(
-            """
-{% if problem %}<p class="note">{{ problem }}</p>{% endif %}
-{% if has_answers %}
-<p class="note"><span class="tag">label</span> the answer of the members beside it{% if has_truth %},
-<span class="tag right">label \N{CHECK MARK}</span> the right answer{% endif %}.</p>
-{% endif %}
-{% for title, note, cards in lists %}
-<h3>{{ title }}</h3>
-<p class="note">{{ note }}</p>
-{% for card in cards[:open] %}{{ card }}{% endfor %}
-{% if cards[open:] %}<details><summary>{{ cards[open:]|length }} more</summary>
-{% for card in cards[open:] %}{{ card }}{% endfor %}</details>{% endif %}
-{% endfor %}
-""",
+        return self.render(
+            lists=shown,
+            open=3,  # the other rows are a click away
             problem=problem,
             has_answers=predictions.activation != "none",
             has_truth=predictions.truth is not None,
-            lists=shown,
-            open=3,  # the other rows are a click away
         )
 
 
@@ -99,7 +84,7 @@ def _lists(data: ReportData) -> Iterator[tuple[str, str, str, Values]]:
         yield "Least certain", note, score_name, uncertainty(ensemble, activation)
 
 
-def _card(predictions: Predictions, row: int, score: str, texts: Mapping[str, str]) -> Markup:
+def _card(predictions: Predictions, row: int, score: str, texts: Mapping[str, str]) -> dict[str, object]:
     right = _true_labels(predictions, row)
     facts = {}
     if predictions.truth is not None:
@@ -108,31 +93,15 @@ def _card(predictions: Predictions, row: int, score: str, texts: Mapping[str, st
             facts["truth"] = _first_labels(predictions, predictions.truth[row])
     if predictions.ensemble is not None:
         facts["ensemble"] = _first_labels(predictions, predictions.ensemble[row])
-    return html(
-        """
-<article>
-<div class="top"><span><strong>{{ id }}</strong> <span class="muted">row {{ row }}</span></span>
-<span class="muted">{{ score }}</span></div>
-{% for name, text in texts.items() %}
-<p>{% if texts|length > 1 %}<span class="muted">{{ name }}:</span> {% endif %}{{ text }}</p>
-{% endfor %}
-<dl>{% for name, text in facts.items() %}<dt>{{ name }}</dt><dd>{{ text }}</dd>
-{% endfor %}
-{% for answer, members in answers.items() %}
-<dt><span class="tag{{ ' right' if answer in right }}">{{ answer }}\
-{% if answer in right %} \N{CHECK MARK}{% endif %}</span></dt>
-<dd>{{ members }}</dd>
-{% endfor %}
-</dl></article>
-""",
-        id=predictions.ids[row].as_py(),
-        row=f"{row + 1:,}",
-        score=score,
-        texts={name: _cut(text) for name, text in texts.items()},
-        facts=facts,
-        answers=_answers(predictions, row),
-        right=right,
-    )
+    return {
+        "id": predictions.ids[row].as_py(),
+        "row": f"{row + 1:,}",
+        "score": score,
+        "texts": {name: _cut(text) for name, text in texts.items()},
+        "facts": facts,
+        "answers": _answers(predictions, row),
+        "right": right,
+    }
 
 
 def _cut(text: str) -> str:

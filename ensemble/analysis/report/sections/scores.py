@@ -17,11 +17,8 @@ from ensemble.analysis.report.base import (
     ReportData,
     Section,
     html,
-    notes,
-    paragraphs,
     percent,
     shortened,
-    table,
     with_interval,
 )
 from ensemble.analysis.report.pictures import INK, MUTED, SERIES, picture
@@ -29,11 +26,6 @@ from ensemble.config.values import weight_text
 from ensemble.pipeline.ending import answer_texts, gain_text
 
 _DIFFERENCE = "member \N{MINUS SIGN} ensemble"
-_WITHOUT_TRUTH = (
-    "Without true labels nobody can say how good these predictions are, only how alike.",
-    "Set data.label_column (or label_columns) for a table that has them, and this page shows metrics with "
-    "intervals and calibration.",
-)
 
 
 class Scores(Section):
@@ -44,7 +36,8 @@ class Scores(Section):
         loss = METRIC_NAMES[data.metrics[0].name]
         gaps = _gaps(data)
         headers = ["", _DIFFERENCE, "weight", "rows"]
-        lines, remarks = [*_WITHOUT_TRUTH], list(predictions.remarks)
+        lines: list[str] = []
+        ranking_remarks: list[str] = []
         if predictions.truth is not None:
             headers[1:1] = [METRIC_NAMES[metric.name] for metric in data.metrics]
             lines = [gain_text(data.report), *answer_texts(data.report)]
@@ -53,20 +46,18 @@ class Scores(Section):
             elif not data.method.gives_probabilities:
                 method = data.report.ensemble["method"]
                 lines = [f"The ensemble has no {loss}: the values that {method} gives are no probabilities."]
-            remarks.append(
-                "In brackets 95 % intervals (bootstrap over rows). Those of differences are paired: the same rows "
-                "count for both. The best member comes first."
-            )
-            remarks += predictions.ranking_remarks(data.metrics)
-            if predictions.post.rules is not None:
-                remarks.append("The members' scores are without the rules, all else is with them.")
+            ranking_remarks = predictions.ranking_remarks(data.metrics)
         if data.report.fitted_on is not None:
             lines.append(f"The ensemble: {data.report.fitted_on.text}.")
-        return (
-            paragraphs([*filter(None, lines)])
-            + _picture(loss, gaps)
-            + table(headers, _cells(data, gaps))
-            + notes([*remarks, *sorted(data.problems)])
+        cells = _cells(data, gaps)  # before the problems, which it can add to
+        return self.render(
+            lines=[*filter(None, lines)],
+            picture=_picture(loss, gaps),
+            headers=headers,
+            cells=cells,
+            predictions=predictions,
+            ranking_remarks=ranking_remarks,
+            problems=sorted(data.problems),
         )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from ensemble.analysis.report.base import ReportData, Section, html, notes, table
+from ensemble.analysis.report.base import ReportData, Section, html
 from ensemble.analysis.report.pictures import SERIES, picture
 from ensemble.common.errors import DataError
 from ensemble.common.protocol import Counters
@@ -16,11 +17,6 @@ from ensemble.common.text import duration, gib, plural, rate
 from ensemble.pipeline.run_report import MemberReport
 
 _BINS = 40
-_SPEEDS = (
-    *("member", "replicas", "rows", "computing", "rows/s", "tokens/s", "real tokens", "rows a batch"),
-    *("busy", "planned peak", "peak of tensors", "peak on a GPU", "peak of the process", "type", "attention"),
-)
-_CUTS = ("member", "max_length", "rows cut", "tokens lost in each", "mean tokens", "repeated rows")
 
 
 class Throughput(Section):
@@ -28,21 +24,24 @@ class Throughput(Section):
 
     def html(self, data: ReportData) -> Markup | None:
         members = [member for member in data.report.members if member.workers]
-        remark = (
-            "Computing: from the first chunk to the last, in the run that computed the member. Busy: the share of "
-            "a worker's life in forward passes."
-        )
         nulls = [
             f"{plural(count, 'row')} in {name}" for name, count in data.report.null_texts.items() if count
         ]
+        lengths, no_lengths = Markup(), ""
+        try:
+            lengths = _lengths(data.table_texts.sizes())
+        except DataError as error:
+            no_lengths = str(error)
+        if not (members or lengths or no_lengths or nulls):
+            return None
         cuts = [_cut(member) for member in members]
-        return (
-            table(_SPEEDS, [_speed(member) for member in members], left=(0, 12, 13))
-            + notes([remark] if members else [])
-            + _lengths(data)
-            + table(_CUTS, [row for row in cuts if row])
-            + notes([f"Empty, or with a null turn: {', '.join(nulls)}."] if nulls else [])
-        ) or None
+        return self.render(
+            speeds=[_speed(member) for member in members],
+            lengths=lengths,
+            no_lengths=no_lengths,
+            cuts=[row for row in cuts if row],
+            nulls=nulls,
+        )
 
 
 def _speed(member: MemberReport) -> list[str]:
@@ -76,11 +75,8 @@ def _speed(member: MemberReport) -> list[str]:
     ]
 
 
-def _lengths(data: ReportData) -> Markup:
-    try:
-        lengths = data.table_texts.sizes()
-    except DataError as error:
-        return notes([f"No lengths of the texts: {error}"])
+def _lengths(lengths: npt.NDArray[np.int64]) -> Markup:
+    """Draw how many rows have how many bytes of text, [rows]."""
     if not len(lengths) or not lengths.max():
         return Markup()
     half, most, nearly_all, top, longest = np.quantile(lengths, (0.5, 0.9, 0.99, 0.995, 1.0))

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ensemble.analysis.report.base import ReportData, Section, html, shortened
+from ensemble.analysis.report.base import ReportData, Section, shortened
 from ensemble.analysis.report.pictures import SERIES, picture
 from ensemble.common import gpus
 from ensemble.common.text import duration
@@ -30,15 +30,13 @@ class _Bar(NamedTuple):
 class Timeline(Section):
     title: ClassVar[str] = "What ran where"
 
-    def html(self, data: ReportData) -> Markup | None:
+    def html(self, data: ReportData) -> Markup:
         report = data.report
         names = gpus.device_names(report.devices) | {"cpu": "CPU"}
         bars = list(_bars(report))
         for device in sorted(bar.lane[0] for bar in bars):  # of a node, or of an earlier run's machine
             names.setdefault(device, device.replace("cpu", "CPU", 1))
-        if not bars:
-            return html("<p>No worker ran: the predictions of all members were there.</p>")
-        return _picture(report, bars, names)
+        return self.render(picture=_picture(report, bars, names) if bars else "")
 
 
 def _bars(report: RunReport) -> Iterator[_Bar]:

@@ -7,13 +7,11 @@ from typing import ClassVar
 
 from markupsafe import Markup
 
-from ensemble.analysis.report.base import ReportData, Section, notes, number, table
+from ensemble.analysis.report.base import ReportData, Section, number
 from ensemble.common.gpus import device_names
 from ensemble.common.text import duration
 from ensemble.pipeline.training_dir import TrainingDir
 from ensemble.training.records import MemberRecord, PartRecord, TrainingReport, read_record
-
-_HEADERS = ("member", "training", "time", "tries", "device", "steps", "epochs", "last loss", "how it fitted")
 
 
 class Trainings(Section):
@@ -35,11 +33,7 @@ class Trainings(Section):
             for member in members
             for fault in member.faults
         ]
-        return (
-            table(_HEADERS, rows, left=(0, 1, 4, 8))
-            + notes(texts)
-            + table(("member", "after", "fault", "remedy"), faults, left=(0, 2, 3))
-        )
+        return self.render(rows=rows, texts=texts, faults=faults)
 
 
 def _read(run_dir: Path) -> tuple[MemberRecord, ...]:

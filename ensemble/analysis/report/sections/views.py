@@ -10,23 +10,10 @@ import numpy as np
 from markupsafe import Markup
 
 from ensemble.analysis.metrics import METRICS, Bootstrap, Interval
-from ensemble.analysis.report.base import (
-    ReportData,
-    Section,
-    notes,
-    paragraphs,
-    percent,
-    table,
-    with_interval,
-)
+from ensemble.analysis.report.base import ReportData, Section, with_interval
 from ensemble.merging.methods.base import Values
 from ensemble.pipeline.prediction_files import read_as_written
 from ensemble.pipeline.run_dir import RunDir
-
-_REMARK = (
-    "If a view swaps two answers, this is the member's position bias: how often their order changes the verdict. "
-    "In brackets 95 % intervals (bootstrap over rows)."
-)
 
 
 class Views(Section):
@@ -41,13 +28,11 @@ class Views(Section):
         if not changes:
             return None
         order = sorted(changes, key=lambda names: -changes[names].value)
-        (name, first, second), share = order[0], percent(changes[order[0]].value)
-        line = f"{name} gives another verdict in {share} of rows if it sees {second} in place of {first}."
+        name, first, second = order[0]
         rows = [
             [names[0], " / ".join(names[1:]), with_interval("accuracy", changes[names])] for names in order
         ]
-        cells = table(["member", "views", "another verdict"], rows, left=(0, 1))
-        return paragraphs([line]) + cells + notes([_REMARK])
+        return self.render(name=name, first=first, second=second, share=changes[order[0]].value, rows=rows)
 
 
 def _values_of_views(data: ReportData) -> dict[str, dict[str, Values]]:
