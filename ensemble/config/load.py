@@ -142,7 +142,7 @@ def load_config(
     """Read, merge, override, expand and check a config.
 
     Args:
-        sources: YAML files or mappings; later ones override earlier ones, see ``overlays``.
+        sources: YAML files or mappings; later ones override earlier ones, see ``document``.
         overrides: ``a.b=value`` with a value in YAML, as in ``models.gemma2.weight=0.5``; the later one wins.
         merge_methods: the settings below ``ensemble``, by the name of the method.
         member_kinds: the settings of a model, by its ``task_type``.

@@ -5,12 +5,15 @@ The parent does so before any worker starts, so that a typo costs seconds and no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ensemble.common.errors import CheckpointError
+from ensemble.common.files import read_json
 from ensemble.common.text import gib
 from ensemble.members.base import NOT_ASKED, Inspection
 from ensemble.members.huggingface.checkpoint.adapter_files import (
@@ -22,9 +25,9 @@ from ensemble.members.huggingface.checkpoint.adapter_files import (
     shared_base_problems,
     uses_base_head,
 )
-from ensemble.members.huggingface.checkpoint.cross_encoder import read_cross_encoder
 from ensemble.members.huggingface.checkpoint.description import (
     Description,
+    adapter_tokenizers,
     checkpoint_question,
     describe,
     description_problems,
@@ -33,7 +36,6 @@ from ensemble.members.huggingface.checkpoint.description import (
 )
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
 from ensemble.members.huggingface.checkpoint.labels import activation_of, label_names, match_labels
-from ensemble.members.huggingface.checkpoint.remote_code import code_problems
 from ensemble.members.huggingface.checkpoint.tokenizer_files import small_file_problems, tokenizer_limit
 from ensemble.members.huggingface.checkpoint.weight_files import (
     Tensor,
@@ -41,11 +43,175 @@ from ensemble.members.huggingface.checkpoint.weight_files import (
     weight_files,
     weight_problems,
 )
-from ensemble.members.huggingface.settings import HuggingFaceSettings
-from ensemble.members.huggingface.spec import CLASSIFIER
+from ensemble.members.huggingface.settings import COMMIT, HuggingFaceSettings
+from ensemble.members.huggingface.spec import CLASSIFIER, IMAGE_CLASSIFIER
 
 if TYPE_CHECKING:
     from ensemble.common.protocol import Activation
+
+_CROSS_ENCODER_FILE = "config_sentence_transformers.json"
+_ACTIVATIONS: Mapping[str, Activation] = {"Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "none"}
+_IMAGE_READER = "AutoImageProcessor"
+# The class that prepares a model's inputs, and the key with its arguments, where it is not a tokenizer.
+_READERS = {IMAGE_CLASSIFIER: (_IMAGE_READER, "processor_kwargs")}
+# transformers names this argument where it refuses to run code.
+_REFUSED = "trust_remote_code"
+
+
+@dataclass(frozen=True)
+class CrossEncoder:
+    """Hold what sentence-transformers has stored about a classifier.
+
+    ``activation`` is what ``predict`` applies to logits; None: ``predict`` applies nothing to several logits, and
+    config.json's ``problem_type`` decides.
+    """
+
+    activation: Activation | None
+    warnings: tuple[str, ...]
+
+
+def read_cross_encoder(
+    name_or_path: str,
+    folder: Path,
+    config: Mapping[str, Any],
+    labels: int,
+    revision: str | None,
+    problem_type: str | None,
+) -> CrossEncoder | None:
+    """Read the settings of a CrossEncoder; None where nothing says that the folder holds one.
+
+    The place of the activation depends on the release of sentence-transformers that saved the folder: before 4.0
+    ``sbert_ce_default_activation_function`` in config.json, up to 5.3 ``activation_fn`` in config.json's
+    ``sentence_transformers``, and from 5.4 on a file of its own, which takes precedence (sentence_transformers,
+    cross_encoder/model.py, get_default_activation_fn and _parse_model_config).
+
+    Args:
+        folder: of its config.json.
+        config: its config.json.
+        labels: of its head.
+        problem_type: the user's, which replaces the stored activation.
+
+    Raises:
+        CheckpointError: the settings cannot be read, or name an activation that is not known.
+    """
+    path = folder / _CROSS_ENCODER_FILE
+    if not path.is_file() and not Path(name_or_path).is_dir() and labels == 1:
+        with contextlib.suppress(CheckpointError):  # most models of the hub have no such file
+            path = find_file(name_or_path, _CROSS_ENCODER_FILE, revision)
+    settings, older = read_json(path), config.get("sentence_transformers")
+    if path.is_file() and not settings:
+        raise CheckpointError(
+            f"{path} is empty, or is not JSON; copy it again: it says what {name_or_path} is"
+        )
+    older = older if isinstance(older, Mapping) else {}
+    oldest = config.get("sbert_ce_default_activation_function")
+    if settings.get("model_type") != "CrossEncoder" and not older and oldest is None:
+        return None
+    stored = str(settings.get("activation_fn") or older.get("activation_fn") or oldest or "")
+    warnings: list[str] = []
+    activation: Activation | None = "sigmoid" if labels == 1 else None
+    name = stored.rpartition(".")[2]
+    if stored and not stored.startswith("torch."):
+        # sentence-transformers does not import it either, unless it is told to.
+        if problem_type is None:
+            warnings.append(
+                f"{name_or_path}: its activation {stored} is code of its own, which is not run here; "
+                "sentence-transformers takes its default instead, and so does this; problem_type says otherwise"
+            )
+    elif name in _ACTIVATIONS:
+        activation = None if name == "Identity" and labels > 1 else _ACTIVATIONS[name]
+    elif stored and problem_type is None:
+        raise CheckpointError(
+            f"{name_or_path}: sentence-transformers puts its logits through {stored}, which is unknown here; set "
+            "problem_type to say what they stand for, or call its predict (task_type: python)"
+        )
+    prompts = settings.get("prompts")
+    text = prompts.get(settings.get("default_prompt_name")) if isinstance(prompts, Mapping) else None
+    if text:
+        warnings.append(
+            f"{name_or_path}: sentence-transformers puts a prompt before its texts ({text!r:.60}); nothing does so "
+            "here, so put it into the texts"
+        )
+    return CrossEncoder(activation, tuple(warnings))
+
+
+def code_problems(
+    model: HuggingFaceSettings,
+    folder: Path,
+    config: Mapping[str, Any],
+    auto_class: str,
+    described: Description,
+) -> Iterator[str]:
+    """Yield why a checkpoint's own code cannot or must not run.
+
+    A ``config.json`` can name classes in the checkpoint's Python files (``auto_map``). transformers prefers its own
+    classes where it has them; otherwise it runs those files, or refuses to (dynamic_module_utils.py).
+
+    Args:
+        folder: holds its files.
+        config: its ``config.json``.
+        auto_class: the class of transformers that will load it.
+        described: what transformers says of it.
+    """
+    # The classes that a member uses, and the key of the config that has their code_revision.
+    reader, key = _READERS.get(auto_class, ("AutoTokenizer", "tokenizer_kwargs"))
+    kinds = {"AutoConfig": "model_kwargs", auto_class: "model_kwargs", reader: key}
+    name = model.model_name_or_path
+    # Each file, and where it was loaded from.
+    files = [(name, config)]
+    files += [(name, read_json(folder / f"{kind}_config.json")) for kind in ("preprocessor", "tokenizer")]
+    for own in filter(None, adapter_tokenizers(model).values()):
+        files.append((str(own), read_json(own / "tokenizer_config.json")))
+    classes = [
+        (place, kind, code) for place, file in files for kind, code in _classes(file).items() if kind in kinds
+    ]
+    codes = {kind: code for _, kind, code in classes}
+    if model.trust_remote_code:
+        unpinned = {}
+        for place, kind, code in classes:
+            # transformers takes "org/name--module.Class" from that repository, and by the checkpoint's revision
+            # only where that is where the file itself comes from.
+            repository, separator, _ = code.partition("--")
+            revision = getattr(model, kinds[kind]).get("code_revision")
+            is_pinned = isinstance(revision, str) and re.fullmatch(COMMIT, revision)
+            if separator and repository != place and not is_pinned:
+                unpinned[kinds[kind]] = code
+        for key, code in unpinned.items():
+            yield (
+                f"{name} takes its code from another repository ({code}), where it can change from one day to the "
+                f"next; name the commit to use, as in {key}: {{code_revision: 40 hexadecimal digits}}"
+            )
+        return
+    if not codes:
+        return
+    needed = None
+    if "AutoConfig" in codes and _REFUSED in described.config_error:
+        needed = "AutoConfig", "model"
+    elif auto_class in codes and not described.has_class:
+        needed = auto_class, "model"
+    elif reader in codes and _REFUSED in described.reader.problem:
+        needed = reader, "image processor" if reader == _IMAGE_READER else "tokenizer"
+    if needed is not None:
+        yield (
+            f"{name} needs Python code of its own ({codes[needed[0]]}), because transformers has no such "
+            f"{needed[1]}; it runs only if you allow it: read it, then set trust_remote_code: true"
+        )
+
+
+def _classes(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the ``auto_map``: for each of transformers' Auto classes a name such as ``modeling_x.XModel``."""
+    auto_map = config.get("auto_map")
+    if isinstance(auto_map, list):  # an older form, only in tokenizer_config.json
+        auto_map = {"AutoTokenizer": auto_map}
+    if not isinstance(auto_map, dict):
+        return {}
+    classes = {}
+    for kind, code in auto_map.items():
+        # A tokenizer has a slow and a fast class.
+        names = [name for name in (code if isinstance(code, list) else [code]) if isinstance(name, str)]
+        if names:
+            classes[str(kind)] = names[-1]
+    return classes
 
 
 @dataclass(frozen=True)
