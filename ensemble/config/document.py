@@ -36,6 +36,22 @@ MAPPING: Final = "<dict>"
 _AFTER_ALL_LINES: Final[Line] = (sys.maxsize, 0)
 # NUL, and half of a character, with which Python also keeps bytes that are not UTF-8.
 NOT_TEXT: Final = r"[\x00\ud800-\udfff]"
+# No config comes near these limits; a wrong file, such as a CSV, or nested aliases would fill the memory.
+MAX_BYTES: Final = 1 << 20
+MAX_DEPTH: Final = 40
+MAX_VALUES: Final = 10_000
+# ``${NAME}``, ``$${``, or a ``${`` that is neither.
+VARIABLE: Final = r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}|\$\{"
+# The mappings at the top level that are merged key by key.
+SECTIONS: Final = ("data", "ensemble", "training", "submission", "defaults")
+
+_HINTS = {
+    "'\\t'": "indent with spaces, not tabs",
+    "cannot start any token": "a value that starts with this character must be in quotes",
+    "mapping values are not allowed": "a value with ': ' inside must be in quotes",
+    "expected <block end>": "check the indentation, and quote a value with quotes or braces in it",
+    "a single document": "a config is one document, without a second ---",
+}
 
 
 class KeyProblems(ValueError):
@@ -145,22 +161,6 @@ def shown(value: object) -> str:
 def one_line(text: str) -> str:
     """Return what the user typed for a message: on one line."""
     return text if text.isprintable() else repr(text)
-
-
-# No config comes near these limits; a wrong file, such as a CSV, or nested aliases would fill the memory.
-MAX_BYTES: Final = 1 << 20
-MAX_DEPTH: Final = 40
-MAX_VALUES: Final = 10_000
-# ``${NAME}``, ``$${``, or a ``${`` that is neither.
-VARIABLE: Final = r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}|\$\{"
-
-_HINTS = {
-    "'\\t'": "indent with spaces, not tabs",
-    "cannot start any token": "a value that starts with this character must be in quotes",
-    "mapping values are not allowed": "a value with ': ' inside must be in quotes",
-    "expected <block end>": "check the indentation, and quote a value with quotes or braces in it",
-    "a single document": "a config is one document, without a second ---",
-}
 
 
 def read_text(path: Path) -> str:
@@ -407,10 +407,6 @@ def _text(node: yaml.ScalarNode) -> str:
         character = "a NUL character" if refused[0] == "\0" else f"half of a character ({refused[0]!a})"
         raise Unreadable(f"text cannot hold {character}", _mark(node))
     return text
-
-
-# The mappings at the top level that are merged key by key.
-SECTIONS: Final = ("data", "ensemble", "training", "submission", "defaults")
 
 
 def merge_documents(documents: Sequence[Document]) -> Document:

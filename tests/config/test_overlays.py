@@ -286,6 +286,33 @@ models:
     )
 
 
+def test_each_key_keeps_its_line_through_aliases_merge_keys_and_overlays(overlaid: Overlaid) -> None:
+    base = """\
+data: {path: t.csv, label_column: label}
+labels: [a, b]
+output_dir: out
+models:
+  - &first
+    name: m
+    text_column: t
+    weight: -1
+    train:
+      base_model: base
+      methd: lora
+  - <<: *first
+    name: n
+"""
+    over = "models:\n- name: m\n  train:\n    num_gpus: -1\n- {name: n, weight: 1}\n"
+    assert begin(
+        problems(overlaid, over, base=base, sets=("models.n.train.command=[a, 1]",)),
+        "models[0].weight (base.yaml, line 8): must be a number",
+        "models[0].train.methd (base.yaml, line 11): unknown key; did you mean method?",
+        "models[1].train.methd (base.yaml, line 11): unknown key; did you mean method?",
+        "models[0].train.num_gpus (1.yaml, line 4): must be a whole",
+        "--set models.n.train.command=[a, 1]: models[1].train.command[1]: must be text",
+    )
+
+
 def test_variables_and_folders_are_those_of_each_file(overlaid: Overlaid, tmp_path: Path) -> None:
     folder = tmp_path / "of ${x} overlays"
     folder.mkdir()
