@@ -20,7 +20,6 @@ def _ours(folder: Path) -> Callable[[], object]:
     from ensemble.pipeline.results import Results, ResultWriter
     from ensemble.pipeline.resume import find_works
     from ensemble.pipeline.run_dir import RunDir
-    from ensemble.scheduling.state import MemberState
 
     prepared = prepare(load_config(folder.with_suffix(".yaml")))
     rundir = RunDir(prepared.config.output_dir)
@@ -28,8 +27,7 @@ def _ours(folder: Path) -> Callable[[], object]:
     assert all(work.is_complete for work in works.values())
     prepared.table.forget_columns()
     writer = ResultWriter(prepared, rundir, works, Results())
-    states = [MemberState(member) for member in prepared.plan.members]
-    return lambda: writer.merge(states)
+    return lambda: writer.merge(prepared.config.models)
 
 
 def _pyarrow_reads(folder: Path) -> Callable[[], object]:

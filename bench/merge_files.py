@@ -16,7 +16,7 @@ import pyarrow as pa
 from ensemble.common.digests import FileDigests
 from ensemble.common.shards import file_sha256
 from ensemble.data.csv_file import write_csv
-from ensemble.pipeline.fingerprint import member_fingerprint
+from ensemble.pipeline.fingerprint import job_fingerprint
 from ensemble.pipeline.load import load as load_config
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
@@ -62,7 +62,8 @@ def make_files(folder: Path, rows: int, members: int, labels: int) -> int:
         for prepared, rundir in runs.values():
             if rundir.predictions(name) != first:
                 os.link(first, rundir.predictions(name))
-            fingerprint = member_fingerprint(prepared, prepared.plan.members[index], FileDigests(False))
+            plan = prepared.plan.models[index]
+            fingerprint = job_fingerprint(prepared, plan, plan.jobs[0], FileDigests(False))
             work = find_work(rundir, name, fingerprint, rows, keeps_bad_rows=False)
             work.is_done[:] = True
             write_manifest(rundir, work, file_sha256(first))

@@ -242,7 +242,8 @@ class PretendedWorker(Handle):
         sink = pa.BufferOutputStream()
         pa_csv.write_csv(pa.table(columns), sink)
         content = sink.getvalue().to_pybytes()
-        name = shard_name(command.start, command.stop, content)
+        folder = self._spec.common.jobs[command.job].folder
+        name = f"{folder}/{shard_name(command.start, command.stop, content)}"
         self._came[self._shards / name] = content
         tally = self._launcher.tally
         tally.chunks, tally.rows = tally.chunks + 1, tally.rows + len(rows)

@@ -28,16 +28,17 @@ from bench.processes import Failed, cpu_seconds
 from bench.rounds import say
 from bench.sections import show
 from bench.table import Spread
+from ensemble.common.digests import FileDigests
 from ensemble.common.protocol import Load, Ready, Start
 from ensemble.common.shards import ORDER_FILE
-from ensemble.pipeline.fingerprint import member_fingerprint
+from ensemble.pipeline.fingerprint import job_fingerprint
 from ensemble.pipeline.load import load as load_config
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.resume import MemberWork
 from ensemble.pipeline.run import worker_spec
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.planning.plan import MemberPlan
+from ensemble.planning.plan import ModelPlan
 from ensemble.scheduling.launchers.local import LocalWorker
 
 CONFIG = ROOT / "configs" / "demo.yaml"
@@ -84,7 +85,7 @@ def compare(repeats: int, warm: bool = True) -> list[dict[str, object]]:
         folder = Path(made)
         environment = {**os.environ, "PYTHONPATH": str(_compiled(folder / "package"))}
         prepared = prepare(load_config(CONFIG, [f"output_dir={folder / 'worker'}"]))
-        member = prepared.plan.members[0]
+        member = prepared.plan.models[0]
         start = _published(prepared, member)
         model = member.model.model_dump()["model_name_or_path"]
         ways: dict[str, Callable[[], _Sample]] = {
@@ -133,19 +134,19 @@ def _compiled(folder: Path) -> Path:
     return folder
 
 
-def _published(prepared: Prepared, member: MemberPlan) -> Start:
+def _published(prepared: Prepared, member: ModelPlan) -> Start:
     """The table and the order where a worker looks for them, and what it is told."""
     rundir = RunDir(prepared.config.output_dir)
     rundir.create()
-    shards_dir = prepared.config.output_dir / "parts of the start-up benchmark"
-    shards_dir.mkdir()
-    fingerprint = member_fingerprint(prepared, member)
+    shards_dir = rundir.work_dir / "parts of the start-up benchmark"
+    shards_dir.mkdir(parents=True)
+    fingerprint = job_fingerprint(prepared, member, member.jobs[0], FileDigests(False))
     work = MemberWork(member.name, fingerprint, shards_dir, np.zeros(prepared.table.rows, np.bool_))
     rundir.table.parent.mkdir(exist_ok=True)
     prepared.table.publish(rundir.table)
     with (shards_dir / ORDER_FILE).open("wb") as file:
         np.save(file, member.order)
-    return Start(worker_spec(prepared, rundir, member, work))
+    return Start(worker_spec(prepared, rundir, member, [work]))
 
 
 def _bare(model: str, environment: Mapping[str, str]) -> _Sample:

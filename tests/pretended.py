@@ -27,12 +27,12 @@ from ensemble.common.protocol import (
     Stop,
     WorkerSpec,
 )
-from ensemble.planning.plan import MemberPlan, Plan, make_plan
+from ensemble.planning.plan import ModelPlan, Plan, make_plan
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
 from ensemble.scheduling.retry import OnBadRow, Rules
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
-from ensemble.scheduling.state import MemberState, RunHooks
+from ensemble.scheduling.state import ModelState, RunHooks
 from tests.planning.test_plan import config, facts
 
 CHUNK_SECONDS = 0.03
@@ -193,29 +193,27 @@ class PretendedLauncher(Launcher):
 class PretendedRun(RunHooks):
     """What a scheduler wants of its run; a worker's log is named after its member."""
 
-    def __init__(self, on_finished: Callable[[MemberState], None] = lambda state: None) -> None:
+    def __init__(self, on_finished: Callable[[ModelState], None] = lambda state: None) -> None:
         self._on_finished = on_finished
 
-    def worker_start(
-        self, member: MemberPlan, replica: int, devices: Sequence[Device], checkpoint: int
-    ) -> WorkerStart:
-        return WorkerStart(Start(SPEC), tuple(devices), {}, Path(member.name))
+    def worker_start(self, model: ModelPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
+        return WorkerStart(Start(SPEC), tuple(devices), {}, Path(model.name))
 
     def say(self, text: str) -> None: ...
 
-    def on_change(self, members: Sequence[MemberState]) -> None: ...
+    def on_change(self, models: Sequence[ModelState]) -> None: ...
 
-    def on_finished(self, state: MemberState) -> None:
+    def on_finished(self, state: ModelState) -> None:
         self._on_finished(state)
 
 
 def make_scheduler(
-    members: list[MemberState],
+    members: list[ModelState],
     devices: Sequence[Device],
     launcher: Launcher,
     rules: Rules,
     deadline: Deadline | None = None,
-    on_finished: Callable[[MemberState], None] = lambda state: None,
+    on_finished: Callable[[ModelState], None] = lambda state: None,
 ) -> Scheduler:
     run, clock = PretendedRun(on_finished), Watch(MAX_TURN_SECONDS)
     # Without a driver nobody tells the memory, so that every device is free again at once.
@@ -230,12 +228,12 @@ def schedule(
     hang_timeout: float = 60.0,
     deadline: Deadline | None = None,
     broken: Sequence[str] = (),
-    on_finished: Callable[[MemberState], None] = lambda state: None,
+    on_finished: Callable[[ModelState], None] = lambda state: None,
     may_stand_by: bool = True,
     on_launch: Callable[[Launched], None] = lambda launched: None,
-) -> list[MemberState]:
+) -> list[ModelState]:
     """Run a plan with pretended workers, of which those on ``broken`` devices cannot load."""
-    members = [MemberState(member) for member in plan.members]
+    members = [ModelState(member) for member in plan.models]
     launcher = PretendedLauncher(answer, broken, on_launch)
     rules = Rules(2, policy, hang_timeout, may_stand_by)
     make_scheduler(members, devices, launcher, rules, deadline, on_finished).run()
@@ -247,9 +245,9 @@ def plan_of(chunks: Sequence[int], first: Sequence[int], devices: Sequence[Devic
         f"m{index}": facts(np.full(count, 200_000, dtype=np.int64)) for index, count in enumerate(chunks)
     }
     made = make_plan(config(*({} for _ in chunks)), known, devices)
-    members = zip(made.members, first, strict=True)
-    return replace(made, members=tuple(replace(member, first_replicas=count) for member, count in members))
+    members = zip(made.models, first, strict=True)
+    return replace(made, models=tuple(replace(member, first_replicas=count) for member, count in members))
 
 
-def used(state: MemberState) -> list[tuple[str, ...]]:
+def used(state: ModelState) -> list[tuple[str, ...]]:
     return [record.devices for record in state.workers]

@@ -284,7 +284,7 @@ def test_what_would_be_is_shown_as_the_commands_show_it(project: Project, monkey
     command = project.ensemble("validate", "config.yaml", environment={"COLUMNS": ""})
     assert repr(checked).split() == command.stdout.split()
     assert checked.config.output_dir == Path("runs/first")
-    assert [len(member.order) for member in planned.plan.members] == [10, 10]
+    assert [len(member.order) for member in planned.plan.models] == [10, 10]
     assert planned.problems == ()
     assert "activations" in repr(planned)
     assert not (project.folder / "runs/first").exists()

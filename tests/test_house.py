@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).resolve().parents[1] / "ensemble"
-MAX_ROOT_ENTRIES = 16
+MAX_ROOT_ENTRIES = 17
 HEAVY = ("torch", "transformers", "accelerate", "pandas", "sklearn", "scipy", "matplotlib")
 OF_ANALYSIS = {"pandas", "sklearn", "scipy", "matplotlib"}
 # The rooms that a run needs.
-ROAD = {"common", "config", "data", "members", "planning", "scheduling", "merging", "pipeline"}
+ROAD = {"common", "config", "data", "members", "jobs", "planning", "scheduling", "merging", "pipeline"}
 # What each room may use beside itself; the file api.py counts as a room.  "child" is the child side of members,
 # which is whatever needs torch; "predictor" is all that it and the worker know of each other; "trainer" is the
 # child side of trainings; what their workers run is of the room of the worker.  The parent's rooms never use any of
@@ -25,10 +27,11 @@ ROOMS = {
     "config": {"common"},
     "data": {"common"},
     "members": {"common", "config", "data"},
-    "planning": {"common", "config", "members"},
-    "scheduling": {"common", "planning"},
+    "jobs": {"common", "config", "members"},
+    "planning": {"common", "config", "members", "jobs"},
+    "scheduling": {"common", "jobs", "planning"},
     "merging": {"common", "config", "data"},
-    "pipeline": {"common", "config", "data", "members", "planning", "scheduling", "merging"},
+    "pipeline": {"common", "config", "data", "members", "jobs", "planning", "scheduling", "merging"},
     "commands": ROAD,
     "training": ROAD | {"commands"},
     "analysis": ROAD | {"commands", "training"},
@@ -42,6 +45,7 @@ ROOMS = {
 # What the parent's rooms may use of members: the interface of kinds, and where they are found by name.  ``doctor``
 # may ask after the hub, too.
 OF_MEMBERS = {
+    "jobs": {"base", "registry"},
     "planning": {"base", "footprint"},
     "pipeline": {"base", "questions", "registry"},
     "commands": {"base", "registry", "huggingface"},
@@ -98,6 +102,15 @@ def test_each_room_uses_only_what_it_may() -> None:
             if name.startswith("ensemble."):
                 other = room_of(tuple(name.split(".")[1:]))
                 assert other == room or other in ROOMS[room], f"{path}: {name}"
+
+
+@pytest.mark.parametrize("room", ["planning", "scheduling", "worker"])
+def test_what_runs_jobs_knows_nothing_of_features(room: str) -> None:
+    """A feature adds a field to Job, a way to select rows or a reducing step, but no branch there."""
+    feature = re.compile(r"(?<![a-z])(?:view|fold|checkpoint|adapter|swap)(?:s|ped)?(?![a-z])", re.IGNORECASE)
+    for path in sorted((PACKAGE / room).rglob("*.py")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            assert not feature.search(line), f"{path}, line {number}: {line.strip()}"
 
 
 def test_kinds_are_known_by_their_interface_alone() -> None:
@@ -170,7 +183,7 @@ def test_where_workers_run_is_known_to_launchers_alone() -> None:
 def test_nobody_but_its_class_writes_the_state_of_a_member() -> None:
     owner = PACKAGE / "scheduling" / "state.py"
     tree = ast.parse(owner.read_text(encoding="utf-8"))
-    (state,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "MemberState"]
+    (state,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ModelState"]
     fields = set()
     for node in ast.walk(state):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from ensemble.members.huggingface.spec import LANGUAGE_MODEL
+from ensemble.pipeline.fingerprint import changed_members
+from ensemble.pipeline.load import load
 from tests.checkpoints import WORDS, make_checkpoint, make_language_model, make_texts, prime, reference
 from tests.members.pooled_cls.test_pooled_cls import linear, make_backbone, save_head
 from tests.nvml.sim import Gpu, NvmlSim, gpu_uuid
@@ -80,6 +82,13 @@ def test_views_with_a_checkpoint_share_its_worker(folds: Project) -> None:
     ]
     run(folds, *views)
     assert rows_of_workers(folds) == [ROWS, 2 * ROWS]
+    manifest = json.loads((folds.folder / "runs/first/predictions/member.json").read_text())
+    (member,) = folds.run_json()["members"]
+    assert [computed["seconds"] for computed in manifest["computed"]] == [member["computed"]["seconds"]], (
+        "by all models"
+    )
+    config = load(folds.folder / "config.yaml").config
+    assert changed_members(config, ["member"], folds.folder / "runs/first") == {}
     run(folds, model_name_or_path="fold1", output_dir="runs/alone")
     assert predictions(folds, "fold1") == predictions(folds, run_name="alone")
     parts = [values(folds, name) for name in ("fold0", "fold1", "swapped")]
@@ -107,19 +116,21 @@ def test_a_checkpoint_that_is_missing_or_gives_other_values_is_named_with_its_ke
 
 
 @pytest.mark.long
-def test_validate_and_plan_say_how_many_checkpoints_there_are(folds: Project) -> None:
-    """The memory is that of the largest."""
+def test_validate_and_plan_tell_of_each_model(folds: Project) -> None:
     make_checkpoint(folds.folder / "wide", "llama", LABELS, width=128)
     views = [{"name": name, "model_name_or_path": name} for name in ("fold1", "wide")]
-    assert "2 views with 2 checkpoints" in run(folds, *views, command=("validate", "config.yaml"))
+    output = run(folds, *views, command=("validate", "config.yaml"))
+    assert output.count("chunk of 1 view") == 2
     plan = ("plan", "config.yaml", "--json")
     sizes = {}
     for name in ("fold1", "wide", ""):
         run(folds, *([] if name else views), command=plan, model_name_or_path=name or "fold1")
         done = folds.ensemble(*plan)
-        (member,) = json.loads(done.stdout)["members"]
-        sizes[name] = member["peak_bytes"]
-    assert sizes[""] == sizes["wide"] > sizes["fold1"]
+        sizes[name] = {model["name"]: model["peak_bytes"] for model in json.loads(done.stdout)["members"]}
+    (narrow,), (wide,) = sizes["fold1"].values(), sizes["wide"].values()
+    assert list(sizes[""].values()) == [narrow, wide]
+    assert narrow < wide
+    assert [name.partition("@")[2] for name in sizes[""]] == ["fold1", "wide"]
 
 
 @pytest.mark.long

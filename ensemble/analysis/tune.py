@@ -40,12 +40,12 @@ from ensemble.pipeline.load import derived_run, load
 from ensemble.pipeline.prediction_files import read_as_written
 from ensemble.pipeline.prepare import for_rows, prepare
 from ensemble.pipeline.prepared import Prepared
+from ensemble.pipeline.progress import MemberProgress
 from ensemble.pipeline.run import Display, run_prepared
 from ensemble.pipeline.run_dir import RunDir, hold
 from ensemble.pipeline.run_report import MemberReport, RunReport
 from ensemble.pipeline.signals import heed_signals
 from ensemble.scheduling.launchers.base import make_launcher
-from ensemble.scheduling.state import MemberState
 
 # The reference took so many times as long at the end, or the inverse: speeds say little, or nothing.
 _NOISY = 1.25
@@ -191,7 +191,7 @@ class _Watching:
 
     def say(self, text: str) -> None: ...
 
-    def update(self, members: Sequence[MemberState]) -> None:
+    def update(self, members: Sequence[MemberProgress]) -> None:
         (state,) = members
         if state.predicting_since is None or state.finished:
             return
@@ -250,9 +250,9 @@ class MemberTrials:
 
     def expected_seconds(self) -> float:
         """Return the expected time of the trials that are left, measured or guessed; 0 if it is unknown."""
-        planned = [member for member in self._prepared.plan.members if member.name == self.model.name]
+        planned = [model for model in self._prepared.plan.models if model.member == self.model.name]
         share = self.rows / max(1, self._prepared.table.rows)
-        trial_seconds = sum(member.speed.startup_seconds + member.whole_seconds * share for member in planned)
+        trial_seconds = sum(model.speed.startup_seconds + model.whole_seconds * share for model in planned)
         return trial_seconds * max(0, self.count - self.kept)
 
     @property
@@ -288,8 +288,8 @@ class MemberTrials:
         return replace(tuning, best=self._best.name, keys=self._changes(self._best.keys))
 
     def _candidates(self, ran_with: RanWith | None = None) -> Sequence[Sequence[Candidate]]:
-        inspected = self._prepared.inspected[self.model.name]
-        return member_kind(self.model).candidates(inspected, self._assigned, ran_with)
+        first = next(model for model in self._prepared.models if model.member == self.model.name)
+        return first.kind.candidates(self._prepared.of_models[first.name], self._assigned, ran_with)
 
     def _identity(self, keys: Mapping[str, Any]) -> str | None:
         """Return a digest of all that the member's numbers depend on with these keys; None if it cannot run."""
@@ -297,9 +297,11 @@ class MemberTrials:
             prepared = self._prepare(keys, self._sample(), self._folder)
         except EnsembleError:
             return None
-        model, (plan,) = prepared.config.models[0], prepared.plan.members
-        inspected = prepared.inspected[model.name]
-        return digest_of(dict(member_kind(model).fingerprint(inspected, plan.placement)))
+        fingerprints = [
+            dict(plan.loaded.kind.fingerprint(prepared.of_models[plan.name], plan.placement))
+            for plan in prepared.plan.models
+        ]
+        return digest_of(fingerprints)
 
     def _changes(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys whose values differ from the config's."""
@@ -451,7 +453,7 @@ class MemberTrials:
         peaks = [worker.peak_gpu_memory_bytes or worker.peak_memory_bytes or 0 for worker in member.workers]
         seconds = busy_seconds * prepared.table.rows / rows
         load_seconds = first.load_seconds or 0.0
-        work = prepared.plan.members[0].work
+        work = sum(model.work for model in prepared.plan.models)
         whole_work, replicas = self._whole(trial, prepared)
         return replace(
             trial,
@@ -475,8 +477,8 @@ class MemberTrials:
         with contextlib.suppress(EnsembleError):
             folder = prepared.config.output_dir
             prepared = self._prepare(trial.keys, self._prepared.table, folder, is_whole=True)
-        (planned,) = prepared.plan.members
-        return planned.work, planned.replicas if self._on_gpu else 1
+        models = prepared.plan.models
+        return sum(model.work for model in models), models[0].replicas if self._on_gpu else 1
 
 
 def _is_complete(run_dir: Path) -> bool:

@@ -12,7 +12,8 @@ from typing import IO, TYPE_CHECKING, TypeAlias
 from ensemble.cli.layout import page_width, wrapped
 from ensemble.common.protocol import Ready
 from ensemble.common.text import duration, listed, plural, rate
-from ensemble.scheduling.state import MemberState, Phase
+from ensemble.pipeline.progress import MemberProgress
+from ensemble.scheduling.state import Phase
 
 # rich takes a tenth of the parent's start-up, and nothing is drawn before the first worker runs.
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def log_shown(display: Display) -> Iterator[None]:
 
 class QuietDisplay:
     def say(self, text: str) -> None: ...
-    def update(self, members: Sequence[MemberState]) -> None: ...
+    def update(self, members: Sequence[MemberProgress]) -> None: ...
     def stop(self) -> None: ...
 
 
@@ -77,12 +78,12 @@ class PlainDisplay(QuietDisplay):
     def _print(self, line: str) -> None:
         print(line, file=self._file, flush=True)
 
-    def update(self, members: Sequence[MemberState]) -> None:
+    def update(self, members: Sequence[MemberProgress]) -> None:
         for state in members:
-            name, phase, now = state.plan.name, state.phase, self._clock()
-            if phase == "waiting" or (phase == "loading" and state.plan.row_names):  # which loads nothing
+            name, phase, now = state.name, state.phase, self._clock()
+            if phase == "waiting" or (phase == "loading" and not state.plan.has_rows):  # which loads nothing
                 continue
-            if not state.plan.row_names:
+            if state.plan.has_rows:
                 self._say_settings(state)
             last_phase, last, last_fraction = self._shown.get(name, (None, now, -1.0))
             text, fraction = self._phrase(state), state.fraction
@@ -90,28 +91,28 @@ class PlainDisplay(QuietDisplay):
             if phase != last_phase:
                 fraction = -1.0
                 if phase == "predicting":
-                    views = f" of {state.plan.views} views" if state.plan.views > 1 else ""
+                    views = f" of {state.jobs} views" if state.jobs > 1 else ""
                     rows = plural(state.rows - state.reused_rows, "row")
                     text = f"predicting {rows}{views}{_nodes_of(state)}"
-                    if state.plan.row_names:
+                    if not state.plan.has_rows:
                         text = f"training {listed(state.in_hand_texts, show=str)}"
             elif phase not in _BUSY or now - last < PLAIN_LINE_SECONDS or not has_news:
                 continue
             self._shown[name] = (phase, now, fraction)
             self.say(f"{name}: {text}")
 
-    def _phrase(self, state: MemberState, short: bool = False) -> str:
+    def _phrase(self, state: MemberProgress, short: bool = False) -> str:
         """Return what a member is doing, with the seconds while nothing else shows that it goes on."""
         text, now = describe(state, short), self._clock()
         if state.phase not in ("starting", "loading"):
-            self._since.pop(state.plan.name, None)
+            self._since.pop(state.name, None)
             return text
-        if self._since.get(state.plan.name, ("", now))[0] != text:
-            self._since[state.plan.name] = (text, now)
-        seconds = round(now - self._since[state.plan.name][1])
+        if self._since.get(state.name, ("", now))[0] != text:
+            self._since[state.name] = (text, now)
+        seconds = round(now - self._since[state.name][1])
         return f"{text}, {duration(seconds)}" if seconds else text
 
-    def _say_settings(self, state: MemberState) -> None:
+    def _say_settings(self, state: MemberProgress) -> None:
         """Say once what a member computes with, and each note of its workers."""
         readies = [worker.ready for worker in state.workers if worker.ready is not None]
         if not readies:
@@ -119,13 +120,13 @@ class PlainDisplay(QuietDisplay):
         # The other workers have the first one's settings, but perhaps less memory.
         texts = [_settings_text(state, readies[0])]
         texts += (note for ready in readies for note in ready.notes)
-        for line in dict.fromkeys(f"{state.plan.name}: {text}" for text in texts):
+        for line in dict.fromkeys(f"{state.name}: {text}" for text in texts):
             if line not in self._said:
                 self._said.add(line)
                 self.say(line)
 
 
-def _settings_text(state: MemberState, ready: Ready) -> str:
+def _settings_text(state: MemberProgress, ready: Ready) -> str:
     """Return what a worker computes with, such as "float16, sdpa attention, 2,048 tokens a batch"."""
     attention, batch = ready.attn_implementation.replace("_", "-"), ""
     if attention and "attention" not in attention:
@@ -145,13 +146,13 @@ class BarDisplay(PlainDisplay):
         self._console = console
         self._bars: Progress | None = None
 
-    def update(self, members: Sequence[MemberState]) -> None:
+    def update(self, members: Sequence[MemberProgress]) -> None:
         if self._bars is None:
-            self._bars = self._new_bars(max(len(state.plan.name) for state in members))
+            self._bars = self._new_bars(max(len(state.name) for state in members))
             self._bars.start()
         for state in members:
-            name = state.plan.name
-            if not state.plan.row_names:
+            name = state.name
+            if state.plan.has_rows:
                 self._say_settings(state)
             if name not in self._tasks:
                 self._tasks[name] = self._bars.add_task(name, total=1.0, status="")
@@ -183,21 +184,21 @@ class BarDisplay(PlainDisplay):
             self._bars.console.print(line, markup=False, highlight=False)
 
 
-def describe(state: MemberState, short: bool = False) -> str:
+def describe(state: MemberProgress, short: bool = False) -> str:
     """Return in a phrase what a member is doing."""
     phase, rows = state.phase, state.rows
     if phase in _BEFORE:
-        is_light = phase == "loading" and bool(state.plan.row_names)
+        is_light = phase == "loading" and not state.plan.has_rows
         return _BEFORE["starting" if is_light else phase]
     if state.failure is not None:
         return state.failure.outcome if short else f"{state.failure.outcome}: {state.failure.message}"
     if phase == "done" and not state.workers:
-        if state.plan.model.when is not None and not rows:
+        if state.settings.when is not None and not rows:
             return "no row of which the members before it are unsure"
         how = "done by an earlier run" if state.plan.needs_worker else "made elsewhere"
         return f"{plural(rows, 'row')}, {how}"
     elapsed, computed = state.predicting_seconds, state.computed_cost
-    if state.plan.row_names:
+    if not state.plan.has_rows:
         return _trained_text(state, short)
     if state.tokens_done:
         speed = f"{state.tokens_done / elapsed:,.0f} tokens/s"
@@ -215,7 +216,7 @@ def describe(state: MemberState, short: bool = False) -> str:
     return f"{reached}{share}, {speed}, {time_left} left{'' if short else _nodes_of(state)}"
 
 
-def _trained_text(state: MemberState, short: bool) -> str:
+def _trained_text(state: MemberProgress, short: bool) -> str:
     """Return how many trainings of a member are done, and how far those in progress are."""
     reached = f"{state.rows_done:,}/{state.rows:,} trained"
     if state.phase == "done":
@@ -226,7 +227,7 @@ def _trained_text(state: MemberState, short: bool) -> str:
     return ", ".join(filter(None, (reached, in_hand, time_left)))
 
 
-def _nodes_of(state: MemberState) -> str:
+def _nodes_of(state: MemberProgress) -> str:
     """Return the nodes of a cluster on which a member's workers run; empty if there is no cluster."""
     running = [worker.node for worker in state.workers if worker.node and worker.life_seconds is None]
     return f", {plural(len(running), 'worker')} on {plural(len(set(running)), 'node')}" if running else ""

@@ -39,6 +39,7 @@ from ensemble.common.packages import ANALYSIS, MODULES, Requirement, installed_v
 from ensemble.common.python_process import keep_pandas_out
 from ensemble.common.text import NO_BREAK, gib, plural
 from ensemble.config import LoadedConfig, RunConfig
+from ensemble.jobs.job import compile_models
 from ensemble.members.huggingface.checkpoint.hub import hub_can_be_reached
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.load import load
@@ -127,8 +128,9 @@ def _findings(
             yield from (Finding.of_sentence("problem", text, advice) for text in error.problems)
         except Exception as error:
             yield _not_checked("the config", error)
-    inspected = {} if prepared is None else prepared.inspected
-    needed = {} if config is None else needed_packages(config, inspected)
+    of_models = {} if prepared is None else prepared.of_models
+    models = () if config is None else compile_models(config.models, config.labels)
+    needed = needed_packages(models, of_models)
     key, folder = ("working directory", Path()) if config is None else ("output_dir", config.output_dir)
     launcher: Launcher | None = None
     nodes: tuple[Node, ...] = ()
@@ -137,7 +139,7 @@ def _findings(
             launcher = make_launcher(config.launcher, config.hang_timeout)
             with contextlib.suppress(DeviceError):  # nodes of other versions can be shown
                 launcher.inventory()
-            nodes = nodes_of(config, inspected, launcher)
+            nodes = nodes_of(models, of_models, launcher)
     devices = _devices(config, needed)
     if launcher is not None and nodes:  # this machine's devices are not used unless it is a node
         devices = _of_nodes(launcher, nodes, _imports(needed))

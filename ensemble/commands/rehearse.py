@@ -31,10 +31,9 @@ from ensemble.pipeline.load import derived_run
 from ensemble.pipeline.prepare import for_rows, prepare
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.run import Display, run_prepared
-from ensemble.pipeline.run_dir import work_of_view
 from ensemble.pipeline.run_report import MemberReport, RunReport, measured_speeds
 from ensemble.planning.forecast import Speed
-from ensemble.planning.plan import STANDBY_HOST_BYTES, MemberPlan, Plan
+from ensemble.planning.plan import STANDBY_HOST_BYTES, ModelPlan, Plan
 from ensemble.scheduling.deadline import reserve_seconds
 from ensemble.scheduling.launchers.base import make_launcher
 
@@ -151,7 +150,7 @@ def rehearse(
     began = boot_seconds()
     prepared = prepare(loaded)
     config = loaded.config
-    if not any(member.needs_worker for member in prepared.plan.members):
+    if not any(model.needs_worker for model in prepared.plan.models):
         raise ConfigError("models: no member needs a worker, so there is nothing to rehearse; run it")
     base = prepared.table
     if lengths_from is not None:
@@ -226,24 +225,24 @@ def sample_rows_of(lengths: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.
 
 def with_speeds(plan: Plan, speeds: Mapping[str, Speed]) -> Plan:
     """Return the plan with other speeds, by member."""
-    members = tuple(replace(member, speed=speeds.get(member.name, member.speed)) for member in plan.members)
-    return replace(plan, members=members)
+    models = tuple(replace(model, speed=speeds.get(model.member, model.speed)) for model in plan.models)
+    return replace(plan, models=models)
 
 
 def with_shares(plan: Plan, shares: Mapping[str, float]) -> Plan:
-    """Return the plan with other expected shares of members and views with ``when``, by their works."""
-    members = []
-    for member in plan.members:
-        views = {view: shares[work_of_view(member.model, view)] for view in member.undecided_views}
-        share = shares.get(member.name, member.expected_share)
-        members.append(replace(member, expected_share=share, undecided_views=views))
-    return replace(plan, members=tuple(members))
+    """Return the plan with other expected shares of members and jobs with ``when``, by their names."""
+    models = []
+    for model in plan.models:
+        undecided = {number: shares[model.jobs[number].name] for number in model.undecided}
+        share = shares.get(model.member, model.expected_share)
+        models.append(replace(model, expected_share=share, undecided=undecided))
+    return replace(plan, models=tuple(models))
 
 
 def forecast_seconds(plan: Plan, fraction: float = 1.0) -> float:
     """Return the seconds from the first worker's start until each member has done this fraction of its rows."""
-    jobs = [replace(job, compute_seconds=job.compute_seconds * fraction) for job in plan.jobs]
-    return plan.seconds_of(jobs)
+    demands = [replace(of, compute_seconds=of.compute_seconds * fraction) for of in plan.demands]
+    return plan.seconds_of(demands)
 
 
 def reached_fraction(plan: Plan, seconds_left: float) -> float:
@@ -306,8 +305,11 @@ def _forecast(
         expected |= dict.fromkeys(timed, share_in_time(plan, expected, timed, seconds_left))
 
     reports = {member.name: member for member in report.members}
-    working = [member for member in plan.members if member.needs_worker]
-    members = tuple(_member(member, reports[member.name], rows, reached) for member in working)
+    working: dict[str, list[ModelPlan]] = {}
+    for model in plan.models:
+        if model.needs_worker:
+            working.setdefault(model.member, []).append(model)
+    members = tuple(_member(models, reports[name], rows, reached) for name, models in working.items())
     # Shards stay until the run is complete; each view has both shards and a file.
     copies = sum(1 + max(1, 2 * len(model.counted_views)) for model in config.models)
     submissions = 0 if config.submission is None else 1 + (config.submission.path is not None)
@@ -336,13 +338,15 @@ def _forecast(
     )
 
 
-def _member(plan: MemberPlan, report: MemberReport, rows: int, reached: float | None) -> MemberRehearsal:
-    expected_rows = round(rows * plan.expected_share)
+def _member(
+    models: Sequence[ModelPlan], report: MemberReport, rows: int, reached: float | None
+) -> MemberRehearsal:
+    expected_rows = round(rows * models[0].expected_share)
     return MemberRehearsal(
-        name=plan.name,
-        replicas=plan.replicas,
-        startup_seconds=plan.speed.startup_seconds,
-        compute_seconds=plan.job.compute_seconds / plan.replicas,
+        name=report.name,
+        replicas=max(model.replicas for model in models),
+        startup_seconds=sum(model.speed.startup_seconds for model in models),
+        compute_seconds=sum(model.demand.compute_seconds / model.replicas for model in models),
         peak_memory_bytes=_largest([worker.peak_memory_bytes for worker in report.workers]),
         peak_gpu_memory_bytes=_largest([worker.peak_gpu_memory_bytes for worker in report.workers]),
         rows=expected_rows,
@@ -359,8 +363,8 @@ def _host_bytes(plan: Plan, members: Sequence[MemberRehearsal]) -> int | None:
     if any(member.peak_memory_bytes is None for member in members):
         return None
     peaks = sorted(member.peak_memory_bytes or 0 for member in members for _ in range(member.replicas))
-    working = [member for member in plan.members if member.needs_worker]
-    on_cpu = max((round(1 / member.cpu_share) for member in working if not member.gpus), default=0)
+    working = [model for model in plan.models if model.needs_worker]
+    on_cpu = max((round(1 / model.cpu_share) for model in working if not model.gpus), default=0)
     at_a_time = len(plan.gpus) * plan.config.max_workers_per_gpu + on_cpu
     standby = STANDBY_HOST_BYTES if plan.gpus and plan.config.standby and len(working) > 1 else 0
     parent = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in kB on Linux, see getrusage(2)

@@ -83,7 +83,9 @@ class RunStatus:
                 state = member.phase if by else "unfinished"
                 if member.failure:
                     state = member.failure.outcome
-                done = min(shard_rows(rundir.shards_dir(name, fingerprint)), rows)
+                jobs = {f"{name}@{title}": view.fingerprint for title, view in member.views.items()}
+                folders = [rundir.shards_dir(*job) for job in (jobs or {name: fingerprint}).items()]
+                done = min(sum(map(shard_rows, folders)), rows)
             if by:  # with the rows of unfinished chunks
                 done = min(max(done, progress.rows_done), rows)
             seconds = progress.seconds

@@ -57,18 +57,19 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class ViewSpec:
-    """Describe a view of the table's rows.
+class JobSpec:
+    """Describe a job of a worker: a way in which its model reads the table's rows.
 
     Attributes:
-        folder: the folder of its shards, below ``shards_dir``.
+        folder: the folder of its shards, below ``shards_dir``; empty: that folder itself.
         columns: by column, the other column whose cells replace its cells.
-        label_order: for each of the config's labels, the number of the label that is predicted instead.
+        label_order: for each of the config's labels, the number of the label that is predicted instead; empty: the
+            label itself.
     """
 
-    folder: str
-    columns: dict[str, str]
-    label_order: tuple[int, ...]
+    folder: str = ""
+    columns: dict[str, str] = dataclasses.field(default_factory=dict)
+    label_order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +83,10 @@ class CommonSpec:
     memory_limit_bytes: int | None = None  # of each of the worker's devices, weights included; None: all
     seed: int
     table_path: str = ""  # the published table; empty: there is none, and chunks leave no shards
-    order_path: str = ""  # the numbers of the member's rows in the order of its chunks; of a table
+    order_path: str = ""  # the numbers of the model's rows in the order of its chunks; of a table
     shards_dir: str = ""  # the folder of the shards; of a table
-    # If the member gets each row in several views: row r of n is numbered r + v * n in view v.
-    views: tuple[ViewSpec, ...] = ()
-    # The states (see ``common.files``) in which the member's files must stay, by absolute path.
+    jobs: tuple[JobSpec, ...] = (JobSpec(),)
+    # The states (see ``common.files``) in which the model's files must stay, by absolute path.
     files: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -126,8 +126,9 @@ class BatchChoice:
 
 @dataclass(frozen=True)
 class Predict:
-    """Compute rows ``order[start:stop]`` and write their shard; ``chunk`` is the parent's number for them.
+    """Compute rows ``order[start:stop]`` of a job and write their shard.
 
+    ``chunk`` is the parent's number for them, ``job`` the number of the job in ``CommonSpec.jobs``.
     ``rows`` are these rows' numbers if the order is unknown when the worker starts, as base64 of little-endian
     int32, so short that a pipe takes those of two chunks. None: the file has the order. ``choice`` is what the
     member's workers have chosen so far, in earlier runs, too.
@@ -138,6 +139,7 @@ class Predict:
     stop: int
     rows: str | None = None
     choice: BatchChoice = BatchChoice()
+    job: int = 0
 
 
 @dataclass(frozen=True)
@@ -267,7 +269,7 @@ def decode(line: str) -> Any:
         if kind is Start:
             spec = fields["spec"]
             common = with_tuples(spec["common"])
-            common["views"] = tuple(ViewSpec(**with_tuples(view)) for view in common.get("views", ()))
+            common["jobs"] = tuple(JobSpec(**with_tuples(job)) for job in common["jobs"])
             fields["spec"] = WorkerSpec(**{**spec, "common": CommonSpec(**common)})
         return kind(**with_tuples(fields))
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Read and write a member's folder of shards: rows with their values, and rows that could not be computed."""
+"""Read and write a job's folder of shards: rows with their values, and rows that could not be computed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from ensemble.common.errors import WriteError
 from ensemble.common.files import atomic_path, read_json
 
 # What a folder of shards holds beside them: the row numbers in the order of the chunks, digests of these rows, the
-# rows that cannot be computed, what a run chose for a CPU, how much memory batches may take by kind of device, and
-# a folder that the workers of a python member share.
+# rows that cannot be computed, what a run chose for the job's model, and a folder that a python member's workers
+# share.
 ORDER_FILE: Final = "order.npy"
 ROWS_FILE: Final = "rows.bin"
 BAD_ROWS_FILE: Final = "bad_rows.json"
-CPU_CHOICE_FILE: Final = "cpu.json"
-ROOMS_FILE: Final = "rooms.json"
+CHOICES_FILE: Final = "choices.json"
 CACHE_FOLDER: Final = "cache"
 
 
@@ -73,7 +72,7 @@ def shard_table(content: bytes | None, rows: int) -> pa.Table | None:
 
 
 def gather_shards(shards: Iterable[pa.Table], rows: int, labels: int) -> npt.NDArray[np.float64]:
-    """Join the shards of a member: float64 [rows, labels], in the table's order; NaN if no shard has the row.
+    """Join the shards of a job: float64 [rows, labels], in the table's order; NaN if no shard has the row.
 
     Several shards may have the same row, if runs cut their chunks differently.
     """
@@ -120,8 +119,8 @@ def shard_name(start: int, stop: int, content: bytes, in_float32: bool = False) 
 
 
 def starts_in_float32(shards_dir: Path) -> bool:
-    """Return whether a member's next chunks start in float32, by the names of its shards."""
-    return any(any(shards_dir.glob(pattern)) for pattern in ("*.float32.csv", "*/*.float32.csv"))
+    """Return whether a job's next chunks start in float32, by the names of its shards."""
+    return any(shards_dir.glob("*.float32.csv"))
 
 
 def read_shard(path: Path) -> bytes | None:
@@ -137,6 +136,5 @@ def read_shard(path: Path) -> bytes | None:
 
 def shard_rows(shards_dir: Path) -> int:
     """Return how many rows the shards in a folder are for, by their names alone."""
-    paths = [*shards_dir.glob("*.csv"), *shards_dir.glob("*/*.csv")]  # those of views are in folders
-    matches = [re.match(r"(\d+)-(\d+)\.", path.name) for path in paths]
+    matches = [re.match(r"(\d+)-(\d+)\.", path.name) for path in shards_dir.glob("*.csv")]
     return sum(int(match[2]) - int(match[1]) for match in matches if match)

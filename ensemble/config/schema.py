@@ -471,20 +471,12 @@ class MemberConfig(StrictConfig):
         return self.model_copy(update={**view.changes, "views": None})
 
     @property
-    def view_checkpoints(self) -> tuple[int, ...]:
-        """Return the number of each counted view's checkpoint; empty if all views have the member's own.
+    def models(self) -> "dict[str, Self]":
+        """Return the settings of each model that workers load, by the key that names it; "": there is only one.
 
-        A worker loads a single checkpoint, and computes only views of this checkpoint.
+        Each counts only the views that this model computes; views keep their numbers.
         """
-        return ()
-
-    def checkpoint_key(self, number: int) -> str:
-        """Return the key that names one of the checkpoints."""
-        return ""
-
-    def with_checkpoint(self, number: int) -> Self:
-        """Return the settings for workers with one of the checkpoints; views keep their numbers."""
-        return self
+        return {"": self}
 
     @property
     def computed_as(self) -> str:
@@ -806,10 +798,6 @@ class RunConfig(StrictConfig):
         """Return where the labels that are possible in a row stand; a member's ``choices`` say it, too."""
         columns = [getattr(member, "choices", None) for member in self.models]
         return self.data.allowed_labels or next(filter(None, columns), None)
-
-    def deciders(self, index: int) -> tuple[str, ...]:
-        """Return the members whose mean selects the rows of the member ``index``, which has ``when``."""
-        return tuple(member.name for member in deciding_members(self.models[:index]))
 
     @field_validator("labels")
     @classmethod

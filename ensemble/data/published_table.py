@@ -15,20 +15,19 @@ import pyarrow as pa
 
 
 class PublishedTable:
-    """Read the rows of a published table, in one or more views.
-
-    Row r is numbered r + v * ``rows`` in view v.
+    """Read the rows of a published table, as the jobs of a worker read them.
 
     Args:
-        views: for each view, by column, the other column whose cells replace its cells.
+        swaps: for each job, by column, the other column whose cells replace its cells.
 
     Attributes:
-        rows: number of rows of the table, without views.
-        has_nulls: whether some row has no value, by column.
+        rows: number of rows of the table.
+        has_nulls: whether some row has no value for some job, by column.
     """
 
-    def __init__(self, path: Path, views: Sequence[Mapping[str, str]] = ()) -> None:
-        self._views = views or ({},)
+    def __init__(self, path: Path, swaps: Sequence[Mapping[str, str]] = ({},)) -> None:
+        self._swaps = swaps
+        self._swap = swaps[0]
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         # A mapped batch is a set of pointers: its pages are read when their rows are.
         self._batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
@@ -44,21 +43,20 @@ class PublishedTable:
         self._json_columns = json_columns(self.schema)
         with_nulls = {name for name in self.columns if any(batch[name].null_count for batch in self._batches)}
         self.has_nulls = {
-            name: any(view.get(name, name) in with_nulls for view in ({}, *self._views))
-            for name in self.columns
+            name: any(swap.get(name, name) in with_nulls for swap in ({}, *swaps)) for name in self.columns
         }
         self.rows = int(reader.schema.metadata[b"ensemble.rows"])
 
-    def view_of(self, indices: npt.NDArray[np.integer]) -> int:
-        """Return the number of the view of these rows, which all have the same view, as those of a chunk do."""
-        return int(indices[0]) // self.rows if len(indices) else 0
+    def use_job(self, job: int) -> None:
+        """Return rows as this job reads them from now on."""
+        self._swap = self._swaps[job]
 
     def take(self, indices: npt.NDArray[np.integer]) -> list[dict[str, object]]:
         """Return rows in the order of ``indices``: dicts of column to Python value, with JSON cells parsed.
 
-        Indices are from 0 to views * ``rows`` - 1, repeats allowed, [n].
+        Indices are from 0 to ``rows`` - 1, repeats allowed, [n].
         """
-        view_numbers, rows = self._views_and_rows(indices)
+        rows = self._checked(indices)
         if not self.columns:
             return [{} for _ in rows]
         taken: list[dict[str, object]] = [{}] * len(rows)
@@ -68,15 +66,14 @@ class PublishedTable:
                 for name in self._json_columns:
                     if isinstance(cells[name], str):
                         cells[name] = json.loads(cells[name])
-                view = self._views[view_numbers[position]]
-                if view:
-                    cells = {name: cells[view.get(name, name)] for name in cells}
+                if self._swap:
+                    cells = {name: cells[self._swap.get(name, name)] for name in cells}
                 taken[position] = cells
         return taken
 
     def ids(self, indices: npt.NDArray[np.integer]) -> list[str]:
         """Return the ids of rows, if the table was published with ids; the argument is as for ``take``."""
-        _, rows = self._views_and_rows(indices)
+        rows = self._checked(indices)
         taken = [""] * len(rows)
         for batch_number, positions, batch_rows in self._by_batch(rows):
             ids = self._ids[batch_number].take(pa.array(batch_rows)).to_pylist()
@@ -84,15 +81,11 @@ class PublishedTable:
                 taken[position] = row_id
         return taken
 
-    def _views_and_rows(
-        self, indices: npt.NDArray[np.integer]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the view of each row, and its number in the table."""
+    def _checked(self, indices: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
         rows = np.asarray(indices, dtype=np.int64)
-        count = self.rows * len(self._views)
-        if len(rows) and (rows.min() < 0 or rows.max() >= count):
-            raise IndexError(f"rows {rows.min()} to {rows.max()} of a table of {count} rows")
-        return np.divmod(rows, max(1, self.rows))
+        if len(rows) and (rows.min() < 0 or rows.max() >= self.rows):
+            raise IndexError(f"rows {rows.min()} to {rows.max()} of a table of {self.rows} rows")
+        return rows
 
     def _by_batch(
         self, rows: npt.NDArray[np.int64]

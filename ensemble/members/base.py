@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from ensemble.config import MemberConfig
 from ensemble.config.schema import MERGE_KEYS
@@ -41,18 +41,12 @@ class Inspection:
             numbers.
         label_order: ``label_order[j]`` is the member's output column for the config's label ``j``.
         summary: a few words for ``validate``.
-        checkpoints: the same of each of the member's checkpoints, if its views have their own.
     """
 
     activation: OutputActivation
     label_order: tuple[int, ...]
     summary: str
     warnings: tuple[str, ...]
-    checkpoints: tuple[Self, ...] = field(default=(), kw_only=True)
-
-    def of_checkpoint(self, number: int) -> Self:
-        """Return what is known of one of the member's checkpoints."""
-        return self.checkpoints[number] if self.checkpoints else self
 
 
 @dataclass(frozen=True)
@@ -114,7 +108,6 @@ class Assigned:
         attention: for its workers; None where only they can see the architecture.
         capability: that the plan is for; None: the CPU, or not known.
         footprint: None: not known.
-        checkpoints: the same for each of the member's checkpoints, if its views have their own.
     """
 
     gpus: int
@@ -122,11 +115,6 @@ class Assigned:
     attention: str | None = None
     capability: Capability | None = None
     footprint: Footprint | None = None
-    checkpoints: tuple[Assigned, ...] = ()
-
-    def of_checkpoint(self, number: int) -> Assigned:
-        """Return what is decided for workers with one of the member's checkpoints."""
-        return self.checkpoints[number] if self.checkpoints else self
 
 
 @dataclass(frozen=True)
@@ -242,10 +230,6 @@ class MemberKind(ABC, Generic[S, I]):
         """
         return None
 
-    def of_checkpoint(self, number: int) -> MemberKind[Any, Any]:
-        """Return the member as its workers with one of its checkpoints know it; see ``view_checkpoints``."""
-        return self
-
     @property
     def may_lack_rows(self) -> bool:
         """Return whether the member is complete with predictions for only some of the table's rows."""
@@ -273,11 +257,6 @@ class MemberKind(ABC, Generic[S, I]):
     def question(self) -> Question | None:
         """Return what ``inspect`` asks a process, which is asked about all members at once; None: nothing."""
         return None
-
-    def questions(self) -> tuple[Question, ...]:
-        """Return all that ``inspect`` asks."""
-        question = self.question()
-        return () if question is None else (question,)
 
     @abstractmethod
     def inspect(self, columns: OutputColumns) -> I:

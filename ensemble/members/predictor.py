@@ -31,12 +31,10 @@ class Child(Protocol):
         pandas, too, where it is needed: pyarrow does without it if it comes later (``common.python_process``).
         """
 
-    def make_predictor(
-        self, common: CommonSpec, settings: Mapping[str, Any], table: PublishedTable
-    ) -> Predictor:
+    def make_predictor(self, common: CommonSpec, settings: Mapping[str, Any], table: PublishedTable) -> Task:
         """Do everything that needs no device; ``settings`` are the kind's own, as JSON gives them.
 
-        ``table`` is None where ``common.table_path`` is empty, as it is for trainings alone.
+        ``table`` is None where ``common.table_path`` is empty, as it is for jobs without rows alone.
         """
 
 
@@ -84,8 +82,8 @@ class Prediction:
     is_partial: bool = False
 
 
-class Predictor(ABC):
-    """Load a member, and then predict rows.
+class Task(ABC):
+    """Do what a worker is for, once it is loaded.
 
     What ``make_predictor`` and ``load`` read of ``CommonSpec.files`` is of the states named there: the worker
     checks them afterwards, and again before it keeps any prediction.
@@ -98,18 +96,6 @@ class Predictor(ABC):
         Raises:
             ValueError: it cannot be used, with the reason and what to do, in a sentence for the user.
         """
-
-    @abstractmethod
-    def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
-        """Predict rows of the table, by their numbers, and return when the devices have finished them.
-
-        Raises:
-            MemberError: all rows would fail, in any process.
-            Exception: any other error, of which nobody knows the row; see ``common.torch_errors.classify``.
-        """
-
-    def follow(self, choice: BatchChoice) -> None:
-        """Make the next batches as the member's other workers make them."""
 
     def check_device(self) -> None:
         """Raise an error if an earlier one has left the devices unusable for this process."""
@@ -124,3 +110,38 @@ class Predictor(ABC):
 
     def close(self) -> None:
         """Release what the predictor holds, after its last rows."""
+
+
+class Predictor(Task):
+    """Load a model, and then predict rows."""
+
+    @abstractmethod
+    def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
+        """Predict rows of the table, by their numbers, and return when the devices have finished them.
+
+        Raises:
+            MemberError: all rows would fail, in any process.
+            Exception: any other error, of which nobody knows the row; see ``common.torch_errors.classify``.
+        """
+
+    def use_job(self, job: int) -> None:
+        """Read rows as this job does from now on; jobs are numbered as in ``CommonSpec.jobs``.
+
+        The table already gives the cells that the job reads.
+        """
+
+    def follow(self, choice: BatchChoice) -> None:
+        """Make the next batches as the model's other workers make them."""
+
+
+class Runner(Task):
+    """Do jobs that compute no rows."""
+
+    @abstractmethod
+    def run(self, job: int, report: Report) -> Counters:
+        """Do a job, by its number, and return what was counted.
+
+        Raises:
+            MemberError: it would fail in any process.
+            ChildProcessError: it may be done in another try.
+        """

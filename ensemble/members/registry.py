@@ -13,7 +13,6 @@ from ensemble.common.extensions import Registry
 from ensemble.config import MemberConfig
 from ensemble.members.base import Assigned, Inspection, MemberKind, OutputColumns, Reads, ResourceRequest
 from ensemble.members.huggingface.checkpoint.labels import activation_of
-from ensemble.members.several_checkpoints import SeveralCheckpoints
 
 
 class ToBeTrained(MemberKind[MemberConfig, Inspection]):
@@ -72,8 +71,7 @@ KINDS: Registry[MemberKind[Any, Any]] = Registry(
 
 def member_kind(settings: MemberConfig) -> MemberKind[Any, Any]:
     """Return a member of the kind that its settings name."""
-    kind = KINDS.load(settings.task_type)
-    return SeveralCheckpoints(kind, settings) if settings.view_checkpoints else kind(settings)
+    return KINDS.load(settings.task_type)(settings)
 
 
 def kind_for_checks(settings: MemberConfig) -> MemberKind[Any, Any]:

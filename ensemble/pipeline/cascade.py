@@ -1,4 +1,4 @@
-"""Select the rows of members and views with ``when``, and expect a share of the table for the plan.
+"""Select the rows of members and jobs with ``when``, and expect a share of the table for the plan.
 
 The rules are in ``planning.cascade``; this module applies them to the members' predictions.
 """
@@ -19,6 +19,7 @@ from ensemble.config import MemberConfig, RunConfig
 from ensemble.config.schema import deciding_members
 from ensemble.config.values import takes_time_left
 from ensemble.data.predictions_csv import PredictionFile, demand_as_written, read_predictions
+from ensemble.jobs.job import job_name, member_of
 from ensemble.members.base import Inspection
 from ensemble.merging.blocks import weights_by_bin, weights_of_rows
 from ensemble.merging.calibration import calibrator
@@ -26,10 +27,10 @@ from ensemble.merging.methods.weighted_mean import scaled, weighted_mean
 from ensemble.merging.post_process import PostProcess
 from ensemble.pipeline.fingerprint import changed_members, changed_sentence
 from ensemble.pipeline.prepared import Prepared
-from ensemble.pipeline.resume import MemberWork, mean_of_views, values_of
-from ensemble.pipeline.run_dir import RunDir, member_of_work, work_of_view
+from ensemble.pipeline.resume import MemberWork, mean_of_jobs, values_of
+from ensemble.pipeline.run_dir import RunDir
 from ensemble.planning.cascade import ExpectedShare, When, doubts, select_rows
-from ensemble.planning.plan import MemberPlan, Plan, with_rows, with_view, without_done
+from ensemble.planning.plan import ModelPlan, Plan, with_job, with_rows, without_done
 
 _Rows = npt.NDArray[np.bool_]
 _Values = npt.NDArray[np.float64]
@@ -37,7 +38,7 @@ _Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Decider:
-    """Name the works whose mean counts as a member's values where rows are selected: its own, or some views'."""
+    """Name the works whose mean counts as a member's values where rows are selected: its own, or some jobs'."""
 
     model: MemberConfig
     works: tuple[str, ...]
@@ -45,12 +46,12 @@ class _Decider:
 
     def mean(self, values_of: Callable[[str], _Values]) -> _Values:
         """Return the mean of the works, [rows, labels]; ``values_of`` gives an array of its own for each."""
-        return mean_of_views([values_of(work) for work in self.works], self.weights)
+        return mean_of_jobs([values_of(work) for work in self.works], self.weights)
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """Say for which work, a member's or a view's, ``when`` selects rows, and who decides."""
+    """Say for which work, a member's or a job's, ``when`` selects rows, and who decides."""
 
     work: str
     member: str
@@ -61,8 +62,8 @@ class _Rule:
 def _rules(config: RunConfig) -> Iterator[_Rule]:
     """Yield the rules in the order of members and views: those before decide about those behind.
 
-    Rows of which there are as many as there was time for decide nothing: a member that has them in its last views
-    decides by its other views, if there are any.
+    Rows that are computed only if time is left decide nothing: a member that has them in its last views decides by
+    its other views, if there are any.
     """
     for number, model in enumerate(config.models):
         members = map(_decider, deciding_members(config.models[:number]))
@@ -75,7 +76,7 @@ def _rules(config: RunConfig) -> Iterator[_Rule]:
                 own = model if model.has_weight else model.model_copy(update={"weight": 1.0})
                 views = _views_before(own, view)
                 deciders = (*before, views) if views.works else before
-            yield _Rule(work_of_view(model, view), model.name, when, deciders)
+            yield _Rule(job_name(model, view), model.name, when, deciders)
 
 
 def _decider(model: MemberConfig) -> _Decider:
@@ -86,13 +87,13 @@ def _decider(model: MemberConfig) -> _Decider:
 def _views_before(model: MemberConfig, stop: int) -> _Decider:
     numbers = [number for number in range(stop) if not takes_time_left(model.views_with_when.get(number))]
     weights = tuple(model.counted_views[number].weight for number in numbers)
-    return _Decider(model, tuple(work_of_view(model, number) for number in numbers), weights)
+    return _Decider(model, tuple(job_name(model, number) for number in numbers), weights)
 
 
 class Cascades:
-    """Select the rows of each member or view with ``when``, once all that it waits for has ended.
+    """Select the rows of each member or job with ``when``, once all that it waits for has ended.
 
-    Works are named as their predictions are: those of a view ``member@view``.
+    Works are named as their predictions are: a member's, or a job's.
     """
 
     def __init__(self, prepared: Prepared, rundir: RunDir, works: Mapping[str, MemberWork]) -> None:
@@ -100,13 +101,6 @@ class Cascades:
         self._rundir = rundir
         self._works = works
         self._rules = {rule.work: rule for rule in _rules(prepared.config)}
-        # The rows that a view may have at all; of other works: all.
-        self._allowed: dict[str, _Rows] = {}
-        for member in prepared.plan.members:
-            rows_of_views = prepared.plan.facts[member.name].view_rows
-            if rows_of_views is not None:
-                for number, rows in enumerate(rows_of_views):
-                    self._allowed[work_of_view(member.model, number)] = rows
         # The rows that a work is to have, bool [rows], and how unsure each row is, [rows].
         self._selections: dict[str, tuple[_Rows, _Values]] = {}
         self._left_out: set[str] = set()
@@ -114,22 +108,23 @@ class Cascades:
 
     def begin(self) -> None:
         """Select the rows that follow from what earlier runs have done, once the works are looked up."""
-        self._parts = {part.member: part for work in self._works.values() for part in (work, *work.views)}
+        self._parts = {part.name: part for work in self._works.values() for part in (work, *work.jobs)}
         self.end(*(name for name, work in self._works.items() if work.is_complete))
 
     def own_rows_of(self, work: str) -> _Rows | None:
         """Return the rows that a work may have, with ``when`` those that are selected by now; None: all."""
-        allowed = self._allowed.get(work)
-        if work not in self._rules:
-            return allowed
-        rows = np.zeros(self._prepared.table.rows, dtype=np.bool_)
+        allowed = self._prepared.job_rows.get(work)
         if work in self._selections:
             rows = self._selections[work][0]
+        elif work in self._rules:
+            rows = np.zeros(self._prepared.table.rows, dtype=np.bool_)
+        else:
+            return allowed
         return rows if allowed is None else rows & allowed
 
     def rows_of(self, work: str) -> _Rows | None:
         """Return the rows that a work is to have, by its own ``when`` and its member's; None: all."""
-        rows, of_member = self.own_rows_of(work), self.own_rows_of(member_of_work(work))
+        rows, of_member = self.own_rows_of(work), self.own_rows_of(member_of(work))
         if rows is None or of_member is None:
             return of_member if rows is None else rows
         return rows & of_member
@@ -137,24 +132,29 @@ class Cascades:
     def is_selected(self, work: str) -> bool:
         return work in self._selections
 
-    def planned(self, plan: Plan, member: MemberPlan) -> MemberPlan:
-        """Return a member with the chunks that are left to do of its selected rows."""
-        is_timed = self._prepared.config.time_limit is not None and not member.waits_for
-        if member.waits_for:
-            if not self.is_selected(member.name):
-                return replace(member, chunks=(), order=member.order[:0])
-            member = with_rows(plan, member, *self._selections[member.name])
-        member = without_done(member, self._works[member.name].has_rows, is_timed)
-        return self.with_selected_views(plan, member)
+    def planned(self, plan: Plan, model: ModelPlan) -> ModelPlan:
+        """Return a model with the chunks that are left to do of its selected rows."""
+        is_timed = self._prepared.config.time_limit is not None and not model.is_undecided
+        if model.is_undecided:
+            if not self.is_selected(model.member):
+                return replace(model, chunks=(), order=model.order[:0])
+            model = with_rows(plan, model, *self._selections[model.member])
+        is_done = np.array([self._is_done(model.member, job.name) for job in model.jobs])
+        return self.with_selected_jobs(plan, without_done(model, is_done, is_timed))
 
-    def with_selected_views(self, plan: Plan, member: MemberPlan) -> MemberPlan:
-        """Return a member with the chunks that are left to do of views whose rows have been selected."""
-        is_done = self._works[member.name].has_rows
-        for view in member.undecided_views:
-            selection = self._selections.get(work_of_view(member.model, view))
-            if selection is not None:
-                member = with_view(plan, member, view, *selection, is_done)
-        return member
+    def with_selected_jobs(self, plan: Plan, model: ModelPlan) -> ModelPlan:
+        """Return a model with the chunks that are left to do of jobs whose rows have been selected."""
+        for number in model.undecided:
+            job = model.jobs[number].name
+            if job in self._selections:
+                is_done = self._is_done(model.member, job)
+                model = with_job(plan, model, number, *self._selections[job], is_done)
+        return model
+
+    def _is_done(self, member: str, job: str) -> _Rows:
+        """Return which rows of a job need not be computed, bool [rows]."""
+        whole = self._works[member]
+        return whole.is_done if whole.is_complete else self._parts[job].is_done
 
     def end(self, *works: str, is_left_out: bool = False) -> list[str]:
         """Note that works have ended or failed, and return those whose rows are selected by that."""
@@ -162,9 +162,9 @@ class Cascades:
         return self._select()
 
     def keep_computed(self, member: str) -> None:
-        """Take away the rows of a member and its views that there was no time for."""
+        """Take away the rows of a member and its jobs that there was no time for."""
         timed = {work for work, rule in self._rules.items() if takes_time_left(rule.when)}
-        parts = [part.member for part in self._works[member].parts if {part.member, member} & timed]
+        parts = [part.name for part in self._works[member].parts if {part.name, member} & timed]
         computed = {part: ~np.isnan(self._values_of(part)[:, 0]) for part in parts}
         if member in timed:
             computed[member] = np.any([*computed.values()], axis=0)
@@ -189,7 +189,7 @@ class Cascades:
 
     def _has_ended(self, work: str) -> bool:
         """Return whether a work has all rows that it is to have."""
-        member = member_of_work(work)
+        member = member_of(work)
         if self._is_undecided(work) or self._is_undecided(member):
             return False
         if work in self._ended or member == work:
@@ -220,10 +220,11 @@ class Cascades:
         """Return the values of a work that has ended, [rows, labels], NaN in rows that it is not to have."""
         part, rows = self._parts[work], self.rows_of(work)
         values = values_of(self._rundir, part, len(self._prepared.config.labels))
-        if not part.is_complete and self._prepared.config.on_bad_row == "uniform":
+        # Another thread may complete a work at any time; complete predictions have these rows.
+        if self._prepared.config.on_bad_row == "uniform":
             bad_rows = bad_rows_in(part.shards_dir, len(values))
             bad = [row for row in bad_rows if np.isnan(values[row, 0])]
-            values[bad] = self._prepared.even_value(member_of_work(work))
+            values[bad] = self._prepared.even_value(member_of(work))
         if rows is not None:
             values[~rows] = np.nan
         return values
@@ -284,7 +285,7 @@ def _expected_share(
     if any(isinstance(model.weight, tuple) for model in models):
         return ExpectedShare(1.0, "all are assumed: weights by length bin are not looked up")
     works = [work for decider in rule.deciders for work in decider.works]
-    missing = [work for work in works if work not in files or member_of_work(work) not in inspected]
+    missing = [work for work in works if work not in files or member_of(work) not in inspected]
     if missing:
         why = f"all are assumed, as there are no predictions of {' and '.join(missing)} {place}"
         return ExpectedShare(1.0, why)
@@ -305,7 +306,7 @@ def _prediction_files(config: RunConfig, works: Iterable[str], folder: Path) -> 
     paths = {name: rundir.predictions(name) for name in works if rundir.predictions(name).exists()}
     for path in paths.values():
         demand_as_written(path)
-    changed = changed_members(config, {*map(member_of_work, paths)}, folder) if paths else {}
+    changed = changed_members(config, {*map(member_of, paths)}, folder) if paths else {}
     if changed:
         raise DataError(
             f"--predictions-from: {folder}: {changed_sentence(changed)}; run the config there with these settings "

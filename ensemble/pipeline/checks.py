@@ -20,6 +20,7 @@ from ensemble.config.schema import AllowedLabelsTable, AnswerConfig
 from ensemble.data.answers import Answer, compile_format, halfway
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell
 from ensemble.data.table import InputTable, row_text
+from ensemble.jobs.job import Model, by_member
 from ensemble.members.base import Inspection, MemberKind
 from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members
@@ -99,17 +100,28 @@ def rule_problems(loaded: LoadedConfig, inspected: Mapping[str, Inspection]) -> 
             yield f"{at_mask}: masks every label; leave one"
 
 
-def member_problems(config: RunConfig, kinds: Kinds, inspected: Mapping[str, Inspection]) -> Iterator[str]:
-    """Yield problems of members, alone and together, beside those that their inspection raised."""
+def member_problems(
+    config: RunConfig, models: Sequence[Model], of_models: Mapping[str, Inspection]
+) -> Iterator[str]:
+    """Yield problems of members, alone and together, beside those that the inspection of their models raised."""
+    for model in models:
+        yield from (
+            f"models[{model.index}].{text}" for text in model.kind.problems(of_models.get(model.name))
+        )
+    inspected = by_member(models, of_models)
     raw = [name for name, inspection in inspected.items() if inspection.activation == "none"]
-    for index, (name, kind) in enumerate(kinds.items()):
-        yield from (f"models[{index}].{text}" for text in kind.problems(inspected.get(name)))
-        if name in raw and config.models[index].calibration is not None:
+    for index, member in enumerate(config.models):
+        if member.name in raw and member.calibration is not None:
             yield f"models[{index}].calibration: {_RAW}"
         yield from _when_problems(config, index, inspected, raw)
-    yield from _choices_problems(kinds)
+    for model in models:
+        ours = of_models[model.name].activation if model.name in of_models else ""
+        first = inspected[model.member].activation if model.member in inspected else ours
+        if ours not in ("", first):
+            yield f"{model.place}: gives {ours} values, others {first}, which have no mean; make it a member"
+    yield from _choices_problems({model.member: model.kind for model in models})
     if raw and len(raw) < len(inspected):
-        keys = {kind.of_checkpoint(0).activation_key for name, kind in kinds.items() if name in raw} - {""}
+        keys = {model.kind.activation_key for model in models if model.member in raw} - {""}
         remedy = f", or set {' and '.join(sorted(keys))}" if keys else ""
         yield (
             f"models: {', '.join(raw)} gives raw values (regression), the others probabilities; their mean means "
@@ -208,7 +220,7 @@ def _when_problems(
             )
 
 
-def place_problems(loaded: LoadedConfig, kinds: Kinds) -> Iterator[str]:
+def place_problems(loaded: LoadedConfig, models: Sequence[Model]) -> Iterator[str]:
     """Yield places where the run cannot write, or would write over what it reads."""
     config, rundir = loaded.config, RunDir(loaded.config.output_dir)
     # A run of the config.yaml that an earlier one left here writes it again as it is.
@@ -216,11 +228,11 @@ def place_problems(loaded: LoadedConfig, kinds: Kinds) -> Iterator[str]:
     kept = without_links(rundir.config) if is_kept else None
     inputs = [path for path in loaded.paths if without_links(path) != kept]
     inputs.append(config.data.path)
-    inputs += [Path(name) for kind in kinds.values() for name in kind.sources()]
+    inputs += [Path(name) for model in models for name in model.kind.sources()]
     folders: dict[str, Path | None] = {"output_dir": config.output_dir}
     if config.launcher == "local":  # else on the machines on which its workers run
-        for index, kind in enumerate(kinds.values()):
-            folders[f"models[{index}].offload_folder"] = kind.request().offload_folder
+        for model in models:
+            folders[f"models[{model.index}].offload_folder"] = model.kind.request().offload_folder
     target = None
     if isinstance(config.data.allowed_labels, AllowedLabelsTable):
         inputs.append(config.data.allowed_labels.path)

@@ -16,13 +16,14 @@ import numpy.typing as npt
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.files import read_json
-from ensemble.config import MemberConfig, RunConfig, ViewConfig
+from ensemble.config import MemberConfig, RunConfig
 from ensemble.data.row_files import FileCells
-from ensemble.members.base import Assigned, OutputColumns
+from ensemble.jobs.job import Job, compile_models
+from ensemble.members.base import OutputColumns
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.planning.plan import MemberPlan
+from ensemble.planning.plan import ModelPlan
 
 # Raise it when the meaning of digests changes: fingerprints of an older scheme are never taken for equal.
 SCHEME = 4
@@ -68,65 +69,60 @@ class Fingerprint:
         return cls(settings=settings, content=content, rows=rows)
 
 
-def member_fingerprint(
-    prepared: Prepared, member: MemberPlan, files: FileDigests | None = None
-) -> Fingerprint:
-    """Return the fingerprint of a member's work; the table must still have its columns.
+def job_fingerprint(prepared: Prepared, plan: ModelPlan, job: Job, files: FileDigests) -> Fingerprint:
+    """Return the fingerprint of a job's work; the table must still have its columns.
 
-    With ``hash_weights`` every byte of the weights counts; switching it on or off counts as a change.
+    With ``hash_weights`` every byte of the weights counts; switching it on or off counts as a change.  A job of a
+    view that changes nothing has the fingerprint of the member without views.
     """
-    inspected = prepared.inspected[member.name]
-    files = files or FileDigests(prepared.config.hash_weights)
-    content = member_kind(member.model).content(inspected, files)
-    columns = prepared.columns[member.name]
-    rows = prepared.table.digest(columns, prepared.files.get(member.name))
-    return Fingerprint(settings=_settings(prepared, member, None), content=content, rows=rows)
+    kind, inspected = member_kind(job.settings), prepared.of_models[plan.name]
+    settings = {
+        **kind.fingerprint(inspected, plan.placement),
+        "task_type": job.settings.task_type,
+        "seed": prepared.config.seed,
+        "csv": [prepared.config.data.id_column, *prepared.config.labels],
+        "swap": [sorted(job.swap), job.label_order] if job.swap else None,
+    }
+    return Fingerprint(
+        settings=digest_of(settings),
+        content=kind.content(inspected, files),
+        rows=prepared.table.digest(prepared.job_columns[job.name], file_cells(prepared, plan.member, job)),
+    )
 
 
-def view_fingerprints(prepared: Prepared, member: MemberPlan, files: FileDigests) -> list[Fingerprint]:
-    """Return the fingerprint of a member's work in each of its views.
-
-    That of a view that changes nothing equals that of the member without views.
-    """
-    fingerprints = []
-    for number, view in enumerate(member.model.counted_views):
-        columns = prepared.view_columns[member.name][number]
-        rows = prepared.table.digest(columns, file_cells(prepared, member.name, view))
-        # With the view's own adapter and checkpoint; the member's fingerprint has those of all views.
-        kind = member_kind(member.model.as_view(view))
-        inspected = prepared.inspected[member.name].of_checkpoint(member.checkpoint_of(number))
-        content = kind.content(inspected, files)
-        settings = _settings(prepared, member, number)
-        fingerprints.append(Fingerprint(settings=settings, content=content, rows=rows))
-    return fingerprints
-
-
-def file_cells(prepared: Prepared, member: str, view: ViewConfig) -> FileCells | None:
-    """Return the cells that name a member's files in one of its views; None if it reads no files."""
+def file_cells(prepared: Prepared, member: str, job: Job) -> FileCells | None:
+    """Return the cells that name a member's files for one of its jobs; None if it reads no files."""
     cells = prepared.files.get(member)
-    return cells and replace(cells, column=view.columns.get(cells.column, cells.column))
+    return cells and replace(cells, column=job.swap.get(cells.column, cells.column))
 
 
 def mean_fingerprint(
-    member: MemberPlan,
-    whole: Fingerprint,
-    views: Sequence[Fingerprint],
-    rows_of_views: npt.NDArray[np.bool_] | None = None,
+    jobs: Sequence[Job],
+    fingerprints: Sequence[Fingerprint],
+    rows_of_jobs: Mapping[str, npt.NDArray[np.bool_]],
 ) -> Fingerprint:
-    """Return the fingerprint of the mean over a member's views, from that without views and theirs.
+    """Return the fingerprint of the mean over a member's jobs, from theirs.
 
-    ``rows_of_views`` has for each view the rows that it may compute, bool [views, rows]; None: all.
+    ``rows_of_jobs`` has the rows that a job may compute, bool [rows], by its name; other jobs: all.
     """
-    weights = [view.weight for view in member.model.counted_views]
-    parts = [[view.settings, view.rows, weight] for view, weight in zip(views, weights, strict=True)]
-    rows = None if rows_of_views is None else np.packbits(rows_of_views, axis=1).tobytes().hex()
+    rows = [rows_of_jobs[job.name] for job in jobs if job.name in rows_of_jobs]
     settings = {
-        "mean of views": parts,
-        # Then it is a mean of other views than that of all of them.
-        "when": bool(member.model.views_with_when),
-        "rows": rows,
+        "mean of jobs": [[of.settings, job.weight] for of, job in zip(fingerprints, jobs, strict=True)],
+        # Then it is a mean of other jobs than of all.
+        "when": any(job.may_lack_rows for job in jobs),
+        "rows": np.packbits(rows, axis=1).tobytes().hex() if rows else None,
     }
-    return replace(whole, settings=digest_of(settings))
+    return Fingerprint(
+        settings=digest_of(settings),
+        content=_joined([of_job.content for of_job in fingerprints]),
+        rows=digest_of([of_job.rows for of_job in fingerprints]),
+    )
+
+
+def _joined(contents: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the content of several jobs together."""
+    words = dict.fromkeys(word for content in contents for word in content)
+    return {word: digest_of([content.get(word) for content in contents]) for word in words}
 
 
 def settings_digests(config: RunConfig, model: MemberConfig) -> dict[str, str]:
@@ -151,12 +147,20 @@ def changed_members(config: RunConfig, names: Collection[str], run_dir: Path) ->
         kind, manifest = member_kind(model), read_json(rundir.manifest(model.name))
         digests, now = manifest.get("settings") or {}, settings_digests(config, model)
         keys = [key for key in now if digests and now[key] != digests.get(key)]
-        sources = kind.sources()
-        if all(Path(source).exists() for source in sources):
+        models = compile_models([model], config.labels)
+        sources = [source for loaded in models for source in loaded.kind.sources()]
+        if model.training is None and all(Path(source).exists() for source in sources):
             # A path does not count, if the files hold the same.
             values = kind.predicted_by()
             keys = [key for key in keys if str(values.get(key)) not in sources]
-            content = kind.content(kind.inspect(columns), files)
+            contents: dict[int, Mapping[str, str]] = {}
+            for loaded in models:
+                inspected = loaded.kind.inspect(columns)
+                for job in loaded.jobs:
+                    contents[job.number] = member_kind(job.settings).content(inspected, files)
+            # A model's jobs need not be next to each other among the member's.
+            in_order = [contents[number] for number in sorted(contents)]
+            content = _joined(in_order) if model.counted_views else in_order[0]
             made_of = Fingerprint.from_dict(manifest.get("fingerprint"))
             if made_of is not None:
                 keys += [name for name in content if content[name] != made_of.content.get(name)]
@@ -169,22 +173,3 @@ def changed_sentence(changed: Mapping[str, Sequence[str]]) -> str:
     """Return what ``changed_members`` returned as the beginning of a sentence."""
     members = " and ".join(f"{name} ({', '.join(keys)})" for name, keys in changed.items())
     return f"the settings of {members} have changed since the predictions there were made"
-
-
-def _settings(prepared: Prepared, member: MemberPlan, number: int | None) -> str:
-    """Return a digest of the settings of a view, by its number, or of the whole member (None)."""
-    config, inspected, model = prepared.config, prepared.inspected[member.name], member.model
-    assigned: Assigned = member.placement
-    swap = None
-    if number is not None:
-        view, checkpoint = model.counted_views[number], member.checkpoint_of(number)
-        model, swap = model.as_view(view), view.swap
-        inspected, assigned = inspected.of_checkpoint(checkpoint), assigned.of_checkpoint(checkpoint)
-    settings = {
-        **member_kind(model).fingerprint(inspected, assigned),
-        "task_type": model.task_type,
-        "seed": config.seed,
-        "csv": [config.data.id_column, *config.labels],
-        "swap": swap and [sorted(swap.columns), sorted(swap.labels or ())],
-    }
-    return digest_of(settings)

@@ -22,11 +22,12 @@ from ensemble.pipeline.checks import Problems
 class MemberView:
     """Show a member its rows; a member without views has a single view, which shows rows as they are.
 
-    ``key`` is the view's place in the config, ``title`` its name in messages; ``swap`` has, by column, the column
-    whose cells the view shows instead.
+    ``job`` is the name of its job, ``key`` the view's place in the config, ``title`` its name in messages; ``swap``
+    has, by column, the column whose cells the view shows instead.
     """
 
     member: str
+    job: str
     key: str
     title: str
     template_key: str
@@ -105,6 +106,7 @@ def member_views(kinds: Mapping[str, MemberKind[Any, Any]], problems: Problems) 
                 continue
             yield MemberView(
                 member=name,
+                job=name if view is None else f"{name}@{view.name}",
                 key=key,
                 title=title,
                 template_key=f"{template_place}.prompt_template",

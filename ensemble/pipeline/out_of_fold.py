@@ -5,10 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
+
 from ensemble.common.errors import RESUMES, DataError, TimeLimitReached
 from ensemble.common.files import atomic_path, remove_temporary_files
 from ensemble.common.text import plural
 from ensemble.config import LoadedConfig, MemberConfig
+from ensemble.jobs.job import jobs_of
 from ensemble.pipeline.ending import raise_unless_complete
 from ensemble.pipeline.load import derived_run
 from ensemble.pipeline.prepare import prepare
@@ -76,8 +79,9 @@ def _out_of_fold(loaded: LoadedConfig, output_dir: Path) -> LoadedConfig:
 def _demand_one_fold(prepared: Prepared) -> None:
     """Raise a DataError if a row of the table is in no fold of a member, so that every model would predict it."""
     for model in prepared.config.models:
-        rows_of_views = prepared.plan.facts[model.name].view_rows
-        strange = prepared.table.rows if rows_of_views is None else int(rows_of_views.all(axis=0).sum())
+        jobs = jobs_of(prepared.models, model.name)
+        rows = [prepared.job_rows[job.name] for job in jobs if job.name in prepared.job_rows]
+        strange = int(np.all(rows, axis=0).sum()) if rows else prepared.table.rows
         if strange:
             raise DataError(
                 f"{prepared.config.data.path}: {plural(strange, 'row')} of it {model.name} was not trained on; run "

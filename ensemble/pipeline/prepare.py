@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -31,6 +31,7 @@ from ensemble.data.row_files import FileCells
 from ensemble.data.submission import Sample, read_sample
 from ensemble.data.table import InputTable, TableNeeds, read_table, row_text
 from ensemble.data.template import PromptTemplate
+from ensemble.jobs.job import Model, by_member, compile_models
 from ensemble.members.base import ExternalPredictions, Inspection, MemberKind, OutputColumns
 from ensemble.members.questions import ask
 from ensemble.members.registry import kind_for_checks
@@ -68,26 +69,31 @@ from ensemble.pipeline.member_views import (
     with_columns,
 )
 from ensemble.pipeline.prepared import Prepared, merged_activation
-from ensemble.pipeline.run_dir import RunDir, work_of_view
+from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport, measured_speeds
 from ensemble.pipeline.trained_members import HeldOut, held_out
 from ensemble.planning.cascade import ExpectedShare
 from ensemble.planning.forecast import Speed
-from ensemble.planning.placement import MemberFacts, chosen_devices, largest_memory
+from ensemble.planning.placement import ModelFacts, chosen_devices
 from ensemble.planning.plan import Plan, plan_run
 from ensemble.scheduling.launchers.base import Launcher, Node, make_launcher
 
 
 @dataclass(frozen=True)
 class _Members:
-    """Hold the config's members that could be inspected, by name; see ``Prepared``."""
+    """Hold the config's models, and what is known of those that could be inspected, by name; see ``Prepared``."""
 
-    kinds: Kinds
+    models: tuple[Model, ...]
+    kinds: Kinds  # of members
     views: tuple[MemberView, ...]
     columns: dict[str, tuple[str, ...]]
     files: dict[str, FileCells]
     file_states: dict[str, FileState]
-    inspected: dict[str, Inspection]
+    of_models: dict[str, Inspection]
+
+    @property
+    def inspected(self) -> dict[str, Inspection]:
+        return by_member(self.models, self.of_models)
 
 
 def prepare(
@@ -111,8 +117,8 @@ def prepare(
             launcher = make_launcher(config.launcher, config.hang_timeout)
             on_error.callback(launcher.close)
         members = _inspect_members(config, problems)
-        problems.add(unsupported((), needed_packages(config, members.inspected)))
-        problems.add(place_problems(loaded, members.kinds))
+        problems.add(unsupported((), needed_packages(members.models, members.of_models)))
+        problems.add(place_problems(loaded, members.models))
         conditions: dict[int, PromptTemplate] = {}
         for number, rule in enumerate(config.rules or ()):
             with problems.at(rule_key(loaded, number)):
@@ -159,7 +165,7 @@ def prepare(
             warnings += _look_for_files(members, table, problems)
             choices = _read_choices(config, members, table, problems)
             allowed = allowed or choices
-        problems.add(member_problems(config, members.kinds, members.inspected))
+        problems.add(member_problems(config, members.models, members.of_models))
         problems.add(rule_problems(loaded, members.inspected))
         shares: dict[str, ExpectedShare] = {}
         with problems.at():
@@ -169,13 +175,15 @@ def prepare(
         nodes: tuple[Node, ...] = ()
         if launcher is not None and devices is not None:
             with problems.at():
-                facts = _member_facts(config, members.inspected, members.columns, table, shares, held.rows)
+                facts = _model_facts(
+                    config, members.models, members.of_models, members.columns, table, shares, held.rows
+                )
                 plan = _plan(config, facts, gpus, devices.hosts, launcher)
                 if must_fit or table is None:
                     problems.add(plan.problems, DeviceError)
             if devices.hosts:
                 with problems.at():
-                    nodes = nodes_of(config, members.inspected, launcher)
+                    nodes = nodes_of(members.models, members.of_models, launcher)
                     if must_fit:
                         problems.add((text for node in nodes for text in node.problems), CheckpointError)
         problems.raise_any()
@@ -190,6 +198,8 @@ def prepare(
     return Prepared(
         loaded=loaded,
         table=table,
+        models=members.models,
+        of_models=members.of_models,
         inspected=members.inspected,
         columns=members.columns,
         plan=plan,
@@ -198,13 +208,13 @@ def prepare(
         sample=sample,
         warnings=(
             *devices.warnings,
-            *(text for inspection in members.inspected.values() for text in inspection.warnings),
-            *(
-                f"models[{index}].{text}"
-                for index, (name, kind) in enumerate(members.kinds.items())
+            *dict.fromkeys(text for inspection in members.of_models.values() for text in inspection.warnings),
+            *dict.fromkeys(
+                f"models[{model.index}].{text}"
+                for model in members.models
                 for text in (
-                    *kind.warnings(members.inspected[name]),
-                    *kind.prompt_warnings(previews.get(name, "")),
+                    *model.kind.warnings(members.of_models[model.name]),
+                    *model.kind.prompt_warnings(previews.get(model.member, "")),
                 )
             ),
             *held.remarks,
@@ -219,10 +229,8 @@ def prepare(
         needs=needs,
         shares=shares,
         post=PostProcess(allowed, rules),
-        view_columns={
-            name: tuple(view.table_columns for view in members.views if view.member == name)
-            for name in members.kinds
-        },
+        job_columns={view.job: view.table_columns for view in members.views},
+        job_rows=held.rows,
         files=members.files,
         nodes=nodes,
     )
@@ -231,15 +239,17 @@ def prepare(
 def _inspect_members(config: RunConfig, problems: Problems) -> _Members:
     """Look at each member's views and files."""
     kinds = {model.name: kind_for_checks(model) for model in config.models}
+    models = compile_models(config.models, config.labels)
     views = tuple(member_views(kinds, problems))
     columns, files = member_columns(views, kinds), member_files(kinds, config.data.path.parent)
-    file_states = _file_states(kinds.values())  # before anything is read of the files
-    inspected: dict[str, Inspection] = {}
-    ask([*chain.from_iterable(kind.questions() for kind in kinds.values())])
-    for index, (name, kind) in enumerate(kinds.items()):
-        with problems.at(f"models[{index}] ({name})"):
-            inspected[name] = kind.inspect(_outputs(config))
-    return _Members(kinds, views, columns, files, file_states, inspected)
+    file_states = _file_states(model.kind for model in models)  # before anything is read of the files
+    questions = [model.kind.question() for model in models]
+    ask([question for question in questions if question is not None])
+    of_models: dict[str, Inspection] = {}
+    for model in models:
+        with problems.at(model.place):
+            of_models[model.name] = model.kind.inspect(_outputs(config))
+    return _Members(models, kinds, views, columns, files, file_states, of_models)
 
 
 def _outputs(config: RunConfig) -> OutputColumns:
@@ -429,10 +439,11 @@ def _file_states(kinds: Iterable[MemberKind[Any, Any]]) -> dict[str, FileState]:
     return states
 
 
-def nodes_of(config: RunConfig, inspected: Mapping[str, Any], launcher: Launcher) -> tuple[Node, ...]:
-    """Return the nodes of a launcher's cluster, with what they lack of the members that need a worker."""
-    kinds = {model.name: kind_for_checks(model) for model in config.models}
-    kinds = {name: kind for name, kind in kinds.items() if kind.needs_worker}
+def nodes_of(
+    models: Sequence[Model], inspected: Mapping[str, Inspection], launcher: Launcher
+) -> tuple[Node, ...]:
+    """Return the nodes of a launcher's cluster, with what they lack of the models that need a worker."""
+    kinds = {model.name: model.kind for model in models if model.kind.needs_worker}
     sources = {name: kind.sources() for name, kind in kinds.items()}
     hub_files = {name: kind.hub_files(inspected[name]) for name, kind in kinds.items() if name in inspected}
     return launcher.nodes(sources, hub_files)
@@ -443,12 +454,23 @@ def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Pre
 
     ``loaded`` may lack members of ``prepared``, and differ from it in what changes neither members nor devices.
     """
-    facts = _member_facts(loaded.config, prepared.inspected, prepared.columns, table, prepared.shares, {})
+    models = compile_models(loaded.config.models, loaded.config.labels)
+    if not prepared.job_columns.keys() >= {job.name for model in models for job in model.jobs}:
+        # The folds' models of a trained member stood in for the member that ``loaded`` has.
+        problems = Problems()
+        members = _inspect_members(loaded.config, problems)
+        problems.raise_any()
+        job_columns = {view.job: view.table_columns for view in members.views}
+        prepared = replace(prepared, of_models=members.of_models, inspected=members.inspected)
+        prepared = replace(prepared, job_columns=job_columns, job_rows={})
+    facts = _model_facts(
+        loaded.config, models, prepared.of_models, prepared.columns, table, prepared.shares, {}
+    )
     plan = _plan(loaded.config, facts, prepared.plan.gpus, prepared.inventory.hosts, prepared.launcher)
     if plan.problems:
         raise DeviceError(plan.problems)
     prepared = replace(prepared, sample=None, previews={}, post=PostProcess())
-    return replace(prepared, loaded=loaded, table=table, plan=plan)
+    return replace(prepared, loaded=loaded, models=models, table=table, plan=plan)
 
 
 def given_predictions(
@@ -468,12 +490,12 @@ def given_predictions(
     return predictions
 
 
-def needed_packages(config: RunConfig, inspected: Mapping[str, Inspection]) -> dict[str, str]:
+def needed_packages(models: Sequence[Model], inspected: Mapping[str, Inspection]) -> dict[str, str]:
     """Return the packages of extras that the config needs, and the first key that needs each."""
     needed: dict[str, str] = {}
-    for index, model in enumerate(config.models):
-        for package, key in kind_for_checks(model).packages(inspected.get(model.name)):
-            needed.setdefault(package, f"models[{index}]{key}")
+    for model in models:
+        for package, key in model.kind.packages(inspected.get(model.name)):
+            needed.setdefault(package, f"models[{model.index}]{key}")
     return needed
 
 
@@ -483,46 +505,45 @@ def may_use_gpus(config: RunConfig) -> list[bool]:
     return [kind.request().num_gpus != 0 for kind in kinds if kind.needs_worker]
 
 
-def _member_facts(
+def _model_facts(
     config: RunConfig,
+    models: Sequence[Model],
     inspected: Mapping[str, Inspection],
     columns: Mapping[str, tuple[str, ...]],
     table: InputTable | None,
     shares: Mapping[str, ExpectedShare],
-    rows_of_views: Mapping[str, npt.NDArray[np.bool_]],
-) -> dict[str, MemberFacts]:
-    """Return what the planner must know of each member; without the table, it plans devices only."""
+    rows_of_jobs: Mapping[str, npt.NDArray[np.bool_]],
+) -> dict[str, ModelFacts]:
+    """Return what the planner must know of each model; without the table, it plans devices only."""
     facts = {}
-    for model in config.models:
-        name, kind = model.name, kind_for_checks(model)
-        lengths, memories = np.zeros(1, dtype=np.int64), []
+    for model in models:
+        name, kind = model.name, model.kind
+        lengths, memory = np.zeros(1, dtype=np.int64), None
         if table is not None:
-            lengths = table.text_lengths(columns[name])
+            lengths = table.text_lengths(columns[model.member])
             if kind.reads().row_bytes is not None:
                 lengths = np.full(table.rows, kind.reads().row_bytes, dtype=np.int64)
-            for number in range(1 + max(model.view_checkpoints, default=0)) if name in inspected else ():
-                of_checkpoint = inspected[name].of_checkpoint(number)
-                memory = kind.of_checkpoint(number).memory(of_checkpoint, lengths, len(config.labels))
-                memories += [] if memory is None else [memory]
-        is_limited = name in shares and model.when is not None
-        expected = {view: shares.get(work_of_view(model, view)) for view in model.views_with_when}
-        facts[name] = MemberFacts(
+            if name in inspected:
+                memory = kind.memory(inspected[name], lengths, len(config.labels))
+        of_member = shares.get(model.member)
+        facts[name] = ModelFacts(
             name=name,
             request=kind.request(),
             lengths=lengths,
-            memory=largest_memory(memories),
+            memory=memory,
             needs_worker=kind.needs_worker,
-            expected_share=shares[name].share if is_limited else 1.0,
-            view_shares={view: share.share for view, share in expected.items() if share is not None},
-            view_rows=rows_of_views.get(name),
-            checkpoints=tuple(memories) if model.view_checkpoints else (),
+            expected_share=1.0 if of_member is None or model.settings.when is None else of_member.share,
+            job_shares={
+                job.name: shares[job.name].share for job in model.jobs if job.name in shares and job.when
+            },
+            job_rows={job.name: rows_of_jobs[job.name] for job in model.jobs if job.name in rows_of_jobs},
         )
     return facts
 
 
 def _plan(
     config: RunConfig,
-    facts: Mapping[str, MemberFacts],
+    facts: Mapping[str, ModelFacts],
     gpus: tuple[Device, ...],
     hosts: tuple[Device, ...],
     launcher: Launcher,

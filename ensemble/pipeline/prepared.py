@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from ensemble.common.files import FileState
 from ensemble.common.gpus import Inventory
 from ensemble.common.protocol import Activation
@@ -13,6 +16,7 @@ from ensemble.config import LoadedConfig, RunConfig
 from ensemble.data.row_files import FileCells
 from ensemble.data.submission import Sample
 from ensemble.data.table import InputTable, TableNeeds, Truth
+from ensemble.jobs.job import Model
 from ensemble.members.base import Inspection
 from ensemble.merging.post_process import PostProcess
 from ensemble.planning.cascade import ExpectedShare
@@ -25,8 +29,12 @@ class Prepared:
     """Hold a run that has passed every check.
 
     Attributes:
+        models: what workers load, with their jobs, in the config's order.
+        of_models: what is known of each model, by its name.
+        inspected: what is known of each member's first model, by the member's name.
         columns: of the table, that a member reads in any of its views, by member name.
-        view_columns: the same for each view, in their order; a member without views has one entry.
+        job_columns: the same of each job, by its name.
+        job_rows: the rows that a job may compute, bool [rows], by its name, of jobs that may not compute all.
         previews: the first row's text of each member with a template, by member name; of a view by
             "member (view name)".
         file_states: of the members' files, by absolute path, from before anything was read of them.
@@ -41,6 +49,8 @@ class Prepared:
 
     loaded: LoadedConfig
     table: InputTable
+    models: tuple[Model, ...]
+    of_models: dict[str, Inspection]
     inspected: dict[str, Inspection]
     columns: dict[str, tuple[str, ...]]
     plan: Plan
@@ -54,7 +64,8 @@ class Prepared:
     needs: TableNeeds
     shares: Mapping[str, ExpectedShare] = field(default_factory=dict)
     post: PostProcess = field(default_factory=PostProcess)
-    view_columns: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    job_columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    job_rows: Mapping[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
     files: Mapping[str, FileCells] = field(default_factory=dict)
     nodes: tuple[Node, ...] = ()
     reuse: Path | None = None

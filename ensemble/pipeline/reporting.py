@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ensemble.common.clock import boot_seconds
 from ensemble.common.gpus import Device
 from ensemble.common.host import cpu_name
+from ensemble.common.protocol import Counters
 from ensemble.common.version import __version__
-from ensemble.members.registry import member_kind
+from ensemble.jobs.job import Job, jobs_of
 from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.prepared import Prepared
+from ensemble.pipeline.progress import MemberProgress, members_of
 from ensemble.pipeline.results import Results, predictions_title
 from ensemble.pipeline.resume import MemberWork
-from ensemble.pipeline.run_dir import work_of_view
 from ensemble.pipeline.run_report import (
     CascadeReport,
     Computation,
@@ -35,11 +37,11 @@ from ensemble.pipeline.run_report import (
     WorkerReport,
 )
 from ensemble.planning.cascade import When
-from ensemble.planning.forecast import calibrated
-from ensemble.planning.plan import MemberPlan
+from ensemble.planning.forecast import Speed, calibrated
+from ensemble.planning.plan import ModelPlan
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.records import Failure, NodeChange, WorkerRecord, idle_gaps
-from ensemble.scheduling.state import MemberState
+from ensemble.scheduling.state import ModelState
 
 
 @dataclass
@@ -54,7 +56,7 @@ class RunState:
     prepared: Prepared
     began: float
     status: Status = "failed"
-    members: list[MemberState] = field(default_factory=list)
+    models: list[ModelState] = field(default_factory=list)
     works: dict[str, MemberWork] = field(default_factory=dict)
     results: Results = field(default_factory=Results)
     pool: DevicePool | None = None
@@ -75,9 +77,9 @@ class RunState:
         report = RunReport(
             status=status,
             pid=os.getpid(),
-            versions=_versions(self.members),
+            versions=_versions(self.models),
             written_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            seconds_left=_seconds_left(prepared, self.members) if status == "running" else None,
+            seconds_left=_seconds_left(prepared, self.models) if status == "running" else None,
             # The same as platform.platform(), which starts a process (uname -p).
             platform="-".join((platform.system(), platform.release(), platform.machine(), "with", libc)),
             devices=gpus or prepared.inventory.hosts or (Device("cpu", cpu_name(), None, 0, 0),),
@@ -85,8 +87,8 @@ class RunState:
             rows=prepared.table.rows,
             null_texts=dict(prepared.table.null_texts),
             timing={"total_seconds": round(boot_seconds() - self.began, 3)},
-            idle_gaps=idle_gaps(worker for state in self.members for worker in state.workers),
-            members=tuple(map(self._member, self.members)),
+            idle_gaps=idle_gaps(worker for state in self.models for worker in state.workers),
+            members=tuple(map(self._member, members_of(self.models))),
             left_out=tuple(name for name in names if name in left_out),
             merged_rows=dict(results.merged_rows),
             filled_rows=results.filled_rows,
@@ -111,10 +113,11 @@ class RunState:
         redacted: RunReport = loaded.redactor.document(report)
         return redacted
 
-    def computation(self, state: MemberState) -> Computation | None:
-        """Return when and with what this run has computed rows of a member; None if it has computed none."""
+    def computation(self, models: Sequence[ModelState]) -> Computation | None:
+        """Return when and with what this run has computed rows of models; None if it has computed none."""
         devices = {
             device: cpu_name() if device == "cpu" else worker.ready.device
+            for state in models
             for worker in state.workers
             if worker.ready is not None and worker.counters.rows
             for device in worker.devices
@@ -124,8 +127,8 @@ class RunState:
         driver = self.prepared.inventory.driver_version
         return Computation(
             at=datetime.now(UTC).isoformat(timespec="seconds"),
-            seconds=round(state.predicting_seconds, 3),
-            versions=_versions([state]) | ({"driver": driver} if driver else {}),
+            seconds=round(sum(state.predicting_seconds for state in models), 3),
+            versions=_versions(models) | ({"driver": driver} if driver else {}),
             devices=devices,
         )
 
@@ -150,79 +153,76 @@ class RunState:
             for rule, rows in zip(rules.rules, rules.rows, strict=True)
         )
 
-    def _member(self, state: MemberState) -> MemberReport:
-        plan, counters, work, results = state.plan, state.counters, self.works[state.plan.name], self.results
-        name, model = plan.name, plan.model
-        views = model.counted_views
+    def _member(self, member: MemberProgress) -> MemberReport:
+        name, work, results, plan = member.name, self.works[member.name], self.results, member.plan
+        settings = next(model for model in self.prepared.config.models if model.name == name)
+        states = member.models
+        counters = sum((state.counters for state in states), Counters())
         # If an earlier run completed the member, the report shows the workers of that run.
-        is_reused = work.is_complete and not state.workers
-        workers = work.workers if is_reused else tuple(map(_worker_report, state.workers))
-        bad_rows = work.bad_rows_of_views(state.bad_rows)
-        view_rows: Sequence[int | None] = results.view_rows.get(name, (None,) * len(views))
-        may_have = self.prepared.plan.facts[name].view_rows
-        at_most = [None] * len(views) if may_have is None else may_have.sum(axis=1).tolist()
-        given_files = () if plan.needs_worker else member_kind(model).sources()
-        if work.is_complete:
-            view_rows = self._rows_of_views(work, has_final_mean=not model.views_with_when)
+        is_reused = work.is_complete and not member.workers
+        workers = work.workers if is_reused else tuple(map(_worker_report, member.workers))
+        bad_rows = work.bad_rows if work.is_complete else work.bad_rows_of_jobs()
+        given_files = () if plan.needs_worker else plan.loaded.kind.sources()
+        jobs = [job for job in jobs_of(self.prepared.models, name) if job.view]
+        outcome: Literal["complete", "unfinished"] = "complete" if member.finished else "unfinished"
         return MemberReport(
             name=name,
-            phase=state.phase,
-            status=state.failure.outcome if state.failure else "complete" if state.finished else "unfinished",
-            weight=model.weight,
-            calibration={} if model.calibration is None else model.calibration.model_dump(mode="json"),
-            replicas=plan.replicas,
+            phase=member.phase,
+            status=outcome if member.failure is None else member.failure.outcome,
+            weight=settings.weight,
+            calibration={} if settings.calibration is None else settings.calibration.model_dump(mode="json"),
+            replicas=max(state.plan.replicas for state in states),
             fingerprint=work.fingerprint.digest,
-            reused_rows=state.reused_rows if plan.needs_worker else 0,
-            taken_over=dict(work.rows_taken),
-            work=plan.work * state.computed_cost,
-            computed_as=model.computed_as,
+            reused_rows=member.reused_rows if plan.needs_worker else 0,
+            taken_over=_sum_of([part.rows_taken for part in work.parts]),
+            work=sum(state.plan.work * state.computed_cost for state in states),
+            computed_as=settings.computed_as,
             settings=dict(work.settings),
-            speed=state.speed,
+            speed=_speed_of(states),
             forecast=_memory_forecast(plan, workers),
             progress=ProgressReport(
-                rows_done=state.rows_done,
-                share=round(state.fraction, 4),
-                tokens=state.tokens_done,
-                seconds=None if state.predicting_since is None else round(state.predicting_seconds, 3),
-                seconds_left=round(state.seconds_left, 3) if state.computed_cost else None,
+                rows_done=member.rows_done,
+                share=round(member.fraction, 4),
+                tokens=member.tokens_done,
+                seconds=None if member.predicting_since is None else round(member.predicting_seconds, 3),
+                seconds_left=round(member.seconds_left, 3) if member.computed_cost else None,
             ),
-            chunks=len(plan.chunks),
+            chunks=sum(len(state.plan.chunks) for state in states),
             rows=counters.rows,
             tokens=counters.tokens,
             padded_tokens=counters.padded_tokens,
             real_token_share=_share(counters.tokens, counters.padded_tokens),
-            lost_rows=state.speed_meter.lost_rows,
+            lost_rows=sum(state.speed_meter.lost_rows for state in states),
             bad_rows={str(row): bad_rows[row] for row in sorted(bad_rows)},
-            faults=tuple(state.faults),
-            failure=state.failure,
+            faults=tuple(fault for state in states for fault in state.faults),
+            failure=member.failure,
             workers=workers,
-            cascade=None if model.when is None else self._cascade(model.when, name),
+            cascade=None if settings.when is None else self._cascade(settings.when, name),
             activation=self.prepared.inspected[name].activation,
-            views={
-                view.name: ViewReport(view.weight, rows, most)
-                for view, rows, most in zip(views, view_rows, at_most, strict=True)
-            },
+            views={job.view: self._view(work, job) for job in jobs},
             view_cascades={
-                views[number].name: self._cascade(when, work_of_view(model, number))
-                for number, when in model.views_with_when.items()
+                job.view: self._cascade(job.when, job.name) for job in jobs if job.when is not None
             },
             partial_rows=results.partial_rows.get(name, 0),
             given_files=tuple(map(os.path.abspath, given_files)),
-            computed=self.computation(state),
+            computed=self.computation(states),
             computed_before=work.computed_before,
         )
 
-    def _rows_of_views(self, work: MemberWork, has_final_mean: bool) -> tuple[int, ...]:
-        """Return how many rows each view of a complete member has that count.
+    def _view(self, work: MemberWork, job: Job) -> ViewReport:
+        """Return how many rows a job has that count; of a complete member all that it may have.
 
-        ``has_final_mean``: all that it may have, also where nothing of an earlier run's views was read again.
+        Nothing of an earlier run's jobs was read again then, unless some of them may lack rows.
         """
-        counts: list[int] = []
-        for part in work.views:
-            is_counted = np.ones_like(part.is_done) if has_final_mean else part.is_done
-            rows = self.cascades.rows_of(part.member)
-            counts.append(int((is_counted if rows is None else is_counted & rows).sum()))
-        return tuple(counts)
+        may_have = self.prepared.job_rows.get(job.name)
+        rows = self.results.job_rows.get(job.name)
+        (part,) = (part for part in work.jobs if part.name == job.name)
+        if work.is_complete:
+            is_counted = part.is_done if job.may_lack_rows else np.ones_like(part.is_done)
+            selected = self.cascades.rows_of(job.name)
+            rows = int((is_counted if selected is None else is_counted & selected).sum())
+        at_most = None if may_have is None else int(may_have.sum())
+        return ViewReport(job.weight, rows, at_most, part.fingerprint.digest)
 
     def _cascade(self, when: When, work: str) -> CascadeReport:
         """Return what ``when`` selected for a member or view."""
@@ -235,13 +235,27 @@ class RunState:
         )
 
 
-def _versions(members: Sequence[MemberState]) -> dict[str, str]:
+def _versions(models: Sequence[ModelState]) -> dict[str, str]:
     """Return versions of packages, also of torch and others that only workers import."""
     versions = {"ensemble": __version__, "python": platform.python_version()}
-    for state in members:
+    for state in models:
         for worker in state.workers:
             versions |= {name: version for name, version in worker.versions.items() if version}
     return versions
+
+
+def _sum_of(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for count in counts:
+        total.update(count)
+    return dict(total)
+
+
+def _speed_of(models: Sequence[ModelState]) -> Speed:
+    """Return the speed of a member: that of its model of which most is known, and the slowest start."""
+    speeds = [state.speed for state in models]
+    best = max(speeds, key=lambda speed: (speed.is_measured, speed.is_startup_measured))
+    return replace(best, startup_seconds=max(speed.startup_seconds for speed in speeds))
 
 
 def _worker_report(worker: WorkerRecord) -> WorkerReport:
@@ -258,7 +272,7 @@ def _worker_report(worker: WorkerRecord) -> WorkerReport:
     return WorkerReport(**fields)
 
 
-def _memory_forecast(plan: MemberPlan, workers: Sequence[WorkerReport]) -> MemoryForecast | None:
+def _memory_forecast(plan: ModelPlan, workers: Sequence[WorkerReport]) -> MemoryForecast | None:
     footprint = plan.placement.footprint
     if footprint is None:
         return None
@@ -275,25 +289,25 @@ def _memory_forecast(plan: MemberPlan, workers: Sequence[WorkerReport]) -> Memor
     )
 
 
-def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float | None:
-    """Return the seconds until the last member ends, by the speeds so far; None before any was measured."""
-    # Seconds for all of a member's work on a single replica, by the chunks that are done.
-    by_name = {state.plan.name: state.speed_meter.seconds_per_cost for state in members}
+def _seconds_left(prepared: Prepared, models: Sequence[ModelState]) -> float | None:
+    """Return the seconds until the last model ends, by the speeds so far; None before any was measured."""
+    # Seconds for all of a model's work on a single replica, by the chunks that are done.
+    by_name = {state.plan.name: state.speed_meter.seconds_per_cost for state in models}
     measured = {name: seconds for name, seconds in by_name.items() if seconds}
-    if not measured and not all(state.plan.speed.is_measured for state in members):
+    if not measured and not all(state.plan.speed.is_measured for state in models):
         return None
-    seconds = calibrated({state.plan.name: state.plan.whole_seconds for state in members}, measured)
-    jobs = []
-    for state in members:
+    seconds = calibrated({state.plan.name: state.plan.whole_seconds for state in models}, measured)
+    demands = []
+    for state in models:
         if state.finished or state.failure is not None:
             continue
         whole_seconds = seconds[state.plan.name]
         if whole_seconds is None:
             return None
-        startup = 0.0 if state.running else state.plan.job.startup_seconds
+        startup = 0.0 if state.running else state.plan.demand.startup_seconds
         compute_seconds = whole_seconds * state.work_left * state.plan.expected_share
-        jobs.append(replace(state.plan.job, startup_seconds=startup, compute_seconds=compute_seconds))
-    return round(prepared.plan.seconds_of(jobs), 3)
+        demands.append(replace(state.plan.demand, startup_seconds=startup, compute_seconds=compute_seconds))
+    return round(prepared.plan.seconds_of(demands), 3)
 
 
 def _share(part: float, whole: float | None) -> float | None:

@@ -21,12 +21,13 @@ from ensemble.common.errors import MergeError
 from ensemble.common.files import atomic_path, is_parquet
 from ensemble.common.shards import file_sha256
 from ensemble.common.text import plural, shown_path
+from ensemble.config import MemberConfig
 from ensemble.config.schema import FittingConfig
 from ensemble.data.csv_file import write_csv
 from ensemble.data.digests import truth_sha256
 from ensemble.data.submission import Sample
+from ensemble.jobs.job import jobs_of
 from ensemble.members.base import OutputColumns
-from ensemble.members.registry import member_kind
 from ensemble.merging.blocks import MergedMember, RowCheck, Without, block_spans, merge_blocks
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS, merge_method
@@ -36,12 +37,11 @@ from ensemble.merging.scoring import CascadeComparison, CascadeScoring, Gain, Re
 from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.prepare import given_predictions
 from ensemble.pipeline.prepared import Prepared
-from ensemble.pipeline.resume import MemberWork, demand_unchanged, mean_of_views, values_of, write_manifest
+from ensemble.pipeline.resume import MemberWork, demand_unchanged, mean_of_jobs, values_of, write_manifest
 from ensemble.pipeline.reuse import write_bits
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import AllowedLabelsReport, Computation
-from ensemble.planning.plan import MemberPlan
-from ensemble.scheduling.state import MemberState
+from ensemble.planning.plan import ModelPlan
 
 # The ensemble's name among the scores.
 ENSEMBLE_ROW: Final = "ensemble"
@@ -65,7 +65,7 @@ class Results:
         kept_submission: a sentence about one of an earlier run that stays; empty: this run's own is written.
         answers: scores of the answers by the submission's column and by metric.
         comparisons: of the ensemble with and without each member with ``when``.
-        view_rows: how many rows each view has, of members that were merged before they were complete.
+        job_rows: how many rows each job has, of members that were merged before they were complete.
         partial_rows: how many rows of these members are the mean of some of their views only.
     """
 
@@ -76,7 +76,7 @@ class Results:
     filled_rows: int = 0
     kept_submission: str = ""
     comparisons: dict[str, CascadeComparison] = field(default_factory=dict)
-    view_rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    job_rows: dict[str, int] = field(default_factory=dict)
     partial_rows: dict[str, int] = field(default_factory=dict)
     answers: dict[str, dict[str, float]] = field(default_factory=dict)
     fitted_on: FittingConfig | None = None
@@ -98,36 +98,50 @@ class ResultWriter:
         self.cascades = Cascades(prepared, rundir, works)
         self.results = results
 
-    def write_predictions(self, state: MemberState, computed: Computation | None = None) -> None:
-        """Gather a finished member's shards into its CSV, and write its manifest, with what this run ``computed``.
+    def write_predictions(
+        self, plan: ModelPlan, by_model: Computation | None = None, by_member: Computation | None = None
+    ) -> None:
+        """Gather a finished model's shards into a CSV for each job, with what the model computed in this run.
 
+        Once all jobs of its member have theirs, their mean is the member's, with what all of its models computed.
         Rows that could not be computed get equal probabilities.
 
         Raises:
-            MergeError: a row is missing, or the checkpoint's files changed since the run began.
+            MergeError: a row is missing, or the model's files changed since the run began.
         """
-        name, work = state.plan.name, self._works[state.plan.name]
+        name, work = plan.member, self._works[plan.member]
         if not work.is_complete:
-            demand_unchanged(self._prepared, state.plan.model, work)
-            for view, part in enumerate(work.parts):
+            parts = {part.name: part for part in work.parts}
+            demand_unchanged(self._prepared, plan, [parts[job.name] for job in plan.jobs])
+            for job in plan.jobs:
+                part = parts[job.name]
                 if not part.is_complete:
-                    part.bad_rows = work.rows_of_view(state.bad_rows, view)
-                    self._complete(part, self._values_in_shards(name, part), computed)
+                    self._complete(part, self._values_in_shards(name, part), by_model)
         if not work.is_complete:
-            work.bad_rows = work.bad_rows_of_views(state.bad_rows)
-            views = [self._values_of_view(view) for view in work.views]
-            mean = mean_of_views(views, [view.weight for view in state.plan.model.counted_views])
-            # From an earlier run, a view can have more rows than its member is to have now.
-            for part, values in zip(work.views, views, strict=True):
-                if self.cascades.own_rows_of(part.member) is None:
-                    mean[np.isnan(values).any(axis=1)] = np.nan
-            self._complete(work, mean, computed)
+            if not all(part.is_complete for part in work.parts):
+                return
+            self._complete(work, self._mean_of_complete(name), by_member)
         self.results.files[predictions_title(name)] = self._rundir.predictions(name)
+
+    def _mean_of_complete(self, member: str) -> _Values:
+        """Return the mean of a member's jobs, [rows, labels]; NaN in rows that the member is not to have."""
+        work = self._works[member]
+        work.bad_rows = work.bad_rows_of_jobs()
+        values_of_jobs = [self._values_of_job(part) for part in work.jobs]
+        mean = mean_of_jobs(values_of_jobs, self._weights(member))
+        # An earlier run may have computed more rows of this job than the member needs now.
+        for part, values in zip(work.jobs, values_of_jobs, strict=True):
+            if self.cascades.own_rows_of(part.name) is None:
+                mean[np.isnan(values).any(axis=1)] = np.nan
+        return mean
+
+    def _weights(self, member: str) -> list[float]:
+        return [job.weight for job in jobs_of(self._prepared.models, member)]
 
     def _values_in_shards(self, member: str, work: MemberWork) -> _Values:
         """Return the values of a work that is done, [rows, labels]; NaN in rows that it need not have."""
         values = values_of(self._rundir, work, len(self._labels))
-        selected = self.cascades.rows_of(work.member)
+        selected = self.cascades.rows_of(work.name)
         values[list(work.bad_rows)] = self._prepared.even_value(member)
         is_missing = np.isnan(values).any(axis=1)
         if selected is not None:
@@ -141,21 +155,21 @@ class ResultWriter:
             )
         return values
 
-    def _values_of_view(self, view: MemberWork) -> _Values:
-        """Return the values of a view, [rows, labels]; NaN in rows that its ``when`` leaves out."""
-        values = values_of(self._rundir, view, len(self._labels))
-        rows = self.cascades.own_rows_of(view.member)
+    def _values_of_job(self, work: MemberWork) -> _Values:
+        """Return the values of a job, [rows, labels]; NaN in rows that its ``when`` leaves out."""
+        values = values_of(self._rundir, work, len(self._labels))
+        rows = self.cascades.own_rows_of(work.name)
         if rows is not None:
             values[~rows] = np.nan
         return values
 
-    def write_given(self, member: MemberPlan) -> None:
+    def write_given(self, plan: ModelPlan) -> None:
         """Write the predictions of a member that needs no worker, with their manifest."""
         columns = OutputColumns(self._config.data.id_column, self._labels)
-        kind, inspected = member_kind(member.model), self._prepared.inspected[member.name]
+        kind, inspected = plan.loaded.kind, self._prepared.of_models[plan.name]
         predictions = given_predictions(kind, inspected, self._prepared.table, columns)
-        work = self._works[member.name]
-        demand_unchanged(self._prepared, member.model, work)
+        work = self._works[plan.member]
+        demand_unchanged(self._prepared, plan, [work])
         self._complete(work, predictions.values)
 
     def _complete(self, work: MemberWork, values: _Values, computed: Computation | None = None) -> None:
@@ -163,7 +177,7 @@ class ResultWriter:
         is_present, ids = np.asarray(~np.isnan(values).any(axis=1)), self._prepared.table.ids
         if not is_present.all():
             ids, values = ids.filter(pa.array(is_present)), values[is_present]
-        with atomic_path(self._rundir.predictions(work.member)) as temporary:
+        with atomic_path(self._rundir.predictions(work.name)) as temporary:
             names = [self._config.data.id_column, *self._labels]
             write_csv(temporary, names, [ids, *map(pa.array, values.T)])
             sha256 = file_sha256(temporary)
@@ -171,7 +185,7 @@ class ResultWriter:
         write_manifest(self._rundir, work, sha256, computed)
         work.is_complete = True
 
-    def merge(self, members: Sequence[MemberState]) -> None:
+    def merge(self, members: Sequence[MemberConfig]) -> None:
         """Merge the members' values, finished or not, score them if the truth is known, and write the files.
 
         A row that some of them did not reach is merged from the others; one that none reached is filled in.
@@ -179,7 +193,7 @@ class ResultWriter:
         prepared, config, results = self._prepared, self._config, self.results
         # A first submission may have left some.
         results.scores, results.gain, results.merged_rows, results.kept_submission = {}, None, {}, ""
-        results.comparisons, results.view_rows, results.partial_rows = {}, {}, {}
+        results.comparisons, results.job_rows, results.partial_rows = {}, {}, {}
         rules, allowed, path = prepared.post.rules, prepared.post.allowed, self._rundir.allowed_labels
         write_bits(self._rundir.rule_rows, None if rules is None else rules.rows)
         write_bits(path, None if allowed is None else allowed.flags.T)
@@ -189,7 +203,7 @@ class ResultWriter:
         scoring: Scoring | None = None
         gives_probabilities = METHODS.load(config.ensemble.method).gives_probabilities
         all_values = np.full((prepared.table.rows, len(self._labels)), np.nan, order="F")
-        if any(state.plan.model.has_weight for state in members):
+        if any(member.has_weight for member in members):
             scoring = self._scoring(gives_probabilities)
             merged = self._merge_into(all_values, members)
         results.filled_rows = self._fill(all_values)
@@ -269,28 +283,28 @@ class ResultWriter:
             return None
         return Scoring(truth, self._prepared.activation, self._resamples, has_loss, possible)
 
-    def _merge_into(self, all_values: _Values, members: Sequence[MemberState]) -> Sequence[MergedMember]:
+    def _merge_into(self, all_values: _Values, members: Sequence[MemberConfig]) -> Sequence[MergedMember]:
         """Merge members into ``all_values``, [rows, labels], NaN where no member has a row, and return them."""
         table, config, truth = self._prepared.table, self._config, self._prepared.truth
-        names = tuple(state.plan.name for state in members)
+        names = tuple(member.name for member in members)
         activations = tuple(self._prepared.inspected[name].activation for name in names)
         merged: list[MergedMember] = []
-        for state, activation in zip(members, activations, strict=True):
-            name, model, work = state.plan.name, state.plan.model, self._works[state.plan.name]
+        for member, activation in zip(members, activations, strict=True):
+            name, work = member.name, self._works[member.name]
             source = self._rundir.predictions(name) if work.is_complete else work.shards_dir
             has_all_rows = work.is_complete and work.is_done.all() and self.cascades.rows_of(name) is None
             merged.append(
                 MergedMember(
                     name=name,
-                    weight=model.weight,
-                    values=self._values_to_merge(state),
+                    weight=member.weight,
+                    values=self._values_to_merge(name),
                     check=RowCheck(str(source), activation, table.ids, may_lack_rows=not has_all_rows),
                     scoring=self._scoring(),
-                    calibrate=calibrator(model.calibration, activation, self._labels),
+                    calibrate=calibrator(member.calibration, activation, self._labels),
                     ruled=None if self._prepared.post.rules is None else self._scoring(),
                 )
             )
-        facts = Members(names, activations, self._labels, tuple(state.plan.model.weight for state in members))
+        facts = Members(names, activations, self._labels, tuple(member.weight for member in members))
         method = merge_method(config.ensemble, facts)
         # The ensemble without a member with ``when``, by the member's number.
         without = {
@@ -312,9 +326,8 @@ class ResultWriter:
                 self.results.comparisons[names[number]] = comparison
         return merged
 
-    def _values_to_merge(self, state: MemberState) -> _Values:
+    def _values_to_merge(self, name: str) -> _Values:
         """Return the values of the rows that a member is to have, [rows, labels]; NaN in the others."""
-        name = state.plan.name
         work, selected = self._works[name], self.cascades.rows_of(name)
         if work.is_complete:
             values = values_of(self._rundir, work, len(self._labels))
@@ -322,21 +335,23 @@ class ResultWriter:
             has_others = is_merged is not None and not is_merged.all()
             write_bits(self._rundir.merged_rows(name), is_merged if has_others else None)
         else:
-            parts = [self._values_of_view(part) for part in work.parts]
+            parts = [self._values_of_job(part) for part in work.parts]
             if self._config.on_bad_row == "uniform":
-                for view, of_view in enumerate(parts):
-                    of_view[list(work.rows_of_view(state.bad_rows, view))] = self._prepared.even_value(name)
-            if work.views:
-                is_present = np.array([~np.isnan(of_view[:, 0]) for of_view in parts])
+                for part, of_job in zip(work.parts, parts, strict=True):
+                    of_job[list(part.bad_rows)] = self._prepared.even_value(name)
+            if work.jobs:
+                is_present = np.array([~np.isnan(of_job[:, 0]) for of_job in parts])
                 is_missing = ~is_present
-                for part, missing in zip(work.views, is_missing, strict=True):
-                    rows = self.cascades.own_rows_of(part.member)
+                for part, missing in zip(work.jobs, is_missing, strict=True):
+                    rows = self.cascades.own_rows_of(part.name)
                     if rows is not None:
                         missing &= rows
                 is_partial = is_present.any(axis=0) & is_missing.any(axis=0)
-                self.results.view_rows[name] = tuple(is_present.sum(axis=1).tolist())
+                self.results.job_rows |= {
+                    part.name: int(rows) for part, rows in zip(work.jobs, is_present.sum(axis=1), strict=True)
+                }
                 self.results.partial_rows[name] = int(is_partial.sum())
-            values = mean_of_views(parts, [view.weight for view in state.plan.model.counted_views])
+            values = mean_of_jobs(parts, self._weights(name))
         if selected is not None:
             values[~selected] = np.nan
         return values

@@ -12,19 +12,22 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from annotated_types import Gt
+from pydantic import TypeAdapter, ValidationError
 
 from ensemble.common.digests import FileDigest, FileDigests, digest_of
 from ensemble.common.errors import CheckpointError, ConfigError, DataError, MergeError
 from ensemble.common.files import changed_files, changed_text, read_json, without_links, write_text
 from ensemble.common.shards import (
     BAD_ROWS_FILE,
-    CPU_CHOICE_FILE,
-    ROOMS_FILE,
+    CHOICES_FILE,
     ROWS_FILE,
     bad_rows_in,
     gather_shards,
@@ -38,41 +41,42 @@ from ensemble.common.text import plural, shown_path
 from ensemble.config import MemberConfig
 from ensemble.data.digests import RowDigests
 from ensemble.data.predictions_csv import is_as_written, read_predictions
+from ensemble.jobs.job import jobs_of
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.fingerprint import (
     Fingerprint,
     file_cells,
+    job_fingerprint,
     mean_fingerprint,
-    member_fingerprint,
     settings_digests,
-    view_fingerprints,
 )
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.reuse import EarlierWork, write_row_file, write_shards
-from ensemble.pipeline.run_dir import RunDir, work_of_view
+from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import Computation, MemberReport, RunReport, WorkerReport, computations_of
-from ensemble.planning.plan import CpuChoice, MemberPlan, Plan
+from ensemble.planning.plan import CpuChoice, ModelPlan, Plan
 from ensemble.scheduling.batches import BatchRecord
 from ensemble.scheduling.launchers.local import worker_threads
 
 
 @dataclass
 class MemberWork:
-    """Hold the work of a member, or of one of its views, as far as it is done.
+    """Hold the work of a job, or of a member that is the mean of jobs, as far as it is done.
 
     Attributes:
+        name: of the job or the member.
         is_done: bool [rows], the rows whose probabilities are in shards or in the complete predictions.
         bad_rows: the reason of each table row that could not be computed.
         is_complete: whether the predictions and their manifest exist, and are what this run would write.
         workers: those of the previous run; ``computed_before`` is of all earlier runs, the oldest first.
         why_again: why existing predictions do not count, in words; empty without predictions.
-        row_digests: of the table's rows, [rows, 2]; None if no worker computes them, and for a mean of views.
+        row_digests: of the table's rows, [rows, 2]; None if no worker computes them, and for a mean of jobs.
         rows_taken: the number of rows taken over from other work, by the path of that work.
-        views: the work of each view, if the member has several; their weighted mean gives this work's predictions.
+        jobs: the works of a member's jobs, if it has views; their weighted mean gives this work's predictions.
         settings: a digest of each key on which the member's probabilities may depend.
     """
 
-    member: str
+    name: str
     fingerprint: Fingerprint
     shards_dir: Path
     is_done: npt.NDArray[np.bool_]
@@ -84,13 +88,13 @@ class MemberWork:
     files: dict[str, FileDigest] = field(default_factory=dict)
     row_digests: RowDigests | None = None
     rows_taken: dict[str, int] = field(default_factory=dict)
-    views: tuple[MemberWork, ...] = ()
+    jobs: tuple[MemberWork, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def parts(self) -> tuple[MemberWork, ...]:
-        """Return the work of each view; without views, the work itself."""
-        return self.views or (self,)
+        """Return the work of each job; for a job, the work itself."""
+        return self.jobs or (self,)
 
     @property
     def rows_kept(self) -> int:
@@ -98,43 +102,22 @@ class MemberWork:
         return 0 if self.is_complete else int(self.is_done.sum()) - sum(self.rows_taken.values())
 
     @property
-    def has_rows(self) -> npt.NDArray[np.bool_]:
-        """Return which rows need not be computed, numbered through the views, bool [views * rows]."""
-        if self.is_complete:
-            return np.tile(self.is_done, len(self.parts))
-        return np.concatenate([part.is_done for part in self.parts])
+    def has_any_rows(self) -> bool:
+        """Return whether some row need not be computed."""
+        return bool(self.is_done.any()) if self.is_complete else any(job.is_done.any() for job in self.parts)
 
-    @property
-    def noted_bad_rows(self) -> dict[int, str]:
-        """Return the rows that could not be computed, numbered through the views, with the reasons."""
-        rows = len(self.is_done)
-        return {
-            row + view * rows: reason
-            for view, part in enumerate(self.parts)
-            for row, reason in part.bad_rows.items()
-        }
-
-    def rows_of_view(self, numbered: Mapping[int, str], view: int) -> dict[int, str]:
-        """Return the rows of one view, from rows that are numbered through the views."""
-        rows = len(self.is_done)
-        return {row - view * rows: reason for row, reason in numbered.items() if row // rows == view}
-
-    def bad_rows_of_views(self, numbered: Mapping[int, str]) -> dict[int, str]:
-        """Return, by table row, bad rows that are numbered through the views; the reasons name the views."""
-        if not self.views:
-            return dict(numbered)
+    def bad_rows_of_jobs(self) -> dict[int, str]:
+        """Return the bad rows of the member's jobs by their numbers in the table; the reasons name the views."""
         reasons: dict[int, list[str]] = {}
-        for view, part in enumerate(self.views):
-            name = part.member.rpartition("@")[2]
-            for row, reason in self.rows_of_view(numbered, view).items():
-                reasons.setdefault(row, []).append(f"view {name}: {reason}")
+        for job in self.parts:
+            title = f"view {job.name.rpartition('@')[2]}: " if self.jobs else ""
+            for row, reason in job.bad_rows.items():
+                reasons.setdefault(row, []).append(title + reason)
         return {row: "; ".join(reasons[row]) for row in sorted(reasons)}
 
     def make_shards_dir(self) -> None:
-        """Make the folders of the shards and of the views' shards, with the file of row digests."""
+        """Make the folder of a job's shards, with the file of row digests."""
         self.shards_dir.mkdir(parents=True, exist_ok=True)
-        for view in self.views:
-            view.make_shards_dir()
         path = self.shards_dir / ROWS_FILE
         if self.row_digests is not None and EarlierWork.at(path) is None:
             write_row_file(path, self.fingerprint, self.row_digests)
@@ -144,7 +127,7 @@ def refuse_trial(prepared: Prepared, rundir: RunDir) -> None:
     """Raise a ConfigError if a trial on the first rows would replace predictions of more rows."""
     if prepared.config.limit is None:
         return
-    for member in prepared.plan.members:
+    for member in prepared.config.models:
         rows = read_json(rundir.manifest(member.name)).get("rows")
         if isinstance(rows, int) and rows > prepared.table.rows:
             raise ConfigError(
@@ -155,14 +138,12 @@ def refuse_trial(prepared: Prepared, rundir: RunDir) -> None:
 
 def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -> dict[str, MemberWork]:
     """Return the work of every member, by name, and tell the user what is kept."""
-    config, members = prepared.config, prepared.plan.members
+    config = prepared.config
     files = FileDigests(config.hash_weights, prepared.file_states)
-    works = {
-        member.name: _work_of_member(prepared, rundir, member, files.for_another()) for member in members
-    }
+    works = {member.name: _work_of_member(prepared, rundir, member, files) for member in config.models}
     reuse = [] if prepared.reuse is None else [prepared.reuse]
-    if any(facts.view_rows is not None for facts in prepared.plan.facts.values()):
-        # The out-of-fold run has rows that only some views may compute.
+    if prepared.job_rows:
+        # The out-of-fold run has rows that only some jobs may compute.
         reuse += dict.fromkeys(trained.oof_run for trained in prepared.loaded.trained.values())
     # Take rows over before any member is completed: its predictions may replace rows that others take over.
     for member_work in works.values():
@@ -172,8 +153,8 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
                 take_over(work, prepared.table.ids, rundir, len(config.labels), keeps_bad_rows, reuse)
             _say_what_is_kept(work, say)
     if prepared.reuse is not None:
-        with_workers = [works[member.name] for member in members if member.needs_worker]
-        if with_workers and not any(work.has_rows.any() for work in with_workers):
+        with_workers = [works[model.member] for model in prepared.plan.models if model.needs_worker]
+        if with_workers and not any(work.has_any_rows for work in with_workers):
             raise DataError(
                 f"--reuse: {shown_path(prepared.reuse)} has no row of this table by members with these settings; "
                 "name another run, or leave the option out to compute all rows"
@@ -182,41 +163,53 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
     return works
 
 
-def _work_of_member(prepared: Prepared, rundir: RunDir, member: MemberPlan, files: FileDigests) -> MemberWork:
-    """Return the work of a member and of its views, from files with the member's name."""
-    table, name, model = prepared.table, member.name, member.model
+def _work_of_member(
+    prepared: Prepared, rundir: RunDir, member: MemberConfig, files: FileDigests
+) -> MemberWork:
+    """Return the work of a member and of its jobs, from files with their names."""
+    table, name = prepared.table, member.name
+    in_order = jobs_of(prepared.models, name)
     if name in prepared.loaded.untrained:  # nothing can be its work
         nothing = Fingerprint(settings=digest_of("untrained"), content={}, rows=digest_of(table.rows))
-        folder = rundir.shards_dir(name, nothing.digest)
-        return MemberWork(name, nothing, folder, is_done=np.zeros(table.rows, dtype=np.bool_))
-    keeps_bad_rows = prepared.config.on_bad_row == "uniform"
-    fingerprint = member_fingerprint(prepared, member, files)
-    of_views = view_fingerprints(prepared, member, files)
-    if of_views:
-        fingerprint = mean_fingerprint(member, fingerprint, of_views, prepared.plan.facts[name].view_rows)
-    # Which rows views with ``when`` have follows from what others have predicted: their mean is always made again.
-    is_final = not model.views_with_when
-    work = find_work(rundir, name, fingerprint, table.rows, keeps_bad_rows, is_final=is_final)
-    work.settings = settings_digests(prepared.config, model)
-    with_ids = member_kind(model).reads().ids
-    for number, (view, of_view) in enumerate(zip(model.counted_views, of_views, strict=True)):
-        folder = work.shards_dir / f"{view.name}.{of_view.digest[:16]}"
-        view_work = find_work(
-            rundir, work_of_view(model, number), of_view, table.rows, keeps_bad_rows, folder
+        names = [name, *(job.name for job in in_order if job.view)]
+        work, *of_jobs = (
+            MemberWork(of, nothing, rundir.shards_dir(of, nothing.digest), np.zeros(table.rows, np.bool_))
+            for of in names
         )
-        columns = prepared.view_columns[name][number]
-        view_work.row_digests = table.row_digests(columns, file_cells(prepared, name, view), with_ids)
-        work.views += (view_work,)
-    if member.needs_worker and not work.views:
-        work.row_digests = table.row_digests(prepared.columns[name], prepared.files.get(name), with_ids)
-    for part in (work, *work.views):
-        part.files = files.seen
+        work.jobs = tuple(of_jobs)
+        return work
+    keeps_bad_rows = prepared.config.on_bad_row == "uniform"
+    with_ids = member_kind(member).reads().ids
+    works: dict[str, MemberWork] = {}
+    for plan in prepared.plan.models:
+        if plan.member != name:
+            continue
+        of_model = files.for_another()
+        for job in plan.jobs:
+            work = find_work(
+                rundir, job.name, job_fingerprint(prepared, plan, job, of_model), table.rows, keeps_bad_rows
+            )
+            work.files = of_model.seen
+            if plan.needs_worker:
+                cells = file_cells(prepared, name, job)
+                work.row_digests = table.row_digests(prepared.job_columns[job.name], cells, with_ids)
+            works[job.name] = work
+    if not member.counted_views:
+        work = works[name]
+    else:
+        fingerprints = [works[job.name].fingerprint for job in in_order]
+        fingerprint = mean_fingerprint(in_order, fingerprints, prepared.job_rows)
+        # The rows of such jobs follow from others' predictions or the time: the mean is always made again.
+        is_final = not any(job.may_lack_rows for job in in_order)
+        work = find_work(rundir, name, fingerprint, table.rows, keeps_bad_rows, is_final=is_final)
+        work.jobs = tuple(works[job.name] for job in in_order)
+    work.settings = settings_digests(prepared.config, member)
     return work
 
 
 def _say_what_is_kept(work: MemberWork, say: Callable[[str], None]) -> None:
     """Tell the user which rows are kept, and from where, or why the work begins again."""
-    name, rows = work.member, plural(len(work.is_done), "row")
+    name, rows = work.name, plural(len(work.is_done), "row")
     if work.is_complete:
         say(f"{name}: done by an earlier run, reused")
         return
@@ -236,36 +229,34 @@ def _add_from_report(rundir: RunDir, works: Iterable[MemberWork]) -> None:
     with suppress(DataError):  # no report, or a report of another version
         members = {member.fingerprint: member for member in RunReport.read(rundir.run_json).members}
     for work in works:
-        if work.views and not work.is_complete:
-            work.computed_before = tuple(run for view in work.views for run in view.computed_before)
+        if work.jobs and not work.is_complete:
+            work.computed_before = tuple(run for job in work.jobs for run in job.computed_before)
         before = members.get(work.fingerprint.digest)
         if before is None:
             continue
         work.workers = before.workers
         if any(part.rows_kept for part in work.parts):
-            # The report has what computed the views, too.
-            taken = () if work.views else work.computed_before
+            # The report has what computed the jobs, too.
+            taken = () if work.jobs else work.computed_before
             work.computed_before = (*before.computations, *taken)
 
 
 def find_work(
     rundir: RunDir,
-    member: str,
+    name: str,
     fingerprint: Fingerprint,
     rows: int,
     keeps_bad_rows: bool,
-    folder: Path | None = None,
     is_final: bool = True,
 ) -> MemberWork:
-    """Return the work of a member from files with its name: complete predictions of all rows, or else shards.
+    """Return the work of a job or member from files with its name: complete predictions, or else shards.
 
     Shards whose content does not match their names are removed. With ``keeps_bad_rows``, rows that could not be
-    computed count as done; otherwise they run again. ``folder`` is that of the shards, if not the usual one.
-    Predictions that are not ``is_final`` do not count.
+    computed count as done; otherwise they run again. Predictions that are not ``is_final`` do not count.
     """
-    folder = folder or rundir.shards_dir(member, fingerprint.digest)
-    work = MemberWork(member, fingerprint, folder, is_done=np.zeros(rows, dtype=np.bool_))
-    manifest = read_json(rundir.manifest(member))
+    folder = rundir.shards_dir(name, fingerprint.digest)
+    work = MemberWork(name, fingerprint, folder, is_done=np.zeros(rows, dtype=np.bool_))
+    manifest = read_json(rundir.manifest(name))
     made_of = Fingerprint.from_dict(manifest.get("fingerprint"))
     bad_rows = rows_with_reasons(manifest.get("bad_rows"), rows)
     if made_of is None:
@@ -274,8 +265,8 @@ def find_work(
     elif made_of != fingerprint:
         changed = ", ".join(fingerprint.changed_from(made_of))
         work.why_again = f"{changed} changed since its predictions were made"
-    elif not is_as_written(rundir.predictions(member)):
-        work.why_again = f"{rundir.predictions(member)} has been changed"
+    elif not is_as_written(rundir.predictions(name)):
+        work.why_again = f"{rundir.predictions(name)} has been changed"
     elif is_final and manifest.get("present") is None and (keeps_bad_rows or not bad_rows):
         work.is_complete, work.bad_rows, work.is_done[:] = True, bad_rows, True
         work.computed_before = computations_of(manifest)
@@ -298,7 +289,7 @@ def values_of(rundir: RunDir, work: MemberWork, labels: int) -> npt.NDArray[np.f
     rows = len(work.is_done)
     if not work.is_complete:
         return gather_shards(shards_in(work.shards_dir, rows), rows, labels)
-    values = read_predictions(rundir.predictions(work.member)).values
+    values = read_predictions(rundir.predictions(work.name)).values
     if work.is_done.all():
         return values
     values_of_table = np.full((rows, labels), np.nan, order="F")
@@ -306,16 +297,16 @@ def values_of(rundir: RunDir, work: MemberWork, labels: int) -> npt.NDArray[np.f
     return values_of_table
 
 
-def mean_of_views(
+def mean_of_jobs(
     values: Sequence[npt.NDArray[np.float64]], weights: Sequence[float]
 ) -> npt.NDArray[np.float64]:
-    """Return each row's weighted mean over the views that have the row, [rows, labels]; NaN if no view has it."""
+    """Return each row's weighted mean over the jobs that have the row, [rows, labels]; NaN if no job has it."""
     if len(values) == 1:
         return values[0]
     sums, shares = np.zeros(values[0].shape, order="F"), np.zeros(len(values[0]))
-    for view_values, weight in zip(values, weights, strict=True):
-        is_present = ~np.isnan(view_values[:, 0])
-        sums[is_present] += weight * view_values[is_present]
+    for job_values, weight in zip(values, weights, strict=True):
+        is_present = ~np.isnan(job_values[:, 0])
+        sums[is_present] += weight * job_values[is_present]
         shares[is_present] += weight
     with np.errstate(invalid="ignore"):
         return np.asarray(sums / shares[:, None])
@@ -364,8 +355,8 @@ def take_over(
         work.computed_before += computations_of(read_json(source.path.with_suffix(".json")))
 
 
-def demand_unchanged(prepared: Prepared, model: MemberConfig, work: MemberWork) -> None:
-    """Raise a MergeError if a member's files have changed since the run began.
+def demand_unchanged(prepared: Prepared, plan: ModelPlan, works: Sequence[MemberWork]) -> None:
+    """Raise a MergeError if a model's files have changed since the run began; ``works`` are those of its jobs.
 
     Workers have compared the files' states; this function compares their content, and looks for new files.  If the
     content changed but the states did not, any shard may come from the new content: all shards are removed.
@@ -373,15 +364,19 @@ def demand_unchanged(prepared: Prepared, model: MemberConfig, work: MemberWork) 
     files = FileDigests(prepared.config.hash_weights)
     is_same = False
     with suppress(CheckpointError):  # a file is being replaced right now
-        content = member_kind(model).content(prepared.inspected[model.name], files)
-        is_same = content == work.fingerprint.content
-    changed = set(changed_files({path: seen.state for path, seen in work.files.items()}))
+        contents = [
+            member_kind(job.settings).content(prepared.of_models[plan.name], files) for job in plan.jobs
+        ]
+        is_same = contents == [work.fingerprint.content for work in works]
+    seen = works[0].files
+    changed = set(changed_files({path: file.state for path, file in seen.items()}))
     if is_same and not changed:
         return
     if not changed:
-        shutil.rmtree(work.shards_dir, ignore_errors=True)
-        before = {path: seen.digest for path, seen in work.files.items()}
-        now = {path: seen.digest for path, seen in files.seen.items()}
+        for work in works:
+            shutil.rmtree(work.shards_dir, ignore_errors=True)
+        before = {path: file.digest for path, file in seen.items()}
+        now = {path: file.digest for path, file in files.seen.items()}
         changed = {path for path, _ in before.items() ^ now.items()}
     raise MergeError(changed_text(changed))
 
@@ -410,53 +405,57 @@ def write_manifest(
     if not is_present.all():
         document["present"] = int(is_present.sum())
     if work.row_digests is not None:
-        write_row_file(rundir.rows(work.member), work.fingerprint, work.row_digests[is_present])
-    elif work.views:  # the row file of a run without views does not describe these predictions
-        rundir.rows(work.member).unlink(missing_ok=True)
-    write_text(rundir.manifest(work.member), json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        write_row_file(rundir.rows(work.name), work.fingerprint, work.row_digests[is_present])
+    elif work.jobs:  # the row file of a run without views does not describe these predictions
+        rundir.rows(work.name).unlink(missing_ok=True)
+    write_text(rundir.manifest(work.name), json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
-def kept_cpu_choices(works: Mapping[str, MemberWork]) -> dict[str, CpuChoice]:
-    """Return the CPU choices of earlier runs for incomplete members; other threads can change last digits."""
-    documents = {
-        name: read_json(work.shards_dir / CPU_CHOICE_FILE)
-        for name, work in works.items()
-        if not work.is_complete
-    }
-    return {name: CpuChoice(**document) for name, document in documents.items() if document}
+@dataclass(frozen=True)
+class Choices:
+    """Hold what a run chose for a model, which a resumed run goes on with; it stands in each of its jobs' folders.
+
+    Attributes:
+        cpu: other threads can change last digits; None: its workers are on GPUs, or on a cluster.
+        rooms: see ``BatchRecord``; the names of shards say whether chunks start in float32.
+    """
+
+    cpu: CpuChoice | None = None
+    rooms: Mapping[str, Annotated[int, Gt(0)]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folders: Iterable[Path]) -> Choices:
+        """Return the choices in the first folder that has some; a damaged file has none."""
+        for folder in folders:
+            with suppress(OSError, ValidationError):
+                return _choices_adapter().validate_json((folder / CHOICES_FILE).read_bytes(), strict=True)
+        return cls()
+
+    def write(self, folders: Iterable[Path]) -> None:
+        for folder in folders:
+            write_text(folder / CHOICES_FILE, json.dumps(asdict(self), indent=2) + "\n")
 
 
-def keep_cpu_choice(shards_dir: Path, member: MemberPlan) -> None:
-    """Write this run's choice for a member on the CPU."""
-    choice = CpuChoice(threads=_threads(member), workers=member.replicas)
-    write_text(shards_dir / CPU_CHOICE_FILE, json.dumps(asdict(choice)) + "\n")
+@cache
+def _choices_adapter() -> TypeAdapter[Choices]:
+    return TypeAdapter(Choices)
 
 
-def kept_batches(shards_dir: Path) -> BatchRecord:
-    """Return how earlier runs made a member's batches, as far as they have chosen it."""
-    rooms = {
-        devices: room
-        for devices, room in read_json(shards_dir / ROOMS_FILE).items()
-        if isinstance(room, int) and room > 0
-    }
-    return BatchRecord(rooms, starts_in_float32(shards_dir))
+def kept_batches(folders: Sequence[Path]) -> BatchRecord:
+    """Return how earlier runs made a model's batches, as far as they have chosen it, from its jobs' folders."""
+    return BatchRecord(Choices.read(folders).rooms, any(map(starts_in_float32, folders)))
 
 
-def keep_rooms(shards_dir: Path, batches: BatchRecord) -> None:
-    """Write how much memory a member's batches may take."""
-    write_text(shards_dir / ROOMS_FILE, json.dumps(dict(batches.rooms), indent=2) + "\n")
+def cpu_choice_of(model: ModelPlan) -> CpuChoice:
+    return CpuChoice(threads=model.cpu_threads or worker_threads(model.cpu_share), workers=model.replicas)
 
 
 def changed_cpu_choices(plan: Plan, kept: Mapping[str, CpuChoice]) -> Iterator[str]:
-    """Yield a sentence for each member on the CPU whose workers now have another number of threads."""
-    for member in plan.members:
-        choice = kept.get(member.name)
-        if choice is not None and not member.gpus and choice.threads != _threads(member):
+    """Yield a sentence for each model on the CPU whose workers now have another number of threads."""
+    for model in plan.models:
+        threads, choice = cpu_choice_of(model).threads, kept.get(model.name)
+        if choice is not None and not model.gpus and choice.threads != threads:
             yield (
-                f"{member.name}: its workers began with {plural(choice.threads, 'thread')} each and go on with "
-                f"{_threads(member)}: last digits of its rows may differ"
+                f"{model.name}: its workers began with {plural(choice.threads, 'thread')} each and go on with "
+                f"{threads}: last digits of its rows may differ"
             )
-
-
-def _threads(member: MemberPlan) -> int:
-    return member.cpu_threads or worker_threads(member.cpu_share)

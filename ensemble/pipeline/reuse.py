@@ -64,8 +64,8 @@ class EarlierWork:
 
     @classmethod
     def all_in(cls, rundir: RunDir, is_other_run: bool = False) -> Iterator[EarlierWork]:
-        """Yield all work in a run directory, complete predictions first, then shards of members and of views."""
-        for pattern in ("predictions/*.rows", "work/*/rows.bin", "work/*/*/rows.bin"):
+        """Yield all work in a run directory, complete predictions first, then shards."""
+        for pattern in ("predictions/*.rows", "work/*/rows.bin"):
             for path in sorted(rundir.root.glob(pattern)):
                 work = cls.at(path)
                 if work is not None:

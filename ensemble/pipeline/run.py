@@ -19,48 +19,41 @@ from ensemble.common.errors import Interrupted, MergeError, WriteError
 from ensemble.common.extensions import call_hooks
 from ensemble.common.files import atomic_path, file_state, remove_temporary_files, sync_directory, write_text
 from ensemble.common.gpus import Device
-from ensemble.common.protocol import CommonSpec, Start, ViewSpec, WorkerSpec
+from ensemble.common.protocol import CommonSpec, JobSpec, Start, WorkerSpec
 from ensemble.common.shards import CACHE_FOLDER, ORDER_FILE
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig, RunConfig
+from ensemble.jobs.job import member_of
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
+from ensemble.pipeline.progress import MemberProgress, members_of
 from ensemble.pipeline.remote import demand_writable_results
 from ensemble.pipeline.report_page import write_page
 from ensemble.pipeline.reporting import RunState
 from ensemble.pipeline.results import ResultWriter
 from ensemble.pipeline.resume import (
+    Choices,
     MemberWork,
     changed_cpu_choices,
+    cpu_choice_of,
     find_works,
-    keep_cpu_choice,
-    keep_rooms,
     kept_batches,
-    kept_cpu_choices,
     refuse_trial,
     write_bad_rows,
 )
 from ensemble.pipeline.reuse import demand_reusable
-from ensemble.pipeline.run_dir import (
-    RunDir,
-    hold,
-    log,
-    logging_to,
-    member_of_work,
-    system_errors_in,
-    work_of_view,
-)
+from ensemble.pipeline.run_dir import RunDir, hold, log, logging_to, system_errors_in
 from ensemble.pipeline.run_report import MERGED, RunReport
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.pipeline.wait_for_gpus import held_texts, wait_for_gpu_memory
-from ensemble.planning.plan import MemberPlan
+from ensemble.planning.plan import CpuChoice, ModelPlan
 from ensemble.scheduling.deadline import Deadline, reserve_seconds, time_limit_text
 from ensemble.scheduling.launchers.base import MemberFiles, WorkerStart
 from ensemble.scheduling.records import Failure
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
-from ensemble.scheduling.state import MemberState, RunHooks
+from ensemble.scheduling.state import ModelState, RunHooks
 
 
 def run(
@@ -134,7 +127,7 @@ def run_prepared(
                 try:
                     return steps.go()
                 finally:
-                    if has_hooks and steps.members:  # otherwise run.json is that of an earlier run
+                    if has_hooks and steps.models:  # otherwise run.json is that of an earlier run
                         for problem in call_hooks("ensemble.run_end", rundir.run_json.absolute()):
                             log.warning("%s", problem)
                             display.say(problem)
@@ -169,9 +162,9 @@ class _Run(RunState, RunHooks):
             self._plan_what_is_left()
             works = self.works.values()
             self.report("running").write(rundir.run_json)
-            is_work_left = any(state.has_work for state in self.members)
+            is_work_left = any(state.has_work for state in self.models)
             # If weights of views changed, their mean is another one, with nothing to compute.
-            if is_work_left or any(work.views and not work.is_complete for work in works):
+            if is_work_left or any(work.jobs and not work.is_complete for work in works):
                 rundir.forget_results(keep_submission=self._config.time_limit is not None)
             loaded = self.prepared.loaded
             write_text(rundir.config, loaded.redactor(loaded.whole))
@@ -189,7 +182,7 @@ class _Run(RunState, RunHooks):
             log.warning("interrupted: %s", stopped)
             raise
         finally:
-            if self.members:  # otherwise the report of an earlier run says more
+            if self.models:  # otherwise the report of an earlier run says more
                 # An error that ended the run matters more than one of its report; a merged run needs its report.
                 with contextlib.nullcontext() if self.status in MERGED else contextlib.suppress(WriteError):
                     self.results.files |= {"log": rundir.run_log, "run.json": rundir.run_json}
@@ -200,29 +193,38 @@ class _Run(RunState, RunHooks):
         return self._add_page(self.report(self.status))
 
     @property
-    def _working_members(self) -> list[MemberPlan]:
-        return [state.plan for state in self.members if state.has_work]
+    def _working_models(self) -> list[ModelPlan]:
+        return [state.plan for state in self.models if state.has_work]
+
+    def _works_of(self, plan: ModelPlan) -> list[MemberWork]:
+        """Return the works of a model's jobs, in their order."""
+        parts = {part.name: part for part in self.works[plan.member].parts}
+        return [parts[job.name] for job in plan.jobs]
 
     def _publish_work(self) -> None:
         rundir = self._rundir
         needs_ids = any(member_kind(model).reads().ids for model in self._config.models)
         with atomic_path(rundir.table) as temporary:
             self.prepared.table.publish(temporary, needs_ids)
-        for member in self._working_members:
-            work = self.works[member.name]
-            work.make_shards_dir()
-            with atomic_path(work.shards_dir / ORDER_FILE) as temporary, temporary.open("wb") as file:
-                np.save(file, member.order)
-            if not member.gpus and self._config.launcher == "local":
-                keep_cpu_choice(work.shards_dir, member)
+        for plan in self._working_models:
+            works = self._works_of(plan)
+            for work in works:
+                work.make_shards_dir()
+            folder = works[0].shards_dir
+            with atomic_path(folder / ORDER_FILE) as temporary, temporary.open("wb") as file:
+                np.save(file, plan.order)
+            if not plan.gpus and self._config.launcher == "local":
+                folders = [work.shards_dir for work in works]
+                replace(Choices.read(folders), cpu=cpu_choice_of(plan)).write(folders)
         sync_directory(rundir.work_dir)  # so that the new folders survive a power cut
 
     def _remove_work(self) -> None:
         """Remove shards of this run's members; those of members that the config leaves out stay."""
-        folders = [work.shards_dir for work in self.works.values()]
+        works = [part for work in self.works.values() for part in work.parts]
+        folders = [work.shards_dir for work in works]
         if self._config.limit is None:  # a trial removes only its own
-            for name, work in self.works.items():
-                folders += self._rundir.shards_dirs(name)
+            folders += [folder for name in self.works for folder in self._rundir.shards_dirs(name)]
+            for work in works:
                 folders += [self._rundir.root / path for path in work.rows_taken if path.startswith("work/")]
         self._rundir.remove_work(folders)
 
@@ -248,15 +250,19 @@ class _Run(RunState, RunHooks):
 
     def _write_predictions_without_workers(self) -> None:
         """Write the predictions of members that need no worker, so that the first submission has them."""
-        for member in self.prepared.plan.members:
-            if member.needs_worker or self.works[member.name].is_complete:
+        for plan in self.prepared.plan.models:
+            if plan.needs_worker or self.works[plan.member].is_complete:
                 continue
             self._rundir.forget_results(keep_submission=self._config.time_limit is not None)
-            self._writer.write_given(member)
+            self._writer.write_given(plan)
 
     def _take_over_cpu_choices(self) -> None:
         """Plan members on the CPU as the run began with them; nodes of a cluster have their own cores."""
-        choices = kept_cpu_choices(self.works) if self._config.launcher == "local" else {}
+        choices: dict[str, CpuChoice] = {}
+        for model in self.prepared.plan.models if self._config.launcher == "local" else ():
+            kept = Choices.read(work.shards_dir for work in self._works_of(model)).cpu
+            if kept is not None and not self.works[model.member].is_complete:
+                choices[model.name] = kept
         plan = self.prepared.plan.again(self.prepared.plan.gpus, choices) if choices else self.prepared.plan
         self.prepared = replace(self.prepared, plan=plan)
         for text in changed_cpu_choices(plan, choices):
@@ -265,24 +271,29 @@ class _Run(RunState, RunHooks):
     def _plan_what_is_left(self) -> None:
         """Reduce the plan to the chunks that are left to do."""
         plan = self.prepared.plan
-        members = tuple(self._what_is_left(member) for member in plan.members)
-        self.prepared = replace(self.prepared, plan=replace(plan, members=members))
-        self.members = [self._new_state(member, self.works[member.name]) for member in members]
-        for state in self.members:
-            why_untrained = self.prepared.loaded.untrained.get(state.plan.name)
+        models = tuple(self._what_is_left(model) for model in plan.models)
+        self.prepared = replace(self.prepared, plan=replace(plan, models=models))
+        self.models = [self._new_state(model) for model in models]
+        for state in self.models:
+            name = state.plan.member
+            why_untrained = self.prepared.loaded.untrained.get(name)
             if why_untrained is not None:
-                is_out_of_time = state.plan.name in self.prepared.loaded.out_of_time
-                state.fail(Failure(state.plan.name, why_untrained, is_out_of_time=is_out_of_time))
+                is_out_of_time = name in self.prepared.loaded.out_of_time
+                state.fail(Failure(name, why_untrained, is_out_of_time=is_out_of_time))
 
-    def _new_state(self, member: MemberPlan, work: MemberWork) -> MemberState:
-        return MemberState(member, work.noted_bad_rows, self._watch, kept_batches(work.shards_dir))
+    def _new_state(self, plan: ModelPlan) -> ModelState:
+        works = self._works_of(plan)
+        bad_rows = {
+            (job, row): reason for job, work in enumerate(works) for row, reason in work.bad_rows.items()
+        }
+        return ModelState(plan, bad_rows, self._watch, kept_batches([work.shards_dir for work in works]))
 
-    def _what_is_left(self, member: MemberPlan) -> MemberPlan:
-        """Return a member with the chunks that are left to do; none while its rows are not selected."""
-        work = self.works[member.name]
-        if not member.needs_worker:  # its file may lack rows
-            return replace(member, waits_for=(), order=member.order[work.is_done[member.order]])
-        return self.cascades.planned(self.prepared.plan, member)
+    def _what_is_left(self, plan: ModelPlan) -> ModelPlan:
+        """Return a model with the chunks that are left to do; none while its rows are not selected."""
+        if not plan.needs_worker:  # its file may lack rows
+            work = self.works[plan.member]
+            return replace(plan, is_undecided=False, order=plan.order[work.is_done[plan.order]])
+        return self.cascades.planned(self.prepared.plan, plan)
 
     def _write_first_submission(self) -> float:
         """Write a submission of the rows so far, and return the seconds to reserve for the last one."""
@@ -290,7 +301,7 @@ class _Run(RunState, RunHooks):
         if limit is None:
             return 0.0
         began = boot_seconds()
-        self._writer.merge([state for state in self.members if self.works[state.plan.name].has_rows.any()])
+        self._writer.merge([member for member in self._config.models if self.works[member.name].has_any_rows])
         first = "a first submission is written; rows that no member reaches are filled in "
         first += f"(fill: {self._config.fill})"
         self.say(f"time limit {duration(limit)}: {self.results.kept_submission or first}")
@@ -310,15 +321,15 @@ class _Run(RunState, RunHooks):
         """Run the scheduler until all members have ended."""
         config, display, prepared = self._config, self._display, self.prepared
         launcher = prepared.launcher
-        launcher.begin({member.name: self._files_of(member) for member in self._working_members})
+        launcher.begin({plan.name: self._files_of(plan) for plan in self._working_models})
         prepared.table.forget_columns()  # the workers have them now
         gpus = [gpu for gpu in prepared.plan.gpus if not gpu.is_held]
         deadline = None
         if config.time_limit is not None:
-            on_cpu = [member.replicas for member in prepared.plan.members if not member.gpus]
+            on_cpu = [model.replicas for model in prepared.plan.models if not model.gpus]
             workers = len(gpus) * config.max_workers_per_gpu + max(on_cpu, default=0)
             deadline = Deadline(self.began + config.time_limit - reserve, workers, boot_seconds)
-        scheduler = Scheduler(self.members, gpus, launcher, self, rules_of(config), self._watch, deadline)
+        scheduler = Scheduler(self.models, gpus, launcher, self, rules_of(config), self._watch, deadline)
         self.pool = scheduler.pool
         self.pool.hosts = prepared.plan.hosts
         self.node_changes = scheduler.node_changes
@@ -333,12 +344,12 @@ class _Run(RunState, RunHooks):
             with contextlib.suppress(OSError):
                 self._rundir.tidy()  # workers that were ended may have left temporary files
 
-    def _files_of(self, member: MemberPlan) -> MemberFiles:
-        work = self.works[member.name]
-        spec = worker_spec(self.prepared, self._rundir, member, work)
+    def _files_of(self, plan: ModelPlan) -> MemberFiles:
+        works = self._works_of(plan)
+        spec = worker_spec(self.prepared, self._rundir, plan, works)
         # ``work.files`` has those that other settings name, such as a tokenizer's.
-        sources = (*member_kind(member.model).sources(), *work.files)
-        cells = self.prepared.files.get(member.name)
+        sources = (*plan.loaded.kind.sources(), *works[0].files)
+        cells = self.prepared.files.get(plan.member)
         if cells is None:
             return MemberFiles(spec, sources)
         folder = str((cells.folder or Path()).absolute())
@@ -347,67 +358,68 @@ class _Run(RunState, RunHooks):
     def say(self, text: str) -> None:
         self._display.say(text)
 
-    def worker_start(
-        self, member: MemberPlan, replica: int, devices: Sequence[Device], checkpoint: int
-    ) -> WorkerStart:
-        """Return how to start one of a member's workers."""
-        offload_folder = member.request.offload_folder
+    def worker_start(self, model: ModelPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
+        """Return how to start one of a model's workers."""
+        offload_folder = model.request.offload_folder
         if offload_folder is not None:
             # Each worker has its own: transformers names files after parameters, which are alike in every model.
-            offload_folder = offload_folder / f"{member.name}-{replica}-{os.getpid()}"
-        work = self.works[member.name]
-        spec = worker_spec(self.prepared, self._rundir, member, work, offload_folder, checkpoint)
+            offload_folder = offload_folder / f"{model.name}-{replica}-{os.getpid()}"
+        spec = worker_spec(self.prepared, self._rundir, model, self._works_of(model), offload_folder)
         return WorkerStart(
             command=Start(spec),
             devices=tuple(devices),
-            environment=member_kind(member.model).environment() if devices else {},
-            log=self._rundir.log(member.name, replica),
-            cpu_share=member.host_share(devices, self.prepared.plan.gpus, self._config.max_workers_per_gpu),
-            cpu_threads=member.cpu_threads,
+            environment=model.loaded.kind.environment() if devices else {},
+            log=self._rundir.log(model.name, replica),
+            cpu_share=model.host_share(devices, self.prepared.plan.gpus, self._config.max_workers_per_gpu),
+            cpu_threads=model.cpu_threads,
             scratch=offload_folder,
         )
 
-    def on_bad_rows(self, state: MemberState) -> None:
-        """Write the rows of a member that could not be computed."""
-        work = self.works[state.plan.name]
-        for view, part in enumerate(work.parts):
-            bad_rows = work.rows_of_view(state.bad_rows, view)
-            if bad_rows:
-                write_bad_rows(part, bad_rows)
+    def on_bad_rows(self, state: ModelState) -> None:
+        """Note the rows of a model that could not be computed, and write them."""
+        for job, work in enumerate(self._works_of(state.plan)):
+            work.bad_rows = state.bad_rows_of(job)
+            if work.bad_rows:
+                write_bad_rows(work, work.bad_rows)
 
-    def on_rooms(self, state: MemberState) -> None:
-        """Write how much memory a member's batches may take, for runs that go on with it."""
-        keep_rooms(self.works[state.plan.name].shards_dir, state.batches)
+    def on_rooms(self, state: ModelState) -> None:
+        """Write how much memory a model's batches may take, for runs that go on with it."""
+        folders = [work.shards_dir for work in self._works_of(state.plan)]
+        replace(Choices.read(folders), rooms=state.batches.rooms).write(folders)
 
-    def on_finished(self, state: MemberState) -> None:
-        """Write the predictions of a member that has all of its rows."""
-        shutil.rmtree(self.works[state.plan.name].shards_dir / CACHE_FOLDER, ignore_errors=True)
-        self._writer.write_predictions(state, self.computation(state))
+    def on_finished(self, state: ModelState) -> None:
+        """Write the predictions of a model that has all of its rows."""
+        shutil.rmtree(self._works_of(state.plan)[0].shards_dir / CACHE_FOLDER, ignore_errors=True)
+        states = [other for other in self.models if other.plan.member == state.plan.member]
+        self._writer.write_predictions(state.plan, self.computation([state]), self.computation(states))
 
-    def on_views_done(self, state: MemberState) -> None:
-        """Select rows of a member's next view, unless that waits for other members, too."""
-        views = range(min(state.plan.undecided_views))
-        self._begin_selected(self.cascades.end(*(work_of_view(state.plan.model, view) for view in views)))
+    def on_jobs_done(self, state: ModelState) -> None:
+        """Select rows of a model's next job, unless that waits for other models, too."""
+        jobs = state.plan.jobs[: min(state.plan.undecided)]
+        self._begin_selected(self.cascades.end(*(job.name for job in jobs)))
 
-    def on_ended(self, state: MemberState) -> None:
-        """Begin members and views whose rows can be selected now that a member has finished or failed."""
+    def on_ended(self, state: ModelState) -> None:
+        """Begin members and jobs whose rows can be selected now that a model has finished or failed."""
         failure, may_go_on = state.failure, self._config.on_member_failure == "continue"
         if failure is not None and not failure.is_dropped and not may_go_on:
             return  # members that wait for it go on in a later run, which has its rows
-        self._begin_selected(self.cascades.end(state.plan.name, is_left_out=failure is not None))
+        names, member = [job.name for job in state.plan.jobs], state.plan.member
+        if failure is not None or self.works[member].is_complete:
+            names.append(member)
+        self._begin_selected(self.cascades.end(*names, is_left_out=failure is not None))
 
     def _begin_selected(self, works: Collection[str]) -> None:
-        """Queue the chunks of members and views whose rows have been selected."""
-        members = {member_of_work(work) for work in works}
-        for state in self.members:
-            if state.plan.name in members and state.is_undecided:
+        """Queue the chunks of members and jobs whose rows have been selected."""
+        members = set(map(member_of, works))
+        for state in self.models:
+            if state.plan.member in members and state.plan.is_undecided:
                 state.begin(self.cascades.planned(self.prepared.plan, state.plan))
-            elif state.plan.name in members and state.failure is None:
-                state.extend(self.cascades.with_selected_views(self.prepared.plan, state.plan))
+            elif state.plan.member in members and state.failure is None:
+                state.extend(self.cascades.with_selected_jobs(self.prepared.plan, state.plan))
 
-    def on_change(self, members: Sequence[MemberState]) -> None:
+    def on_change(self, models: Sequence[ModelState]) -> None:
         """Show the members, and write the report if it is due."""
-        self._display.update(members)
+        self._display.update(members_of(models))
         began = boot_seconds()
         if began >= self._report_due:
             with contextlib.suppress(WriteError):  # a full disk ends the run when a result cannot be written
@@ -420,11 +432,12 @@ class _Run(RunState, RunHooks):
     def _merge(self) -> None:
         """Merge the members, unless one has failed that the run may not go on without."""
         self._end_early()
-        good = [state for state in self.members if state.failure is None]
-        failures = [state.failure for state in self.members if state.failure is not None]
+        members = members_of(self.models)
+        good = [progress.settings for progress in members if progress.failure is None]
+        failures = [progress.failure for progress in members if progress.failure is not None]
         may_go_on = self._config.on_member_failure == "continue"
         is_timed = self._config.time_limit is not None
-        weighted = [state for state in good if state.plan.model.has_weight]
+        weighted = [member for member in good if member.has_weight]
         out_of_time = [failure for failure in failures if failure.is_out_of_time]
         if not weighted and failures and failures == out_of_time:  # the first submission stands
             self.left_out, self.status = failures, "time_limit"
@@ -433,7 +446,8 @@ class _Run(RunState, RunHooks):
             failure for failure in failures if failure.is_dropped or may_go_on or failure in out_of_time
         ]
         if not weighted or excused != failures:
-            if is_timed and any(state.rows_done for state in weighted):
+            rows_done = {progress.name: progress.rows_done for progress in members}
+            if is_timed and any(rows_done[member.name] for member in weighted):
                 self._writer.merge(good)  # better than the first submission, which is there in any case
                 names = ", ".join(failure.member for failure in failures)
                 self.say(f"the submission holds what there is, without {names}")
@@ -441,23 +455,26 @@ class _Run(RunState, RunHooks):
         self._writer.merge(good)
         self.left_out = failures
         # The shards of a member whose CSV was not written in time must stay.
-        is_unfinished = is_timed and not all(self.works[state.plan.name].is_complete for state in good)
+        is_unfinished = is_timed and not all(self.works[member.name].is_complete for member in good)
         is_unfinished = is_unfinished or bool(out_of_time)
         self.status = "time_limit" if is_unfinished else "complete"
 
     def _end_early(self) -> None:
         """Complete the members that lack nothing but rows of which they have as many as there was time for."""
-        for state in self.members:
+        for member in members_of(self.models):
             # Bad rows would fail the member; so it stays unfinished, as at any end of the time.
-            is_bad = state.bad_rows and self._config.on_bad_row != "uniform"
-            if is_bad or not state.may_end_early:
+            is_bad = self._config.on_bad_row != "uniform" and any(state.bad_rows for state in member.models)
+            if is_bad or not member.may_end_early:
                 continue
-            self.cascades.keep_computed(state.plan.name)
-            state.end_early()
-            try:
-                self.on_finished(state)
-            except MergeError as error:
-                state.fail(Failure(state.plan.name, str(error)))
+            self.cascades.keep_computed(member.name)
+            for state in member.models:
+                if state.finished:
+                    continue
+                state.end_early()
+                try:
+                    self.on_finished(state)
+                except MergeError as error:
+                    state.fail(Failure(member.name, str(error)))
 
     def _check_outcome(self, reserve: float) -> None:
         """Warn if the table has changed, and explain where the time went if the limit left none to compute rows."""
@@ -476,11 +493,11 @@ class _Run(RunState, RunHooks):
         # Merged rows include those that a worker wrote too late to report them.
         merged_rows = self.results.merged_rows
         has_new_rows = any(
-            max(merged_rows.get(state.plan.name, 0), state.rows_done) > state.reused_rows
-            for state in self.members
+            max(merged_rows.get(member.name, 0), member.rows_done) > member.reused_rows
+            for member in members_of(self.models)
         )
         if limit is not None and self.status == "time_limit" and not has_new_rows:
-            text = time_limit_text(self.members, limit, self._seconds_before_workers, reserve)
+            text = time_limit_text(self.models, limit, self._seconds_before_workers, reserve)
             self.explanation = "; ".join(filter(None, [self.results.kept_submission, text]))
             log.warning("%s", self.explanation)
 
@@ -500,46 +517,43 @@ def rules_of(config: RunConfig) -> Rules:
 def worker_spec(
     prepared: Prepared,
     rundir: RunDir,
-    member: MemberPlan,
-    work: MemberWork,
+    model: ModelPlan,
+    works: Sequence[MemberWork],
     offload_folder: Path | None = None,
-    checkpoint: int = 0,
 ) -> WorkerSpec:
-    """Return what a worker with one of the member's checkpoints must know."""
-    config, inspected, shards_dir = prepared.config, prepared.inspected[member.name], work.shards_dir
-    assigned = member.placement.of_checkpoint(checkpoint)
+    """Return what a worker of a model must know; ``works`` are those of the model's jobs."""
+    config, inspected = prepared.config, prepared.of_models[model.name]
     # The worker's share of a GPU that several share, without the memory that CUDA takes.
     memory_limit = None
-    if member.gpus and config.max_workers_per_gpu > 1:
-        gpus = [gpu for gpu in prepared.plan.gpus if gpu.uuid in member.placement.devices]
+    if model.gpus and config.max_workers_per_gpu > 1:
+        gpus = [gpu for gpu in prepared.plan.gpus if gpu.uuid in model.placement.devices]
         free = min(gpu.total_bytes - gpu.used_bytes for gpu in gpus)
-        memory_limit = free * member.placement.places // config.max_workers_per_gpu
-        footprint = assigned.footprint
+        memory_limit = free * model.placement.places // config.max_workers_per_gpu
+        footprint = model.placement.footprint
         if footprint is not None:
             memory_limit -= footprint.context_bytes
     common = CommonSpec(
         labels=config.labels,
         activation=inspected.activation,
-        gpus=member.gpus,
+        gpus=model.gpus,
         memory_limit_bytes=memory_limit,
         seed=config.seed,
         table_path=str(rundir.table.resolve()),
-        order_path=str((shards_dir / ORDER_FILE).resolve()),
-        shards_dir=str(shards_dir.resolve()),
-        files={path: seen.state for path, seen in work.files.items()},
-        views=tuple(
-            ViewSpec(of_view.shards_dir.name, view.columns, view.label_order(config.labels))
-            for of_view, view in zip(work.views, member.model.counted_views, strict=True)
+        order_path=str((works[0].shards_dir / ORDER_FILE).resolve()),
+        shards_dir=str(rundir.work_dir.resolve()),
+        files={path: seen.state for path, seen in works[0].files.items()},
+        jobs=tuple(
+            JobSpec(work.shards_dir.name, dict(job.swap), job.label_order)
+            for work, job in zip(works, model.jobs, strict=True)
         ),
     )
-    kind = member_kind(member.model).of_checkpoint(checkpoint)
-    settings = kind.worker_settings(inspected.of_checkpoint(checkpoint), assigned, offload_folder)
-    return WorkerSpec(common, kind.child, dict(settings))
+    settings = model.loaded.kind.worker_settings(inspected, model.placement, offload_folder)
+    return WorkerSpec(common, model.loaded.kind.child, dict(settings))
 
 
 class Display(Protocol):
     """Show a run; ``update`` is called with every member's state, a few times a second."""
 
     def say(self, text: str) -> None: ...
-    def update(self, members: Sequence[MemberState]) -> None: ...
+    def update(self, members: Sequence[MemberProgress]) -> None: ...
     def stop(self) -> None: ...

@@ -3,16 +3,16 @@
 output_dir/
   config.yaml              as given; several files, and what --set says, in one
   run.json                 versions, devices, what each worker did, scores
-  predictions/<member>.csv id and one column per label, in the table's order; <member>.json: its manifest, which
-                           says what it was made of; <member>.rows: which rows it is of;
+  predictions/<member>.csv id and one column per label, in the table's order, and <job>.csv if it has views;
+                           <member>.json: its manifest, what it was made of; <member>.rows: which rows it is of;
                            <member>.merged: which of these were merged, where not all were
   ensemble.csv             the merged predictions
   submission.csv           the sample submission's columns and row order, where one is named
   report.html              what ran where and what came of it, as a page to look at
-  logs/run.log             what the parent did; logs/<member>-<replica>.log: all a worker printed;
+  logs/run.log             what the parent did; logs/<model>-<replica>.log: all a worker printed;
                            logs/report.log: what went wrong with the report
-  work/                    the table as Arrow; <member>.<fingerprint>/: which rows, their order, shards, bad
-                           rows, what was chosen (cpu.json, rooms.json), and in cache/ what the member's workers
+  work/                    the table as Arrow; <job>.<fingerprint>/: which rows, their order, shards, bad
+                           rows, what was chosen (choices.json), and in cache/ what the model's workers
                            share; removed when the run is complete
 """
 
@@ -27,7 +27,6 @@ import re
 import shutil
 import socket
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import IO, TextIO
 
@@ -43,7 +42,6 @@ from ensemble.common.files import (
 from ensemble.common.redact import RedactingFormatter, Redactor
 from ensemble.common.shards import read_shard
 from ensemble.common.version import __version__
-from ensemble.config import MemberConfig
 
 log = logging.getLogger("ensemble")
 # The beginnings of files that only runs write: logs, reports, manifests and files of rows.
@@ -52,16 +50,6 @@ _MADE_BY_RUNS = re.compile(
     rb'|\{\s*"status": "\w+",\s*"pid": \d+,\s*"versions": \{\s*"ensemble": "'
     rb'|\{\s*"fingerprint": \{\s*"scheme": \d+,\s*"settings": "[0-9a-f]{64}"'
 )
-
-
-def work_of_view(model: MemberConfig, view: int) -> str:
-    """Return the name of a view's predictions, from the view's number; names of members have no "@"."""
-    return f"{model.name}@{model.counted_views[view].name}"
-
-
-def member_of_work(work: str) -> str:
-    """Return the member whose predictions, or a view's, have this name."""
-    return work.partition("@")[0]
 
 
 class RunDir:
@@ -104,12 +92,13 @@ class RunDir:
     def log(self, member: str, replica: int) -> Path:
         return self.logs_dir / f"{member}-{replica}.log"
 
-    def shards_dir(self, member: str, fingerprint: str) -> Path:
-        return self.work_dir / f"{member}.{fingerprint[:16]}"
+    def shards_dir(self, job: str, fingerprint: str) -> Path:
+        return self.work_dir / f"{job}.{fingerprint[:16]}"
 
     def shards_dirs(self, member: str) -> list[Path]:
-        """Return the folders of a member's shards, with any fingerprint."""
-        return [path for path in self.work_dir.glob("*.*") if path.name.rpartition(".")[0] == member]
+        """Return the folders of the shards of a member's jobs, with any fingerprint."""
+        jobs = {path: path.name.rpartition(".")[0] for path in self.work_dir.glob("*.*")}
+        return [path for path, job in jobs.items() if job.partition("@")[0] == member]
 
     def endangered(self, inputs: Iterable[Path], target: Path | None) -> Iterator[str]:
         """Yield why a run here would destroy files: those that no run has made, its inputs, or its own files."""
@@ -146,12 +135,11 @@ class RunDir:
     def is_made_by_runs(self) -> bool:
         """Return whether a file in the directory proves that a run has made it."""
         files = [self.run_json, self.run_log]
-        for pattern in ("predictions/*.json", "predictions/*.rows", "work/*/rows.bin", "work/*/*/rows.bin"):
+        for pattern in ("predictions/*.json", "predictions/*.rows", "work/*/rows.bin"):
             files += self.root.glob(pattern)
         if any(_MADE_BY_RUNS.match(head(path)) for path in files):
             return True
-        shards = chain(self.work_dir.glob("*/*.csv"), self.work_dir.glob("*/*/*.csv"))
-        return any(read_shard(path) is not None for path in shards)
+        return any(read_shard(path) is not None for path in self.work_dir.glob("*/*.csv"))
 
     def demand_free(self, option: str, path: Path) -> None:
         """Raise an OutputError if runs, or ``tune``, write to a file that the user names for something else."""

@@ -119,12 +119,14 @@ class RuleReport:
 class ViewReport:
     """Report a view of a member, and how many rows it has; None before the first merge.
 
-    ``at_most`` is how many rows its model may predict, as it was trained on the others; None: all.
+    ``at_most`` is how many rows its model may predict, as it was trained on the others; None: all. ``fingerprint``
+    is that of its job.
     """
 
     weight: float
     rows: int | None
     at_most: int | None = None
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

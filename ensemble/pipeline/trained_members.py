@@ -145,7 +145,7 @@ class HeldOut:
     """Hold which rows views of trained members compute.
 
     Attributes:
-        rows: by member, for each view the rows that its model may predict, bool [views, rows]; other members: all.
+        rows: the rows that the model of a job may predict, bool [rows], by the job's name; other jobs: all.
         remarks: how many rows a member was trained on, in words.
     """
 
@@ -177,26 +177,26 @@ def held_out(
             remarks += _remarks(model.name, folds, is_expected=loaded.config.training is None)
             if (folds >= 0).any():
                 model = trained.by_fold
-                rows[model.name] = _rows_of_views(trained, folds)
+                rows |= _rows_of_jobs(trained, folds)
         models.append(model)
     config = loaded.config.model_copy(update={"models": tuple(models)})
     return replace(loaded, config=config), HeldOut(rows, tuple(remarks))
 
 
-def _rows_of_views(trained: TrainedMember, folds: npt.NDArray[np.int64]) -> _Rows:
-    """Return for each view the rows that its model may predict, bool [views, rows]."""
+def _rows_of_jobs(trained: TrainedMember, folds: npt.NDArray[np.int64]) -> dict[str, _Rows]:
+    """Return the rows that the model of each job may predict, bool [rows], by the job's name."""
     counts_as_new = folds < 0
     has_model_for_new = None in trained.folds.values()
-    rows: list[_Rows] = []
+    rows: dict[str, _Rows] = {}
     for view in trained.by_fold.counted_views:
-        fold = trained.folds[view.name]
+        fold, name = trained.folds[view.name], f"{trained.by_fold.name}@{view.name}"
         if fold is None:
-            rows.append(counts_as_new)
+            rows[name] = counts_as_new
         elif has_model_for_new:
-            rows.append(folds == fold)
+            rows[name] = folds == fold
         else:
-            rows.append((folds == fold) | counts_as_new)
-    return np.array(rows)
+            rows[name] = (folds == fold) | counts_as_new
+    return rows
 
 
 def _remarks(name: str, folds: npt.NDArray[np.int64], is_expected: bool) -> list[str]:

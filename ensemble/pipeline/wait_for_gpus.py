@@ -10,7 +10,7 @@ from ensemble.common.errors import DeviceError
 from ensemble.common.gpus import MIN_REPORTED_BYTES, Device, gpu_users
 from ensemble.common.text import gib
 from ensemble.planning.placement import together
-from ensemble.planning.plan import MemberPlan, Plan
+from ensemble.planning.plan import ModelPlan, Plan
 from ensemble.scheduling.launchers.base import Launcher
 
 
@@ -31,17 +31,17 @@ def _held_text(device: Device) -> str:
 def wait_for_gpu_memory(
     plan: Plan, launcher: Launcher, say: Callable[[str], None], max_seconds: float = math.inf
 ) -> Plan:
-    """Wait until every member has the GPU memory that it needs, or the time is over, and return the plan.
+    """Wait until every model has the GPU memory that it needs, or the time is over, and return the plan.
 
-    A member that has no GPU to run on even then is a DeviceError.
+    A model that has no GPU to run on even then is a DeviceError.
     """
     wait_seconds = max(0.0, min(plan.config.wait_for_gpu, max_seconds))
     now = began = time.monotonic()
     message_due = began
-    while any(member.placement.held for member in plan.members) and now - began < wait_seconds:
+    while any(model.placement.held for model in plan.models) and now - began < wait_seconds:
         if now >= message_due:
             message_due = now + 30
-            awaited = {uuid for member in plan.members for uuid in member.placement.held}
+            awaited = {uuid for model in plan.models for uuid in model.placement.held}
             for device in plan.gpus:
                 if device.uuid in awaited:
                     seconds_left = wait_seconds - (now - began)
@@ -52,28 +52,28 @@ def wait_for_gpu_memory(
             plan = plan.again(gpus)
         now = time.monotonic()
     problems = []
-    for member in plan.members:
-        usable = [device for device in plan.gpus if device.uuid in member.placement.devices]
-        if member.gpus > together(usable):
-            problems.append(_problem(plan, member, wait_seconds))
+    for model in plan.models:
+        usable = [device for device in plan.gpus if device.uuid in model.placement.devices]
+        if model.gpus > together(usable):
+            problems.append(_problem(plan, model, wait_seconds))
     if problems:
         raise DeviceError(problems)
-    for member in plan.members:
-        left_out = [uuid for uuid in member.placement.held if uuid not in member.placement.devices]
+    for model in plan.models:
+        left_out = [uuid for uuid in model.placement.held if uuid not in model.placement.devices]
         if left_out:
-            say(f"{member.name} leaves out {', '.join(left_out)}: too little of it is free")
+            say(f"{model.name} leaves out {', '.join(left_out)}: too little of it is free")
     return plan
 
 
-def _problem(plan: Plan, member: MemberPlan, waited_seconds: float) -> str:
-    placement, needed_bytes = member.placement, member.request.gpu_memory
+def _problem(plan: Plan, model: ModelPlan, waited_seconds: float) -> str:
+    placement, needed_bytes = model.placement, model.request.gpu_memory
     if placement.footprint is not None:
         needed_bytes = placement.footprint.resident_bytes(placement.gpus)
     needed = gib(needed_bytes) if isinstance(needed_bytes, int) else "all"
-    which = "a GPU" if member.gpus == 1 else f"each of {member.gpus} GPUs"
+    which = "a GPU" if model.gpus == 1 else f"each of {model.gpus} GPUs"
     states = "; ".join(_held_text(device) for device in plan.gpus if device.uuid in placement.held)
     waited = f" after {waited_seconds:g} s" if waited_seconds else ""
     return (
-        f"models[{member.index}] ({member.name}) needs {needed} of {which}: {states}{waited}; end what runs there, "
-        f"or set wait_for_gpu: {'1h' if waited_seconds else '10m'}"
+        f"models[{model.loaded.index}] ({model.name}) needs {needed} of {which}: {states}{waited}; end what runs "
+        f"there, or set wait_for_gpu: {'1h' if waited_seconds else '10m'}"
     )

@@ -1,6 +1,6 @@
-"""Select the rows that a member or view with ``when`` computes. PURE.
+"""Select the rows that a member or job with ``when`` computes. PURE.
 
-A row is selected where the mean of the members and views before is unsure.  That depends on their values alone:
+A row is selected where the mean of the members and jobs before is unsure.  That depends on their values alone:
 neither chunks nor time nor an earlier run change it.
 """
 
@@ -22,7 +22,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class ExpectedShare:
-    """Hold the share of the rows that a member or view with ``when`` is expected to compute, and why, in words."""
+    """Hold the share of the rows that a member or job with ``when`` is expected to compute, and why, in words."""
 
     share: float
     why: str

@@ -1,4 +1,4 @@
-"""Order the rows of a member, and cut them into chunks. PURE."""
+"""Order the rows of a model, and cut them into chunks. PURE."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ ROW_OVERHEAD_BYTES = 32
 
 @dataclass(frozen=True)
 class Chunk:
-    """Name rows ``order[start:stop]`` of a member.
+    """Name rows ``order[start:stop]`` of a model.
 
     Attributes:
-        index: the chunk's number in messages to workers; no other chunk of the member has it.
-        cost: the rows' share of the member's work.
+        index: the chunk's number in messages to workers; no other chunk of the model has it.
+        cost: the rows' share of the model's work.
+        job: the number of the model's job whose rows they are.
     """
 
     index: int
     start: int
     stop: int
     cost: float
-    view: int = 0
+    job: int = 0
 
     @property
     def rows(self) -> int:
@@ -110,31 +111,30 @@ def _costs_before(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     return np.concatenate([[0.0], np.cumsum(lengths + float(ROW_OVERHEAD_BYTES))])
 
 
-def join_views(
-    parts: Sequence[tuple[npt.NDArray[np.int64], Sequence[Chunk], float]], table_rows: int
+def join_jobs(
+    parts: Sequence[tuple[npt.NDArray[np.int64], Sequence[Chunk], float]],
 ) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...], float]:
-    """Return the rows, the chunks and the work of several views: all of the first view, then all of the next.
+    """Return the rows, the chunks and the work of several jobs: all of the first job, then all of the next.
 
-    Rows are numbered through the views: row r of a table of n rows is r + v * n in view v. ``parts`` has the rows
-    of each view in their order, their chunks and their work.
+    ``parts`` has the rows of each job in their order, their chunks and their work.
     """
     order: list[npt.NDArray[np.int64]] = []
     chunks: list[Chunk] = []
     rows_before = 0
     total = sum(work for _, _, work in parts)
-    for view, (rows, chunks_of_view, work) in enumerate(parts):
+    for job, (rows, chunks_of_job, work) in enumerate(parts):
         chunks_before = len(chunks)
-        for chunk in chunks_of_view:
+        for chunk in chunks_of_job:
             chunks.append(
                 Chunk(
                     index=chunks_before + chunk.index,
                     start=rows_before + chunk.start,
                     stop=rows_before + chunk.stop,
                     cost=chunk.cost * (work / total),
-                    view=view,
+                    job=job,
                 )
             )
-        order.append(rows + view * table_rows)
+        order.append(rows)
         rows_before += len(rows)
     return np.concatenate(order), tuple(chunks), total
 
@@ -144,8 +144,8 @@ def what_is_left(
 ) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]:
     """Return the chunks' order with the rows that are done at its end, and the chunks of the others.
 
-    A chunk of which nothing is done keeps its rows and its index. ``is_done`` is by row number, numbered through
-    the views.
+    A chunk of which nothing is done keeps its rows and its index. ``is_done`` is of the table's rows for each job,
+    bool [jobs, rows].
     """
     numbers = count(1 + max((chunk.index for chunk in chunks), default=-1))  # that no chunk has yet
     rows_left: list[npt.NDArray[np.int64]] = [order[:0]]
@@ -154,8 +154,9 @@ def what_is_left(
     start = 0
     for chunk in chunks:
         rows = order[chunk.start : chunk.stop]
-        rows_done.append(rows[is_done[rows]])
-        rows = rows[~is_done[rows]]
+        is_row_done = is_done[chunk.job, rows]
+        rows_done.append(rows[is_row_done])
+        rows = rows[~is_row_done]
         if len(rows):
             stop = start + len(rows)
             if len(rows) < chunk.rows:

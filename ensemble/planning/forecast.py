@@ -63,8 +63,8 @@ def slower_by(cpu_share: float) -> float:
 
 
 @dataclass(frozen=True)
-class Job:
-    """Describe a member in the forecast: seconds to start a replica, and seconds of computing on one replica.
+class Demand:
+    """Say what a model takes in the forecast: seconds to start a replica, and seconds of computing on one replica.
 
     A replica takes ``gpus`` of ``devices`` (UUIDs), ``places`` on each of them, or ``cpu_share`` of a host's cores.
     """
@@ -87,7 +87,7 @@ def guessed_speed(footprint: Footprint | None, gpus: int) -> Speed:
     if footprint is not None:
         weights = footprint.weights
         parameters = weights.parameters - weights.embedding_parameters
-        # To quantize weights while they are loaded, the whole checkpoint is read.
+        # To quantize weights while they are loaded, all of the stored weights are read.
         size = max(weights.bytes, footprint.mapped_bytes)
     flops = gpus * _GPU_FLOPS if gpus else _CPU_FLOPS
     import_seconds = _GPU_IMPORT_SECONDS if gpus else _CPU_IMPORT_SECONDS
@@ -109,8 +109,8 @@ def calibrated(guessed: Mapping[str, float], measured: Mapping[str, float]) -> d
     return {name: measured.get(name) or guess * factor or None for name, guess in guessed.items()}
 
 
-def total_seconds(jobs: Sequence[Job], capacity: Mapping[str, int], hosts: int = 1) -> float:
-    """Return about when the last of ``jobs`` ends.
+def total_seconds(demands: Sequence[Demand], capacity: Mapping[str, int], hosts: int = 1) -> float:
+    """Return about when the last of ``demands`` is met.
 
     That is the longest of what each member takes by itself, and of what the members that share devices take
     together: devices that are left over join other members, so that none is idle for long.
@@ -120,16 +120,16 @@ def total_seconds(jobs: Sequence[Job], capacity: Mapping[str, int], hosts: int =
         hosts: machines whose CPUs workers share.
     """
     seconds = 0.0
-    for job in jobs:
-        sharing = [other for other in jobs if bool(other.gpus) == bool(job.gpus)]
+    for demand in demands:
+        sharing = [other for other in demands if bool(other.gpus) == bool(demand.gpus)]
         places = float(hosts)
-        if job.gpus:
-            places = sum(capacity.get(uuid, 0) for uuid in job.devices)
-            sharing = [other for other in sharing if set(other.devices) <= set(job.devices)]
+        if demand.gpus:
+            places = sum(capacity.get(uuid, 0) for uuid in demand.devices)
+            sharing = [other for other in sharing if set(other.devices) <= set(demand.devices)]
         needed = 0.0
         for other in sharing:
             taken = other.gpus * other.places if other.gpus else other.cpu_share
             needed += taken * (other.startup_seconds + other.compute_seconds)
-        alone = job.startup_seconds + job.compute_seconds / max(1, job.replicas)
+        alone = demand.startup_seconds + demand.compute_seconds / max(1, demand.replicas)
         seconds = max(seconds, alone, needed / max(places, 1e-9))
     return seconds

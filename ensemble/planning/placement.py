@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,16 +20,15 @@ _MAX_ADVISED_GPUS = 8
 
 
 @dataclass(frozen=True)
-class MemberFacts:
-    """Hold what the plan must know of a member.
+class ModelFacts:
+    """Hold what the plan must know of a model.
 
     Attributes:
         lengths: bytes of text per row, int64 [rows].
-        memory: None if nothing is known of it; of several checkpoints, that of the largest.
-        checkpoints: the memory of each checkpoint, if views have their own.
-        expected_share: the share of the rows that it will probably compute; less than 1 with ``when``.
-        view_shares: the share of these rows that a view with ``when`` will probably compute, by the view's number.
-        view_rows: for each view the rows that it may compute at all, bool [views, rows]; None: all.
+        memory: None if nothing is known of it.
+        expected_share: the share of the rows that its member will probably have; less than 1 with ``when``.
+        job_shares: the share of these rows that a job with ``when`` will probably compute, by the job's name.
+        job_rows: the rows that a job may compute at all, bool [rows], by the job's name; others: all.
     """
 
     name: str
@@ -39,19 +37,8 @@ class MemberFacts:
     memory: MemoryEstimate | None = None
     needs_worker: bool = True
     expected_share: float = 1.0
-    view_shares: Mapping[int, float] = field(default_factory=dict)
-    view_rows: npt.NDArray[np.bool_] | None = None
-    checkpoints: tuple[MemoryEstimate, ...] = ()
-
-
-def largest_memory(memories: Sequence[MemoryEstimate]) -> MemoryEstimate | None:
-    """Return the estimate with the largest peak; one of which too little is known counts as the largest."""
-
-    def peak_bytes(memory: MemoryEstimate) -> float:
-        footprint = memory.footprint(0, None)
-        return math.inf if footprint is None else footprint.peak_bytes(0, footprint.width)
-
-    return max(memories, key=peak_bytes, default=None)
+    job_shares: Mapping[str, float] = field(default_factory=dict)
+    job_rows: Mapping[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,7 +76,7 @@ class Placement(Assigned):
 
 
 def place(
-    config: RunConfig, index: int, facts: MemberFacts, devices: Sequence[Device], host: Device | None
+    config: RunConfig, index: int, facts: ModelFacts, devices: Sequence[Device], host: Device | None
 ) -> Placement:
     """Return where a member runs; if it cannot, the placement's ``problems`` say why."""
     if not facts.needs_worker:
@@ -103,7 +90,7 @@ class _Placing:
 
     workers_per_gpu: int
     index: int
-    facts: MemberFacts
+    facts: ModelFacts
     devices: Sequence[Device]
     host: Device | None
 
@@ -139,13 +126,7 @@ class _Placing:
             placement = self._on_gpus(gpus, footprint)
         if placement.gpus and placement.capability is None:
             placement = replace(placement, capability=capability)
-        placement = _with_types(placement, memory)
-        checkpoints = []
-        for of_checkpoint in self.facts.checkpoints:
-            on_gpu = placement.capability if placement.gpus else None
-            footprint = of_checkpoint.footprint(placement.gpus, on_gpu)
-            checkpoints.append(_with_types(replace(placement, footprint=footprint), of_checkpoint))
-        return replace(placement, checkpoints=tuple(checkpoints))
+        return _with_types(placement, memory)
 
     def _request_problem(self, gpus: int) -> str:
         """Return why the member's keys cannot be followed, or an empty text."""

@@ -1,7 +1,7 @@
-"""Plan what runs where: RunConfig + facts about table, checkpoints and devices -> Plan.
+"""Plan what runs where: RunConfig + facts about table, models and devices -> Plan.
 
 PURE except ``plan_run``: no disk, no clock, no environment; the same arguments give the same plan.  ``placement``
-decides where a member may run, ``forecast`` how long it takes, ``chunks`` how its rows are cut.
+decides where a model may run, ``forecast`` how long it takes, ``chunks`` how its rows are cut.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ensemble.common.gpus import Device
 from ensemble.common.host import available_memory_bytes, threads_of, total_memory_bytes, usable_cpus
 from ensemble.common.text import gib, plural
 from ensemble.config import MemberConfig, RunConfig
-from ensemble.config.values import takes_time_left
+from ensemble.jobs.job import Job, Model, compile_models, model_of_trainings
 from ensemble.members.base import ResourceRequest
 from ensemble.planning.chunks import (
     BYTES_PER_TOKEN,
@@ -29,18 +29,18 @@ from ensemble.planning.chunks import (
     Chunk,
     cut_chunks,
     cut_closest_first,
-    join_views,
+    join_jobs,
     what_is_left,
 )
-from ensemble.planning.forecast import Job, Speed, guessed_speed, slower_by, total_seconds
-from ensemble.planning.placement import MemberFacts, Placement, asked_tokens, place, rooms
+from ensemble.planning.forecast import Demand, Speed, guessed_speed, slower_by, total_seconds
+from ensemble.planning.placement import ModelFacts, Placement, asked_tokens, place, rooms
 
 # What a worker on a GPU takes of its host: torch's CUDA libraries, a CUDA context, bitsandbytes and token ids.
 # Reckoned, 1.5 to 2.5 GiB; not measured on a GPU yet.
 WORKER_HOST_BYTES = 2 << 30
 # The same of a worker that stands by, without a context.
 STANDBY_HOST_BYTES = 1 << 30
-# Rows of views in their order, their chunks and their work.
+# Rows of jobs in their order, their chunks and their work.
 _Cut: TypeAlias = tuple[npt.NDArray[np.int64], tuple[Chunk, ...], float]
 _UNMEASURED = Speed(0.0, 0.0, is_measured=False)
 _NO_TIME = Speed(0.0, 0.0, is_measured=True, is_startup_measured=True)
@@ -48,39 +48,37 @@ _NO_TIME = Speed(0.0, 0.0, is_measured=True, is_startup_measured=True)
 
 @dataclass(frozen=True)
 class CpuChoice:
-    """Hold what a run chose for a member on the CPU: the threads of each worker, and workers at a time."""
+    """Hold what a run chose for a model on the CPU: the threads of each worker, and workers at a time."""
 
     threads: int
     workers: int
 
 
 @dataclass(frozen=True)
-class MemberPlan:
-    """Say how a member runs: on ``gpus`` devices per replica (0: the CPU).
+class ModelPlan:
+    """Say how a model runs: on ``gpus`` devices per replica (0: the CPU).
 
-    A member that needs no worker has neither replicas nor chunks.  Until the rows of a member with ``when`` are
-    selected (``with_rows``), its chunks are those of the whole table.
+    A model that needs no worker has neither replicas nor chunks.  Until the rows of a member with ``when`` are
+    selected (``with_rows``), its models' chunks are those of the whole table.
 
     Attributes:
+        loaded: what a worker loads, with the jobs that it computes.
         replicas: the most at a time.
         first_replicas: those that start before any later member; the others join if a GPU or a part of the CPU is
             left over.
         cpu_share: the share of the cores that each replica has on a CPU.
-        work: the bytes of text that max_length leaves of all rows in all views, and what each row costs besides;
-            where views may not compute some rows, of the others.
-        order: row numbers, longest text first, int64 [rows], numbered through the views (``chunks.join_views``).
-        waits_for: the members with a weight before it, if it has ``when``.
+        work: the bytes of text that max_length leaves of all rows in all jobs, and what each row costs besides;
+            where jobs may not compute some rows, of the others.
+        order: rows of the table, longest text first, those of each job after those of the job before it, int64
+            [rows].
+        is_undecided: its member has ``when``, and the member's rows are not selected yet.
         expected_share: the share of the rows that the forecast counts.
-        undecided_views: views with ``when`` whose rows are not selected yet, by number, with the share of the
-            member's rows that the forecast counts.
+        undecided: jobs with ``when`` whose rows are not selected yet, by number, with the share of the member's
+            rows that the forecast counts.
         cpu_threads: threads of a worker on a CPU; None: by its share of the cores.
-        checkpoints: the number of each view's checkpoint, of which a worker has one; empty: all views share one.
-        row_names: what its rows are called if they are no rows of a table, such as "fold 0" of trainings.  Each is
-            a chunk of its own, and the member fails with the first that cannot be done.
     """
 
-    index: int
-    model: MemberConfig
+    loaded: Model
     request: ResourceRequest
     placement: Placement
     replicas: int
@@ -90,47 +88,50 @@ class MemberPlan:
     work: float
     chunks: tuple[Chunk, ...]
     order: npt.NDArray[np.int64] = field(compare=False, repr=False)
-    table_rows: int = 0
-    waits_for: tuple[str, ...] = ()
+    is_undecided: bool = False
     expected_share: float = 1.0
-    undecided_views: Mapping[int, float] = field(default_factory=dict)
+    undecided: Mapping[int, float] = field(default_factory=dict)
     cpu_threads: int | None = None
-    checkpoints: tuple[int, ...] = ()
-    row_names: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        return self.model.name
+        return self.loaded.name
+
+    @property
+    def member(self) -> str:
+        return self.loaded.member
+
+    @property
+    def model(self) -> MemberConfig:
+        """Return the member's settings, of which only what this model computes counts."""
+        return self.loaded.settings
+
+    @property
+    def jobs(self) -> tuple[Job, ...]:
+        return self.loaded.jobs
+
+    @property
+    def has_rows(self) -> bool:
+        """Return whether its jobs compute rows of the table."""
+        return all(job.has_rows for job in self.jobs)
 
     @property
     def gpus(self) -> int:
         return self.placement.gpus
 
     @property
-    def views(self) -> int:
-        return max(1, len(self.model.counted_views))
-
-    @property
     def undecided_work(self) -> float:
-        """Return the share of the member's work in views whose rows are not selected yet, if they had all rows."""
-        return len(self.undecided_views) / self.views
+        """Return the share of the model's work in jobs whose rows are not selected yet, if they had all rows."""
+        return len(self.undecided) / len(self.jobs)
 
     @property
     def unexpected_work(self) -> float:
-        """Return the share of the member's work that views are expected not to select."""
-        return sum(1.0 - share for share in self.undecided_views.values()) / self.views
+        """Return the share of the model's work that jobs are expected not to select."""
+        return sum(1.0 - share for share in self.undecided.values()) / len(self.jobs)
 
     @property
     def needs_worker(self) -> bool:
         return self.replicas > 0
-
-    def checkpoint_of(self, view: int) -> int:
-        """Return the number of the checkpoint that computes a view."""
-        return self.checkpoints[view] if self.checkpoints else 0
-
-    def takes_time_left(self, view: int) -> bool:
-        """Return whether a view has as many rows as there is time for."""
-        return takes_time_left(self.model.when) or takes_time_left(self.model.views_with_when.get(view))
 
     def host_share(
         self, devices: Sequence[Device], gpus: Sequence[Device], max_workers_per_gpu: int
@@ -149,14 +150,13 @@ class MemberPlan:
 
     @property
     def whole_seconds(self) -> float:
-        """Return how long one replica computes all rows of the table, in all views."""
+        """Return how long one replica computes all rows of the table, in all jobs."""
         return self.speed.seconds_per_work * self.work * self.slowdown
 
     @property
-    def job(self) -> Job:
-        starts = math.ceil(len(set(self.checkpoints)) / max(1, self.replicas)) or 1  # one behind the other
-        return Job(
-            startup_seconds=starts * self.speed.startup_seconds,
+    def demand(self) -> Demand:
+        return Demand(
+            startup_seconds=self.speed.startup_seconds,
             compute_seconds=self.whole_seconds * self.expected_share * (1.0 - self.unexpected_work),
             gpus=self.gpus,
             replicas=self.replicas,
@@ -177,26 +177,26 @@ class Plan:
     """
 
     config: RunConfig = field(repr=False)
-    facts: Mapping[str, MemberFacts] = field(repr=False, compare=False)
+    facts: Mapping[str, ModelFacts] = field(repr=False, compare=False)
     gpus: tuple[Device, ...]
     host: Device | None
     speeds: Mapping[str, Speed]
     hosts: int
     cpus: int
-    members: tuple[MemberPlan, ...]
+    models: tuple[ModelPlan, ...]
     warnings: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     why: str = ""
     seconds: float | None = None
     cpu_choices: Mapping[str, CpuChoice] = field(default_factory=dict)
 
-    def seconds_of(self, jobs: Sequence[Job]) -> float:
+    def seconds_of(self, demands: Sequence[Demand]) -> float:
         places = dict.fromkeys((gpu.uuid for gpu in self.gpus), self.config.max_workers_per_gpu)
-        return total_seconds(jobs, places, self.hosts)
+        return total_seconds(demands, places, self.hosts)
 
     @property
-    def jobs(self) -> list[Job]:
-        return [member.job for member in self.members if member.needs_worker]
+    def demands(self) -> list[Demand]:
+        return [model.demand for model in self.models if model.needs_worker]
 
     @property
     def host_bytes(self) -> int:
@@ -206,16 +206,16 @@ class Plan:
         also takes the weights and a row or batch; members whose shares of the cores fit run side by side.
         """
         places = len(self.gpus) * self.config.max_workers_per_gpu
-        gpu_workers = min(places, sum(member.replicas for member in self.members if member.gpus))
-        on_cpu = [member for member in self.members if member.needs_worker and not member.gpus]
+        gpu_workers = min(places, sum(model.replicas for model in self.models if model.gpus))
+        on_cpu = [model for model in self.models if model.needs_worker and not model.gpus]
         on_cpu.sort(key=_cpu_bytes, reverse=True)
         together = [0]
         for first in on_cpu:
             size, room = 0, 1.0
-            for member in (first, *(other for other in on_cpu if other is not first)):
-                workers = min(member.replicas, int(room / member.cpu_share + 1e-6))  # shares are rounded
-                size += workers * _cpu_bytes(member)
-                room -= workers * member.cpu_share
+            for model in (first, *(other for other in on_cpu if other is not first)):
+                workers = min(model.replicas, int(room / model.cpu_share + 1e-6))  # shares are rounded
+                size += workers * _cpu_bytes(model)
+                room -= workers * model.cpu_share
             together.append(size)
         return gpu_workers * WORKER_HOST_BYTES + max(together)
 
@@ -229,7 +229,7 @@ class Plan:
 
 def make_plan(
     config: RunConfig,
-    facts: Mapping[str, MemberFacts],
+    facts: Mapping[str, ModelFacts],
     gpus: Sequence[Device],
     host: Device | None = None,
     speeds: Mapping[str, Speed] | None = None,
@@ -249,12 +249,12 @@ def make_plan(
     """
     common = _common_lengths(config, facts)
     speeds = speeds or {}
-    members: list[MemberPlan] = []
+    models: list[ModelPlan] = []
     warnings: list[str] = []
-    for index, model in enumerate(config.models):
-        of_member = facts[model.name]
-        request, needs_worker = of_member.request, of_member.needs_worker
-        placement = place(config, index, of_member, gpus, host)
+    for model in compile_models(config.models, config.labels):
+        of_model = facts[model.name]
+        request, needs_worker = of_model.request, of_model.needs_worker
+        placement = place(config, model.index, of_model, gpus, host)
         warnings += placement.warnings
         room = hosts
         if placement.gpus:
@@ -264,31 +264,30 @@ def make_plan(
         if request.replicas != "auto":
             if placement.gpus and request.replicas > replicas:
                 warnings.append(
-                    f"models[{index}].replicas: {model.name} asks for {plural(request.replicas, 'replica')} of "
-                    f"{plural(placement.gpus, 'GPU')} each, but there is room for {replicas} at a time; "
-                    f"running {replicas}"
+                    f"models[{model.index}].replicas: {model.name} asks for "
+                    f"{plural(request.replicas, 'replica')} of {plural(placement.gpus, 'GPU')} each, but there is "
+                    f"room for {replicas} at a time; running {replicas}"
                 )
             else:
                 replicas = request.replicas
-        computed = _computed_lengths(of_member)
-        table_rows, views = len(computed), max(1, len(model.counted_views))
-        order, speed, work = np.arange(table_rows), _NO_TIME, views * _work_of(computed)
+        computed = _computed_lengths(of_model)
+        order, speed, work = np.arange(len(computed)), _NO_TIME, len(model.jobs) * _work_of(computed)
         chunks: tuple[Chunk, ...] = ()
         if needs_worker:
             # Order and cut go by the whole text: another cut would mean other batches, and so other last digits,
             # for little less padding.
-            ranked = of_member.lengths if common is None else common
+            ranked = of_model.lengths if common is None else common
             cut = partial(_cut, computed=computed, ranked=ranked)
-            order, chunks, work = _cut_views(of_member, views, np.ones(table_rows, dtype=np.bool_), cut)
+            order, chunks, work = _cut_jobs(of_model, model.jobs, np.ones(len(computed), dtype=np.bool_), cut)
             guess = guessed_speed(placement.footprint, placement.gpus)
-            speed = speeds.get(model.name, _UNMEASURED).or_guess(guess)
-        replicas = min(replicas, len(chunks))
+            speed = speeds.get(model.member, _UNMEASURED).or_guess(guess)
+        # All rows may be those of other models of its member.
+        replicas = max(1, min(replicas, len(chunks))) if needs_worker else 0
         cpu_share = 0.0
         if not placement.gpus:
             cpu_share = 1.0 if request.replicas == "auto" else 1 / max(1, replicas)
-        member = MemberPlan(
-            index=index,
-            model=model,
+        planned = ModelPlan(
+            loaded=model,
             request=request,
             placement=placement,
             replicas=replicas,
@@ -298,13 +297,15 @@ def make_plan(
             work=work,
             chunks=chunks,
             order=order,
-            table_rows=table_rows,
-            waits_for=() if model.when is None else config.deciders(index),
-            expected_share=of_member.expected_share,
-            undecided_views={view: of_member.view_shares.get(view, 1.0) for view in model.views_with_when},
-            checkpoints=model.view_checkpoints,
+            is_undecided=model.settings.when is not None,
+            expected_share=of_model.expected_share,
+            undecided={
+                number: of_model.job_shares.get(job.name, 1.0)
+                for number, job in enumerate(model.jobs)
+                if job.when is not None
+            },
         )
-        members.append(member)
+        models.append(planned)
     plan = Plan(
         config=config,
         facts=facts,
@@ -313,21 +314,21 @@ def make_plan(
         speeds=speeds,
         hosts=hosts,
         cpus=cpus,
-        members=tuple(members),
+        models=tuple(models),
         warnings=tuple(warnings),
-        problems=tuple(problem for member in members for problem in member.placement.problems),
+        problems=tuple(dict.fromkeys(problem for model in models for problem in model.placement.problems)),
         cpu_choices=cpu_choices or {},
     )
     if plan.problems:
         return plan
     plan = _share_cpu(_share_gpus(plan))
-    is_measured = bool(plan.jobs) and all(
-        member.speed.is_measured for member in plan.members if member.needs_worker
+    is_measured = bool(plan.demands) and all(
+        model.speed.is_measured for model in plan.models if model.needs_worker
     )
-    return replace(plan, seconds=plan.seconds_of(plan.jobs) if is_measured else None)
+    return replace(plan, seconds=plan.seconds_of(plan.demands) if is_measured else None)
 
 
-def _common_lengths(config: RunConfig, facts: Mapping[str, MemberFacts]) -> npt.NDArray[np.int64] | None:
+def _common_lengths(config: RunConfig, facts: Mapping[str, ModelFacts]) -> npt.NDArray[np.int64] | None:
     """Return the lengths by which all members are cut under a time limit: so they cover the same rows first.
 
     Without a limit each takes the order of its own texts, which pads least.
@@ -341,7 +342,7 @@ def _common_lengths(config: RunConfig, facts: Mapping[str, MemberFacts]) -> npt.
 
 def plan_run(
     config: RunConfig,
-    facts: Mapping[str, MemberFacts],
+    facts: Mapping[str, ModelFacts],
     gpus: Sequence[Device],
     speeds: Mapping[str, Speed],
     hosts: Sequence[Device],
@@ -371,23 +372,22 @@ def plan_run(
 
 def _with_flash_attention(
     config: RunConfig,
-    facts: Mapping[str, MemberFacts],
+    facts: Mapping[str, ModelFacts],
     gpus: Sequence[Device],
     trials: Callable[..., Sequence[DeviceTrial]],
-) -> Mapping[str, MemberFacts]:
+) -> Mapping[str, ModelFacts]:
     """Return the facts with flash-attention 2 for members that can take it, if it works.
 
     Only a process with torch can tell, which takes seconds; it is started only if a member would use it.
     """
-    with_flash: dict[str, MemberFacts] = {}
+    with_flash: dict[str, ModelFacts] = {}
     would_take_it = False
-    for index, model in enumerate(config.models):
-        of_member = facts[model.name]
-        memory = None if of_member.memory is None else of_member.memory.with_flash_attention()
+    for model in compile_models(config.models, config.labels):
+        of_model = facts[model.name]
+        memory = None if of_model.memory is None else of_model.memory.with_flash_attention()
         if memory is not None:
-            checkpoints = (estimate.with_flash_attention() or estimate for estimate in of_member.checkpoints)
-            with_flash[model.name] = replace(of_member, memory=memory, checkpoints=tuple(checkpoints))
-            placement = place(config, index, with_flash[model.name], gpus, None)
+            with_flash[model.name] = replace(of_model, memory=memory)
+            placement = place(config, model.index, with_flash[model.name], gpus, None)
             would_take_it = would_take_it or placement.attention == "flash_attention_2"
     if would_take_it:
         report = trials(gpus[:1], flash_attention=True)[0].report
@@ -396,87 +396,90 @@ def _with_flash_attention(
     return facts
 
 
-def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: bool) -> MemberPlan:
-    """Return the member with the chunks of the rows that are not done; ``is_done`` is bool [rows].
+def without_done(model: ModelPlan, is_done: npt.NDArray[np.bool_], is_timed: bool) -> ModelPlan:
+    """Return the model with the chunks of the rows that are not done; ``is_done`` is bool [jobs, rows].
 
-    Views whose rows are not selected have no chunks yet; ``with_view`` adds them. Under a time limit the chunks are
+    Jobs whose rows are not selected have no chunks yet; ``with_job`` adds them. Under a time limit the chunks are
     in the order of dispatch. The longest rows come first: they show in the first minute whether memory suffices and
-    how fast the member is. The others follow from the shortest up, because that covers the most rows. A view begins
-    when all rows of the view before it are dispatched.
+    how fast the model is. The others follow from the shortest up, because that covers the most rows. A job begins
+    when all rows of the job before it are dispatched.
     """
-    chunks = tuple(chunk for chunk in member.chunks if chunk.view not in member.undecided_views)
-    order, chunks = what_is_left(chunks, member.order, is_done)
+    chunks = tuple(chunk for chunk in model.chunks if chunk.job not in model.undecided)
+    order, chunks = what_is_left(chunks, model.order, is_done)
     if is_timed:
-        chunks = chunks[:1] + tuple(sorted(chunks[1:], key=lambda chunk: (chunk.view, -chunk.start)))
-    return replace(member, chunks=chunks, order=order)
+        chunks = chunks[:1] + tuple(sorted(chunks[1:], key=lambda chunk: (chunk.job, -chunk.start)))
+    return replace(model, chunks=chunks, order=order)
 
 
 def with_rows(
-    plan: Plan, member: MemberPlan, is_selected: npt.NDArray[np.bool_], doubt: npt.NDArray[np.float64]
-) -> MemberPlan:
-    """Return a member with ``when`` once its rows are selected: with the chunks of these rows.
+    plan: Plan, model: ModelPlan, is_selected: npt.NDArray[np.bool_], doubt: npt.NDArray[np.float64]
+) -> ModelPlan:
+    """Return a model of a member with ``when`` once the member's rows are selected: with the chunks of these rows.
 
     Under a time limit the closest calls come first.  ``is_selected`` and ``doubt`` are of the table's rows, [rows].
     """
-    facts, cut = plan.facts[member.name], partial(_cut_selected, plan, member, doubt=doubt)
-    order, chunks, work = _cut_views(facts, member.views, is_selected, cut)
-    return replace(member, order=order, chunks=chunks, work=work, expected_share=1.0, waits_for=())
+    facts, cut = plan.facts[model.name], partial(_cut_selected, plan, model, doubt=doubt)
+    order, chunks, work = _cut_jobs(facts, model.jobs, is_selected, cut)
+    return replace(model, order=order, chunks=chunks, work=work, expected_share=1.0, is_undecided=False)
 
 
-def with_view(
+def with_job(
     plan: Plan,
-    member: MemberPlan,
-    view: int,
+    model: ModelPlan,
+    number: int,
     is_selected: npt.NDArray[np.bool_],
     doubt: npt.NDArray[np.float64],
     is_done: npt.NDArray[np.bool_],
-) -> MemberPlan:
-    """Return a member with the chunks that are left to do of a view with ``when``, once its rows are selected.
+) -> ModelPlan:
+    """Return a model with the chunks that are left to do of a job with ``when``, once its rows are selected.
 
-    Under a time limit the closest calls come first.  ``is_selected`` and ``doubt`` are of the table's rows, [rows];
-    ``is_done`` is of the rows numbered through the views.
+    Under a time limit the closest calls come first.  ``is_selected``, ``doubt`` and ``is_done`` are of the table's
+    rows, [rows].
     """
-    view_rows = plan.facts[member.name].view_rows
-    if view_rows is not None:
-        is_selected = is_selected & view_rows[view]
-    rows, chunks, work = _cut_selected(plan, member, np.flatnonzero(is_selected), doubt)
-    order, chunks = what_is_left(chunks, rows + view * member.table_rows, is_done)
-    index = 1 + max((chunk.index for chunk in member.chunks), default=-1)
+    rows_of_job = plan.facts[model.name].job_rows.get(model.jobs[number].name)
+    if rows_of_job is not None:
+        is_selected = is_selected & rows_of_job
+    rows, chunks, work = _cut_selected(plan, model, np.flatnonzero(is_selected), doubt)
+    order, chunks = what_is_left(chunks, rows, is_done[None])
+    index = 1 + max((chunk.index for chunk in model.chunks), default=-1)
     added = [
         replace(
             chunk,
             index=index + chunk.index,
-            start=len(member.order) + chunk.start,
-            stop=len(member.order) + chunk.stop,
-            cost=chunk.cost * work / member.work,
-            view=view,
+            start=len(model.order) + chunk.start,
+            stop=len(model.order) + chunk.stop,
+            cost=chunk.cost * work / model.work,
+            job=number,
         )
         for chunk in chunks
     ]
     return replace(
-        member,
-        order=np.concatenate([member.order, order]),
-        chunks=tuple(sorted((*member.chunks, *added), key=lambda chunk: chunk.view)),
-        undecided_views={other: share for other, share in member.undecided_views.items() if other != view},
+        model,
+        order=np.concatenate([model.order, order]),
+        chunks=tuple(sorted((*model.chunks, *added), key=lambda chunk: chunk.job)),
+        undecided={other: share for other, share in model.undecided.items() if other != number},
     )
 
 
-def _cut_views(
-    facts: MemberFacts, views: int, is_selected: npt.NDArray[np.bool_], cut: Callable[..., _Cut]
+def _cut_jobs(
+    facts: ModelFacts, jobs: Sequence[Job], is_selected: npt.NDArray[np.bool_], cut: Callable[..., _Cut]
 ) -> _Cut:
-    """Return the selected rows, bool [rows], in all views that may compute them; ``cut`` is for a single view."""
-    if facts.view_rows is None:
-        parts = [cut(np.flatnonzero(is_selected))] * views
-    else:
-        parts = [cut(np.flatnonzero(is_selected & rows)) for rows in facts.view_rows]
-    return join_views(parts, len(is_selected))
+    """Return the selected rows, bool [rows], in all jobs that may compute them; ``cut`` is for a single job."""
+    parts: list[_Cut] = []
+    for job in jobs:
+        rows = facts.job_rows.get(job.name)
+        if rows is None and parts and not facts.job_rows:
+            parts.append(parts[0])
+        else:
+            parts.append(cut(np.flatnonzero(is_selected if rows is None else is_selected & rows)))
+    return join_jobs(parts)
 
 
 def _cut_selected(
-    plan: Plan, member: MemberPlan, rows: npt.NDArray[np.int64], doubt: npt.NDArray[np.float64]
+    plan: Plan, model: ModelPlan, rows: npt.NDArray[np.int64], doubt: npt.NDArray[np.float64]
 ) -> _Cut:
-    """Return selected rows of the table in their order, their chunks, and their work in one view."""
-    facts, is_timed = plan.facts[member.name], plan.config.time_limit is not None
+    """Return selected rows of the table in their order, their chunks, and their work in one job."""
+    facts, is_timed = plan.facts[model.name], plan.config.time_limit is not None
     return _cut(rows, _computed_lengths(facts), facts.lengths, doubt if is_timed else None)
 
 
@@ -486,7 +489,7 @@ def _cut(
     ranked: npt.NDArray[np.int64],
     doubt: npt.NDArray[np.float64] | None = None,
 ) -> _Cut:
-    """Return rows of the table in their order, their chunks, and their work in one view."""
+    """Return rows of the table in their order, their chunks, and their work in one job."""
     if doubt is None:
         order, chunks = cut_chunks(computed[rows], ranked[rows])
     else:
@@ -494,7 +497,7 @@ def _cut(
     return rows[order], chunks, _work_of(computed[rows])
 
 
-def _computed_lengths(facts: MemberFacts) -> npt.NDArray[np.int64]:
+def _computed_lengths(facts: ModelFacts) -> npt.NDArray[np.int64]:
     """Return the bytes of each row's text that the member computes: max_length cuts the rest, [rows]."""
     if facts.memory is None:
         return facts.lengths
@@ -507,13 +510,17 @@ def _work_of(lengths: npt.NDArray[np.int64]) -> float:
 
 def _share_gpus(plan: Plan) -> Plan:
     """Return the plan with members at the same time, one replica each at first, where several share the GPUs."""
-    working = [member for member in plan.members if member.needs_worker]
-    members = list(plan.members)
-    for member in working:
-        if len(working) > 1 and member.gpus and member.replicas > 1 and member.request.replicas == "auto":
-            members[member.index] = replace(member, first_replicas=1)
-    why = "members run at the same time, one replica each at first" if members != [*plan.members] else ""
-    return replace(plan, members=tuple(members), why=why)
+    working = [model for model in plan.models if model.needs_worker]
+    models = {model.name: model for model in plan.models}
+    for model in working:
+        if len(working) > 1 and model.gpus and model.replicas > 1 and model.request.replicas == "auto":
+            models[model.name] = replace(model, first_replicas=1)
+    why = (
+        "members run at the same time, one replica each at first"
+        if [*models.values()] != [*plan.models]
+        else ""
+    )
+    return replace(plan, models=tuple(models.values()), why=why)
 
 
 def _share_cpu(plan: Plan) -> Plan:
@@ -523,39 +530,39 @@ def _share_cpu(plan: Plan) -> Plan:
     and memory go. A member with unknown memory then has the CPU to itself. A resumed run gives a member the threads
     that it chose before, unless a key says otherwise or there are too few cores.
     """
-    on_cpu = [member for member in plan.members if member.needs_worker and not member.gpus]
+    on_cpu = [model for model in plan.models if model.needs_worker and not model.gpus]
     if not on_cpu:
         return plan
     asked = plan.config.cpu_workers
-    sharing = [member for member in on_cpu if member.placement.footprint is not None or asked != "auto"]
+    sharing = [model for model in on_cpu if model.placement.footprint is not None or asked != "auto"]
     chunks = sum(
-        len(member.chunks) if member.request.replicas == "auto" else member.replicas for member in sharing
+        len(model.chunks) if model.request.replicas == "auto" else model.replicas for model in sharing
     )
     free = 0 if plan.host is None else plan.host.total_bytes - plan.host.used_bytes
-    memory_holds = max(1, free // max(_cpu_bytes(member) for member in on_cpu))
+    memory_holds = max(1, free // max(_cpu_bytes(model) for model in on_cpu))
     max_workers = min(max(plan.cpus // 2, min(plan.cpus, 2)), memory_holds) if asked == "auto" else asked
     workers = max(1, min(max_workers, chunks))
-    members = list(plan.members)
-    for member in on_cpu:
-        is_auto = member.request.replicas == "auto"
-        at_a_time, threads = workers if member in sharing else 1, None
-        choice = plan.cpu_choices.get(member.name)
+    models = {model.name: model for model in plan.models}
+    for model in on_cpu:
+        is_auto = model.request.replicas == "auto"
+        at_a_time, threads = workers if model in sharing else 1, None
+        choice = plan.cpu_choices.get(model.name)
         if asked == "auto" and is_auto and choice is not None and choice.threads <= plan.cpus:
             threads = choice.threads
             at_a_time = min(choice.workers, plan.cpus // threads, memory_holds)
-        replicas, first_replicas = member.replicas, member.first_replicas
+        replicas, first_replicas = model.replicas, model.first_replicas
         if is_auto:
-            replicas = min(at_a_time * plan.hosts, len(member.chunks))
+            replicas = max(1, min(at_a_time * plan.hosts, len(model.chunks)))
             first_replicas = math.ceil(replicas / len(on_cpu))
-        members[member.index] = replace(
-            member,
+        models[model.name] = replace(
+            model,
             replicas=replicas,
             first_replicas=first_replicas,
-            cpu_share=min(member.cpu_share, 1 / at_a_time),
+            cpu_share=min(model.cpu_share, 1 / at_a_time),
             cpu_threads=threads,
         )
-    plan = replace(plan, members=tuple(members))
-    smallest = min((members[member.index] for member in on_cpu), key=lambda member: member.cpu_share)
+    plan = replace(plan, models=tuple(models.values()))
+    smallest = min((models[model.name] for model in on_cpu), key=lambda model: model.cpu_share)
     at_a_time = round(1 / smallest.cpu_share)
     if at_a_time > 1:
         each = plural(smallest.cpu_threads or threads_of(plan.cpus, smallest.cpu_share), "core")
@@ -565,27 +572,26 @@ def _share_cpu(plan: Plan) -> Plan:
     return plan
 
 
-def _cpu_bytes(member: MemberPlan) -> int:
-    """Return what a worker of the member takes of the host's memory on the CPU, about, with a row or batch."""
-    footprint = member.placement.footprint
+def _cpu_bytes(model: ModelPlan) -> int:
+    """Return what a worker of the model takes of the host's memory on the CPU, about, with a row or batch."""
+    footprint = model.placement.footprint
     if footprint is None:
         return WORKER_HOST_BYTES
-    return footprint.peak_bytes(0, max(footprint.width, asked_tokens(member.request, footprint) or 0))
+    return footprint.peak_bytes(0, max(footprint.width, asked_tokens(model.request, footprint) or 0))
 
 
 def plan_trainings(
-    config: RunConfig, model: MemberConfig, names: Sequence[str], gpus: Sequence[Device]
-) -> MemberPlan:
-    """Return the plan of a member whose chunks are its trainings; the placement has the problems.
+    config: RunConfig, member: MemberConfig, names: Sequence[str], gpus: Sequence[Device]
+) -> ModelPlan:
+    """Return the plan of a member's trainings, each a job of one chunk; the placement has the problems.
 
     As many run side by side as the GPUs or ``cpu_workers`` allow; a training takes all memory of its GPUs.
     """
-    assert model.training is not None
-    index, count = config.models.index(model), len(names)
-    request = ResourceRequest(num_gpus=model.training.num_gpus, gpu_memory="all")
-    placement = place(
-        config, index, MemberFacts(model.name, request, np.ones(count, dtype=np.int64)), gpus, None
-    )
+    assert member.training is not None
+    model, count = model_of_trainings(config.models, member, names), len(names)
+    request = ResourceRequest(num_gpus=member.training.num_gpus, gpu_memory="all")
+    facts = ModelFacts(model.name, request, np.ones(count, dtype=np.int64))
+    placement = place(config, model.index, facts, gpus, None)
     problems = tuple(text.replace("num_gpus", "train.num_gpus") for text in placement.problems)
     replicas = 1 if config.cpu_workers == "auto" else config.cpu_workers
     if placement.gpus:
@@ -594,9 +600,8 @@ def plan_trainings(
     # Whichever trainings are left: other threads would give one that goes on other last digits.
     cpu_share = 0.0 if placement.gpus else 1 / replicas
     replicas = max(1, min(replicas, count))
-    return MemberPlan(
-        index=index,
-        model=model.model_copy(update={"when": None, "views": None}),
+    return ModelPlan(
+        loaded=model,
         request=request,
         placement=replace(placement, problems=problems),
         replicas=replicas,
@@ -604,8 +609,6 @@ def plan_trainings(
         cpu_share=cpu_share,
         speed=Speed(0.0, 0.0, is_measured=False),
         work=float(count),
-        chunks=tuple(Chunk(row, row, row + 1, 1 / count) for row in range(count)),
+        chunks=tuple(Chunk(job, job, job + 1, 1 / count, job) for job in range(count)),
         order=np.arange(count),
-        table_rows=count,
-        row_names=tuple(names),
     )

@@ -1,4 +1,4 @@
-"""Keep how a member's batches are made, so that its other workers and resumed runs make the same ones (PURE)."""
+"""Keep how a model's batches are made, so that its other workers and resumed runs make the same ones (PURE)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ensemble.common.text import gib
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """Hold what a member's workers have chosen so far.
+    """Hold what a model's workers have chosen so far.
 
     Attributes:
         rooms: the bytes that a batch may take beside the weights, by names and memory of a worker's devices.

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ensemble.jobs.job import AS_TIME_ALLOWS, LATER
+from ensemble.jobs.job import FIRST as FIRST_JOBS
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import calibrated
-from ensemble.scheduling.state import MemberState
+from ensemble.scheduling.state import ModelState
 
 # A chunk fits if it would still fit when it took this much longer than predicted: its cost is known in bytes of
 # text, and the time for a byte changes with the length of the rows and with other load on the machine.
@@ -29,10 +31,10 @@ _BISECTIONS = 40
 
 
 class Rank(NamedTuple):
-    """Order members' chunks under a time limit: those of the smallest rank come first."""
+    """Order models' chunks under a time limit: those of the smallest rank come first."""
 
-    turn: int = 0  # of ``MemberState.turn``
-    is_beyond_goal: bool = False  # the member has reached the goal of all members
+    phase: int = 0  # of the job whose chunk is next
+    is_beyond_goal: bool = False  # the model has reached the goal of all models
 
 
 FIRST = Rank()
@@ -134,14 +136,14 @@ class Deadline:
     def is_over(self) -> bool:
         return self.seconds_left <= 0
 
-    def ranks(self, members: Sequence[MemberState]) -> dict[str, Rank]:
-        """Return the ranks of the members that may have a chunk, by name.
+    def ranks(self, models: Sequence[ModelState]) -> dict[str, Rank]:
+        """Return the ranks of the models that may have a chunk, by name.
 
-        Members are kept equally far in their first views; those whose first view is done, in all of their work.
-        Rows of which there are to be as many as there is time for come after all other rows, and members with
-        weight 0 only once all others have ended.
+        Models are kept equally far in the first jobs of members; those whose first job is done, in all of their
+        work. Rows that are computed only if time is left come last, and members with weight 0 only once all others
+        have ended.
         """
-        active = [state for state in members if state.failure is None and not state.is_undecided]
+        active = [state for state in models if state.failure is None and not state.plan.is_undecided]
         weighted = [state for state in active if state.plan.model.has_weight]
         if any(not state.finished for state in weighted):
             active = weighted
@@ -149,54 +151,53 @@ class Deadline:
         measured = {state.plan.name: state.speed_meter.seconds_per_cost or 0.0 for state in active}
         seconds = calibrated(guessed, measured)
         ranks = {}
-        for turn in range(3):
-            # Others' first views that are left need devices that a later view cannot use.
-            group = [state for state in active if state.turn >= turn]
+        for phase in (FIRST_JOBS, LATER, AS_TIME_ALLOWS):
+            # Others' first jobs that are left need devices that a later job cannot use.
+            group = [state for state in active if state.phase_due >= phase]
             shares = []
             for state in group:
-                # All rows come in the first view before any comes in the next.
-                views = 1 if turn else state.plan.views
+                # All rows come in a member's first job before any comes in the next.
+                jobs, fraction = 1, state.fraction
+                if phase == FIRST_JOBS:
+                    jobs = len(state.plan.jobs)
+                    has_first = any(job.phase == FIRST_JOBS for job in state.plan.jobs)
+                    fraction = fraction * jobs if has_first else 1.0
                 share = Share(
                     name=state.plan.name,
-                    fraction_done=min(1.0, round(state.fraction * views, 6)),
-                    seconds=(seconds[state.plan.name] or 0.0) / views,
+                    fraction_done=min(1.0, round(fraction, 6)),
+                    seconds=(seconds[state.plan.name] or 0.0) / jobs,
                     startup_seconds=0.0 if state.is_loaded else state.startup_seconds,
                     devices=max(state.plan.gpus, 1),
                 )
                 shares.append(share)
             goal = goals(shares, self.workers, self.seconds_left)
             for state, share in zip(group, shares, strict=True):
-                if state.chunks.pending and state.turn == turn:
-                    ranks[share.name] = Rank(turn, share.fraction_done >= goal[share.name])
+                if state.chunks.pending and state.phase_due == phase:
+                    ranks[share.name] = Rank(phase, share.fraction_done >= goal[share.name])
         return ranks
 
-    def may_start(self, state: MemberState, members: Sequence[MemberState], checkpoint: int = 0) -> bool:
-        """Return whether a new worker of this member, with this checkpoint, would get something done in time.
+    def may_start(self, state: ModelState, models: Sequence[ModelState]) -> bool:
+        """Return whether a new worker of this model would get something done in time.
 
         A run never ends without a try: an earlier run may have measured a slow moment, such as weights that were
-        not in the page cache, and a guess may be wrong.  So the member that starts fastest may always start first.
+        not in the page cache, and a guess may be wrong.  So the model that starts fastest may always start first.
         """
-        if self.first_fitting(state, members, checkpoint, state.startup_seconds) is not None:
+        if self.first_fitting(state, models, state.startup_seconds) is not None:
             return True
-        if self.is_over or any(other.running or other.speed_meter.startup_seconds for other in members):
+        if self.is_over or any(other.running or other.speed_meter.startup_seconds for other in models):
             return False
-        pending = [other for other in members if other.chunks.pending]
+        pending = [other for other in models if other.chunks.pending]
         return state is min(pending, key=lambda other: other.startup_seconds)
 
     def first_fitting(
-        self,
-        state: MemberState,
-        members: Sequence[MemberState],
-        checkpoint: int = 0,
-        startup_seconds: float = 0.0,
+        self, state: ModelState, models: Sequence[ModelState], startup_seconds: float = 0.0
     ) -> tuple[Chunk, int] | None:
-        """Return the member's first pending chunk of which rows can be done in time, and where these rows begin.
+        """Return the model's first pending chunk of which rows can be done in time, and where these rows begin.
 
         A chunk's last rows are taken: these are the shortest, and next to those that were done before.
 
         Args:
-            checkpoint: of the worker that computes them.
-            startup_seconds: until this worker computes.
+            startup_seconds: until the worker that computes them can begin.
         """
         left = self.seconds_left - startup_seconds
         if left <= 0:
@@ -207,11 +208,11 @@ class Deadline:
         elif state.plan.speed.is_measured:
             per_cost = state.plan.whole_seconds
         # Before anything is done, a single row is better than none.
-        is_untried = all(other.speed_meter.seconds_per_cost is None for other in members)
-        view: int | None = None
-        for chunk in state.pending_for(checkpoint):
-            view = chunk.view if view is None else view
-            if chunk.view != view:
+        is_untried = all(other.speed_meter.seconds_per_cost is None for other in models)
+        job: int | None = None
+        for chunk in state.chunks.pending:
+            job = chunk.job if job is None else job
+            if chunk.job != job:
                 break
             rows = chunk.rows
             if not state.plan.speed.is_measured:  # a few rows tell how fast the member is
@@ -226,7 +227,7 @@ class Deadline:
 
 
 def time_limit_text(
-    members: Sequence[MemberState], limit_seconds: float, before_seconds: float, kept_seconds: float
+    members: Sequence[ModelState], limit_seconds: float, before_seconds: float, kept_seconds: float
 ) -> str:
     """Return why a limit left no time to compute a single row, and which limit would.
 
@@ -261,29 +262,25 @@ class TrainingDeadline(Deadline):
     A member whose trainings cannot all end in time, at the speed of those that have ended, begins no more of them.
     """
 
-    def ranks(self, members: Sequence[MemberState]) -> dict[str, Rank]:
+    def ranks(self, models: Sequence[ModelState]) -> dict[str, Rank]:
         """Return the ranks of the members that may begin a training, by name."""
         ranks: dict[str, Rank] = {}
         needed_seconds = 0.0
-        for state in members:
+        for state in models:
             chunks = [] if state.failure is not None else state.chunks.left
             seconds = sum(_seconds_of(state, chunk) for chunk in chunks)
             if not chunks or needed_seconds + seconds > self.workers * self.seconds_left:
                 continue
             needed_seconds += seconds
             if state.chunks.pending:
-                ranks[state.plan.name] = Rank(turn=len(ranks))
+                ranks[state.plan.name] = Rank(phase=len(ranks))
         return ranks
 
-    def may_start(self, state: MemberState, members: Sequence[MemberState], checkpoint: int = 0) -> bool:
-        return self.first_fitting(state, members) is not None
+    def may_start(self, state: ModelState, models: Sequence[ModelState]) -> bool:
+        return self.first_fitting(state, models) is not None
 
     def first_fitting(
-        self,
-        state: MemberState,
-        members: Sequence[MemberState],
-        checkpoint: int = 0,
-        startup_seconds: float = 0.0,
+        self, state: ModelState, models: Sequence[ModelState], startup_seconds: float = 0.0
     ) -> tuple[Chunk, int] | None:
         """Return the member's next training if it can end in time, and where its row begins."""
         if not state.chunks.pending or self.is_over:
@@ -293,6 +290,6 @@ class TrainingDeadline(Deadline):
         return (chunk, chunk.start) if fits else None
 
 
-def _seconds_of(state: MemberState, chunk: Chunk) -> float:
+def _seconds_of(state: ModelState, chunk: Chunk) -> float:
     """Return how long a training takes by those of the member that have ended; 0 before the first has."""
     return (state.speed_meter.seconds_per_cost or 0.0) * chunk.cost

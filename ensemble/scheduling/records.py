@@ -48,7 +48,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class FaultRecord:
-    """Record a fault, and what was done about it; ``rows`` are a slice of the member's order."""
+    """Record a fault, and what was done about it; ``rows`` are a slice of the model's order."""
 
     member: str
     replica: int
@@ -74,7 +74,7 @@ class WorkerRecord:
         node: where it runs; empty: on this machine.
     """
 
-    member: str
+    model: str
     replica: int
     devices: tuple[str, ...]
     process: str
@@ -107,7 +107,7 @@ class NodeChange:
 
 @dataclass(frozen=True)
 class Gap:
-    """Hold the ``seconds`` from the end of one member's computing on a device ("cpu": the CPU) to another's."""
+    """Hold the ``seconds`` from the end of one model's computing on a device ("cpu": the CPU) to another's."""
 
     device: str
     after: str
@@ -116,7 +116,7 @@ class Gap:
 
 
 def idle_gaps(workers: Iterable[WorkerRecord]) -> tuple[Gap, ...]:
-    """Return the gaps between workers of different members on the same device.
+    """Return the gaps between workers of different models on the same device.
 
     A worker that was loading beside the other, such as with another share of the CPU, did not wait for it.
     """
@@ -125,13 +125,13 @@ def idle_gaps(workers: Iterable[WorkerRecord]) -> tuple[Gap, ...]:
         if worker.computed_from is not None:
             end = math.inf if worker.computed_to is None else worker.computed_to
             leased = worker.leased_after_seconds
-            spans.append((worker.computed_from, end, worker.member, worker.devices, leased))
+            spans.append((worker.computed_from, end, worker.model, worker.devices, leased))
     gaps = []
-    busy: dict[str, tuple[float, str]] = {}  # until when each device computes, and for which member
-    for begin, end, member, devices, leased in sorted(spans):
+    busy: dict[str, tuple[float, str]] = {}  # until when each device computes, and for which model
+    for begin, end, model, devices, leased in sorted(spans):
         for device in devices:
-            until, before = busy.get(device, (begin, member))
-            if until <= begin and before != member and until <= leased:
-                gaps.append(Gap(device, before, member, round(begin - until, 3)))
-            busy[device] = max((until, before), (end, member))
+            until, before = busy.get(device, (begin, model))
+            if until <= begin and before != model and until <= leased:
+                gaps.append(Gap(device, before, model, round(begin - until, 3)))
+            busy[device] = max((until, before), (end, model))
     return tuple(gaps)

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 from ensemble.common.text import plural
 from ensemble.planning.chunks import Chunk
 from ensemble.scheduling.records import Failure, Fault, FaultRecord
-from ensemble.scheduling.state import MemberState, RunHooks
+from ensemble.scheduling.state import ModelState, RunHooks
 from ensemble.scheduling.worker import RunningWorker
 
 OnBadRow: TypeAlias = Literal["fail", "uniform", "drop_member"]
@@ -70,7 +70,7 @@ class RetryRules:
         self._elapsed = elapsed
         self._histories: defaultdict[str, _History] = defaultdict(_History)
 
-    def worker_ready(self, state: MemberState) -> None:
+    def worker_ready(self, state: ModelState) -> None:
         """Note that a worker has loaded the member: earlier failures to start were not lasting."""
         self._histories[state.plan.name].failed_starts = 0
 
@@ -106,10 +106,9 @@ class RetryRules:
         state = worker.state
         history, max_retries = self._histories[state.plan.name], self._max_retries(fault)
         worker.drop(chunk)
-        is_named = bool(state.plan.row_names)
-        if is_named:
-            name = state.row_text(int(state.plan.order[chunk.start]))
-            fault = replace(fault, message=f"{name}: {fault.message}")
+        job = state.plan.jobs[chunk.job]
+        if not job.has_rows:
+            fault = replace(fault, message=f"{job.title}: {fault.message}")
         may_repeat = False
         why_failed = fault.message if fault.kind == "lasting" else ""
         history.errors += fault.kind == "error"
@@ -120,7 +119,7 @@ class RetryRules:
             if history.deaths > MAX_DEATHS:
                 times = f"{history.deaths} times while computing"
                 why_failed = f"its workers ended {times}, the last time: {fault.message}"
-        if is_named and not may_repeat:  # others cannot do without it, as they can without a row
+        if not job.has_rows and not may_repeat:  # others cannot do without it, as they can without a row
             why_failed = fault.message
         if why_failed:
             self._record(worker, fault, "given up", chunk)
@@ -143,10 +142,12 @@ class RetryRules:
             self._record(worker, fault, remedy, chunk)
         else:
             self._record(worker, fault, "row set aside", chunk)
-            self.bad_rows(worker, {int(state.plan.order[chunk.start]): fault.message}, chunk)
+            self.bad_rows(worker, chunk.job, {int(state.plan.order[chunk.start]): fault.message}, chunk)
 
-    def bad_rows(self, worker: RunningWorker, reasons: Mapping[int, str], chunk: Chunk | None = None) -> None:
-        """Set aside rows that cannot be computed, numbered through the views, with the reasons.
+    def bad_rows(
+        self, worker: RunningWorker, job: int, reasons: Mapping[int, str], chunk: Chunk | None = None
+    ) -> None:
+        """Set aside rows that cannot be computed in a job, with the reasons.
 
         A member fails if it has too many bad rows; fewer are enough if it has computed no other row.
 
@@ -154,9 +155,9 @@ class RetryRules:
             chunk: the chunk that consists of the bad row, if there is such a chunk.
         """
         state, reason = worker.state, next(iter(reasons.values()))
-        state.set_aside(reasons, chunk)
+        state.set_aside(job, reasons, chunk)
         self._run.on_bad_rows(state)
-        rows = ", ".join(map(state.row_text, sorted(reasons)[:_SHOWN_ROWS]))
+        rows = ", ".join(state.row_text(job, row) for row in sorted(reasons)[:_SHOWN_ROWS])
         if len(reasons) > 1:
             rows = f"{plural(len(reasons), 'row')} ({rows}{', ...' if len(reasons) > _SHOWN_ROWS else ''})"
         else:
@@ -170,12 +171,16 @@ class RetryRules:
             self._record(worker, Fault("error", too_many), "given up")
             self.fail(state, too_many)
 
-    def member_finished(self, state: MemberState) -> None:
-        """Fail a member that is done but has bad rows that ``on_bad_row`` does not allow."""
-        if not state.bad_rows or self._rules.on_bad_row == "uniform":
+    def refuses(self, state: ModelState) -> bool:
+        """Return whether a model has bad rows that ``on_bad_row`` does not allow."""
+        return bool(state.bad_rows) and self._rules.on_bad_row != "uniform"
+
+    def member_finished(self, state: ModelState) -> None:
+        """Fail a member that is done if one of its models has bad rows that ``on_bad_row`` does not allow."""
+        if not self.refuses(state):
             return
         rows = sorted(state.bad_rows)
-        shown = "; ".join(f"row {state.row_text(row)}: {state.bad_rows[row]}" for row in rows[:_SHOWN_ROWS])
+        shown = "; ".join(f"row {state.row_text(*row)}: {state.bad_rows[row]}" for row in rows[:_SHOWN_ROWS])
         more = f"; {len(rows) - _SHOWN_ROWS:,} more in run.json" if len(rows) > _SHOWN_ROWS else ""
         advice = "left out of the merge (on_bad_row: drop_member)"
         if self._rules.on_bad_row == "fail":
@@ -186,14 +191,14 @@ class RetryRules:
         text = f"{plural(len(rows), 'row')} of the table could not be computed: {shown}{more}; {advice}"
         self.fail(state, text)
 
-    def fail(self, state: MemberState, message: str, traceback: str = "") -> None:
+    def fail(self, state: ModelState, message: str, traceback: str = "") -> None:
         """Fail a member, unless it has failed already."""
         if state.failure is not None:
             return
         log.error("%s failed: %s", state.plan.name, message)
         is_dropped = bool(state.bad_rows) and self._rules.on_bad_row == "drop_member"
         log_path = state.workers[-1].log_path if state.workers else ""
-        state.fail(Failure(state.plan.name, message, traceback, log_path, is_dropped))
+        state.fail(Failure(state.plan.member, message, traceback, log_path, is_dropped))
 
     def _max_retries(self, fault: Fault) -> int:
         # Each hang costs its time-out, and memory that has just run out is rarely free soon after.
@@ -204,7 +209,7 @@ class RetryRules:
     def _record(self, worker: RunningWorker, fault: Fault, remedy: str, chunk: Chunk | None = None) -> None:
         name = worker.state.plan.name
         record = FaultRecord(
-            member=name,
+            member=worker.state.plan.member,
             replica=worker.record.replica,
             kind=fault.kind,
             message=fault.message,
@@ -216,13 +221,13 @@ class RetryRules:
         worker.state.faults.append(record)
         log.warning("%s: %s; %s", worker.name, fault.message, remedy)
         if remedy in _NEXT_STEPS:
-            in_hand, is_named = "", bool(worker.state.plan.row_names)
-            next_step = _NEXT_STEPS[remedy].format(they_are="it is" if is_named else "they are")
-            if chunk is not None and not is_named:
+            in_hand, has_rows = "", worker.state.plan.has_rows
+            next_step = _NEXT_STEPS[remedy].format(they_are="they are" if has_rows else "it is")
+            if chunk is not None and has_rows:
                 in_hand = f" with {plural(chunk.rows, 'row')} in hand"
             self._run.say(f"{name}: {fault.message}{in_hand}; {next_step}")
 
 
-def _computed_rows(state: MemberState) -> int:
+def _computed_rows(state: ModelState) -> int:
     """Return how many rows have values, in earlier runs, too."""
     return max(0, state.reused_rows + state.counters.rows - state.counters.bad_rows)

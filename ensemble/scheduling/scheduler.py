@@ -35,7 +35,7 @@ from ensemble.scheduling.launchers.base import Changes, Launcher
 from ensemble.scheduling.records import Fault, NodeChange
 from ensemble.scheduling.retry import RetryRules, Rules
 from ensemble.scheduling.standby import Standbys
-from ensemble.scheduling.state import MemberState, RunHooks
+from ensemble.scheduling.state import ModelState, RunHooks
 from ensemble.scheduling.worker import RunningWorker
 
 TICK_SECONDS = 0.25
@@ -59,14 +59,14 @@ class Scheduler:
     """Run a plan.
 
     Args:
-        members: in their order, with the chunks that are left to do.
+        models: in their order, with the chunks that are left to do.
         gpus: those that workers may have.
-        clock: the run's clock, a ``Watch`` with ``MAX_TURN_SECONDS``; ``members`` use it, too.
+        clock: the run's clock, a ``Watch`` with ``MAX_TURN_SECONDS``; ``models`` use it, too.
     """
 
     def __init__(
         self,
-        members: list[MemberState],
+        models: list[ModelState],
         gpus: Sequence[Device],
         launcher: Launcher,
         run: RunHooks,
@@ -74,7 +74,7 @@ class Scheduler:
         clock: Callable[[], float],
         deadline: Deadline | None = None,
     ) -> None:
-        self.members = members
+        self.models = models
         self.node_changes: list[NodeChange] = []
         self.pool = DevicePool(gpus, rules.workers_per_gpu, rules.release_timeout, launcher, run.say, clock)
         self._launcher = launcher
@@ -85,17 +85,17 @@ class Scheduler:
         self._began = clock()
         self._workers: list[RunningWorker] = []
         self._retry = RetryRules(rules, run, self._elapsed)
-        self._standbys = Standbys(launcher, run, self._elapsed, self._workers, deadline is not None)
+        self._standbys = Standbys(launcher, run, self._elapsed)
         self._may_stand_by = rules.standby
         self._is_stopped = False
-        self._dispatcher = Dispatcher(members, self._workers, self.pool, self._standbys, deadline)
-        # Calls ``on_finished``, for a single member at a time.
+        self._dispatcher = Dispatcher(models, self._workers, self.pool, self._standbys, deadline)
+        # Calls ``on_finished``, for a single model at a time.
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="finishing")
-        self._finishing: dict[Future[None], MemberState] = {}
+        self._finishing: dict[Future[None], ModelState] = {}
         self._ended: set[str] = set()
 
     def run(self) -> None:
-        """Run every member until it is done or has failed, or until the deadline.
+        """Run every model until it is done or has failed, or until the deadline.
 
         No worker outlives this call, however it ends.
 
@@ -127,8 +127,8 @@ class Scheduler:
                 self.pool.poll()
                 self._start_workers()
                 if self._may_stand_by:
-                    self._standbys.update(self.members, self._workers)
-                self._run.on_change(self.members)
+                    self._standbys.update(self.models, self._workers)
+                self._run.on_change(self.models)
         except Interrupted as stopped:
             lost_rows = self._finish_batches()
             if not lost_rows:
@@ -140,9 +140,9 @@ class Scheduler:
         self._check_finishing()
 
     def _apply_changes(self, changes: Changes) -> None:
-        """Give members the devices of nodes that have joined, and take away the devices of lost nodes.
+        """Give models the devices of nodes that have joined, and take away the devices of lost nodes.
 
-        A member gets only devices of the kinds in its plan: on other devices the last digits may differ.
+        A model gets only devices of the kinds in its plan: on other devices the last digits may differ.
         """
         for text in changes.news:
             self._run.say(text)
@@ -154,7 +154,7 @@ class Scheduler:
         joined = [gpu for gpu in changes.joined if chosen is None or gpu.uuid in chosen]
         self.pool.change(joined, changes.lost)
         self.pool.hosts, self.pool.expects_nodes = changes.hosts, changes.expects_nodes
-        for state in self.members:
+        for state in self.models:
             plan = state.plan
             if not plan.needs_worker:
                 continue
@@ -180,15 +180,18 @@ class Scheduler:
                 self._settle(state)
 
     def _settle_all(self) -> None:
-        """Settle all members, and report each member to the run once when it has failed or is complete."""
-        for state in self.members:
+        """Settle all models, and report each model to the run once when it has failed or is complete."""
+        failures = {state.plan.member: state.failure for state in self.models if state.failure is not None}
+        for state in self.models:
+            if state.failure is None and state.plan.member in failures:
+                state.fail(failures[state.plan.member])
             self._settle(state)
-        for state in self.members:
+        for state in self.models:
             is_over = state.finished_at is not None and state not in self._finishing.values()
             if (is_over or state.failure is not None) and state.plan.name not in self._ended:
                 self._ended.add(state.plan.name)
                 self._run.on_ended(state)
-                self._settle_all()  # a member that waited for this one may have rows now, or none
+                self._settle_all()  # a model that waited for this one may have rows now, or none
                 return
 
     def _elapsed(self) -> float:
@@ -251,7 +254,8 @@ class Scheduler:
             counts = f"{event.counters.rows} rows in {event.counters.predict_seconds:.3f} s"
             log.info("%s chunk %d done: %s, %s", worker.name, event.chunk, counts, event.shard)
             if event.bad_rows:
-                self._retry.bad_rows(worker, dict(zip(event.bad_rows, event.bad_row_reasons, strict=True)))
+                reasons = dict(zip(event.bad_rows, event.bad_row_reasons, strict=True))
+                self._retry.bad_rows(worker, chunk.job, reasons)
             self._settle(state)
             self._dispatch(worker)
         elif isinstance(event, ChunkFailed) and not self._is_stopped:
@@ -267,7 +271,7 @@ class Scheduler:
         These are of workers that take longer than ``FINISH_SECONDS``. A training keeps its own saves.
         """
         self._is_stopped = True
-        workers = [worker for worker in self._workers if worker.chunk and not worker.state.plan.row_names]
+        workers = [worker for worker in self._workers if worker.chunk and worker.state.plan.has_rows]
         for worker in workers:
             worker.handle.send(Finish())
             log.info("%s is asked to finish its batch", worker.name)
@@ -352,8 +356,8 @@ class Scheduler:
         self._retry.worker_failed(worker, fault, others_compute)
         self._settle(state)
 
-    def _settle(self, state: MemberState) -> None:
-        """End the workers of a member that has failed, and finish a member whose chunks are all done."""
+    def _settle(self, state: ModelState) -> None:
+        """End the workers of a model that has failed, and finish a model whose chunks are all done."""
         if state.failure is not None:
             for worker in self._workers:
                 if worker.state is state and worker.exit_by is None:
@@ -362,11 +366,14 @@ class Scheduler:
         if self._is_stopped:  # a chunk may be done in part: the next run finishes members
             return
         if state.waits_for_selection:
-            self._run.on_views_done(state)
+            self._run.on_jobs_done(state)
         if state.finished and state.finished_at is None:
             state.finish()
-            self._retry.member_finished(state)
-            if state.failure is None:
+            models = [other for other in self.models if other.plan.member == state.plan.member]
+            if all(other.finished for other in models):
+                for other in models:
+                    self._retry.member_finished(other)
+            if state.failure is None and not self._retry.refuses(state):
                 self._finishing[self._finisher.submit(self._run.on_finished, state)] = state
 
     def _terminate(self, worker: RunningWorker) -> None:

@@ -1,4 +1,4 @@
-"""Start standby workers: processes of the next members, while other members still compute.
+"""Start standby workers: processes of the next models, while other models still compute.
 
 A standby worker has its libraries and its tokenizer, but no model, no lease and no CUDA context: it takes only
 memory of the host.  It is pinned to the devices that will probably be free next.  Nothing depends on it: if it
@@ -8,7 +8,6 @@ fails, or if other devices are free first, a fresh worker takes its place.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from ensemble.common.gpus import Device
@@ -17,7 +16,7 @@ from ensemble.common.text import shown_path
 from ensemble.planning.plan import STANDBY_HOST_BYTES
 from ensemble.scheduling.launchers.base import Launcher
 from ensemble.scheduling.records import WorkerRecord
-from ensemble.scheduling.state import MemberState, RunHooks
+from ensemble.scheduling.state import ModelState, RunHooks
 from ensemble.scheduling.worker import RunningWorker
 
 log = logging.getLogger(__name__)
@@ -28,33 +27,22 @@ class Standbys:
 
     Args:
         elapsed: returns the seconds since workers could begin.
-        running: the scheduler's own list of workers that run.
-        is_timed: whether the run has a time limit.
     """
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        run: RunHooks,
-        elapsed: Callable[[], float],
-        running: Sequence[RunningWorker],
-        is_timed: bool,
-    ) -> None:
+    def __init__(self, launcher: Launcher, run: RunHooks, elapsed: Callable[[], float]) -> None:
         self._launcher = launcher
         self._run = run
         self._elapsed = elapsed
-        self._running = running
-        self._is_timed = is_timed
         self._workers: list[RunningWorker] = []
-        self._failed: set[str] = set()  # members
+        self._failed: set[str] = set()  # models
 
-    def update(self, members: Sequence[MemberState], running: Sequence[RunningWorker]) -> None:
+    def update(self, models: Sequence[ModelState], running: Sequence[RunningWorker]) -> None:
         """Receive the events of standby workers; end those that are not needed, and start others."""
         for worker in list(self._workers):
             if not self._is_well(worker):
                 self._failed.add(worker.state.plan.name)
                 self._close(worker)
-            elif not any(worker.state.pending_for(worker.checkpoint)) or self._missing(worker.state) < 0:
+            elif not worker.state.chunks.pending or self._missing(worker.state) < 0:
                 self._close(worker)
         # A worker that loads needs the disk and the processor; and until all have computed something it is not
         # known whose devices are free first.
@@ -63,7 +51,7 @@ class Standbys:
         ):
             return
         by_end = sorted(running, key=lambda worker: worker.state.seconds_left)
-        for state in members:
+        for state in models:
             devices = self._next_devices(state, by_end)
             while devices:
                 # Processes that are starting do not have all of their memory yet.
@@ -78,19 +66,12 @@ class Standbys:
                     log.info("no worker of %s can stand by: %s", state.plan.name, error)
                 devices = self._next_devices(state, by_end)
 
-    def devices_for(self, state: MemberState) -> Iterator[tuple[Device, ...]]:
-        """Return the devices of each of a member's standby workers, in the order of their starts."""
+    def devices_for(self, state: ModelState) -> Iterator[tuple[Device, ...]]:
+        """Return the devices of each of a model's standby workers, in the order of their starts."""
         return (worker.devices for worker in self._workers if worker.state is state)
 
-    def next_checkpoint(self, state: MemberState) -> int:
-        """Return the checkpoint for a member's next worker, beside those that run and stand by."""
-        if not state.plan.checkpoints:
-            return 0
-        workers = [worker for worker in (*self._running, *self._workers) if worker.state is state]
-        return state.next_checkpoint(Counter(worker.checkpoint for worker in workers), self._is_timed)
-
-    def worker_for(self, state: MemberState, devices: tuple[Device, ...]) -> RunningWorker:
-        """Return a worker of this member that sees these devices: a standby worker, or else a fresh one.
+    def worker_for(self, state: ModelState, devices: tuple[Device, ...]) -> RunningWorker:
+        """Return a worker of this model that sees these devices: a standby worker, or else a fresh one.
 
         Raises:
             OSError: no worker could be started.
@@ -108,14 +89,14 @@ class Standbys:
         for worker in list(self._workers):
             self._close(worker)
 
-    def _next_devices(self, state: MemberState, by_end: Sequence[RunningWorker]) -> tuple[Device, ...]:
-        """Return the devices that will probably be free first for a member's next standby worker; () for none."""
+    def _next_devices(self, state: ModelState, by_end: Sequence[RunningWorker]) -> tuple[Device, ...]:
+        """Return the devices that will probably be free first for a model's next standby worker; () for none."""
         # Not for the CPU: all of its cores compute, so that a standby would only slow them down.
         count = state.plan.gpus
         is_failed = state.plan.name in self._failed
         if not count or not state.chunks.pending or is_failed or self._missing(state) <= 0:
             return ()
-        # In the order of a lease: max_memory and device_map number a member's GPUs.
+        # In the order of a lease: max_memory and device_map number a model's GPUs.
         numbers = {uuid: number for number, uuid in enumerate(state.plan.placement.devices)}
         taken = {device.uuid for worker in self._workers for device in worker.devices}
         candidates: dict[str, Device] = {}
@@ -129,18 +110,18 @@ class Standbys:
                 return tuple(sorted(devices, key=lambda device: numbers[device.uuid]))
         return ()
 
-    def _missing(self, state: MemberState) -> int:
-        """Return how many of a member's first workers neither run nor stand by."""
+    def _missing(self, state: ModelState) -> int:
+        """Return how many of a model's first workers neither run nor stand by."""
         return state.missing_first_workers - sum(worker.state is state for worker in self._workers)
 
-    def _start(self, state: MemberState, devices: tuple[Device, ...]) -> RunningWorker:
-        replica, checkpoint = next(state.replica_numbers), self.next_checkpoint(state)
-        start = self._run.worker_start(state.plan, replica, devices, checkpoint)
+    def _start(self, state: ModelState, devices: tuple[Device, ...]) -> RunningWorker:
+        replica = next(state.replica_numbers)
+        start = self._run.worker_start(state.plan, replica, devices)
         handle = self._launcher.start(start)
         cpu = f"cpu on {handle.on_node}" if handle.on_node else "cpu"
         now = round(self._elapsed(), 3)
         record = WorkerRecord(
-            member=state.plan.name,
+            model=state.plan.name,
             replica=replica,
             devices=tuple(device.uuid for device in devices) or (cpu,),
             process=handle.process,
@@ -149,7 +130,7 @@ class Standbys:
             leased_after_seconds=now,
             node=handle.on_node,
         )
-        worker = RunningWorker(state, handle, record, devices, checkpoint)
+        worker = RunningWorker(state, handle, record, devices)
         log.info("%s started as process %s for %s", worker.name, handle.process, record.devices)
         return worker
 

@@ -1,4 +1,4 @@
-"""Keep the state of a member during a run, and define what the scheduler needs from the run."""
+"""Keep the state of a model during a run, and define what the scheduler needs from the run."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import base64
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Literal, TypeAlias
 
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import BatchChoice, ChunkDone, Counters, Predict, Progress, Ready
+from ensemble.jobs.job import AS_TIME_ALLOWS
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import Speed
-from ensemble.planning.plan import MemberPlan
+from ensemble.planning.plan import ModelPlan
 from ensemble.scheduling.batches import BatchRecord, room_text
 from ensemble.scheduling.launchers.base import WorkerStart
 from ensemble.scheduling.records import Failure, FaultRecord, WorkerRecord
@@ -25,13 +26,13 @@ Phase: TypeAlias = Literal["waiting", "starting", "loading", "predicting", "paus
 
 
 class ChunkQueue:
-    """Keep a member's chunks; all chunks of a view come before the chunks of the next view.
+    """Keep a model's chunks; all chunks of a job come before the chunks of the next job.
 
     Attributes:
         pending: in the order of dispatch.
         in_hand: chunks that workers compute, by number; ``progress`` has the latest progress of each.
-        numbers: yields numbers that no chunk of the member has yet.
-        done_cost: the share of the member's work that this run has done.
+        numbers: yields numbers that no chunk of the model has yet.
+        done_cost: the share of the model's work that this run has done.
         reused_cost: the share that this run need not do.
     """
 
@@ -54,9 +55,9 @@ class ChunkQueue:
         return chunk
 
     def put_back(self, *chunks: Chunk) -> None:
-        """Put chunks back, as the next chunks of their views."""
+        """Put chunks back, as the next chunks of their jobs."""
         for chunk in reversed(chunks):
-            self.pending.insert(sum(other.view < chunk.view for other in self.pending), chunk)
+            self.pending.insert(sum(other.job < chunk.job for other in self.pending), chunk)
 
     def drop(self, chunk: Chunk) -> None:
         self.in_hand.pop(chunk.index, None)
@@ -69,7 +70,7 @@ class ChunkQueue:
 
 
 class SpeedMeter:
-    """Measure how long a member's workers take to start, and how fast they compute.
+    """Measure how long a model's workers take to start, and how fast they compute.
 
     Attributes:
         startup_seconds: until the slowest worker could compute; 0 before the first worker is ready.
@@ -104,7 +105,7 @@ class SpeedMeter:
         """Return how long a single worker takes for all work; None before the first chunk."""
         return self._seconds / self._cost if self._seconds and self._cost else None
 
-    def speed(self, plan: MemberPlan) -> Speed:
+    def speed(self, plan: ModelPlan) -> Speed:
         """Return the speed measured by this run, or else by an earlier run; 0 if neither measured it."""
         startup = plan.speed.startup_seconds if plan.speed.is_startup_measured else 0.0
         startup = self.startup_seconds or startup
@@ -126,17 +127,17 @@ class SpeedMeter:
         )
 
 
-class MemberState:
-    """Hold the state of a member during a run.  Only this class writes its attributes.
+class ModelState:
+    """Hold the state of a model during a run.  Only this class writes its attributes.
 
     Args:
-        plan: has the chunks that are left to do; a member with ``when`` has none until its rows are selected.
-        bad_rows: the reasons of rows that an earlier run could not compute, numbered through the views.
+        plan: has the chunks that are left to do; jobs with ``when`` have none until their rows are selected.
+        bad_rows: why an earlier run could not compute rows of the table, by the number of their job and of the row.
         clock: returns the time in seconds.
-        batches: how earlier runs made the member's batches.
+        batches: how earlier runs made the model's batches.
 
     Attributes:
-        batches: how the member's workers make their batches from now on.
+        batches: how the model's workers make their batches from now on.
         running: number of running workers.  A counter, because it is read for each chunk and there can be hundreds
             of workers.
         paused_at: when the last worker ended although work was left; None while workers compute.
@@ -144,8 +145,8 @@ class MemberState:
 
     def __init__(
         self,
-        plan: MemberPlan,
-        bad_rows: Mapping[int, str] | None = None,
+        plan: ModelPlan,
+        bad_rows: Mapping[tuple[int, int], str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         batches: BatchRecord | None = None,
     ) -> None:
@@ -171,7 +172,7 @@ class MemberState:
 
     # Methods that change the state.
 
-    def begin(self, plan: MemberPlan) -> None:
+    def begin(self, plan: ModelPlan) -> None:
         """Queue the chunks of a plan."""
         self.plan = plan
         chunks = plan.chunks if self.failure is None else ()
@@ -179,8 +180,8 @@ class MemberState:
         self.rows = len(plan.order)
         self.reused_rows = self.rows - sum(chunk.rows for chunk in plan.chunks)
 
-    def extend(self, plan: MemberPlan) -> None:
-        """Queue the chunks that ``with_view`` has added to the member's plan."""
+    def extend(self, plan: ModelPlan) -> None:
+        """Queue the chunks that ``with_job`` has added to the plan."""
         new_rows = len(plan.order) - len(self.plan.order)
         added = [chunk for chunk in plan.chunks if chunk.start >= len(self.plan.order)]
         decided_work = self.plan.undecided_work - plan.undecided_work
@@ -192,7 +193,7 @@ class MemberState:
 
     def end_early(self) -> None:
         """Drop the rows for which there was no time."""
-        self.plan = replace(self.plan, undecided_views={})
+        self.plan = replace(self.plan, undecided={})
         self.rows -= sum(chunk.rows for chunk in self.chunks.left)
         done_cost, self.chunks = self.chunks.done_cost, ChunkQueue(())
         self.chunks.done_cost, self.chunks.reused_cost = done_cost, 1.0 - done_cost
@@ -224,9 +225,9 @@ class MemberState:
         self.counters += done.counters
         self.speed_meter.add_chunk(cost, done.counters.predict_seconds)
 
-    def set_aside(self, reasons: Mapping[int, str], chunk: Chunk | None = None) -> None:
-        """Note rows that cannot be computed; a ``chunk`` that consists of such a row counts as done."""
-        self.bad_rows.update(reasons)
+    def set_aside(self, job: int, reasons: Mapping[int, str], chunk: Chunk | None = None) -> None:
+        """Note rows of a job that cannot be computed; a ``chunk`` that consists of such a row counts as done."""
+        self.bad_rows.update({(job, row): reason for row, reason in reasons.items()})
         if chunk is not None:
             self.chunks.done_cost += chunk.cost
 
@@ -271,7 +272,7 @@ class MemberState:
             self.paused_at = self.clock()
 
     def move(self, devices: tuple[str, ...], replicas: int) -> None:
-        """Change the devices that the member may use, and the number of its workers at the same time."""
+        """Change the devices that the model may use, and the number of its workers at the same time."""
         placement = replace(self.plan.placement, devices=devices)
         self.plan = replace(self.plan, placement=placement, replicas=min(replicas, self._most_replicas))
 
@@ -291,30 +292,26 @@ class MemberState:
     # Methods and properties that only read the state.
 
     @property
-    def is_undecided(self) -> bool:
-        return bool(self.plan.waits_for)
-
-    @property
     def has_undecided_rows(self) -> bool:
-        """Return whether rows of the member or of one of its views are still to be selected."""
-        return self.is_undecided or bool(self.plan.undecided_views)
+        """Return whether rows of a job are still to be selected."""
+        return self.plan.is_undecided or bool(self.plan.undecided)
 
     @property
     def waits_for_selection(self) -> bool:
-        """Return whether all chunks before a view whose rows are not selected yet are done."""
-        if self.is_undecided or not self.plan.undecided_views:
+        """Return whether all chunks before a job whose rows are not selected yet are done."""
+        if self.plan.is_undecided or not self.plan.undecided:
             return False
-        view, pending = min(self.plan.undecided_views), self.chunks.pending
-        are_dispatched = not pending or pending[0].view >= view
-        return are_dispatched and all(chunk.view >= view for chunk in self.chunks.in_hand.values())
+        job, pending = min(self.plan.undecided), self.chunks.pending
+        are_dispatched = not pending or pending[0].job >= job
+        return are_dispatched and all(chunk.job >= job for chunk in self.chunks.in_hand.values())
 
     @property
     def may_end_early(self) -> bool:
-        """Return whether the member lacks nothing but rows of which it has as many as there was time for."""
-        if self.failure is not None or self.finished or self.is_undecided:
+        """Return whether the model lacks nothing but rows of which it has as many as there was time for."""
+        if self.failure is not None or self.finished or self.plan.is_undecided:
             return False
-        views = {*self.plan.undecided_views, *(chunk.view for chunk in self.chunks.left)}
-        return all(self.plan.takes_time_left(view) for view in views)
+        jobs = {*self.plan.undecided, *(chunk.job for chunk in self.chunks.left)}
+        return all(self.plan.jobs[job].phase == AS_TIME_ALLOWS for job in jobs)
 
     @property
     def finished(self) -> bool:
@@ -327,15 +324,10 @@ class MemberState:
         return bool(self.chunks.pending) or (self.has_undecided_rows and self.failure is None)
 
     @property
-    def turn(self) -> int:
-        """Return when the next chunk is due under a time limit: 0 first views, 1 later views, 2 what has time left.
-
-        A member without views has only a first view.
-        """
-        return self._turn_of(self.chunks.pending[0]) if self.chunks.pending else 2
-
-    def _turn_of(self, chunk: Chunk) -> int:
-        return 2 if self.plan.takes_time_left(chunk.view) else min(chunk.view, 1)
+    def phase_due(self) -> int:
+        """Return the phase of the job whose chunk is next; that of the last jobs if no chunk is left."""
+        pending = self.chunks.pending
+        return self.plan.jobs[pending[0].job].phase if pending else AS_TIME_ALLOWS
 
     @property
     def max_replicas(self) -> int:
@@ -347,47 +339,34 @@ class MemberState:
         """Return how many workers are missing of those that start before later members' workers."""
         return min(self.plan.first_replicas, self.max_replicas) - self.running
 
-    def next_checkpoint(self, workers: Counter[int], is_timed: bool) -> int:
-        """Return the checkpoint for a new worker: of those with chunks that are due, one with the fewest workers.
-
-        Under a time limit the first view is due before the others.  ``workers`` counts them by checkpoint.
-        """
-        due = [chunk for chunk in self.chunks.pending if not is_timed or self._turn_of(chunk) == self.turn]
-        checkpoints = dict.fromkeys(self.plan.checkpoint_of(chunk.view) for chunk in due)
-        return min(checkpoints, key=workers.__getitem__, default=0)
-
-    def pending_for(self, checkpoint: int) -> Iterator[Chunk]:
-        """Yield the pending chunks that workers with this checkpoint compute."""
-        return (chunk for chunk in self.chunks.pending if self.plan.checkpoint_of(chunk.view) == checkpoint)
-
     def command_of(self, chunk: Chunk, devices: Sequence[Device] = ()) -> Predict:
         """Return the command to compute a chunk on these devices.
 
-        The command contains the rows of a member or view with ``when``, which are selected during the run.
+        The command contains the rows of a job with ``when``, which are selected during the run.
         """
         numbers = None
-        if self.plan.model.when is not None or chunk.view in self.plan.model.views_with_when:
+        if self.plan.model.when is not None or self.plan.jobs[chunk.job].when is not None:
             order = self.plan.order[chunk.start : chunk.stop].astype("<i4")
             numbers = base64.b64encode(order.tobytes()).decode("ascii")
-        return Predict(chunk.index, chunk.start, chunk.stop, numbers, self.batches.choice(devices))
+        choice = self.batches.choice(devices)
+        return Predict(chunk.index, chunk.start, chunk.stop, numbers, choice, chunk.job)
 
-    def row_text(self, row: int) -> str:
-        """Return a row's name for messages: its number in the table, and its view."""
-        if self.plan.row_names:
-            return self.plan.row_names[row]
-        views = self.plan.model.counted_views
-        if not views:
-            return f"{row + 1:,}"
-        view, table_row = divmod(row, self.plan.table_rows)
-        return f"{table_row + 1:,} (view {views[view].name})"
+    def row_text(self, job: int, row: int) -> str:
+        """Return a row's name for messages: its number in the table, and its job's title."""
+        title = self.plan.jobs[job].title
+        return f"{row + 1:,} ({title})" if title else f"{row + 1:,}"
+
+    def bad_rows_of(self, job: int) -> dict[int, str]:
+        """Return why rows of the table could not be computed in a job."""
+        return {row: reason for (other, row), reason in self.bad_rows.items() if other == job}
 
     @property
     def in_hand_texts(self) -> list[str]:
-        """Return the names of the rows that workers compute, where these have names, and how far they are."""
+        """Return the titles of the jobs without rows that workers do, and how far these are."""
         texts = []
-        for chunk in self.chunks.in_hand.values() if self.plan.row_names else ():
+        for chunk in () if self.plan.has_rows else self.chunks.in_hand.values():
             share = f" ({self._shares[chunk.index]:.0%})" if chunk.index in self._shares else ""
-            texts.append(self.plan.row_names[chunk.start] + share)
+            texts.append(self.plan.jobs[chunk.job].title + share)
         return texts
 
     @property
@@ -405,7 +384,7 @@ class MemberState:
 
     @property
     def computed_cost(self) -> float:
-        """Return the share of the member's work that this run has done, with the progress of chunks in hand."""
+        """Return the share of the model's work that this run has done, with the progress of chunks in hand."""
         cost = self.chunks.done_cost
         for number, progress in self.chunks.progress.items():
             chunk = self.chunks.in_hand[number]
@@ -417,8 +396,8 @@ class MemberState:
 
     @property
     def fraction(self) -> float:
-        """Return the share of the member's work that is done, by cost and not by rows: long rows come first."""
-        if self.is_undecided:
+        """Return the share of the model's work that is done, by cost and not by rows: long rows come first."""
+        if self.plan.is_undecided:
             return 0.0
         return min(1.0, max(0.0, round(self.chunks.reused_cost + self.computed_cost, 9)))
 
@@ -434,7 +413,7 @@ class MemberState:
 
     @property
     def predicting_seconds(self) -> float:
-        """Return how long the member has been computing; never 0."""
+        """Return how long the model has been computing; never 0."""
         if self.predicting_since is None:
             return 1e-9
         end = self.clock()
@@ -446,12 +425,12 @@ class MemberState:
 
     @property
     def work_left(self) -> float:
-        """Return the share of the member's work that is expected to be left."""
+        """Return the share of the model's work that is expected to be left."""
         return max(0.0, 1.0 - self.fraction - self.plan.unexpected_work)
 
     @property
     def seconds_left(self) -> float:
-        """Return how long the member still needs at the speed so far; 0 before it has done anything.
+        """Return how long the model still needs at the speed so far; 0 before it has done anything.
 
         Trainings may tell nothing for hours: theirs counts down from the last progress.
         """
@@ -480,9 +459,7 @@ class RunHooks(ABC):
     """Define what the scheduler needs from its run."""
 
     @abstractmethod
-    def worker_start(
-        self, member: MemberPlan, replica: int, devices: Sequence[Device], checkpoint: int
-    ) -> WorkerStart:
+    def worker_start(self, model: ModelPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
         """Return how to start a worker; raises OSError if its files cannot be made."""
 
     @abstractmethod
@@ -490,28 +467,26 @@ class RunHooks(ABC):
         """Show the user a sentence."""
 
     @abstractmethod
-    def on_change(self, members: Sequence[MemberState]) -> None:
+    def on_change(self, models: Sequence[ModelState]) -> None:
         """Show and record progress.  Called a few times a second; an exception ends the run."""
 
-    def on_bad_rows(self, state: MemberState) -> None:
-        """Note that rows of a member were set aside."""
+    def on_bad_rows(self, state: ModelState) -> None:
+        """Note that rows of a model were set aside."""
 
-    def on_rooms(self, state: MemberState) -> None:
-        """Keep how much memory a member's batches may take, which has changed."""
+    def on_rooms(self, state: ModelState) -> None:
+        """Keep how much memory a model's batches may take, which has changed."""
 
-    def on_chunk_done(
-        self, state: MemberState, chunk: Chunk, done: ChunkDone, devices: Sequence[str]
-    ) -> None:
+    def on_chunk_done(self, state: ModelState, chunk: Chunk, done: ChunkDone, devices: Sequence[str]) -> None:
         """Note that a chunk is done, by a worker on these devices (UUIDs, or "cpu")."""
 
-    def on_views_done(self, state: MemberState) -> None:
-        """Select rows of a view whose earlier views are done; called again until they are selected."""
+    def on_jobs_done(self, state: ModelState) -> None:
+        """Select rows of a job whose earlier jobs are done; called again until they are selected."""
 
-    def on_ended(self, state: MemberState) -> None:
-        """Start members that wait for a member that has failed or has complete predictions."""
+    def on_ended(self, state: ModelState) -> None:
+        """Start jobs that wait for a model that has failed or has complete predictions."""
 
-    def on_finished(self, state: MemberState) -> None:
-        """Gather a member's predictions, in another thread.
+    def on_finished(self, state: ModelState) -> None:
+        """Gather a model's predictions, in another thread.
 
-        A MergeError fails the member; any other exception ends the run.
+        A MergeError fails its member; any other exception ends the run.
         """

@@ -9,7 +9,7 @@ from ensemble.common.protocol import ChunkDone, Closed, Event, Failed, Heartbeat
 from ensemble.planning.chunks import Chunk
 from ensemble.scheduling.launchers.base import Exit, Handle
 from ensemble.scheduling.records import Fault, WorkerRecord
-from ensemble.scheduling.state import MemberState
+from ensemble.scheduling.state import ModelState
 
 # Loading has no steps to watch: a large model from a slow disk may take this many times hang_timeout.
 _LOADING_TIMES = 6
@@ -23,7 +23,6 @@ class RunningWorker:
 
     Attributes:
         devices: those that it sees; they are leased when it is told to load.
-        checkpoint: the number of the one that it loads; it computes only views of this checkpoint.
         failed: its own event that it cannot go on.
         fault: what the parent process has noticed.
         exit_by: when it is killed unless it has exited.
@@ -32,11 +31,10 @@ class RunningWorker:
         seconds_left: of the time limit, when it got the chunk that it computes.
     """
 
-    state: MemberState
+    state: ModelState
     handle: Handle
     record: WorkerRecord
     devices: tuple[Device, ...]
-    checkpoint: int = 0
     chunk: Chunk | None = None
     is_stopping: bool = False
     failed: Failed | None = None
@@ -49,7 +47,7 @@ class RunningWorker:
 
     @property
     def name(self) -> str:
-        return f"{self.record.member}-{self.record.replica}"
+        return f"{self.record.model}-{self.record.replica}"
 
     @property
     def is_ready(self) -> bool:
@@ -95,7 +93,7 @@ class RunningWorker:
         elif now - self.responded_at > timeout_seconds:
             return f"{worker} has not responded for {timeout_seconds:g} s"
         elif self.chunk is not None and now - self.progressed_at > timeout_seconds:
-            if self.state.plan.row_names:
+            if not self.state.plan.has_rows:
                 silent = "its command printed nothing and wrote nothing into its folder"
                 return f"{silent} for {timeout_seconds:g} s (hang_timeout)"
             return f"{worker} finished no batch for {timeout_seconds:g} s (hang_timeout); its log shows where"

@@ -1,4 +1,4 @@
-"""Run trainings through the scheduler: a member's trainings are its chunks, each done by a command in a worker."""
+"""Run trainings through the scheduler: a member's trainings are jobs, each done by a command in a worker."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from ensemble.common.text import duration, gib, shown_path
 from ensemble.config import LoadedConfig, MemberConfig
 from ensemble.members.huggingface.training_from_base import TrainingFromBase
 from ensemble.members.registry import member_kind
+from ensemble.pipeline.progress import members_of
 from ensemble.pipeline.run import Display, rules_of
 from ensemble.pipeline.signals import Signals
 from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.placement import chosen_devices
-from ensemble.planning.plan import MemberPlan, plan_trainings
+from ensemble.planning.plan import ModelPlan, plan_trainings
 from ensemble.scheduling.deadline import TrainingDeadline
 from ensemble.scheduling.launchers.base import WorkerStart
 from ensemble.scheduling.launchers.local import LocalLauncher
 from ensemble.scheduling.records import Failure
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
-from ensemble.scheduling.state import MemberState, RunHooks
+from ensemble.scheduling.state import ModelState, RunHooks
 from ensemble.training.records import (
     MemberRecord,
     PartRecord,
@@ -93,15 +94,15 @@ class TrainingRun(RunHooks):
     def __post_init__(self) -> None:
         self._config = self.loaded.config
         self._files = TrainingDir(self._config.output_dir)
-        self._lacking: dict[str, list[Training]] = {}  # of each member, in the order of its chunks
+        self._lacking: dict[str, list[Training]] = {}  # of each member, in the order of its jobs
         for training in self.trainings:
             if not training.is_done:
                 self._lacking.setdefault(training.model.name, []).append(training)
         self._launcher = LocalLauncher({})
         self._gpus: tuple[Device, ...] = ()
-        self._states: dict[str, MemberState] = {}
+        self._states: dict[str, ModelState] = {}
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="sealing")
-        self._sealing: list[tuple[MemberState, Training, Future[None]]] = []
+        self._sealing: list[tuple[ModelState, Training, Future[None]]] = []
         self._began = boot_seconds()
         self._report_due = -math.inf
 
@@ -117,7 +118,7 @@ class TrainingRun(RunHooks):
         for name, trainings in self._lacking.items():
             parts = [training.part.text for training in trainings]
             plan = plan_trainings(config, trainings[0].model, parts, self._gpus)
-            self._states[name] = MemberState(plan, clock=watch)
+            self._states[name] = ModelState(plan, clock=watch)
         states = [*self._states.values()]
         problems = [problem for state in states for problem in state.plan.placement.problems]
         if problems:
@@ -181,14 +182,14 @@ class TrainingRun(RunHooks):
             return PartRecord(part.fold, "waiting")
         return self._part_so_far(self._states[name], self._lacking[name].index(training))
 
-    def _part_so_far(self, state: MemberState, row: int) -> PartRecord:
+    def _part_so_far(self, state: ModelState, job: int) -> PartRecord:
         """Return how far a training is that has not been sealed."""
-        part = self._lacking[state.plan.name][row].part
-        is_running = any(chunk.start == row for chunk in state.chunks.in_hand.values())
+        part = self._lacking[state.plan.name][job].part
+        is_running = any(chunk.job == job for chunk in state.chunks.in_hand.values())
         return PartRecord(
             fold=part.fold,
             status="training" if is_running else "waiting",
-            attempts=is_running + sum(fault.rows == (row, row + 1) for fault in state.faults),
+            attempts=is_running + sum(fault.rows == (job, job + 1) for fault in state.faults),
             progress=read_json(self._files.unfinished(state.plan.name, part) / "progress.json"),
         )
 
@@ -197,13 +198,11 @@ class TrainingRun(RunHooks):
     def say(self, text: str) -> None:
         self.display.say(text)
 
-    def worker_start(
-        self, member: MemberPlan, replica: int, devices: Sequence[Device], checkpoint: int
-    ) -> WorkerStart:
-        """Return how to start a worker, which can run each of the member's trainings."""
-        trainings = self._lacking[member.name]
-        model, is_built_in = trainings[0].model, trainings[0].is_built_in
-        is_stepwise = is_built_in and model.training is not None and model.training.method != "head"
+    def worker_start(self, model: ModelPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
+        """Return how to start a worker, which can run each of a member's trainings."""
+        trainings = self._lacking[model.name]
+        member, is_built_in = trainings[0].model, trainings[0].is_built_in
+        is_stepwise = is_built_in and member.training is not None and member.training.method != "head"
         jobs = [
             {
                 "command": training.command,
@@ -221,42 +220,40 @@ class TrainingRun(RunHooks):
             "config": self._config.model_dump(mode="json"),  # with secrets, which no log may have
         }
         common = CommonSpec(
-            labels=self._config.labels, activation="none", gpus=member.gpus, seed=self._config.seed
+            labels=self._config.labels, activation="none", gpus=model.gpus, seed=self._config.seed
         )
         log = self._files.worker_log(member.name, replica)
         log.parent.mkdir(parents=True, exist_ok=True)
         return WorkerStart(
             command=Start(WorkerSpec(common, _CHILD, settings)),
             devices=tuple(devices),
-            environment=member_kind(model).environment() if devices and is_built_in else {},
+            environment=member_kind(member).environment() if devices and is_built_in else {},
             log=log,
-            cpu_share=member.host_share(devices, self._gpus, self._config.max_workers_per_gpu),
+            cpu_share=model.host_share(devices, self._gpus, self._config.max_workers_per_gpu),
         )
 
-    def on_change(self, members: Sequence[MemberState]) -> None:
+    def on_change(self, models: Sequence[ModelState]) -> None:
         """Show and record progress; fail members whose trainings have left what cannot be used."""
         self._fail_unusable()
-        for state in members:
+        for state in models:
             shares = {}
             for chunk in state.chunks.in_hand.values():
-                steps = self._part_so_far(state, chunk.start).steps_done
+                steps = self._part_so_far(state, chunk.job).steps_done
                 if steps is not None:
                     shares[chunk.index] = steps[0] / steps[1]
             state.follow_shares(shares)
-        self.display.update(members)
+        self.display.update(members_of(models))
         now = boot_seconds()
         if now >= self._report_due:
             self._report_due = now + _REPORT_SECONDS
             self._report("running")
         self.signals.check()
 
-    def on_chunk_done(
-        self, state: MemberState, chunk: Chunk, done: ChunkDone, devices: Sequence[str]
-    ) -> None:
+    def on_chunk_done(self, state: ModelState, chunk: Chunk, done: ChunkDone, devices: Sequence[str]) -> None:
         """Have what a training has left checked and sealed, in another thread."""
-        training = self._lacking[state.plan.name][chunk.start]
+        training = self._lacking[state.plan.name][chunk.job]
         record = replace(
-            self._part_so_far(state, chunk.start),
+            self._part_so_far(state, chunk.job),
             status="done",
             seconds=round(done.counters.predict_seconds, 3),
             devices=tuple(devices),

@@ -1,4 +1,4 @@
-"""Train in a worker process: each row is a training, whose command runs as a process beneath the worker."""
+"""Train in a worker process: each job is a training, whose command runs as a process beneath the worker."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from ensemble.common.errors import MemberError
 from ensemble.common.files import read_json
-from ensemble.common.protocol import CommonSpec, Ready
-from ensemble.members.predictor import Prediction, Predictor, Report
+from ensemble.common.protocol import CommonSpec, Counters, Ready
+from ensemble.members.predictor import Report, Runner
 from ensemble.training.ladder import Ladder, Rung
 from ensemble.worker.logged_command import CommandFailed, LoggedCommand, OutOfMemory
 
@@ -28,15 +25,15 @@ def import_libraries() -> Mapping[str, str]:
     return {}
 
 
-def make_predictor(common: CommonSpec, settings: Mapping[str, Any], table: object) -> Predictor:
+def make_predictor(common: CommonSpec, settings: Mapping[str, Any], table: object) -> Runner:
     return Trainings(common, settings)
 
 
-class Trainings(Predictor):
+class Trainings(Runner):
     """Run the commands of trainings.
 
-    ``settings`` are ``jobs`` by row, with fields of ``LoggedCommand`` and ``rungs`` (the folder of a ladder; empty:
-    it is not our trainer), and for all of them the ladder's ``device``, the ``environment`` and the ``config``.
+    ``settings`` are ``jobs`` by number, with fields of ``LoggedCommand`` and ``rungs`` (the folder of a ladder;
+    empty: it is not our trainer); for all of them the ladder's ``device``, the ``environment`` and the ``config``.
     """
 
     def __init__(self, common: CommonSpec, settings: Mapping[str, Any]) -> None:
@@ -46,27 +43,26 @@ class Trainings(Predictor):
     def load(self) -> Ready:
         return Ready(device="GPU" if self._common.gpus else "cpu")
 
-    def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
-        """Run the command of a row; raise ChildProcessError if it was killed, else MemberError."""
-        (row,) = rows.tolist()
-        job = self._settings["jobs"][row]
+    def run(self, job: int, report: Report) -> Counters:
+        """Run the command of a training; raise ChildProcessError if it was killed, else MemberError."""
+        training = self._settings["jobs"][job]
         command = LoggedCommand(
-            command=job["command"],
-            out=Path(job["out"]),
-            log=Path(job["log"]),
-            resumes=job["resumes"],
+            command=training["command"],
+            out=Path(training["out"]),
+            log=Path(training["log"]),
+            resumes=training["resumes"],
             environment=self._settings["environment"],
             settings=self._settings["config"],
         )
         try:
-            if job["rungs"]:
+            if training["rungs"]:
                 spec = read_json(Path(command.command[-1]))
-                _train(command, Ladder(spec, Path(job["rungs"]), self._settings["device"]), report)
+                _train(command, Ladder(spec, Path(training["rungs"]), self._settings["device"]), report)
             else:
                 command.run(report)
         except CommandFailed as failure:
             raise (ChildProcessError if failure.was_killed else MemberError)(str(failure)) from None
-        return Prediction(np.zeros((1, len(self._common.labels))), counters=command.progress())
+        return command.progress()
 
 
 def _train(command: LoggedCommand, ladder: Ladder, report: Report) -> None:

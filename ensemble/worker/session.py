@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ensemble.common.files import check_unchanged
 from ensemble.common.protocol import (
@@ -23,6 +23,7 @@ from ensemble.common.protocol import (
     ChunkFailed,
     Closed,
     Command,
+    Counters,
     Event,
     Failed,
     Load,
@@ -34,12 +35,14 @@ from ensemble.common.protocol import (
 from ensemble.common.python_process import keep_pandas_out
 from ensemble.common.redact import Redactor, guard_output
 from ensemble.common.torch_errors import Verdict, classify, one_line
-from ensemble.members.predictor import Prediction, load_child
+from ensemble.members.predictor import Prediction, Predictor, Runner, load_child
 from ensemble.worker.channel import HeartbeatThread
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from ensemble.data.published_table import PublishedTable
 
 
 def serve(
@@ -69,15 +72,15 @@ def serve(
             elif isinstance(command, Predict):
                 chunk = command.chunk
                 try:
-                    prediction = session.predict(command)
+                    computed = session.compute(command)
                 except Exception as error:
                     if classify(error) is not Verdict.SOUND:
                         raise
-                    session.predictor.check_device()
+                    session.task.check_device()
                     trace = _logged_traceback()
                     send_redacted(ChunkFailed(chunk, type(error).__name__, one_line(error, redact), trace))
                 else:
-                    session.write(command, prediction)
+                    session.write(command, computed)
                 chunk = None
             else:
                 session.close()
@@ -121,28 +124,29 @@ class Session:
         heartbeat.step()
         making_since = time.monotonic()
         self._write_shard = write_shard
-        table: Any = None
+        self._table: PublishedTable | None = None
         with self._unchanged():
             if self._common.table_path:
                 self._order: npt.NDArray[np.int64] = np.asarray(
                     np.load(self._common.order_path, mmap_mode="r")
                 )
-                views = [view.columns for view in self._common.views]
-                table = PublishedTable(Path(self._common.table_path), views)
-                self._table_rows = table.rows
-            self.predictor = child.make_predictor(self._common, start.spec.settings, table)
+                self._table = PublishedTable(
+                    Path(self._common.table_path), [job.columns for job in self._common.jobs]
+                )
+            # There is no table for jobs without rows.
+            self.task = child.make_predictor(self._common, start.spec.settings, cast(Any, self._table))
         self._making_seconds = time.monotonic() - making_since
 
     def load(self) -> None:
         """Put the member on its devices."""
         began = time.monotonic()
         with self._unchanged():
-            ready = self.predictor.load()
+            ready = self.task.load()
         seconds = self._making_seconds + time.monotonic() - began
         self._send(replace(ready, load_seconds=round(seconds, 3)))
 
-    def predict(self, command: Predict) -> Prediction:
-        """Compute a chunk."""
+    def compute(self, command: Predict) -> Prediction | Counters:
+        """Compute a chunk, or do a job without rows and return what was counted."""
         self._chunk_began = self._heartbeat.clock()
         last = time.monotonic()
 
@@ -154,35 +158,37 @@ class Session:
                 self._send(Progress(command.chunk, rows, tokens, padded_tokens))
             return not self._heartbeat.is_stopped
 
-        self.predictor.follow(command.choice)
-        return self.predictor.predict(self._rows(command), report)
+        if isinstance(self.task, Runner):
+            return self.task.run(command.job, report)
+        assert isinstance(self.task, Predictor)
+        assert self._table is not None
+        self._table.use_job(command.job)
+        self.task.use_job(command.job)
+        self.task.follow(command.choice)
+        return self.task.predict(self._rows(command), report)
 
-    def write(self, command: Predict, prediction: Prediction) -> None:
-        """Write a chunk's shard, without the rows that cannot be computed; no shard without a table."""
-        rows = self._rows(command)
-        if self._common.table_path:
-            done = self._write_shard(self._common, command, rows, prediction, self._table_rows)
+    def write(self, command: Predict, computed: Prediction | Counters) -> None:
+        """Write a chunk's shard, without the rows that cannot be computed; there is none for a job without rows."""
+        if isinstance(computed, Prediction):
+            done = self._write_shard(self._common, command, self._rows(command), computed)
         else:
-            counters = replace(prediction.counters, chunks=1, rows=len(rows))
-            done = ChunkDone(command.chunk, shard="", counters=counters)
+            done = ChunkDone(command.chunk, shard="", counters=replace(computed, chunks=1, rows=1))
         seconds = self._heartbeat.clock() - self._chunk_began
         self._send(replace(done, counters=replace(done.counters, predict_seconds=seconds)))
 
     def _rows(self, command: Predict) -> npt.NDArray[np.int64]:
-        if command.rows is None and self._common.table_path:
+        if command.rows is None:
             return self._order[command.start : command.stop]
         import numpy as np
 
-        if command.rows is None:
-            return np.arange(command.start, command.stop)
         return np.frombuffer(base64.b64decode(command.rows), "<i4").astype(np.int64)
 
     def close(self) -> None:
-        self.predictor.close()
+        self.task.close()
         closed = Closed(
             peak_memory_bytes=_peak_memory_bytes(),
-            peak_gpu_memory_bytes=self.predictor.peak_gpu_memory_bytes(),
-            peak_gpu_allocated_bytes=self.predictor.peak_gpu_allocated_bytes(),
+            peak_gpu_memory_bytes=self.task.peak_gpu_memory_bytes(),
+            peak_gpu_allocated_bytes=self.task.peak_gpu_allocated_bytes(),
         )
         self._send(closed)
 

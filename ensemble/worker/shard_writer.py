@@ -17,12 +17,12 @@ from ensemble.members.predictor import Prediction
 
 
 def write_shard(
-    spec: CommonSpec, command: Predict, rows: npt.NDArray[np.int64], prediction: Prediction, table_rows: int
+    spec: CommonSpec, command: Predict, rows: npt.NDArray[np.int64], prediction: Prediction
 ) -> ChunkDone:
-    """Write the shard of a chunk, whose rows are numbered through the views of the table.
+    """Write the shard of a chunk of these rows of the table.
 
-    The shard has their numbers in the table; labels that a view has reordered are in the config's order again. If
-    the member's files have changed since the run began, there is no shard, and FilesChanged is raised.
+    Labels that the job has reordered are in the config's order again. If the member's files have changed since the
+    run began, there is no shard, and FilesChanged is raised.
     """
     values = np.asarray(prediction.values, dtype=np.float64)
     expected = (len(rows), len(spec.labels))
@@ -40,14 +40,11 @@ def write_shard(
     bad = dict.fromkeys(np.flatnonzero(~good & is_done).tolist(), reason) | dict(prediction.bad_rows)
     bad_places = sorted(bad, key=rows.__getitem__)
 
-    folder, table_numbers = "", rows
-    if spec.views:
-        number = int(rows[0]) // table_rows if len(rows) else 0
-        view = spec.views[number]
-        folder = f"{view.folder}/"
-        table_numbers = rows - number * table_rows
-        values = values[:, list(view.label_order)]
-    columns = {"row": pa.array(table_numbers[good])}
+    job = spec.jobs[command.job]
+    folder = f"{job.folder}/" if job.folder else ""
+    if job.label_order:
+        values = values[:, list(job.label_order)]
+    columns = {"row": pa.array(rows[good])}
     columns |= {f"p{label}": pa.array(numbers) for label, numbers in enumerate(values[good].T)}
     buffer = pa.BufferOutputStream()
     pa_csv.write_csv(pa.table(columns), buffer)

@@ -317,7 +317,7 @@ def test_on_gpus_the_whole_table_is_for_all_replicas_that_a_run_has(
     for keys, replicas in (({}, 2), ({"replicas": 1}, 1), ({"num_gpus": 2}, 1)):
         trial = Trial("float16", keys)
         made = member._prepare(keys, table, project.folder / "x")
-        assert made.plan.members[0].replicas == 1, "of which there is one"
+        assert made.plan.models[0].replicas == 1, "of which there is one"
         assert member._whole(trial, made)[1] == replicas
 
 

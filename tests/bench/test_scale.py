@@ -21,7 +21,7 @@ from ensemble.planning.plan import make_plan
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import Scheduler
-from ensemble.scheduling.state import MemberState
+from ensemble.scheduling.state import ModelState
 from tests.planning.test_plan import config, facts, gpus
 from tests.pretended import PretendedLauncher, computed, make_scheduler
 from tests.scheduling.test_first_views import VIEWS
@@ -58,9 +58,9 @@ def scheduler_of(rows: int, workers: int, views: int, is_timed: bool) -> Schedul
     devices, clock = gpus(workers), count()
     keys = {"prompt_template": "{{ text }}", "text_column": None, "views": VIEWS[:views]} if views > 1 else {}
     known = {"m0": facts(np.full(rows, 200_000, dtype=np.int64), **keys)}
-    [member] = make_plan(config(keys), known, devices).members
+    [member] = make_plan(config(keys), known, devices).models
     deadline = Deadline(1e9, workers, lambda: float(next(clock))) if is_timed else None
-    state, rules = MemberState(replace(member, first_replicas=workers)), Rules(2, "fail", 60.0)
+    state, rules = ModelState(replace(member, first_replicas=workers)), Rules(2, "fail", 60.0)
     return make_scheduler([state], devices, PretendedLauncher(), rules, deadline)
 
 
@@ -83,7 +83,7 @@ def calls_of_dispatch(rows: int, workers: int, views: int, is_timed: bool) -> in
     """How many functions are called until so many workers have had all chunks of a member."""
     scheduler = scheduler_of(rows, workers, views, is_timed)
     scheduler._start_workers()
-    dispatcher, running, [state] = scheduler._dispatcher, scheduler._workers, scheduler.members
+    dispatcher, running, [state] = scheduler._dispatcher, scheduler._workers, scheduler.models
     done = 0
     with counting_calls() as calls:
         while state.chunks.pending:

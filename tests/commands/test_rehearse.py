@@ -50,7 +50,7 @@ def planned(*names: str, devices: int = 0) -> Plan:
     made = config(*({"name": name} for name in names), time_limit=3600)
     known = {name: replace(facts(np.full(ROWS, 400)), name=name) for name in names}
     plan = make_plan(made, known, gpus(devices))
-    speeds = {member.name: Speed(10.0, 100.0 / member.work, True, True) for member in plan.members}
+    speeds = {member.name: Speed(10.0, 100.0 / member.work, True, True) for member in plan.models}
     return with_speeds(plan, speeds)
 
 

@@ -143,8 +143,8 @@ def test_batches_keep_the_room_that_the_run_began_with(
         assert done.returncode == 0, done.stdout + done.stderr
 
     def kept() -> list[int]:
-        (path,) = project.folder.glob("runs/first/work/llama.*/rooms.json")
-        rooms: dict[str, int] = json.loads(path.read_text())
+        (path,) = project.folder.glob("runs/first/work/llama.*/choices.json")
+        rooms: dict[str, int] = json.loads(path.read_text())["rooms"]
         assert list(rooms) == [f"Simulated T4 ({total} bytes)"]
         return list(rooms.values())
 

@@ -56,8 +56,8 @@ def run(
 
 def kept(project: Project) -> object:
     """What stands in the member's work folder."""
-    (path,) = project.folder.glob("runs/first/work/llama.*/cpu.json")
-    return json.loads(path.read_text())
+    (path,) = project.folder.glob("runs/first/work/llama.*/choices.json")
+    return json.loads(path.read_text())["cpu"]
 
 
 @pytest.fixture

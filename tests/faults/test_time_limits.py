@@ -21,7 +21,7 @@ from ensemble.planning.plan import make_plan, without_done
 from ensemble.scheduling.deadline import Deadline, reserve_seconds, time_limit_text
 from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
 from ensemble.scheduling.retry import Rules
-from ensemble.scheduling.state import MemberState
+from ensemble.scheduling.state import ModelState
 from tests.cli.reports import member, report
 from tests.faults.chunky import chunky_config
 from tests.planning.test_plan import config, facts
@@ -133,11 +133,12 @@ class Repeated:
     def is_complete(self) -> bool:
         return all(done.all() for done in self._is_done.values())
 
-    def again(self) -> list[MemberState]:
+    def again(self) -> list[ModelState]:
         run = config(*({} for _ in self._facts), time_limit=self.limit)
         made = make_plan(run, self._facts, [], speeds=self._speeds)
         members = [
-            MemberState(without_done(item, self._is_done[item.name], is_timed=True)) for item in made.members
+            ModelState(without_done(item, self._is_done[item.name][None], is_timed=True))
+            for item in made.models
         ]
         over_at = self.limit - self.kept
         time = Time(over_at)

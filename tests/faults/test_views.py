@@ -41,9 +41,9 @@ def values(project: Project, name: str = "llama") -> np.ndarray:
 def shards(forked: ForkedRuns) -> list[str]:
     """The views of the shards that the latest run has written, in the order in which they got their names."""
     names = [
-        step.paths[-1] for step in forked.steps if "rename" in step.call and "/work/llama." in step.paths[-1]
+        step.paths[-1] for step in forked.steps if "rename" in step.call and "/work/llama@" in step.paths[-1]
     ]
-    return [name.split("/")[4].split(".")[0] for name in names if name.endswith(".csv")]
+    return [name.split("/")[3].split(".")[0].split("@")[1] for name in names if name.endswith(".csv")]
 
 
 def in_second_view(project: Project, row: int) -> tuple[int, ...]:
@@ -65,7 +65,8 @@ def test_killed_in_its_second_view_and_resumed_with_other_replicas(
     np.testing.assert_allclose(values(chunky), (first + 3 * second) / 4, atol=1e-12)
 
     def kill(step: Step) -> Verdict:
-        is_second = "rename" in step.call and "/second." in step.paths[-1] and step.paths[-1].endswith(".csv")
+        path = step.paths[-1]
+        is_second = "rename" in step.call and "/work/llama@second." in path and path.endswith(".csv")
         return Verdict.KILL if is_second and shards(forked).count("second") == 1 else Verdict.GO
 
     (chunky.folder / "runs" / "first").rename(chunky.folder / "runs" / "whole")
@@ -92,7 +93,8 @@ def test_killed_in_its_second_checkpoint(chunky: Project, forked: ForkedRuns, tm
     expected = results(chunky, names=names)
 
     def kill(step: Step) -> Verdict:
-        is_second = "rename" in step.call and "/second." in step.paths[-1] and step.paths[-1].endswith(".csv")
+        path = step.paths[-1]
+        is_second = "rename" in step.call and "/work/llama@second." in path and path.endswith(".csv")
         return Verdict.KILL if is_second and shards(forked).count("second") == 1 else Verdict.GO
 
     ids = token_ids(chunky.models / "gemma", f"{MARK} {WORDS[1]} {word(1)}")
@@ -192,7 +194,8 @@ def test_killed_in_a_view_with_when_and_resumed_with_other_replicas(
     expected = results(chunky, names=names)
 
     def kill(step: Step) -> Verdict:
-        is_second = "rename" in step.call and "/second." in step.paths[-1] and step.paths[-1].endswith(".csv")
+        path = step.paths[-1]
+        is_second = "rename" in step.call and "/work/llama@second." in path and path.endswith(".csv")
         return Verdict.KILL if is_second and shards(forked).count("second") == 1 else Verdict.GO
 
     # In the first chunk: the closest calls, or the first of the longest rows.

@@ -16,9 +16,10 @@ from ensemble.common.digests import FileDigests
 from ensemble.common.errors import CheckpointError, MergeError
 from ensemble.common.files import file_state
 from ensemble.config import RunConfig
+from ensemble.data.predictions_csv import read_predictions
 from ensemble.members.registry import member_kind
 from ensemble.members.seq_cls.parent import SequenceClassifierSettings
-from ensemble.pipeline.fingerprint import Fingerprint, member_fingerprint
+from ensemble.pipeline.fingerprint import Fingerprint, job_fingerprint
 from ensemble.pipeline.load import load as load_config
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
@@ -26,7 +27,7 @@ from ensemble.pipeline.results import Results, ResultWriter
 from ensemble.pipeline.resume import demand_unchanged, find_works
 from ensemble.pipeline.reuse import write_shards
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.scheduling.state import MemberState
+from ensemble.planning.plan import ModelPlan
 from tests.checkpoints import make_adapter, make_checkpoint
 from tests.project import LABELS, Project
 from tests.sampling import one_in
@@ -164,8 +165,19 @@ def own_llama(project: Project) -> Path:
     return shutil.copytree(project.models / "llama", project.folder / "own llama")
 
 
+def of_model(prepared: Prepared, plan: ModelPlan, files: FileDigests | None = None) -> Fingerprint:
+    """Of the first job of a model."""
+    return job_fingerprint(prepared, plan, plan.jobs[0], files or FileDigests(prepared.config.hash_weights))
+
+
 def first(prepared: Prepared) -> Fingerprint:
-    return member_fingerprint(prepared, prepared.plan.members[0])
+    return of_model(prepared, prepared.plan.models[0])
+
+
+def last_job(prepared: Prepared) -> Fingerprint:
+    """Of the last job of the first model."""
+    plan = prepared.plan.models[0]
+    return job_fingerprint(prepared, plan, plan.jobs[-1], FileDigests(prepared.config.hash_weights))
 
 
 @pytest.mark.parametrize("key", NUMBERS)
@@ -226,7 +238,7 @@ def test_files_that_change_while_the_run_starts(make: Make, own_llama: Path) -> 
         (own_llama / "copy").replace(own_llama / name)
         files = FileDigests(False, prepared.file_states)
         with pytest.raises(CheckpointError, match=rf"{name} changed while"):
-            member_fingerprint(prepared, prepared.plan.members[0], files)
+            of_model(prepared, prepared.plan.models[0], files)
 
 
 @pytest.mark.fault(27)
@@ -239,21 +251,48 @@ def test_a_change_that_no_time_tells_voids_all_shards(make: Make, own_llama: Pat
     rundir.create()
     rundir.tidy()
     (work,) = find_works(prepared, rundir, lambda text: None).values()
-    model = prepared.config.models[0]
-    work.make_shards_dir()
+    (plan,) = prepared.plan.models
     rows = np.arange(prepared.table.rows)
-    for view in work.views:
-        write_shards(view.shards_dir, rows, np.full((len(rows), len(LABELS)), 1 / 3))
-    demand_unchanged(prepared, model, work)
+    for job in work.jobs:
+        job.make_shards_dir()
+        write_shards(job.shards_dir, rows, np.full((len(rows), len(LABELS)), 1 / 3))
+    demand_unchanged(prepared, plan, work.jobs)
     make_checkpoint(own_llama, "llama", LABELS, seed=9, pad=None)
-    for path, seen in work.files.items():
+    files = work.jobs[0].files
+    for path, seen in files.items():
         state = file_state(path)
         assert state is not None
-        work.files[path] = dataclasses.replace(seen, state=state)
-    writer = ResultWriter(prepared, rundir, {work.member: work}, Results())
+        files[path] = dataclasses.replace(seen, state=state)
+    writer = ResultWriter(prepared, rundir, {work.name: work}, Results())
     with pytest.raises(MergeError, match=r"model\.safetensors changed during the run"):
-        writer.write_predictions(MemberState(prepared.plan.members[0]))
-    assert not work.shards_dir.exists(), "those of the second view as well"
+        writer.write_predictions(plan)
+    assert not any(job.shards_dir.exists() for job in work.jobs), "those of the second view as well"
+
+
+def test_a_member_for_which_time_was_left_in_its_first_view_alone(make: Make, project: Project) -> None:
+    """It is the mean of the views that each row has, and another run goes on with it."""
+    views = [{"name": "one"}, {"name": "two", "prompt_template": "{{ text }}?"}]
+    plain = {"model_name_or_path": str(project.models / "llama"), "prompt_template": "{{ text }}"}
+    timed = {**plain, "name": "timed", "views": views, "when": {"share": "as_time_allows"}}
+    prepared = make(models=[{**plain, "name": "plain"}, timed], time_limit="1h")
+    rundir = RunDir(prepared.config.output_dir)
+    rundir.create()
+    rundir.tidy()
+    works = find_works(prepared, rundir, lambda text: None)
+    rows, first, second = np.arange(prepared.table.rows), [0.2, 0.2, 0.6], [0.6, 0.2, 0.2]
+    for work, values, count in zip(works["timed"].jobs, (first, second), (len(rows), 5), strict=True):
+        work.make_shards_dir()
+        write_shards(work.shards_dir, rows[:count], np.tile(values, (count, 1)))
+    writer = ResultWriter(prepared, rundir, works, Results())
+    writer.cascades.begin()
+    writer.cascades.end("plain")
+    writer.cascades.keep_computed("timed")
+    writer.write_predictions(prepared.plan.models[1])
+    expected = np.where(rows[:, None] < 5, [0.4, 0.2, 0.4], first)
+    np.testing.assert_allclose(read_predictions(rundir.predictions("timed")).values, expected)
+    again = find_works(prepared, rundir, lambda text: None)["timed"]
+    assert not again.is_complete
+    assert [int(job.is_done.sum()) for job in again.jobs] == [len(rows), 5]
 
 
 @pytest.mark.fault(27)
@@ -333,13 +372,13 @@ def test_the_type_that_auto_means_counts(make: Make) -> None:
     prepared, float32 = make(), make({"dtype": "float32"})
     assert first(prepared) == first(float32)  # on a CPU
     bfloat16 = first(make({"dtype": "bfloat16"}))
-    member = prepared.plan.members[0]
+    member = prepared.plan.models[0]
     for dtype, same_as in (("float32", first(float32)), ("bfloat16", bfloat16)):
         placement = dataclasses.replace(member.placement, gpus=1, dtype=dtype)
         on_gpu = dataclasses.replace(member, placement=placement, replicas=4, first_replicas=1)
-        assert member_fingerprint(prepared, on_gpu) == same_as
+        assert of_model(prepared, on_gpu) == same_as
         spread = dataclasses.replace(on_gpu, placement=dataclasses.replace(placement, gpus=2))
-        assert member_fingerprint(prepared, spread) == same_as
+        assert of_model(prepared, spread) == same_as
 
 
 def test_stored_float32_layers_that_compute_in_half_precision_are_others(make: Make, own_llama: Path) -> None:
@@ -352,11 +391,11 @@ def test_stored_float32_layers_that_compute_in_half_precision_are_others(make: M
     }
     (own_llama / "config.json").write_text(json.dumps(config))
     prepared = make({"model_name_or_path": str(own_llama)})
-    member = prepared.plan.members[0]
+    member = prepared.plan.models[0]
 
     def on_gpu(dtype: str, capability: tuple[int, int] | None) -> Fingerprint:
         placement = dataclasses.replace(member.placement, gpus=1, dtype=dtype, capability=capability)
-        return member_fingerprint(prepared, dataclasses.replace(member, placement=placement))
+        return of_model(prepared, dataclasses.replace(member, placement=placement))
 
     as_stored = on_gpu("bfloat16", None)
     assert on_gpu("bfloat16", (8, 0)).changed_from(as_stored) == ("settings",)
@@ -494,13 +533,14 @@ def test_an_adapter_on_the_hub_stands_for_a_commit(make: Make, project: Project,
     assert first(make(model)) == before
     two = {"views": [{"name": "hub"}, {"name": "base", "adapter_name_or_path": "people/other"}]}
     commit_to(hub_cache, "people/other", "1" * 40, [config])
-    both = first(make({**model, **two}))
+    both = first(make({**model, **two})), last_job(make({**model, **two}))
     kind = member_kind(make({**model, **two}).config.models[0])
     hub_files = [file.folder for file in kind.hub_files(make({**model, **two}).inspected["llama"])]
     assert hub_files == ["people/adapter", "people/other"]
     assert kind.sources()[1:] == ("people/adapter", "people/other")
     commit_to(hub_cache, "people/other", "2" * 40, [config])
-    assert first(make({**model, **two})).changed_from(both) == ("weights",)
+    assert first(make({**model, **two})) == both[0]
+    assert last_job(make({**model, **two})).changed_from(both[1]) == ("weights",)
     assert first(make(model)) == before
     commit_to(hub_cache, "people/adapter", "2" * 40, [config])
     assert first(make(model)).changed_from(before) == ("weights",)
@@ -518,10 +558,10 @@ def test_members_share_what_they_read(make: Make, project: Project) -> None:
     models[4]["text_column"] = "label"
     prepared = make(models=models)
     files = FileDigests(whole=False)
-    results = [member_fingerprint(prepared, member, files) for member in prepared.plan.members]
+    results = [of_model(prepared, member, files) for member in prepared.plan.models]
     assert len(set(results[:4])) == 1
     assert results[4].changed_from(results[0]) == ("settings", "rows")
-    assert results == [member_fingerprint(prepared, member) for member in prepared.plan.members]
+    assert results == [of_model(prepared, member) for member in prepared.plan.models]
 
 
 def test_a_fingerprint_goes_through_json_and_holds_only_digests(make: Make) -> None:

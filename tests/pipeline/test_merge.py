@@ -25,7 +25,6 @@ from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.results import Results, ResultWriter
 from ensemble.pipeline.resume import find_works
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.scheduling.state import MemberState
 from tests.sampling import one_in
 
 ROWS, MEMBERS = 33_000, 3  # two blocks
@@ -46,7 +45,7 @@ def merge(config: Path) -> Results:
     rundir = RunDir(prepared.config.output_dir)
     works = find_works(prepared, rundir, lambda text: None)
     writer = ResultWriter(prepared, rundir, works, Results())
-    writer.merge([MemberState(member) for member in prepared.plan.members])
+    writer.merge(prepared.config.models)
     return writer.results
 
 

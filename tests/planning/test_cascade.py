@@ -15,7 +15,7 @@ from scipy.stats import entropy
 from ensemble.planning.cascade import doubts, select_rows, when_text
 from ensemble.planning.chunks import CHUNK_MAX_ROWS
 from ensemble.planning.forecast import Speed
-from ensemble.planning.plan import MemberPlan, make_plan, with_rows, without_done
+from ensemble.planning.plan import ModelPlan, make_plan, with_rows, without_done
 from tests.planning.test_plan import config, facts
 from tests.sampling import tries
 
@@ -64,13 +64,13 @@ def planned(
     doubt: npt.NDArray[np.float64],
     views: int = 1,
     **keys: Any,
-) -> MemberPlan:
+) -> ModelPlan:
     member_keys: dict[str, Any] = {}
     if views > 1:
         member_keys = {"text_column": None, "prompt_template": "{{ text }}", "views": VIEWS[:views]}
     speeds = {"m0": Speed(1.0, 1e-6, is_measured=True)}
     plan = make_plan(config(member_keys, **keys), {"m0": facts(lengths, **member_keys)}, [], speeds=speeds)
-    return with_rows(plan, plan.members[0], is_selected, doubt)
+    return with_rows(plan, plan.models[0], is_selected, doubt)
 
 
 @tries(60)
@@ -86,22 +86,25 @@ def test_selected_rows_are_cut_like_those_of_any_member(
     is_selected = np.array([selected for _, selected in rows])
     member = planned(lengths, is_selected, np.linspace(-1.0, 0.0, len(rows)), views, **keys)
     numbers = np.flatnonzero(is_selected)
-    expected = np.concatenate([numbers + view * len(rows) for view in range(views)])
-    computed = [row for chunk in member.chunks for row in member.order[chunk.start : chunk.stop].tolist()]
-    assert sorted(computed) == expected.tolist(), "each of them in each view, and once"
+    expected = [(view, row) for view in range(views) for row in numbers.tolist()]
+
+    def rows_in(plan: ModelPlan) -> list[tuple[int, int]]:
+        return sorted(
+            (chunk.job, int(row)) for chunk in plan.chunks for row in plan.order[chunk.start : chunk.stop]
+        )
+
+    assert rows_in(member) == expected, "each of them in each view, and once"
     assert [chunk.index for chunk in member.chunks] == [*range(len(member.chunks))]
     assert sum(chunk.cost for chunk in member.chunks) == pytest.approx(float(len(numbers) > 0))
     assert member.work == pytest.approx(views * (lengths[is_selected] + 32).sum())
-    assert not member.waits_for
+    assert not member.is_undecided
     for chunk in member.chunks:
         places = member.order[chunk.start : chunk.stop]
-        assert set(places // len(rows)) == {chunk.view}
-        assert (np.diff(lengths[places % len(rows)]) <= 0).all(), "the longest first"
-    is_done = np.zeros(views * len(rows), dtype=np.bool_)
-    is_done[expected[::2]] = True
-    left = without_done(member, is_done, is_timed=False)
-    still = [row for chunk in left.chunks for row in left.order[chunk.start : chunk.stop].tolist()]
-    assert sorted(still) == expected[1::2].tolist()
+        assert (np.diff(lengths[places]) <= 0).all(), "the longest first"
+    is_done = np.zeros((views, len(rows)), dtype=np.bool_)
+    for view, row in expected[::2]:
+        is_done[view, row] = True
+    assert rows_in(without_done(member, is_done, is_timed=False)) == expected[1::2]
 
 
 def test_under_a_time_limit_the_closest_calls_come_first() -> None:

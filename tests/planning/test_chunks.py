@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ensemble.planning.chunks import Chunk, cut_chunks, join_views, what_is_left
+from ensemble.planning.chunks import Chunk, cut_chunks, join_jobs, what_is_left
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import make_plan, without_done
 from tests.planning.test_plan import config, facts
@@ -20,8 +20,8 @@ from tests.sampling import tries
 def test_chunks_are_dispatched_from_the_longest_then_from_the_shortest() -> None:
     lengths = np.arange(100, 5100, dtype=np.int64)
     speeds = {"m0": Speed(1.0, 1e-6, is_measured=True)}
-    (member,) = make_plan(config({}), {"m0": facts(lengths)}, [], speeds=speeds).members
-    nothing, everything = np.zeros(5000, dtype=np.bool_), np.ones(5000, dtype=np.bool_)
+    (member,) = make_plan(config({}), {"m0": facts(lengths)}, [], speeds=speeds).models
+    nothing, everything = np.zeros((1, 5000), dtype=np.bool_), np.ones((1, 5000), dtype=np.bool_)
     chunks = without_done(member, nothing, is_timed=True).chunks
     assert [chunk.index for chunk in chunks] == [0, *range(len(chunks) - 1, 0, -1)]
     rows = [chunk.rows for chunk in chunks]
@@ -29,7 +29,7 @@ def test_chunks_are_dispatched_from_the_longest_then_from_the_shortest() -> None
     assert sum(rows[:half]) > 0.6 * sum(rows), "half of the work, and more than half of the rows"
     assert without_done(member, everything, is_timed=True).chunks == ()
     longest = np.isin(np.arange(5000), member.order[: member.chunks[0].stop])
-    assert len(without_done(member, ~longest, is_timed=True).chunks) == 1
+    assert len(without_done(member, ~longest[None], is_timed=True).chunks) == 1
     assert without_done(member, nothing, is_timed=False).chunks == member.chunks
 
 
@@ -38,7 +38,7 @@ def test_under_a_time_limit_members_that_read_different_texts_have_one_cut() -> 
     title, body = (generator.lognormal(5, 1.5, 4000).astype(np.int64) for _ in range(2))
     lengths = {f"m{number}": of_member for number, of_member in enumerate((title, body, title))}
     known = {name: facts(of_member) for name, of_member in lengths.items()}
-    members = make_plan(config({}, {}, {}, time_limit=100.0), known, []).members
+    members = make_plan(config({}, {}, {}, time_limit=100.0), known, []).models
     for member in members:
         read = lengths[member.name]
         np.testing.assert_array_equal(member.order, members[0].order)
@@ -55,7 +55,7 @@ def test_under_a_time_limit_members_that_read_different_texts_have_one_cut() -> 
 def test_a_common_cut_of_one_text_is_the_usual_one() -> None:
     lengths = np.random.default_rng(1).lognormal(5, 1.5, 3000).astype(np.int64)
     known = {name: facts(lengths.copy()) for name in ("m0", "m1", "m2")}
-    timed = make_plan(config({}, {}, {}, time_limit=100.0), known, []).members[0]
+    timed = make_plan(config({}, {}, {}, time_limit=100.0), known, []).models[0]
     usual_order, usual_chunks = cut_chunks(lengths)
     np.testing.assert_array_equal(timed.order, usual_order)
     assert timed.chunks == usual_chunks
@@ -67,7 +67,7 @@ def test_what_is_left_is_every_row_that_is_not_done(rows: list[tuple[int, bool]]
     lengths, is_done = np.array([length for length, _ in rows]), np.array([done for _, done in rows])
     order, chunks = cut_chunks(lengths)
     before = order.copy()
-    moved, left = what_is_left(chunks, order, is_done)
+    moved, left = what_is_left(chunks, order, is_done[None])
     np.testing.assert_array_equal(order, before)
     assert sorted(moved.tolist()) == list(range(len(rows)))
     places = [place for left_over in left for place in range(left_over.start, left_over.stop)]
@@ -97,17 +97,15 @@ def test_the_splits_of_a_chunk_hold_the_whole(start: int, rows: int, cost: float
     assert front.cost + back.cost == pytest.approx(cost)
 
 
-def test_what_is_left_of_rows_in_views() -> None:
-    """Chunks of two views never join, and each row of each view is in one chunk."""
+def test_what_is_left_of_the_rows_of_several_jobs() -> None:
+    """Chunks of two jobs never join, and each row of each job is in one chunk."""
     part = (*cut_chunks(np.full(64, 16_000, dtype=np.int64)), 2.0)
-    order, chunks, work = join_views([part] * 3, 64)
+    order, chunks, work = join_jobs([part] * 3)
     assert work == 6.0
-    assert sorted(order.tolist()) == list(range(3 * 64))
+    assert order.tolist() == part[0].tolist() * 3
     assert sum(chunk.cost for chunk in chunks) == pytest.approx(1.0)
     assert len({chunk.index for chunk in chunks}) == len(chunks)
-    is_done = np.random.default_rng(0).random(3 * 64) < 0.9
+    is_done = np.random.default_rng(0).random((3, 64)) < 0.9
     left_order, left = what_is_left(chunks, order, is_done)
-    rows = [(row // 64, chunk.view) for chunk in left for row in left_order[chunk.start : chunk.stop]]
-    assert all(of_row == of_chunk for of_row, of_chunk in rows)
-    numbers = np.concatenate([left_order[chunk.start : chunk.stop] for chunk in left])
-    assert sorted(numbers.tolist()) == np.flatnonzero(~is_done).tolist()
+    rows = [(chunk.job, int(row)) for chunk in left for row in left_order[chunk.start : chunk.stop]]
+    assert sorted(rows) == list(zip(*map(np.ndarray.tolist, np.nonzero(~is_done)), strict=True))

@@ -10,16 +10,18 @@ from ensemble.common.gpus import Device
 from ensemble.members.footprint import Activation, Footprint, Weights
 from ensemble.pipeline.run_report import RunReport, measured_speeds
 from ensemble.planning import forecast
-from ensemble.planning.forecast import Job, Speed, calibrated, guessed_speed
+from ensemble.planning.forecast import Demand, Speed, calibrated, guessed_speed
 from tests.cli.reports import member, report
 from tests.sampling import tries
 
 
-def job(startup: float, compute: float, gpus: int = 1, replicas: int = 2, devices: str = "ABCDEFGH") -> Job:
-    return Job(startup, compute, gpus, replicas, tuple(devices), cpu_share=0 if gpus else 1)
+def job(
+    startup: float, compute: float, gpus: int = 1, replicas: int = 2, devices: str = "ABCDEFGH"
+) -> Demand:
+    return Demand(startup, compute, gpus, replicas, tuple(devices), cpu_share=0 if gpus else 1)
 
 
-def total_seconds(jobs: list[Job], gpus: int) -> float:
+def total_seconds(jobs: list[Demand], gpus: int) -> float:
     return forecast.total_seconds(jobs, dict.fromkeys("ABCDEFGH"[:gpus], 1))
 
 

@@ -16,7 +16,7 @@ from ensemble.members.huggingface.memory.estimate import CheckpointMemory, check
 from ensemble.members.huggingface.spec import choose_dtype, is_soft_capped
 from ensemble.members.seq_cls.parent import SequenceClassification
 from ensemble.planning.forecast import Speed
-from ensemble.planning.placement import MemberFacts
+from ensemble.planning.placement import ModelFacts
 from ensemble.planning.plan import Plan, make_plan
 from tests.checkpoints import inspect_folder
 from tests.planning.test_plan import config
@@ -54,9 +54,9 @@ def plan(
     return make_plan(asked, facts, devices, speeds=speeds)
 
 
-def planned(models: Path, model: Any, lengths: npt.NDArray[np.int64]) -> MemberFacts:
+def planned(models: Path, model: Any, lengths: npt.NDArray[np.int64]) -> ModelFacts:
     memory = known(models, model, lengths)
-    return MemberFacts(model.name, SequenceClassification(model).request(), lengths, memory)
+    return ModelFacts(model.name, SequenceClassification(model).request(), lengths, memory)
 
 
 def test_a_gpu_without_tensor_cores_for_the_quantization_is_refused(models: Path) -> None:
@@ -73,7 +73,7 @@ def known(models: Path, model: Any, lengths: npt.NDArray[np.int64]) -> Checkpoin
 
 
 def where(made: Plan) -> list[tuple[int, tuple[str, ...], int]]:
-    return [(member.gpus, member.placement.devices, member.first_replicas) for member in made.members]
+    return [(member.gpus, member.placement.devices, member.first_replicas) for member in made.models]
 
 
 def test_a_model_that_fits_gets_one_gpu_and_one_that_does_not_gets_more(models: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_model_that_fits_gets_one_gpu_and_one_that_does_not_gets_more(models: 
     assert where(plan(models, two, {"quantization_config": NF4})) == [(1, ("GPU-0", "GPU-1"), 2)]
     made = plan(models, two, {})  # 15 GB of float16
     assert where(made) == [(2, ("GPU-0", "GPU-1"), 1)]
-    assert made.members[0].placement.reason.startswith(
+    assert made.models[0].placement.reason.startswith(
         "its weights and its longest row are too large for one GPU, so a replica takes 2; "
     )
     assert where(plan(models, [card(0, 15), card(1, 80)], {})) == [(1, ("GPU-1",), 1)]
@@ -135,12 +135,12 @@ def test_the_budget_knows_that_eager_attention_is_quadratic(models: Path) -> Non
         for length in (2048, 4096, 6000):
             member = {"model_name_or_path": name, "quantization_config": NF4, "max_length": length}
             member |= {"attn_implementation": "eager"} if name == "gemma" else {}
-            (made,) = plan(models, [card(0, 15, (8, 0))], member).members
+            (made,) = plan(models, [card(0, 15, (8, 0))], member).models
             budgets[name, length] = made.placement.fits["GPU-0"].token_budget
     assert budgets["gemma", 2048] > budgets["gemma", 4096] > budgets["gemma", 6000]
     assert budgets["llama", 6000] == pytest.approx(budgets["llama", 2048], rel=0.01), "fused attention is not"
     llama = {"quantization_config": NF4, "max_length": 6000}
-    (on_t4,) = plan(models, [card(0, 15)], llama).members
+    (on_t4,) = plan(models, [card(0, 15)], llama).models
     assert on_t4.placement.fits["GPU-0"].token_budget == pytest.approx(budgets["llama", 6000], rel=0.01), (
         "shared keys are repeated where no fused kernel takes them as they are"
     )
@@ -148,14 +148,14 @@ def test_the_budget_knows_that_eager_attention_is_quadratic(models: Path) -> Non
 
 def test_others_memory_counts_and_is_told_from_too_small(models: Path) -> None:
     made = plan(models, [card(0, 15, used=12), card(1, 15)], {"quantization_config": NF4})
-    placement = made.members[0].placement
+    placement = made.models[0].placement
     assert placement.devices == ("GPU-1",)
     assert placement.held == ("GPU-0",)
 
 
 def test_memory_that_others_hold_is_no_reason_to_cut_rows(models: Path) -> None:
     gemma = {"model_name_or_path": "gemma", "quantization_config": NF4}
-    (member,) = plan(models, [card(0, 15, used=8)], gemma).members
+    (member,) = plan(models, [card(0, 15, used=8)], gemma).models
     assert member.placement.fits["GPU-0"].verdict == "short"
     assert member.placement.held == ("GPU-0",), "worth waiting for"
     assert member.placement.devices == ("GPU-0",), "and taken when the time is over"
@@ -163,7 +163,7 @@ def test_memory_that_others_hold_is_no_reason_to_cut_rows(models: Path) -> None:
 
 
 def test_what_is_not_known_runs_anywhere_but_still_waits(models: Path) -> None:
-    (member,) = plan(models, [card(0, 15, used=2), card(1, 15)], {"device_map": {"": 0}}).members
+    (member,) = plan(models, [card(0, 15, used=2), card(1, 15)], {"device_map": {"": 0}}).models
     assert member.placement.devices == ("GPU-0", "GPU-1")
     assert member.placement.held == ("GPU-0",)
 
@@ -178,10 +178,10 @@ def test_the_gpus_that_maps_name_are_leased(models: Path) -> None:
 def test_a_gpu_that_cannot_hold_a_member_has_no_say_in_its_type(models: Path) -> None:
     mixed = [card(0, 15), card(1, 80, (8, 0))]
     gemma = {"model_name_or_path": "gemma"}
-    (alone,) = plan(models, mixed, {**gemma, "num_gpus": 1}).members
+    (alone,) = plan(models, mixed, {**gemma, "num_gpus": 1}).models
     assert alone.placement.devices == ("GPU-1",)
     assert alone.placement.dtype == "bfloat16"
-    (both,) = plan(models, mixed, {**gemma, "quantization_config": NF4}).members
+    (both,) = plan(models, mixed, {**gemma, "quantization_config": NF4}).models
     assert both.placement.dtype == "float16", "one type for all replicas"
 
 
@@ -192,7 +192,7 @@ def test_a_checkpoint_that_does_not_say_its_type_has_that_of_its_tensors(
     text = (folder / "config.json").read_text(encoding="utf-8")
     (folder / "config.json").write_text(text.replace('"dtype": "bfloat16",', ""), encoding="utf-8")
     assert "bfloat16" not in (folder / "config.json").read_text(encoding="utf-8")
-    (member,) = plan(tmp_path, [card(0, 15, (8, 0))], {}).members
+    (member,) = plan(tmp_path, [card(0, 15, (8, 0))], {}).models
     assert member.placement.dtype == "bfloat16"
 
 
@@ -216,17 +216,17 @@ def test_remedies_are_ones_that_the_rules_allow(models: Path) -> None:
 
 def test_workers_that_share_a_gpu_share_its_memory(models: Path) -> None:
     item = [card(0, 15)]
-    assert plan(models, item, {"quantization_config": NF4}, max_workers_per_gpu=2).members[0].replicas == 2
+    assert plan(models, item, {"quantization_config": NF4}, max_workers_per_gpu=2).models[0].replicas == 2
     assert plan(models, item, {"quantization_config": NF4}, max_workers_per_gpu=4).problems
 
 
 def test_members_run_at_the_same_time(models: Path) -> None:
     two = [card(0, 15), card(1, 15)]
     alike = plan(models, two, {"quantization_config": NF4}, {"quantization_config": NF4}, rows=300)
-    assert [member.first_replicas for member in alike.members] == [1, 1]
+    assert [member.first_replicas for member in alike.models] == [1, 1]
     assert "at the same time" in alike.why
     chosen = plan(models, two, {"quantization_config": NF4, "replicas": 2}, {"quantization_config": NF4})
-    assert chosen.members[0].first_replicas == 2, "what is asked for holds"
+    assert chosen.models[0].first_replicas == 2, "what is asked for holds"
     assert plan(models, two, {}, {}).why == "", "each takes both GPUs: there is nothing to choose"
 
 
@@ -305,7 +305,7 @@ def test_which_configs_cap_their_scores(document: dict[str, Any], expected: bool
 
 def test_4_bits_that_would_fit_one_gpu_are_said_and_nothing_decided(models: Path) -> None:
     two = [card(0, 15), card(1, 15)]
-    (llama,) = plan(models, two, {}).members  # 14 GiB in float16, of which neither holds a long row besides
+    (llama,) = plan(models, two, {}).models  # 14 GiB in float16, of which neither holds a long row besides
     assert (llama.gpus, llama.replicas) == (2, 1)
     assert llama.placement.footprint is not None
     assert llama.placement.footprint.quantization == ""
@@ -314,7 +314,7 @@ def test_4_bits_that_would_fit_one_gpu_are_said_and_nothing_decided(models: Path
     )
     advice = f"{keys} makes its weights 4.3 GiB, to fit one, and gives other numbers"
     assert llama.placement.reason.endswith(f"a replica takes 2; {advice}")
-    assert plan(models, two, {"num_gpus": 2}).members[0].placement.reason == "", "as the user wants"
+    assert plan(models, two, {"num_gpus": 2}).models[0].placement.reason == "", "as the user wants"
     # No room for one that is quantized.
     small = [card(number, 5) for number in range(4)]
-    assert plan(models, small, {}).members[0].placement.reason.endswith("so a replica takes 4")
+    assert plan(models, small, {}).models[0].placement.reason.endswith("so a replica takes 4")

@@ -15,7 +15,7 @@ from ensemble.members.base import ResourceRequest
 from ensemble.members.huggingface.memory.estimate import CheckpointMemory
 from ensemble.members.seq_cls.parent import SequenceClassification, SequenceClassifierSettings
 from ensemble.planning.chunks import cut_chunks
-from ensemble.planning.placement import MemberFacts
+from ensemble.planning.placement import ModelFacts
 from ensemble.planning.plan import WORKER_HOST_BYTES, make_plan
 
 
@@ -41,17 +41,17 @@ def gpus(count: int, kind: str = "GPU") -> list[Device]:
     return [Device(f"{kind}-{index}", "T4", (7, 5), 16 << 30, 0) for index in range(count)]
 
 
-def facts(lengths: npt.NDArray[np.int64], **keys: Any) -> MemberFacts:
+def facts(lengths: npt.NDArray[np.int64], **keys: Any) -> ModelFacts:
     """Of a member with these keys, of whose memory nothing is known."""
     settings = asked(0, **keys)
-    return MemberFacts(settings.name, SequenceClassification(settings).request(), lengths)
+    return ModelFacts(settings.name, SequenceClassification(settings).request(), lengths)
 
 
 def plan(devices: list[Device], *models: dict[str, Any], rows: int = 5000) -> list[tuple[int, int]]:
     lengths = np.full(rows, 200, dtype=np.int64)
     known = {f"m{index}": facts(lengths, **keys) for index, keys in enumerate(models)}
     made = make_plan(config(*models), known, devices)
-    return [(member.gpus, member.replicas) for member in made.members]
+    return [(member.gpus, member.replicas) for member in made.models]
 
 
 def test_replicas_and_gpus() -> None:
@@ -82,12 +82,12 @@ def test_places_of_a_gpu_that_members_share() -> None:
 
     def places(devices: list[Device], *sizes: int | str | None, gpus: int = 1) -> list[tuple[int, int]]:
         known = {
-            f"m{index}": MemberFacts(f"m{index}", ResourceRequest(gpus, gpu_memory=size), lengths)  # type: ignore[arg-type]
+            f"m{index}": ModelFacts(f"m{index}", ResourceRequest(gpus, gpu_memory=size), lengths)  # type: ignore[arg-type]
             for index, size in enumerate(sizes)
         }
         made = make_plan(config(*({} for _ in sizes), max_workers_per_gpu=3), known, devices)
         assert not made.problems
-        return [(member.placement.places, member.replicas) for member in made.members]
+        return [(member.placement.places, member.replicas) for member in made.models]
 
     gib = 1 << 30
     assert places(gpus(1), 5 * gib, 6 * gib, 11 * gib, 16 * gib) == [(1, 3), (2, 1), (3, 1), (3, 1)]
@@ -97,10 +97,10 @@ def test_places_of_a_gpu_that_members_share() -> None:
     assert places([*gpus(1), small], 5 * gib, 6 * gib, 7 * gib) == [(3, 2), (3, 2), (2, 1)]
     used = replace(gpus(1)[0], used_bytes=4 * gib)  # of what is left, as the others' shares
     assert places([used], 4 * gib, 5 * gib) == [(1, 3), (2, 1)]
-    known = {"m0": MemberFacts("m0", ResourceRequest(1, gpu_memory=5 * gib), lengths)}
-    (held,) = make_plan(config({}), known, [replace(gpus(1)[0], used_bytes=12 * gib)]).members
+    known = {"m0": ModelFacts("m0", ResourceRequest(1, gpu_memory=5 * gib), lengths)}
+    (held,) = make_plan(config({}), known, [replace(gpus(1)[0], used_bytes=12 * gib)]).models
     assert (held.placement.devices, held.placement.held) == ((), ("GPU-0",))
-    known = {"m0": MemberFacts("m0", ResourceRequest(2, gpu_memory=7 * gib), lengths)}
+    known = {"m0": ModelFacts("m0", ResourceRequest(2, gpu_memory=7 * gib), lengths)}
     (problem,) = make_plan(config({}), known, [*gpus(1), small]).problems
     assert problem == (
         "models[0].gpu_memory: m0 asks for 7.0 GiB of 2 GPUs, but the largest GPU has 16.0 GiB, and only 1 GPU so "
@@ -120,7 +120,7 @@ def test_more_gpus_than_there_are() -> None:
 
 def test_replicas_beyond_the_room_are_said_and_capped() -> None:
     made = make_plan(config({"replicas": 4}), {"m0": facts(np.full(5000, 50), replicas=4)}, gpus(2))
-    assert made.members[0].replicas == 2
+    assert made.models[0].replicas == 2
     assert "models[0].replicas" in made.warnings[0]
 
 
@@ -143,7 +143,7 @@ def test_rows_that_max_length_cuts_cost_what_it_lets_through() -> None:
     known = replace(
         facts(lengths), memory=CheckpointMemory(asked(0), lengths, 2, None, None, max_length=1000)
     )
-    (member,) = make_plan(config({}), {"m0": known}, []).members
+    (member,) = make_plan(config({}), {"m0": known}, []).models
     plain_order, plain_chunks = cut_chunks(lengths)
     assert member.order.tolist() == plain_order.tolist()
     cuts = [(chunk.index, chunk.start, chunk.stop) for chunk in member.chunks]
@@ -154,5 +154,5 @@ def test_rows_that_max_length_cuts_cost_what_it_lets_through() -> None:
     assert first.cost == second.cost == pytest.approx(0.2, abs=0.01), "of five rows of 1,000 tokens"
     assert member.work == pytest.approx(5 * 4_032 + 2 * 232)
     assert sum(chunk.cost for chunk in member.chunks) == pytest.approx(1)
-    (whole,) = make_plan(config({}), {"m0": replace(known, lengths=lengths[3:])}, []).members
+    (whole,) = make_plan(config({}), {"m0": replace(known, lengths=lengths[3:])}, []).models
     assert whole.chunks == cut_chunks(lengths[3:])[1], "where no row is cut nothing changes"

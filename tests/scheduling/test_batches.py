@@ -6,16 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import BatchChoice, Predict, Ready, decode, encode
-from ensemble.common.shards import ROOMS_FILE, read_shard, shard_name
-from ensemble.pipeline.resume import keep_rooms, kept_batches
+from ensemble.common.shards import CHOICES_FILE, read_shard, shard_name
+from ensemble.pipeline.resume import Choices, kept_batches
 from ensemble.planning.plan import make_plan
 from ensemble.scheduling.batches import BatchRecord, room_text
 from ensemble.scheduling.retry import Rules
-from ensemble.scheduling.state import MemberState
+from ensemble.scheduling.state import ModelState
 from tests.planning.test_plan import config, facts, gpus
 from tests.pretended import PretendedLauncher, PretendedWorker, make_scheduler
 
@@ -82,8 +81,8 @@ def test_replicas_that_load_at_the_same_time_get_the_first_ones_room() -> None:
     """Neither has heard of the other while it loads; the command for the first chunk makes them agree."""
     devices = gpus(2)
     known = {"m0": facts(np.full(40, 200_000, dtype=np.int64))}
-    (plan,) = make_plan(config({}), known, devices).members
-    state = MemberState(replace(plan, first_replicas=2))
+    (plan,) = make_plan(config({}), known, devices).models
+    state = ModelState(replace(plan, first_replicas=2))
     scheduler = make_scheduler([state], devices, PretendedLauncher(), Rules(2, "fail", 60.0))
     scheduler._start_workers()
     first, second = scheduler._workers
@@ -100,24 +99,25 @@ def test_replicas_that_load_at_the_same_time_get_the_first_ones_room() -> None:
 
 def test_a_record_is_read_back_and_a_damaged_one_is_none(tmp_path: Path) -> None:
     record = BatchRecord({"Tesla T4 (1 bytes)": 5})
-    keep_rooms(tmp_path, record)
-    assert kept_batches(tmp_path) == record
-    for text in ("", "[]", "{}", '{"a": "5", "b": -1}'):
-        (tmp_path / ROOMS_FILE).write_text(text)
-        assert kept_batches(tmp_path) == BatchRecord()
-    (tmp_path / ROOMS_FILE).unlink()
-    assert kept_batches(tmp_path) == BatchRecord()
+    Choices(rooms=record.rooms).write([tmp_path])
+    assert kept_batches([tmp_path]) == record
+    for text in ("", "[]", "{}", '{"rooms": {"a": "5"}}', '{"rooms": {"b": -1}}'):
+        (tmp_path / CHOICES_FILE).write_text(text)
+        assert kept_batches([tmp_path]) == BatchRecord()
+    (tmp_path / CHOICES_FILE).unlink()
+    assert kept_batches([tmp_path]) == BatchRecord()
 
 
-@pytest.mark.parametrize("folder", ["", "swapped.0123"], ids=["", "of a view"])
-def test_shards_say_that_chunks_start_in_float32(folder: str, tmp_path: Path) -> None:
-    (tmp_path / folder).mkdir(exist_ok=True)
+def test_shards_say_that_chunks_start_in_float32(tmp_path: Path) -> None:
+    folders = [tmp_path / "m@a.0123", tmp_path / "m@b.0123"]
+    for folder in folders:
+        folder.mkdir()
     content = b'"row","p0"\n0,0.5\n'
     for in_float32 in (False, True):
-        path = tmp_path / folder / shard_name(0, 1, content, in_float32)
+        path = folders[1] / shard_name(0, 1, content, in_float32)
         path.write_bytes(content)
         assert read_shard(path) == content
-        assert kept_batches(tmp_path).in_float32 == in_float32
+        assert kept_batches(folders).in_float32 == in_float32
     path.write_bytes(b"something else")
     assert read_shard(path) is None
 

@@ -61,13 +61,13 @@ def plan(
 
 
 def shares(made: Plan) -> list[tuple[int, int, float]]:
-    return [(member.replicas, member.first_replicas, member.cpu_share) for member in made.members]
+    return [(member.replicas, member.first_replicas, member.cpu_share) for member in made.models]
 
 
 def test_as_many_as_share_the_cores(models: Path) -> None:
     assert shares(plan(models, {})) == [(4, 4, 1 / 4)]
     assert shares(plan(models, {}, {})) == [(4, 2, 1 / 4)] * 2
-    (alone,) = plan(models, {}, rows=5).members
+    (alone,) = plan(models, {}, rows=5).models
     assert (alone.replicas, alone.cpu_share) == (1, 1.0), "one chunk has all cores"
     assert shares(plan(models, {}, cpu_workers=1)) == [(1, 1, 1.0)]
     assert shares(plan(models, {}, {}, cpu_workers=3)) == [(3, 2, 1 / 3)] * 2
@@ -84,7 +84,7 @@ def test_two_cores_for_each_worker_and_two_workers_on_two_cores(
 ) -> None:
     host = Device("cpu", "CPU", None, 5000 * GIB, 0)
     made = plan(models, {}, {}, rows=200_000, host=host, cpus=cpus)
-    assert {member.cpu_share for member in made.members} == {1 / workers}
+    assert {member.cpu_share for member in made.models} == {1 / workers}
     each = "1 core" if cpus < 4 else "2 cores"
     message = f"{workers} workers at a time on the CPU, {each} each, take about "
     assert made.why.startswith(message) == (workers > 1)
@@ -110,7 +110,7 @@ def test_a_speed_is_of_the_cores_that_it_was_measured_with(models: Path) -> None
     speeds = {"m0": Speed(10.0, 0.002, is_measured=True, is_startup_measured=True, cpu_share=0.5)}
 
     def seconds(workers: int) -> float:
-        (member,) = plan(models, {}, cpu_workers=workers, speeds=speeds).members
+        (member,) = plan(models, {}, cpu_workers=workers, speeds=speeds).models
         return member.whole_seconds / member.work
 
     assert seconds(2) == pytest.approx(0.002)
@@ -194,7 +194,7 @@ def test_a_run_that_goes_on_has_the_threads_that_it_began_with(models: Path) -> 
     def chosen(*members: dict[str, Any], **keys: Any) -> list[tuple[int, float, int | None]]:
         made = plan(models, *members, **keys).again([], began)
         assert made.again([]) == made
-        return [(member.replicas, member.cpu_share, member.cpu_threads) for member in made.members]
+        return [(member.replicas, member.cpu_share, member.cpu_threads) for member in made.models]
 
     assert chosen({}) == [(2, 1 / 2, 3)]
     assert chosen({}, {}) == [(2, 1 / 2, 3), (4, 1 / 4, None)], "the other member is new"
@@ -247,4 +247,4 @@ def test_a_plan_says_which_replicas_wait_until_another_member_is_done() -> None:
     alone = make_plan(config({}, cpu_workers=2), {"m0": known["m0"]}, [], MACHINE, cpus=4)
     waits = ", all but the first when cores are left over"
     for made, later in ((both, waits), (alone, "")):
-        assert where_text(made, made.members[0], 0) == f"2 replicas on the CPU, with 2 cores of 4{later}"
+        assert where_text(made, made.models[0], 0) == f"2 replicas on the CPU, with 2 cores of 4{later}"

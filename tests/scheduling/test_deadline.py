@@ -23,7 +23,7 @@ from ensemble.scheduling.deadline import (
     reachable_fraction,
     reserve_seconds,
 )
-from ensemble.scheduling.state import MemberState
+from ensemble.scheduling.state import ModelState
 from tests.planning.test_plan import config, facts
 from tests.sampling import tries
 
@@ -132,15 +132,15 @@ def test_goals_leave_behind_who_cannot_start_in_time() -> None:
     assert goals([first, second], 1, 100) == {"a": 0.0, "b": 0.5}
 
 
-def state_of(rows: int, seconds_per_row: float, is_measured: bool = True) -> MemberState:
+def state_of(rows: int, seconds_per_row: float, is_measured: bool = True) -> ModelState:
     """A member of one chunk, of which an earlier run has measured the speed."""
     speed = Speed(1.0, seconds_per_row / (10 + 32), is_measured, is_startup_measured=True)
     lengths = np.full(rows, 10, dtype=np.int64)
-    (plan,) = make_plan(config({}), {"m0": facts(lengths)}, [], speeds={"m0": speed}).members
-    return MemberState(replace(plan, speed=speed))
+    (plan,) = make_plan(config({}), {"m0": facts(lengths)}, [], speeds={"m0": speed}).models
+    return ModelState(replace(plan, speed=speed))
 
 
-def rows_that_fit(state: MemberState, seconds: float) -> int:
+def rows_that_fit(state: ModelState, seconds: float) -> int:
     fitting = Deadline(seconds, 1, lambda: 0.0).first_fitting(state, [state])
     return 0 if fitting is None else fitting[0].stop - fitting[1]
 
@@ -166,7 +166,7 @@ def test_a_member_of_unknown_speed_begins_with_few_rows() -> None:
     state = state_of(100, 1.0, is_measured=False)
     assert rows_that_fit(state, 0.1) == MIN_ROWS
     request = replace(state.plan.request, batch_size=64)
-    assert rows_that_fit(MemberState(replace(state.plan, request=request)), 0.1) == 64, "a batch at least"
+    assert rows_that_fit(ModelState(replace(state.plan, request=request)), 0.1) == 64, "a batch at least"
     state.speed_meter.add_chunk(0.16, 1.0)
     state.counters += Counters(rows=16)
     assert rows_that_fit(state, 1000.0) == 32, "then twice what is done"

@@ -16,12 +16,12 @@ from ensemble.common.gpus import Device
 from ensemble.common.protocol import Closed, Command, Load, Predict, Ready, Started, Stop
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import Speed
-from ensemble.planning.plan import MemberPlan, Plan, make_plan, with_view, without_done
+from ensemble.planning.plan import ModelPlan, Plan, make_plan, with_job, without_done
 from ensemble.scheduling.deadline import SAFETY, Deadline
 from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import Scheduler
-from ensemble.scheduling.state import MemberState
+from ensemble.scheduling.state import ModelState
 from tests.planning.test_plan import config, facts, gpus
 from tests.pretended import PretendedRun, computed
 from tests.sampling import tries
@@ -116,7 +116,7 @@ class SimulatedLauncher(Launcher):
     def __init__(self, how: Sequence[Simulated], limit: float) -> None:
         super().__init__({})
         self.how, self.limit, self.now = how, limit, 0.0
-        self.members: list[MemberState] = []
+        self.members: list[ModelState] = []
         self.given: list[Given] = []
         self.loads: defaultdict[int, int] = defaultdict(int)
 
@@ -135,7 +135,7 @@ class SimulatedLauncher(Launcher):
 
     def note(self, member: int, chunk: Chunk, devices: tuple[str, ...], seconds: float) -> None:
         waiting = [
-            n for n, item in enumerate(self.members) if any(not other.view for other in item.chunks.pending)
+            n for n, item in enumerate(self.members) if any(not other.job for other in item.chunks.pending)
         ]
         running = [n for n, item in enumerate(self.members) if item.running]
         self.given.append(Given(member, chunk, devices, seconds, self.limit - self.now, waiting, running))
@@ -148,19 +148,19 @@ class SelectingRun(PretendedRun):
         super().__init__()
         self.plan: Plan | None = None
 
-    def on_views_done(self, state: MemberState) -> None:
+    def on_jobs_done(self, state: ModelState) -> None:
         assert self.plan is not None
-        rows, view = state.plan.table_rows, min(state.plan.undecided_views)
-        nothing = np.zeros(rows * state.plan.views, dtype=np.bool_)
+        rows, job = len(self.plan.facts[state.plan.name].lengths), min(state.plan.undecided)
+        nothing = np.zeros(rows, dtype=np.bool_)
         every, doubt = np.ones(rows, dtype=np.bool_), np.arange(rows, dtype=np.float64)
-        state.extend(with_view(self.plan, state.plan, view, every, doubt, nothing))
+        state.extend(with_job(self.plan, state.plan, job, every, doubt, nothing))
 
 
 @dataclass
 class Outcome:
     """Of a simulated run: its members, which chunk was given when, and how often each member was loaded."""
 
-    members: list[MemberState]
+    members: list[ModelState]
     given: list[Given]
     loads: dict[int, int]
     limit: float
@@ -170,8 +170,9 @@ class Outcome:
         results = []
         for state in self.members:
             chunks = (*state.chunks.pending, *state.chunks.in_hand.values())
-            left = sum(chunk.cost for chunk in chunks if chunk.view == view)
-            results.append(1 - left * state.plan.views if view < state.plan.views else 0.0)
+            left = sum(chunk.cost for chunk in chunks if chunk.job == view)
+            jobs = len(state.plan.jobs)
+            results.append(1 - left * jobs if view < jobs else 0.0)
         return results
 
 
@@ -192,8 +193,8 @@ def simulate(
     plan = make_plan(config(*keys, time_limit=1000.0), known, devices, speeds=speeds)
     assert not plan.problems
 
-    def placed(member: MemberPlan, item: Simulated) -> MemberPlan:
-        nothing = np.zeros(len(member.order), dtype=np.bool_)
+    def placed(member: ModelPlan, item: Simulated) -> ModelPlan:
+        nothing = np.zeros((len(member.jobs), len(member.order)), dtype=np.bool_)
         member = without_done(member, nothing, is_timed=True)
         if item.devices is None or not devices:
             return member
@@ -204,8 +205,8 @@ def simulate(
         return replace(member, placement=placement, replicas=replicas, first_replicas=first)
 
     launcher = SimulatedLauncher(how, limit)
-    plans = [placed(member, item) for member, item in zip(plan.members, how, strict=True)]
-    launcher.members += [MemberState(member, clock=launcher) for member in plans]
+    plans = [placed(member, item) for member, item in zip(plan.models, how, strict=True)]
+    launcher.members += [ModelState(member, clock=launcher) for member in plans]
     run = SelectingRun()
     run.plan = plan
     deadline = Deadline(limit, max(1, len(devices)), launcher)
@@ -215,7 +216,7 @@ def simulate(
     return Outcome(launcher.members, launcher.given, launcher.loads, limit)
 
 
-def enough_seconds(state: MemberState, how: Simulated) -> float:
+def enough_seconds(state: ModelState, how: Simulated) -> float:
     """For any chunk of a member, and the one that its device has in hand."""
     return 4 * SAFETY * max(chunk.cost for chunk in state.plan.chunks) * how.views * how.seconds
 
@@ -229,7 +230,7 @@ def too_early(how: Sequence[Simulated], outcome: Outcome) -> list[tuple[Given, i
     for part in outcome.given:
         if any(how[other].gpus > 1 and other not in part.running for other in part.waiting):
             continue
-        for other in part.waiting if part.chunk.view else ():
+        for other in part.waiting if part.chunk.job else ():
             state = outcome.members[other]
             is_able = not part.devices or set(part.devices) <= set(state.plan.placement.devices)
             enough = 2 * how[other].startup_seconds + enough_seconds(state, how[other])
@@ -262,7 +263,7 @@ def test_on_one_device_the_first_views_of_all_come_first(devices: int) -> None:
     outcome = simulate(how, 340.0, gpus(devices))
     assert outcome.fractions(0) == pytest.approx([1.0, 1.0, 1.0])
     assert not too_early(how, outcome)
-    views = [part.chunk.view for part in outcome.given]
+    views = [part.chunk.job for part in outcome.given]
     assert views[: views.index(1)].count(0) == views.count(0)
 
 
@@ -270,7 +271,7 @@ def test_members_get_equally_far_in_their_first_views_and_then_in_the_others() -
     """However many views a member has."""
     how = [Simulated(views=3), Simulated(), Simulated(views=3)]
     outcome = simulate(how, 195.0)
-    assert {part.chunk.view for part in outcome.given} == {0}
+    assert {part.chunk.job for part in outcome.given} == {0}
     assert outcome.fractions(0) == pytest.approx([0.6, 0.6, 0.6], abs=0.15)
     # Two share a GPU; on the other one a first view is not over before the end.
     how = [Simulated(views=2, devices=(0,)), Simulated(views=2, devices=(0,)), Simulated(seconds=700.0)]
@@ -316,7 +317,7 @@ def test_a_device_goes_to_a_first_view_that_it_can_join() -> None:
     outcome = simulate(how, 620.0, gpus(2))
     assert outcome.loads[1] == 2, "one on each GPU"
     assert outcome.fractions(0) == pytest.approx([1.0, 1.0], abs=0.1)
-    later = [part for part in outcome.given if part.chunk.view]
+    later = [part for part in outcome.given if part.chunk.job]
     assert all(not item.waiting for item in later)
 
 
@@ -354,7 +355,7 @@ def test_no_second_view_comes_before_a_first_that_could_be_computed_there(
 
 def order_of(outcome: Outcome) -> list[tuple[int, int]]:
     """Member and view of what was given, one after the other."""
-    given = [(part.member, part.chunk.view) for part in outcome.given]
+    given = [(part.member, part.chunk.job) for part in outcome.given]
     return [now for before, now in zip([None, *given], given, strict=False) if now != before]
 
 
@@ -369,12 +370,12 @@ def test_workers_wait_for_the_last_chunk_before_a_view_with_when(devices: int) -
     assert state.fraction == pytest.approx(1.0)
     assert (state.rows, state.rows_done) == (800, 800)
     assert sum(part.chunk.cost for part in outcome.given) == pytest.approx(1.0)
-    used = {part.devices for part in outcome.given if part.chunk.view}
+    used = {part.devices for part in outcome.given if part.chunk.job}
     assert len(used) == devices
     numbers = [part.chunk.index for part in outcome.given]
     assert len({*numbers}) == len(numbers)
-    (first, *_) = (part.chunk for part in outcome.given if part.chunk.view)
-    rows = state.plan.order[first.start : first.stop] - state.plan.table_rows
+    (first, *_) = (part.chunk for part in outcome.given if part.chunk.job)
+    rows = state.plan.order[first.start : first.stop]
     assert sorted(rows) == list(range(400 - len(rows), 400)), "of which the doubt is largest"
 
 

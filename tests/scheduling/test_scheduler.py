@@ -21,10 +21,11 @@ from ensemble.common.protocol import (
     Predict,
     Stop,
 )
+from ensemble.jobs.job import model_of_trainings
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.plan import Plan, make_plan, without_done
 from ensemble.scheduling.deadline import Deadline
-from ensemble.scheduling.state import MemberState
+from ensemble.scheduling.state import ModelState
 from tests.planning.test_plan import config, facts, gpus
 from tests.pretended import (
     CHUNK_SECONDS,
@@ -69,9 +70,9 @@ def test_a_member_that_waits_keeps_only_the_devices_it_may_use() -> None:
     made = plan_of([30, 30, 6], [1, 1, 1], two)
     members = [
         replace(member, placement=replace(member.placement, devices=devices))
-        for member, devices in zip(made.members, [("GPU-1",), ("GPU-1",), ("GPU-0", "GPU-1")], strict=True)
+        for member, devices in zip(made.models, [("GPU-1",), ("GPU-1",), ("GPU-0", "GPU-1")], strict=True)
     ]
-    first, second, third = schedule(replace(made, members=tuple(members)), two)
+    first, second, third = schedule(replace(made, models=tuple(members)), two)
     assert used(first) == used(second) == [("GPU-1",)]
     assert used(third) == [("GPU-0",)]
     assert third.workers[0].leased_after_seconds < second.workers[0].leased_after_seconds
@@ -125,7 +126,7 @@ def test_a_row_that_kills_its_worker_is_found_and_the_rest_is_done() -> None:
     (state,) = schedule(one_member(), [], answer, "uniform")
     assert state.finished
     row = int(state.plan.order[37])
-    assert list(state.bad_rows) == [row]
+    assert list(state.bad_rows) == [(0, row)]
     assert sum(record.counters.rows for record in state.workers) == 99
     assert tries[0, 100] == 3, "once, and two retries"
     assert tries[37, 38] == 2, "no row is blamed for one accident"
@@ -133,15 +134,16 @@ def test_a_row_that_kills_its_worker_is_found_and_the_rest_is_done() -> None:
 
 
 def of_trainings(count: int) -> Plan:
-    """A member whose rows are trainings, each a chunk of its own."""
+    """A member's trainings, each a job without rows."""
     plan = one_member(count)
-    chunks = tuple(Chunk(row, row, row + 1, 1 / count) for row in range(count))
-    names = tuple(f"fold {row}" for row in range(count))
-    member = replace(plan.members[0], chunks=chunks, order=np.arange(count), row_names=names)
-    return replace(plan, members=(member,))
+    chunks = tuple(Chunk(job, job, job + 1, 1 / count, job) for job in range(count))
+    titles = [f"fold {job}" for job in range(count)]
+    loaded = model_of_trainings(plan.config.models, plan.config.models[0], titles)
+    model = replace(plan.models[0], loaded=loaded, chunks=chunks, order=np.arange(count))
+    return replace(plan, models=(model,))
 
 
-def test_rows_with_names_are_tried_again_and_then_fail_their_member_by_name() -> None:
+def test_jobs_without_rows_are_tried_again_and_then_fail_their_member_by_title() -> None:
     tries: Counter[int] = Counter()
 
     def answer(command: Predict) -> Any:
@@ -213,7 +215,7 @@ def test_rows_are_halved_again_once_one_of_those_tried_alone_is_good() -> None:
 
     (state,) = schedule(one_member(), [], answer, "uniform")
     assert state.finished
-    assert set(state.bad_rows) == {int(state.plan.order[place]) for place in bad}
+    assert set(state.bad_rows_of(0)) == {int(state.plan.order[place]) for place in bad}
     assert [fault.remedy for fault in state.faults].count("some alone") == 1
 
 
@@ -223,7 +225,7 @@ def test_rows_that_a_worker_names_are_set_aside() -> None:
 
     (state,) = schedule(one_member(50), [], answer, "uniform")
     assert state.finished
-    assert state.bad_rows == {3: "too long", 8: "broken JSON"}
+    assert state.bad_rows_of(0) == {3: "too long", 8: "broken JSON"}
     (dropped,) = schedule(one_member(50), [], answer, "drop_member")
     assert dropped.failure is not None
     assert dropped.failure.is_dropped
@@ -259,7 +261,7 @@ def test_another_replica_takes_the_chunk_of_one_that_died() -> None:
     assert sum(record.counters.chunks for record in state.workers) == len(state.plan.chunks)
 
 
-def timed_members(limit_chunks: int, chunks: Sequence[int]) -> tuple[list[MemberState], Deadline]:
+def timed_members(limit_chunks: int, chunks: Sequence[int]) -> tuple[list[ModelState], Deadline]:
     """A run that has time for so many chunks in all, by a clock that goes on with the chunks alone."""
     given: list[int] = []
 
@@ -274,8 +276,8 @@ def timed_members(limit_chunks: int, chunks: Sequence[int]) -> tuple[list[Member
         f"m{index}": facts(np.full(count, 200_000, dtype=np.int64)) for index, count in enumerate(chunks)
     }
     made = make_plan(config(*({} for _ in chunks), time_limit=1.0), known, [])
-    nothing = np.zeros(len(made.members[0].order), dtype=np.bool_)
-    timed = replace(made, members=tuple(without_done(member, nothing, True) for member in made.members))
+    nothing = np.zeros((1, len(made.models[0].order)), dtype=np.bool_)
+    timed = replace(made, models=tuple(without_done(member, nothing, True) for member in made.models))
     keeper = Deadline(limit_chunks * CHUNK_SECONDS * 100, 1, clock)
     return schedule(timed, [], answer, deadline=keeper), keeper
 
@@ -360,7 +362,7 @@ def test_what_workers_said_while_the_parent_was_busy_counts() -> None:
 
 
 def test_predictions_that_cannot_be_gathered_fail_their_member_only() -> None:
-    def on_finished(state: MemberState) -> None:
+    def on_finished(state: ModelState) -> None:
         if state.plan.name == "m0":
             raise MergeError("m0: 3 rows missing in its shards")
 
@@ -371,7 +373,7 @@ def test_predictions_that_cannot_be_gathered_fail_their_member_only() -> None:
 
 
 def test_an_error_of_the_parents_own_is_not_blamed_on_a_worker() -> None:
-    def on_finished(state: MemberState) -> None:
+    def on_finished(state: ModelState) -> None:
         raise UnicodeEncodeError("ascii", "\u2028", 0, 1, "not of this parent's making")
 
     with pytest.raises(UnicodeEncodeError):

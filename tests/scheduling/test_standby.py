@@ -15,7 +15,7 @@ from ensemble.common.protocol import Predict
 from ensemble.planning.plan import STANDBY_HOST_BYTES, make_plan
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.records import Gap, WorkerRecord, idle_gaps
-from ensemble.scheduling.state import MemberState
+from ensemble.scheduling.state import ModelState
 from tests.planning.test_plan import config, facts, gpus
 from tests.pretended import Launched, PretendedLauncher, PretendedWorker, computed, plan_of, schedule, used
 
@@ -92,8 +92,8 @@ def test_one_that_waits_for_two_devices_gets_both() -> None:
     lengths = np.full(6, 200_000, dtype=np.int64)
     known = {f"m{index}": facts(lengths, **keys) for index, keys in enumerate(models)}
     made = make_plan(config(*models), known, two)
-    members = tuple(replace(member, first_replicas=1) for member in made.members)
-    *_, wide = schedule(replace(made, members=members), two, on_launch=watch)
+    members = tuple(replace(member, first_replicas=1) for member in made.models)
+    *_, wide = schedule(replace(made, models=members), two, on_launch=watch)
     assert used(wide) == [("GPU-0", "GPU-1")]
     (launched,) = [launch for launch in watch.launched if launch.member == "m2"]
     assert sorted(launched.devices) == ["GPU-0", "GPU-1"]
@@ -159,8 +159,8 @@ def test_its_devices_are_in_the_order_of_a_lease() -> None:
         for index, count in enumerate((30, 10, 6))
     }
     made = make_plan(config(*models), known, two)
-    members = tuple(replace(member, first_replicas=1) for member in made.members)
-    *_, wide = schedule(replace(made, members=members), two, on_launch=watch)
+    members = tuple(replace(member, first_replicas=1) for member in made.models)
+    *_, wide = schedule(replace(made, models=members), two, on_launch=watch)
     assert used(wide) == [("GPU-0", "GPU-1")]
     assert [launch.devices for launch in watch.launched if launch.member == "m2"] == [("GPU-0", "GPU-1")]
 
@@ -184,8 +184,8 @@ def test_none_outlives_a_run_that_ends_early() -> None:
 def test_a_member_that_another_run_has_done_or_that_failed_has_nobody_standing_by() -> None:
     item, watch = gpus(1), Watch()
     plan = plan_of([8, 4, 4], [1, 1, 1], item)
-    done = replace(plan.members[1], chunks=())
-    schedule(replace(plan, members=(plan.members[0], done, plan.members[2])), item, on_launch=watch)
+    done = replace(plan.models[1], chunks=())
+    schedule(replace(plan, models=(plan.models[0], done, plan.models[2])), item, on_launch=watch)
     assert [launch.member for launch in watch.launched] == ["m0", "m2"]
 
 
@@ -193,13 +193,13 @@ def test_what_a_run_has_no_time_for_is_left_to_the_next(monkeypatch: pytest.Monk
     begun, go_on = threading.Event(), threading.Event()
     done: list[str] = []
 
-    def finish(state: MemberState) -> None:
+    def finish(state: ModelState) -> None:
         begun.set()
         go_on.wait()
         done.append(state.plan.name)
 
     plan = plan_of([1, 1], [1, 1], [])
-    plan = replace(plan, members=tuple(replace(member, chunks=()) for member in plan.members))
+    plan = replace(plan, models=tuple(replace(member, chunks=()) for member in plan.models))
     shut_down = ThreadPoolExecutor.shutdown
 
     def let_go(thread: ThreadPoolExecutor, wait: bool, cancel_futures: bool) -> None:

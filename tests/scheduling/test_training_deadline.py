@@ -7,20 +7,20 @@ import pytest
 from ensemble.common.protocol import Predict
 from ensemble.planning.plan import plan_trainings
 from ensemble.scheduling.deadline import TrainingDeadline
-from ensemble.scheduling.state import MemberState
+from ensemble.scheduling.state import ModelState
 from tests.planning.test_trainings import trained_config
 from tests.pretended import computed
 
 FOLDS = ["fold 0", "fold 1", "fold 2"]
 
 
-def members(count: int) -> list[MemberState]:
+def members(count: int) -> list[ModelState]:
     """Members m0, m1 and so on with three trainings each, of which none has begun."""
     run = trained_config(count)
-    return [MemberState(plan_trainings(run, model, FOLDS, [])) for model in run.models]
+    return [ModelState(plan_trainings(run, model, FOLDS, [])) for model in run.models]
 
 
-def train_one(state: MemberState, seconds: float) -> None:
+def train_one(state: ModelState, seconds: float) -> None:
     chunk = state.take(state.chunks.pending[0])
     state.complete(chunk, computed(Predict(chunk.index, chunk.start, chunk.stop), seconds))
     state.chunks.drop(chunk)

@@ -333,7 +333,7 @@ def train_by_worker(spec: Mapping[str, Any], folder: Path, device: str) -> None:
         shards_dir="",
     )
     settings = {"jobs": [job], "device": device, "environment": {}, "config": {}}
-    Trainings(common, settings).predict(np.array([0]), lambda *counts: None)
+    Trainings(common, settings).run(0, lambda *counts: None)
 
 
 @pytest.mark.long

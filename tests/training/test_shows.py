@@ -21,12 +21,13 @@ from ensemble.cli.progress import PlainDisplay, describe
 from ensemble.cli.views.plan import document
 from ensemble.commands.doctor import Finding, examine
 from ensemble.data.trained_rows import TrainedRows, write_trained_rows
+from ensemble.pipeline.progress import MemberProgress
 from ensemble.pipeline.run_dir import RunDir, hold
 from ensemble.pipeline.run_report import RunReport
 from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.planning.plan import plan_trainings
 from ensemble.scheduling.records import FaultRecord, WorkerRecord
-from ensemble.scheduling.state import MemberState
+from ensemble.scheduling.state import ModelState
 from ensemble.training.command import _trainings
 from ensemble.training.data import read_training_data
 from ensemble.training.records import MemberRecord, PartRecord, Seal, TrainingReport, write_record
@@ -128,19 +129,19 @@ def test_progress_says_nothing_twice_and_no_time_left_of_nothing() -> None:
     clock, file = [0.0], io.StringIO()
     names = ["fold 0", "fold 1"]
     config = trained_config(1)
-    state = MemberState(plan_trainings(config, config.models[0], names, []), clock=lambda: clock[0])
+    state = ModelState(plan_trainings(config, config.models[0], names, []), clock=lambda: clock[0])
     display = PlainDisplay(file, clock=lambda: clock[0])
     state.workers.append(WorkerRecord("m0", 0, ("cpu",), "7", "log", 0.0, 0.0))
-    display.update([state])
+    display.update([MemberProgress([state])])
     state.predicting_since = 1.0
     state.chunks.done_cost = 0.5
     state.take(state.chunks.pending[0])
     for clock[0], share in ((2.0, 0.5), (8.0, 0.6)):
         state.follow_shares({0: share, 1: share})
-        display.update([state])
+        display.update([MemberProgress([state])])
     state.follow_shares({0: 1.0, 1: 1.0})
     clock[0] = 14.0
-    display.update([state])
+    display.update([MemberProgress([state])])
     lines = file.getvalue().splitlines()
     assert lines[0] == "m0: starting Python"
     assert sum("starting Python" in line for line in lines) == 1
@@ -151,18 +152,18 @@ def test_progress_says_nothing_twice_and_no_time_left_of_nothing() -> None:
 def test_the_time_left_of_trainings_that_tell_no_steps_counts_down() -> None:
     clock, config = [0.0], trained_config(1)
     names = [f"fold {number}" for number in range(4)]
-    state = MemberState(plan_trainings(config, config.models[0], names, []), clock=lambda: clock[0])
+    state = ModelState(plan_trainings(config, config.models[0], names, []), clock=lambda: clock[0])
     state.predicting_since = 0.0
     clock[0], state.chunks.done_cost = 60.0, 0.25
     shown = []
     for clock[0] in (60.0, 80.0, 100.0):
         state.follow_shares({})
-        shown.append(describe(state))
+        shown.append(describe(MemberProgress([state])))
     assert [text.rpartition(", ")[2] for text in shown] == ["3:00 min left", "2:40 min left", "2:20 min left"]
     # One that takes longer than the first has no time left to tell.
     clock[0] = 300.0
     state.follow_shares({})
-    assert "left" not in describe(state)
+    assert "left" not in describe(MemberProgress([state]))
 
 
 def test_what_to_do_next(tmp_path: Path, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

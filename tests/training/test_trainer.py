@@ -205,7 +205,7 @@ def test_a_language_model_learns_label_tokens_behind_the_prompts_of_predictions(
     examples = training.examples
     predictor = CausalMember(training.member_spec, PublishedTable(Path(spec["table"])))
     predictor.load()
-    seen = predictor._encode(0, predictor._table.take(np.arange(len(TEXTS))), lambda: None)
+    seen = predictor._encode(predictor._table.take(np.arange(len(TEXTS))), lambda: None)
     batch = examples.batch(np.arange(len(TEXTS)))
     for number, prompt in enumerate(seen.inputs["input_ids"]):
         ids = predictor.label_ids(seen, number)[int(TARGETS[number].argmax())]

@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pytest
 
@@ -37,7 +36,7 @@ from ensemble.common.protocol import (
     WorkerSpec,
 )
 from ensemble.members.huggingface.spec import ModelSpec
-from ensemble.members.predictor import Prediction, Predictor, Report
+from ensemble.members.predictor import Report, Runner
 from ensemble.worker.channel import HeartbeatThread
 from ensemble.worker.session import serve
 from tests.checkpoints import make_checkpoint, make_texts, reference
@@ -221,16 +220,16 @@ def test_a_model_that_cannot_be_loaded_is_not_tried_again(tmp_path: Path) -> Non
     assert events[1].traceback
 
 
-def test_a_child_side_without_a_table_gets_its_rows_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed: list[list[int]] = []
+def test_jobs_without_rows_are_done_by_number_and_leave_no_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[int] = []
 
-    class Numbers(Predictor):
+    class Numbers(Runner):
         def load(self) -> Ready:
             return Ready()
 
-        def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
-            computed.append(rows.tolist())
-            return Prediction(np.zeros((len(rows), 2)), counters=Counters(tokens=5))
+        def run(self, job: int, report: Report) -> Counters:
+            jobs.append(job)
+            return Counters(tokens=5)
 
     module = ModuleType("numbers_without_table")
     vars(module).update(import_libraries=dict, make_predictor=lambda common, settings, table: Numbers())
@@ -250,11 +249,11 @@ def test_a_child_side_without_a_table_gets_its_rows_by_number(monkeypatch: pytes
     commands: list[Command] = [
         Start(WorkerSpec(common, module.__name__, {})),
         Load(),
-        Predict(4, 2, 3),
+        Predict(4, 2, 3, job=2),
         Stop(),
     ]
     assert serve(commands, events.append, heartbeat, time.monotonic()) == 0
-    assert computed == [[2]]
+    assert jobs == [2]
     (done,) = [event for event in events if isinstance(event, ChunkDone)]
     assert (done.chunk, done.shard, done.counters.rows, done.counters.tokens) == (4, "", 1, 5)
 

@@ -32,7 +32,7 @@ def test_rows_that_are_no_probabilities_are_bad_rows(tmp_path: Path) -> None:
         places = publish(tmp_path / activation, {"text": ["a"] * 20})
         spec = start(worker_spec(tmp_path, labels=("a", "b"), activation=activation, **places)).spec.common
         prediction = Prediction(values, {3: "too long"}, Counters(tokens=7, rows=1), "ask for more")
-        done = write_shard(spec, Predict(4, 0, 6), rows, prediction, 6)
+        done = write_shard(spec, Predict(4, 0, 6), rows, prediction)
         assert dict(zip(done.bad_rows, done.bad_row_reasons, strict=True)) == reasons
         assert list(done.bad_rows) == sorted(reasons)
         assert done.counters == Counters(chunks=1, rows=6, bad_rows=len(reasons), tokens=7)
@@ -44,7 +44,7 @@ def test_rows_that_are_no_probabilities_are_bad_rows(tmp_path: Path) -> None:
 def test_a_prediction_of_another_shape_is_refused(tmp_path: Path) -> None:
     spec = start(worker_spec(tmp_path, **publish(tmp_path, {"text": ["a"] * 4}))).spec.common
     with pytest.raises(ValueError, match=r"shape \(4, 2\), and \(4, 3\) was asked for"):
-        write_shard(spec, Predict(0, 0, 4), np.arange(4), Prediction(np.ones((4, 2))), 4)
+        write_shard(spec, Predict(0, 0, 4), np.arange(4), Prediction(np.ones((4, 2))))
     assert list((tmp_path / "shards").iterdir()) == []
 
 
@@ -59,7 +59,7 @@ def test_ids_are_made_for_the_length_of_the_loaded_model(
     events: list[Any] = []
     session = make_session(spec, events.append)
     session.load()
-    session.write(Predict(0, 0, 2), session.predict(Predict(0, 0, 2)))
+    session.write(Predict(0, 0, 2), session.compute(Predict(0, 0, 2)))
     (ready,) = (event for event in events if isinstance(event, Ready))
     (done,) = (event for event in events if isinstance(event, ChunkDone))
     assert ready.max_length == 128

@@ -13,13 +13,12 @@ from ensemble.common.text import duration, gib, listed, plural, shown_path
 from ensemble.config import MemberConfig
 from ensemble.config.schema import TrainConfig
 from ensemble.pipeline.prepared import Prepared
-from ensemble.pipeline.run_dir import work_of_view
 from ensemble.pipeline.trained_members import missing_parts
 from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.pipeline.wait_for_gpus import held_texts
 from ensemble.planning.cascade import when_text
 from ensemble.planning.placement import Fit
-from ensemble.planning.plan import MemberPlan, Plan
+from ensemble.planning.plan import ModelPlan, Plan
 from ensemble.scheduling.launchers.base import Node
 from ensemble.training.check import disk_of_trainings
 
@@ -48,18 +47,16 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
         yield nodes_table(prepared.nodes)
     yield from prepared.warnings
     yield from held_texts(gpus)
-    workers = [member for member in plan.members if member.needs_worker]
+    workers = [model for model in plan.models if model.needs_worker]
     to_train = prepared.config.trained_members
-    if host is not None and not all(member.gpus for member in workers):
+    if host is not None and not all(model.gpus for model in workers):
         yield f"CPU: {gib(host.total_bytes - host.used_bytes)} of {gib(host.total_bytes)} memory free"
     if workers:
-        yield Table(
-            _HEADERS, [[member.name, *_memory_cells(member)] for member in plan.members], texts=["fit"]
-        )
+        yield Table(_HEADERS, [[model.name, *_memory_cells(model)] for model in plan.models], texts=["fit"])
     elif not to_train:
         yield "no member needs a worker: nothing is loaded, and a run merges what was made elsewhere"
-    for member in plan.members:
-        yield _sentence(prepared, member)
+    for model in plan.models:
+        yield _sentence(prepared, model)
     if to_train:
         yield "memory and time of a training are not known before the first has run"
         if any(model.training and model.training.base_model for model in to_train):
@@ -106,37 +103,38 @@ def document(prepared: Prepared) -> dict[str, Any]:
         "labels": config.labels,
         "devices": plan.gpus,
         "seconds": plan.seconds,
-        "members": [_member_facts(prepared, member) for member in plan.members],
+        "members": [_model_facts(prepared, model) for model in plan.models],
     }
 
 
-def _member_facts(prepared: Prepared, member: MemberPlan) -> dict[str, Any]:
-    fit, needed = _least_fit(member), member.placement.footprint
+def _model_facts(prepared: Prepared, model: ModelPlan) -> dict[str, Any]:
+    fit, needed = _least_fit(model), model.placement.footprint
     return {
-        "name": member.name,
-        "task_type": member.model.task_type,
-        "weight": member.model.weight,
-        "replicas": member.replicas,
-        "gpus_per_replica": member.gpus,
-        "chunks": len(member.chunks),
-        "devices": member.placement.devices,
-        "problems": member.placement.problems,
+        "name": model.name,
+        "member": model.member,
+        "task_type": model.model.task_type,
+        "weight": model.model.weight,
+        "replicas": model.replicas,
+        "gpus_per_replica": model.gpus,
+        "chunks": len(model.chunks),
+        "devices": model.placement.devices,
+        "problems": model.placement.problems,
         "fit": fit and fit.verdict,
         "room_bytes": fit and fit.room_bytes,
         "parameters": needed and needed.weights.parameters,
         "weight_bytes": needed and needed.weights.bytes,
-        "peak_bytes": needed and needed.peak_bytes(member.gpus, _batch_tokens(fit, needed.width)),
-        "seconds": _seconds(member),
-        "training": _training_facts(prepared, member),
+        "peak_bytes": needed and needed.peak_bytes(model.gpus, _batch_tokens(fit, needed.width)),
+        "seconds": _seconds(model),
+        "training": _training_facts(prepared, model),
     }
 
 
-def _training_facts(prepared: Prepared, member: MemberPlan) -> dict[str, Any] | None:
+def _training_facts(prepared: Prepared, model: ModelPlan) -> dict[str, Any] | None:
     """Return how a member is trained, and which trainings lack; None if none does."""
-    train = member.model.training
+    train = model.model.training
     if train is None:
         return None
-    missing, outdated = _missing_parts(prepared, member.model), prepared.loaded.outdated.get(member.name, {})
+    missing, outdated = _missing_parts(prepared, model.model), prepared.loaded.outdated.get(model.member, {})
     return {
         "method": None if train.command else train.method,
         "base_model": train.base_model,
@@ -147,17 +145,17 @@ def _training_facts(prepared: Prepared, member: MemberPlan) -> dict[str, Any] | 
     }
 
 
-def _seconds(member: MemberPlan) -> float | None:
+def _seconds(model: ModelPlan) -> float | None:
     """Return how long a member takes on its replicas; None if its speed is not known."""
-    if not member.replicas or not member.speed.is_measured:
+    if not model.replicas or not model.speed.is_measured:
         return None
-    return member.job.startup_seconds + member.job.compute_seconds / member.replicas
+    return model.demand.startup_seconds + model.demand.compute_seconds / model.replicas
 
 
-def _least_fit(member: MemberPlan) -> Fit | None:
+def _least_fit(model: ModelPlan) -> Fit | None:
     """Return how a member fits on the device with the least room, of those that it runs on."""
-    fits = member.placement.fits
-    usable = [fits[uuid] for uuid in member.placement.devices if uuid in fits]
+    fits = model.placement.fits
+    usable = [fits[uuid] for uuid in model.placement.devices if uuid in fits]
     return min(usable or fits.values(), key=lambda fit: fit.room_bytes, default=None)
 
 
@@ -166,12 +164,12 @@ def _batch_tokens(fit: Fit | None, width: int) -> int:
     return max(fit.token_budget if fit is not None else 0, width)
 
 
-def _memory_cells(member: MemberPlan) -> list[str]:
+def _memory_cells(model: ModelPlan) -> list[str]:
     """Return what a replica takes of each of its devices with a full batch of the longest rows."""
-    needed, fit = member.placement.footprint, _least_fit(member)
-    if member.model.training is not None:
+    needed, fit = model.placement.footprint, _least_fit(model)
+    if model.model.training is not None:
         return ["", "not trained yet"]
-    if not member.needs_worker:
+    if not model.needs_worker:
         return ["", "none"]
     room = [] if fit is None else [gib(fit.room_bytes), _VERDICTS[fit.verdict]]
     if needed is not None:
@@ -184,41 +182,41 @@ def _memory_cells(member: MemberPlan) -> list[str]:
             gib(per_token * tokens + needed.activation.fixed_bytes),
             gib(per_pair * tokens * needed.width),
             gib(needed.context_bytes),
-            gib(needed.peak_bytes(member.gpus, tokens)),
+            gib(needed.peak_bytes(model.gpus, tokens)),
             *room,
         ]
-    if isinstance(member.request.gpu_memory, int):
-        return [*[""] * 6, gib(member.request.gpu_memory), *room]
+    if isinstance(model.request.gpu_memory, int):
+        return [*[""] * 6, gib(model.request.gpu_memory), *room]
     return ["", "not known"]
 
 
-def _sentence(prepared: Prepared, member: MemberPlan) -> str:
+def _sentence(prepared: Prepared, model: ModelPlan) -> str:
     """Return where a member runs and why, and how long it takes."""
-    placement, needed, seconds = member.placement, member.placement.footprint, _seconds(member)
+    placement, needed, seconds = model.placement, model.placement.footprint, _seconds(model)
     if placement.problems:
-        return f"{member.name}: cannot run here"
-    if member.model.training is not None:
-        return f"{member.name}: not trained yet: {trainings_text(prepared, member.model)}"
-    if not member.needs_worker:
-        return f"{member.name}: {prepared.inspected[member.name].summary}, which need no worker"
-    facts = [where_text(prepared.plan, member, len(prepared.inventory.hosts)), placement.reason]
+        return f"{model.name}: cannot run here"
+    if model.model.training is not None:
+        return f"{model.name}: not trained yet: {trainings_text(prepared, model.model)}"
+    if not model.needs_worker:
+        return f"{model.name}: {prepared.of_models[model.name].summary}, which need no worker"
+    facts = [where_text(prepared.plan, model, len(prepared.inventory.hosts)), placement.reason]
     if needed is not None:
         stored = f"{needed.quantization} weights, {needed.dtype}" if needed.quantization else needed.dtype
         facts.append(f"{stored}, {needed.attention} attention")
         labels = plural(len(prepared.config.labels), "label")
         facts.append(f"rows of up to {plural(needed.width, 'token')}, {labels} each")
-    facts.append(chunks_text(member))
-    if member.model.when is not None:
-        facts.append(_expected(prepared, member.name, when_text(member.model.when)))
-    for view, when in member.model.views_with_when.items():
-        rule = when_text(when, "views and members")
-        text = _expected(prepared, work_of_view(member.model, view), rule)
-        facts.append(f"view {member.model.counted_views[view].name} {text}")
+    facts.append(chunks_text(model))
+    if model.model.when is not None:
+        facts.append(_expected(prepared, model.member, when_text(model.model.when)))
+    for job in model.jobs:
+        if job.when is not None:
+            text = _expected(prepared, job.name, when_text(job.when, "views and members"))
+            facts.append(f"{job.title} {text}")
     if seconds is not None:
-        saved = (member.whole_seconds - member.job.compute_seconds) / member.replicas
+        saved = (model.whole_seconds - model.demand.compute_seconds) / model.replicas
         less = f", {duration(saved)} less than for all rows" if saved else ""
         facts.append(f"about {duration(seconds)}{less}")
-    return f"{member.name}: {'; '.join(filter(None, facts))}"
+    return f"{model.name}: {'; '.join(filter(None, facts))}"
 
 
 def _expected(prepared: Prepared, work: str, rule: str) -> str:
@@ -227,13 +225,11 @@ def _expected(prepared: Prepared, work: str, rule: str) -> str:
     return f"runs {rule}: {expected.share:.0%} of the rows, {expected.why}"
 
 
-def chunks_text(member: MemberPlan) -> str:
-    """Return how many chunks a member's work is, such as ``6 chunks of 2 views``."""
-    views, checkpoints = len(member.model.counted_views), len(set(member.checkpoints))
+def chunks_text(model: ModelPlan) -> str:
+    """Return how many chunks a model's work is, such as ``6 chunks of 2 views``."""
+    views = sum(bool(job.view) for job in model.jobs)
     of_views = f" of {plural(views, 'view')}" if views else ""
-    if checkpoints > 1:
-        of_views += f" with {checkpoints} checkpoints, of which a worker has one"
-    return plural(len(member.chunks), "chunk") + of_views
+    return plural(len(model.chunks), "chunk") + of_views
 
 
 def trainings_text(prepared: Prepared, model: MemberConfig) -> str:
@@ -279,24 +275,24 @@ def _gpus_of_training(prepared: Prepared, train: TrainConfig) -> int:
     return min(1, len(prepared.inventory.gpus)) if train.num_gpus is None else train.num_gpus
 
 
-def where_text(plan: Plan, member: MemberPlan, nodes: int) -> str:
+def where_text(plan: Plan, model: ModelPlan, nodes: int) -> str:
     """Return on what a member runs, on how many ``nodes`` of a cluster, and how many replicas wait for room."""
-    replicas, later = plural(member.replicas, "replica"), ""
-    if member.first_replicas < member.replicas:
-        first = "" if member.first_replicas == 1 else f" {member.first_replicas}"
-        later = f", all but the first{first} when {'GPUs' if member.gpus else 'cores'} are left over"
-    if not member.gpus:
+    replicas, later = plural(model.replicas, "replica"), ""
+    if model.first_replicas < model.replicas:
+        first = "" if model.first_replicas == 1 else f" {model.first_replicas}"
+        later = f", all but the first{first} when {'GPUs' if model.gpus else 'cores'} are left over"
+    if not model.gpus:
         cpu = f"the CPUs of {plural(nodes, 'node')}" if nodes else "the CPU"
-        cores = threads_of(plan.cpus, member.cpu_share)
+        cores = threads_of(plan.cpus, model.cpu_share)
         share = f", with {plural(cores, 'core')} of {plan.cpus}" if cores < plan.cpus else ""
         return f"{replicas} on {cpu}{share}{later}"
     numbers = {gpu.uuid: str(number) for number, gpu in enumerate(plan.gpus)}
-    used = [numbers[uuid] for uuid in member.placement.devices]
+    used = [numbers[uuid] for uuid in model.placement.devices]
     if not used:
         return "no GPU has room now"
-    if member.gpus == member.replicas == 1:
+    if model.gpus == model.replicas == 1:
         return f"{replicas} on GPU {' or '.join(used)}"
-    over = f" over {member.gpus} GPUs each" if member.gpus > 1 else ""
+    over = f" over {model.gpus} GPUs each" if model.gpus > 1 else ""
     return f"{replicas}{over} on GPUs {', '.join(used)}{later}"
 
 

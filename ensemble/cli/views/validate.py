@@ -13,6 +13,7 @@ from ensemble.config.values import weight_text
 from ensemble.members.base import NOT_ASKED
 from ensemble.pipeline.prepared import Prepared
 from ensemble.planning.cascade import when_text
+from ensemble.planning.plan import ModelPlan
 
 _SHOWN_CHARACTERS = 160
 _SHOWN_END = 40
@@ -20,37 +21,34 @@ _SHOWN_DIFFERENCE, _SHOWN_BEFORE = 80, 20  # of either prompt, and of what both 
 
 
 def view(prepared: Prepared) -> Iterator[str | Table]:
-    config, table, members = prepared.config, prepared.table, prepared.plan.members
+    config, table = prepared.config, prepared.table
     yield f"{shown_path(config.data.path)}: {plural(table.rows, 'row')}, ids in {config.data.id_column!r}"
     yield from (*table.remarks, prepared.inventory.note, *prepared.warnings)
     if prepared.nodes:
         yield nodes_table(prepared.nodes)
     for gpu in prepared.inventory.gpus:
         yield f"{gpu.title}, {gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} used"
-    for place, member in enumerate(members):
-        where = "CPU"
-        if member.gpus:
-            each = " each" if member.replicas > 1 else ""
-            where = f"{plural(member.replicas, 'replica')} on {plural(member.gpus, 'GPU')}{each}"
-        how = f"{where}, {chunks_text(member)}" if member.needs_worker else "no worker"
-        summary = prepared.inspected[member.name].summary
-        if member.model.training is not None:
-            how = trainings_text(prepared, member.model)
-        yield f"{member.name}: {summary}, weight {weight_text(member.model.weight)}, {how}"
-        if member.model.when is not None:
-            before = ", ".join(other.name for other in members[:place])
-            yield f"{member.name}: runs {when_text(member.model.when)} ({before})"
-        for number, when in member.model.views_with_when.items():
-            title = member.model.counted_views[number].name
+    for place, member in enumerate(config.models):
+        models = [model for model in prepared.plan.models if model.member == member.name]
+        summary = " and ".join(dict.fromkeys(prepared.of_models[model.name].summary for model in models))
+        how = " and ".join(map(_how, models))
+        if member.training is not None:
+            how = trainings_text(prepared, member)
+        yield f"{member.name}: {summary}, weight {weight_text(member.weight)}, {how}"
+        if member.when is not None:
+            before = ", ".join(other.name for other in config.models[:place])
+            yield f"{member.name}: runs {when_text(member.when)} ({before})"
+        for number, when in member.views_with_when.items():
+            title = member.counted_views[number].name
             yield f"{member.name} (view {title}): runs {when_text(when, 'views and members')}"
         first_prompt = prepared.previews.get(member.name, "")
         if first_prompt:
             yield f"{member.name}: {_prompt_text(first_prompt)}"
-            label = member.model.label_behind_prompt
+            label = member.label_behind_prompt
             if label:
                 end = first_prompt[-_SHOWN_END:] + label
                 yield f"{member.name}: with a label's text behind it, it ends in {end!r}"
-        for view_of_member in member.model.counted_views:
+        for view_of_member in member.counted_views:
             title = f"{member.name} (view {view_of_member.name})"
             prompt = prepared.previews.get(title, "")
             if prompt:
@@ -67,6 +65,17 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
     if not_asked:
         passed = f"not checked: {listed(not_asked, 10, str)}, as said above. All other checks passed."
     yield f"{passed} A run would write its results to {shown_path(config.output_dir)}"
+
+
+def _how(model: ModelPlan) -> str:
+    """Return where a model runs, and its chunks."""
+    if not model.needs_worker:
+        return "no worker"
+    where = "CPU"
+    if model.gpus:
+        each = " each" if model.replicas > 1 else ""
+        where = f"{plural(model.replicas, 'replica')} on {plural(model.gpus, 'GPU')}{each}"
+    return f"{where}, {chunks_text(model)}"
 
 
 def _prompt_text(prompt: str) -> str:

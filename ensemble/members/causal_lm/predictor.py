@@ -72,8 +72,8 @@ class CausalMember(TextMember[CausalSpec]):
         names.pop(None, None)
         return names
 
-    def _encode(self, view: int, rows: Sequence[Mapping[str, object]], step: Callable[[], None]) -> Encoded:
-        encoded = super()._encode(view, rows, step)
+    def _encode(self, rows: Sequence[Mapping[str, object]], step: Callable[[], None]) -> Encoded:
+        encoded = super()._encode(rows, step)
         if self._spec.choices is None:
             return encoded
         texts: list[LabelTexts | None] = [None] * len(rows)
@@ -86,7 +86,7 @@ class CausalMember(TextMember[CausalSpec]):
                     # The model reads all tokens of a choice but its last after the prompt.
                     room = self._max_length - max(map(len, of_row.ids)) + 1
                     if encoded.lengths[number] > room:
-                        shorter[number] = self._shorter(view, row, room)
+                        shorter[number] = self._shorter(row, room)
             except ValueError as error:
                 problems[number] = str(error)
         inputs = {name: list(arrays) for name, arrays in encoded.inputs.items()}
@@ -112,13 +112,13 @@ class CausalMember(TextMember[CausalSpec]):
             texts=texts,
         )
 
-    def _shorter(self, view: int, row: Mapping[str, object], tokens: int) -> Encoded:
+    def _shorter(self, row: Mapping[str, object], tokens: int) -> Encoded:
         """Return a row's prompt of at most so many tokens; raises ValueError if it has none."""
         if tokens <= 0:
             raise ValueError(
                 f"choices: the longest text leaves no room for a prompt within max_length {self._max_length}"
             )
-        encoded = self._prompt_of(view, tokens).encode([row])
+        encoded = self._prompt_of(self._job, tokens).encode([row])
         if encoded.problems:
             raise ValueError(encoded.problems[0])
         return encoded
@@ -143,9 +143,9 @@ class CausalMember(TextMember[CausalSpec]):
 
     @cached_property
     def _prompt_of(self) -> Callable[[int, int], Prompt]:
-        """Return a view's prompt of fewer tokens than those of most rows, given their number."""
+        """Return a job's prompt of fewer tokens than those of most rows, given their number."""
         return lru_cache(maxsize=_KEPT_PROMPTS)(
-            lambda view, tokens: self._new_prompt(self._view_specs()[view], tokens)
+            lambda job, tokens: self._new_prompt(self._job_specs()[job], tokens)
         )
 
     def _token_ids(self, text: str) -> list[int]:

@@ -245,7 +245,7 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         values: dict[str, Any] = {
             **model.model_dump(include={field.name for field in fields(settings_class)}),
             "auto_class": self.auto_class,
-            "view_adapters": tuple(map(_for_worker, model.view_adapters)),
+            "job_adapters": tuple(map(_for_worker, model.view_adapters)),
             # The commit that was checked: a branch on the hub may have moved since.
             "revision": hub_commit(model.model_name_or_path, inspected.folder) or model.revision,
             "label_order": inspected.label_order,
@@ -294,16 +294,13 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         return allocator if model.quantization_config is None else {**allocator, _NO_LOADING_THREADS: "1"}
 
     def content(self, inspected: C, files: FileDigests) -> Mapping[str, str]:
-        """Return the digest of the weights, including those of the adapters of all views."""
+        """Return the digest of the weights, including those of the adapter of a member without views."""
         model, folder = self.settings, inspected.folder
         weights: list[object] = [
             hub_commit(model.model_name_or_path, folder)
             or weights_digest(folder, model.model_kwargs, model.trust_remote_code, files)
         ]
-        if model.switches_adapters:
-            weights.append([self._adapter_digests(adapter, files) for adapter in model.view_adapters])
-        else:
-            weights += self._adapter_digests(model.view_adapters[0], files)
+        weights += self._adapter_digests(model.adapter, files)
         return {"weights": digest_of(weights)}
 
     def _adapter_digests(self, adapter: AdapterSource | None, files: FileDigests) -> list[str]:
@@ -384,7 +381,8 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
             offload_folder,
             text_columns=model.text_columns,
             max_length=self._max_length(inspected),
-            view_templates=tuple(view.changes.get("prompt_template") for view in model.counted_views),
+            job_templates=tuple(view.changes.get("prompt_template") for view in model.counted_views)
+            or (None,),
         )
 
     def training_settings(self, labels: Sequence[str]) -> Mapping[str, Any]:

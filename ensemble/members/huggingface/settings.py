@@ -138,9 +138,8 @@ class HuggingFaceSettings(MemberConfig):
 
     @property
     def switches_adapters(self) -> bool:
-        """Return whether views of a checkpoint have other adapters than others of this checkpoint."""
-        checkpoints = self.view_checkpoints or (0,) * len(self.view_adapters)
-        return len(set(zip(checkpoints, self.view_adapters, strict=True))) > len(set(checkpoints))
+        """Return whether views of a model have other adapters than others of this model."""
+        return any(len(set(model.view_adapters)) > 1 for model in self.models.values())
 
     @property
     def loads(self) -> dict[str, Any]:
@@ -407,28 +406,21 @@ class TextSettings(HuggingFaceSettings, ReaderConfig):
         return {"": self, **others}
 
     @property
-    def view_checkpoints(self) -> tuple[int, ...]:
-        loads = [tuple(self.as_view(view).loads.values()) for view in self.counted_views]
-        if set(loads) <= {tuple(self.loads.values())}:
-            return ()
-        numbers = {load: number for number, load in enumerate(dict.fromkeys(loads))}
-        return tuple(numbers[load] for load in loads)
-
-    def checkpoint_key(self, number: int) -> str:
-        view = self.counted_views[self.view_checkpoints.index(number)]
-        key = next((key for key in self.loads if key in view.changes), None)
-        return "model_name_or_path" if key is None else f"views[{self.all_views.index(view)}].{key}"
-
-    def with_checkpoint(self, number: int) -> Self:
-        names = [view.name for view in self.counted_views]
-        checkpoints = dict(zip(names, self.view_checkpoints, strict=True))
-        first = self.counted_views[self.view_checkpoints.index(number)]
-        # Other checkpoints' views are never computed there, and nothing must be loaded for them.
-        stand_in = first.model_copy(update={"prompt_template": None, "swap": None})
-        views = [
-            view if checkpoints.get(view.name, number) == number else stand_in for view in self.all_views
-        ]
-        return self.model_copy(update={**self.as_view(first).loads, "views": tuple(views)})
+    def models(self) -> dict[str, Self]:
+        views: dict[tuple[Any, ...], list[ViewConfig]] = {}
+        for view in self.counted_views:
+            views.setdefault(tuple(self.as_view(view).loads.values()), []).append(view)
+        if set(views) <= {tuple(self.loads.values())}:
+            return {"": self}
+        models: dict[str, Self] = {}
+        for first, *others in views.values():
+            key = next((key for key in self.loads if key in first.changes), None)
+            name = "model_name_or_path" if key is None else f"views[{self.all_views.index(first)}].{key}"
+            # Other models' views are never computed there, and nothing must be loaded for them.
+            stand_in = first.model_copy(update={"prompt_template": None, "swap": None, "weight": 0.0})
+            computed = tuple(view if view is first or view in others else stand_in for view in self.all_views)
+            models[name] = self.model_copy(update={**self.as_view(first).loads, "views": computed})
+        return models
 
     @property
     def adapter(self) -> AdapterSource | None:

@@ -72,7 +72,7 @@ class CheckpointSettings:
 
     Attributes:
         auto_class: the class of transformers that loads the checkpoint.
-        view_adapters: the adapter of each view, None for the base alone; a member without views has one.
+        job_adapters: the adapter of each job; None: the base alone.
         label_order: ``label_order[j]`` is the model's output column for the config's label ``j``.
         batch_size, token_budget: None: the worker chooses.
         dtype, attn_implementation: the parent's decisions; "auto" and None where files did not tell it enough.
@@ -87,7 +87,7 @@ class CheckpointSettings:
     revision: str | None
     trust_remote_code: bool
     allow_pickle: bool
-    view_adapters: tuple[AdapterSource | None, ...]
+    job_adapters: tuple[AdapterSource | None, ...]
     merge_adapter: bool
     label_order: tuple[int, ...]
     batch_size: int | None
@@ -124,9 +124,9 @@ class CheckpointSpec(CheckpointSettings, CommonSpec):
         """
         adapters = tuple(
             AdapterSource(**with_tuples(adapter)) if isinstance(adapter, Mapping) else adapter
-            for adapter in settings["view_adapters"]
+            for adapter in settings["job_adapters"]
         )
-        return cls(**vars(common), **{**with_tuples(settings), "view_adapters": adapters})
+        return cls(**vars(common), **{**with_tuples(settings), "job_adapters": adapters})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class ModelSettings(CheckpointSettings):
     Attributes:
         max_length: the parent's decision; None where files did not tell it enough.
         truncation: as in the config: ``fields``, with ``share`` and ``keep`` by column, and ``marker``.
-        view_templates: a template for each view of the rows; None: the member's own.
+        job_templates: the template of each job; None: the member's own.
     """
 
     prompt_template: str | None
@@ -144,7 +144,7 @@ class ModelSettings(CheckpointSettings):
     max_length: int | None
     truncation_side: str | None
     truncation: dict[str, Any] | None = None
-    view_templates: tuple[str | None, ...] = ()
+    job_templates: tuple[str | None, ...] = (None,)
     add_special_tokens: bool
     tokenizer_kwargs: dict[str, Any]
 

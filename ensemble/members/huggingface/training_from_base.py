@@ -41,7 +41,7 @@ _WEIGHT_BYTES, _SAVE_BYTES = 4, 12
 _NO_OTHER_MODEL = {"command", "base_model", "num_gpus", "predict_with", "per_device_train_batch_size"}
 # The same of the settings of a member's workers.
 _OF_PREDICTION = frozenset(
-    "model_name_or_path revision view_adapters view_templates merge_adapter asked batch_size token_budget "
+    "model_name_or_path revision job_adapters job_templates merge_adapter asked batch_size token_budget "
     "device_map max_memory offload_folder expandable_segments max_split_size_mb torch_compile bytes_per_token "
     "bytes_per_token_pair fixed_bytes width".split()
 )

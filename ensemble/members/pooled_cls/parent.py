@@ -156,11 +156,8 @@ class PooledClassification(TextCheckpoint[PooledSettings]):
         model = self.settings
         return {
             **super().worker_settings(inspected, assigned, offload_folder),
-            "head": str(model.head),
-            "head_steps": self._inspected_head(inspected).steps,
-            "view_heads": [
-                (str(view.settings.head), view._inspected_head(inspected).steps)
-                for view in (self._with_heads() if model.counted_views else ())
+            "job_heads": [
+                (str(job.settings.head), job._inspected_head(inspected).steps) for job in self._with_heads()
             ],
             "head_layer_norm_eps": model.head_layer_norm_eps,
             "pooling_mode": model.pooling_mode,

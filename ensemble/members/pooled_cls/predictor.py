@@ -5,7 +5,7 @@ Pooled values and the head are always float32: they are small, and hand-written 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
@@ -25,23 +25,17 @@ from ensemble.members.huggingface.scoring.forward import Shortcut
 from ensemble.members.huggingface.scoring.member import TextMember
 from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec
 from ensemble.members.pooled_cls.head import LAYER_NORM, LINEAR
-from ensemble.members.predictor import Prediction, Report
 
 Steps: TypeAlias = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PooledSpec(ModelSpec):
-    """Add the head's file, the ``steps`` of ``Head`` and keys of ``PooledSettings`` to those of a text model.
+    """Add the keys of ``PooledSettings`` and each job's head, its file and the ``steps`` of ``Head``."""
 
-    ``view_heads`` has file and steps for each view of the rows; a member without views has none.
-    """
-
-    head: str
-    head_steps: Steps
     head_layer_norm_eps: float
     pooling_mode: str
-    view_heads: tuple[tuple[str, Steps], ...] = ()
+    job_heads: tuple[tuple[str, Steps], ...]
 
 
 class PooledMember(TextMember[PooledSpec]):
@@ -63,14 +57,15 @@ class PooledMember(TextMember[PooledSpec]):
 
     def _make_classifier(self, loaded: Loaded) -> PooledClassifier:
         spec, device = self._spec, last_device(loaded.model)
-        files = spec.view_heads or ((spec.head, spec.head_steps),)
-        self._heads = [make_head(file, steps, spec.head_layer_norm_eps, device) for file, steps in files]
+        self._heads = [
+            make_head(file, steps, spec.head_layer_norm_eps, device) for file, steps in spec.job_heads
+        ]
         return PooledClassifier(loaded.model, loaded.pad_token_id, self._heads[0], spec.pooling_mode)
 
-    def _predict(self, view: int, rows: Sequence[Mapping[str, object]], report: Report) -> Prediction:
+    def use_job(self, job: int) -> None:
+        super().use_job(job)
         assert isinstance(self._classifier, PooledClassifier)
-        self._classifier.head = self._heads[view]
-        return super()._predict(view, rows, report)
+        self._classifier.head = self._heads[job]
 
 
 def make_head(file: str, steps: Steps, layer_norm_eps: float, device: torch.device) -> nn.Sequential:

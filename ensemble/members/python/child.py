@@ -85,7 +85,7 @@ class FunctionPredictor(Predictor):
             gpus=common.gpus,
             labels=common.labels,
             kwargs=settings["kwargs"],
-            cache_dir=Path(common.shards_dir) / CACHE_FOLDER,
+            cache_dir=Path(common.shards_dir) / common.jobs[0].folder / CACHE_FOLDER,
             seed=common.seed,
             cpu_threads=usable_cpus(),
         )

@@ -48,7 +48,7 @@ class SequenceClassifier(TextMember[ClassifierSpec]):
         def report_share(rows: int, tokens: int = 0, padded_tokens: int = 0) -> bool | None:
             return report(int(rows * share), tokens, padded_tokens)
 
-        scored = self._predict(self._table.view_of(rows), read, report_share)
+        scored = self._predict(read, report_share)
         row_of = np.repeat(np.arange(len(rows)), counts)
         for choice, reason in scored.bad_rows.items():
             bad_rows.setdefault(int(row_of[choice]), reason)

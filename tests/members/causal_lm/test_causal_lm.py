@@ -74,8 +74,7 @@ def member(
     places = publish(where, {"text": texts} if isinstance(texts, list) else dict(texts))
     plain = worker_spec(folder, labels=labels, **places)
     common = CommonSpec(**{field.name: getattr(plain, field.name) for field in fields(CommonSpec)})
-    views = [dict[str, str]() for _ in parent.settings.counted_views]
-    made = CausalMember(CausalSpec.of(common, settings), PublishedTable(Path(common.table_path), views))
+    made = CausalMember(CausalSpec.of(common, settings), PublishedTable(Path(common.table_path)))
     made.load()
     return made
 
@@ -197,7 +196,8 @@ def test_adapters_of_views_and_what_all_prompts_begin_with(tmp_path: Path) -> No
     )
     prompts, verbalizers = [f"{instruction} {text} " for text in texts], list(SEVERAL.values())
     for view in (0, 1, 2):
-        prediction = made.predict(np.arange(len(texts)) + view * len(texts), lambda *_: None)
+        made.use_job(view)
+        prediction = made.predict(np.arange(len(texts)), lambda *_: None)
         assert prediction.counters.shared_tokens > 0
         plain = AutoModelForCausalLM.from_pretrained(folder)
         if view < 2:

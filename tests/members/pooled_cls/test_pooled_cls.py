@@ -118,8 +118,7 @@ def member(
     places = publish(Path(tempfile.mkdtemp(dir=where)), columns)
     plain = worker_spec(folder, labels=tuple(labels), activation=inspected.activation, **places)
     common = CommonSpec(**{field.name: getattr(plain, field.name) for field in fields(CommonSpec)})
-    views: list[dict[str, str]] = [{}] * max(1, len(parent.settings.counted_views))
-    made = PooledMember(PooledSpec.of(common, settings), PublishedTable(Path(common.table_path), views))
+    made = PooledMember(PooledSpec.of(common, settings), PublishedTable(Path(common.table_path)))
     made.load()
     return made
 
@@ -170,7 +169,8 @@ def test_each_view_has_its_own_head(tmp_path: Path) -> None:
     views = [{"name": "own"}, {"name": "other", "head": paths[1]}, {"name": "again", "head": paths[0]}]
     made = member(tmp_path, folder, paths[0], {"text": texts}, views=views)
     for view, head in ((1, heads[1]), (0, heads[0]), (2, heads[0])):
-        predictions = made.predict(np.arange(10) + view * 10, lambda *_: None)
+        made.use_job(view)
+        predictions = made.predict(np.arange(10), lambda *_: None)
         expected = softmax(pooled_reference(folder, head, "mean", texts))
         np.testing.assert_allclose(predictions.values, expected, atol=2e-5)
     kind = PooledClassification(

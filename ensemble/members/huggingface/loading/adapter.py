@@ -94,12 +94,12 @@ def open_adapter(name_or_path: str, allow_pickle: bool = False) -> AdapterFiles:
     return AdapterFiles(name_or_path, folder, config, shapes)
 
 
-class ViewAdapters:
-    """Switch a model to the adapter of a view; the model is still of transformers' class.
+class JobAdapters:
+    """Switch a model to the adapter of a job; the model is still of transformers' class.
 
     Args:
         model: of peft, with all adapters.
-        names: peft's name of each view's adapter; None: the base alone.
+        names: peft's name of each job's adapter; None: the base alone.
     """
 
     def __init__(self, model: Any, names: Sequence[str | None]) -> None:
@@ -108,9 +108,9 @@ class ViewAdapters:
         self._current: str | None = ""
         self.use(0)
 
-    def use(self, view: int) -> bool:
-        """Let the model compute with the adapter of a view, and return whether it had another one before."""
-        name = self._names[view]
+    def use(self, job: int) -> bool:
+        """Let the model compute with the adapter of a job, and return whether it had another one before."""
+        name = self._names[job]
         if name == self._current:
             return False
         if name is None:
@@ -128,14 +128,14 @@ def attach_adapters(
     missing: Sequence[str],
     spec: CheckpointSpec,
     notes: list[str],
-) -> tuple[Any, ViewAdapters | None]:
+) -> tuple[Any, JobAdapters | None]:
     """Return the base with adapters in its layers, still of transformers' class and in the base's type.
 
     Args:
         missing: parameters that the base's checkpoint does not have; each adapter must have them.
 
     Returns:
-        and what switches between the adapters of views; None: all have the same adapter.
+        and what switches between the adapters of jobs; None: all have the same adapter.
     """
     # All as long as each other: peft looks for names that contain an adapter's.
     names = {source: f"adapter{number:03}" for number, source in enumerate(adapters)}
@@ -165,9 +165,9 @@ def attach_adapters(
         notes.append(f"{kind} adapter {adapter.title}, {rank}{how}")
     if spec.merge_adapter:
         return model.merge_and_unload(safe_merge=True), None  # which refuses weights that come out as NaN
-    by_view = [None if source is None else names[source] for source in spec.view_adapters]
-    switch = ViewAdapters(model, by_view)
-    return model.get_base_model(), switch if len(set(by_view)) > 1 else None
+    by_job = [None if source is None else names[source] for source in spec.job_adapters]
+    switch = JobAdapters(model, by_job)
+    return model.get_base_model(), switch if len(set(by_job)) > 1 else None
 
 
 def _fit_embeddings(base: Any, adapters: Sequence[AdapterFiles], spec: CheckpointSpec) -> list[str]:
@@ -182,7 +182,7 @@ def _fit_embeddings(base: Any, adapters: Sequence[AdapterFiles], spec: Checkpoin
     names = {id(module): name for name, module in base.named_modules()}
     rows = len(embeddings.weight)
     rows_of = {adapter.title: adapter.rows_of(names[id(embeddings)]) or rows for adapter in adapters}
-    if None in spec.view_adapters:
+    if None in spec.job_adapters:
         rows_of[spec.model_name_or_path] = rows
     if len(set(rows_of.values())) > 1:
         each = ", ".join(f"{count:,} of {name}" for name, count in rows_of.items())
@@ -249,7 +249,7 @@ def _attach(base: Any, model: Any, name: str, adapter: AdapterFiles, spec: Check
     if lost:
         raise ValueError(f"{is_not_for}, which has no place for {listed(lost, 4, str)}; {trained_on}")
     of_base_too = _comparable(adapter.tensors - expected)
-    if of_base_too and len(set(spec.view_adapters)) > 1:
+    if of_base_too and len(set(spec.job_adapters)) > 1:
         raise ValueError(
             f"adapter {title} brings {listed(of_base_too, 4, str)} of the base, which other views use, too; "
             "make it a member of its own"

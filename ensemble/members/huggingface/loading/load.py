@@ -14,7 +14,7 @@ from ensemble.common.python_process import keep_freed_memory
 from ensemble.common.text import first_line
 from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, RESERVE_SHARE, coarse_room
 from ensemble.members.huggingface.checkpoint.tokenizer_files import size_problem
-from ensemble.members.huggingface.loading.adapter import ViewAdapters
+from ensemble.members.huggingface.loading.adapter import JobAdapters
 from ensemble.members.huggingface.loading.describe import learnt_positions
 from ensemble.members.huggingface.loading.fused_norms import fuse_norms
 from ensemble.members.huggingface.loading.kernels import capability, choose_kernels, set_tf32
@@ -36,7 +36,7 @@ class Loaded:
         memory: None: not known, or the user set the size of batches.
         max_room_bytes: the largest ``memory.available_bytes`` of other workers that this one can take over.
         tokenizer, pad_token_id, max_length: of a model that reads text.
-        adapters: of its views; None: all have the same one, or none.
+        adapters: of its jobs; None: all have the same one, or none.
     """
 
     model: Any
@@ -50,7 +50,7 @@ class Loaded:
     tokenizer: Any = None
     pad_token_id: int = 0
     max_length: int = 0
-    adapters: ViewAdapters | None = None
+    adapters: JobAdapters | None = None
 
     @property
     def attn_implementation(self) -> str:

@@ -26,7 +26,7 @@ from ensemble.members.huggingface.checkpoint.quantization_methods import (
 )
 from ensemble.members.huggingface.loading.adapter import (
     AdapterFiles,
-    ViewAdapters,
+    JobAdapters,
     attach_adapters,
     open_adapter,
 )
@@ -67,11 +67,11 @@ _ABOUT_ATTENTION = re.compile(
 
 def load_model(
     spec: CheckpointSpec, least: Capability | None, notes: list[str]
-) -> tuple[Any, ViewAdapters | None]:
+) -> tuple[Any, JobAdapters | None]:
     """Load the model with its adapters onto the devices this process can see.
 
     Returns:
-        and what switches between the adapters of views; None: all have the same adapter, or none.
+        and what switches between the adapters of jobs; None: all have the same adapter, or none.
     """
     name, on_gpu = spec.model_name_or_path, least is not None
     problem = capability_problem(spec.quantization_config, least)
@@ -81,7 +81,7 @@ def load_model(
     options: dict[str, Any] = {**placement_options(spec, on_gpu), **spec.model_kwargs}
     if spec.quantization_config is not None:
         options["quantization_config"] = quantization_config(spec.quantization_config, dtype)
-    sources = dict.fromkeys(spec.view_adapters)
+    sources = dict.fromkeys(spec.job_adapters)
     adapters = {source: _open_source(source, spec) for source in sources if source is not None}
     if adapters:
         # Keys of model_kwargs that belong to the config are in it now.
@@ -118,7 +118,7 @@ def load_model(
     missing = [key for key in missing if not is_unused(spec, key)]
     if quantizer is not None and quantizer.pre_quantized:
         _set_compute_dtype(model, spec, least, notes)
-    if missing and None in spec.view_adapters:
+    if missing and None in spec.job_adapters:
         trained = _TRAINED.get(spec.auto_class, "that was trained for this")
         raise ValueError(
             f"{name} has no weights for {listed(missing, 4, str)}; they would be random. Name a checkpoint "

@@ -31,7 +31,7 @@ def load_tokenizer(spec: ModelSpec) -> Any:
         ValueError: it cannot be made of its files, or those of several adapters make other tokens of a text.
     """
     folders: dict[str, Path | None] = {}
-    for name in tokenizer_names(spec.view_adapters):
+    for name in tokenizer_names(spec.job_adapters):
         folder = adapter_folder(name, spec.allow_pickle) if name else None
         has_own = folder is not None and has_vocabulary(folder)
         folders[name or spec.model_name_or_path] = folder if has_own else None
@@ -96,7 +96,7 @@ def _load(spec: ModelSpec, folder: Path | None) -> Any:
     """Load the tokenizer in an adapter's folder; None: the checkpoint's."""
     name = spec.model_name_or_path if folder is None else str(folder)
     # Adapters on the hub are not pinned, so that their code might change.
-    is_pinned = folder is None or folder in map(Path, tokenizer_names(spec.view_adapters))
+    is_pinned = folder is None or folder in map(Path, tokenizer_names(spec.job_adapters))
     runs_code = spec.trust_remote_code and is_pinned
     settings = spec.tokenizer_kwargs
     tokenizer = make_tokenizer(name, settings, revision=spec.revision or "main", trust_remote_code=runs_code)

@@ -175,6 +175,7 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
 
     def __init__(self, spec: S, table: PublishedTable) -> None:
         super().__init__(spec, table)
+        self._job = 0
         self._tokenizer = load_tokenizer(spec)
         # The model's own limit is not known yet.
         self._max_length = max_length(spec, self._tokenizer)
@@ -203,7 +204,7 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
     def encode(self, rows: Sequence[Mapping[str, object]], positions: int | None) -> Encoded:
         """Return the token ids that a model with so many learnt positions gets to see of rows."""
         self._set_max_length(max_length(self._spec, self._tokenizer, positions))
-        return self._encode(0, rows, lambda: None)
+        return self._encode(rows, lambda: None)
 
     def _set_max_length(self, tokens: int) -> None:
         if tokens != self._max_length:
@@ -212,14 +213,14 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             self._warmup = self._prompts[0].encode_texts(self._warmup_texts)
 
     def _make_prompts(self) -> list[Prompt]:
-        """Return the prompt of each view of the rows."""
-        return [self._make_prompt(spec) for spec in self._view_specs()]
+        """Return the prompt of each job."""
+        return [self._make_prompt(spec) for spec in self._job_specs()]
 
-    def _view_specs(self) -> list[S]:
+    def _job_specs(self) -> list[S]:
         spec = self._spec
         return [
             spec if template is None else replace(spec, prompt_template=template, text_columns=())
-            for template in spec.view_templates or (None,)
+            for template in spec.job_templates
         ]
 
     def _make_prompt(self, spec: S) -> Prompt:
@@ -304,28 +305,31 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             max_room_bytes=loaded.max_room_bytes,
         )
 
-    def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
-        return self._predict(self._table.view_of(rows), self._table.take(rows), report)
+    def use_job(self, job: int) -> None:
+        self._job = job
 
-    def _predict(self, view: int, rows: Sequence[Mapping[str, object]], report: Report) -> Prediction:
-        """Predict rows as a view shows them."""
+    def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
+        return self._predict(self._table.take(rows), report)
+
+    def _predict(self, rows: Sequence[Mapping[str, object]], report: Report) -> Prediction:
+        """Predict rows of the table, as the job reads them."""
         adapters = self._loaded.adapters
-        if adapters is not None and adapters.use(view):
+        if adapters is not None and adapters.use(self._job):
             self._classifier.forget()
 
         def step() -> None:
             report(0)
 
-        encoded = self._encode(view, rows, step)
+        encoded = self._encode(rows, step)
         prediction = self._score(self._classifier, encoded, report)
         counters = replace(
             prediction.counters, truncated_rows=encoded.truncated_rows, cut_tokens=encoded.cut_tokens
         )
         return replace(prediction, counters=counters)
 
-    def _encode(self, view: int, rows: Sequence[Mapping[str, object]], step: Callable[[], None]) -> Encoded:
-        """Return token ids of rows as a view shows them; ``step`` is called now and then."""
-        return self._prompts[view].encode(rows, step)
+    def _encode(self, rows: Sequence[Mapping[str, object]], step: Callable[[], None]) -> Encoded:
+        """Return token ids of rows, as the job reads them; ``step`` is called now and then."""
+        return self._prompts[self._job].encode(rows, step)
 
     def _too_large(self, encoded: Encoded, row: int, in_float32: str) -> str:
         return (

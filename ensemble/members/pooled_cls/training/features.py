@@ -58,7 +58,7 @@ class Backbone:
             table_path=str(self.table),
         )
         shared = {key.name: self.settings[key.name] for key in fields(ModelSettings)}
-        head = {"head": "", "head_steps": [], "head_layer_norm_eps": 0.0}
+        head = {"job_heads": [], "head_layer_norm_eps": 0.0}
         settings = {**shared, **head, "pooling_mode": self.pooling_mode, "auto_class": BACKBONE}
         member = FeatureMember(PooledSpec.of(common, settings), PublishedTable(self.table))
         member.load()
@@ -142,7 +142,7 @@ class FeatureMember(PooledMember):
         self, rows: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], Counters]:
         """Return which of the rows can be computed, int64 [n], and their features, float32 [n, width]."""
-        encoded = self._encode(0, self._table.take(rows), lambda: None)
+        encoded = self._encode(self._table.take(rows), lambda: None)
         mode, in_float32 = self._in_float32, self._starts_in_float32
         with self._passes():
             computed = compute(self._classifier, encoded, self._sizes, lambda *_: None, mode, in_float32)

@@ -495,9 +495,9 @@ class RayLauncher(Launcher):
             # If all nodes are lost, the scheduler does not know it yet: a worker started there has ended.
             node = min(self._present_nodes() or self._nodes, key=self._load_of)
         worker = RayWorker(next(self._numbers), node, start, self._close_worker)
-        shards_dir = start.command.spec.common.shards_dir
+        order_path = start.command.spec.common.order_path
         members = self._supply.members.items()
-        name, member = next(item for item in members if item[1].spec.common.shards_dir == shards_dir)
+        name, member = next(item for item in members if item[1].spec.common.order_path == order_path)
         root = f"{node.facts.folder}/files" if name in node.supplied_members else ""
         paths, folders = paths_of(member, root), import_folders(member, root)
         if not node.why_lost:

@@ -179,7 +179,7 @@ def test_adapters_whose_tokenizers_make_other_tokens_of_a_text_are_refused(
     spec = worker_spec(base)
     sources = (AdapterSource((str(first),)), AdapterSource((str(third),)))
     with pytest.raises(ValueError, match="makes other tokens"):
-        compute(replace(spec, view_adapters=sources, view_templates=(None, None)), ROWS)
+        compute(replace(spec, job_adapters=sources, job_templates=(None, None)), ROWS)
 
 
 def test_a_side_to_cut_on_in_the_config_holds_for_the_tokenizers_of_all_adapters(
@@ -193,7 +193,7 @@ def test_a_side_to_cut_on_in_the_config_holds_for_the_tokenizers_of_all_adapters
         (adapter / "tokenizer_config.json").write_text(json.dumps(settings))
     columns = OutputColumns("id", ("LABEL_0", "LABEL_1", "LABEL_2"), tmp_path)
     sources = (AdapterSource((str(left),)), AdapterSource((str(right),)))
-    spec = replace(worker_spec(base), view_adapters=sources, view_templates=(None, None))
+    spec = replace(worker_spec(base), job_adapters=sources, job_templates=(None, None))
     with pytest.raises(CheckpointError, match="makes other tokens"):
         settings_of(base, left, right).inspect(columns)
     with pytest.raises(ValueError, match="makes other tokens"):
@@ -244,11 +244,12 @@ def test_a_tokenizer_with_code_of_its_own_is_loaded_where_that_is_allowed(base: 
         settings_of(base, adapter).inspect(columns)
     allowed = settings_of(base, adapter, trust_remote_code=True)
     inspected = allowed.inspect(columns)
-    before = allowed.content(inspected, FileDigests(False))
+    job = SequenceClassification(allowed.settings.as_view(allowed.settings.views[0]))
+    before = job.content(inspected, FileDigests(False))
     tokenizer = load_tokenizer(worker_spec(base, adapter_name_or_path=str(adapter), trust_remote_code=True))
     assert type(tokenizer).__name__ == "Own"
     (adapter / "tokenization_own.py").write_text(f"{CODE}\n# another one\n")
-    assert allowed.content(inspected, FileDigests(False)) != before, "its code decides what it computes"
+    assert job.content(inspected, FileDigests(False)) != before, "its code decides what it computes"
     settings["auto_map"] = {"AutoTokenizer": [None, "org/other--tokenization_own.Own"]}
     (adapter / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match="takes its code from another repository"):

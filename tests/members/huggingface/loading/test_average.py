@@ -38,7 +38,7 @@ DIFFERENT: list[dict[str, Any]] = [
 
 def averaged(base: Path, adapters: Sequence[Path], combination_type: str = "cat", **changes: Any) -> Any:
     source = AdapterSource(tuple(map(str, adapters)), combination_type)
-    return worker_spec(base, dtype="float32", view_adapters=(source,), **changes)
+    return worker_spec(base, dtype="float32", job_adapters=(source,), **changes)
 
 
 def by_hand(base: Path, change: Callable[[Any], Any], first: Path) -> npt.NDArray[np.float64]:

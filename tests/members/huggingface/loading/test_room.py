@@ -123,7 +123,7 @@ def test_two_workers_write_the_same_shards(tmp_path: Path) -> None:
         assert (events[-1].room_bytes == 8 * GIB) == (more_mib > 0)
         record = record.with_worker([], events[-1])
         command = Predict(0, 0, len(texts), choice=record.choice([]))
-        session.write(command, session.predict(command))
+        session.write(command, session.compute(command))
         shards.append((events[-1].shard, events[-1].counters.batches))
         assert events[-1].choice == command.choice
     assert record.rooms == {"cpu": 7 * GIB + GIB // 2}

@@ -52,17 +52,17 @@ def member(spec: ModelSpec, adapters: Sequence[Path | None], where: Path) -> Any
     from ensemble.members.seq_cls.predictor import ClassifierSpec, SequenceClassifier
 
     sources = tuple(None if adapter is None else AdapterSource((str(adapter),)) for adapter in adapters)
-    views = len(sources)
     places: dict[str, Any] = publish(Path(tempfile.mkdtemp(dir=where)), {"text": TEXTS})
-    spec = replace(spec, **places, view_adapters=sources, view_templates=(None,) * views)
+    spec = replace(spec, **places, job_adapters=sources, job_templates=(None,) * len(sources))
     whole = ClassifierSpec(**vars(spec))
-    made = SequenceClassifier(whole, PublishedTable(Path(spec.table_path), [{}] * views))
+    made = SequenceClassifier(whole, PublishedTable(Path(spec.table_path)))
     made.load()
     return made
 
 
 def predict(made: Any, view: int) -> Values:
-    values: Values = made.predict(np.arange(len(TEXTS)) + view * len(TEXTS), lambda *_: None).values
+    made.use_job(view)
+    values: Values = made.predict(np.arange(len(TEXTS)), lambda *_: None).values
     return values
 
 

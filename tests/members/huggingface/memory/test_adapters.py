@@ -24,7 +24,7 @@ def loaded_bytes(base: Path, *sources: AdapterSource) -> int:
     """The bytes of all that is the adapters' in a loaded model."""
     from ensemble.members.huggingface.loading.load import load
 
-    model = load(worker_spec(base, view_adapters=sources)).model
+    model = load(worker_spec(base, job_adapters=sources)).model
     return sum(tensor.nbytes for name, tensor in model.named_parameters() if "adapter0" in name)
 
 

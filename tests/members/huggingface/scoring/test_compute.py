@@ -149,7 +149,7 @@ def member_of(folder: Path, model: Path, texts: list[str], **changes: Any) -> tu
 
     def predict() -> Any:
         command = Predict(0, 0, len(texts))
-        session.write(command, session.predict(command))
+        session.write(command, session.compute(command))
         assert isinstance(events[-1], ChunkDone)
         return events[-1]
 

@@ -67,7 +67,7 @@ def worker_spec(folder: Path, **changes: Any) -> ModelSpec:
     }
     result["labels"] = tuple(LABELS)
     adapter = changes.pop("adapter_name_or_path", None)
-    result["view_adapters"] = (None if adapter is None else AdapterSource((adapter,)),)
+    result["job_adapters"] = (None if adapter is None else AdapterSource((adapter,)),)
     keys = ("dtype", "attn_implementation", "max_length")
     result["asked"] = tuple(key for key in keys if changes.get(key, result[key]) not in (None, "auto"))
     return ModelSpec(**{**result, **changes})

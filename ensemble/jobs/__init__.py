@@ -1,0 +1,1 @@
+"""Compile members into jobs: what the rest of a run plans, schedules and resumes."""

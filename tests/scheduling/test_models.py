@@ -1,0 +1,71 @@
+"""Members whose views have models of their own: each worker loads one model, and computes its jobs, with pretended
+workers."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ensemble.common.protocol import Failed, Load, Predict
+from ensemble.planning.plan import Plan, make_plan
+from ensemble.scheduling.deadline import Deadline
+from tests.planning.test_plan import config, facts, gpus
+from tests.pretended import Launched, computed, schedule
+
+# The third view has the first one's model.
+VIEWS = [{"name": "a"}, {"name": "b", "model_name_or_path": "other"}, {"name": "c", "swap": None}]
+MODELS = {"m0@a": ["m0@a", "m0@c"], "m0@b": ["m0@b"]}
+
+
+def plan_of_models(rows: int, devices: int, *others: dict[str, Any]) -> Plan:
+    keys: list[dict[str, Any]] = [{"views": VIEWS}, *others]
+    lengths = np.full(rows, 200_000, dtype=np.int64)
+    names = [*MODELS, *(f"m{number}" for number in range(1, len(keys)))]
+    return make_plan(config(*keys), {name: facts(lengths) for name in names}, gpus(devices))
+
+
+def test_views_of_one_model_are_its_jobs() -> None:
+    models = plan_of_models(8, 2).models
+    assert {model.name: [job.name for job in model.jobs] for model in models} == MODELS
+    assert [job.phase for model in models for job in model.jobs] == [0, 1, 1]
+    assert [model.model.model_dump()["model_name_or_path"] for model in models] == ["m", "other"]
+
+
+@pytest.mark.parametrize("is_timed", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_worker_computes_the_jobs_of_its_model_alone(count: int, is_timed: bool) -> None:
+    launched = list[Launched]()
+    plan = plan_of_models(8, count)
+    began = time.monotonic()
+    deadline = Deadline(600.0, count, lambda: time.monotonic() - began) if is_timed else None
+    states = schedule(plan, gpus(count), deadline=deadline, on_launch=launched.append)
+    assert all(state.finished for state in states)
+    chunks = {model.name: {chunk.index for chunk in model.chunks} for model in plan.models}
+    done: dict[str, list[int]] = {name: [] for name in MODELS}
+    for worker in launched:
+        done[worker.member] += [
+            command.chunk for command in worker.worker.got if isinstance(command, Predict)
+        ]
+    for name, numbers in done.items():
+        assert chunks[name] <= {*numbers} or len(numbers) > len(chunks[name]), (
+            "chunks may be cut under a limit"
+        )
+    loads = [worker.member for worker in launched if Load() in worker.worker.got]
+    assert loads[0] == "m0@a"
+    if count == 1:
+        assert loads == [*MODELS], "each model is loaded once"
+
+
+def test_models_of_a_member_fail_together() -> None:
+    def answer(command: Predict) -> object:
+        return Failed("ValueError", "no such layer", "", command.chunk) if command.job else computed(command)
+
+    states = schedule(plan_of_models(4, 1, {}), gpus(1), answer)
+    first, second, other = states
+    assert first.failure is not None
+    assert second.failure == first.failure
+    assert first.failure.member == "m0"
+    assert other.finished
