@@ -295,6 +295,16 @@ def test_a_member_for_which_time_was_left_in_its_first_view_alone(make: Make, pr
     assert [int(job.is_done.sum()) for job in again.jobs] == [len(rows), 5]
 
 
+def test_a_member_that_is_not_trained_has_jobs_of_which_nothing_is_done(make: Make) -> None:
+    views = [{"name": "one"}, {"name": "two", "prompt_template": "{{ text }}?"}]
+    prepared = make({"text_column": None, "prompt_template": "{{ text }}", "views": views})
+    loaded = dataclasses.replace(prepared.loaded, untrained={"llama": "there was no time"})
+    prepared = dataclasses.replace(prepared, loaded=loaded)
+    (work,) = find_works(prepared, RunDir(prepared.config.output_dir), lambda text: None).values()
+    assert [job.name for job in work.jobs] == ["llama@one", "llama@two"]
+    assert not work.has_any_rows
+
+
 @pytest.mark.fault(27)
 def test_all_files_are_watched_of_which_a_member_is_made(make: Make, project: Project) -> None:
     folder = shutil.copytree(project.models / "llama", project.folder / "own")
