@@ -34,7 +34,8 @@ from ensemble.common.text import duration, listed, plural, quoted
 from ensemble.config import LoadedConfig, TuningConfig
 from ensemble.config.document import path_of
 from ensemble.data.table import InputTable, Truth
-from ensemble.members.base import Assigned, Candidate, OutputColumns, RanWith
+from ensemble.jobs.job import compile_models
+from ensemble.members.base import Assigned, Candidate, Inspection, OutputColumns, RanWith
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.load import derived_run, load
 from ensemble.pipeline.prediction_files import read_as_written
@@ -389,16 +390,18 @@ class MemberTrials:
             cpu_workers=1 if self._on_gpu or workers == "auto" else workers,
             tuned_on=None,
         )
-        config, (model,) = derived.config, derived.config.models
-        kind = member_kind(model)
-        inspected = kind.inspect(OutputColumns(config.data.id_column, config.labels, config.data.path.parent))
-        problems = [*kind.problems(inspected)]
-        problems += unsupported((), dict(kind.packages(inspected)))
+        config = derived.config
+        problems: list[str] = []
+        columns = OutputColumns(config.data.id_column, config.labels, config.data.path.parent)
+        inspected: dict[str, Inspection] = {}
+        for loads in compile_models(config.models, config.labels):
+            inspected[loads.name] = loads.kind.inspect(columns)
+            problems += loads.kind.problems(inspected[loads.name])
+            problems += unsupported((), dict(loads.kind.packages(inspected[loads.name])))
         if problems:
             raise ConfigError(problems)
-        whole = replace(self._prepared, inspected={model.name: inspected})
         return replace(
-            for_rows(whole, derived, table),
+            for_rows(replace(self._prepared, of_models=inspected), derived, table),
             warnings=(),
             launcher=make_launcher(config.launcher, config.hang_timeout),
         )

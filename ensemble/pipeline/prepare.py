@@ -200,7 +200,6 @@ def prepare(
         table=table,
         models=members.models,
         of_models=members.of_models,
-        inspected=members.inspected,
         columns=members.columns,
         plan=plan,
         launcher=launcher,
@@ -461,8 +460,7 @@ def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Pre
         members = _inspect_members(loaded.config, problems)
         problems.raise_any()
         job_columns = {view.job: view.table_columns for view in members.views}
-        prepared = replace(prepared, of_models=members.of_models, inspected=members.inspected)
-        prepared = replace(prepared, job_columns=job_columns, job_rows={})
+        prepared = replace(prepared, of_models=members.of_models, job_columns=job_columns, job_rows={})
     facts = _model_facts(
         loaded.config, models, prepared.of_models, prepared.columns, table, prepared.shares, {}
     )

@@ -16,7 +16,7 @@ from ensemble.config import LoadedConfig, RunConfig
 from ensemble.data.row_files import FileCells
 from ensemble.data.submission import Sample
 from ensemble.data.table import InputTable, TableNeeds, Truth
-from ensemble.jobs.job import Model
+from ensemble.jobs.job import Model, by_member
 from ensemble.members.base import Inspection
 from ensemble.merging.post_process import PostProcess
 from ensemble.planning.cascade import ExpectedShare
@@ -31,7 +31,6 @@ class Prepared:
     Attributes:
         models: what workers load, with their jobs, in the config's order.
         of_models: what is known of each model, by its name.
-        inspected: what is known of each member's first model, by the member's name.
         columns: of the table, that a member reads in any of its views, by member name.
         job_columns: the same of each job, by its name.
         job_rows: the rows that a job may compute, bool [rows], by its name, of jobs that may not compute all.
@@ -51,7 +50,6 @@ class Prepared:
     table: InputTable
     models: tuple[Model, ...]
     of_models: dict[str, Inspection]
-    inspected: dict[str, Inspection]
     columns: dict[str, tuple[str, ...]]
     plan: Plan
     launcher: Launcher
@@ -73,6 +71,11 @@ class Prepared:
     @property
     def config(self) -> RunConfig:
         return self.loaded.config
+
+    @property
+    def inspected(self) -> dict[str, Inspection]:
+        """Return what is known of each member's first model, by the member's name."""
+        return by_member(self.models, self.of_models)
 
     @property
     def truth(self) -> Truth | None:

@@ -321,6 +321,22 @@ def test_on_gpus_the_whole_table_is_for_all_replicas_that_a_run_has(
         assert member._whole(trial, made)[1] == replicas
 
 
+def test_a_trial_is_planned_by_what_its_own_settings_make_of_the_checkpoint(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project.folder)
+    write_chunky_table(project)
+    project.write_config(chunky_config(project))
+    prepared = prepare(load([Path("config.yaml")], []))
+    member = MemberTrials(prepared, 0, 64, project.folder / "x", 0.02, lambda _: None, owns_process=False)
+    keys = {"problem_type": "multi_label_classification"}
+    made = member._prepare(keys, member._sample(), project.folder / "x")
+    assert [prepared.inspected["llama"].activation, made.inspected["llama"].activation] == [
+        "softmax",
+        "sigmoid",
+    ]
+
+
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 @pytest.mark.parametrize("is_asked", [False, True])
