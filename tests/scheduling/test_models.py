@@ -4,6 +4,7 @@ workers."""
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,16 +44,17 @@ def test_a_worker_computes_the_jobs_of_its_model_alone(count: int, is_timed: boo
     deadline = Deadline(600.0, count, lambda: time.monotonic() - began) if is_timed else None
     states = schedule(plan, gpus(count), deadline=deadline, on_launch=launched.append)
     assert all(state.finished for state in states)
-    chunks = {model.name: {chunk.index for chunk in model.chunks} for model in plan.models}
-    done: dict[str, list[int]] = {name: [] for name in MODELS}
+    computed_rows: dict[str, list[tuple[int, int]]] = {name: [] for name in MODELS}
+    orders = {model.name: model.order for model in plan.models}
     for worker in launched:
-        done[worker.member] += [
-            command.chunk for command in worker.worker.got if isinstance(command, Predict)
-        ]
-    for name, numbers in done.items():
-        assert chunks[name] <= {*numbers} or len(numbers) > len(chunks[name]), (
-            "chunks may be cut under a limit"
-        )
+        name = worker.member
+        for command in worker.worker.got:
+            if isinstance(command, Predict):
+                rows = orders[name][command.start : command.stop].tolist()
+                computed_rows[name] += [(command.job, row) for row in rows]
+    for model in plan.models:
+        every = [(job, row) for job in range(len(model.jobs)) for row in range(8)]
+        assert sorted(computed_rows[model.name]) == every, "each row of each job by its model, and once"
     loads = [worker.member for worker in launched if Load() in worker.worker.got]
     assert loads[0] == "m0@a"
     if count == 1:
@@ -69,3 +71,14 @@ def test_models_of_a_member_fail_together() -> None:
     assert second.failure == first.failure
     assert first.failure.member == "m0"
     assert other.finished
+
+
+def test_nobody_stands_by_with_a_model_whose_chunks_others_have_taken() -> None:
+    launched, began = list[Launched](), time.monotonic()
+    plan = plan_of_models(10, 2, {"replicas": 1})
+    models = tuple(replace(model, first_replicas=2 if model.member == "m0" else 1) for model in plan.models)
+    deadline = Deadline(600.0, 2, lambda: time.monotonic() - began)
+    states = schedule(replace(plan, models=models), gpus(2), deadline=deadline, on_launch=launched.append)
+    assert all(state.finished for state in states)
+    loaded = [worker.worker.got for worker in launched if Load() in worker.worker.got]
+    assert all(any(isinstance(command, Predict) for command in got) for got in loaded)
