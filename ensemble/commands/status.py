@@ -9,6 +9,7 @@ from pathlib import Path
 from ensemble.common.errors import DataError
 from ensemble.common.files import read_json
 from ensemble.common.shards import shard_rows
+from ensemble.jobs.job import job_name
 from ensemble.pipeline.ending import rows_in_views
 from ensemble.pipeline.fingerprint import Fingerprint
 from ensemble.pipeline.run_dir import RunDir, holder
@@ -83,7 +84,7 @@ class RunStatus:
                 state = member.phase if by else "unfinished"
                 if member.failure:
                     state = member.failure.outcome
-                jobs = {f"{name}@{title}": view.fingerprint for title, view in member.views.items()}
+                jobs = {job_name(name, title): view.fingerprint for title, view in member.views.items()}
                 folders = [rundir.shards_dir(*job) for job in (jobs or {name: fingerprint}).items()]
                 done = min(sum(map(shard_rows, folders)), rows)
             if by:  # with the rows of unfinished chunks

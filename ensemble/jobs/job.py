@@ -106,9 +106,9 @@ def model_of_trainings(members: Sequence[MemberConfig], member: MemberConfig, ti
     return Model(member.name, members.index(member), "", settings, kind_for_checks(settings), jobs)
 
 
-def job_name(member: MemberConfig, view: int) -> str:
-    """Return the name of the job of a view, from the view's number."""
-    return f"{member.name}@{member.counted_views[view].name}"
+def job_name(member: str, view: str) -> str:
+    """Return the name of the job of a member's view."""
+    return f"{member}@{view}"
 
 
 def member_of(name: str) -> str:
@@ -142,7 +142,7 @@ def _jobs(member: MemberConfig, settings: MemberConfig, labels: Sequence[str]) -
         if takes_time_left(member.when) or takes_time_left(view.when):
             phase = AS_TIME_ALLOWS
         yield Job(
-            name=f"{member.name}@{view.name}",
+            name=job_name(member.name, view.name),
             title=f"view {view.name}",
             settings=settings.as_view(view),
             weight=view.weight,

@@ -76,7 +76,7 @@ def _rules(config: RunConfig) -> Iterator[_Rule]:
                 own = model if model.has_weight else model.model_copy(update={"weight": 1.0})
                 views = _views_before(own, view)
                 deciders = (*before, views) if views.works else before
-            yield _Rule(job_name(model, view), model.name, when, deciders)
+            yield _Rule(job_name(model.name, model.counted_views[view].name), model.name, when, deciders)
 
 
 def _decider(model: MemberConfig) -> _Decider:
@@ -86,8 +86,9 @@ def _decider(model: MemberConfig) -> _Decider:
 
 def _views_before(model: MemberConfig, stop: int) -> _Decider:
     numbers = [number for number in range(stop) if not takes_time_left(model.views_with_when.get(number))]
-    weights = tuple(model.counted_views[number].weight for number in numbers)
-    return _Decider(model, tuple(job_name(model, number) for number in numbers), weights)
+    views = [model.counted_views[number] for number in numbers]
+    works = tuple(job_name(model.name, view.name) for view in views)
+    return _Decider(model, works, tuple(view.weight for view in views))
 
 
 class Cascades:

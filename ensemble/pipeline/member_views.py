@@ -13,6 +13,7 @@ from ensemble.data.json_cells import TemplateProblem, choice_rows
 from ensemble.data.row_files import FileCells
 from ensemble.data.table import InputTable, TableNeeds
 from ensemble.data.template import PromptTemplate, compile_template
+from ensemble.jobs.job import job_name
 from ensemble.members.base import MemberKind
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.checks import Problems
@@ -106,7 +107,7 @@ def member_views(kinds: Mapping[str, MemberKind[Any, Any]], problems: Problems) 
                 continue
             yield MemberView(
                 member=name,
-                job=name if view is None else f"{name}@{view.name}",
+                job=name if view is None else job_name(name, view.name),
                 key=key,
                 title=title,
                 template_key=f"{template_place}.prompt_template",

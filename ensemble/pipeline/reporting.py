@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -174,7 +174,7 @@ class RunState:
             replicas=max(state.plan.replicas for state in states),
             fingerprint=work.fingerprint.digest,
             reused_rows=member.reused_rows if plan.needs_worker else 0,
-            taken_over=_sum_of([part.rows_taken for part in work.parts]),
+            taken_over=dict(sum((Counter(part.rows_taken) for part in work.parts), Counter())),
             work=sum(state.plan.work * state.computed_cost for state in states),
             computed_as=settings.computed_as,
             settings=dict(work.settings),
@@ -242,13 +242,6 @@ def _versions(models: Sequence[ModelState]) -> dict[str, str]:
         for worker in state.workers:
             versions |= {name: version for name, version in worker.versions.items() if version}
     return versions
-
-
-def _sum_of(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for count in counts:
-        total.update(count)
-    return dict(total)
 
 
 def _speed_of(models: Sequence[ModelState]) -> Speed:

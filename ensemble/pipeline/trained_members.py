@@ -23,6 +23,7 @@ from ensemble.config.schema import DEFAULT_FOLDS
 from ensemble.data.row_files import FileCells
 from ensemble.data.table import InputTable
 from ensemble.data.trained_rows import IN_ALL_FOLDS, fold_count, folds_of
+from ensemble.jobs.job import job_name
 from ensemble.members.registry import KINDS, member_kind
 from ensemble.pipeline.training_dir import Part, TrainingDir, parts_of
 
@@ -189,7 +190,7 @@ def _rows_of_jobs(trained: TrainedMember, folds: npt.NDArray[np.int64]) -> dict[
     has_model_for_new = None in trained.folds.values()
     rows: dict[str, _Rows] = {}
     for view in trained.by_fold.counted_views:
-        fold, name = trained.folds[view.name], f"{trained.by_fold.name}@{view.name}"
+        fold, name = trained.folds[view.name], job_name(trained.by_fold.name, view.name)
         if fold is None:
             rows[name] = counts_as_new
         elif has_model_for_new:

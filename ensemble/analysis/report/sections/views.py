@@ -11,6 +11,7 @@ from markupsafe import Markup
 
 from ensemble.analysis.metrics import METRICS, Bootstrap, Interval
 from ensemble.analysis.report.base import ReportData, Section, with_interval
+from ensemble.jobs.job import job_name
 from ensemble.merging.methods.base import Values
 from ensemble.pipeline.prediction_files import read_as_written
 from ensemble.pipeline.run_dir import RunDir
@@ -42,7 +43,7 @@ def _values_of_views(data: ReportData) -> dict[str, dict[str, Values]]:
         if data.predictions.activations.get(member.name) == "softmax":
             values[member.name] = {}
             for view in member.views:
-                path = RunDir(data.run_dir).predictions(f"{member.name}@{view}")
+                path = RunDir(data.run_dir).predictions(job_name(member.name, view))
                 file = read_as_written(path, labels=data.predictions.labels)
                 values[member.name][view], _ = file.join(data.predictions.ids, may_lack=True)
     return values
