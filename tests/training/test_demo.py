@@ -62,7 +62,8 @@ def test_from_a_labelled_table_to_a_submission(project: Project, tmp_path: Path)
         per_device_train_batch_size=16,
         **config["models"][1]["train"]["training_arguments"],
     )
-    assert not is_worse(losses["llama"], log_losses(theirs, their_labels, truth))
+    # Plain Trainer's own means are 1.07 to 1.09 with three seeds.
+    assert not is_worse(losses["llama"], log_losses(theirs, their_labels, truth), margin=0.03)
 
 
 def test_the_same_in_a_minute(project: Project) -> None:

@@ -44,6 +44,7 @@ from tests.checkpoints import (
 from tests.members.huggingface.scoring.test_compute import read_shard
 from tests.members.huggingface.scoring.test_predict import with_ends, worker_spec
 from tests.members.huggingface.scoring.test_segment_ids import make_model, ours
+from tests.project import ROOT
 from tests.sampling import one_in
 from tests.training.made import LABEL_TOKENS, LABELS, make_spec, soft_targets, without_dropout
 from tests.waiting import PATIENCE_SECONDS
@@ -53,6 +54,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 TEXTS = make_texts(50, seed=4, longest=30)
 TARGETS = np.eye(3)[np.random.default_rng(5).integers(0, 3, 50)]
 FAST = {"training_arguments": {"learning_rate": 3e-3}}
+DEMO_LLAMA = ROOT / "demo" / "models" / "llama"
 LORA = {**FAST, "method": "lora", "lora_config": {"r": 4, "lora_dropout": 0.1}}
 
 
@@ -192,6 +194,24 @@ def test_a_classifier_learns_from_the_token_that_its_rows_are_read_at_alone(
         for row, length in enumerate(batch.inputs["attention_mask"].sum(1).tolist()):
             alone = model(input_ids=batch.inputs["input_ids"][row : row + 1, :length]).logits
             torch.testing.assert_close(together[row : row + 1], alone, atol=1e-4, rtol=0)
+
+
+def test_a_head_reads_the_eos_that_its_tokenizer_adds_where_the_base_has_no_pad_token(tmp_path: Path) -> None:
+    """As the base does without a pad id; and in batches of the saved tokenizer, too."""
+    out = run(make_spec(tmp_path, DEMO_LLAMA, TEXTS, TARGETS, train=FAST))
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    model = AutoModelForSequenceClassification.from_pretrained(out, dtype=torch.float32)
+    texts = TEXTS[:8]
+    with torch.inference_mode():
+        batch = tokenizer(texts, padding=True, return_tensors="pt")
+        together = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        model.config.pad_token_id = None
+        for row, text in enumerate(texts):
+            ids = tokenizer(text, return_tensors="pt")["input_ids"]
+            assert int(ids[0, -1]) == tokenizer.eos_token_id
+            torch.testing.assert_close(together[row : row + 1], model(ids).logits, atol=1e-4, rtol=0)
+    got = predicted(tmp_path, texts, out)
+    np.testing.assert_allclose(got, together.softmax(-1).numpy(), atol=2e-5)
 
 
 def test_a_language_model_learns_label_tokens_behind_the_prompts_of_predictions(tmp_path: Path) -> None:

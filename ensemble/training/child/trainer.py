@@ -145,7 +145,10 @@ class Training:
             early_stop.take_best()
         self.trainee.save(self._out)
         # A fresh one: calls leave their settings in a tokenizer.
-        load_tokenizer(self.member_spec).save_pretrained(self._out)
+        tokenizer = load_tokenizer(self.member_spec)
+        if self.examples.new_pad_token_id is not None:
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(self.examples.new_pad_token_id)
+        tokenizer.save_pretrained(self._out)
         remove(saves.folder)
         saves.folder.parent.rmdir()
 

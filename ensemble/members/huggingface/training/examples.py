@@ -55,6 +55,8 @@ class Examples(ABC):
         longest = [max(encoded.lengths[numbers].tolist()) for numbers in sequences_of_row]
         self.lengths: Rows = np.array(longest, dtype=np.int64)  # tokens of each row's longest sequence
         self._equal_lengths = False  # whether a micro-batch must have no padding at all
+        # What the model gets as its pad id, if its base has none; the saved tokenizer pads with the same token.
+        self.new_pad_token_id: int | None = None
 
     @abstractmethod
     def batch(self, sequences: Rows) -> MicroBatch:
@@ -98,7 +100,8 @@ class ClassifierExamples(Examples):
         # A whole model is saved with a pad id, as users run it in batches, too: from now on its head goes by that.
         # The config of an adapter's base stays as it is.
         if self._config.pad_token_id is None and not trainee.has_adapter:
-            self._config.pad_token_id = pad_token_id
+            self.new_pad_token_id = _unread_token(member.tokenizer, encoded)
+            self._config.pad_token_id = self.new_pad_token_id
         self._classifier = Classifier(trainee.base, pad_token_id)
         self._activation = trainee.activation
         self._targets = torch.from_numpy(targets[:, trainee.label_order])
@@ -138,3 +141,18 @@ class ClassifierExamples(Examples):
             losses = functional.mse_loss(logits, targets, reduction="none").mean(-1)
         weights = labels["weights"].to(losses.device, losses.dtype)
         return torch.dot(losses, weights) / num_items_in_batch
+
+
+def _unread_token(tokenizer: Any, encoded: Encoded) -> int | None:
+    """Return a special token that no row ends with: a head finds its token as the last one that is no pad token.
+
+    Eos is none where the tokenizer adds it to each text: the head would read the token before it, and learn less.
+    """
+    last_tokens = {int(ids[-1]) for ids in encoded.inputs["input_ids"] if len(ids)}
+    candidates = (
+        tokenizer.pad_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.unk_token_id,
+        tokenizer.bos_token_id,
+    )
+    return next((token for token in candidates if token is not None and token not in last_tokens), None)
