@@ -110,17 +110,16 @@ def run(
         from ensemble.pipeline.ending import raise_unless_complete
         from ensemble.pipeline.remote import copy_results
         from ensemble.pipeline.run import run as run_config
-        from ensemble.training.command import Asked, train_for_run
+        from ensemble.training.command import Asked, trained_for_run
 
         display = choose_display(stream)
         began = boot_seconds() - _elapsed_seconds()
         with log_shown(display) if verbose else contextlib.nullcontext():
             asked = Asked(retrain=retrain, discard_old=discard_old)
-            loaded = train_for_run(loaded, display, began, asked, owns_process=_is_command)
-            elapsed_seconds = boot_seconds() - began
-            report = run_config(
-                loaded, display, fresh, elapsed_seconds, owns_process=_is_command, reuse=other
-            )
+            training = trained_for_run(loaded, display, began, asked, owns_process=_is_command)
+            with training as (loaded, held):
+                elapsed_seconds = boot_seconds() - began
+                report = run_config(loaded, display, fresh, elapsed_seconds, _is_command, other, held)
         show("summary", report, stream)
         addresses = copy_results(loaded, report)
         if addresses and stream is not None:
@@ -157,24 +156,26 @@ def train(
         from ensemble.pipeline.out_of_fold import predict_held_out, raise_unless_predicted
         from ensemble.pipeline.trained_members import is_trained
         from ensemble.pipeline.training_dir import TrainingDir
-        from ensemble.training.command import Asked, raise_unless_trained, untrained_text
-        from ensemble.training.command import train as train_config
+        from ensemble.training.command import Asked, raise_unless_trained, trained, untrained_text
 
         display = choose_display(stream)
         began = boot_seconds() - _elapsed_seconds()
         with log_shown(display) if verbose else contextlib.nullcontext():
             asked = Asked(fold=fold, fresh=fresh, retrain=retrain, discard_old=discard_old)
-            result = train_config(loaded, display, began, asked, owns_process=_is_command)
-            show("training_status", result, stream)
-            raise_unless_trained(result)
-            if is_trained(loaded):
-                report = predict_held_out(loaded, display, began, owns_process=_is_command)
-                oof_of = TrainingDir(loaded.config.output_dir).oof
-                files = [oof_of(member.name) for member in report.members if oof_of(member.name).is_file()]
-                show("out_of_fold", (report, files, loaded.config), stream)
-                raise_unless_predicted(report)
-            else:
-                display.say(untrained_text(loaded))
+            training = trained(loaded, display, began, asked, owns_process=_is_command)
+            with training as (result, _):
+                show("training_status", result, stream)
+                raise_unless_trained(result)
+                if is_trained(loaded):
+                    report = predict_held_out(loaded, display, began, owns_process=_is_command)
+                    oof_of = TrainingDir(loaded.config.output_dir).oof
+                    files = [
+                        oof_of(member.name) for member in report.members if oof_of(member.name).is_file()
+                    ]
+                    show("out_of_fold", (report, files, loaded.config), stream)
+                    raise_unless_predicted(report)
+                else:
+                    display.say(untrained_text(loaded))
     return result
 
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -63,6 +63,7 @@ def run(
     elapsed_seconds: float = 0.0,
     owns_process: bool = True,
     reuse: Path | None = None,
+    held: Signals | None = None,
 ) -> RunReport:
     """Run a config from its checks to its merged files; what an earlier run did of the same work is kept.
 
@@ -72,6 +73,7 @@ def run(
     Args:
         elapsed_seconds: how much of ``time_limit`` has passed already.
         reuse: the directory of another run, from which equal rows of the same members are taken over.
+        held: as for ``run_prepared``.
 
     Raises:
         EnsembleError: of exit code 2 before anything is written, 3 if the directory is in use, 1 if the disk is
@@ -86,7 +88,7 @@ def run(
     display.say(f"{shown_path(loaded.config.data.path)}: {plural(prepared.table.rows, 'row')}")
     for remark in prepared.table.remarks:
         display.say(remark)
-    return run_prepared(prepared, display, fresh, began, owns_process, has_hooks=True)
+    return run_prepared(prepared, display, fresh, began, owns_process, has_hooks=True, held=held)
 
 
 def run_prepared(
@@ -96,10 +98,13 @@ def run_prepared(
     began: float,
     owns_process: bool = True,
     has_hooks: bool = False,
+    held: Signals | None = None,
 ) -> RunReport:
     """Run what has passed the checks, and close its launcher; the run ``began`` by ``boot_seconds``.
 
-    With ``has_hooks``, other packages' functions are called at its end, however it ends.
+    Args:
+        has_hooks: other packages' functions are called at its end, however it ends.
+        held: how the caller, who holds the directory, handles signals; None: the run does both itself.
     """
     config, rundir = prepared.config, RunDir(prepared.config.output_dir)
     target = None if config.submission is None else config.submission.path
@@ -112,8 +117,7 @@ def run_prepared(
         if not config.wait_for_gpu and prepared.reuse is None and not rundir.run_json.exists():
             # Before anything is written.  A run that goes on may have nothing left that needs a GPU.
             wait_for_gpu_memory(prepared.plan, prepared.launcher, lambda text: None)
-        rundir.create()
-        with hold(rundir), heed_signals(owns_process) as signals:
+        with contextlib.nullcontext(held) if held else held_directory(rundir, owns_process) as signals:
             refuse_trial(prepared, rundir)
             if fresh:
                 rundir.clear()
@@ -131,6 +135,14 @@ def run_prepared(
                         for problem in call_hooks("ensemble.run_end", rundir.run_json.absolute()):
                             log.warning("%s", problem)
                             display.say(problem)
+
+
+@contextlib.contextmanager
+def held_directory(rundir: RunDir, owns_process: bool) -> Iterator[Signals]:
+    """Make the directory and hold it, and handle signals."""
+    rundir.create()
+    with hold(rundir), heed_signals(owns_process) as signals:
+        yield signals
 
 
 class _Run(RunState, RunHooks):

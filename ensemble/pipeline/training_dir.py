@@ -118,10 +118,7 @@ class TrainingDir:
         return is_sealed and self.checkpoint(member, part).is_dir()
 
     def tidy(self) -> None:
-        """Remove the incomplete files that a killed command left, but those of the out-of-fold run.
-
-        Another command may be in that run, which has a lock of its own.
-        """
+        """Remove the incomplete files that a killed command left; the out-of-fold run removes its own."""
         for leftover in self.root.rglob(f".*{TEMPORARY}*"):
             if self.oof_run not in leftover.parents and not leftover.is_dir():
                 leftover.unlink(missing_ok=True)

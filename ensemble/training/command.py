@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -20,9 +21,9 @@ from ensemble.config import LoadedConfig, MemberConfig, RunConfig
 from ensemble.config.schema import PLACEHOLDERS
 from ensemble.data.trained_rows import fold_count, write_trained_rows
 from ensemble.members.huggingface.training_from_base import training_from_base
-from ensemble.pipeline.run import Display
-from ensemble.pipeline.run_dir import RunDir, head, hold, logging_to, system_errors_in
-from ensemble.pipeline.signals import Signals, heed_signals
+from ensemble.pipeline.run import Display, held_directory
+from ensemble.pipeline.run_dir import RunDir, head, logging_to, system_errors_in
+from ensemble.pipeline.signals import Signals
 from ensemble.pipeline.trained_members import is_trained, missing_parts, with_trained
 from ensemble.pipeline.training_data import TrainingData
 from ensemble.pipeline.training_dir import TrainingDir, parts_of
@@ -59,16 +60,18 @@ class Asked:
     discard_old: bool = False
 
 
-def train(
+@contextlib.contextmanager
+def trained(
     loaded: LoadedConfig,
     display: Display,
     began: float,
     asked: Asked | None = None,
     owns_process: bool = True,
-) -> TrainingReport:
-    """Train the members of a config; what an earlier command has trained of the same is kept.
+) -> Iterator[tuple[TrainingReport, Signals]]:
+    """Train the members of a config, and hold ``output_dir`` until the block has predicted with them.
 
-    Members with a ``failure`` in the report lack trainings; all others are complete, unless the time was over.
+    What an earlier command has trained of the same is kept. Members with a ``failure`` in the report lack
+    trainings; all others are complete, unless the time was over.
 
     Args:
         began: when the command began, by ``boot_seconds``; ``time_limit`` covers trainings and predictions.
@@ -90,62 +93,67 @@ def train(
     display.say(f"{shown_path(config.training_data.path)}: {rows} in {plural(data.splits, 'fold')}")
     for remark in data.remarks:
         display.say(remark)
-    rundir, files = RunDir(config.output_dir), TrainingDir(config.output_dir)
+    files = TrainingDir(config.output_dir)
     ends_at = None if config.time_limit is None else began + (1.0 - _PREDICTING_SHARE) * config.time_limit
-    with system_errors_in("the training"):
-        rundir.create()
-        with hold(rundir), heed_signals(owns_process) as signals:
+    with contextlib.ExitStack() as held:
+        with system_errors_in("the training"):
+            signals = held.enter_context(held_directory(RunDir(config.output_dir), owns_process))
             files.tidy()
             files.train_log.parent.mkdir(parents=True, exist_ok=True)
             with logging_to(files.train_log, loaded.redactor):
-                return _train(loaded, display, signals, data, asked, ends_at)
+                report = _train(loaded, display, signals, data, asked, ends_at)
+        yield report, signals
 
 
-def train_for_run(
+@contextlib.contextmanager
+def trained_for_run(
     loaded: LoadedConfig,
     display: Display,
     began: float,
     asked: Asked | None = None,
     owns_process: bool = True,
-) -> LoadedConfig:
-    """Train what a run lacks, and return its config with ordinary members in place of those that are trained.
+) -> Iterator[tuple[LoadedConfig, Signals | None]]:
+    """Train what a run lacks, and give its config with ordinary members in place of those that are trained.
 
-    A member that fails, or for which there is no time, is in ``untrained``: it fails in the run, too.
+    ``output_dir`` is held until the block has run the config, if there was something to train; else no signals are
+    given. A member that fails, or for which there is no time, is in ``untrained``: it fails in the run, too.
 
     Args:
-        began: as for ``train``.
+        began: as for ``trained``.
 
     Raises:
         MembersFailed: a member failed, and neither on_member_failure nor a time limit asks for results without it.
-        EnsembleError: as for ``train``.
+        EnsembleError: as for ``trained``.
     """
     config = loaded.config
     if not config.trained_members:
-        return loaded
+        yield loaded, None
+        return
     remark = _taken_as_sealed(loaded)
     if remark:
         display.say(remark)
-        return with_trained(loaded)
-    report = train(loaded, display, began, asked, owns_process)
-    if config.on_member_failure == "fail" and config.time_limit is None:
-        raise_unless_trained(report)
-    files = TrainingDir(config.output_dir)
-    failures = {member.name: member.failure for member in report.members}
-    untrained = {}
-    for model in config.trained_members:
-        missing = missing_parts(loaded, model)
-        if missing:
-            names = ", ".join(part.text for part in missing)
-            why = f"there was no time to train {names}; {RESUMES}"
-            kept = [part.text for part in missing if files.seal(model.name, part).exists()]
-            if kept:
-                names = listed(kept, 10, str)
-                why += f". Its earlier trainings are kept ({names}), and used again if a change is undone"
-            untrained[model.name] = failures.get(model.name) or why
-            display.say(f"{model.name} is left out: {untrained[model.name]}")
-    out_of_time = frozenset(name for name in untrained if not failures.get(name))
-    loaded = with_trained(loaded, may_lack=True)
-    return replace(loaded, untrained=untrained, out_of_time=out_of_time)
+        yield with_trained(loaded), None
+        return
+    with trained(loaded, display, began, asked, owns_process) as (report, signals):
+        if config.on_member_failure == "fail" and config.time_limit is None:
+            raise_unless_trained(report)
+        files = TrainingDir(config.output_dir)
+        failures = {member.name: member.failure for member in report.members}
+        untrained = {}
+        for model in config.trained_members:
+            missing = missing_parts(loaded, model)
+            if missing:
+                names = ", ".join(part.text for part in missing)
+                why = f"there was no time to train {names}; {RESUMES}"
+                kept = [part.text for part in missing if files.seal(model.name, part).exists()]
+                if kept:
+                    names = listed(kept, 10, str)
+                    why += f". Its earlier trainings are kept ({names}), and used again if a change is undone"
+                untrained[model.name] = failures.get(model.name) or why
+                display.say(f"{model.name} is left out: {untrained[model.name]}")
+        out_of_time = frozenset(name for name in untrained if not failures.get(name))
+        ready = with_trained(loaded, may_lack=True)
+        yield replace(ready, untrained=untrained, out_of_time=out_of_time), signals
 
 
 def preview_trainings(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:

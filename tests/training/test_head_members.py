@@ -23,7 +23,7 @@ from ensemble.pipeline.out_of_fold import predict_held_out
 from ensemble.pipeline.trained_members import with_trained
 from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.training.command import raise_unless_trained
-from ensemble.training.command import train as train_config
+from ensemble.training.command import trained as trained_by
 from tests.members.pooled_cls.test_pooled_cls import make_backbone, pooled_reference, softmax
 from tests.project import LABELS, Project
 from tests.training import folds
@@ -103,11 +103,15 @@ def test_a_trained_head_becomes_a_member_with_a_head_for_each_fold(trained: Proj
     assert not refit.all_views
 
 
+def train_whole(keys: dict[str, Any]) -> None:
+    with trained_by(loaded(keys), QuietDisplay(), boot_seconds(), owns_process=False) as (report, _):
+        raise_unless_trained(report)
+
+
 @pytest.mark.long
 def test_the_command_trains_heads_by_features_that_are_computed_once(trained: Project) -> None:
     keys = config(trained, predict_with="refit", base_model=str(trained.folder / "base"))
-    report = train_config(loaded(keys), QuietDisplay(), boot_seconds(), owns_process=False)
-    raise_unless_trained(report)
+    train_whole(keys)
     folder = TrainingDir(Path("runs/first"))
     tokens = []
     for part in (*map(Part, range(FOLDS)), Part(None)):
@@ -119,7 +123,7 @@ def test_the_command_trains_heads_by_features_that_are_computed_once(trained: Pr
     (member,) = with_trained(loaded(keys)).config.models
     assert member.task_type == "pooled_cls"
     states = {path: path.stat().st_mtime_ns for path in folder.root.rglob("*.safetensors")}
-    raise_unless_trained(train_config(loaded(keys), QuietDisplay(), boot_seconds(), owns_process=False))
+    train_whole(keys)
     assert {path: path.stat().st_mtime_ns for path in folder.root.rglob("*.safetensors")} == states
 
 

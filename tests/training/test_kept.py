@@ -17,16 +17,18 @@ from ensemble.api import _load
 from ensemble.cli.progress import QuietDisplay
 from ensemble.common.clock import boot_seconds
 from ensemble.common.digests import folder_digests
-from ensemble.common.errors import CheckpointError, ConfigError
+from ensemble.common.errors import CheckpointError, ConfigError, OutputInUse
 from ensemble.data.trained_rows import fold_count
 from ensemble.pipeline.load import load
 from ensemble.pipeline.training_dir import Part
-from ensemble.training.command import Asked, preview_trainings, train
+from ensemble.training.command import Asked, preview_trainings
+from ensemble.training.command import trained as trained_by
 from ensemble.training.records import TrainingReport
 from ensemble.training.seal import lift_checkpoint
 from tests.project import Project
 from tests.sampling import one_in
 from tests.training.test_jobs import Trained
+from tests.waiting import wait_until
 
 FOLDS = (Part(0), Part(1))
 
@@ -52,8 +54,8 @@ def trained(project: Project, monkeypatch: pytest.MonkeyPatch) -> Trained:
 def do(*overrides: str, **asked: Any) -> tuple[TrainingReport, list[str]]:
     display = Listening()
     loaded = load([Path("config.yaml")], ["retries=1", *overrides])
-    report = train(loaded, display, boot_seconds(), Asked(**asked), owns_process=False)
-    return report, display.said
+    with trained_by(loaded, display, boot_seconds(), Asked(**asked), owns_process=False) as (report, _):
+        return report, display.said
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -161,6 +163,23 @@ def test_a_kill_at_any_change_of_files_loses_nothing_that_is_trained(trained: Tr
     assert all("note.txt" in digests for digests in digests_of_folds(trained))
     assert [digests(trained.files.old("a", part)) for part in FOLDS] == before
     assert all(trained.files.is_finished("a", part) for part in FOLDS)
+
+
+@pytest.mark.fault(20)
+def test_no_other_command_takes_away_what_a_command_predicts_with(trained: Trained) -> None:
+    first = trained.begin()
+    try:
+        wait_until(trained.files.oof_run.joinpath(".lock").exists, "the run of the held-out rows")
+        first.send_signal(signal.SIGSTOP)
+        before = [trained.files.checkpoint("a", part).stat().st_ino for part in FOLDS]
+        with pytest.raises(OutputInUse, match=f"in use by process {first.pid}"):
+            do(fresh=True)
+        assert [trained.files.checkpoint("a", part).stat().st_ino for part in FOLDS] == before
+    finally:
+        first.send_signal(signal.SIGCONT)
+        output = first.communicate()[0]
+    assert first.returncode == 0, output
+    assert len(trained.calls()) == 2
 
 
 def test_what_is_trained_anew_is_told_before_and_asked_for_if_it_takes_long(trained: Trained) -> None:

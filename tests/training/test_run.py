@@ -17,10 +17,12 @@ from ensemble.cli.progress import QuietDisplay
 from ensemble.common.clock import boot_seconds
 from ensemble.common.digests import folder_digests
 from ensemble.common.errors import ConfigError
+from ensemble.config import LoadedConfig
 from ensemble.data.trained_rows import TrainedRows, write_trained_rows
 from ensemble.pipeline.load import load
 from ensemble.pipeline.training_dir import Part
-from ensemble.training.command import made_of, preview_trainings, train, train_for_run
+from ensemble.training.command import made_of, preview_trainings, trained_for_run
+from ensemble.training.command import trained as trained_by
 from ensemble.training.records import PartRecord, Seal, write_record
 from tests.checkpoints import make_base, reference
 from tests.faults.forked.client import server_variables
@@ -191,19 +193,27 @@ class Listening(QuietDisplay):
         self.said.append(text)
 
 
+def ready(loaded: LoadedConfig, display: QuietDisplay) -> LoadedConfig:
+    """What a run goes on with once its members are trained."""
+    with trained_for_run(loaded, display, boot_seconds(), owns_process=False) as (config, _):
+        return config
+
+
 @pytest.mark.long
 def test_models_without_the_script_and_the_table_that_they_learned(trained: Trained) -> None:
     """As on Kaggle, where the models alone were uploaded."""
     config = Path("config.yaml")
-    report = train(load([config]), QuietDisplay(), boot_seconds(), owns_process=False)
+    with trained_by(load([config]), QuietDisplay(), boot_seconds(), owns_process=False) as (report, _):
+        pass
     assert report.status == "complete", report
     (trained.scripts / "train.py").unlink()
-    report = train(load([config]), QuietDisplay(), boot_seconds(), owns_process=False)
+    with trained_by(load([config]), QuietDisplay(), boot_seconds(), owns_process=False) as (report, _):
+        pass
     assert {part.status for member in report.members for part in member.parts} == {"done"}
     Path("train.csv").unlink()
     shutil.rmtree(trained.files.root / "data")
     display = Listening()
-    loaded = train_for_run(load([config]), display, boot_seconds(), owns_process=False)
+    loaded = ready(load([config]), display)
     sentence = "train.csv is gone: the members are taken as they were trained"
     assert display.said == [sentence]
     assert [view.name for view in loaded.config.models[0].counted_views] == ["fold-0", "fold-1"]
@@ -211,14 +221,14 @@ def test_models_without_the_script_and_the_table_that_they_learned(trained: Trai
     assert preview_trainings(load([config]))[1] == [sentence]
     # What a change would need is not there.
     with pytest.raises(ConfigError) as caught:
-        train_for_run(load([config], ["seed=7"]), display, boot_seconds(), owns_process=False)
+        ready(load([config], ["seed=7"]), display)
     assert caught.value.problems[0].startswith(
         "a: must be trained anew, and train.csv is gone: fold 0, fold 1: seed changed"
     )
     file = trained.files.checkpoint("b", Part(1)) / "config.json"
     file.write_text(file.read_text(encoding="utf-8") + " ", encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
-        train_for_run(load([config]), display, boot_seconds(), owns_process=False)
+        ready(load([config]), display)
     (problem,) = caught.value.problems
     assert problem.startswith("b: must be trained anew, and train.csv is gone: fold 1: the files")
     remove(trained, "a", Part(0))
@@ -244,14 +254,14 @@ def test_models_without_the_base_that_they_learned_from(trained: Trained, tmp_pa
     write_trained_rows(trained.files.trained_rows("a"), rows)
     shutil.rmtree(base)
     display = Listening()
-    ready = train_for_run(loaded, display, boot_seconds(), owns_process=False)
+    config_of_run = ready(loaded, display).config
     (note,) = display.said
     assert note.startswith(f"the base model {base} is gone")
-    assert ready.config.models[0].name == "a"
-    assert not ready.config.trained_members
+    assert config_of_run.models[0].name == "a"
+    assert not config_of_run.trained_members
     remove(trained, "a", Part(1))
     with pytest.raises(ConfigError, match="no such folder"):
-        train_for_run(loaded, display, boot_seconds(), owns_process=False)
+        ready(loaded, display)
 
 
 @pytest.mark.long

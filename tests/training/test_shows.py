@@ -123,6 +123,8 @@ def test_the_status_of_trainings_that_have_ended(rundir: RunDir, capsys: pytest.
     oof.create()
     reports.report(reports.member("a")).write(oof.run_json)
     assert f"out-of-fold predictions: `ensemble status {oof.root}` shows their run" in status(rundir, capsys)
+    with hold(rundir), hold(oof):
+        assert "running for" not in status(rundir, capsys), "it is the run of the out-of-fold predictions"
 
 
 def test_progress_says_nothing_twice_and_no_time_left_of_nothing() -> None:

@@ -51,8 +51,11 @@ class TrainingStatus:
         report = read_record(TrainingDir(folder).records, TrainingReport)
         if report is None:
             return None
-        is_training = report.status == "running" and by is not None
-        has_run = not is_training and (by is not None or RunDir(folder).run_json.exists())
+        is_of_trainings = (
+            report.status == "running" or holder(RunDir(TrainingDir(folder).oof_run)) is not None
+        )
+        is_run = by is not None and not is_of_trainings
+        has_run = is_run or (by is None and RunDir(folder).run_json.exists())
         return cls(folder, report, by, RunStatus.of(folder) if has_run else None)
 
     @property
