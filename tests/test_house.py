@@ -19,9 +19,8 @@ OF_ANALYSIS = {"pandas", "sklearn", "scipy", "matplotlib"}
 # The rooms that a run needs.
 ROAD = {"common", "config", "data", "members", "jobs", "planning", "scheduling", "merging", "pipeline"}
 # What each room may use beside itself; the file api.py counts as a room.  "child" is the child side of members,
-# which is whatever needs torch; "predictor" is all that it and the worker know of each other; "trainer" is the
-# child side of trainings; what their workers run is of the room of the worker.  The parent's rooms never use any of
-# the last four.
+# which is whatever needs torch; "predictor" is all that it and the worker know of each other; what workers of
+# trainings run is of the room of the worker.  The parent's rooms never use any of the last three.
 ROOMS = {
     "common": set[str](),
     "config": {"common"},
@@ -40,7 +39,6 @@ ROOMS = {
     "worker": {"common", "data", "predictor"},
     "predictor": {"common", "data"},
     "child": {"common", "data", "members", "predictor"},
-    "trainer": {"common", "data", "members", "predictor", "child"},
 }
 # What the parent's rooms may use of members: the interface of kinds, and where they are found by name.  ``doctor``
 # may ask after the hub, too.
@@ -71,9 +69,7 @@ def room_of(parts: tuple[str, ...]) -> str:
     """The room of a module, by its parts below the package, such as ``("worker", "channel")``."""
     if parts == ("members", "predictor"):
         return "predictor"
-    if parts[:2] == ("training", "child"):
-        return "trainer"
-    if parts in (("training", "worker"), ("training", "ladder")):
+    if parts == ("training", "worker"):
         return "worker"
     return "child" if parts[0] == "members" and CHILD_SIDE_OF_MEMBERS & set(parts) else parts[0]
 
@@ -87,12 +83,7 @@ def modules() -> Iterator[tuple[Path, str]]:
 
 def test_the_root_shows_the_rooms_and_nothing_else() -> None:
     entries = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py")}
-    assert entries == {"__init__.py", "__main__.py", "api.py", *ROOMS} - {
-        "api",
-        "child",
-        "predictor",
-        "trainer",
-    }
+    assert entries == {"__init__.py", "__main__.py", "api.py", *ROOMS} - {"api", "child", "predictor"}
     assert len(entries) <= MAX_ROOT_ENTRIES
 
 

@@ -1,4 +1,8 @@
-"""Train in a worker process: each job is a training, whose command runs as a process beneath the worker."""
+"""Train in a worker process: each job is a training, whose command runs as a process beneath the worker.
+
+Our own trainer is made to fit its device: by fewer rows at a time first, then by less memory for more time.  That
+changes no model: the effective batch stays, and LoRA and 4 bits are advice.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,18 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ensemble.common.digests import digest_of
 from ensemble.common.errors import MemberError
-from ensemble.common.files import read_json
+from ensemble.common.files import read_json, write_text
 from ensemble.common.protocol import CommonSpec, Counters, Ready
+from ensemble.common.text import listed, plural
 from ensemble.members.predictor import Report, Runner
-from ensemble.training.ladder import Ladder, Rung
 from ensemble.worker.logged_command import CommandFailed, LoggedCommand, OutOfMemory
 
 TRIAL_SECONDS = 60.0  # for all processes that try what fits
@@ -88,3 +94,105 @@ def _train(command: LoggedCommand, ladder: Ladder, report: Report) -> None:
         except OutOfMemory:
             rung = ladder.below(rung)
     raise MemberError(ladder.advice())
+
+
+_8_BIT = "adamw_bnb_8bit"
+_CHEAPER = {"full": ["train.method: lora, then method: qlora"], "lora": ["train.method: qlora"]}
+
+
+@dataclass(frozen=True)
+class Rung:
+    """Hold what a training may change to need less memory, and why it does; the fields are of ``TrainerSpec``."""
+
+    micro_batch: int
+    gradient_checkpointing: bool = False
+    optim: str = "adamw_torch"
+    why: str = field(default="", compare=False)
+
+    @property
+    def text(self) -> str:
+        parts = [f"{plural(self.micro_batch, 'row')} at a time"]
+        parts += ["activation checkpointing"] if self.gradient_checkpointing else []
+        parts += ["the 8-bit optimizer"] if self.optim == _8_BIT else []
+        *first, last = parts
+        return f"{', '.join(first)} and {last}" if first else last
+
+    def halvings(self) -> list[Rung]:
+        """Return this rung, and the same with ever fewer rows at a time."""
+        times = range(self.micro_batch.bit_length())
+        return [replace(self, micro_batch=self.micro_batch // 2**number) for number in times]
+
+
+class Ladder:
+    """Hold the rungs of trainings with this spec on a device, and keep in a file which of them is known to fit.
+
+    ``device`` is the GPU's name and memory; empty: the CPU.
+    """
+
+    def __init__(self, spec: Mapping[str, Any], folder: Path, device: str) -> None:
+        self._train = spec["train"]
+        self._device = device or "this machine"
+        key = digest_of([device, spec["labels"], spec["settings"], self._train])
+        self._file = folder / f"{key[:16]}.json"
+        self._is_tried = bool(device) and self._train["per_device_train_batch_size"] == "auto"
+        own = self._train["training_arguments"]
+        may_be_8_bit = bool(device) and "optim" not in own
+        self._lacks_8_bit = may_be_8_bit and find_spec("bitsandbytes") is None
+        kinds = [Rung(self._train["effective_batch_size"] if self._is_tried else spec["micro_batch"])]
+        if not own.get("gradient_checkpointing") and not own.get("activation_checkpointing"):
+            kinds.append(replace(kinds[0], gradient_checkpointing=True))
+        if may_be_8_bit and not self._lacks_8_bit:
+            kinds.append(replace(kinds[-1], optim=_8_BIT))
+        self._kinds = [kind.halvings() for kind in kinds]
+
+    def first(self) -> Rung | None:
+        """Return the rung that is known to fit, or that of the config; None: a trial must find it."""
+        with contextlib.suppress(TypeError):
+            known = Rung(**read_json(self._file))
+            if any(known in kind for kind in self._kinds):
+                return known
+        return None if self._is_tried else self._kinds[0][0]
+
+    def search(self, attempt: Callable[[Sequence[Rung]], tuple[int, bool] | None]) -> Rung | None:
+        """Keep and return the first rung that fits; None: none fits.
+
+        ``attempt`` tries rungs that differ in their rows at a time only, in a process that may die of it.  It tells
+        how many it has begun (0: it died before), and whether the last of these fits; None: the time is over.
+        """
+        for kind in self._kinds:
+            rungs = kind
+            while rungs:
+                trial = attempt(rungs)
+                if trial is None:
+                    slow = self._kinds[min(1, len(self._kinds) - 1)]
+                    return self._keep(slow[-1], f"there was no time for a whole trial on {self._device}")
+                begun, fits = trial
+                if fits:
+                    return self._keep(rungs[begun - 1], f"found by a trial on {self._device}")
+                rungs = rungs[begun or len(rungs) :]
+        return None
+
+    def below(self, rung: Rung) -> Rung | None:
+        """Keep and return the next rung, which needs less memory in any case; None: none is left, or kept."""
+        lowest = [kind[-1] for kind in self._kinds]
+        lower = rung.halvings()[1:] or lowest[lowest.index(rung) + 1 :]
+        if lower:
+            return self._keep(lower[0], f"it ran out of memory with {rung.text}")
+        self._file.unlink(missing_ok=True)
+        return None
+
+    def _keep(self, rung: Rung, why: str) -> Rung:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        kept = replace(rung, why=why)
+        write_text(self._file, json.dumps(asdict(kept)))
+        return kept
+
+    def advice(self) -> str:
+        """Return a sentence for the user when nothing fits."""
+        remedies = [*_CHEAPER.get(self._train["method"], ()), "a shorter max_length", "a smaller base_model"]
+        if self._lacks_8_bit:
+            remedies.append("the 8-bit optimizer, which needs the package bitsandbytes")
+        return (
+            f"{self._train['base_model']} cannot be trained on {self._device}: it ran out of memory even with "
+            f"{self._kinds[-1][-1].text}; try {listed(remedies, 9, str)}"
+        )

@@ -57,9 +57,8 @@ CAUSAL = [
 def our_gradients(spec: Mapping[str, Any], micro_batch: int, checkpointing: bool = False) -> Gradients:
     """Of one step over all rows, by the trainer's own step."""
     from ensemble.members.huggingface.training.arguments import training_arguments
-    from ensemble.members.huggingface.training.plan import make_plan
-    from ensemble.members.huggingface.training.step_trainer import StepTrainer
-    from ensemble.training.child.trainer import TrainerSpec, Training
+    from ensemble.members.huggingface.training.steps import StepTrainer, make_plan
+    from ensemble.members.huggingface.training.trainer import TrainerSpec, Training
 
     training = Training(TrainerSpec(**{**spec, "gradient_checkpointing": checkpointing}))
     trainee = training.trainee

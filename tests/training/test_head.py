@@ -18,8 +18,8 @@ from sklearn.model_selection import PredefinedSplit, cross_val_predict
 
 from ensemble.common.python_process import python_command
 from ensemble.members.huggingface.spec import HEAD_FILE, ModelSettings
-from ensemble.members.pooled_cls.training import features as features_module
-from ensemble.members.pooled_cls.training.head import fit_head, train
+from ensemble.members.pooled_cls import training as features_module
+from ensemble.members.pooled_cls.training import fit_head, train
 from tests.checkpoints import make_texts
 from tests.members.huggingface.scoring.test_predict import worker_spec
 from tests.members.pooled_cls.test_pooled_cls import make_backbone, member, pooled_reference, predict
@@ -157,9 +157,7 @@ def test_two_processes_share_the_rows_and_say_what_lacks(tmp_path: Path) -> None
     for part in parts:
         file = Path(part["out"]).with_suffix(".json")
         file.write_text(json.dumps(part))
-        running.append(
-            subprocess.Popen([*python_command("ensemble.members.pooled_cls.training.head"), str(file)])
-        )
+        running.append(subprocess.Popen([*python_command("ensemble.members.pooled_cls.training"), str(file)]))
     assert [process.wait(timeout=300) for process in running] == [0, 1]
     assert (Path(parts[0]["out"]) / HEAD_FILE).is_file()
     problem = json.loads((Path(parts[1]["out"]) / "problem.json").read_text())

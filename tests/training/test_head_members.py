@@ -17,7 +17,7 @@ from ensemble.common.clock import boot_seconds
 from ensemble.data.table import TableNeeds, read_table
 from ensemble.data.trained_rows import TrainedRows, write_trained_rows
 from ensemble.members.huggingface.parent import TextCheckpoint
-from ensemble.members.pooled_cls.training.head import train
+from ensemble.members.pooled_cls.training import train
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.out_of_fold import predict_held_out
 from ensemble.pipeline.trained_members import with_trained

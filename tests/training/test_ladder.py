@@ -14,11 +14,9 @@ import torch
 from ensemble.common.errors import MemberError
 from ensemble.common.protocol import CommonSpec
 from ensemble.common.python_process import python_command, python_environment
-from ensemble.training import ladder as module
+from ensemble.members.huggingface.training.trainer import TrainerSpec, Training
 from ensemble.training import worker
-from ensemble.training.child.trainer import TrainerSpec, Training
-from ensemble.training.ladder import Ladder, Rung
-from ensemble.training.worker import Trainings
+from ensemble.training.worker import Ladder, Rung, Trainings
 from ensemble.worker import logged_command
 from tests.checkpoints import make_checkpoint, make_texts
 from tests.nvml.sim import NvmlSim, gpus
@@ -51,7 +49,7 @@ def ladder(folder: Path, device: str = T4, **changes: Any) -> Ladder:
 
 @pytest.fixture(params=[True, False], ids=["8 bits", "no 8 bits"])
 def has_8_bit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(module, "find_spec", lambda name: object() if request.param else None)
+    monkeypatch.setattr(worker, "find_spec", lambda name: object() if request.param else None)
     return bool(request.param)
 
 
@@ -262,7 +260,7 @@ def test_a_trial_takes_the_longest_row_through_two_whole_steps(base: Path, tmp_p
 # Makes the processes that train run out of memory: where a file beside it tells how many rows fit.
 _SITE = """
 import os, pathlib, sys
-if any("training.child.trainer" in text for text in sys.orig_argv):
+if any("huggingface.training.trainer" in text for text in sys.orig_argv):
     here = pathlib.Path(__file__).parent
     rules = (here / "rules").read_text().split()
     fits, kills = int(rules[0]), int(rules[1])
@@ -316,7 +314,10 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
 def train_by_worker(spec: Mapping[str, Any], folder: Path, device: str) -> None:
     (folder / "spec.json").write_text(json.dumps(spec))
     job = {
-        "command": [*python_command("ensemble.training.child.trainer"), str(folder / "spec.json")],
+        "command": [
+            *python_command("ensemble.members.huggingface.training.trainer"),
+            str(folder / "spec.json"),
+        ],
         "out": spec["out"],
         "log": str(folder / "log"),
         "resumes": True,

@@ -25,14 +25,13 @@ from ensemble.common.protocol import ChunkDone, Predict
 from ensemble.common.python_process import python_command, python_environment
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.causal_lm.predictor import CausalMember
+from ensemble.members.huggingface.training import trainer as module
 from ensemble.members.huggingface.training.arguments import training_arguments
-from ensemble.members.huggingface.training.plan import divide, epoch_steps, make_plan
 from ensemble.members.huggingface.training.program import lacks_memory
 from ensemble.members.huggingface.training.questions import describe
-from ensemble.members.huggingface.training.step_trainer import NotFinite, StepTrainer
+from ensemble.members.huggingface.training.steps import NotFinite, StepTrainer, divide, epoch_steps, make_plan
+from ensemble.members.huggingface.training.trainer import TrainerSpec, Training
 from ensemble.members.seq_cls.parent import SequenceClassifierSettings
-from ensemble.training.child import trainer as module
-from ensemble.training.child.trainer import TrainerSpec, Training
 from tests.checkpoints import (
     inspect_folder,
     make_checkpoint,
@@ -410,7 +409,7 @@ def process(spec: Mapping[str, Any], folder: Path, kill_at: str = "") -> int:
     environment |= {"OUT": spec["out"], "KILL_AT": kill_at}
     environment["PYTHONPATH"] = f"{folder / 'killer'}{os.pathsep}{environment['PYTHONPATH']}"
     done = subprocess.run(
-        [*python_command("ensemble.training.child.trainer"), str(folder / "spec.json")],
+        [*python_command("ensemble.members.huggingface.training.trainer"), str(folder / "spec.json")],
         env=environment,
         capture_output=True,
         text=True,

@@ -32,8 +32,8 @@ _MODULE: Final = "ensemble.members.huggingface.training.questions"
 # The packages of each method; those of "full" come with every installation.
 _PACKAGES: Final = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes"), "head": ("scikit-learn",)}
 _ASKED: Final = ("transformers", "torch", "accelerate", "peft", "bitsandbytes", "pydantic")
-_TRAINER: Final = "ensemble.training.child.trainer"
-_HEAD_TRAINER: Final = "ensemble.members.pooled_cls.training.head"
+_TRAINER: Final = "ensemble.members.huggingface.training.trainer"
+_HEAD_TRAINER: Final = "ensemble.members.pooled_cls.training"
 _MICRO_BATCH: Final = 8  # where no trial finds what fits
 # Of each trained parameter: its float32 weight, and with it AdamW's two averages in a save.
 _WEIGHT_BYTES, _SAVE_BYTES = 4, 12

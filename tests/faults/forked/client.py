@@ -18,7 +18,7 @@ from typing import Any
 SITE = Path(__file__).parent  # with the sitecustomize.py by which a worker is forked
 ROOT = SITE.parents[2]
 IDLE = b"idle?"
-TRAINER = "ensemble.training.child.trainer"
+TRAINER = "ensemble.members.huggingface.training.trainer"
 # An environment variable: fields, in JSON, that replace those of each spec that a trainer is started with.
 TRAINER_FIELDS = "TEST_TRAINER_FIELDS"
 _NUMBER = struct.Struct("=i")

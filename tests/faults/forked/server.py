@@ -76,8 +76,8 @@ def _import_for_workers(models: Path) -> None:
     os.environ["MPLBACKEND"] = "svg"  # as the process that writes a report has it
     import ensemble.analysis.report.page
     import ensemble.members.huggingface.loading.describe
+    import ensemble.members.huggingface.training.trainer
     import ensemble.members.seq_cls.predictor
-    import ensemble.training.child.trainer
     import ensemble.worker.session  # noqa: F401
 
     with contextlib.suppress(ImportError):

@@ -89,7 +89,7 @@ def _replace_fields(fields: str) -> None:
 
 _WORKER = "ensemble.worker.__main__"
 _DESCRIBE = "ensemble.members.huggingface.loading.describe"
-_TRAINER = "ensemble.training.child.trainer"
+_TRAINER = "ensemble.members.huggingface.training.trainer"
 _REPORT = "ensemble.analysis.report.__main__"
 _IS_WORKER = any(word.startswith("--events-fd=") for word in sys.orig_argv)
 if os.environ.get("TEST_WORKERS") and _IS_WORKER:

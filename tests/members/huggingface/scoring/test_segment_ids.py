@@ -18,7 +18,7 @@ import transformers
 from ensemble.common.protocol import ChunkDone, Predict, Ready
 from ensemble.members.base import Assigned
 from ensemble.members.huggingface.spec import ModelSettings
-from ensemble.members.pooled_cls.training.features import Backbone
+from ensemble.members.pooled_cls.training import Backbone
 from ensemble.members.seq_cls.parent import SequenceClassification, SequenceClassifierSettings
 from tests.checkpoints import WORDS, inspect_folder, make_texts
 from tests.members.huggingface.scoring.test_compute import read_shard

@@ -1,1 +1,0 @@
-"""Provide what the training of a head needs of its backbone."""

@@ -1,1 +1,0 @@
-"""Train in a process of its own: with the members' child sides, the only code that imports torch."""
