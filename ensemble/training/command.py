@@ -25,10 +25,9 @@ from ensemble.pipeline.run import Display, held_directory
 from ensemble.pipeline.run_dir import RunDir, head, logging_to, system_errors_in
 from ensemble.pipeline.signals import Signals
 from ensemble.pipeline.trained_members import is_trained, missing_parts, with_trained
-from ensemble.pipeline.training_data import TrainingData
 from ensemble.pipeline.training_dir import TrainingDir, parts_of
 from ensemble.training.check import check_trainings
-from ensemble.training.data import read_training_data
+from ensemble.training.data import TrainingData, read_training_data
 from ensemble.training.jobs import Training, TrainingRun
 from ensemble.training.records import PartRecord, Seal, TrainingReport, read_record, write_record
 from ensemble.training.seal import Standing, consent_text, seal_training, standing_of, texts_by_reason

@@ -1,34 +1,238 @@
-"""Read what members are trained on: rows outside a fold, or all of them, in folds, and those of extra tables."""
+"""Hold the rows that members are trained on, with their folds, and write the files that their trainings read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ensemble.common.errors import ConfigError, DataError
-from ensemble.common.files import file_state
+from ensemble.common.files import FileState, atomic_path, file_state
 from ensemble.common.protocol import Activation
+from ensemble.common.shards import file_sha256
 from ensemble.common.text import listed, plural, quoted
 from ensemble.config import LoadedConfig, RunConfig
-from ensemble.config.schema import MAX_FOLDS, FoldsConfig, TrainingConfig
-from ensemble.data.formats import column_names
-from ensemble.data.table import DistinctCells, distinct_cells
-from ensemble.data.trained_rows import IN_ALL_FOLDS
+from ensemble.config.schema import TrainingConfig
+from ensemble.data.csv_file import write_csv
+from ensemble.data.digests import find_rows, with_another
+from ensemble.data.file_rows import FileRows
+from ensemble.data.formats import column_names, copy_rows, file_extension
+from ensemble.data.ids import ID_COLUMN
+from ensemble.data.input_file import first_ids
+from ensemble.data.row_files import FileCells
+from ensemble.data.table import InputTable
+from ensemble.data.trained_rows import IN_ALL_FOLDS, TrainedRows
 from ensemble.members.huggingface.checkpoint.labels import activation_of
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.checks import Problems
-from ensemble.pipeline.labelled_table import LabelledTable, read_labelled_table
 from ensemble.pipeline.member_views import member_columns, member_files, member_views
-from ensemble.pipeline.training_data import TrainingData
+from ensemble.pipeline.training_dir import OF_TABLES
+from ensemble.training.tables import LabelledTable, Rows, divide, place_extra_rows, read_labelled_table
 
-Rows: TypeAlias = npt.NDArray[np.int64]
+_Values: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """Hold the rows of the training table, divided into folds, and then those of extra tables.
+
+    Attributes:
+        tables: with the same labels and ``activation``.
+        table: the rows of all of them, with the columns that members read.
+        folds: of all rows, int64 [rows], from 0 to ``splits`` - 1; those of extra tables are ``IN_ALL_FOLDS``, or
+            have the fold of their group if the training table has that group.
+        groups: of rows that stay together, int64 [rows]; None: there are no groups.
+        columns: that a member reads in any of its views, by the member's name.
+        files: the column that names files, by name of the members that read files.
+        commands: the members that are trained by a command.
+        file_states: of the files that were read, by absolute path.
+        notes: sentences for the user about how the tables were read.
+    """
+
+    tables: tuple[LabelledTable, ...]
+    table: InputTable
+    folds: Rows
+    groups: Rows | None
+    columns: Mapping[str, tuple[str, ...]]
+    files: Mapping[str, FileCells]
+    commands: frozenset[str]
+    file_states: Mapping[str, FileState]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def main(self) -> LabelledTable:
+        """Return the training table."""
+        return self.tables[0]
+
+    @property
+    def splits(self) -> int:
+        """Return the number of folds."""
+        return int(self.folds.max()) + 1
+
+    @cached_property
+    def targets(self) -> _Values:
+        """Return what is to be learned of each row, as in ``LabelledTable``: float64 [rows, labels]."""
+        return np.concatenate([table.targets for table in self.tables])
+
+    @cached_property
+    def weights(self) -> _Values:
+        """Return the weight of each row in the loss, float64 [rows]."""
+        return np.concatenate([np.full(table.table.rows, table.weight) for table in self.tables])
+
+    def rows_of(self, fold: int | None) -> Rows:
+        """Return the rows to train on, rising: all, or those outside a fold; extra rows are among them."""
+        if fold is None:
+            return np.arange(len(self.folds))
+        return np.flatnonzero(self.folds != fold)
+
+    def trained_rows(self, member: str) -> TrainedRows:
+        """Return which rows a member's models have seen."""
+        digests = self.table.row_digests(self.columns[member], self.files.get(member))
+        return TrainedRows(digests, self.folds)
+
+    def digests(self, member: str, fold: int | None) -> dict[str, str]:
+        """Return digests of all in the tables that a training depends on, by what a user calls it (``OF_TABLES``).
+
+        For the built-in way these are the cells that the member reads, of rows outside the fold alone; for a
+        command, which may read any column, the whole files.
+        """
+        rows = self.main.table.rows
+        is_held_out = np.zeros(len(self.folds), np.bool_) if fold is None else self.folds == fold
+        groups = np.zeros(len(self.folds), np.int64) if self.groups is None else self.groups
+        arrays = (self.trained_rows(member).digests, self.targets, groups)
+        cells, targets, groups = (np.where(is_held_out, array.dtype.type(0), array.T).T for array in arrays)
+        main, *extra = self._file_digests if member in self.commands else [""] * len(self.tables)
+        parts: tuple[Sequence[Any], ...] = (
+            [repr((self.main.labels, self.main.activation))],
+            [str(rows)],
+            [is_held_out[:rows], groups[:rows]],
+            [targets[:rows]],
+            [main, cells[:rows]],
+            [*extra, cells[rows:], targets[rows:], self.weights[rows:], groups[rows:]],
+        )
+        digests = {}
+        for name, values in zip(OF_TABLES, parts, strict=True):
+            hashed = blake2b(digest_size=32)
+            for value in values:
+                hashed.update(value.encode() if isinstance(value, str) else value.tobytes())
+            digests[name] = hashed.hexdigest()
+        return digests
+
+    @cached_property
+    def _file_digests(self) -> list[str]:
+        return [file_sha256(source.data.path) for source in self.tables]
+
+    def _learned(self, rows: Rows) -> dict[str, Any]:
+        """Return the ``targets``, ``weights`` and, if there are any, ``groups`` of rows: an array each."""
+        arrays = {"targets": self.targets[rows], "weights": self.weights[rows]}
+        return arrays if self.groups is None else {**arrays, "groups": self.groups[rows]}
+
+    def write_folds(self, path: Path) -> None:
+        """Write the id and the fold of each row of the training table as CSV."""
+        ids = self.main.table.ids
+        with atomic_path(path) as temporary:
+            write_csv(temporary, [ID_COLUMN, "fold"], [ids, pa.array(self.folds[: len(ids)])])
+
+    def write_for_trainer(self, path: Path, rows: Rows) -> None:
+        """Write what our own trainer learns: an npz file of ``rows`` and of what is learned of each."""
+        with atomic_path(path) as temporary, temporary.open("wb") as stream:
+            np.savez(stream, rows=rows, **self._learned(rows))
+
+    @property
+    def suffix(self) -> str:
+        """Return the extension of the files that ``write_for_command`` writes, that of the training table."""
+        return file_extension(self.main.data.path)
+
+    @property
+    def added_columns(self) -> dict[str, _Values]:
+        """Return what ``write_for_command`` writes beside the training table's own columns, by name, [rows].
+
+        There is ``weight`` if some row's is not 1, and ``prob_<label>`` for each label if the label columns of the
+        training table cannot say what is learned.
+        """
+        columns: dict[str, _Values] = {}
+        if (self.weights != 1).any():
+            columns["weight"] = self.weights
+        main, *extras = self.tables
+        has_one_column = main.data.label_columns is None
+        if main.is_soft or (has_one_column and not all(extra.names_one_label.all() for extra in extras)):
+            for label, values in zip(main.labels, self.targets.T, strict=True):
+                columns[f"prob_{label}"] = values
+        return columns
+
+    def write_for_command(self, path: Path, rows: Rows) -> None:
+        """Write a file like the training table's: some of its rows with all of their cells, and some extra rows.
+
+        Extra rows have the columns that both tables have, and their labels in the training table's columns; other
+        cells are empty. ``added_columns`` come last.
+
+        Args:
+            rows: the numbers of the rows, rising.
+
+        Raises:
+            DataError: a cell of an extra table does not fit the format.
+        """
+        source = self.main.data
+        extras = []
+        for extra, numbers in self._extra_rows(rows):
+            extras.append((extra.data.path, extra.rows_like(source).take(pa.array(numbers))))
+        added = {name: values[rows] for name, values in self.added_columns.items()}
+        with atomic_path(path) as temporary:
+            numbers = rows[rows < self.main.table.rows]
+            if self.main.table.file_rows is not None:
+                numbers = self.main.table.file_rows[numbers]
+            copy_rows(source.path, FileRows(numbers, extras, added), temporary)
+
+    def _extra_rows(self, rows: Rows) -> Iterator[tuple[LabelledTable, Rows]]:
+        """Yield each extra table, and the numbers in it of those of ``rows`` that it has."""
+        start = self.main.table.rows
+        for extra in self.tables[1:]:
+            end = start + extra.table.rows
+            yield extra, rows[(start <= rows) & (rows < end)] - start
+            start = end
+
+    @property
+    def remarks(self) -> list[str]:
+        """Return sentences for the user: about labels, and rows that stand elsewhere, too."""
+        rows, labels = self.main.table.rows, self.targets.argmax(axis=1)
+        has_label = np.concatenate([table.names_one_label for table in self.tables])
+        has_label &= self.main.activation == "softmax"
+        has_fold = self.folds >= 0
+        in_folds = np.zeros(self.table.rows, np.bool_)
+        in_extras, with_labels = in_folds.copy(), in_folds.copy()
+        for names in {*self.columns.values()} - {()}:
+            digests = self.table.row_digests(names)
+            in_folds[:rows] |= with_another(digests[has_fold], self.folds[has_fold])[:rows]
+            in_extras[:rows] |= find_rows(digests[:rows], digests[~has_fold]) >= 0
+            with_labels[has_label] |= with_another(digests[has_label], labels[has_label])
+        advice = "training.folds.group_column keeps rows together that belong together"
+        sentences = {
+            f"whose text also stands in another fold, so that its model has learned it; {advice}": in_folds,
+            "whose text also stands in a table of training.extra, so that all models have learned it": in_extras,
+            "whose text has another label in another row; their models learn both": with_labels,
+        }
+        remarks = [*self.notes, *(text for table in self.tables for text in table.table.file_remarks)]
+        for sentence, is_repeated in sentences.items():
+            if is_repeated.any():
+                count = plural(int(is_repeated.sum()), "row")
+                shown = first_ids(self.table.ids.filter(pa.array(is_repeated)))
+                remarks.append(f"{self.main.data.path}: {count} (id {shown}) {sentence}")
+        for extra, numbers in self._extra_rows(rows + np.flatnonzero(has_fold[rows:])):
+            if len(numbers):
+                count, shown = plural(len(numbers), "row"), first_ids(extra.table.ids.take(pa.array(numbers)))
+                remarks.append(
+                    f"{extra.data.path}: {count} (id {shown}) of groups of {self.main.data.path}, left out of the "
+                    "fold that holds their group out"
+                )
+        return remarks
 
 
 def read_training_data(loaded: LoadedConfig) -> TrainingData:
@@ -116,127 +320,3 @@ def _problems(data: TrainingData) -> Iterator[str]:
             f"{path}: has {listed(twice)}, where the files for train.command have weights or probabilities; "
             "rename these columns"
         )
-
-
-def divide(table: LabelledTable, config: FoldsConfig) -> tuple[Rows, DistinctCells | None]:
-    """Return the fold of each row, int64 [rows], and the groups; None: there are no groups.
-
-    Raises:
-        EnsembleError: of exit code 2, with every problem of the columns, or of the numbers of rows and groups.
-    """
-    problems = Problems()
-    cells: dict[str, DistinctCells] = {}
-    for key, name in config.columns.items():
-        with problems.at(f"training.folds.{key}"):
-            cells[key] = distinct_cells(table.data.path, table.table, name)
-    problems.raise_any()
-    groups = cells.get("group_column")
-    if config.splits is None:
-        problems.add(_column_problems(table.data.path, cells["column"], groups), DataError)
-        problems.raise_any()
-        folds = cells["column"].numbers
-    else:
-        problems.add(_count_problems(table, config.splits, groups), DataError)
-        problems.raise_any()
-        folds = _split(table, config.splits, config.seed, groups)
-    return folds, groups
-
-
-def place_extra_rows(
-    extras: Sequence[LabelledTable], folds: Rows, groups: DistinctCells | None
-) -> tuple[Rows, Rows]:
-    """Return the fold and the group of each row of extra tables, int64 [rows].
-
-    A row of one of the training table's groups has that group's fold, so that it is left out of the same part. All
-    other rows are ``IN_ALL_FOLDS``; those with the same cell are a group, with a number below 0, and so is each row
-    without one.
-
-    Args:
-        folds: of the rows of the training table, and ``groups`` of the same rows.
-    """
-    numbers = np.arange(sum(extra.table.rows for extra in extras))
-    if groups is None or not len(numbers):
-        return np.full_like(numbers, IN_ALL_FOLDS), -1 - numbers
-    count = len(groups.values)
-    columns = [pa.array(groups.values, pa.large_string())]
-    for extra in extras:
-        has_groups = groups.name in extra.table.types([groups.name])
-        cells = (
-            extra.table.texts(groups.name) if has_groups else pa.nulls(extra.table.rows, pa.large_string())
-        )
-        columns += cells.chunks if has_groups else [cells]
-    cells = pc.fill_null(pa.chunked_array(columns, pa.large_string()), "")
-    # Whole numbers as 7, not as 7.0, as pandas writes them once a cell was missing.
-    cells = pc.replace_substring_regex(cells, r"^(-?[0-9]+)\.0$", r"\1").combine_chunks()
-    # Of each extra row the first with its cell, by its number in ``numbers``; below 0: that is a group's own.
-    _, first, places = np.unique(
-        cells.dictionary_encode().indices.to_numpy(), return_index=True, return_inverse=True
-    )
-    first_row = np.where(pc.equal(cells, "").to_numpy(False)[count:], numbers, first[places][count:] - count)
-    fold_of_group = np.full(count + 1, IN_ALL_FOLDS)
-    fold_of_group[groups.numbers] = folds
-    group = np.minimum(first_row, 0) + count
-    return fold_of_group[group], np.where(first_row < 0, group, -1 - first_row)
-
-
-def _column_problems(path: Path, column: DistinctCells, groups: DistinctCells | None) -> Iterator[str]:
-    where = f"training.folds.column: column {quoted(column.name)} of {path}"
-    if len(column.values) == 1:
-        yield f"{where} holds {quoted(column.values[0])} in every row; there must be two folds or more"
-    if len(column.values) > MAX_FOLDS:  # the column holds something else
-        count = f"{len(column.values):,} values"
-        yield f"{where} holds {count}, each of which would be a fold; name the column of the folds"
-    if groups is not None:
-        pairs = np.unique(np.stack([groups.numbers, column.numbers]), axis=1)
-        divided = np.flatnonzero(np.bincount(pairs[0]) > 1).tolist()
-        if divided:
-            names = listed([groups.values[group] for group in divided], 3)
-            yield (
-                f"{where} divides {plural(len(divided), 'group')} of {quoted(groups.name)} ({names}); give all "
-                "rows of a group the same fold, or drop group_column"
-            )
-
-
-def _count_problems(table: LabelledTable, splits: int, groups: DistinctCells | None) -> Iterator[str]:
-    where = f"training.folds.n_splits: {splits:,}, but {table.data.path} has"
-    if table.table.rows < splits:
-        yield f"{where} {plural(table.table.rows, 'row')}; choose as many folds at most"
-    elif table.classes is not None:
-        counts = np.bincount(table.classes, minlength=len(table.labels)).tolist()
-        by_label = zip(table.labels, counts, strict=True)
-        few = [f"{quoted(label)} ({count:,})" for label, count in by_label if 0 < count < splits]
-        if few:
-            shown = listed(few, 5, str)
-            yield f"{where} fewer rows of {shown}; choose fewer folds, or add rows of these labels"
-    if groups is not None and len(groups.values) < splits:
-        count_text = plural(len(groups.values), "group")
-        yield f"{where} {count_text} in {quoted(groups.name)}; choose as many folds at most"
-
-
-def _split(table: LabelledTable, splits: int, seed: int, groups: DistinctCells | None) -> Rows:
-    """Return the fold of each row as scikit-learn divides them: stratified by label, shuffled by the seed.
-
-    Rows without a single label (several labels each, probabilities, numbers) have no class of which each fold could
-    get its share; they are shuffled alone.
-    """
-    from sklearn.model_selection import GroupKFold, KFold, StratifiedGroupKFold, StratifiedKFold
-
-    classes = table.classes
-    numbers = None if groups is None else groups.numbers
-    if groups is None:
-        splitter_type = KFold if classes is None else StratifiedKFold
-        splitter = splitter_type(splits, shuffle=True, random_state=seed)
-    elif classes is not None:
-        splitter = StratifiedGroupKFold(splits, shuffle=True, random_state=seed)
-    else:  # GroupKFold itself shuffles from scikit-learn 1.6 on only
-        splitter = GroupKFold(splits)
-        numbers = np.random.default_rng(seed).permutation(len(groups.values))[groups.numbers]
-    folds = np.empty(table.table.rows, np.int64)
-    for fold, (_, held_out) in enumerate(splitter.split(folds, classes, numbers)):
-        folds[held_out] = fold
-    if groups is not None and len(np.unique(folds)) < splits:
-        raise DataError(
-            f"training.folds.n_splits: {splits:,}, and the groups of {quoted(groups.name)} in {table.data.path} "
-            "leave a fold without rows; choose fewer folds"
-        )
-    return folds

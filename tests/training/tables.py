@@ -13,8 +13,7 @@ import yaml
 
 from ensemble.common.errors import EnsembleError
 from ensemble.pipeline.load import load
-from ensemble.pipeline.training_data import TrainingData
-from ensemble.training.data import read_training_data
+from ensemble.training.data import TrainingData, read_training_data
 
 LABELS = ["neg", "pos", "tie"]
 COMMAND = ["python", "train.py", "{train}", "{fold}", "{out}"]

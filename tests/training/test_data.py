@@ -13,8 +13,7 @@ from ensemble.data.published_table import PublishedTable
 from ensemble.data.table import TableNeeds, read_table
 from ensemble.data.trained_rows import IN_ALL_FOLDS, read_trained_rows, write_trained_rows
 from ensemble.pipeline.load import load
-from ensemble.pipeline.training_data import TrainingData
-from ensemble.training.data import read_training_data
+from ensemble.training.data import TrainingData, read_training_data
 from tests.training.tables import BUILT_IN, BY_COMMAND, LABELS, config, frame, problems, read
 
 FORMATS = ["train.csv", "train.tsv", "train.csv.gz", "train.parquet", "train.jsonl", "train.jsonl.gz"]
