@@ -63,9 +63,13 @@ def parts_of(model: MemberConfig, splits: int) -> list[Part]:
 
 
 class TrainingDir:
-    """Name the files of all trainings of a run; the constructor touches nothing on disk."""
+    """Name the files of all trainings of a run; the constructor touches nothing on disk.
 
-    def __init__(self, output_dir: Path) -> None:
+    With ``discard_old``, what a training replaces is removed.
+    """
+
+    def __init__(self, output_dir: Path, discard_old: bool = False) -> None:
+        self._discard_old = discard_old
         self.root = output_dir / "training"
         self.records = self.root / "training.json"
         self.folds = self.root / "folds.csv"
@@ -128,12 +132,12 @@ class TrainingDir:
         self.begun(member, part).unlink(missing_ok=True)
         remove_folder(self.unfinished(member, part))
 
-    def put_in_place(self, member: str, part: Part, discard_old: bool = False) -> None:
+    def put_in_place(self, member: str, part: Part) -> None:
         """Put a sealed folder in its place, or go on with that; what was there moves to ``old``, or is removed."""
         folder, seal = self.checkpoint(member, part), self.seal(member, part)
         unfinished, old = self.unfinished(member, part), self.old(member, part)
         if unfinished.is_dir():
-            if discard_old:
+            if self._discard_old:
                 remove_folder(folder)
                 seal.unlink(missing_ok=True)
             elif os.path.lexists(folder):

@@ -92,7 +92,7 @@ def trained(
     display.say(f"{shown_path(config.training_data.path)}: {rows} in {plural(data.splits, 'fold')}")
     for remark in data.remarks:
         display.say(remark)
-    files = TrainingDir(config.output_dir)
+    files = TrainingDir(config.output_dir, asked.discard_old)
     ends_at = None if config.time_limit is None else began + (1.0 - _PREDICTING_SHARE) * config.time_limit
     with contextlib.ExitStack() as held:
         with system_errors_in("the training"):
@@ -100,7 +100,7 @@ def trained(
             files.tidy()
             files.train_log.parent.mkdir(parents=True, exist_ok=True)
             with logging_to(files.train_log, loaded.redactor):
-                report = _train(loaded, display, signals, data, asked, ends_at)
+                report = _train(loaded, files, display, signals, data, asked, ends_at)
         yield report, signals
 
 
@@ -251,6 +251,7 @@ def _lost(config: RunConfig) -> Iterator[str]:
 
 def _train(
     loaded: LoadedConfig,
+    files: TrainingDir,
     display: Display,
     signals: Signals,
     data: TrainingData,
@@ -258,11 +259,11 @@ def _train(
     ends_at: float | None,
 ) -> TrainingReport:
     """Sort out what is trained already, write the tables of the other trainings, and run these."""
-    config, files = loaded.config, TrainingDir(loaded.config.output_dir)
+    config = loaded.config
     trainings = [
         training for model in config.trained_members for training in _trainings(config, files, data, model)
     ]
-    standings = [_take_up(config, files, training, asked.discard_old, display) for training in trainings]
+    standings = [_take_up(config, files, training, display) for training in trainings]
     chosen = [item for item in standings if asked.fold in (None, item.part.fold)]
     others = [item for item in standings if item not in chosen]
     consent = consent_text(chosen)
@@ -297,22 +298,19 @@ def _train(
     data.write_folds(files.folds)
     lacking = [training for training in to_run if not training.is_done]
     _write_data(config, files, data, lacking, ends_at)
-    run = TrainingRun(loaded, to_run, display, signals, data.file_states, ends_at, asked.discard_old)
-    return run.run()
+    return TrainingRun(loaded, files, to_run, display, signals, data.file_states, ends_at).run()
 
 
-def _take_up(
-    config: RunConfig, files: TrainingDir, training: Training, discard_old: bool, display: Display
-) -> Standing:
+def _take_up(config: RunConfig, files: TrainingDir, training: Training, display: Display) -> Standing:
     """Take what a training has left that has ended well, and tell how it stands then."""
     name, part, is_taken, refusal = training.model.name, training.part, False, ""
     begun = read_record(files.begun(name, part), Seal)
     if begun is not None and begun.files:
-        files.put_in_place(name, part, discard_old)
+        files.put_in_place(name, part)
         is_taken = True
     elif begun is not None and begun.has_ended_as(training.made_of) and files.unfinished(name, part).is_dir():
         try:  # the user may have mended what was refused
-            note = seal_training(files, config, training.model, part, begun, discard_old)
+            note = seal_training(files, config, training.model, part, begun)
         except (CheckpointError, ConfigError) as error:
             refusal = f"what it has left is refused: {'; '.join(error.problems)}"
         else:

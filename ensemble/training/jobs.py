@@ -80,20 +80,18 @@ class TrainingRun(RunHooks):
         trainings: all that are asked for; those that are not done are run.
         watched: the states of the tables, which should not change meanwhile, by absolute path.
         ends_at: when all must have stopped, by ``boot_seconds``; None: no limit.
-        discard_old: whether what a training replaces is removed.
     """
 
     loaded: LoadedConfig
+    files: TrainingDir
     trainings: Sequence[Training]
     display: Display
     signals: Signals
     watched: Mapping[str, FileState]
     ends_at: float | None = None
-    discard_old: bool = False
 
     def __post_init__(self) -> None:
         self._config = self.loaded.config
-        self._files = TrainingDir(self._config.output_dir)
         self._lacking: dict[str, list[Training]] = {}  # of each member, in the order of its jobs
         for training in self.trainings:
             if not training.is_done:
@@ -157,8 +155,8 @@ class TrainingRun(RunHooks):
         members = []
         for name, trainings in itertools.groupby(self.trainings, lambda training: training.model.name):
             state = self._states.get(name)
-            folder = str(self._files.trained_rows(name).parent.absolute())
-            logs = shown_path(self._files.worker_log(name, 0).parent)
+            folder = str(self.files.trained_rows(name).parent.absolute())
+            logs = shown_path(self.files.worker_log(name, 0).parent)
             failure = "" if state is None or state.failure is None else state.failure.message
             if failure and logs not in failure:
                 failure += f"; its logs are in {logs}"
@@ -170,13 +168,13 @@ class TrainingRun(RunHooks):
             TrainingReport(status, seconds, tuple(members))
         )
         with contextlib.suppress(WriteError):  # a full disk ends the run when a seal cannot be written
-            write_record(self._files.records, report)
+            write_record(self.files.records, report)
         return report
 
     def _part(self, training: Training) -> PartRecord:
         name, part = training.model.name, training.part
-        seal = read_record(self._files.seal(name, part), Seal)
-        if seal is not None and self._files.is_finished(name, part):
+        seal = read_record(self.files.seal(name, part), Seal)
+        if seal is not None and self.files.is_finished(name, part):
             return seal.record
         if training.is_done:  # somebody has removed it
             return PartRecord(part.fold, "waiting")
@@ -190,7 +188,7 @@ class TrainingRun(RunHooks):
             fold=part.fold,
             status="training" if is_running else "waiting",
             attempts=is_running + sum(fault.rows == (job, job + 1) for fault in state.faults),
-            progress=read_json(self._files.unfinished(state.plan.name, part) / "progress.json"),
+            progress=read_json(self.files.unfinished(state.plan.name, part) / "progress.json"),
         )
 
     # What the scheduler calls.
@@ -206,10 +204,10 @@ class TrainingRun(RunHooks):
         jobs = [
             {
                 "command": training.command,
-                "out": str(self._files.unfinished(member.name, training.part).absolute()),
-                "log": shown_path(self._files.log(member.name, training.part)),
+                "out": str(self.files.unfinished(member.name, training.part).absolute()),
+                "log": shown_path(self.files.log(member.name, training.part)),
                 "resumes": training.is_built_in,
-                "rungs": str(self._files.rungs.absolute()) if is_stepwise else "",
+                "rungs": str(self.files.rungs.absolute()) if is_stepwise else "",
             }
             for training in trainings
         ]
@@ -222,7 +220,7 @@ class TrainingRun(RunHooks):
         common = CommonSpec(
             labels=self._config.labels, activation="none", gpus=model.gpus, seed=self._config.seed
         )
-        log = self._files.worker_log(member.name, replica)
+        log = self.files.worker_log(member.name, replica)
         log.parent.mkdir(parents=True, exist_ok=True)
         return WorkerStart(
             command=Start(WorkerSpec(common, _CHILD, settings)),
@@ -268,7 +266,7 @@ class TrainingRun(RunHooks):
                 "were read at the start: the same command again trains anew on the new ones"
             )
         seal = Seal(dict(training.made_of), record)
-        note = seal_training(self._files, config, training.model, part, seal, self.discard_old)
+        note = seal_training(self.files, config, training.model, part, seal)
         if note:
             self.say(f"{name}: {part.text}: {note}")
         why = record.progress.get("why")

@@ -154,12 +154,7 @@ def consent_text(standings: Sequence[Standing]) -> str:
 
 
 def seal_training(
-    trainings: TrainingDir,
-    config: RunConfig,
-    model: MemberConfig,
-    part: Part,
-    seal: Seal,
-    discard_old: bool = False,
+    trainings: TrainingDir, config: RunConfig, model: MemberConfig, part: Part, seal: Seal
 ) -> str:
     """Check what a training has left, write its seal (``seal`` with the files), and put the folder in place.
 
@@ -186,5 +181,5 @@ def seal_training(
         ask([question])
     kind.inspect(OutputColumns(config.data.id_column, config.labels, config.data.path.parent))
     write_record(begun, replace(seal, files=folder_digests(unfinished)))
-    trainings.put_in_place(model.name, part, discard_old)
+    trainings.put_in_place(model.name, part)
     return note
